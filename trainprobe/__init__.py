@@ -1,0 +1,32 @@
+"""trainprobe records, watches and compares the numbers inside a training run, and never changes them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from trainprobe.config_check import ConfigChecker as ConfigChecker
+    from trainprobe.debugger import PrecisionDebugger as PrecisionDebugger
+    from trainprobe.engine.plan import Plan as Plan
+    from trainprobe.watching import Probe as Probe
+    from trainprobe.watching import watch as watch
+
+# public name → the module that holds it; loaded on first use, so that `import trainprobe` stays far below 0.1 s
+_PUBLIC = {
+    "ConfigChecker": "trainprobe.config_check",
+    "Plan": "trainprobe.engine.plan",
+    "PrecisionDebugger": "trainprobe.debugger",
+    "Probe": "trainprobe.watching",
+    "watch": "trainprobe.watching",
+}
+
+__all__ = ["ConfigChecker", "Plan", "PrecisionDebugger", "Probe", "__version__", "watch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'trainprobe' has no attribute {name!r}")

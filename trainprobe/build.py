@@ -1,0 +1,250 @@
+"""The sole composer: reads a plan and says which taps run on which steps.
+
+Two programs share one tape: the *dump* (a plan's level, task and step) and the *monitor* (its `monitor` section). A step
+that both want is collected once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from trainprobe.config_check.plan import ConfigCheckTap
+from trainprobe.engine import tape as flag
+from trainprobe.engine.detail import Detail
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.naming import Rename
+from trainprobe.engine.plan import Plan
+from trainprobe.engine.probe import Program, Wants
+from trainprobe.engine.records import Call
+from trainprobe.engine.selection import Names, parse_steps
+from trainprobe.engine.stacks import Stacks
+from trainprobe.engine.taps import Tap
+from trainprobe.engine.taps.audit_facts import AuditTap
+from trainprobe.engine.taps.clipping import ClippingTap
+from trainprobe.engine.taps.collectives import CollectiveTap
+from trainprobe.engine.taps.optimizer_steps import OptimizerStepTap
+from trainprobe.engine.taps.parameter_states import ParameterStateTap, StatesWanted
+from trainprobe.engine.taps.saved import SavedTap
+from trainprobe.engine.taps.torch_modules import ModulesWanted, ModuleTap
+from trainprobe.engine.taps.torch_ops import OpsWanted, OpTap
+from trainprobe.engine.taps.unreduced import UnreducedTap
+from trainprobe.monitor.audit.plan import AuditPlan
+from trainprobe.monitor.audit.plan import validate as audit_plan
+from trainprobe.monitor.plan import Collect, MonitorPlan
+from trainprobe.monitor.plan import validate as monitor_plan
+
+
+@dataclass(slots=True)
+class Parts:
+    """The taps of one probe; those that the plan does not ask for are None. `naming` knows the model's names in any case."""
+
+    saved: SavedTap
+    naming: ModuleTap
+    modules: ModuleTap | None = None
+    ops: OpTap | None = None
+    ops_were_on: bool = False
+    collectives: CollectiveTap | None = None
+    watched: ModuleTap | None = None
+    states: ParameterStateTap | None = None
+    clipping: ClippingTap | None = None
+    unreduced: UnreducedTap | None = None
+    monitor: MonitorPlan | None = None
+    audit: AuditTap | None = None
+    audit_plan: AuditPlan | None = None
+    cuts: list[Detail] = field(default_factory=list[Detail])
+
+    def notes(self) -> list[str]:
+        """Return what could not be seen, and why."""
+        return [note for tap in (self.naming, self.modules, self.watched) if tap is not None for note in tap.notes]
+
+
+def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None = None) -> tuple[Parts, list[Program]]:
+    """Build the taps that a plan asks for and the programs that say when they run."""
+    cuts: list[Detail] = []
+    saved = SavedTap(flags_of(plan.base_detail, cuts), guard)
+    monitor = monitor_plan(plan.monitor) if plan.monitor else None
+    modules = ModuleTap(modules_of_plan(plan, cuts), guard, stacks, rename) if plan.level in ("L0", "mix") else None
+    watched = ModuleTap(modules_of_monitor(monitor), guard, None, rename) if monitor is not None else None
+    naming = modules or watched or ModuleTap(ModulesWanted(_none, _nothing, frozenset()), guard, None, rename)
+    parts = Parts(saved, naming, modules=modules, watched=watched, monitor=monitor, cuts=cuts)
+    if plan.level in ("L1", "mix"):
+        parts.ops = OpTap(ops_of_plan(plan, cuts), guard, stacks, modules)
+        inside: list[Call] = modules.stack if modules is not None else []
+        parts.collectives = CollectiveTap(flags_of(plan.base_detail) & ~flag.SAVE, guard, stacks, inside)
+    audit = audit_plan(plan.audit) if plan.audit else None
+    if monitor is not None or audit is not None:
+        states = parts.states = ParameterStateTap(states_of_monitor(monitor), lambda: naming.parameter_names)
+        if audit is not None:
+            parts.audit_plan, parts.audit = audit, AuditTap(guard, states, lambda: naming.parameter_names, naming.scan)
+        if audit is not None or (monitor is not None and monitor.gradients.on and monitor.gradients.unclipped):
+            parts.clipping = ClippingTap(guard, partial(_unclipped, parts), states.reported_norm)
+        if monitor is not None and monitor.gradients.on and monitor.gradients.unreduced:
+            arrives = partial(states.arrived, per_micro=monitor.gradients.per_micro)
+            parts.unreduced = UnreducedTap(guard, arrives, lambda: states.source is None)
+    stepping = OptimizerStepTap(guard, partial(_before, parts, "optimizer" in plan.phases), partial(_after, parts))
+    return parts, _programs(plan, parts, stepping)
+
+
+def _programs(plan: Plan, parts: Parts, stepping: OptimizerStepTap) -> list[Program]:
+    dump: list[Tap] = [parts.saved]
+    dump += [tap for tap in (parts.modules, parts.ops, parts.collectives) if tap is not None]
+    if plan.level in ("L0", "L1", "mix"):
+        dump.append(stepping)
+    named: list[tuple[Tap, Wants]] = [(parts.naming, lambda n: False)]  # it is opened, and begun only where it stands elsewhere
+    if plan.config_check:
+        named.append((ConfigCheckTap(plan.config_check, plan.output, plan.on_error), lambda n: False))
+    programs = [Program("dump", plan.wants_step, (*((tap, plan.wants_step) for tap in dump), *named))]
+    if parts.monitor is not None and parts.watched is not None and parts.states is not None:
+        light: list[tuple[Tap, Wants]] = [(parts.states, lambda n: True), (stepping, lambda n: True)]
+        if parts.monitor.activations.on or parts.monitor.activation_gradients.on:
+            whole = parts.modules is not None
+            every = parts.monitor.activations.every
+            light.insert(0, (parts.watched, lambda n: n % every == 0 and not (whole and plan.wants_step(n))))
+        light += [(tap, lambda n: True) for tap in (parts.clipping, parts.unreduced) if tap is not None]
+        programs.append(Program("monitor", parse_steps(parts.monitor.step).__contains__, tuple(light)))
+    if parts.audit is not None and parts.audit_plan is not None and parts.states is not None and parts.clipping is not None:
+        reads = partial(parts.audit_plan.wants, cost="fingerprints")
+        heavy: list[tuple[Tap, Wants]] = [
+            (parts.audit, lambda n: True),
+            (parts.states, reads),
+            (parts.clipping, lambda n: True),
+        ]
+        programs.append(Program("audit", parts.audit_plan.wants_step, (*heavy, (stepping, lambda n: True))))
+    return programs
+
+
+def _unclipped(parts: Parts, parameters: list[Any]) -> None:
+    """Handle gradients that are about to be clipped."""
+    if parts.states is not None:
+        parts.states.unclipped(parameters)
+    if parts.audit is not None:
+        parts.audit.unclipped()
+
+
+def _before(parts: Parts, with_ops: bool, optimizer: Any) -> None:
+    """Handle the beginning of an optimizer step."""
+    if parts.modules is not None:
+        parts.modules.unwatched_parameters()
+    if parts.audit is not None:
+        parts.audit.before_update(optimizer)
+    if parts.states is not None:
+        parts.states.stepping(optimizer)
+        if parts.states.source is None:  # an integration with a source of its own places the moments itself
+            parts.states.moment("before_step")
+    if parts.ops is not None:
+        parts.ops.parent = "optimizer"
+        parts.ops_were_on = parts.ops._entered  # a paused debugger stays paused
+        parts.ops.switch(with_ops and parts.ops_were_on)
+
+
+def _after(parts: Parts, optimizer: Any) -> None:
+    """Handle the end of an optimizer step."""
+    if parts.ops is not None:
+        parts.ops.parent = None
+        parts.ops.switch(parts.ops_were_on)
+    if parts.states is not None and parts.states.source is None:
+        parts.states.moment("after_step")
+    if parts.audit is not None:
+        parts.audit.after_update()
+
+
+# ---- what a plan wants, in the words of the taps -----------------------------------------------------------------------
+
+
+def flags_of(detail: Detail, cuts: list[Detail] | None = None) -> int:
+    """Return the tape's flags for a level of detail; one that stores only a slice is put into `cuts` and told by its number."""
+    cut = 0
+    if detail.wants_tensor and detail.slice and cuts is not None:
+        if detail not in cuts:
+            cuts.append(detail)
+        cut = cuts.index(detail) + 1
+    wanted = detail.statistics if detail.wants_statistics else ()
+    return (
+        (flag.STATS if wanted else 0)
+        | (flag.CHECKSUM if detail.wants_checksum else 0)
+        | (flag.CRC32 if detail.wants_crc32 else 0)
+        | (flag.STD if "std" in wanted else 0)
+        | (flag.SUBLOW if "sublow" in wanted else 0)
+        | (flag.SAVE if detail.wants_tensor else 0)
+        | (cut << flag.CUT)
+    )
+
+
+def modules_of_plan(plan: Plan, cuts: list[Detail]) -> ModulesWanted:
+    """Return what the dump wants of modules."""
+    return ModulesWanted(
+        flags=lambda name: flags_of(plan.detail_for("module", name), cuts),
+        selected=plan.module_selected,
+        data=frozenset(plan.data),
+        forward="forward" in plan.phases,
+        backward="backward" in plan.phases,
+        recompute=plan.recompute == "mark",
+        parameter=plan.parameter_selected,
+        micro=plan.wants_micro,
+    )
+
+
+def ops_of_plan(plan: Plan, cuts: list[Detail]) -> OpsWanted:
+    """Return what the dump wants of ops."""
+    return OpsWanted(
+        flags=lambda name: flags_of(plan.detail_for("op", name), cuts),
+        selected=plan.op_selected,
+        data=frozenset(plan.data),
+        forward="forward" in plan.phases,
+        backward="backward" in plan.phases,
+        recompute=plan.recompute == "mark",
+        scope=plan.ops_scope,
+        micro=plan.wants_micro,
+    )
+
+
+def modules_of_monitor(monitor: MonitorPlan | None) -> ModulesWanted:
+    """Return what the monitor wants of modules: inputs, outputs, and their gradients."""
+    assert monitor is not None
+    chosen = Names((*monitor.activations.names,))
+    data = {"input", "output"} if monitor.activations.on or monitor.activation_gradients.on else set[str]()
+    return ModulesWanted(
+        flags=lambda name: flag.STATS,
+        selected=chosen.__contains__,
+        data=frozenset(data),
+        forward=monitor.activations.on,
+        backward=monitor.activation_gradients.on,
+        recompute=False,
+    )
+
+
+def states_of_monitor(monitor: MonitorPlan | None) -> StatesWanted:
+    """Return what the monitor wants of parameters, gradients and optimizer state; without one, nothing."""
+    if monitor is None:
+        return StatesWanted(_none, _none, _none)
+    return StatesWanted(
+        value=_flags_where(monitor.parameters),
+        gradient=_flags_where(monitor.gradients),
+        state=_flags_where(monitor.optimizer_state),
+        update=_flags_where(monitor.update),
+        every={
+            "value": monitor.parameters.every,
+            "gradient": monitor.gradients.every,
+            "state": monitor.optimizer_state.every,
+            "update": monitor.update.every,
+        },
+        without=frozenset(
+            ([] if monitor.gradients.reduced else ["grad"]) + ([] if monitor.gradients.unreduced else ["grad_unreduced"])
+        ),
+    )
+
+
+def _flags_where(collect: Collect) -> Callable[[str], int]:
+    names = Names(collect.names)
+    return lambda name: flag.STATS if collect.on and name in names else 0
+
+
+def _none(name: str) -> int:
+    return 0
+
+
+def _nothing(name: str) -> bool:
+    return False

@@ -1,0 +1,19 @@
+"""The compiled parts, where they are built and not forbidden; each has a portable twin with the same results."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def _load() -> Any | None:
+    if os.environ.get("TRAINPROBE_NATIVE", "1") == "0":
+        return None
+    try:
+        from trainprobe import _native  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+    except ImportError:
+        return None
+    return _native  # pyright: ignore[reportUnknownVariableType]
+
+
+native: Any | None = _load()

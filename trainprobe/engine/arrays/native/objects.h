@@ -1,0 +1,75 @@
+/* The objects that a tape is made of, and what the parts of the extension need of each other. Limited API of Python 3.10. */
+#ifndef TRAINPROBE_OBJECTS_H
+#define TRAINPROBE_OBJECTS_H
+
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x030A0000
+#endif
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include "reduce.h"
+
+typedef struct {
+    PyObject_HEAD
+    Py_ssize_t rows, room;
+    uint64_t taken; /* how often the rows were taken: a reduction that straddles a take is dropped */
+    int has_crc;
+    double *partials;
+    uint64_t *checksums;
+    uint32_t *crcs;
+} Strip;
+
+Py_ssize_t strip_reduce(Strip *self, const Job *job); /* row, -1 when it was dropped, -2 with an exception set */
+
+/* Neither is tracked by the garbage collector: a value refers to texts and a shape, a call to values and to calls before it. */
+typedef struct {
+    PyObject_HEAD
+    Py_ssize_t row;
+    PyObject *type, *dtype, *shape, *device, *requires_grad, *note, *tensor, *extra;
+    uint64_t epoch; /* with mark: its number in the log that is being written */
+    Py_ssize_t mark;
+} Value;
+
+typedef struct {
+    PyObject_HEAD
+    Py_ssize_t call, stack;
+    PyObject *kind, *name, *phase, *cls, *micro, *parent, *args, *kwargs, *out, *params, *node;
+    uint64_t epoch;
+    Py_ssize_t mark;
+} Call;
+
+extern PyTypeObject *strip_type, *value_type, *call_type, *tape_type, *stacks_type;
+
+typedef struct Tape Tape;
+
+/* The tree of Values and scalars of an argument or result; path: where its values are saved, or NULL. A new reference. */
+PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth);
+
+void tape_touched(Tape *self, PyObject *t);
+
+/* What is asked of torch (ops.c). */
+int torch_known(void);
+long long graph_task_now(void);
+long long sequence_now(void);
+PyObject *modes_off(void);
+void modes_on(PyObject *off);
+int give_to_guard(PyObject *fault);
+PyObject *node_behind(PyObject *t);
+long long sequence_of(PyObject *node);
+
+Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phase, PyObject *cls, PyObject *micro, PyObject *parent,
+               Py_ssize_t stack);
+
+/* Number of the stack that begins at the current Python frame, `skip` frames left out, or -2 with an exception set. */
+Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, int skip);
+
+int objects_fill(PyObject *module);
+int tape_fill(PyObject *module);
+int stacks_fill(PyObject *module);
+int text_fill(PyObject *module);
+int ops_fill(PyObject *module);
+int graph_fill(PyObject *module);
+
+#endif

@@ -1,0 +1,463 @@
+/* The torch calls of a step (see taps/torch_ops.py, whose Python methods do the same): what goes in, what comes out, and the
+   gradients that pass the autograd node of each call. */
+#include "objects.h"
+
+#define SAVE 256
+
+typedef struct OpHook OpHook;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *names, *learn, *run_backward, *backward_method, *fault, *recomputing, *micro_wanted, *stacks, *inside, *parent;
+    PyObject *tape, *calls, *counts[2]; /* of the step that is being collected, NULL otherwise */
+    Tape *eye;
+    PyObject *micro; /* the micro-batch that `wanted` speaks of */
+    OpHook **hooks;
+    Py_ssize_t n_hooks, room;
+    const void *stop;
+    int wanted, depth, forward, backward, inputs, kwargs, outputs, recompute;
+} OpWatch;
+
+struct OpHook {
+    PyObject_HEAD
+    OpWatch *watch; /* not held; NULL once the step has ended */
+    Call *forward, *call;
+    long flags;
+};
+
+static PyTypeObject *watch_type, *hook_type;
+static PyObject *t_op, *t_forward, *t_recompute, *t_backward, *t_micro, *t_grad_fn, *t_sequence, *t_register, *t_enter, *t_exit;
+static PyObject *graph_task, *sequence_nr, *tensor_type, *mode_depth, *disable; /* of torch, learned once */
+
+int torch_known(void) { return disable != NULL; }
+
+static PyObject *learn_torch(PyObject *module, PyObject *args) {
+    PyObject **places[] = {&graph_task, &sequence_nr, &tensor_type, &mode_depth, &disable};
+    (void)module;
+    for (int i = 0; i < 5; i++) {
+        PyObject *item = PyTuple_Size(args) == 5 ? PyTuple_GetItem(args, i) : NULL;
+        if (!item) return PyErr_Format(PyExc_TypeError, "learn_torch takes five functions");
+        Py_XDECREF(*places[i]);
+        *places[i] = Py_NewRef(item);
+    }
+    return Py_NewRef(Py_None);
+}
+
+long long number_from(PyObject *function) {
+    PyObject *answer = PyObject_CallNoArgs(function);
+    long long number = answer ? PyLong_AsLongLong(answer) : -1;
+    Py_XDECREF(answer);
+    return number;
+}
+
+long long graph_task_now(void) { return number_from(graph_task); }
+long long sequence_now(void) { return number_from(sequence_nr); }
+
+/* Keep torch-function modes away from what the tool itself asks of tensors. NULL: none is there, or an exception is set. */
+PyObject *modes_off(void) {
+    long long depth = number_from(mode_depth);
+    if (depth <= 0) return NULL;
+    PyObject *off = PyObject_CallNoArgs(disable), *entered = off ? PyObject_CallMethodObjArgs(off, t_enter, NULL) : NULL;
+    if (!entered) Py_CLEAR(off);
+    Py_XDECREF(entered);
+    return off;
+}
+
+void modes_on(PyObject *off) {
+    if (!off) return;
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyObject *left = PyObject_CallMethodObjArgs(off, t_exit, Py_None, Py_None, Py_None, NULL);
+    if (!left) PyErr_Clear();
+    Py_XDECREF(left);
+    Py_DECREF(off);
+    PyErr_Restore(type, error, trace);
+}
+
+/* Hand the exception that is set to the guard: 0 when the training goes on, -1 when it is to be raised. */
+int give_to_guard(PyObject *fault) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (trace) PyException_SetTraceback(error, trace);
+    PyObject *done = PyObject_CallFunctionObjArgs(fault, error ? error : Py_None, NULL);
+    Py_XDECREF(type), Py_XDECREF(error), Py_XDECREF(trace);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* ---- before and after a call --------------------------------------------------------------------------------------------- */
+
+static Py_ssize_t counted(OpWatch *self, PyObject *name, int recompute) {
+    PyObject *counts = self->counts[recompute], *known = PyDict_GetItemWithError(counts, name);
+    if (!known && PyErr_Occurred()) return -1;
+    Py_ssize_t n = known ? PyLong_AsSsize_t(known) : 0;
+    PyObject *next = PyLong_FromSsize_t(n + 1);
+    int failed = !next || PyDict_SetItem(counts, name, next);
+    Py_XDECREF(next);
+    return failed ? -1 : n;
+}
+
+static int micro_is_wanted(OpWatch *self, PyObject *micro) {
+    if (self->micro && PyObject_RichCompareBool(self->micro, micro, Py_EQ) == 1) return self->wanted;
+    PyObject *answer = PyObject_CallFunctionObjArgs(self->micro_wanted, micro, NULL);
+    if (!answer) return -1;
+    self->wanted = PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    Py_XDECREF(self->micro);
+    self->micro = Py_NewRef(micro);
+    return self->wanted;
+}
+
+static PyObject *joined(PyObject *name, Py_ssize_t number, PyObject *phase, const char *side) {
+    return PyUnicode_FromFormat("%U.%zd.%U%s", name, number, phase, side);
+}
+
+static int look_at_inputs(OpWatch *self, Call *call, long flags, PyObject *args, PyObject *kwargs) {
+    if (self->inputs) {
+        PyObject *at = flags & SAVE ? joined(call->name, call->call, call->phase, ".input") : NULL;
+        if (flags & SAVE && !at) return -1;
+        call->args = tape_tree(self->eye, args, flags, at, 0);
+        Py_XDECREF(at);
+        if (!call->args) return -1;
+    }
+    if (self->kwargs && kwargs && kwargs != Py_None && PyDict_Size(kwargs) > 0) {
+        PyObject *at = flags & SAVE ? joined(call->name, call->call, call->phase, ".kwargs") : NULL;
+        if (flags & SAVE && !at) return -1;
+        call->kwargs = tape_tree(self->eye, kwargs, flags, at, 0);
+        Py_XDECREF(at);
+        if (!call->kwargs) return -1;
+    }
+    return 0;
+}
+
+/* The call, NULL where it is not recorded or with an exception set. */
+static Call *before(OpWatch *self, PyObject *name, long flags, PyObject *args, PyObject *kwargs) {
+    Py_ssize_t running = PyList_Size(self->inside);
+    PyObject *above = running > 0 ? PyList_GetItem(self->inside, running - 1) : NULL, *parent = above ? above : self->parent;
+    PyObject *micro = PyObject_GetAttr(self->tape, t_micro);
+    int recompute = 0;
+    Call *call = NULL;
+    if (!micro || micro_is_wanted(self, micro) <= 0) goto done;
+    if (graph_task_now() != -1) {
+        PyObject *again = PyObject_CallFunctionObjArgs(self->recomputing, parent ? parent : Py_None, NULL);
+        recompute = again ? PyObject_IsTrue(again) : -1;
+        Py_XDECREF(again);
+    }
+    if (recompute < 0 || PyErr_Occurred()) goto done;
+    Py_ssize_t number = counted(self, name, recompute), stack = -1;
+    if (number < 0) goto done;
+    if (self->stacks != Py_None) {
+        Py_ssize_t base = above && Py_TYPE(above) == call_type ? ((Call *)above)->stack : -1;
+        stack = stacks_capture(self->stacks, base, self->stop, 0);
+        if (stack == -2) goto done;
+    }
+    call = call_new(t_op, name, number, recompute ? t_recompute : t_forward, NULL, micro, parent, stack);
+    if (!call || !self->forward) goto done;
+    if (look_at_inputs(self, call, flags, args, kwargs) ||
+        ((!recompute || self->recompute) && self->calls && PyList_Append(self->calls, (PyObject *)call))) {
+        Py_DECREF((PyObject *)call);
+        call = NULL;
+    }
+done:
+    Py_XDECREF(micro);
+    return call;
+}
+
+static int keep_hook(OpWatch *self, OpHook *hook) {
+    if (self->n_hooks == self->room) {
+        Py_ssize_t room = self->room ? self->room * 2 : 256;
+        OpHook **hooks = PyMem_Realloc(self->hooks, (size_t)room * sizeof *hooks);
+        if (!hooks) return PyErr_NoMemory(), -1;
+        self->hooks = hooks, self->room = room;
+    }
+    self->hooks[self->n_hooks++] = (OpHook *)Py_NewRef((PyObject *)hook);
+    return 0;
+}
+
+/* The node that made a tensor: a new reference, or NULL where there is none or with an exception set. */
+PyObject *node_behind(PyObject *t) {
+    PyObject *node = PyObject_GetAttr(t, t_grad_fn);
+    if (node == Py_None) Py_CLEAR(node);
+    else if (!node && PyErr_ExceptionMatches(PyExc_RuntimeError)) PyErr_Clear(); /* a view that autograd refuses to place */
+    return node;
+}
+
+long long sequence_of(PyObject *node) {
+    PyObject *number = PyObject_CallMethodObjArgs(node, t_sequence, NULL);
+    int beyond = 0; /* leaves carry the largest unsigned number */
+    long long answer = number ? PyLong_AsLongLongAndOverflow(number, &beyond) : -1;
+    Py_XDECREF(number);
+    return beyond > 0 ? INT64_MAX : answer;
+}
+
+static int watch_node(OpWatch *self, PyObject *t, long long floor, Call *call, long flags, OpHook **hook, PyObject *made) {
+    int tensor = PyObject_IsInstance(t, tensor_type);
+    if (tensor <= 0) return tensor;
+    PyObject *node = node_behind(t);
+    if (!node) return PyErr_Occurred() ? -1 : 0;
+    long long number = sequence_of(node);
+    int known = number < floor || PyErr_Occurred();
+    for (Py_ssize_t i = 0; !known && made && i < PyList_Size(made); i++) known = PyList_GetItem(made, i) == node;
+    int failed = PyErr_Occurred() != NULL;
+    if (!known && !failed) {
+        if (!*hook) {
+            *hook = (OpHook *)PyType_GenericAlloc(hook_type, 0);
+            if (*hook) {
+                (*hook)->watch = self, (*hook)->flags = flags, (*hook)->forward = (Call *)Py_NewRef((PyObject *)call);
+                failed = keep_hook(self, *hook);
+            } else {
+                failed = 1;
+            }
+        }
+        PyObject *handle = failed ? NULL : PyObject_CallMethodObjArgs(node, t_register, *hook, NULL);
+        failed = !handle || (made && PyList_Append(made, node));
+        Py_XDECREF(handle);
+    }
+    Py_DECREF(node);
+    return failed ? -1 : 0;
+}
+
+static int after(OpWatch *self, PyObject *spec, long flags, Call *call, long long floor, PyObject *args, PyObject *out) {
+    if (!self->eye) return 0; /* the step has ended meanwhile */
+    if (PyTuple_GetItem(spec, 2) == Py_True && PyTuple_Check(args) && PyTuple_Size(args) > 0) tape_touched(self->eye, PyTuple_GetItem(args, 0));
+    if (self->forward && self->outputs && PyTuple_GetItem(spec, 3) != Py_True) {
+        PyObject *at = flags & SAVE ? joined(call->name, call->call, call->phase, ".output") : NULL;
+        if (flags & SAVE && !at) return -1;
+        PyObject *tree = tape_tree(self->eye, out, flags, at, 0);
+        Py_XDECREF(at);
+        if (!tree) return -1;
+        Py_XDECREF(call->out);
+        call->out = tree;
+    }
+    if (!self->backward || !self->eye) return 0;
+    OpHook *hook = NULL;
+    int failed = 0;
+    if (PyTuple_Check(out) || PyList_Check(out)) {
+        PyObject *made = PyList_New(0);
+        Py_ssize_t n = PySequence_Size(out);
+        for (Py_ssize_t i = 0; made && !failed && i < n; i++) {
+            PyObject *t = PySequence_GetItem(out, i);
+            failed = !t || watch_node(self, t, floor, call, flags, &hook, made);
+            Py_XDECREF(t);
+        }
+        failed |= !made;
+        Py_XDECREF(made);
+    } else {
+        failed = watch_node(self, out, floor, call, flags, &hook, NULL);
+    }
+    Py_XDECREF((PyObject *)hook);
+    return failed ? -1 : 0;
+}
+
+static PyObject *call_it(PyObject *func, PyObject *args, PyObject *kwargs) {
+    if (!PyTuple_Check(args)) return PyErr_Format(PyExc_TypeError, "arguments of a torch function must be a tuple");
+    return PyObject_Call(func, args, kwargs == Py_None ? NULL : kwargs);
+}
+
+static PyObject *handle_wanted(OpWatch *self, PyObject *spec, PyObject *func, PyObject *args, PyObject *kwargs) {
+    long flags = PyLong_AsLong(PyTuple_GetItem(spec, 1));
+    Call *call = before(self, PyTuple_GetItem(spec, 0), flags, args, kwargs);
+    if (PyErr_Occurred() && give_to_guard(self->fault)) return NULL;
+    long long floor = call && self->backward ? sequence_now() : 0;
+    PyObject *out = call_it(func, args, kwargs);
+    if (out && call && after(self, spec, flags, call, floor, args, out) && give_to_guard(self->fault)) Py_CLEAR(out);
+    Py_XDECREF((PyObject *)call);
+    return out;
+}
+
+static PyObject *handle(OpWatch *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs < 4) return PyErr_Format(PyExc_TypeError, "handle takes mode, func, types, args, kwargs; got %zd", nargs);
+    args++;
+    PyObject *func = args[0], *kwargs = nargs > 4 ? args[3] : Py_None, *out;
+    PyObject *spec = self->eye ? PyDict_GetItemWithError(self->names, func) : Py_None;
+    Py_XINCREF(spec);
+    self->depth++;
+    if (!spec) {
+        PyErr_Clear();
+        spec = PyObject_CallFunctionObjArgs(self->learn, func, NULL);
+    }
+    if (!spec) {
+        out = NULL;
+    } else if (spec == Py_None) {
+        out = func == self->backward_method && self->eye && PyTuple_Check(args[2])
+                  ? PyObject_Call(self->run_backward, args[2], kwargs == Py_None ? NULL : kwargs)
+                  : call_it(func, args[2], kwargs);
+    } else {
+        out = handle_wanted(self, spec, func, args[2], kwargs);
+    }
+    self->depth--;
+    Py_XDECREF(spec);
+    return out;
+}
+
+/* ---- gradients ----------------------------------------------------------------------------------------------------------- */
+
+static int join(OpWatch *self, OpHook *hook, PyObject **side, PyObject *gradients, const char *name) {
+    PyObject *at = hook->flags & SAVE ? joined(hook->forward->name, hook->forward->call, t_backward, name) : NULL;
+    if (hook->flags & SAVE && !at) return -1;
+    PyObject *tree = tape_tree(self->eye, gradients, hook->flags, at, 0);
+    Py_XDECREF(at);
+    if (!tree) return -1;
+    if (!*side) {
+        *side = tree;
+        return 0;
+    }
+    PyObject *both = PySequence_InPlaceConcat(*side, tree);
+    Py_DECREF(tree);
+    if (!both) return -1;
+    Py_DECREF(*side);
+    *side = both;
+    return 0;
+}
+
+static int record(OpWatch *self, OpHook *hook, PyObject *sent, PyObject *received) {
+    if (!hook->call) {
+        Call *forward = hook->forward;
+        hook->call = call_new(t_op, forward->name, forward->call, t_backward, NULL, forward->micro, forward->parent, -1);
+        if (!hook->call || PyList_Append(self->calls, (PyObject *)hook->call)) return -1;
+    }
+    if (join(self, hook, &hook->call->args, received, ".input")) return -1;
+    return hook->watch ? join(self, hook, &hook->call->out, sent, ".output") : 0;
+}
+
+static PyObject *hook_called(OpHook *hook, PyObject *args, PyObject *kwargs) {
+    OpWatch *self = hook->watch;
+    (void)kwargs;
+    if (!self || !self->eye || PyTuple_Size(args) != 2) return Py_NewRef(Py_None);
+    Py_INCREF((PyObject *)self);
+    Py_INCREF((PyObject *)hook);
+    PyObject *off = modes_off();
+    int failed = PyErr_Occurred() || record(self, hook, PyTuple_GetItem(args, 0), PyTuple_GetItem(args, 1));
+    modes_on(off);
+    failed = failed && give_to_guard(self->fault);
+    Py_DECREF((PyObject *)hook);
+    Py_DECREF((PyObject *)self);
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+static void hook_forget(OpHook *hook) {
+    hook->watch = NULL;
+    Py_CLEAR(hook->forward);
+    Py_CLEAR(hook->call);
+}
+
+static void hook_free(OpHook *hook) {
+    PyTypeObject *type = Py_TYPE((PyObject *)hook);
+    hook_forget(hook);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(hook);
+    Py_DECREF(type);
+}
+
+static PyType_Slot hook_slots[] = {{Py_tp_dealloc, hook_free}, {Py_tp_call, hook_called}, {0, NULL}};
+static PyType_Spec hook_spec = {"trainprobe._native.OpHook", sizeof(OpHook), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, hook_slots};
+
+/* ---- life ---------------------------------------------------------------------------------------------------------------- */
+
+static PyObject *watch_end(OpWatch *self, PyObject *unused) {
+    (void)unused;
+    Py_ssize_t n = self->n_hooks;
+    OpHook **hooks = self->hooks;
+    self->hooks = NULL, self->n_hooks = self->room = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        hook_forget(hooks[i]);
+        Py_DECREF((PyObject *)hooks[i]);
+    }
+    PyMem_Free(hooks);
+    Py_CLEAR(self->tape);
+    Py_CLEAR(self->eye);
+    Py_CLEAR(self->calls);
+    Py_CLEAR(self->counts[0]);
+    Py_CLEAR(self->counts[1]);
+    Py_CLEAR(self->micro);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *watch_begin(OpWatch *self, PyObject *args) {
+    PyObject *tape, *eye, *calls;
+    if (!torch_known()) return PyErr_Format(PyExc_RuntimeError, "learn_torch must be called first");
+    if (!PyArg_ParseTuple(args, "OO!O!", &tape, tape_type, &eye, &PyList_Type, &calls)) return NULL;
+    Py_XDECREF(watch_end(self, NULL));
+    self->tape = Py_NewRef(tape), self->eye = (Tape *)Py_NewRef(eye), self->calls = Py_NewRef(calls);
+    self->counts[0] = PyDict_New(), self->counts[1] = PyDict_New();
+    return self->counts[0] && self->counts[1] ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"names", "learn", "run_backward", "backward_method", "fault", "recomputing", "micro", "stacks", "inside",
+                            "stop", "forward", "backward", "inputs", "kwargs", "outputs", "recompute", NULL};
+    PyObject *o[9], *stop;
+    OpWatch w;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOOOOO!Opppppp", names, &PyDict_Type, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5],
+                                     &o[6], &o[7], &PyList_Type, &o[8], &stop, &w.forward, &w.backward, &w.inputs, &w.kwargs, &w.outputs,
+                                     &w.recompute))
+        return NULL;
+    OpWatch *self = (OpWatch *)PyType_GenericAlloc(type, 0);
+    if (!self) return NULL;
+    PyObject **places[] = {&self->names, &self->learn, &self->run_backward, &self->backward_method, &self->fault, &self->recomputing,
+                           &self->micro_wanted, &self->stacks, &self->inside};
+    for (int i = 0; i < 9; i++) *places[i] = Py_NewRef(o[i]);
+    self->stop = PyLong_AsVoidPtr(stop);
+    if (!self->stop) self->stop = self; /* no frame and no code object */
+    self->forward = w.forward, self->backward = w.backward, self->inputs = w.inputs, self->kwargs = w.kwargs;
+    self->outputs = w.outputs, self->recompute = w.recompute;
+    return (PyObject *)self;
+}
+
+static int watch_traverse(OpWatch *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    PyObject *held[] = {self->names, self->learn, self->run_backward, self->fault, self->recomputing, self->micro_wanted, self->inside,
+                        self->parent, self->tape, (PyObject *)self->eye, self->calls};
+    for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_VISIT(held[i]);
+    return 0;
+}
+
+static int watch_clear(OpWatch *self) {
+    Py_XDECREF(watch_end(self, NULL));
+    PyObject **held[] = {&self->names, &self->learn, &self->run_backward, &self->backward_method, &self->fault, &self->recomputing,
+                         &self->micro_wanted, &self->stacks, &self->inside, &self->parent};
+    for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);
+    return 0;
+}
+
+static void watch_free(OpWatch *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    watch_clear(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef watch_members[] = {{"parent", T_OBJECT, offsetof(OpWatch, parent), 0, "where calls outside every module belong"},
+                                      {"depth", T_INT, offsetof(OpWatch, depth), READONLY, "how many calls are being handled"},
+                                      {NULL, 0, 0, 0, NULL}};
+
+static PyMethodDef watch_methods[] = {
+    {"handle", (PyCFunction)(void (*)(void))handle, METH_FASTCALL, "handle(mode, func, types, args, kwargs): what a mode's __torch_function__ does."},
+    {"begin", (PyCFunction)watch_begin, METH_VARARGS, "begin(tape, eye, calls): record onto this tape."},
+    {"end", (PyCFunction)watch_end, METH_NOARGS, "end(): let go of the tape and of the hooks on autograd nodes; calls are passed on."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot watch_slots[] = {{Py_tp_new, watch_new},           {Py_tp_dealloc, watch_free}, {Py_tp_traverse, watch_traverse},
+                                    {Py_tp_clear, watch_clear},       {Py_tp_members, watch_members}, {Py_tp_methods, watch_methods},
+                                    {Py_tp_doc, "Records torch calls."}, {0, NULL}};
+static PyType_Spec watch_spec = {"trainprobe._native.OpWatch", sizeof(OpWatch), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, watch_slots};
+
+static PyMethodDef functions[] = {
+    {"learn_torch", learn_torch, METH_VARARGS, "learn_torch(graph_task_id, sequence_nr, Tensor, len_function_stack, DisableTorchFunction)"},
+    {NULL, NULL, 0, NULL}};
+
+int ops_fill(PyObject *module) {
+    struct {
+        PyObject **at;
+        const char *text;
+    } names[] = {{&t_op, "op"}, {&t_forward, "forward"}, {&t_recompute, "recompute"}, {&t_backward, "backward"}, {&t_micro, "micro"},
+                 {&t_grad_fn, "grad_fn"}, {&t_sequence, "_sequence_nr"}, {&t_register, "register_hook"}, {&t_enter, "__enter__"},
+                 {&t_exit, "__exit__"}};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
+    watch_type = (PyTypeObject *)PyType_FromSpec(&watch_spec);
+    hook_type = (PyTypeObject *)PyType_FromSpec(&hook_spec);
+    if (!watch_type || !hook_type) return -1;
+    return PyModule_AddObjectRef(module, "OpWatch", (PyObject *)watch_type) || PyModule_AddFunctions(module, functions);
+}

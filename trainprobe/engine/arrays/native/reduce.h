@@ -1,0 +1,94 @@
+/* What the parts of the extension share: the partials of a run of elements, and the kernels of one instruction set.
+
+   A tensor is enumerated in chunks of CHUNK elements, which fit the first-level cache, so that several sweeps over a
+   chunk are one pass over memory. BLOCK chunks make a block, the unit of work of a thread. Chunks merge in order inside
+   a block and blocks in order inside a tensor: the numbers do not depend on how many threads there are. */
+#ifndef TRAINPROBE_REDUCE_H
+#define TRAINPROBE_REDUCE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define CHUNK 4096
+#define BLOCK 16
+#define MAX_DIMS 64
+#define COLUMNS 12
+
+enum { STATS = 1, CHECKSUM = 2, STD = 4, CRC32 = 8, SUBLOW = 16 };
+
+enum {
+    D_BOOL, D_U8, D_I8, D_U16, D_I16, D_U32, D_I32, D_U64, D_I64,
+    D_F16, D_BF16, D_F32, D_F64, D_C32, D_C64, D_C128,
+    D_E4M3FN, D_E5M2, D_E4M3FNUZ, D_E5M2FNUZ, D_E8M0FNU, DTYPES
+};
+
+typedef __int128 int128;
+
+/* sum is s + c, sum of squares (q + qc) * 4^exponent; integer_sum is exact and used for 64-bit integers. */
+typedef struct {
+    double count, nan, posinf, neginf, zero, min, max, s, c, q, qc, m2, sublow;
+    int128 integer_sum;
+    uint64_t checksum;
+    uint32_t crc;
+    int exponent;
+} Part;
+
+/* The elements in the order of enumeration: sizes, strides in bytes, and strides of the logical (row-major) place. */
+typedef struct {
+    int nd;
+    int64_t size[MAX_DIMS], stride[MAX_DIMS];
+} Dims;
+
+typedef struct {
+    const char *data;
+    Dims memory;  /* strides in bytes */
+    Dims place;   /* strides in logical places */
+    int64_t n;    /* elements that are enumerated */
+    double repeat; /* how often each stands in the tensor (expanded dimensions, where their places do not matter) */
+    int64_t repeats;
+    int dtype, flags;
+} Job;
+
+/* The sweeps over a chunk. n <= CHUNK. One table an instruction set; all give the same bits. */
+typedef struct {
+    void (*stats_f32)(const float *x, int64_t n, Part *p); /* min, max, zero, s, q; q is not finite if any x is not */
+    void (*stats_f64)(const double *x, int64_t n, double scale, int64_t *bad, Part *p);
+    void (*clean_f32)(const float *x, float *out, int64_t n, Part *p); /* non-finite to 0, counted */
+    void (*clean_f64)(const double *x, double *out, int64_t n, Part *p);
+    double (*m2_f32)(const float *x, int64_t n, double mean); /* all x finite */
+    double (*m2_f64)(const double *x, int64_t n, double mean);
+    double (*sublow_f32)(const float *x, int64_t n, float tiny);
+    double (*sublow_f64)(const double *x, int64_t n, double tiny);
+    uint64_t (*checksum[4])(const void *x, int64_t n, uint64_t place, uint64_t step); /* words of 1, 2, 4, 8 bytes */
+    void (*to_f32[DTYPES])(const void *x, float *out, int64_t n); /* where float32 holds the dtype exactly */
+    void (*to_f64[DTYPES])(const void *x, double *out, int64_t n);
+    int128 (*sum_i64)(const int64_t *x, int64_t n);
+    int128 (*sum_u64)(const uint64_t *x, int64_t n);
+    const char *name;
+} Kernels;
+
+extern Kernels kernels;
+extern float float8_table[5][256];
+extern const int item_size[DTYPES];
+extern const double smallest_normal[DTYPES];
+
+void kernels_init(void);
+int kernels_select(const char *name); /* 0 when this machine has that instruction set */
+
+void layout(Job *job, int nd, const int64_t *shape, const int64_t *strides);
+void part_clear(Part *p);
+void part_merge(Part *into, const Part *from, int flags, uint64_t from_bytes);
+void reduce_block(const Job *job, int64_t block, Part *out);
+void reduce(const Job *job, Part *out);
+void part_finish(const Part *p, const Job *job, double *row);
+
+uint32_t crc32_bytes(uint32_t crc, const void *data, size_t n);
+uint32_t crc32_join(uint32_t a, uint32_t b, uint64_t bytes_of_b);
+void crc32_init(void);
+
+int pool_run(const Job *job, int64_t blocks, Part *parts); /* 0 when the pool was busy or absent: nothing was done */
+void pool_threads(int n);
+int pool_size(void);
+void pool_init(void);
+
+#endif

@@ -1,0 +1,322 @@
+/* The sweeps over one chunk, written once and compiled for each instruction set (see kernels.c, which includes this
+   file with SUFFIX, WIDTH and the vector minimum, maximum and widening defined). Sixteen lanes everywhere, so that each instruction set adds in the same order. */
+
+#define JOIN2(a, b) a##_##b
+#define JOIN(a, b) JOIN2(a, b)
+#define F(name) JOIN(name, SUFFIX)
+#define L 16
+
+static inline __attribute__((always_inline)) double F(fold)(const double *v) {
+    double a[8];
+    for (int l = 0; l < 8; l++) a[l] = v[l] + v[l + 8];
+    return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]));
+}
+
+/* Vectors of this instruction set. WIDTH is their size in bytes; NF of them hold sixteen floats, ND sixteen doubles. */
+#define NF (L * 4 / WIDTH)
+#define ND (L * 8 / WIDTH)
+typedef float F(vf) __attribute__((vector_size(WIDTH)));
+typedef int32_t F(vi) __attribute__((vector_size(WIDTH)));
+typedef double F(vd) __attribute__((vector_size(WIDTH)));
+typedef int64_t F(vl) __attribute__((vector_size(WIDTH)));
+typedef float F(half_vf) __attribute__((vector_size(WIDTH / 2)));
+
+#define EACH(COUNT) _Pragma("GCC unroll 16") for (int l = 0; l < (COUNT); l++)
+
+static void F(stats_f32)(const float *restrict x, int64_t n, Part *p) {
+    F(vf) mn[NF], mx[NF];
+    F(vi) z[NF];
+    F(vd) s[ND], q[ND];
+    EACH(NF) mn[l] = (F(vf)){0} + INFINITY, mx[l] = (F(vf)){0} - INFINITY, z[l] = (F(vi)){0};
+    EACH(ND) s[l] = q[l] = (F(vd)){0};
+    int64_t whole = n / L * L, rest = n - whole;
+    for (int64_t i = 0; i < whole; i += L) {
+        EACH(NF) {
+            F(vf) v;
+            memcpy(&v, x + i + l * (WIDTH / 4), WIDTH);
+            mn[l] = MIN_F(v, mn[l]);
+            mx[l] = MAX_F(v, mx[l]);
+            z[l] -= (F(vi))(v == 0);
+        }
+        EACH(ND) {
+            F(half_vf) v;
+            memcpy(&v, x + i + l * (WIDTH / 8), WIDTH / 2);
+            F(vd) d = WIDEN_F(v);
+            s[l] += d;
+            q[l] += d * d;
+        }
+    }
+    float low = INFINITY, high = -INFINITY, lows[L], highs[L];
+    double sums[L], squares[L];
+    int32_t zeros[L];
+    int64_t found = 0;
+    memcpy(lows, mn, sizeof lows), memcpy(highs, mx, sizeof highs), memcpy(zeros, z, sizeof zeros);
+    memcpy(sums, s, sizeof sums), memcpy(squares, q, sizeof squares);
+    const float *tail = x + whole;
+    for (int64_t l = 0; l < rest; l++) {
+        double d = tail[l];
+        low = tail[l] < low ? tail[l] : low;
+        high = tail[l] > high ? tail[l] : high;
+        found += tail[l] == 0;
+        sums[l] += d;
+        squares[l] += d * d;
+    }
+    for (int l = 0; l < L; l++) {
+        low = lows[l] < low ? lows[l] : low;
+        high = highs[l] > high ? highs[l] : high;
+        found += zeros[l];
+    }
+    p->min = low, p->max = high, p->zero = (double)found;
+    p->s = F(fold)(sums), p->q = F(fold)(squares);
+}
+
+/* Knuth's two-sum a lane: exact error terms, no branches. */
+#define TWO_SUM_OF(TYPE, S, C, V)              \
+    do {                                       \
+        TYPE t_ = (S) + (V);                   \
+        TYPE b_ = t_ - (S);                    \
+        (C) += ((S) - (t_ - b_)) + ((V) - b_); \
+        (S) = t_;                              \
+    } while (0)
+#define TWO_SUM(S, C, V) TWO_SUM_OF(double, S, C, V)
+#define VECTOR_TWO_SUM(S, C, V) TWO_SUM_OF(F(vd), S, C, V)
+
+static void F(stats_f64)(const double *restrict x, int64_t n, double scale, int64_t *bad, Part *p) {
+    F(vd) mn[ND], mx[ND], s[ND], c[ND], q[ND], k[ND];
+    F(vl) z[ND], b[ND];
+    EACH(ND) mn[l] = (F(vd)){0} + INFINITY, mx[l] = (F(vd)){0} - INFINITY, z[l] = b[l] = (F(vl)){0};
+    EACH(ND) s[l] = c[l] = q[l] = k[l] = (F(vd)){0};
+    int64_t whole = n / L * L, rest = n - whole;
+    for (int64_t i = 0; i < whole; i += L)
+        EACH(ND) {
+            F(vd) v;
+            memcpy(&v, x + i + l * (WIDTH / 8), WIDTH);
+            F(vd) w = v * scale, r = w * w, off = v - v;
+            mn[l] = MIN_D(v, mn[l]);
+            mx[l] = MAX_D(v, mx[l]);
+            z[l] -= (F(vl))(v == 0);
+            b[l] -= (F(vl))(off != off);
+            VECTOR_TWO_SUM(s[l], c[l], v);
+            VECTOR_TWO_SUM(q[l], k[l], r);
+        }
+    double lows[L], highs[L], sums[L], lost[L], squares[L], squares_lost[L];
+    double low = INFINITY, high = -INFINITY, S = 0, C = 0, Q = 0, K = 0;
+    int64_t zeros[L], wrongs[L], found = 0, wrong = 0;
+    memcpy(lows, mn, sizeof lows), memcpy(highs, mx, sizeof highs), memcpy(zeros, z, sizeof zeros), memcpy(wrongs, b, sizeof wrongs);
+    memcpy(sums, s, sizeof sums), memcpy(lost, c, sizeof lost);
+    memcpy(squares, q, sizeof squares), memcpy(squares_lost, k, sizeof squares_lost);
+    for (int64_t l = 0; l < rest; l++) {
+        double v = x[whole + l], w = v * scale, r = w * w;
+        low = v < low ? v : low;
+        high = v > high ? v : high;
+        found += v == 0;
+        wrong += !(fabs(v) <= DBL_MAX);
+        TWO_SUM(sums[l], lost[l], v);
+        TWO_SUM(squares[l], squares_lost[l], r);
+    }
+    for (int l = 0; l < L; l++) {
+        low = lows[l] < low ? lows[l] : low;
+        high = highs[l] > high ? highs[l] : high;
+        found += zeros[l], wrong += wrongs[l];
+        TWO_SUM(S, C, sums[l]);
+        TWO_SUM(Q, K, squares[l]);
+        C += lost[l], K += squares_lost[l];
+    }
+    p->min = low, p->max = high, p->zero = (double)found;
+    p->s = S, p->c = C, p->q = Q, p->qc = K;
+    *bad = wrong;
+}
+
+static void F(clean_f32)(const float *restrict x, float *restrict out, int64_t n, Part *p) {
+    int32_t nan = 0, pos = 0, neg = 0;
+    for (int64_t i = 0; i < n; i++) {
+        float v = x[i];
+        nan += v != v;
+        pos += v > FLT_MAX;
+        neg += v < -FLT_MAX;
+        out[i] = fabsf(v) <= FLT_MAX ? v : 0;
+    }
+    p->nan = nan, p->posinf = pos, p->neginf = neg;
+}
+
+static void F(clean_f64)(const double *restrict x, double *restrict out, int64_t n, Part *p) {
+    int64_t nan = 0, pos = 0, neg = 0;
+    for (int64_t i = 0; i < n; i++) {
+        double v = x[i];
+        nan += v != v;
+        pos += v > DBL_MAX;
+        neg += v < -DBL_MAX;
+        out[i] = fabs(v) <= DBL_MAX ? v : 0;
+    }
+    p->nan = (double)nan, p->posinf = (double)pos, p->neginf = (double)neg;
+}
+
+/* Squared deviations from the mean; the last term takes back what the rounding of the mean put in. */
+#define M2(NAME, TYPE, VECTOR, WIDENED)                                            \
+    static double F(NAME)(const TYPE *restrict x, int64_t n, double mean) {        \
+        F(vd) a[ND], b[ND];                                                        \
+        double d1[L], d2[L];                                                       \
+        int64_t whole = n / L * L;                                                 \
+        EACH(ND) a[l] = b[l] = (F(vd)){0};                                         \
+        for (int64_t i = 0; i < whole; i += L)                                     \
+            EACH(ND) {                                                             \
+                VECTOR v;                                                          \
+                memcpy(&v, x + i + l * (WIDTH / 8), sizeof v);                     \
+                F(vd) d = WIDENED - mean;                                          \
+                a[l] += d;                                                         \
+                b[l] += d * d;                                                     \
+            }                                                                      \
+        memcpy(d1, a, sizeof d1), memcpy(d2, b, sizeof d2);                        \
+        for (int64_t l = 0; l < n - whole; l++) {                                  \
+            double d = (double)x[whole + l] - mean;                                \
+            d1[l] += d;                                                            \
+            d2[l] += d * d;                                                        \
+        }                                                                          \
+        double sum = F(fold)(d1), m2 = F(fold)(d2) - sum * sum / (double)n;        \
+        return m2 > 0 || m2 != m2 ? m2 : 0;                                         \
+    }
+M2(m2_f32, float, F(half_vf), WIDEN_F(v))
+M2(m2_f64, double, F(vd), v)
+
+static double F(sublow_f32)(const float *restrict x, int64_t n, float tiny) {
+    int32_t found = 0;
+    for (int64_t i = 0; i < n; i++) found += (fabsf(x[i]) < tiny) & (x[i] != 0);
+    return found;
+}
+
+static double F(sublow_f64)(const double *restrict x, int64_t n, double tiny) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < n; i++) found += (fabs(x[i]) < tiny) & (x[i] != 0);
+    return (double)found;
+}
+
+/* The fingerprint of engine/stats/checksum.py. `place` is that of the first word, `step` from one word to the next. */
+#define MIX(X)                          \
+    do {                                \
+        (X) ^= (X) >> 32;               \
+        (X) *= UINT64_C(0xD6E8FEB86659FD93); \
+        (X) ^= (X) >> 32;               \
+        (X) *= UINT64_C(0xD6E8FEB86659FD93); \
+        (X) ^= (X) >> 32;               \
+    } while (0)
+
+#define FINGERPRINT(NAME, TYPE)                                                                    \
+    static uint64_t F(NAME)(const void *data, int64_t n, uint64_t place, uint64_t step) {          \
+        const TYPE *restrict x = data;                                                             \
+        const uint64_t g = UINT64_C(0x9E3779B97F4A7C15), stride = step * g;                        \
+        uint64_t total = 0, at[L], sum[L];                                                         \
+        int64_t i = 0;                                                                             \
+        for (uint64_t l = 0; l < L; l++) at[l] = (place + 1) * g + l * stride, sum[l] = 0;         \
+        for (; i + L <= n; i += L)                                                                 \
+            for (int l = 0; l < L; l++) {                                                          \
+                uint64_t w = x[i + l] + at[l];                                                     \
+                MIX(w);                                                                            \
+                sum[l] += w;                                                                       \
+                at[l] += L * stride;                                                               \
+            }                                                                                      \
+        for (int l = 0; i + l < n; l++) {                                                          \
+            uint64_t w = x[i + l] + at[l];                                                         \
+            MIX(w);                                                                                \
+            total += w;                                                                            \
+        }                                                                                          \
+        for (int l = 0; l < L; l++) total += sum[l];                                               \
+        return total;                                                                              \
+    }
+FINGERPRINT(checksum_1, uint8_t)
+FINGERPRINT(checksum_2, uint16_t)
+FINGERPRINT(checksum_4, uint32_t)
+FINGERPRINT(checksum_8, uint64_t)
+
+#define WIDEN(NAME, FROM, TO, VALUE)                                                    \
+    static void F(NAME)(const void *data, TO *restrict out, int64_t n) {                \
+        const FROM *restrict x = data;                                                  \
+        for (int64_t i = 0; i < n; i++) out[i] = (TO)(VALUE);                           \
+    }
+WIDEN(from_bool, uint8_t, float, x[i] != 0)
+WIDEN(from_u8, uint8_t, float, x[i])
+WIDEN(from_i8, int8_t, float, x[i])
+WIDEN(from_u16, uint16_t, float, x[i])
+WIDEN(from_i16, int16_t, float, x[i])
+WIDEN(from_u32, uint32_t, double, x[i])
+WIDEN(from_i32, int32_t, double, x[i])
+WIDEN(from_u64, uint64_t, double, x[i])
+WIDEN(from_i64, int64_t, double, x[i])
+WIDEN(from_e4m3fn, uint8_t, float, float8_table[0][x[i]])
+WIDEN(from_e5m2, uint8_t, float, float8_table[1][x[i]])
+WIDEN(from_e4m3fnuz, uint8_t, float, float8_table[2][x[i]])
+WIDEN(from_e5m2fnuz, uint8_t, float, float8_table[3][x[i]])
+WIDEN(from_e8m0fnu, uint8_t, float, float8_table[4][x[i]])
+
+static void F(from_bf16)(const void *data, float *restrict out, int64_t n) {
+    const uint16_t *restrict x = data;
+    uint32_t *restrict bits = (uint32_t *)(void *)out;
+    for (int64_t i = 0; i < n; i++) bits[i] = (uint32_t)x[i] << 16;
+}
+
+/* Half to single: shift the fields into place, let one multiplication by 2^112 rebias the exponent and normalise. */
+static inline __attribute__((always_inline)) float F(half)(uint16_t h) {
+    union { uint32_t u; float f; } o = {.u = (uint32_t)(h & 0x7fff) << 13}, scale = {.u = 0x77800000};
+    o.f *= scale.f;
+    o.u |= o.f >= 65536.0f ? 0x7f800000u : 0u;
+    o.u |= (uint32_t)(h & 0x8000) << 16;
+    return o.f;
+}
+WIDEN(from_f16, uint16_t, float, F(half)(x[i]))
+
+/* Magnitudes. An infinite part makes it infinite, whatever the other is (as C99 hypot). */
+static inline __attribute__((always_inline)) double F(magnitude)(double re, double im) {
+    double a = fabs(re), b = fabs(im), big = a > b ? a : b;
+    double up = big > 0x1p480 ? 0x1p-600 : (big < 0x1p-480 ? 0x1p600 : 1.0);
+    double down = big > 0x1p480 ? 0x1p600 : (big < 0x1p-480 ? 0x1p-600 : 1.0);
+    double u = a * up, v = b * up, r = sqrt(u * u + v * v) * down;
+    return ((a > DBL_MAX) | (b > DBL_MAX)) ? INFINITY : r;
+}
+WIDEN(from_c32, uint16_t, double, F(magnitude)(F(half)(x[2 * i]), F(half)(x[2 * i + 1])))
+WIDEN(from_c64, float, double, F(magnitude)(x[2 * i], x[2 * i + 1]))
+WIDEN(from_c128, double, double, F(magnitude)(x[2 * i], x[2 * i + 1]))
+
+/* Exact: the low and the high 32 bits are added apart, which cannot overflow within a chunk. */
+#define EXACT_SUM(NAME, TYPE)                                    \
+    static int128 F(NAME)(const TYPE *restrict x, int64_t n) {   \
+        int64_t high = 0;                                        \
+        uint64_t low = 0;                                        \
+        for (int64_t i = 0; i < n; i++) {                        \
+            high += (int64_t)(x[i] >> 32);                       \
+            low += (uint64_t)x[i] & 0xffffffffu;                 \
+        }                                                        \
+        return ((int128)high) * ((int128)1 << 32) + (int128)low; \
+    }
+EXACT_SUM(sum_i64, int64_t)
+EXACT_SUM(sum_u64, uint64_t)
+
+static const Kernels F(table) = {
+    .stats_f32 = F(stats_f32), .stats_f64 = F(stats_f64), .clean_f32 = F(clean_f32), .clean_f64 = F(clean_f64),
+    .m2_f32 = F(m2_f32), .m2_f64 = F(m2_f64), .sublow_f32 = F(sublow_f32), .sublow_f64 = F(sublow_f64),
+    .checksum = {F(checksum_1), F(checksum_2), F(checksum_4), F(checksum_8)},
+    .to_f32 = {
+        [D_BOOL] = F(from_bool), [D_U8] = F(from_u8), [D_I8] = F(from_i8), [D_U16] = F(from_u16), [D_I16] = F(from_i16),
+        [D_F16] = F(from_f16), [D_BF16] = F(from_bf16), [D_E4M3FN] = F(from_e4m3fn), [D_E5M2] = F(from_e5m2),
+        [D_E4M3FNUZ] = F(from_e4m3fnuz), [D_E5M2FNUZ] = F(from_e5m2fnuz), [D_E8M0FNU] = F(from_e8m0fnu),
+    },
+    .to_f64 = {
+        [D_U32] = F(from_u32), [D_I32] = F(from_i32), [D_U64] = F(from_u64), [D_I64] = F(from_i64),
+        [D_C32] = F(from_c32), [D_C64] = F(from_c64), [D_C128] = F(from_c128),
+    },
+    .sum_i64 = F(sum_i64), .sum_u64 = F(sum_u64),
+};
+
+#undef JOIN2
+#undef JOIN
+#undef F
+#undef L
+#undef M2
+#undef TWO_SUM_OF
+#undef TWO_SUM
+#undef VECTOR_TWO_SUM
+#undef NF
+#undef ND
+#undef EACH
+#undef MIX
+#undef FINGERPRINT
+#undef WIDEN
+#undef EXACT_SUM

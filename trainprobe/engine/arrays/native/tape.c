@@ -1,0 +1,479 @@
+/* The tape's eye: each distinct tensor value looked at once, trees of arguments turned into trees of Values (see engine/tape.py,
+   whose Python methods of the same names do the same and take over wherever something is rare). */
+#include <string.h>
+
+#include "objects.h"
+
+#define SAVE 256
+#define KINDS 0xFFFF
+#define CUT 16
+#define DEEPEST 400
+#define TEXT 512
+#define SUSPECT ((uintptr_t)1 << 40) /* addresses below may be an offset into freed storage: looked at twice */
+#define STRIPS 8
+
+typedef struct {
+    PyObject *dtype, *text;
+    int code; /* -1: not for the kernel */
+} Dtype;
+
+typedef struct {
+    long kinds;
+    PyObject *strip; /* the Python strip, NULL where the slot is free */
+    Strip *rows;     /* its native rows, NULL where it has none */
+    PyObject *owned; /* list of Values */
+} Slot;
+
+typedef struct {
+    PyObject *id, *weak, *shape; /* id: address of the tensor, not a reference; weak NULL: forgotten */
+    Value *value;
+    void *data;
+    long long version;
+    long flags;
+} Seen;
+
+struct Tape {
+    PyObject_HEAD
+    PyTypeObject *plain[2];
+    PyObject *open_strip, *slow, *special, *rare, *keep, *describe;
+    int reuse, dtypes_known;
+    Dtype dtypes[64];
+    Slot slots[STRIPS];
+    Seen *seen;
+    Py_ssize_t used, room; /* room: a power of two */
+    Py_ssize_t reused;
+};
+
+PyTypeObject *tape_type;
+static PyObject *n_version, *n_data_ptr, *n_shape, *n_dtype, *n_is_cpu, *n_is_neg, *n_is_conj, *n_is_contiguous, *n_stride, *n_requires_grad;
+
+/* ---- what was seen ------------------------------------------------------------------------------------------------------ */
+
+static size_t place_of(const void *id, Py_ssize_t room) { return (size_t)(((uint64_t)(uintptr_t)id >> 4) * 0x9E3779B97F4A7C15u >> 20) & (size_t)(room - 1); }
+
+static void seen_forget(Seen *seen) {
+    Py_CLEAR(seen->weak);
+    Py_CLEAR(seen->shape);
+    PyObject *value = (PyObject *)seen->value;
+    seen->value = NULL;
+    Py_XDECREF(value);
+}
+
+static Seen *seen_find(Tape *self, PyObject *t) {
+    if (!self->room) return NULL;
+    for (size_t at = place_of(t, self->room); self->seen[at].id; at = (at + 1) & (size_t)(self->room - 1))
+        if (self->seen[at].id == t) return &self->seen[at];
+    return NULL;
+}
+
+static Seen *seen_place(Tape *self, PyObject *t) {
+    Seen *found = seen_find(self, t);
+    if (found) {
+        seen_forget(found);
+        return found;
+    }
+    if (self->used * 2 >= self->room) {
+        Py_ssize_t room = self->room ? self->room * 2 : 1024;
+        Seen *table = PyMem_Calloc((size_t)room, sizeof *table);
+        if (!table) return PyErr_NoMemory(), NULL;
+        self->used = 0;
+        for (Py_ssize_t i = 0; i < self->room; i++) {
+            if (!self->seen[i].weak) continue; /* forgotten */
+            size_t at = place_of(self->seen[i].id, room);
+            while (table[at].id) at = (at + 1) & (size_t)(room - 1);
+            table[at] = self->seen[i];
+            self->used++;
+        }
+        PyMem_Free(self->seen);
+        self->seen = table, self->room = room;
+    }
+    size_t at = place_of(t, self->room);
+    while (self->seen[at].id) at = (at + 1) & (size_t)(self->room - 1);
+    self->seen[at].id = t;
+    self->used++;
+    return &self->seen[at];
+}
+
+static void seen_clear(Tape *self) {
+    Seen *seen = self->seen;
+    Py_ssize_t room = self->room;
+    self->seen = NULL, self->room = self->used = 0;
+    for (Py_ssize_t i = 0; i < room; i++) seen_forget(&seen[i]);
+    PyMem_Free(seen);
+}
+
+/* ---- one tensor --------------------------------------------------------------------------------------------------------- */
+
+static int is_true(PyObject *t, PyObject *name, int call) { /* 1, 0, or -1 with an exception set */
+    PyObject *answer = call ? PyObject_CallMethodObjArgs(t, name, NULL) : PyObject_GetAttr(t, name);
+    if (!answer) return -1;
+    int yes = answer == Py_True ? 1 : answer == Py_False ? 0 : PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return yes;
+}
+
+static const Dtype *dtype_of(Tape *self, PyObject *t) {
+    PyObject *dtype = PyObject_GetAttr(t, n_dtype);
+    if (!dtype) return NULL;
+    Py_DECREF(dtype); /* the library holds it */
+    for (int i = 0; i < self->dtypes_known; i++)
+        if (self->dtypes[i].dtype == dtype) return &self->dtypes[i];
+    PyObject *told = PyObject_CallFunctionObjArgs(self->describe, dtype, NULL); /* (text, code) */
+    if (!told) return NULL;
+    int at = self->dtypes_known < 64 ? self->dtypes_known++ : 63;
+    Dtype *known = &self->dtypes[at];
+    Py_XDECREF(known->dtype);
+    Py_XDECREF(known->text);
+    known->dtype = Py_NewRef(dtype);
+    known->text = Py_NewRef(PyTuple_GetItem(told, 0));
+    known->code = (int)PyLong_AsLong(PyTuple_GetItem(told, 1));
+    Py_DECREF(told);
+    return known;
+}
+
+static Slot *slot_of(Tape *self, long kinds) {
+    for (int i = 0; i < STRIPS && self->slots[i].strip; i++)
+        if (self->slots[i].kinds == kinds) return &self->slots[i];
+    PyObject *number = PyLong_FromLong(kinds);
+    PyObject *told = number ? PyObject_CallFunctionObjArgs(self->open_strip, number, NULL) : NULL; /* (strip, native rows or None, list) */
+    Py_XDECREF(number);
+    if (!told) return NULL;
+    int at = 0;
+    while (at < STRIPS - 1 && self->slots[at].strip) at++;
+    Slot *slot = &self->slots[at];
+    Py_XDECREF(slot->strip), Py_XDECREF(slot->rows), Py_XDECREF(slot->owned);
+    slot->kinds = kinds;
+    slot->strip = Py_NewRef(PyTuple_GetItem(told, 0));
+    PyObject *rows = PyTuple_GetItem(told, 1);
+    slot->rows = Py_TYPE(rows) == strip_type ? (Strip *)Py_NewRef(rows) : NULL;
+    slot->owned = Py_NewRef(PyTuple_GetItem(told, 2));
+    Py_DECREF(told);
+    return slot;
+}
+
+static int is_complex(int code) { return code == D_C32 || code == D_C64 || code == D_C128; }
+
+/* Fill a job for the kernel. 1: done, 0: not for the kernel, -1: an exception is set. */
+static int job_of(PyObject *t, PyObject *shape, void *data, int code, long kinds, Job *job) {
+    int yes;
+    if (code < 0 || (uintptr_t)data <= SUSPECT || !PyTuple_Check(shape)) return 0;
+    if ((yes = is_true(t, n_is_cpu, 0)) <= 0) return yes;
+    if ((yes = is_true(t, n_is_neg, 1)) != 0) return yes < 0 ? -1 : 0;
+    if (is_complex(code) && (yes = is_true(t, n_is_conj, 1)) != 0) return yes < 0 ? -1 : 0;
+    int64_t sizes[MAX_DIMS], steps[MAX_DIMS];
+    Py_ssize_t nd = PyTuple_Size(shape);
+    if (nd > MAX_DIMS) return 0;
+    int64_t n = 1;
+    for (Py_ssize_t i = 0; i < nd; i++) {
+        sizes[i] = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
+        n *= sizes[i];
+    }
+    job->data = data, job->dtype = code, job->flags = (int)kinds;
+    if ((yes = is_true(t, n_is_contiguous, 1)) < 0 || PyErr_Occurred()) return -1;
+    if (yes) {
+        sizes[0] = n, steps[0] = 1;
+        layout(job, 1, sizes, steps);
+        return 1;
+    }
+    PyObject *strides = PyObject_CallMethodObjArgs(t, n_stride, NULL);
+    if (!strides) return -1;
+    for (Py_ssize_t i = 0; i < nd; i++) steps[i] = PyLong_AsLongLong(PyTuple_GetItem(strides, i));
+    Py_DECREF(strides);
+    if (PyErr_Occurred()) return -1;
+    layout(job, (int)nd, sizes, steps);
+    return 1;
+}
+
+static PyObject *by_python(PyObject *function, PyObject *t, long flags) {
+    PyObject *number = PyLong_FromLong(flags);
+    PyObject *value = number ? PyObject_CallFunctionObjArgs(function, t, number, NULL) : NULL;
+    Py_XDECREF(number);
+    return value;
+}
+
+/* A Value of a tensor that was not seen, or not with these flags. NULL without an exception: not for the kernel. */
+static Value *reduced(Tape *self, PyObject *t, PyObject *shape, void *data, long flags) {
+    const Dtype *dtype = dtype_of(self, t);
+    Slot *slot = dtype ? slot_of(self, flags & 255) : NULL;
+    Job job;
+    if (!slot || !slot->rows || job_of(t, shape, data, dtype->code, flags & 255, &job) != 1) return NULL;
+    Strip *rows = (Strip *)Py_NewRef((PyObject *)slot->rows); /* held: a large tensor is reduced while other threads run */
+    PyObject *text = dtype->text, *owned = Py_NewRef(slot->owned), *grad = PyObject_GetAttr(t, n_requires_grad);
+    Value *value = grad ? (Value *)PyType_GenericAlloc(value_type, 0) : NULL;
+    if (value) {
+        static PyObject *kind, *cpu;
+        if (!kind) kind = PyUnicode_InternFromString("torch.Tensor"), cpu = PyUnicode_InternFromString("cpu");
+        value->type = Py_NewRef(kind), value->device = Py_NewRef(cpu), value->dtype = Py_NewRef(text);
+        value->shape = Py_NewRef(shape), value->requires_grad = Py_NewRef(grad);
+        value->row = strip_reduce(rows, &job);
+        if (value->row == -2 || PyList_Append(owned, (PyObject *)value)) {
+            Py_DECREF(value);
+            value = NULL;
+        }
+    }
+    Py_XDECREF(grad);
+    Py_DECREF(owned);
+    Py_DECREF((PyObject *)rows);
+    return value;
+}
+
+static PyObject *look(Tape *self, PyObject *t, long flags) {
+    if (Py_TYPE(t) != self->plain[0] && Py_TYPE(t) != self->plain[1]) return by_python(self->special, t, flags);
+    PyObject *number = PyObject_GetAttr(t, n_version), *address = NULL, *shape = NULL, *answer = NULL;
+    int reuse = self->reuse;
+    if (!number) { /* an inference tensor has no version counter: it is looked at each time */
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return NULL;
+        PyErr_Clear();
+        reuse = 0;
+    }
+    long long version = number ? PyLong_AsLongLong(number) : 0;
+    Py_XDECREF(number);
+    address = PyObject_CallMethodObjArgs(t, n_data_ptr, NULL);
+    shape = address ? PyObject_GetAttr(t, n_shape) : NULL;
+    if (!shape) goto slow; /* no data of its own (torch.func), or nested */
+    void *data = PyLong_AsVoidPtr(address);
+    Seen *seen = reuse ? seen_find(self, t) : NULL;
+    if (seen && seen->weak && PyWeakref_GetObject(seen->weak) == t && seen->version == version && seen->data == data) {
+        int same = PyObject_RichCompareBool(seen->shape, shape, Py_EQ);
+        if (same && (seen->flags & flags) == flags) {
+            self->reused++;
+            answer = Py_NewRef((PyObject *)seen->value);
+            goto done;
+        }
+        if (same) flags |= seen->flags;
+    }
+    Value *value = reduced(self, t, shape, data, flags);
+    if (!value) goto slow;
+    if (reuse && value->row >= 0) {
+        PyObject *weak = PyWeakref_NewRef(t, NULL);
+        seen = weak ? seen_place(self, t) : NULL;
+        if (!seen) {
+            Py_XDECREF(weak);
+            Py_DECREF(value);
+            goto done;
+        }
+        seen->weak = weak, seen->shape = Py_NewRef(shape), seen->value = (Value *)Py_NewRef((PyObject *)value);
+        seen->version = version, seen->data = data, seen->flags = flags;
+    }
+    answer = (PyObject *)value;
+    goto done;
+slow:
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_RuntimeError)) goto done;
+    PyErr_Clear();
+    answer = by_python(self->slow, t, flags);
+    if (answer && reuse && shape && Py_TYPE(answer) == value_type) { /* on another device, say: reduced, and known from now on */
+        PyObject *weak = PyWeakref_NewRef(t, NULL);
+        seen = weak ? seen_place(self, t) : NULL;
+        if (!seen) {
+            Py_XDECREF(weak);
+            Py_CLEAR(answer);
+            goto done;
+        }
+        seen->weak = weak, seen->shape = Py_NewRef(shape), seen->value = (Value *)Py_NewRef(answer);
+        seen->version = version, seen->data = PyLong_AsVoidPtr(address), seen->flags = flags;
+    }
+done:
+    Py_XDECREF(address);
+    Py_XDECREF(shape);
+    return answer;
+}
+
+/* ---- trees of arguments ------------------------------------------------------------------------------------------------- */
+
+static PyObject *cut_text(PyObject *x) {
+    if (PyUnicode_GetLength(x) <= TEXT) return Py_NewRef(x);
+    PyObject *front = PyUnicode_Substring(x, 0, TEXT);
+    PyObject *cut = front ? PyUnicode_FromFormat("%U%s", front, "\xe2\x80\xa6") : NULL;
+    Py_XDECREF(front);
+    return cut;
+}
+
+static PyObject *kept_tensor(Tape *self, PyObject *x, long flags, PyObject *path) {
+    PyObject *value = look(self, x, flags & KINDS);
+    if (!value || Py_TYPE(value) != value_type) return value;
+    if (((Value *)value)->tensor == NULL && ((Value *)value)->note == NULL && self->keep != Py_None) {
+        PyObject *cut = PyLong_FromLong(flags >> CUT);
+        ((Value *)value)->tensor = Py_NewRef(path);
+        PyObject *done = cut ? PyObject_CallFunctionObjArgs(self->keep, path, x, value, cut, NULL) : NULL;
+        Py_XDECREF(cut);
+        if (!done) {
+            Py_DECREF(value);
+            return NULL;
+        }
+        Py_DECREF(done);
+    }
+    return value;
+}
+
+static PyObject *rare(Tape *self, PyObject *x, long flags, PyObject *path, int depth) {
+    PyObject *number = PyLong_FromLong(flags), *deep = PyLong_FromLong(depth), *answer = NULL;
+    if (number && deep) answer = PyObject_CallFunctionObjArgs(self->rare, x, number, path ? path : Py_None, deep, NULL);
+    Py_XDECREF(number);
+    Py_XDECREF(deep);
+    return answer;
+}
+
+static PyObject *listed(Tape *self, PyObject *x, long flags, PyObject *path, int depth) {
+    int tuple = PyTuple_CheckExact(x);
+    Py_ssize_t n = tuple ? PyTuple_Size(x) : PyList_Size(x);
+    PyObject *list = PyList_New(n);
+    for (Py_ssize_t i = 0; list && i < n; i++) {
+        PyObject *item = tuple ? PyTuple_GetItem(x, i) : i < PyList_Size(x) ? PyList_GetItem(x, i) : Py_None;
+        PyObject *below = path ? PyUnicode_FromFormat("%U.%zd", path, i) : NULL;
+        PyObject *leaf = path && !below ? NULL : tape_tree(self, item, flags, below, depth + 1);
+        Py_XDECREF(below);
+        if (!leaf) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SetItem(list, i, leaf);
+    }
+    if (list) PyObject_GC_UnTrack(list); /* a tree has no cycles: the collector need not walk it */
+    return list;
+}
+
+PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth) {
+    PyTypeObject *kind = Py_TYPE(x);
+    if (kind == self->plain[0] || kind == self->plain[1])
+        return path && flags & SAVE ? kept_tensor(self, x, flags, path) : look(self, x, flags);
+    if (x == Py_None || kind == &PyLong_Type || kind == &PyFloat_Type || kind == &PyBool_Type) return Py_NewRef(x);
+    if (kind == &PyUnicode_Type) return cut_text(x);
+    if (depth <= DEEPEST && (kind == &PyTuple_Type || kind == &PyList_Type)) return listed(self, x, flags, path, depth);
+    return rare(self, x, flags, path, depth);
+}
+
+/* ---- the type ----------------------------------------------------------------------------------------------------------- */
+
+static PyObject *tree(Tape *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs < 2 || nargs > 4) return PyErr_Format(PyExc_TypeError, "tree takes x, flags, path, depth");
+    long flags = PyLong_AsLong(args[1]), depth = nargs > 3 ? PyLong_AsLong(args[3]) : 0;
+    if (PyErr_Occurred()) return NULL;
+    return tape_tree(self, args[0], flags, nargs > 2 && args[2] != Py_None ? args[2] : NULL, (int)depth);
+}
+
+static PyObject *value(Tape *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2) return PyErr_Format(PyExc_TypeError, "value takes a tensor and flags");
+    long flags = PyLong_AsLong(args[1]);
+    if (PyErr_Occurred()) return NULL;
+    return look(self, args[0], flags);
+}
+
+void tape_touched(Tape *self, PyObject *t) {
+    Seen *seen = seen_find(self, t);
+    if (seen) seen_forget(seen);
+}
+
+static PyObject *touched(Tape *self, PyObject *t) {
+    tape_touched(self, t);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *forget_all(Tape *self, PyObject *unused) {
+    (void)unused;
+    seen_clear(self);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *reset(Tape *self, PyObject *unused) {
+    (void)unused;
+    seen_clear(self);
+    for (int i = 0; i < STRIPS; i++) {
+        Py_CLEAR(self->slots[i].strip);
+        Py_CLEAR(self->slots[i].rows);
+        Py_CLEAR(self->slots[i].owned);
+    }
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *tape_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *plain[2], *functions[6];
+    int reuse;
+    if (kwargs || !PyArg_ParseTuple(args, "(OO)iOOOOOO", &plain[0], &plain[1], &reuse, &functions[0], &functions[1], &functions[2],
+                                    &functions[3], &functions[4], &functions[5]))
+        return NULL;
+    Tape *self = (Tape *)PyType_GenericAlloc(type, 0);
+    if (!self) return NULL;
+    self->reuse = reuse;
+    for (int i = 0; i < 2; i++) self->plain[i] = (PyTypeObject *)Py_NewRef(plain[i]);
+    self->open_strip = Py_NewRef(functions[0]), self->slow = Py_NewRef(functions[1]), self->special = Py_NewRef(functions[2]);
+    self->rare = Py_NewRef(functions[3]), self->keep = Py_NewRef(functions[4]), self->describe = Py_NewRef(functions[5]);
+    return (PyObject *)self;
+}
+
+static void let_go(Tape *self) { /* of the functions, which hold the Python tape, which holds this */
+    Py_CLEAR(self->open_strip);
+    Py_CLEAR(self->slow);
+    Py_CLEAR(self->special);
+    Py_CLEAR(self->rare);
+    Py_CLEAR(self->keep);
+    Py_CLEAR(self->describe);
+}
+
+static int tape_traverse(Tape *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->open_strip);
+    Py_VISIT(self->slow);
+    Py_VISIT(self->special);
+    Py_VISIT(self->rare);
+    Py_VISIT(self->keep);
+    Py_VISIT(self->describe);
+    for (int i = 0; i < STRIPS; i++) {
+        Py_VISIT(self->slots[i].strip);
+        Py_VISIT(self->slots[i].owned);
+    }
+    return 0;
+}
+
+static int tape_clear(Tape *self) {
+    let_go(self);
+    Py_XDECREF(reset(self, NULL));
+    return 0;
+}
+
+static void tape_free(Tape *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    tape_clear(self);
+    for (int i = 0; i < self->dtypes_known; i++) {
+        Py_XDECREF(self->dtypes[i].dtype);
+        Py_XDECREF(self->dtypes[i].text);
+    }
+    Py_XDECREF(self->plain[0]);
+    Py_XDECREF(self->plain[1]);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef tape_members[] = {{"reused", T_PYSSIZET, offsetof(Tape, reused), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+
+static PyMethodDef tape_methods[] = {
+    {"tree", (PyCFunction)(void (*)(void))tree, METH_FASTCALL, "tree(x, flags, path=None, depth=0): see engine.tape.Tape.tree."},
+    {"value", (PyCFunction)(void (*)(void))value, METH_FASTCALL, "value(t, flags): see engine.tape.Tape.value."},
+    {"touched", (PyCFunction)touched, METH_O, "touched(t): see engine.tape.Tape.touched."},
+    {"forget_all", (PyCFunction)forget_all, METH_NOARGS, "forget_all(): see engine.tape.Tape.forget_all."},
+    {"reset", (PyCFunction)reset, METH_NOARGS, "reset(): let go of all that was seen and of the strips."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot tape_slots[] = {{Py_tp_new, tape_new},
+                                   {Py_tp_dealloc, tape_free},
+                                   {Py_tp_traverse, tape_traverse},
+                                   {Py_tp_clear, tape_clear},
+                                   {Py_tp_members, tape_members},
+                                   {Py_tp_methods, tape_methods},
+                                   {Py_tp_doc, "Eye((Tensor, Parameter), reuse, open_strip, slow, special, rare, keep, dtype)"},
+                                   {0, NULL}};
+
+static PyType_Spec tape_spec = {"trainprobe._native.Eye", sizeof(Tape), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tape_slots};
+
+int tape_fill(PyObject *module) {
+    struct {
+        PyObject **at;
+        const char *text;
+    } names[] = {{&n_version, "_version"}, {&n_data_ptr, "data_ptr"}, {&n_shape, "shape"}, {&n_dtype, "dtype"}, {&n_is_cpu, "is_cpu"},
+                 {&n_is_neg, "is_neg"}, {&n_is_conj, "is_conj"}, {&n_is_contiguous, "is_contiguous"}, {&n_stride, "stride"},
+                 {&n_requires_grad, "requires_grad"}};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
+    tape_type = (PyTypeObject *)PyType_FromSpec(&tape_spec);
+    return tape_type ? PyModule_AddObjectRef(module, "Eye", (PyObject *)tape_type) : -1;
+}

@@ -1,0 +1,271 @@
+"""PyTorch tensors to partials: one strip of rows a step, reduced where the tensors live, read once at the end.
+
+Bounds, x over the finite elements, u = 2^-53. float16, bfloat16, float32, float8 and integers of at most 32 bits are
+added in float64: |error of sum| <= 2^-44 Σ|x| and |error of sumsq| <= 2^-44 Σx². float64 is compensated:
+|error of sum| <= 2^-52 |Σx| + 2^-80 Σ|x|, |error of sumsq| <= 2^-51 Σx². 64-bit integer sums are exact and rounded
+once. Magnitudes of complex numbers are taken in float64.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trainprobe.engine.arrays.torch_reduce import CHECKSUM, CRC32, STATS, STD, SUBLOW
+from trainprobe.engine.arrays.torch_rows import DeviceRows
+from trainprobe.engine.stats.partials import PARTIALS
+
+try:
+    from trainprobe import _native  # pyright: ignore[reportAttributeAccessIssue]
+except ImportError:
+    _native = None
+
+__all__ = [
+    "CHECKSUM",
+    "CRC32",
+    "STATS",
+    "STD",
+    "SUBLOW",
+    "HostCopy",
+    "TorchStrip",
+    "copy_out",
+    "local_of",
+    "native_in_use",
+    "reason_without_statistics",
+]
+
+_SUSPECT = 1 << 40  # addresses below may be an offset into freed storage: looked at twice
+_NATIVE_CODES: dict[torch.dtype, int] = (
+    {getattr(torch, name): code for name, code in _native.DTYPES.items() if hasattr(torch, name)} if _native else {}
+)
+_COMPLEX_CODES = frozenset(code for dtype, code in _NATIVE_CODES.items() if dtype.is_complex)
+_KNOWN = frozenset(
+    getattr(torch, name)
+    for name in (
+        *(
+            "bool",
+            "uint8",
+            "int8",
+            "uint16",
+            "int16",
+            "uint32",
+            "int32",
+            "uint64",
+            "int64",
+            "float16",
+            "bfloat16",
+            "float32",
+            "float64",
+        ),
+        *("complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+        "float8_e8m0fnu",
+    )
+    if hasattr(torch, name)
+)
+
+
+def native_code(dtype: torch.dtype) -> int:
+    """Return the compiled kernel's number of a dtype, -1 where it has none."""
+    return _NATIVE_CODES.get(dtype, -1)
+
+
+def native_in_use() -> bool:
+    """Tell whether CPU tensors are reduced by the compiled kernel (TRAINPROBE_NATIVE=0 forbids it)."""
+    return _native is not None and os.environ.get("TRAINPROBE_NATIVE", "1") != "0"
+
+
+class TorchStrip:
+    """Rows of partials of the tensors of a step, in the order in which they were added.
+
+    flags: STATS | CHECKSUM | STD | CRC32 | SUBLOW. native=False keeps to torch's operations on the CPU too.
+    """
+
+    __slots__ = ("_add_native", "_codes", "_devices", "_flags", "_placed", "native")
+
+    def __init__(self, flags: int, *, native: bool = True) -> None:
+        self._flags = flags
+        self.native: Any = _native.Strip() if _native is not None and native and native_in_use() else None
+        self._codes = _NATIVE_CODES if self.native is not None else {}
+        self._add_native: Any = self.native.add if self.native is not None else None
+        self._devices: dict[torch.device, DeviceRows] = {}
+        self._placed: list[tuple[int, torch.device, int]] = []  # rows that torch reduced: row, device, row there
+
+    def __len__(self) -> int:
+        return len(self._placed) if self.native is None else len(self.native)
+
+    def add(self, t: Tensor) -> int:
+        """Reduce a tensor into a new row and return its number, or -1 when it has no statistics (see `refusal`)."""
+        try:
+            if t.is_cpu and not t.is_neg():
+                code = self._codes[t.dtype]
+                address = t.data_ptr()
+                if address > _SUSPECT and not t.is_nested and not (code in _COMPLEX_CODES and t.is_conj()):
+                    if t.is_contiguous():
+                        return self._add_native(address, code, t.numel(), None, self._flags)
+                    return self._add_native(address, code, t.shape, t.stride(), self._flags)
+        except (KeyError, RuntimeError):
+            pass  # no fast way for this dtype or kind of tensor
+        return self._add_by_torch(t)
+
+    def _add_by_torch(self, t: Tensor) -> int:
+        if reason_without_statistics(t):
+            return -1
+        rows = self._devices.get(t.device)
+        if rows is None:
+            rows = self._devices[t.device] = DeviceRows(t.device)
+        row = len(self._placed) if self.native is None else self.native.blank()
+        self._placed.append((row, t.device, rows.add(t, self._flags)))
+        return row
+
+    def refusal(self, t: Tensor) -> str:
+        """Say why `add` returned -1 for this tensor."""
+        return reason_without_statistics(t) or "it could not be read"
+
+    def harvest(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64] | None, list[int] | None]:
+        """Bring all rows to the host, in one transfer a device, and start anew.
+
+        Returns float64 [n, 12], uint64 [n] (None unless CHECKSUM) and a list of CRC-32 (None unless CRC32).
+        """
+        partials, sums, crcs = self._take_native()
+        if self._placed:
+            if self.native is None:
+                partials, sums = np.zeros((len(self._placed), len(PARTIALS))), np.zeros(len(self._placed), np.uint64)
+            crcs = crcs or [0] * len(partials)
+            taken = {device: rows.take() for device, rows in self._devices.items()}
+            for row, device, there in self._placed:
+                source = taken[device]
+                partials[row], sums[row] = source[0][there], source[1][there]
+                crcs[row] = source[2][there] if self._flags & CRC32 else 0
+        self._devices, self._placed = {}, []
+        return partials, sums if self._flags & CHECKSUM else None, crcs if self._flags & CRC32 else None
+
+    def harvest_extras(self) -> Sequence[Any]:
+        """Return nothing: a plain strip computes no more than partials, checksums and CRCs."""
+        return ()
+
+    def _take_native(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64], list[int]]:
+        if self.native is None:
+            return np.zeros((0, len(PARTIALS))), np.zeros(0, np.uint64), []
+        partials, sums, crcs = self.native.take()
+        return np.frombuffer(partials, np.float64).reshape(-1, len(PARTIALS)), np.frombuffer(sums, np.uint64), crcs
+
+
+def reason_without_statistics(t: Tensor) -> str:
+    """Return why a tensor has no statistics, or an empty string when it has; never raises."""
+    wrapper = _torch_func_wrapper(t)
+    if wrapper:
+        return f"{wrapper}: torch.func hides the data until the transformed function returns"
+    if t.layout is not torch.strided:
+        return f"layout {t.layout}: only strided tensors are reduced"
+    if t.is_quantized:
+        return "quantized: the numbers depend on a scale that is not part of the data"
+    if t.is_nested:
+        return "nested: reduce its values()"
+    if t.is_meta:
+        return "meta: there is no data"
+    if t.dtype not in _KNOWN:
+        return f"{t.dtype}: its elements are not whole bytes, or not known"
+    if type(t).__name__ == "FakeTensor":
+        return "fake: there is no data"
+    if t.numel() == 0:
+        return ""
+    try:
+        freed = t.untyped_storage().data_ptr() == 0
+    except (RuntimeError, NotImplementedError):
+        freed = True
+    return "no data behind it now (freed, or a wrapper without storage)" if freed else ""
+
+
+def _torch_func_wrapper(t: Tensor) -> str:
+    """Name the torch.func wrapper that a tensor is, or return an empty string."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    if functorch.is_batchedtensor(t):
+        return "BatchedTensor"
+    if functorch.is_gradtrackingtensor(t):
+        return "GradTrackingTensor"
+    return "FunctionalTensor" if torch._is_functional_tensor(t) else ""  # pyright: ignore[reportPrivateImportUsage]
+
+
+def type_text(t: Tensor) -> str:
+    """Return the type of a tensor as existing tools write it: `torch.Tensor`, or the full class path of a subclass."""
+    kind = type(t)
+    if kind in (Tensor, torch.nn.Parameter):
+        return _torch_func_wrapper(t) or "torch.Tensor"
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def local_of(t: Any) -> tuple[Any | None, str, Mapping[str, Any] | None, str | None]:
+    """Describe a tensor subclass: (plain tensor inside to reduce or None, type text, extra, note saying why not).
+
+    A DTensor gives its local shard and, as extra, its mesh and placements; nothing is communicated or waited for.
+    """
+    kind, name = type_text(t), type(t).__name__
+    if name == "DTensor" and hasattr(t, "_local_tensor"):
+        inner = t._local_tensor
+        extra = {"device_mesh": t.device_mesh.mesh.tolist(), "placements": [_placement(p) for p in t.placements]}
+        plain, _, _, note = (inner, "", None, None) if type(inner) is Tensor else local_of(inner)
+        return plain, kind, extra, note
+    if name == "AsyncCollectiveTensor":
+        return (t.elem, kind, None, None) if t.completed else (None, kind, None, "a collective still writes it")
+    if name == "NestedTensor" and hasattr(t, "_values"):
+        return t._values, kind, None, None
+    reason = reason_without_statistics(t)
+    return (None, kind, None, reason) if reason else (t, kind, None, None)
+
+
+def _placement(p: Any) -> dict[str, dict[str, Any]]:
+    """Write a DTensor placement as existing tools do."""
+    if p.is_shard():
+        return {"Shard": {"dim": p.dim}}
+    if p.is_partial():
+        return {"Partial": {"reduce_op": str(p.reduce_op)}}
+    return {type(p).__name__.lstrip("_"): {}}
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """The elements of a tensor on the host: row-major bytes that nobody changes, with the dtype as text and the shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy."""
+        return len(self.data)
+
+
+def copy_out(t: Tensor) -> HostCopy:
+    """Return a copy on the host; a DTensor gives its local shard. Waits for the device."""
+    if _native is not None and type(t) in _PLAIN and t.dtype in _NATIVE_CODES and t.is_cpu and t.is_contiguous():
+        address = 0 if t.is_neg() or t.is_conj() else t.data_ptr()
+        if address > _SUSPECT:
+            return HostCopy(_dtype_text(t.dtype), tuple(t.shape), _native.bytes_at(address, t.nbytes))
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        inner = t if type(t) in _PLAIN else local_of(t)[0]
+        plain = (t if inner is None else inner).detach().resolve_conj().resolve_neg()
+        host = plain.to("cpu", copy=True) if plain.device.type != "cpu" else plain.clone(memory_format=torch.contiguous_format)
+        flat = host.contiguous().reshape(-1)
+        return HostCopy(str(host.dtype), tuple(host.shape), flat.view(torch.uint8).numpy())
+
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_dtype_text = cache(str)
+
+
+def _affinity() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+if _native is not None:
+    _native.set_threads(min(_affinity(), torch.get_num_threads(), 8))

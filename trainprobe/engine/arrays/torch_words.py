@@ -1,0 +1,177 @@
+"""The fingerprint and the CRC-32 of a tensor's bits by torch's integer operations, on any device.
+
+Both equal their references bit for bit: `engine.stats.checksum.fingerprint` and `zlib.crc32`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from trainprobe.engine.stats.checksum import MASK, G, M
+
+_LOW = 0xFFFFFFFF
+_SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _signed(x: int) -> int:
+    """Return the int64 with the bits of an unsigned 64-bit number."""
+    x &= MASK
+    return x - (1 << 64) if x >> 63 else x
+
+
+def words(x: Tensor) -> Tensor:
+    """Return the bit patterns of a 1-D tensor's elements as int64 [n] ([2n] for complex128)."""
+    x = x.detach().contiguous()
+    size = x.element_size()
+    if size == 16:
+        return torch.view_as_real(x).reshape(-1).view(torch.int64)
+    bits = x.view(_SIGNED[size])
+    if size == 8:
+        return bits
+    return bits.to(torch.int64) & ((1 << (8 * size)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """Mix int64 words [n] as the definition says; shifts are made logical by masking."""
+    m = _signed(M)
+    x = x ^ ((x >> 32) & _LOW)
+    x = x * m
+    x = x ^ ((x >> 32) & _LOW)
+    x = x * m
+    return x ^ ((x >> 32) & _LOW)
+
+
+def fingerprint_of_chunk(x: Tensor, place: int) -> tuple[Tensor, int]:
+    """Return the share of a 1-D chunk in the fingerprint, int64 [], and its number of words; place: of its first word."""
+    bits = words(x)
+    n = bits.numel()
+    at = torch.arange(n, dtype=torch.int64, device=bits.device) * _signed(G) + _signed((place + 1) * G)
+    return mix(bits + at).sum(), n
+
+
+_POLYNOMIAL = 0xEDB88320  # CRC-32 of zlib, reflected
+
+
+def _shift_one(crc: int) -> int:
+    """Advance a CRC register by one zero byte."""
+    for _ in range(8):
+        crc = (crc >> 1) ^ (_POLYNOMIAL if crc & 1 else 0)
+    return crc
+
+
+def _apply(columns: Sequence[int], x: int) -> int:
+    """Multiply a 32-bit vector by a matrix over GF(2) given by its columns."""
+    out = 0
+    for i, column in enumerate(columns):
+        if x >> i & 1:
+            out ^= column
+    return out
+
+
+@cache
+def _shift_columns(level: int) -> tuple[int, ...]:
+    """Return the matrix that advances a CRC register by 2^level zero bytes."""
+    if level == 0:
+        return tuple(_shift_one(1 << i) for i in range(32))
+    half = _shift_columns(level - 1)
+    return tuple(_apply(half, column) for column in half)
+
+
+@lru_cache(maxsize=256)
+def _shift_table(level: int, device: torch.device) -> Tensor:
+    """Return the advance by 2^level bytes as four tables, one a byte of the register, int64 [4, 256]."""
+    columns = _shift_columns(level)
+    tables = [[_apply(columns, byte << (8 * k)) for byte in range(256)] for k in range(4)]
+    return torch.tensor(tables, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def _advance(x: Tensor, level: int) -> Tensor:
+    """Advance CRC registers, int64 of any shape, by 2^level zero bytes."""
+    t = _shift_table(level, x.device)
+    # take, not an index: an index that is a 0-d tensor would be read, and so waited for
+    return t[0].take(x & 255) ^ t[1].take((x >> 8) & 255) ^ t[2].take((x >> 16) & 255) ^ t[3].take((x >> 24) & 255)
+
+
+def crc32_of_chunk(x: Tensor, before: Tensor) -> Tensor:
+    """Continue the CRC-32 register `before` (int64 []) over the bytes of a 1-D chunk, on its device, waiting for nothing.
+
+    The register of n bytes is a tree of halves: r(ab) = advance(r(a), |b|) ^ r(b). Zeros in front change nothing.
+    """
+    real = torch.view_as_real(x) if x.dtype.is_complex else x
+    raw = real.contiguous().reshape(-1).view(torch.uint8)
+    n = raw.numel()
+    levels = max(n - 1, 0).bit_length()
+    register = torch.zeros(1 << levels, dtype=torch.int64, device=raw.device)
+    register[register.numel() - n :] = raw
+    register = _advance(register, 0)
+    for level in range(levels):
+        pairs = register.view(-1, 2)
+        register = _advance(pairs[:, 0], level) ^ pairs[:, 1]
+    for level in range(n.bit_length()):
+        if n >> level & 1:
+            before = _advance(before, level)
+    return before ^ register[0]
+
+
+def crc32_register(t: Tensor, chunk: int = 1 << 16) -> Tensor:
+    """Return zlib's CRC-32 of the row-major bytes of a tensor as int64 [] on its device; waits for nothing."""
+    from trainprobe.engine.arrays.torch_reduce import chunks
+
+    with torch.no_grad():
+        register = torch.full((), _LOW, dtype=torch.int64, device=t.device)
+        for piece in chunks(t.detach(), chunk):
+            if piece.numel():
+                register = crc32_of_chunk(piece.resolve_conj().resolve_neg(), register)
+        return register ^ _LOW
+
+
+def crc32_on_host(t: Tensor) -> int:
+    """Return zlib's CRC-32 of the row-major bytes of a tensor that is on the CPU."""
+    from trainprobe.engine.arrays.torch_reduce import chunks
+
+    crc = 0
+    with torch.no_grad():
+        for piece in chunks(t.detach()):
+            if piece.numel():
+                plain = piece.resolve_conj().resolve_neg()
+                real = torch.view_as_real(plain) if plain.dtype.is_complex else plain
+                crc = zlib.crc32(real.contiguous().reshape(-1).view(torch.uint8).numpy().data, crc)
+    return crc
+
+
+def torch_fingerprint(t: Tensor, offset: Sequence[int] | None = None, global_shape: Sequence[int] | None = None) -> int:
+    """Return the fingerprint of a tensor, or the share of a shard in that of the whole; waits for the device.
+
+    offset, global_shape: where the shard begins in the global tensor and how large that is. Shares of shards that cover
+    the whole once add up, modulo 2^64, to its fingerprint.
+    """
+    from trainprobe.engine.arrays.torch_reduce import chunks
+
+    with torch.no_grad():
+        t = t.detach()
+        total, place = 0, 0
+        if offset is None or global_shape is None:
+            for chunk in chunks(t):
+                share, n = fingerprint_of_chunk(chunk.resolve_conj().resolve_neg(), place)
+                total, place = total + int(share), place + n
+            return total & MASK
+        doubled = 2 if t.element_size() == 16 else 1
+        for chunk, at in zip(chunks(t), chunks(_places(t, offset, global_shape)), strict=True):
+            bits = words(chunk.resolve_conj().resolve_neg())
+            if doubled == 2:
+                at = torch.stack((2 * at, 2 * at + 1), dim=-1).reshape(-1)
+            total += int(mix(bits + (at + 1) * _signed(G)).sum())
+        return total & MASK
+
+
+def _places(t: Tensor, offset: Sequence[int], global_shape: Sequence[int]) -> Tensor:
+    """Return the row-major place in the global tensor of each element of a shard, int64 of the shard's shape."""
+    place = torch.zeros((), dtype=torch.int64, device=t.device)
+    for size, start, whole in zip(t.shape, offset, global_shape, strict=True):
+        place = place.unsqueeze(-1) * whole + torch.arange(start, start + size, dtype=torch.int64, device=t.device)
+    return place

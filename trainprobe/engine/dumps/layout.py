@@ -1,0 +1,94 @@
+"""Where a dump lies, `dump_path/step{N}/rank{R}/`, and how a rank's folder appears all at once or not at all."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from trainprobe.errors import OutputError
+
+DUMP_FILE, DEBUG_FILE, STACK_FILE, CONSTRUCT_FILE = "dump.json", "debug.json", "stack.json", "construct.json"
+LOG_FILE, FINDINGS_FILE, METRICS_FILE = "records.jsonl", "findings.jsonl", "metrics.csv"
+HEADER = "trainprobe"  # key of what this package adds to the top of a dump
+_STEP = re.compile(r"step(\d+)")
+_RANK = re.compile(r"rank(\d+)")
+
+
+class RankFolder:
+    """The folder of one rank and step while it is being written, hidden beside its final place until `publish`.
+
+    Each file in it has the ending `.partial` until it is whole, so that what a killed run leaves behind is told by its name.
+    """
+
+    def __init__(self, root: Path, step: int, rank: int) -> None:
+        self.final = root / f"step{step}" / f"rank{rank}"
+        self.hidden = self.final.with_name(f".rank{rank}.partial")
+        if self.hidden.exists():
+            shutil.rmtree(self.hidden)
+        self.hidden.mkdir(parents=True)
+
+    def write(self, name: str, parts: Iterable[bytes]) -> None:
+        """Write a file of the folder."""
+        path = self.hidden / name
+        with partial_name(path).open("wb", buffering=1 << 20) as file:
+            file.writelines(parts)
+        partial_name(path).rename(path)
+
+    def publish(self, replace: bool) -> None:
+        """Move the folder to its place. Raises OutputError when something is there and is not to be replaced."""
+        if self.final.exists():
+            if not replace:
+                self.discard()
+                raise OutputError(f"{self.final} exists and is left as it is: choose another folder, or on_existing: replace")
+            shutil.rmtree(self.final)
+        self.hidden.rename(self.final)
+
+    def discard(self) -> None:
+        """Remove what was written so far."""
+        remove(self.hidden)
+
+
+def partial_name(path: Path) -> Path:
+    """Return what a file is called until it is whole."""
+    return path.with_name(f"{path.name}.partial")
+
+
+def remove(folder: Path) -> None:
+    """Remove a rank's folder, and the step's folder where that is empty then."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.parent.rmdir()
+    except OSError:
+        pass  # other ranks are there, or it is gone already
+
+
+def find_steps(root: Path) -> dict[int, Path]:
+    """Return step number → folder, in order, for the steps under a dump folder."""
+    return _numbered(root, _STEP)
+
+
+def find_ranks(step_folder: Path) -> dict[int, Path]:
+    """Return rank → folder, in order, for the ranks under a step's folder."""
+    return _numbered(step_folder, _RANK)
+
+
+def log_folder(root: Path, rank: int) -> Path:
+    """Return the folder of what a rank writes over the whole run: its record log, findings and metrics."""
+    return root / f"rank{rank}"
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    if not folder.is_dir():
+        return {}
+    found = {int(m.group(1)): path for path in folder.iterdir() if (m := pattern.fullmatch(path.name)) and path.is_dir()}
+    return dict(sorted(found.items()))
+
+
+def existing_of_rank(root: Path, rank: int) -> Iterator[Path]:
+    """Yield the folders that hold a dump of this rank, whole or left over from a killed run."""
+    for step in find_steps(root).values():
+        for name in (f"rank{rank}", f".rank{rank}.partial"):
+            if (step / name).is_dir():
+                yield step / name

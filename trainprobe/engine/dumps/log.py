@@ -1,0 +1,40 @@
+"""Reads a record log back, also one whose writer was killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainprobe.engine.dumps.layout import LOG_FILE, find_ranks
+from trainprobe.engine.dumps.record_log import decode
+from trainprobe.engine.records import Reel
+from trainprobe.errors import FormatError
+
+
+def read_log(path: Path | str) -> Iterator[Reel]:
+    """Yield the reels of a record log in the order they were written, one in memory at a time.
+
+    path: a `records.jsonl`, the folder that holds it, or a run's folder with one rank. A last line without its newline is
+    what a killed run was writing: it is left out. Any other line that is no reel raises FormatError with its number.
+    """
+    file = _find(Path(path))
+    with file.open("rb", buffering=1 << 20) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield decode(line)
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                raise FormatError(f"{file}, line {number}: not a line of a record log: {error!r}") from None
+
+
+def _find(path: Path) -> Path:
+    for candidate in (path, path / LOG_FILE):
+        if candidate.is_file():
+            return candidate
+    found = [folder / LOG_FILE for folder in find_ranks(path).values() if (folder / LOG_FILE).is_file()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise FormatError(f"{path} holds record logs of {len(found)} ranks: name one of them, such as {found[0]}")
+    raise FormatError(f"no record log at {path}: expected {LOG_FILE} or rank folders with it")

@@ -1,0 +1,273 @@
+"""One reel as one line of the record log, and back: everything in it, partials included, so that a read reel is the reel.
+
+A tree of values is written with a value as its number, a whole number as {"i": 3}, a dict as {"d": {…}}, an opaque leaf as
+{"o": [type, value, extra]} and all else as JSON has it. Columns of numbers are lists; a column of zeros is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from trainprobe.compiled import native
+from trainprobe.engine.dumps.header import place_text, read_place, read_scalars
+from trainprobe.engine.dumps.numbers_text import plain_numbers, read_number
+from trainprobe.engine.records import Call, Opaque, Reel, Value
+from trainprobe.engine.stats.partials import PARTIALS
+
+FORMAT = 1
+DEPTH = 400
+_CALL = ("kind", "name", "call", "phase", "cls", "micro", "stack", "node")
+_TREES = ("args", "kwargs", "out", "params")
+_VALUE = ("type", "dtype", "shape", "device", "requires_grad")
+_SPARSE = ("note", "tensor", "extra")
+_COUNTS = frozenset({"count", "nan", "posinf", "neginf", "zero", "exponent", "sublow"})
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------------
+
+
+def encode(reel: Reel) -> bytes:
+    """Return a reel as one line, its newline included."""
+    calls, columns = _calls_natively(reel) or _calls_text(reel)
+    line: dict[str, Any] = {
+        "format": FORMAT,
+        "step": reel.step,
+        "place": place_text(reel.place),
+        "framework": reel.framework,
+        "level": reel.level,
+        "task": reel.task,
+        "wanted": reel.wanted,
+        "complete": reel.complete,
+        "programs": list(reel.programs),
+        "scalars": {k: x if x - x == 0 else str(x) for k, x in reel.scalars.items()},
+        "notes": list(reel.notes),
+        "calls": calls,
+        **columns,
+        "rows": len(reel.partials),
+        "partials": _partials_text(reel.partials),
+        "stacks": [list(stack) for stack in reel.stacks],
+    }
+    if reel.checksums is not None:
+        line["checksums"] = reel.checksums.tolist()
+    if reel.crc32 is not None:
+        line["crc32"] = dict(reel.crc32)
+    if reel.histograms is not None:
+        line["histograms"] = {row: [np.asarray(edges), np.asarray(counts)] for row, (edges, counts) in reel.histograms.items()}
+    if reel.quantiles is not None:
+        line["quantiles"] = {row: plain_numbers(np.asarray(x, float)) for row, x in reel.quantiles.items()}
+    return orjson.dumps(line, default=_described, option=_OPTIONS)
+
+
+_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+
+
+def _calls_text(reel: Reel) -> tuple[Any, dict[str, Any]]:
+    values = _Values()
+    numbers = {id(call): i for i, call in enumerate(reel.calls)}
+    calls = [_call_text(call, numbers, values) for call in reel.calls]
+    return calls, values.columns()
+
+
+def _calls_natively(reel: Reel) -> tuple[Any, dict[str, Any]] | None:
+    if native is None or not hasattr(orjson, "Fragment") or not all(type(call) is native.Call for call in reel.calls):
+        return None
+    text, heads, head_of, rows, sparse = native.log_calls(reel.calls, _quoted, _leaf_text)
+    about: dict[str, dict[int, Any]] = {}
+    for number, value in sparse:
+        for name in _SPARSE:
+            thing = getattr(value, name)
+            if thing is not None:
+                about.setdefault(name, {})[number] = thing
+    columns = {"heads": list(heads), "head": _list_of(head_of), "row": _list_of(rows), "about": about}
+    return _fragment(text), columns
+
+
+def _fragment(text: bytes) -> Any:
+    return orjson.Fragment(text)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+
+
+def _list_of(items: bytes) -> Any:
+    return _fragment(b"[" + items + b"]")
+
+
+def _quoted(text: Any) -> str:
+    return orjson.dumps(text if isinstance(text, str) else str(text)).decode()
+
+
+def _leaf_text(leaf: Any) -> str:
+    return orjson.dumps(_tree_text(leaf, _Values()), default=_described, option=_OPTIONS).decode().rstrip()
+
+
+class _Values:
+    """Numbers the values as they are met; heads (type, dtype, shape, device, requires_grad) are written once each."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._heads: dict[Any, int] = {}
+        self._head_of: list[int] = []
+        self._rows: list[int] = []
+        self._sparse: dict[str, dict[int, Any]] = {name: {} for name in _SPARSE}
+
+    def number(self, value: Value) -> int:
+        found = self._numbers.get(id(value))
+        return self._add(value) if found is None else found
+
+    def _add(self, value: Value) -> int:
+        number = self._numbers[id(value)] = len(self._rows)
+        self._rows.append(value.row)
+        head = (value.type, value.dtype, value.shape, value.device, value.requires_grad)
+        self._head_of.append(self._heads.setdefault(head, len(self._heads)))
+        if value.note is not None or value.tensor is not None or value.extra is not None:
+            for name in _SPARSE:
+                if getattr(value, name) is not None:
+                    self._sparse[name][number] = getattr(value, name)
+        return number
+
+    def columns(self) -> dict[str, Any]:
+        sparse = {name: column for name, column in self._sparse.items() if column}
+        return {"heads": list(self._heads), "head": self._head_of, "row": self._rows, "about": sparse}
+
+
+def _call_text(call: Call, numbers: Mapping[int, int], values: _Values) -> dict[str, Any]:
+    text: dict[str, Any] = {"kind": call.kind, "name": call.name, "call": call.call, "phase": call.phase}
+    if call.cls:
+        text["cls"] = call.cls
+    if call.micro is not None:
+        text["micro"] = call.micro
+    if call.stack >= 0:
+        text["stack"] = call.stack
+    if call.node is not None:
+        text["node"] = call.node
+    parent = call.parent
+    if parent is not None:
+        text["parent"] = parent if isinstance(parent, str) else numbers.get(id(parent))
+    for field in _TREES:
+        tree = getattr(call, field)
+        if tree is not None:
+            text[field] = _tree_text(tree, values)
+    return text
+
+
+def _tree_text(tree: Any, values: _Values) -> Any:
+    kind = type(tree)
+    if kind is Value:
+        return values.number(tree)
+    if kind is list:
+        return [_tree_text(item, values) for item in tree]
+    if kind is dict:
+        return {"d": {str(k): _tree_text(v, values) for k, v in tree.items()}}
+    if kind is int:
+        return {"i": tree if -(1 << 63) <= tree < 1 << 63 else str(tree)}
+    if kind is float:
+        return tree if tree - tree == 0 else {"f": str(tree)}
+    if kind is Opaque:
+        return {"o": [tree.type, tree.value, tree.extra]}
+    return tree
+
+
+def _described(thing: Any) -> Any:
+    return list(thing) if isinstance(thing, (set, frozenset, tuple, Mapping)) else str(thing)  # pyright: ignore
+
+
+def _partials_text(partials: npt.NDArray[np.float64]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for i, name in enumerate(PARTIALS):
+        column = partials[:, i]
+        if not column.any():
+            continue
+        if name in _COUNTS:
+            out[name] = column.astype(np.int64)
+        else:
+            out[name] = np.ascontiguousarray(column) if np.isfinite(column).all() else plain_numbers(column)
+    return out
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------------
+
+
+def decode(line: bytes) -> Reel:
+    """Return the reel of one line. Raises KeyError, IndexError, TypeError or ValueError when the line is not one."""
+    text: dict[str, Any] = orjson.loads(line)
+    if text["format"] != FORMAT:
+        raise ValueError(f"the record log has format {text['format']!r}, this version reads {FORMAT}")
+    values = _read_values(text)
+    calls = [_read_call(item, values) for item in text["calls"]]
+    for call, item in zip(calls, text["calls"], strict=True):
+        parent = item.get("parent")
+        call.parent = calls[parent] if isinstance(parent, int) else parent
+    partials = np.zeros((int(text["rows"]), len(PARTIALS)))
+    for i, name in enumerate(PARTIALS):
+        if name in text["partials"]:
+            partials[:, i] = [read_number(x) for x in text["partials"][name]]
+    checksums, crc32 = text.get("checksums"), text.get("crc32")
+    histograms, quantiles = text.get("histograms"), text.get("quantiles")
+    return Reel(
+        step=int(text["step"]),
+        place=read_place(text["place"]),
+        framework=text["framework"],
+        level=text["level"],
+        task=text["task"],
+        calls=calls,
+        values=values,
+        partials=partials,
+        checksums=None if checksums is None else np.array(checksums, np.uint64),
+        wanted=tuple(text["wanted"]),
+        crc32=None if crc32 is None else {int(k): v for k, v in crc32.items()},
+        histograms=None if histograms is None else {int(k): tuple(map(np.array, v)) for k, v in histograms.items()},
+        quantiles=None if quantiles is None else {int(k): np.array([read_number(x) for x in v]) for k, v in quantiles.items()},
+        scalars=read_scalars(text["scalars"]),
+        stacks=text["stacks"],
+        notes=text["notes"],
+        programs=tuple(text["programs"]),
+        complete=text["complete"],
+    )
+
+
+def _read_values(text: Mapping[str, Any]) -> list[Value]:
+    values: list[Value] = []
+    for head, row in zip(text["head"], text["row"], strict=True):
+        kind, dtype, shape, device, grad = text["heads"][head]
+        values.append(Value(row, dtype, tuple(shape), type=kind, device=device, requires_grad=grad))
+    for name in _SPARSE:
+        for number, thing in text["about"].get(name, {}).items():
+            setattr(values[int(number)], name, thing)
+    return values
+
+
+def _read_call(text: Mapping[str, Any], values: list[Value]) -> Call:
+    call = Call(
+        text["kind"],
+        text["name"],
+        text["call"],
+        text["phase"],
+        cls=text.get("cls", ""),
+        micro=text.get("micro"),
+        stack=text.get("stack", -1),
+    )
+    call.node = text.get("node")
+    for field in _TREES:
+        if field in text:
+            setattr(call, field, _read_tree(text[field], values, 0))
+    return call
+
+
+def _read_tree(tree: Any, values: list[Value], depth: int) -> Any:
+    if depth > DEPTH:
+        raise ValueError(f"a tree is nested deeper than {DEPTH}")
+    if isinstance(tree, int) and not isinstance(tree, bool):
+        return values[tree]
+    if isinstance(tree, list):
+        return [_read_tree(item, values, depth + 1) for item in tree]
+    if isinstance(tree, dict):
+        key, thing = next(iter(tree.items()))
+        if key == "d":
+            return {k: _read_tree(v, values, depth + 1) for k, v in thing.items()}
+        if key == "i":
+            return int(thing)
+        return float(thing) if key == "f" else Opaque(*thing)
+    return tree

@@ -1,0 +1,127 @@
+"""What can be told of a training's set-up without reading a device: who owns which parameter, modes, ties, schedules, data.
+
+Taps take these facts; the audit judges them. A fingerprint is the 64-bit number of `engine.stats.checksum`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFact:
+    """One parameter object. names: every name that leads to it, first one first. storage: the address of its data, 0 where it
+    has none.
+
+    owned: an optimizer steps it (None: cannot be told).
+    """
+
+    names: tuple[str, ...]
+    identity: int
+    storage: int
+    trainable: bool
+    shape: tuple[int, ...]
+    dtype: str
+    owned: bool | None = None
+
+    @property
+    def name(self) -> str:
+        """The name under which it is recorded."""
+        return self.names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model and its optimizers at one moment.
+
+    modes: module name → whether it is in training mode. strays: (shape, dtype) of tensors that an optimizer holds and the
+    model does not. foreign: parameters that a data-parallel wrapper reduces and that are not the model's (and the other way
+    round).
+    """
+
+    parameters: tuple[ParameterFact, ...] = ()
+    modes: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    strays: tuple[tuple[tuple[int, ...], str], ...] = ()
+    foreign: tuple[str, ...] = ()
+    optimizer: str = ""
+    wrapped: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One forward of the model in evaluation mode.
+
+    live: modules in training mode. random: innermost modules that drew random numbers.
+    """
+
+    live: tuple[str, ...]
+    random: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A learning-rate scheduler since the last update of its optimizer.
+
+    advances: how often it was stepped. rates: what it declares for its present position, a number a group, or empty where
+    that is not a function of the position alone. actual: what the optimizer used.
+    """
+
+    kind: str
+    advances: int
+    position: int
+    rates: tuple[float, ...]
+    actual: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A parameter group of an optimizer: its class, the names it steps, and its plain numbers (lr, betas …)."""
+
+    kind: str
+    names: frozenset[str]
+    options: Mapping[str, float | bool | tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Gradient of the declared loss against the applied one: inner products over all elements of one parameter.
+
+    applied: ‖a‖². declared: ‖d‖². both: ⟨a, d⟩, a the applied gradient before clipping, d that of the declared loss on this
+    rank.
+    """
+
+    name: str
+    applied: float
+    declared: float
+    both: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """All that the audit's taps saw of one step.
+
+    batches: fingerprint of what the model was called with, a micro-batch each. bypassed: the model inside a wrapper was
+    called, and not the wrapper. left: parameter → (fingerprint, norm) of a gradient that was there when the first backward
+    pass began. buffers: name → fingerprint after the update. rates: learning rate of each group as the optimizer used it.
+    random: fingerprint of the random state at the end of the step, and of that before the first forward. recomputed: (module,
+    call, fingerprints of the forward, of its repetition).
+    """
+
+    set_up: ModelFacts
+    model: ModelFacts
+    batches: tuple[int, ...] = ()
+    whole_numbers: bool = False
+    bypassed: bool = False
+    backwards: int = 0
+    updates: int = 0
+    left: Mapping[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
+    buffers: Mapping[str, int] = field(default_factory=dict[str, int])
+    groups: tuple[Group, ...] = ()
+    rates: tuple[float, ...] = ()
+    random: int = 0
+    drawn: bool = False
+    evaluations: tuple[Evaluation, ...] = ()
+    schedules: tuple[Schedule, ...] = ()
+    projections: tuple[Projection, ...] = ()
+    recomputed: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...]], ...] = ()

@@ -1,0 +1,260 @@
+"""Reads the `config.json` of mindstudio-probe as a plan, with that tool's defaults.
+
+Its keys are flat, plus one section named by `task`. Whatever it accepts is carried over, or told in a sentence: a
+PlanError where the run would not be what was asked for, a note where it differs in a detail. Its defaults differ from a
+plan's: level L1, ops that only move data left out (risk_level FOCUS), one `.pt` file a tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from trainprobe.errors import PlanError, did_you_mean
+
+_COMMON = {
+    *("task", "dump_path", "rank", "step", "level", "async_dump", "dump_enable", "extra_info", "precision", "risk_level"),
+    *("custom_op_namespaces", "load"),
+}
+_SELECTING = {"scope", "list", "data_mode"}
+_SECTIONS = {
+    "statistics": _SELECTING | {"tensor_list", "summary_mode", "slice", "request_id", "device"},
+    "tensor": _SELECTING | {"summary_mode", "slice", "request_id", "bench_path", "diff_nums", "file_format", "device"},
+    "nan_check": _SELECTING | {"tensor_list"},
+    "structure": _SELECTING,
+}
+_RERUN = "re-running ops against a reference is not part of a plan: record with task tensor, then use trainprobe.op_check"
+_ELSEWHERE = {
+    "acc_check": _RERUN,
+    "run_ut": _RERUN,
+    "diff_check": "comparing while training has no equivalent: record both runs, then `trainprobe compare`",
+    "exception_dump": "it has no equivalent: use the monitor, whose rules and black box keep what led to a fault",
+    "overflow_check": "it has no equivalent: use task statistics with the statistics nan and inf, and the monitor",
+    "grad_probe": "gradients are watched by the monitor: leave the task out and add a `monitor` section",
+    "free_benchmark": "perturbing ops changes the training, which a plan never does: use trainprobe.op_check offline",
+}
+_TELLING = (_COMMON | _SECTIONS.keys() | _ELSEWHERE.keys()) - {"task", "rank", "step", "level", "statistics"}
+_STATISTICS = {
+    **{name: name for name in ("max", "min", "mean")},
+    **{"l2norm": "norm", "nan count": "nan", "zero count": "zero", "negative zero count": "zero"},
+    **{"positive inf count": "inf", "negative inf count": "inf", "subnormal count": "sublow"},
+}
+_OP_PREFIXES = (
+    *("Functional.", "Tensor.", "Torch.", "VF.", "Aten.", "NPU.", "Distributed.", "MindSpeed.", "Primitive.", "Mint."),
+    *("MintFunctional.", "MintDistributed.", "Jit."),
+)
+
+
+@dataclass
+class _Translation:
+    """What has been carried over so far, and what there is to say about the rest."""
+
+    origin: str
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    notes: list[str] = field(default_factory=list[str])
+
+    def refuse(self, key: str, sentence: str) -> PlanError:
+        return PlanError(f"{self.origin}: {key}: {sentence}")
+
+    def note(self, key: str, sentence: str) -> None:
+        self.notes.append(f"{self.origin}: {key}: {sentence}")
+
+
+def is_legacy(fields: Mapping[str, Any]) -> bool:
+    """Tell whether these keys are that tool's and none of them a plan's alone."""
+    from trainprobe.engine.plan import Plan
+
+    sectioned = isinstance(fields.get("statistics"), Mapping)
+    own = set(Plan.model_fields) - _COMMON - _SECTIONS.keys()
+    return (sectioned or bool(_TELLING & fields.keys())) and not own & fields.keys()
+
+
+def translate(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the fields of a plan and the notes; PlanError names what cannot be carried over."""
+    out = _Translation(origin)
+    _check_keys(out, config, _COMMON | _SECTIONS.keys() | _ELSEWHERE.keys(), "")
+    task = config.get("task") or "statistics"
+    if task in _ELSEWHERE:
+        raise out.refuse("task", f"{task!r}: {_ELSEWHERE[task]}")
+    if task not in _SECTIONS:
+        known = [*_SECTIONS, *_ELSEWHERE]
+        raise out.refuse("task", f"{task!r} is not a task{did_you_mean(str(task), known)} (there are: {', '.join(known)})")
+    section = config.get(task) or {}
+    if not isinstance(section, Mapping):
+        raise out.refuse(task, f"{section!r} cannot be used: expected a section of `key: value` lines")
+    section = cast("Mapping[str, Any]", section)
+    _check_keys(out, section, _SECTIONS[task], f"{task}.")
+    _common(out, config, task)
+    _task(out, section, task)
+    _selection(out, section, task)
+    return out.fields, tuple(out.notes)
+
+
+def _check_keys(out: _Translation, given: Mapping[str, Any], known: set[str], prefix: str) -> None:
+    """Refuse a near miss, which is a slip; tell of a stranger, which that tool ignores."""
+    for key in given:
+        if key in known:
+            continue
+        if hint := did_you_mean(str(key), sorted(known)):
+            raise out.refuse(f"{prefix}{key}", f"unknown key{hint}")
+        out.note(f"{prefix}{key}", "unknown key, not used")
+
+
+def _common(out: _Translation, config: Mapping[str, Any], task: str) -> None:
+    fields = out.fields
+    level = config.get("level") or "L1"
+    if level == "L2":
+        raise out.refuse("level", "'L2' (kernel dumps of the device) has no equivalent: choose L0, L1 or mix")
+    fields["level"] = level
+    if config.get("dump_path"):
+        fields["output"] = config["dump_path"]
+    for key in ("step", "rank"):
+        if config.get(key) not in (None, []):
+            fields[key] = config[key]
+    fields["ops_scope"] = _one_of(out, config, "risk_level", {"ALL": "all", "CORE": "core", "FOCUS": "focus"}, "FOCUS")
+    if config.get("extra_info") is not None:
+        fields["stacks"] = fields["construct"] = config["extra_info"]
+    if config.get("custom_op_namespaces"):
+        out.note("custom_op_namespaces", "every registered op is recorded, whatever its namespace")
+    if config.get("load"):
+        raise out.refuse("load", "replaying recorded inputs changes the training, which a plan never does: remove the section")
+    if config.get("dump_enable") is not None:
+        out.note("dump_enable", "read once at the start; the file is not watched while the training runs")
+        if not config["dump_enable"]:
+            fields["level"] = "off"
+    if task == "tensor":
+        fields["tensor_format"] = "pt"
+
+
+def _task(out: _Translation, section: Mapping[str, Any], task: str) -> None:
+    fields = out.fields
+    fields["task"] = "tensor" if task == "tensor" else "statistics"
+    if task == "structure":
+        fields["statistics"], fields["construct"] = (), True
+        if fields["level"] not in {"L0", "mix", "off"}:
+            out.note("level", f"{fields['level']!r} has no structure of modules: mix is used")
+            fields["level"] = "mix"
+    if task == "nan_check":
+        fields["statistics"] = ("max", "min", "mean", "norm", "nan", "inf")
+        out.note("task", "nan_check counts NaN and infinities in every value, and does not read the device's overflow flag")
+    if section.get("bench_path"):
+        out.note("tensor.bench_path", "not compared while training: record both runs, then `trainprobe compare`")
+    if section.get("request_id"):
+        out.note(f"{task}.request_id", "requests of an inference server are not told apart; every request is recorded")
+    if section.get("file_format") in {"npy", "pt"}:
+        fields["tensor_format"] = section["file_format"]
+    if section.get("slice"):
+        fields["slice"] = [_slice(out, cut, f"{task}.slice[{i}]") for i, cut in enumerate(section["slice"]) if cut]
+    if section.get("summary_mode") is not None:
+        _summary(out, section["summary_mode"], f"{task}.summary_mode")
+
+
+def _summary(out: _Translation, mode: object, key: str) -> None:
+    single = {"statistics": "statistics", "md5": "md5", "xor": "checksum", "hash": "checksum"}
+    if mode == "xor":
+        out.note(key, "'xor' becomes the 64-bit checksum, which also sees two values swapped; the two cannot be compared")
+    if isinstance(mode, str):
+        if mode not in single:
+            raise out.refuse(key, f"{mode!r} is not a summary{did_you_mean(mode, list(single))}")
+        out.fields["summary"] = single[mode]
+        return
+    names = [str(name) for name in cast("Sequence[object]", mode)] if isinstance(mode, (list, tuple)) else [repr(mode)]
+    for name in names:
+        if name not in _STATISTICS and name not in {"hash", "md5", "statistics"}:
+            raise out.refuse(key, f"{name!r} is not a statistic{did_you_mean(name, [*_STATISTICS, 'hash', 'md5'])}")
+    wanted = tuple(dict.fromkeys(_STATISTICS[name] for name in names if name in _STATISTICS))
+    if wanted:
+        out.fields["statistics"] = wanted
+    if {"hash", "md5"} & set(names):
+        out.fields["summary"] = "both" if wanted or "statistics" in names else "md5" if "hash" not in names else "checksum"
+        if wanted and "md5" in names:
+            out.note(key, "beside statistics, 'md5' becomes the 64-bit checksum")
+    merged = sorted({name for name in names if "inf count" in name or "zero count" in name})
+    if len(merged) > 1 or "negative zero count" in names:
+        out.note(key, f"{', '.join(merged)}: counted together, as inf and zero")
+
+
+def _slice(out: _Translation, cut: object, key: str) -> dict[str, Any]:
+    if not isinstance(cut, Mapping):
+        raise out.refuse(key, f"{cut!r} cannot be used: expected a section with dim, begin, end and size")
+    given = cast("Mapping[str, Any]", cut)
+    _check_keys(out, given, {"dim", "begin", "end", "size"}, f"{key}.")
+    names = {"dim": "dim", "begin": "begin", "end": "end", "size": "length"}
+    return {"dim": 0} | {names[k]: given[k] for k in names if given.get(k) is not None}
+
+
+def _selection(out: _Translation, section: Mapping[str, Any], task: str) -> None:
+    if section.get("scope"):
+        out.fields["scope"] = section["scope"]
+    if section.get("data_mode"):
+        _data_mode(out, section["data_mode"], f"{task}.data_mode")
+    if names := section.get("list"):
+        _list(out, _texts(out, names, f"{task}.list"), f"{task}.list")
+    if names := section.get("tensor_list"):
+        key = f"{task}.tensor_list"
+        out.fields["tensors"] = [_pattern(out, name, key) for name in _texts(out, names, key)]
+
+
+def _data_mode(out: _Translation, modes: object, key: str) -> None:
+    given = set(_texts(out, modes, key))
+    known = ["all", "forward", "backward", "input", "output"]
+    for mode in sorted(given - set(known)):
+        raise out.refuse(key, f"{mode!r} is not a mode{did_you_mean(mode, known)} (there are: {', '.join(known)})")
+    if "all" in given:
+        return
+    phases = given & {"forward", "backward"} or {"forward", "backward"}
+    sides = given & {"input", "output"} or {"input", "output"}
+    if len(phases) == 1:
+        out.fields["phases"] = sorted(phases)
+    data = [name for name, side in (("input", "input"), ("kwargs", "input"), ("output", "output")) if side in sides]
+    data += ["parameters"] if "forward" in phases else []
+    out.fields["data"] = data + (["parameter_gradients"] if "backward" in phases else [])
+
+
+def _list(out: _Translation, names: list[str], key: str) -> None:
+    patterns = [_pattern(out, name, key) for name in names]
+    level = out.fields["level"]
+    if level == "mix" and not all(name.startswith(_OP_PREFIXES) for name in names):
+        out.note(
+            key, "at level mix it selects all that runs inside the modules that match, which has no equivalent: all is recorded"
+        )
+    elif level in {"L1", "mix"}:
+        out.fields["ops"] = patterns
+    else:
+        out.fields["modules"] = patterns
+
+
+def _pattern(out: _Translation, name: str, key: str) -> str:
+    """Turn a substring of a full name, or a full name, into a pattern of the names that a plan knows."""
+    if match := re.fullmatch(r"(?:Module|Cell)\.(.+)\.\w+\.(?:forward|backward)(?:\.\d+)?", name):
+        return _literal(match[1])
+    if match := re.fullmatch(r"(.+)\.\d+(?:\.(?:forward|backward))?", name):
+        if name.startswith(_OP_PREFIXES):
+            out.note(key, f"{name!r}: all calls of {match[1]} are recorded, not this one alone")
+            return _literal(match[1])
+    elif name[:1].isupper() and "." not in name:
+        out.note(key, f"{name!r}: is looked for in the names of modules and ops, not in the names of classes")
+    return f"**{_literal(name)}**"
+
+
+def _literal(text: str) -> str:
+    return re.sub(r"([*?\[])", r"[\1]", text)
+
+
+def _texts(out: _Translation, given: object, key: str) -> list[str]:
+    several = cast("list[object]", list(given)) if isinstance(given, (list, tuple)) else [given]
+    for name in several:
+        if not isinstance(name, str):
+            raise out.refuse(key, f"{name!r} cannot be used: expected a list of texts")
+    return cast("list[str]", several)
+
+
+def _one_of(out: _Translation, config: Mapping[str, Any], key: str, choices: Mapping[str, str], default: str) -> str:
+    value = config.get(key) or default
+    if value not in choices:
+        raise out.refuse(
+            key, f"{value!r} cannot be used: expected one of {', '.join(choices)}{did_you_mean(str(value), [*choices])}"
+        )
+    return choices[value]

@@ -1,0 +1,43 @@
+"""One name for a module or parameter, whatever wrappers stand around the model.
+
+`module.` (DDP, Megatron, DeepSpeed), `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` (FSDP1) and
+`_checkpoint_wrapped_module.` (activation checkpointing) are taken out; an integration may add its own rule, such as local
+to global layer numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+ROOT = "root"  # the name under which the model itself is recorded
+Rename = Callable[[str], str]
+
+
+def logical_name(name: str, rename: Rename | None = None, *, outer_wrappers: int = 0) -> str:
+    """Return the name free of wrappers; `outer_wrappers` leading `module` parts belong to wrappers and go too."""
+    parts = [part for part in name.split(".") if part and part not in WRAPPERS]
+    while outer_wrappers and parts and parts[0] == "module":
+        parts.pop(0)
+        outer_wrappers -= 1
+    plain = ".".join(parts)
+    return rename(plain) if rename is not None else plain
+
+
+def is_outer_wrapper(name: str, outer_wrappers: int) -> bool:
+    """Tell whether the module with this raw name is one of the `outer_wrappers` modules around the model itself."""
+    return len([part for part in name.split(".") if part and part not in WRAPPERS]) < outer_wrappers
+
+
+def count_outer_wrappers(names: Iterable[str]) -> int:
+    """Count how many leading `module` parts all names share: a wrapper holds exactly one child, called `module`.
+
+    names: the dotted names of all modules but the root.
+    """
+    split = [[p for p in n.split(".") if p and p not in WRAPPERS] for n in names]
+    split = [s for s in split if s]
+    depth = 0
+    while split and all(s[0] == "module" for s in split):
+        depth += 1
+        split = [s[1:] for s in split if len(s) > 1]
+    return depth

@@ -1,0 +1,352 @@
+"""The façade of the engine: six verbs, all that an integration may call.
+
+    open(model, optimizer)     learn the model's names; nothing is installed
+    begin_step(number)         a step begins; if it is collected, the taps are installed
+    moment(name, …)            something happens inside the step: "micro", "optimizer", "optimizer_done" …
+    note(name, value)          a scalar of the step: loss, lr, grad_norm …
+    end_step()                 the taps are removed, the tape crosses to the host once, the writer gets the reel
+    close()                    everything is written; what could not be seen is said
+
+`Probe` knows no tensor library and no framework: `trainprobe.build` composes it from a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.plan import Plan
+from trainprobe.engine.records import Finding, Place, Reel
+from trainprobe.engine.scope import within
+from trainprobe.engine.stacks import Stacks
+from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps import Tap
+from trainprobe.errors import StopTraining, UsageError
+
+
+class Recorder(Protocol):
+    """Where reels go: the background writer."""
+
+    def submit(self, reel: Reel) -> None:
+        """Queue a reel; waits when the queue is full, never drops."""
+        ...
+
+    def submit_findings(self, findings: Sequence[Finding]) -> None:
+        """Queue findings."""
+        ...
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until everything queued is written, at most `timeout_s` seconds."""
+        ...
+
+    def close(self) -> None:
+        """Write everything and stop."""
+        ...
+
+
+Watcher = Callable[[Reel], Sequence[Finding]]
+Decider = Callable[
+    [Sequence[Finding]], tuple[int, StopTraining | None]
+]  # how many steps to collect in full, and whether to stop
+Wants = Callable[[int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Something that wants certain steps: the dump, the monitor. taps: each with the steps on which it is installed."""
+
+    name: str
+    wants: Wants
+    taps: tuple[tuple[Tap, Wants], ...]
+
+
+class Probe:
+    """Records the steps that its plan selects. Also usable as a context manager, which closes it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        programs: Sequence[Program],
+        new_tape: Callable[[int], Tape],
+        guard: Guard,
+        find_place: Callable[[], Place],
+        open_recorder: Callable[[Place], Recorder],
+        *,
+        stacks: Stacks | None = None,
+        framework: str = "pytorch",
+        notes: Sequence[Callable[[], Sequence[str]]] = (),
+    ) -> None:
+        self.plan = plan
+        self.guard = guard
+        self.findings: list[Finding] = []
+        self.watchers: list[Watcher] = []
+        self.deciders: list[Decider] = []
+        self.tape: Tape | None = None
+        self.step_number = -1
+        self.closed = False
+        self._programs = tuple(programs)
+        self._taps = tuple(dict.fromkeys(tap for program in programs for tap, _ in program.taps))
+        self._installed: list[Tap] = []
+        self._scheduled: dict[tuple[int, bool], tuple[list[Program], list[Tap]]] = {}
+        self._running: list[Program] = []
+        self._new_tape = new_tape
+        self._find_place = find_place
+        self._open_recorder = open_recorder
+        self._recorder: Recorder | None = None
+        self._place: Place | None = None
+        self._stacks = stacks
+        self._framework = framework
+        self._notes = tuple(notes)
+        self._said: set[str] = set()
+        self._moments: dict[str, list[Callable[..., None]]] = {}
+        self._inside = False
+        self._first_step: int | None = None
+        self._collected = 0
+        self._extra_steps: set[int] = set()
+        self._ops_seen: set[str] = set()
+        guard._tell = self._tell
+        guard.on_trip(self._release)
+
+    # ---- the six verbs -----------------------------------------------------------------------------------------
+
+    def open(self, model: Any, optimizer: Any = None, place: Place | None = None) -> Probe:
+        """Learn the names of `model` (a module, or a list of model chunks); may be called again when the model has changed.
+
+        Raises PlanError when a pattern of the plan matches nothing in the model, and OutputError when the output cannot be
+        written.
+        """
+        if self.closed:
+            raise UsageError("this probe is closed: make a new one with trainprobe.Probe(plan)")
+        self._place = place or self._place
+        for tap in self._taps:
+            tap.open(model, optimizer)
+        busy = self.plan.level != "off" or len(self._programs) > 1
+        if self._recorder is None and busy and self.plan.wants_rank(self.place.rank):
+            self._recorder = self._open_recorder(
+                self.place
+            )  # now, so that a place that cannot be written is known before training
+        return self
+
+    def begin_step(self, number: int | None = None) -> bool:
+        """Begin a step and tell whether it is collected.
+
+        number: the framework's own step number; by default one more than the last.
+        """
+        if self._inside:
+            raise UsageError(f"step {self.step_number} has not ended: call end_step() before begin_step()")
+        self.step_number = self.step_number + 1 if number is None else number
+        self._first_step = self.step_number if self._first_step is None else self._first_step
+        self._inside = True
+        if self._wants(self.step_number) and self.guard.tripped is None and not self.closed:
+            self.guard.run(self._install)
+        return self.tape is not None
+
+    def moment(self, name: str, *values: Any) -> None:
+        """Tell that something happens: "micro" (its index), "optimizer", "optimizer_done", "clip", "clip_done"."""
+        if self.tape is None:
+            return
+        if name == "micro":
+            self.tape.micro, self.tape.micro_told = int(values[0]), True
+        for listener in self._moments.get(name, ()):
+            self.guard.run(listener, *values)
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep a scalar of this step: a number, or a tensor of one element that is read when the step ends, not before."""
+        if self.tape is not None:
+            self.guard.run(self.tape.note, name, value)
+
+    def end_step(self, *, complete: bool = True) -> Reel | None:
+        """End the step; of a collected one, return the reel that was handed to the writer.
+
+        complete: False marks a step that an error cut short.
+
+        Raises StopTraining, once all of the step is handed over, when a rule with the action "stop" found something.
+        """
+        self._inside = False
+        if self.tape is None:
+            return None
+        self._release(again=complete and self._wants(self.step_number + 1))
+        return self.guard.run(self._finish, complete)
+
+    def close(self) -> None:
+        """Write everything that is pending and say what was asked for and never came. Safe to call twice."""
+        if self.closed:
+            return
+        if self._inside:
+            self.end_step(complete=False)
+        self._release()
+        self.closed = True
+        self.guard.run(self._say_what_never_came)
+        if self._recorder is not None:
+            recorder, self._recorder = self._recorder, None
+            self.guard.run(recorder.close)
+
+    # ---- for people --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, number: int | None = None) -> Generator[Probe]:
+        """One optimizer step: forward, backward and update stand inside. What was collected before an error is written."""
+        self.begin_step(number)
+        try:
+            yield self
+        except BaseException:
+            self.end_step(complete=False)
+            raise
+        self.end_step()
+
+    def collect_next(self, steps: int = 1) -> None:
+        """Collect the next `steps` steps whatever the plan says (a rule's action "dump")."""
+        self._extra_steps.update(range(self.step_number + 1, self.step_number + 1 + steps))
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until everything that was handed to the writer is on disk, at most `timeout_s` seconds."""
+        if self._recorder is not None:
+            self.guard.run(self._recorder.flush, timeout_s)
+
+    def pause(self) -> None:
+        """Stop taking forward calls until `resume`; gradients of what was recorded still arrive until the step ends."""
+        if self.tape is not None:
+            for tap in self._installed:
+                tap.pause()
+
+    def resume(self) -> None:
+        """Take forward calls again."""
+        if self.tape is not None:
+            for tap in self._installed:
+                self.guard.run(tap.resume)
+
+    @property
+    def place(self) -> Place:
+        """This process's place in the job."""
+        if self._place is None:
+            self._place = self._find_place()
+        return self._place
+
+    def on(self, moment: str, listener: Callable[..., None]) -> None:
+        """Call `listener` at each `moment` of collected steps (used when the probe is composed)."""
+        self._moments.setdefault(moment, []).append(listener)
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        if not self.plan.wants_rank(self.place.rank):
+            return
+        if self._recorder is None:
+            self._recorder = self._open_recorder(self.place)
+        tape = self.tape = self._new_tape(self.step_number)
+        self._running, taps = self._schedule(self.step_number)
+        for tap in taps:
+            self._installed.append(tap)
+            tap.begin(tape)
+
+    def _schedule(self, step: int) -> tuple[list[Program], list[Tap]]:
+        """Return the programs that want a step and the taps that run in it; asked once a step, for this one and the next."""
+        extra = step in self._extra_steps
+        known = self._scheduled.get((step, extra))
+        if known is None:
+            programs = [p for p in self._programs if p.wants(step) or (extra and p.name == "dump")]
+            taps = dict.fromkeys(tap for p in programs for tap, wants in p.taps if wants(step) or extra)
+            known = (programs, list(taps))
+            self._scheduled = {key: value for key, value in self._scheduled.items() if key[0] == step - 1}
+            self._scheduled[step, extra] = known
+        return known
+
+    def _wants(self, step: int) -> bool:
+        return bool(self._schedule(step)[0])
+
+    def _release(self, again: bool = False) -> None:
+        staying = self._schedule(self.step_number + 1)[1] if again else []
+        for tap in reversed(self._taps):
+            tap.end(tap in staying)
+        self._installed.clear()
+        if self.guard.tripped is not None:
+            self.tape = None
+
+    def _finish(self, complete: bool) -> Reel:
+        tape, self.tape = self.tape, None
+        assert tape is not None
+        assert self._recorder is not None
+        notes = [note for source in self._notes for note in source() if note not in self._said]
+        self._said.update(notes)
+        detail = self.plan.base_detail
+        reel = tape.harvest(
+            self.step_number,
+            self.place,
+            framework=self._framework,
+            level=self.plan.level,
+            task=self.plan.task,
+            wanted=detail.statistics if detail.wants_statistics else (),
+            stacks=self._stacks.text() if self._stacks is not None else (),
+            notes=tuple(notes),
+            programs=tuple(program.name for program in self._running),
+            complete=complete,
+        )
+        if self.plan.scope is not None:
+            reel.calls, why = within(reel.calls, *self.plan.scope, self._framework)
+            if why:
+                self._tell(Finding("plan", "warning", why, step=reel.step))
+        self._collected += 1
+        if self.plan.ops != ("**",):
+            self._ops_seen.update(call.name for call in reel.calls if call.kind == "op")
+        looked = any(program.name != "audit" for program in self._running)  # the audit alone may read no tensor of a step
+        if complete and looked and not reel.calls and not reel.scalars:
+            self._tell(_saw_nothing(self.step_number))
+        found = [finding for watch in self.watchers for finding in watch(reel)]
+        for finding in found:
+            self._tell(finding)
+        self._recorder.submit(reel)
+        self._act(found)
+        return reel
+
+    def _act(self, found: Sequence[Finding]) -> None:
+        """Do what the findings of a step ask for. Raises StopTraining when a rule wants the run to end."""
+        for decide in self.deciders:
+            steps, stop = decide(found)
+            if steps:
+                self.collect_next(steps)
+            if stop is not None:
+                raise stop
+
+    def _tell(self, finding: Finding) -> None:
+        self.findings.append(finding)
+        if self._recorder is not None:
+            self._recorder.submit_findings([finding])
+
+    def _say_what_never_came(self) -> None:
+        unmatched = self.plan.unmatched(self._ops_seen, "ops") if self._collected and self.plan.level in ("L1", "mix") else []
+        for pattern, near in unmatched:
+            hint = f"; did you mean {near!r}?" if near else ""
+            self._tell(
+                Finding("plan", "warning", f"the plan's ops pattern {pattern!r} matched no op in any collected step{hint}")
+            )
+        if self._first_step is None or self.plan.level in ("off", "debug"):
+            return
+        pending = self.plan.pending_steps(self.step_number, self._first_step)
+        if pending:
+            self._tell(
+                Finding(
+                    rule="plan",
+                    severity="warning",
+                    message=f"the plan's step {', '.join(pending)} never came: the run had steps {self._first_step} to "
+                    f"{self.step_number}",
+                )
+            )
+
+
+def _saw_nothing(step: int) -> Finding:
+    return Finding(
+        rule="probe",
+        severity="warning",
+        step=step,
+        message=f"step {step} was collected and nothing was seen: did forward and backward run between begin and end of the "
+        "step, and was open() given the model that runs?",
+    )

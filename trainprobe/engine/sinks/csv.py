@@ -1,0 +1,151 @@
+"""Statistics as CSV: `rank{R}/metrics.csv` with one row a value and statistic, or `metrics-rank{R}-wide/` with one row a value.
+
+The wide files have the names and columns that the metric files of the existing monitor have, one file a sort of value and
+thousand steps. A step is appended as a whole. A recomputed forward is left out, so that nothing counts twice.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainprobe.engine.dumps.append import AppendedFile, make_room
+from trainprobe.engine.dumps.layout import METRICS_FILE, log_folder
+from trainprobe.engine.plan import Plan
+from trainprobe.engine.records import Finding, Phase, Place, Record, Reel, Site
+
+TIDY = ("step", "micro", "rank", "kind", "name", "call", "slot", "statistic", "value", "dtype", "shape")
+STEPS_PER_FILE = 1000
+
+
+class TidyCsv:
+    """One row a value and statistic, columns `TIDY`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = AppendedFile(path)
+
+    def write(self, reel: Reel) -> None:
+        """Append the rows of one step."""
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        if self._file.size == 0:
+            rows.writerow(TIDY)
+        for record in reel.records():
+            if record.step.phase == "recompute":
+                continue
+            step, site = record.step, record.site
+            head = (
+                step.number,
+                "" if step.micro is None else step.micro,
+                record.place.rank,
+                site.kind,
+                site.name,
+                site.call,
+                site.slot,
+            )
+            tail = (record.dtype, list(record.shape))
+            rows.writerows((*head, name, value, *tail) for name, value in record.values.items())
+        self._file.write(text.getvalue().encode())
+
+    def findings(self, findings: Sequence[Finding]) -> None:
+        """Do nothing: the file holds numbers."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class WideCsv:
+    """One row a value; a file for each sort of value (`actv`, `actv_grad`, `grad_unreduced`, `param_origin`, `other` …)."""
+
+    def __init__(self, folder: Path, place: Place) -> None:
+        self._folder = folder
+        self._vpp = place.axes.get("vpp", (0, 1))[0]
+        self._files: dict[str, AppendedFile] = {}
+
+    def write(self, reel: Reel) -> None:
+        """Append the rows of one step to the files they belong to. Rows of one name keep their first value in a micro-batch."""
+        tables: dict[str, dict[tuple[str, int | None], Record]] = {}
+        single = _single_slots(reel)
+        for record in reel.records():
+            if record.step.phase != "recompute" and record.values:
+                sort, name = _sort_and_name(record.site, record.step.phase, single)
+                tables.setdefault(sort, {}).setdefault((name, record.step.micro), record)
+        for sort, rows in tables.items():
+            self._append(sort, reel, rows)
+
+    def _append(self, sort: str, reel: Reel, table: dict[tuple[str, int | None], Record]) -> None:
+        first = reel.step // STEPS_PER_FILE * STEPS_PER_FILE
+        key = f"{sort}_{first}-{first + STEPS_PER_FILE - 1}.csv"
+        file = self._files.get(key)
+        if file is None:
+            for old in [name for name in self._files if name.startswith(f"{sort}_")]:
+                self._files.pop(old).close()
+            file = self._files[key] = AppendedFile(self._folder / key)
+        micro = sort in {"actv", "actv_grad", "other"}
+        statistics = ("value",) if sort == "scalar" else reel.wanted
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        if file.size == 0:
+            rows.writerow(["vpp_stage", "name", "step", *(["micro_step"] if micro else []), *statistics, "shape", "dtype"])
+        for (name, index), record in table.items():
+            numbers = [record.values.get(statistic, "nan") for statistic in statistics]
+            place = [self._vpp, name, reel.step, *([index or 0] if micro else [])]
+            rows.writerow([*place, *numbers, str(list(record.shape)), record.dtype])
+        file.write(text.getvalue().encode())
+
+    def findings(self, findings: Sequence[Finding]) -> None:
+        """Do nothing: the files hold numbers."""
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+def _single_slots(reel: Reel) -> set[tuple[str, str]]:
+    """Return (module, "input" or "output") where a call has exactly one of them, which then has no number."""
+    return {
+        (call.name, side)
+        for call in reel.calls
+        if call.kind == "module"
+        for side, tree in (("input", call.args), ("output", call.out))
+        if not isinstance(tree, list) or len(tree) == 1  # pyright: ignore[reportUnknownArgumentType]
+    }
+
+
+_STATES = {"value": "param_origin", "value_after": "param_updated"}
+_SIDES = {"input": "input", "output": "output", "grad_output": "output", "grad_input": "input"}
+
+
+def _sort_and_name(site: Site, phase: Phase, single: set[tuple[str, str]]) -> tuple[str, str]:
+    first, _, rest = site.slot.partition(".")
+    if site.kind == "parameter":
+        if first == "grad":
+            return ("grad_reduced" if phase == "optimizer" else "grad_unreduced"), site.name
+        return _STATES.get(first, first), site.name
+    if site.kind == "scalar":
+        return "scalar", site.name
+    if site.kind != "module":
+        return "other", f"{site.name}.{site.call}.{site.slot}"
+    if first == "parameters":
+        return "param_origin", f"{site.name}.{rest}" if site.name else rest
+    side = _SIDES.get(first)
+    if side is None:
+        return "other", f"{site.name}.{site.slot}"
+    number = "" if not rest or (site.name, side) in single else f"_{rest}"
+    return ("actv_grad" if first.startswith("grad") else "actv"), f"{site.name}.{side}{number}"
+
+
+def open(folder: Path, plan: Plan, place: Place) -> TidyCsv | WideCsv:
+    """Open the metric files of one rank. Raises OutputError when there are some already and the plan refuses that."""
+    if plan.csv_layout == "wide":
+        wide = folder / f"metrics-rank{place.rank}-wide"
+        make_room(sorted(wide.glob("*.csv")), plan.on_existing)
+        return WideCsv(wide, place)
+    path = log_folder(folder, place.rank) / METRICS_FILE
+    make_room([path], plan.on_existing)
+    return TidyCsv(path)

@@ -1,0 +1,159 @@
+"""The step-scoped dump: `step{N}/rank{R}/` with dump.json, stack.json, construct.json and tensors, as existing tools read it.
+
+A rank's folder appears when it is complete; until then it is hidden (`.rank{R}.partial`). JSON is strictly valid: NaN and
+infinities are the strings "nan", "inf" and "-inf", which Python's `float` and existing comparisons understand, unless
+`nan_tokens` asks for the bare tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trainprobe.engine.dumps.entry_text import EntryText, construct_text, dumps, quote, stacks
+from trainprobe.engine.dumps.header import header
+from trainprobe.engine.dumps.layout import (
+    CONSTRUCT_FILE,
+    DEBUG_FILE,
+    DUMP_FILE,
+    HEADER,
+    STACK_FILE,
+    RankFolder,
+    existing_of_rank,
+    remove,
+)
+from trainprobe.engine.dumps.tensor_files import DATA_FOLDER, SavedTensor, SeparateFiles, TensorFiles, open_tensor_files
+from trainprobe.engine.plan import Plan
+from trainprobe.engine.records import Call, Finding, Place, Reel
+from trainprobe.errors import OutputError
+
+
+class DumpSink:
+    """Writes each reel as a folder. Tensors arrive first and are streamed into the hidden folder of their step."""
+
+    def __init__(self, root: Path, plan: Plan, place: Place) -> None:
+        self._root = root
+        self._plan = plan
+        self._place = place
+        self._step: int | None = None
+        self._folder: RankFolder | None = None
+        self._files: TensorFiles | None = None
+        self._stored: set[str] = set()
+        self._bytes = 0
+        self._full = False
+        self._complaints: list[Finding] = []
+
+    def tensor(self, step: int, saved: SavedTensor) -> bool:
+        """Store one value of a step; return False once the size budget is used up."""
+        if self._full or saved.key in self._stored:
+            return not self._full
+        if self._plan.max_bytes is not None and self._bytes + saved.nbytes > self._plan.max_bytes:
+            self._over_budget(step, saved)
+            return False
+        self._begin(step)
+        assert self._folder is not None
+        if self._files is None:
+            self._files = open_tensor_files(self._folder.hidden, self._plan.tensor_format)
+        self._bytes += self._files.add(saved)
+        self._stored.add(saved.key)
+        return True
+
+    def _over_budget(self, step: int, saved: SavedTensor) -> None:
+        self._full = True
+        self._complaints.append(
+            Finding(
+                "writer",
+                "warning",
+                f"tensor values are no longer stored: max_bytes is {self._plan.max_bytes}, {self._bytes} bytes are written and "
+                f"{saved.key} of step {step} needs {saved.nbytes} more; raise max_bytes or choose fewer tensors or steps. "
+                "Statistics go on.",
+                step=step,
+                place=self._place,
+                measured=float(self._bytes + saved.nbytes),
+                expected=float(self._plan.max_bytes or 0),
+            )
+        )
+
+    def _begin(self, step: int) -> None:
+        if self._step == step:
+            return
+        self._drop()
+        self._folder = RankFolder(self._root, step, self._place.rank)
+        self._step = step
+
+    def write(self, reel: Reel) -> None:
+        """Write one step and make its folder visible. Raises OutputError when the step is there already."""
+        if "dump" not in reel.programs:
+            return
+        self._begin(reel.step)
+        folder = self._folder
+        assert folder is not None
+        if self._files is not None:
+            self._files.finish()
+        suffix = "" if self._plan.tensor_format == "safetensors" else self._plan.tensor_format
+        text = EntryText(reel, nan_tokens=self._plan.nan_tokens, stored=self._stored, suffix=suffix)
+        data_folder = self._data_folder(folder)
+        main = DEBUG_FILE if reel.level == "debug" else DUMP_FILE
+        entries, names, calls = text.document()
+        pairs = list(zip(names, calls, strict=True))
+        folder.write(main, _document(reel, entries, pairs, data_folder))
+        if isinstance(self._files, SeparateFiles):
+            self._files.place(text.links)
+        if reel.level != "debug":
+            tree = construct_text(reel, names, calls) if self._plan.construct else b"{}"
+            folder.write(STACK_FILE, [orjson.dumps(stacks(reel, pairs), option=orjson.OPT_INDENT_2)])
+            folder.write(CONSTRUCT_FILE, [tree])
+        folder.publish(self._plan.on_existing == "replace")
+        self._folder = self._files = self._step = None
+        self._stored.clear()
+
+    def _data_folder(self, folder: RankFolder) -> str | None:
+        if self._files is None:
+            return None
+        return str((folder.final if self._plan.tensor_format == "safetensors" else folder.final / DATA_FOLDER).absolute())
+
+    def findings(self, findings: Sequence[Finding]) -> None:
+        """Do nothing: a dump holds what was measured."""
+
+    def complaints(self) -> list[Finding]:
+        """Return what there is to say since the last call."""
+        said, self._complaints = self._complaints, []
+        return said
+
+    def close(self) -> None:
+        """Drop a step that never ended."""
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._files is not None:
+            self._files.discard()
+        if self._folder is not None:
+            self._folder.discard()
+        self._folder = self._files = self._step = None
+        self._stored.clear()
+
+
+def _document(reel: Reel, entries: bytes, names: list[tuple[str, Call]], data_folder: str | None) -> Iterator[bytes]:
+    top: dict[str, Any] = {"task": reel.task, "level": reel.level, "framework": reel.framework, "dump_data_dir": data_folder}
+    yield ("{" + ",\n ".join(f"{quote(k)}: {dumps(v)}" for k, v in top.items())).encode()
+    yield b',\n "data": {'
+    yield entries
+    yield b'\n },\n "' + HEADER.encode() + b'": ' + dumps(header(reel, names)).encode() + b"\n}\n"
+
+
+def open(folder: Path, plan: Plan, place: Place) -> DumpSink:
+    """Open the dump of one rank. Raises OutputError when the folder holds steps of this rank and the plan refuses that."""
+    there = list(existing_of_rank(folder, place.rank))
+    whole = [path for path in there if not path.name.startswith(".")]
+    if whole and plan.on_existing == "refuse":
+        raise OutputError(
+            f"{folder} holds a dump already ({whole[0]}, {len(whole)} steps of rank {place.rank}), and nothing is overwritten: "
+            "choose another folder, or set on_existing to continue or replace"
+        )
+    for path in there:
+        if path not in whole or plan.on_existing == "replace":
+            remove(path)
+    return DumpSink(folder, plan, place)

@@ -1,0 +1,52 @@
+"""The record log: `rank{R}/records.jsonl`, append-only, one self-contained line a reel, and `findings.jsonl` beside it.
+
+Each line goes to the operating system as a whole when it is written, so a killed run loses at most the line in flight.
+`trainprobe.engine.dumps.read_log` reads it and leaves out a torn last line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+
+from trainprobe.engine.dumps.append import AppendedFile, make_room
+from trainprobe.engine.dumps.layout import FINDINGS_FILE, LOG_FILE, log_folder
+from trainprobe.engine.dumps.record_log import encode
+from trainprobe.engine.plan import Plan
+from trainprobe.engine.records import Finding, Place, Reel
+
+
+class JsonlSink:
+    """Appends to the record log of one rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = AppendedFile(folder / LOG_FILE)
+        self._findings_path = folder / FINDINGS_FILE
+        self._findings: AppendedFile | None = None
+
+    def write(self, reel: Reel) -> None:
+        """Append one line."""
+        self._log.write(encode(reel))
+
+    def findings(self, findings: Sequence[Finding]) -> None:
+        """Append one line a finding."""
+        if self._findings is None:
+            self._findings = AppendedFile(self._findings_path)
+        option = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
+        self._findings.write(b"".join(orjson.dumps(dataclasses.asdict(f), default=str, option=option) for f in findings))
+
+    def close(self) -> None:
+        """Close the files."""
+        self._log.close()
+        if self._findings is not None:
+            self._findings.close()
+
+
+def open(folder: Path, plan: Plan, place: Place) -> JsonlSink:
+    """Open the record log of one rank. Raises OutputError when there is one already and the plan refuses that."""
+    path = log_folder(folder, place.rank)
+    make_room([path / LOG_FILE, path / FINDINGS_FILE], plan.on_existing)
+    return JsonlSink(path)

@@ -1,0 +1,132 @@
+"""Where the tensors of a parameter are: its value, its real gradient, its optimizer state, in this process.
+
+Frameworks keep them in different places (p.grad, main_grad, flat partitions, DTensor shards). An integration brings a Source
+that knows; the taps and the audit ask only Sources. A Source hands out tensors and never reads a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from trainprobe.engine.topology import axis_of
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a logical tensor that this process holds.
+
+    offset, shape: the rectangle in the global tensor of shape `whole`; a flat piece has one dimension and `whole` = (numel,).
+    replicas: axis names over which other processes hold the same rectangle, such as ("dp",) or ("dp", "tp").
+    within: for a flat piece of a rectangle that is not the whole tensor: that rectangle; `offset` and `whole` then count its
+    elements, row by row.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    replicas: tuple[str, ...] = ()
+    within: Shard | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of one parameter in this process.
+
+    name: the parameter's logical name. slot: "value", "grad" (as the optimizer sees it), "grad_unreduced", "grad_unclipped",
+    "main_value" (master weight), "exp_avg", "exp_avg_sq" or whatever the optimizer calls it. scale: what the numbers must be
+    divided by (a loss scale that is still in a gradient), 1 otherwise. micro: the micro-batch of an unreduced gradient, where
+    those of each are kept.
+    """
+
+    name: str
+    slot: str
+    tensor: Any
+    shard: Shard | None = None
+    scale: float = 1.0
+    micro: int = 0
+
+
+class Source(Protocol):
+    """Hands out the parts that this process holds, always in the same order on every step."""
+
+    def parts(self, moment: str) -> Iterator[Part]:
+        """Yield what can be seen at `moment`.
+
+        "before_step": value, grad and optimizer state, gradients reduced and, where the framework lets one tell, after
+        clipping; "after_step": value and optimizer state; "unreduced", "unclipped": gradients, where an integration can place
+        those moments.
+        """
+        ...
+
+    def scalars(self) -> Mapping[str, float]:
+        """Return what the framework reports itself, lr, loss_scale, grad_norm …, as plain numbers; no device is read."""
+        ...
+
+
+@dataclass(slots=True)
+class PlainSource:
+    """A PyTorch model and optimizer as they are: p, p.grad and optimizer.state[p]; DTensor shards are handed on as they are.
+
+    names: id of parameter → logical name.
+    """
+
+    names: Mapping[int, str]
+    parameters: list[Any]
+    optimizers: list[Any] = field(default_factory=list[Any])
+    _others: set[int] = field(default_factory=set[int])
+
+    def step_of(self, optimizer: Any) -> None:
+        """Leave out, from now on, what other optimizers than this one own: they step at another moment of the same step."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        others = [other for other in self.optimizers if other is not optimizer]
+        self._others = {id(p) for other in others for group in other.param_groups for p in group["params"]} - own
+
+    def parts(self, moment: str) -> Iterator[Part]:
+        """Yield value, grad and state of each parameter."""
+        for p in self.parameters:
+            if id(p) in self._others:
+                continue
+            name = self.names[id(p)]
+            yield Part(name, "value", p, mesh_shard(p))
+            if moment == "before_step" and p.grad is not None:
+                yield Part(name, "grad", p.grad)
+            for optimizer in self.optimizers:
+                for slot, tensor in (optimizer.state.get(p) or {}).items() if p in optimizer.state else ():
+                    if hasattr(tensor, "shape"):
+                        yield Part(name, str(slot), tensor)
+
+    def scalars(self) -> Mapping[str, float]:
+        """Return the learning rate of each parameter group."""
+        out: dict[str, float] = {}
+        for i, optimizer in enumerate(self.optimizers):
+            for j, group in enumerate(optimizer.param_groups):
+                lr = group.get("lr")
+                if isinstance(lr, float | int):
+                    out["lr" if i == j == 0 else f"lr/{i}.{j}" if i else f"lr/{j}"] = float(lr)
+        return out
+
+
+def mesh_shard(t: Any) -> Shard | None:
+    """Return the part of a logical tensor that a DTensor holds here, or None for any other tensor. Nothing is communicated.
+
+    A dimension is cut into pieces of equal size, rounded up, as torch cuts it. Mesh dimensions without a known name count as
+    "dp".
+    """
+    placements, mesh = getattr(t, "placements", None), getattr(t, "device_mesh", None)
+    if placements is None or mesh is None or mesh.get_coordinate() is None:
+        return None
+    names = mesh.mesh_dim_names or ("dp",) * len(placements)
+    offset, shape = [0] * len(t.shape), list(t.shape)
+    replicas: list[str] = []
+    for placement, name, index, parts in zip(placements, names, mesh.get_coordinate(), mesh.shape, strict=True):
+        if not placement.is_shard():
+            replicas.append(axis_of(name))
+            continue
+        size = -(-shape[placement.dim] // parts)
+        begin = min(index * size, shape[placement.dim])
+        offset[placement.dim] += begin
+        shape[placement.dim] = min(size, shape[placement.dim] - begin)
+    sharded = {axis_of(n) for n, p in zip(names, placements, strict=True) if p.is_shard()}
+    return Shard(tuple(offset), tuple(shape), tuple(t.shape), tuple(a for a in replicas if a not in sharded))

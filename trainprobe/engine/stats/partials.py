@@ -1,0 +1,123 @@
+"""The partials of a tensor, how two of them merge, and how they become numbers.
+
+A device reduces a tensor to one row of float64 partials; hosts merge rows (micro-batches, ranks, shards) and finish
+them. Columns, in order: see `PARTIALS`. Non-finite elements are counted apart, so that one NaN does not hide the rest:
+
+* count: elements; nan, posinf, neginf, zero: how many of each
+* min, max: over the elements that are not NaN (+inf and -inf when there is none); a zero has no sign here
+* sum, sumsq: over the finite elements, accumulated in float64 (float64 input: compensated)
+* m2: sum of squared deviations from the mean of the finite elements, 0 unless std was wanted
+* exponent: true sum of squares = sumsq · 4^exponent, non-zero only where float64 squares could leave the range: 600 when
+  the largest magnitude is above 2^480, -600 when it is below 2^-480
+* sublow: finite non-zero elements below the dtype's smallest normal number (subnormal), 0 unless wanted
+
+Complex elements enter by their magnitude; bool as 0 and 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PARTIALS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "sum", "sumsq", "m2", "exponent", "sublow")
+_AT = {name: i for i, name in enumerate(PARTIALS)}
+F64 = npt.NDArray[np.float64]
+
+
+def column(partials: F64, name: str) -> F64:
+    """Return the column `name` of partials [rows, len(PARTIALS)]."""
+    return partials[:, _AT[name]]
+
+
+def merge(a: F64, b: F64) -> F64:
+    """Merge two partials [rows, len(PARTIALS)] of disjoint parts of the same tensors (a commutative monoid).
+
+    m2 by Chan, Golub and LeVeque (1979): m2 = m2a + m2b + δ²·na·nb/(na+nb), δ the difference of the means.
+    """
+    with np.errstate(invalid="ignore"):  # the extremes may be opposite infinities; they are set right below
+        out = a + b
+    for name, pick in (("min", np.minimum), ("max", np.maximum)):
+        out[:, _AT[name]] = pick(column(a, name), column(b, name))
+    na, nb = finite_count(a), finite_count(b)
+    with np.errstate(all="ignore"):
+        delta = column(b, "sum") / nb - column(a, "sum") / na
+        extra = np.where((na > 0) & (nb > 0), delta * delta * na * nb / (na + nb), 0.0)
+    out[:, _AT["m2"]] = column(a, "m2") + column(b, "m2") + extra
+    out[:, _AT["sumsq"]], out[:, _AT["exponent"]] = _merge_squares(a, b)
+    return out
+
+
+def _merge_squares(a: F64, b: F64) -> tuple[F64, F64]:
+    """Return sumsq and exponent of the union; a part without squares has no say in the exponent."""
+    exponents = [np.where(column(p, "sumsq") == 0, -np.inf, column(p, "exponent")) for p in (a, b)]
+    shared = np.maximum(*exponents)
+    shared = np.where(np.isinf(shared), 0.0, shared)
+    squares = sum(column(p, "sumsq") * np.exp2(2 * (e - shared)) for p, e in zip((a, b), exponents, strict=True))
+    return np.asarray(squares), shared
+
+
+def finite_count(partials: F64) -> F64:
+    """Return how many elements were finite, a row [rows]."""
+    return column(partials, "count") - column(partials, "nan") - column(partials, "posinf") - column(partials, "neginf")
+
+
+def _poisoned(partials: F64, value: F64) -> F64:
+    """Let NaN and infinities show in a sum-like number as IEEE arithmetic would have it."""
+    pos, neg = column(partials, "posinf") > 0, column(partials, "neginf") > 0
+    value = np.where(pos, np.inf, np.where(neg, -np.inf, value))
+    return np.where((column(partials, "nan") > 0) | (pos & neg), np.nan, value)
+
+
+def _max(p: F64) -> F64:
+    return np.where((column(p, "nan") > 0) | (column(p, "count") == 0), np.nan, column(p, "max"))
+
+
+def _min(p: F64) -> F64:
+    return np.where((column(p, "nan") > 0) | (column(p, "count") == 0), np.nan, column(p, "min"))
+
+
+def _mean(p: F64) -> F64:
+    with np.errstate(all="ignore"):
+        return _poisoned(p, column(p, "sum") / column(p, "count"))
+
+
+def _norm(p: F64) -> F64:
+    with np.errstate(all="ignore"):
+        root = np.sqrt(column(p, "sumsq")) * np.exp2(column(p, "exponent"))
+    infinite = (column(p, "posinf") > 0) | (column(p, "neginf") > 0)
+    return np.where(column(p, "nan") > 0, np.nan, np.where(infinite, np.inf, root))
+
+
+def _std(p: F64) -> F64:
+    """Unbiased, as torch.std: sqrt(m2 / (n - 1)); NaN for fewer than two elements or any non-finite one."""
+    n = column(p, "count")
+    with np.errstate(all="ignore"):
+        value = np.sqrt(column(p, "m2") / (n - 1))
+    return np.where((finite_count(p) == n) & (n > 1), value, np.nan)
+
+
+def _absmax(p: F64) -> F64:
+    return np.maximum(np.abs(_max(p)), np.abs(_min(p)))
+
+
+STATISTICS: dict[str, Any] = {
+    "max": _max,
+    "min": _min,
+    "mean": _mean,
+    "norm": _norm,
+    "std": _std,
+    "absmax": _absmax,
+    "nan": lambda p: column(p, "nan"),
+    "inf": lambda p: column(p, "posinf") + column(p, "neginf"),
+    "zero": lambda p: column(p, "zero"),
+    "sublow": lambda p: column(p, "sublow"),
+    "count": lambda p: column(p, "count"),
+}
+
+
+def finish(partials: F64, wanted: Iterable[str] = ("max", "min", "mean", "norm")) -> dict[str, npt.NDArray[Any]]:
+    """Return statistic name → float64 [rows]. A NaN or infinity in the tensor shows in max, min, mean, norm and std."""
+    return {name: STATISTICS[name](partials) for name in wanted}

@@ -1,0 +1,339 @@
+"""The tape of one step: calls in order, and each distinct tensor value looked at once.
+
+Hooks append to it; nothing on it is read before the step ends. A value is recognised by the identity of its tensor (held
+weakly, so that nothing is kept alive and a reused address is never mistaken), its version counter, its memory address
+and shape: the output of one op is the input of the next and is reduced once. An in-place write bumps the version and
+makes it a new value. Writes that do not bump it (through `.data`, by a collective) are made known by `touched`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.compiled import native
+from trainprobe.engine.records import Call, Kind, Opaque, Phase, Place, Reel, Value
+from trainprobe.engine.stats.partials import PARTIALS, finish
+
+STATS, CHECKSUM, STD, CRC32, SUBLOW = 1, 2, 4, 8, 16
+SAVE = 256  # the values themselves are wanted too
+KINDS = 0xFFFF
+CUT = 16  # above these bits: number of the cut through the values that is saved, 0 for the whole
+_DEPTH = 400
+_TEXT = 512
+
+
+class Strip(Protocol):
+    """The rows of partials on the devices (see engine.arrays)."""
+
+    def add(self, t: Any) -> int:
+        """Reduce a tensor into a new row and return its number, or -1 when it has no statistics."""
+        ...
+
+    def harvest(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64] | None, list[int] | None]:
+        """Bring all rows to the host in one transfer a device and start anew."""
+        ...
+
+    def harvest_extras(self) -> Sequence[Any]:
+        """Return what else was computed for each row; called after `harvest`, and only where extras are wanted."""
+        ...
+
+
+class Library(Protocol):
+    """What the tape needs to know of a tensor library."""
+
+    plain: frozenset[type]
+    extras: Sequence[str]
+    dtype_text: Mapping[Any, str]
+
+    def strip(self, flags: int) -> Strip:
+        """Return an empty strip."""
+        ...
+
+    def eye(self) -> bool:
+        """Tell whether the compiled tape may look at tensors itself (see `Tape`)."""
+        ...
+
+    def native_rows(self, strip: Any) -> Any:
+        """Return the compiled rows of a strip, or None where each tensor must pass through the strip's own `add`."""
+        ...
+
+    def native_code(self, dtype: Any) -> int:
+        """Return the compiled kernel's number of a dtype, -1 where it has none."""
+        ...
+
+    def extra(self, name: str, result: npt.NDArray[np.float64], dtype: str) -> Any:
+        """Turn what an extra ("histogram", "quantiles") computed for a tensor of this dtype into what a reel holds."""
+        ...
+
+    def is_tensor(self, x: Any) -> bool:
+        """Tell whether x is a tensor of this library, wrapped kinds included."""
+        ...
+
+    def special(self, t: Any) -> tuple[Any | None, str, Mapping[str, Any] | None, str | None]:
+        """Describe a tensor that is not of a plain kind: (tensor to reduce or None, type text, extra, note)."""
+        ...
+
+    def refusal(self, t: Any) -> str:
+        """Say why a tensor has no statistics."""
+        ...
+
+    def opaque(self, x: Any) -> Any:
+        """Describe a leaf that is neither tensor nor plain scalar (dtype, device, process group …), or None."""
+        ...
+
+
+Save = Callable[[str, Any, Value, int], None]
+
+
+class Tape:
+    """Calls and values of the step being collected on this rank.
+
+    Where the compiled parts are there, `eye` does what `value`, `tree`, `touched` and `forget_all` do, and calls the
+    methods here for whatever is not a plain tensor on the host or a plain container.
+    """
+
+    def __init__(self, library: Library, save: Save | None = None, reuse: bool = True) -> None:
+        self.library = library
+        self.calls: list[Call] = []
+        self.values: list[Value] = []
+        self.scalars: dict[str, Any] = {}
+        self.micro = 0
+        self.micro_told = False
+        self.reused = 0
+        self._save = save
+        self._reuse = reuse
+        self._plain = library.plain
+        self._dtypes = library.dtype_text
+        self._strips: dict[int, tuple[Strip, list[Value]]] = {}
+        self._seen: dict[int, tuple[Any, int, int, Any, Value, int]] = {}
+        self._counts: dict[tuple[str, str], int] = {}
+        self.eye: Any = None
+        if native is not None and library.eye():
+            plain = (*library.plain, *library.plain)[:2]
+            self.eye = native.Eye(
+                plain, reuse, self._open_strip, self._look_slowly, self._special, self._rare, self._keep_at, self._about_dtype
+            )
+            self.value, self.tree = self.eye.value, self.eye.tree
+            self.touched, self.forget_all = self.eye.touched, self.eye.forget_all
+
+    # ---- calls -------------------------------------------------------------------------------------------------
+
+    def count(self, name: str, phase: str) -> int:
+        """Return how often `name` was counted in this phase before, and count it once more."""
+        key = (name, phase)
+        n = self._counts.get(key, 0)
+        self._counts[key] = n + 1
+        return n
+
+    def call(
+        self, kind: Kind, name: str, n: int, phase: Phase, cls: str = "", parent: Call | str | None = None, stack: int = -1
+    ) -> Call:
+        """Append a call and return it."""
+        made = Call(kind, name, n, phase, cls=cls, micro=self.micro, parent=parent, stack=stack)
+        self.calls.append(made)
+        return made
+
+    def forward_begins(self, name: str) -> None:
+        """Count micro-batches by the forwards of the outermost module, unless somebody tells them."""
+        if not self.micro_told:
+            self.micro = self.count(name, "outermost forward")
+
+    # ---- values ------------------------------------------------------------------------------------------------
+
+    def value(self, t: Any, flags: int) -> Value:
+        """Look at a tensor once and return its Value; flags: what is wanted of it."""
+        if type(t) not in self._plain:
+            return self._special(t, flags)
+        seen = self._seen.get(id(t))
+        if seen is not None and seen[0]() is t and seen[1] == t._version and seen[2] == t.data_ptr() and seen[3] == t.shape:
+            if seen[5] & flags == flags:
+                self.reused += 1
+                return seen[4]
+            flags |= seen[5]
+        return self._look(t, flags)
+
+    def _look(self, t: Any, flags: int) -> Value:
+        number, value = self._reduce(t, flags, t)
+        if self._reuse and number >= -1:
+            try:
+                self._seen[id(t)] = (weakref.ref(t), t._version, t.data_ptr(), t.shape, value, flags)
+            except RuntimeError:
+                pass  # an inference tensor has no version counter: it is looked at each time
+        return value
+
+    def _look_slowly(self, t: Any, flags: int) -> Value:
+        return self._reduce(t, flags, t)[1]
+
+    def _open_strip(self, kinds: int) -> tuple[Strip, Any, list[Value]]:
+        strip = self._strips.get(kinds)
+        if strip is None:
+            strip = self._strips[kinds] = (self.library.strip(kinds), [])
+        return strip[0], self.library.native_rows(strip[0]), strip[1]
+
+    def _about_dtype(self, dtype: Any) -> tuple[str, int]:
+        return self._dtypes[dtype], self.library.native_code(dtype)
+
+    def _reduce(self, t: Any, flags: int, described: Any) -> tuple[int, Value]:
+        kinds = flags & 255
+        strip = self._strips.get(kinds)
+        if strip is None:
+            strip = self._strips[kinds] = (self.library.strip(kinds), [])
+        row = strip[0].add(t)
+        try:
+            shape = described.shape
+        except RuntimeError:  # a nested tensor
+            shape = ()
+        value = Value(row, self._dtypes[described.dtype], shape, requires_grad=described.requires_grad)
+        if row < 0:
+            value.note = self.library.refusal(t)
+        strip[1].append(value)
+        return row, value
+
+    def _special(self, t: Any, flags: int) -> Value:
+        inner, kind, extra, note = self.library.special(t)
+        if inner is None:
+            value = Value(
+                -1, self._dtypes.get(getattr(t, "dtype", None), "unknown"), tuple(getattr(t, "shape", ())), type=kind, note=note
+            )
+        else:
+            _, value = self._reduce(inner, flags, inner)
+            value.requires_grad = bool(t.requires_grad)
+            value.type = kind
+            value.shape = tuple(t.shape)
+            value.note = value.note or note
+        value.extra = extra
+        return value
+
+    def touched(self, t: Any) -> None:
+        """Forget a tensor: it was written in a way that its version counter does not show."""
+        self._seen.pop(id(t), None)
+
+    def forget_all(self) -> None:
+        """Forget every tensor: something wrote to memory that cannot be told apart."""
+        self._seen.clear()
+
+    # ---- trees of arguments -------------------------------------------------------------------------------------
+
+    def tree(self, x: Any, flags: int, path: str | None = None, depth: int = 0) -> Any:
+        """Turn an argument or a result into a tree of Values and scalars; path: where to save values, if they are wanted."""
+        kind = type(x)
+        if kind in self._plain:
+            if path is None or not flags & SAVE:
+                return self.value(x, flags)
+            value = self.value(x, flags & KINDS)
+            self._keep(path, x, value, flags)
+            return value
+        if kind in (int, float, bool) or x is None:
+            return x
+        if kind is str:
+            return x if len(x) <= _TEXT else x[:_TEXT] + "…"
+        if kind is tuple or kind is list:
+            if path is None:
+                return [self.tree(item, flags, None, depth + 1) for item in x]
+            return [self.tree(item, flags, f"{path}.{i}", depth + 1) for i, item in enumerate(x)]
+        if depth > _DEPTH:
+            return Opaque("depth", f"nested deeper than {_DEPTH}")
+        return self._rare(x, flags, path, depth)
+
+    def _rare(self, x: Any, flags: int, path: str | None, depth: int) -> Any:
+        if self.library.is_tensor(x):
+            value = self._special(x, flags & KINDS)
+            if path is not None and flags & SAVE:
+                self._keep(path, x, value, flags)
+            return value
+        described = self.library.opaque(x)
+        if described is not None:
+            return described
+        items = _children(x)
+        if items is None:
+            return Opaque(f"{type(x).__module__}.{type(x).__qualname__}", None)
+        return {k: self.tree(v, flags, None if path is None else f"{path}.{k}", depth + 1) for k, v in items}
+
+    def _keep_at(self, path: str, t: Any, value: Value, cut: int) -> None:
+        if self._save is not None:
+            self._save(path, t, value, cut)
+        else:
+            value.tensor = None
+
+    def _keep(self, path: str, t: Any, value: Value, flags: int) -> None:
+        if value.tensor is None and value.note is None and self._save is not None:
+            value.tensor = path
+            self._save(path, t, value, flags >> CUT)
+
+    def note(self, name: str, x: Any) -> None:
+        """Keep a scalar of the step (loss, learning rate …); a tensor is read with all others at the step's end."""
+        self.scalars[name] = self.value(x, STATS) if self.library.is_tensor(x) else float(x)
+
+    # ---- the end of the step ------------------------------------------------------------------------------------
+
+    def harvest(self, step: int, place: Place, **about: Any) -> Reel:
+        """Bring the numbers to the host, once a device, and return the reel; the tape is then empty."""
+        partials: list[npt.NDArray[np.float64]] = []
+        extras: dict[str, dict[int, Any]] = {name: {} for name in self.library.extras}
+        sums: list[npt.NDArray[np.uint64]] = []
+        crc: dict[int, str] = {}
+        base = 0
+        values: list[Value] = []
+        for strip, owned in self._strips.values():
+            rows, checks, crcs = strip.harvest()
+            if base:
+                for value in owned:
+                    if value.row >= 0:
+                        value.row += base
+            partials.append(rows)
+            if extras:
+                dtypes = [value.dtype for value in owned if value.row >= 0]
+                for i, results in enumerate(strip.harvest_extras()):
+                    for name, result in zip(extras, results, strict=True):
+                        extras[name][base + i] = self.library.extra(name, result, dtypes[i])
+            sums.append(checks if checks is not None else np.zeros(len(rows), np.uint64))
+            for i, c in enumerate(crcs or ()):
+                crc[base + i] = f"{c:08x}"
+            values += owned
+            base += len(rows)
+        rows = np.concatenate(partials) if partials else np.zeros((0, len(PARTIALS)))
+        has_sums = any(kinds & CHECKSUM for kinds in self._strips)
+        reel = Reel(
+            step=step,
+            place=place,
+            calls=self.calls,
+            values=values,
+            partials=rows,
+            checksums=np.concatenate(sums) if has_sums else None,
+            crc32=crc or None,
+            histograms=extras.get("histogram"),
+            quantiles=extras.get("quantiles"),
+            scalars={name: _scalar(v, rows) for name, v in self.scalars.items()},
+            **about,
+        )
+        self.calls, self.values, self.scalars = [], [], {}
+        self._strips, self._seen, self._counts = {}, {}, {}
+        if self.eye is not None:
+            self.eye.reset()
+        return reel
+
+
+def _scalar(x: Any, rows: npt.NDArray[np.float64]) -> float:
+    if not isinstance(x, Value):
+        return float(x)
+    return float(finish(rows[x.row : x.row + 1], ("mean",))["mean"][0]) if x.row >= 0 else float("nan")
+
+
+def _children(x: Any) -> list[tuple[str, Any]] | None:
+    """Return the named children of a container, or None for anything else."""
+    if isinstance(x, Mapping):
+        return [(str(k), v) for k, v in x.items()]
+    names = getattr(x, "_fields", None)
+    if isinstance(x, tuple):
+        return [(str(names[i]) if names else str(i), v) for i, v in enumerate(x)]
+    if isinstance(x, list | set | frozenset):
+        return [(str(i), v) for i, v in enumerate(x)]
+    if is_dataclass(x) and not isinstance(x, type):
+        return [(f.name, getattr(x, f.name)) for f in fields(x)]
+    return None

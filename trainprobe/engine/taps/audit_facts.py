@@ -1,0 +1,212 @@
+"""Gathers, for each audited step, the facts that the relations of the audit are about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch._C import DisableTorchFunction
+
+from trainprobe.engine.facts import ModelFacts, StepFacts
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.records import Reel, Value
+from trainprobe.engine.stats import finish
+from trainprobe.engine.tape import CHECKSUM, STATS, Tape
+from trainprobe.engine.taps.backward_starts import BackwardStarts
+from trainprobe.engine.taps.declared_loss import DeclaredGradient
+from trainprobe.engine.taps.model_calls import ModelCalls, unwrapped
+from trainprobe.engine.taps.parameter_states import ParameterStateTap
+from trainprobe.engine.taps.random_state import random_fingerprint
+from trainprobe.engine.taps.schedules import ScheduleWatch
+from trainprobe.engine.taps.set_up import model_facts, optimizer_groups
+
+_COMBINE = 0x100000001B3  # the prime of FNV-1a: joins the fingerprints of several tensors into one
+
+
+class AuditTap:
+    """Installs what the audit listens to while a step is audited; `take` returns the facts once the step has crossed to the
+    host.
+
+    names: id of parameter → recorded name, as it is now. rescan: learn the names anew when the model has other parameters
+    than before. fingerprints: whether this step's parameters, gradients and states are fingerprinted. sampled: whether the
+    declared loss is run.
+    """
+
+    def __init__(
+        self, guard: Guard, states: ParameterStateTap, names: Callable[[], dict[int, str]], rescan: Callable[[], None]
+    ) -> None:
+        self.fingerprints: Callable[[], bool] = lambda: True
+        self.sampled: Callable[[], bool] = lambda: True
+        self.declared = DeclaredGradient()
+        self._calls = ModelCalls(guard)
+        self._backward = BackwardStarts(guard, self._first_backward)
+        self._schedules = ScheduleWatch(guard)
+        self._states = states
+        self._names = names
+        self._rescan = rescan
+        self._models: list[Any] = []
+        self._optimizers: list[Any] = []
+        self._tape: Tape | None = None
+        self._set_up: ModelFacts | None = None
+        self._left: dict[str, tuple[Any, Value]] = {}
+        self._kept: dict[str, Value] = {}
+        self._buffers: dict[str, Value] = {}
+        self._updates = 0
+        self._rates: tuple[float, ...] = ()
+        self._calls.before_first = self.declared.first_forward
+
+    def open(self, model: Any, optimizer: Any = None) -> None:
+        """Remember the model as it is set up."""
+        self._models = list(model) if isinstance(model, list | tuple) else [model]
+        self._optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer else []
+        self._calls.open(self._models)
+        self._schedules.start()
+        if self._set_up is None:
+            self._set_up = self._facts()
+
+    def begin(self, tape: Tape) -> None:
+        """Listen to a step."""
+        self._tape = tape
+        if self._parameters_changed():
+            self._rescan()
+            self._states.open(self._models, self._optimizers)
+        self._states.more = STATS | CHECKSUM if self.fingerprints() else STATS
+        self._left, self._kept, self._buffers = {}, {}, {}
+        self._updates, self._rates = 0, ()
+        self.declared.begin()
+        self._calls.begin(tape)
+        self._backward.begin()
+
+    def pause(self) -> None:
+        """Nothing rests: these are calls of the whole model."""
+
+    def resume(self) -> None:
+        """Nothing rested."""
+
+    def end(self, again: bool = False) -> None:
+        """Listen no more; what was seen stays until `take`."""
+        self._tape = None
+        self._states.more = 0
+        self._calls.end()
+        self._backward.end()
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        self.end()
+        self._calls.close()
+        self._schedules.stop()
+
+    # ---- moments of the step -------------------------------------------------------------------------------------
+
+    def unclipped(self) -> None:
+        """Gradients are whole and not yet clipped."""
+        if self._tape is not None and self.declared.loss is not None and self.sampled() and len(self._models) == 1:
+            inner = list(unwrapped(self._models[0]))[-1]
+            names = self._names()
+            pairs = [(names[id(p)], p) for p in inner.parameters() if id(p) in names and p.requires_grad]
+            self._calls.asleep = True
+            try:
+                self.declared.compare(inner, pairs)
+            finally:
+                self._calls.asleep = False
+
+    def before_update(self, optimizer: Any) -> None:
+        """An optimizer is about to step."""
+        if self._tape is None:
+            return
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        self.unclipped()
+        self._schedules.at_update(optimizer)
+        self._rates = tuple(float(g["lr"]) for g in optimizer.param_groups if isinstance(g.get("lr"), float | int))
+        if not self._updates and not self._backward.cleared:
+            self._kept = {name: value for name, (grad, value) in self._left.items() if self._still(name, grad)}
+
+    def after_update(self) -> None:
+        """An optimizer has stepped."""
+        if self._tape is None:
+            return
+        self._updates += 1
+        if self.fingerprints():
+            for model in self._models:
+                inner = list(unwrapped(model))[-1]
+                for name, buffer in inner.named_buffers():
+                    self._buffers[name] = self._tape.value(buffer, STATS | CHECKSUM)
+
+    def _first_backward(self) -> None:
+        if self._tape is None or self._states.source is not None:
+            return
+        names = self._names()
+        with DisableTorchFunction():
+            for model in self._models:
+                for p in model.parameters():
+                    if p.grad is not None and id(p) in names:
+                        self._left[names[id(p)]] = (p.grad, self._tape.value(p.grad, STATS | CHECKSUM))
+
+    def _still(self, name: str, grad: Any) -> bool:
+        """Tell whether the gradient that was there is the tensor that is there now."""
+        names = self._names()
+        return any(p.grad is grad for model in self._models for p in model.parameters() if names.get(id(p)) == name)
+
+    # ---- afterwards ----------------------------------------------------------------------------------------------
+
+    def take(self, reel: Reel) -> StepFacts:
+        """Return the facts of the step that `reel` holds."""
+        assert self._set_up is not None
+        calls = self._calls
+        kept = {name: (_checksum(reel, v), _norm(reel, v)) for name, v in self._kept.items()}
+        facts = StepFacts(
+            set_up=self._set_up,
+            model=self._facts(),
+            batches=tuple(_joined(reel, values) for values in calls.batches),
+            whole_numbers=any("int" in v.dtype for values in calls.batches for v in values),
+            bypassed=calls.bypassed,
+            backwards=self._backward.count,
+            updates=self._updates,
+            left={name: seen for name, seen in kept.items() if seen[1] != 0},
+            buffers={name: _checksum(reel, v) for name, v in self._buffers.items()},
+            groups=optimizer_groups(self._optimizers, self._names()) if self._plain() else (),
+            rates=self._rates,
+            random=random_fingerprint(),
+            drawn=calls.drawn,
+            evaluations=calls.take_evaluations(),
+            schedules=self._schedules.take(),
+            projections=self.declared.take(),
+        )
+        self._left, self._kept, self._buffers = {}, {}, {}
+        return facts
+
+    def late_evaluations(self) -> StepFacts | None:
+        """Return facts of evaluations after the last audited step, or None when there were none."""
+        found = self._calls.take_evaluations()
+        if not found or self._set_up is None:
+            return None
+        return StepFacts(set_up=self._set_up, model=self._set_up, evaluations=found)
+
+    def _plain(self) -> bool:
+        return self._states.source is None
+
+    def _facts(self) -> ModelFacts:
+        known = self._plain() and bool(self._optimizers)
+        return model_facts(self._models, self._optimizers, self._names(), owners_known=known)
+
+    def _parameters_changed(self) -> bool:
+        names: Mapping[int, str] = self._names()
+        return any(id(p) not in names for model in self._models for p in model.parameters())
+
+
+def _checksum(reel: Reel, value: Value) -> int:
+    return int(reel.checksums[value.row]) if reel.checksums is not None and value.row >= 0 else 0
+
+
+def _norm(reel: Reel, value: Value) -> float:
+    return float(finish(reel.partials[value.row : value.row + 1], ("norm",))["norm"][0]) if value.row >= 0 else 0.0
+
+
+def _joined(reel: Reel, values: Sequence[Value]) -> int:
+    total = np.uint64(len(values))
+    with np.errstate(over="ignore"):
+        for value in values:
+            total = total * np.uint64(_COMBINE) ^ np.uint64(_checksum(reel, value))
+    return int(total)

@@ -1,0 +1,70 @@
+"""When gradients are clipped: the functions of `torch.nn.utils`, replaced only while a step is collected.
+
+`clip_grad_norm_` scales the gradients in one inner function, which every caller reaches however it imported the outer one.
+Torch before 2.6 has no inner function, and there the outer one is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps.replaced import Replaced
+
+_NORM = "_clip_grads_with_norm_" if hasattr(clip_grad, "_clip_grads_with_norm_") else "clip_grad_norm_"
+_NAMES = (_NORM, "clip_grads_with_norm_", "clip_grad_value_")
+_PLACES = tuple((module, name) for module in (clip_grad, torch.nn.utils) for name in _NAMES if hasattr(module, name))
+
+
+class ClippingTap:
+    """Calls `unclipped(parameters)` before gradients are clipped and `norm(value)` with the norm that the clipping found."""
+
+    def __init__(self, guard: Guard, unclipped: Callable[[list[Any]], None], norm: Callable[[Any], None]) -> None:
+        self._guard = guard
+        self._unclipped = unclipped
+        self._norm = norm
+        self._replaced: list[Replaced] = []
+
+    def open(self, model: Any, optimizer: Any = None) -> None:
+        """Nothing to learn: the functions are for every parameter."""
+
+    def begin(self, tape: Tape) -> None:
+        """Replace the functions."""
+        self._replaced = [Replaced(module, name, self._watched(getattr(module, name))) for module, name in _PLACES]
+
+    def pause(self) -> None:
+        """Clipping belongs to no forward call."""
+
+    def resume(self) -> None:
+        """Clipping belongs to no forward call."""
+
+    def end(self, again: bool = False) -> None:
+        """Put the functions back."""
+        for replaced in self._replaced:
+            replaced.back()
+        self._replaced.clear()
+
+    def _watched(self, original: Any) -> Any:
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            if clip.ended or torch.compiler.is_compiling():  # type: ignore[attr-defined]
+                return original(parameters, *args, **kwargs)
+            # what is handed over may be an iterator that can be read once
+            chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            self._guard.run(self._unclipped, chosen)
+            result = original(chosen, *args, **kwargs)
+            norm = kwargs.get("total_norm", args[1] if len(args) > 1 else None) if result is None else result
+            if isinstance(norm, torch.Tensor) and not _partial(norm):
+                self._guard.run(self._norm, norm)
+            return result
+
+        return clip
+
+
+def _partial(norm: Any) -> bool:
+    """Tell whether a norm is spread over ranks and would have to be joined by a collective to be known."""
+    return any(not placement.is_replicate() for placement in getattr(norm, "placements", ()))

@@ -1,0 +1,65 @@
+"""Brings a few numbers of every rank to every rank: the one collective that the audit issues, at the end of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+Words = npt.NDArray[np.uint64]
+_SLACK = 64  # words that the room for a message is larger than the largest message so far
+
+
+class Gathering:
+    """Gathers messages of 64-bit words over all ranks. Every rank must call `gather` at the same steps.
+
+    All messages travel with the same length. It is agreed upon at the first call, and again when some rank says that it needs
+    more.
+    """
+
+    def __init__(self) -> None:
+        self._room = 0
+
+    def gather(self, words: Sequence[int] | Words) -> list[Words]:
+        """Return the message of every rank, uint64 [words of that rank], in the order of ranks; waits for all of them."""
+        message = np.asarray(words, dtype=np.uint64)
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return [message]
+        if not self._room:
+            self._agree(message.size)
+        told = self._exchange(message)
+        if max(int(row[0]) for row in told) + 1 > self._room:
+            self._agree(message.size)
+            told = self._exchange(message)
+        return [row[1 : 1 + int(row[0])] for row in told]
+
+    def _agree(self, need: int) -> None:
+        sizes = _all_gather(np.array([need], dtype=np.uint64))
+        self._room = max(int(size[0]) for size in sizes) + 1 + _SLACK
+
+    def _exchange(self, message: Words) -> list[Words]:
+        sent = np.zeros(self._room, dtype=np.uint64)
+        sent[0] = message.size
+        fits = min(message.size, self._room - 1)
+        sent[1 : 1 + fits] = message[:fits]
+        return _all_gather(sent)
+
+
+def _all_gather(words: Words) -> list[Words]:
+    device = _device()
+    mine = torch.from_numpy(words.view(np.int64)).to(device)
+    received = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(received, mine)
+    return [row.cpu().numpy().view(np.uint64) for row in received]
+
+
+def _device() -> torch.device:
+    """Return where the tensors of the default group's collectives must be."""
+    backends = str(dist.get_backend_config(dist.group.WORLD)) if hasattr(dist, "get_backend_config") else dist.get_backend()
+    if "gloo" in backends or "mpi" in backends:
+        return torch.device("cpu")
+    kind = next((name.split(":")[0] for name in backends.split(",") if ":" in name), "cuda")
+    return torch.device(kind, getattr(torch, kind).current_device())

@@ -1,0 +1,205 @@
+"""Calls of the model as a whole: what it was called with in training, and whether an evaluation is one.
+
+`torch.nn.Module._call_impl` is replaced while a step is collected and while the model is in evaluation mode, which
+`Module.train` tells; at all other times nothing stands in the way of a call. An evaluation is judged by what it leaves
+behind, without running anything again: modules below that are still in training mode, and random numbers that were drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction
+
+from trainprobe.engine.facts import Evaluation
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.naming import count_outer_wrappers, logical_name
+from trainprobe.engine.records import Value
+from trainprobe.engine.tape import CHECKSUM, STATS, Tape
+from trainprobe.engine.taps.random_state import random_fingerprint
+from trainprobe.engine.taps.replaced import Replaced
+
+_INSPECTED = 4  # calls that are looked at each time that the model goes into evaluation mode
+
+
+class ModelCalls:
+    """See the module text. `batches` holds what each training call of this step was given, as values on the tape."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.batches: list[list[Value]] = []
+        self.evaluations: list[Evaluation] = []
+        self.bypassed = False
+        self.drawn = False
+        self.asleep = False  # while the audit itself runs the model
+        self.before_first: Callable[[], None] | None = None
+        self._guard = guard
+        self._roots: dict[int, int] = {}  # id of module → how many wrappers stand around it
+        self._names: dict[int, str] = {}
+        self._models: list[Any] = []
+        self._tape: Tape | None = None
+        self._depth = 0
+        self._left = 0
+        self._replaced: Replaced | None = None
+        self._train: Replaced | None = None
+        self._inside: list[bool] | None = None
+        self._random: list[str] = []
+
+    def open(self, models: Sequence[Any]) -> None:
+        """Learn which modules are the model, inside its wrappers and with them."""
+        self._models = list(models)
+        self._roots = {id(m): depth for model in models for depth, m in enumerate(unwrapped(model))}
+        self._names.clear()
+        for model in models:
+            outer = count_outer_wrappers(name for name, _ in model.named_modules() if name)
+            self._names |= {id(m): logical_name(raw, outer_wrappers=outer) or "root" for raw, m in model.named_modules()}
+        if self._train is None:
+            self._watch_modes()
+        if not all(model.training for model in models):
+            self._left = _INSPECTED
+            self._install()
+
+    def begin(self, tape: Tape) -> None:
+        """Look at the calls of a step."""
+        self._tape = tape
+        self.batches, self.bypassed, self.drawn = [], False, False
+        self._depth = 0
+        self._install()
+
+    def end(self) -> None:
+        """Look no more, unless the model is being evaluated."""
+        self._tape = None
+        if not self._left:
+            self._uninstall()
+
+    def close(self) -> None:
+        """Put everything back."""
+        self._tape, self._left = None, 0
+        self._uninstall()
+        if self._train is not None:
+            self._train.back()
+            self._train = None
+
+    def take_evaluations(self) -> tuple[Evaluation, ...]:
+        """Return the evaluations since the last call."""
+        taken, self.evaluations = tuple(self.evaluations), []
+        return taken
+
+    # ---- calls ---------------------------------------------------------------------------------------------------
+
+    def _watch_modes(self) -> None:
+        original = torch.nn.Module.train
+        roots, switched, guard = self._roots_now, self._switched, self._guard
+
+        def train(module: Any, mode: bool = True) -> Any:
+            if id(module) in roots() and not train.ended:  # type: ignore[attr-defined]
+                guard.run(switched, mode)
+            return original(module, mode)
+
+        self._train = Replaced(torch.nn.Module, "train", train)
+
+    def _roots_now(self) -> dict[int, int]:
+        return self._roots
+
+    def _switched(self, training: bool) -> None:
+        if training:
+            self._left = 0
+            if self._tape is None:
+                self._uninstall()
+        elif not self._left:
+            self._left = _INSPECTED
+            self._install()
+
+    def _install(self) -> None:
+        if self._replaced is not None:
+            return
+        original = torch.nn.Module._call_impl
+        run = self._call
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if call.ended or torch.compiler.is_compiling():  # type: ignore[attr-defined]
+                return original(module, *args, **kwargs)
+            return run(original, module, args, kwargs)
+
+        self._replaced = Replaced(torch.nn.Module, "_call_impl", call)
+
+    def _uninstall(self) -> None:
+        if self._replaced is not None:
+            self._replaced.back()
+            self._replaced = None
+
+    def _call(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        if self._inside is not None:
+            return self._look_inside(original, module, args, kwargs)
+        wrappers = self._roots.get(id(module))
+        if wrappers is None or self._depth or self.asleep or self._guard.tripped is not None:
+            return original(module, *args, **kwargs)
+        if not module.training:
+            return self._evaluate(original, module, args, kwargs) if self._left else original(module, *args, **kwargs)
+        if self._tape is None or not torch.is_grad_enabled():
+            return original(module, *args, **kwargs)
+        self._guard.run(self._take, wrappers, args, kwargs)
+        before = self._guard.run(random_fingerprint)
+        self._depth += 1
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+            self.drawn |= before != self._guard.run(random_fingerprint)
+
+    def _take(self, wrappers: int, args: Any, kwargs: Any) -> None:
+        assert self._tape is not None
+        if not self.batches and self.before_first is not None:
+            self.before_first()
+        self.bypassed |= wrappers > 0
+        with DisableTorchFunction():
+            self.batches.append([self._tape.value(t, STATS | CHECKSUM) for t in tensors_in((args, kwargs))])
+
+    def _evaluate(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        self._left -= 1
+        live = tuple(self._names.get(id(m), "") for m in module.modules() if m.training)
+        self._inside, self._random = [], []
+        try:
+            return self._look_inside(original, module, args, kwargs)
+        finally:
+            self._inside = None
+            self.evaluations.append(Evaluation(live, tuple(self._random)))
+            if not self._left and self._tape is None:
+                self._uninstall()
+
+    def _look_inside(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call of an evaluation and tell whether it drew random numbers that no module inside it drew."""
+        stack = self._inside
+        assert stack is not None
+        before = self._guard.run(random_fingerprint)
+        stack.append(False)
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            inner = stack.pop()
+            drew = before != self._guard.run(random_fingerprint)
+            if drew and not inner:
+                self._random.append(self._names.get(id(module), type(module).__name__))
+            if drew and stack:
+                stack[-1] = True
+
+
+def unwrapped(model: Any) -> Iterator[Any]:
+    """Yield a model and what it wraps, outermost first: a wrapper has one child, called `module` or `_orig_mod`."""
+    yield model
+    children = dict(model.named_children())
+    if len(children) == 1 and next(iter(children)) in ("module", "_orig_mod") and not list(model.parameters(recurse=False)):
+        yield from unwrapped(next(iter(children.values())))
+
+
+def tensors_in(x: Any) -> Iterator[Any]:
+    """Yield the tensors in nested lists, tuples and dicts."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, dict):
+        for item in x.values():
+            yield from tensors_in(item)
+    elif isinstance(x, list | tuple):
+        for item in x:
+            yield from tensors_in(item)

@@ -1,0 +1,74 @@
+"""When the optimizer runs: torch's own global step hooks, there only while a step is collected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.tape import Tape
+
+
+class OptimizerStepTap:
+    """Calls `before` and `after` around every update of this process, nested ones once.
+
+    An optimizer that is handed a closure runs forward and backward within its step: `before` is then called behind the closure.
+    """
+
+    def __init__(self, guard: Guard, before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
+        self._guard = guard
+        self._before = before
+        self._after = after
+        self._depth = 0
+        self._told = 0
+        self._handles: list[Any] = []
+
+    def open(self, model: Any, optimizer: Any = None) -> None:
+        """Nothing to learn: the hooks are for every optimizer."""
+
+    def begin(self, tape: Tape) -> None:
+        """Install the two global hooks."""
+        self._depth = self._told = 0
+        self._handles = [register_optimizer_step_pre_hook(self._enter), register_optimizer_step_post_hook(self._leave)]
+
+    def pause(self) -> None:
+        """Take no forward calls for a while."""
+
+    def resume(self) -> None:
+        """Take forward calls again."""
+
+    def end(self, again: bool = False) -> None:
+        """Remove them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _enter(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._guard.run(self._before, optimizer)
+            return None
+        late = partial(self._run_closure, closure, optimizer)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": late}
+        return (args[0], late, *args[2:]), kwargs
+
+    def _run_closure(self, closure: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run forward and backward, which the optimizer calls for: only then do the gradients exist. The first call counts."""
+        result = closure(*args, **kwargs)
+        if self._handles and self._told != id(optimizer):
+            self._told = id(optimizer)
+            self._guard.run(self._before, optimizer)
+        return result
+
+    def _leave(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._told = 0
+            self._guard.run(self._after, optimizer)

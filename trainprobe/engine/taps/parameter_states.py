@@ -1,0 +1,208 @@
+"""Values, gradients and optimizer state of every parameter, around the optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction
+
+from trainprobe.engine.records import Call
+from trainprobe.engine.sources import Part, PlainSource, Shard, Source
+from trainprobe.engine.tape import Tape
+
+GRADIENTS = frozenset({"grad", "grad_unreduced", "grad_unclipped"})
+
+
+@dataclass(frozen=True, slots=True)
+class StatesWanted:
+    """What is wanted of parameters: flags by name (0 for one that is not selected), for each sort of tensor.
+
+    without: slots that are not wanted at all, such as "grad_unreduced". update: the change that the step makes, which needs a
+    copy of the parameter while the optimizer runs. every: sort ("value", "gradient", "state", "update") → at each so
+    many collected steps only.
+    """
+
+    value: Callable[[str], int]
+    gradient: Callable[[str], int]
+    state: Callable[[str], int]
+    after: bool = True
+    without: frozenset[str] = frozenset()
+    update: Callable[[str], int] = lambda name: 0
+    every: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+class ParameterStateTap:
+    """Asks its Source at each moment for what this process holds and hands it to the tape.
+
+    source: set by an integration; otherwise the plain one, made from the model and the optimizer at `open` (without an
+    optimizer, the ones that step while the model is watched are taken as they come). more: flags of the tape that are
+    wanted of everything, whatever the plan selects (the audit's).
+    """
+
+    def __init__(self, wanted: StatesWanted, names: Callable[[], dict[int, str]]) -> None:
+        self.source: Source | None = None
+        self.more = 0
+        self._wanted = wanted
+        self._names = names
+        self._flags: dict[tuple[str, str], int] = {}
+        self._plain: PlainSource | None = None
+        self._tape: Tape | None = None
+        self._calls: dict[tuple[str, str, int], Call] = {}
+        self._before: dict[str, Any] = {}  # copies of parameters while the optimizer runs, where updates are wanted
+        self._collected = -1
+
+    def open(self, model: Any, optimizer: Any = None) -> None:
+        """Remember whose parameters to look at."""
+        models = list(model) if isinstance(model, list | tuple) else [model]
+        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer is not None else []
+        names = self._names()
+        seen: set[int] = set()
+        parameters: list[Any] = []
+        for chunk in models:
+            for p in chunk.parameters():
+                if id(p) in names and id(p) not in seen:
+                    seen.add(id(p))
+                    parameters.append(p)
+        self._plain = PlainSource(names, parameters, optimizers)
+
+    def stepping(self, optimizer: Any) -> None:
+        """Learn which optimizer steps; it becomes known, and what belongs to others is left to their own step."""
+        if self._plain is not None:
+            if not any(optimizer is known for known in self._plain.optimizers):
+                self._plain.optimizers.append(optimizer)
+            self._plain.step_of(optimizer)
+
+    def unclipped(self, parameters: Sequence[Any]) -> None:
+        """Look at the gradients of these parameters, which are about to be clipped."""
+        tape = self._tape
+        if tape is None or self._plain is None or self.source is not None:
+            return
+        names = self._plain.names
+        if self.more:
+            tape.forget_all()
+        with DisableTorchFunction():
+            for p in parameters:
+                name = names.get(id(p))
+                if name is not None and p.grad is not None and (flags := self._wanted.gradient(name) | self.more):
+                    call = self._call(tape, "unclipped", name)
+                    call.params["grad_unclipped"] = tape.tree(p.grad, flags)
+
+    def arrived(self, p: Any, gradient: Any, per_micro: bool) -> None:
+        """Look at this process's own gradient: of one micro-batch, or, the last one staying, summed over those of the step."""
+        tape, plain = self._tape, self._plain
+        name = plain.names.get(id(p)) if plain is not None else None
+        flags = self._wanted.gradient(name) if name is not None else 0
+        if tape is None or name is None or not flags:
+            return
+        with torch.no_grad(), DisableTorchFunction():
+            so_far = None if per_micro else p.grad
+            own = gradient if so_far is None else so_far + gradient
+            call = self._call(tape, "unreduced", name, tape.micro if per_micro else 0)
+            call.params["grad_unreduced"] = tape.tree(own, flags)
+
+    def reported_norm(self, norm: Any) -> None:
+        """Keep the norm that the clipping found, the first one of a step."""
+        if self._tape is not None and "grad_norm" not in self._tape.scalars:
+            self._tape.note("grad_norm", norm)
+
+    def begin(self, tape: Tape) -> None:
+        """Take moments from now on."""
+        self._tape = tape
+        self._calls.clear()
+        self._before.clear()
+        self._collected += 1
+
+    def pause(self) -> None:
+        """Nothing is installed, so nothing rests."""
+
+    def resume(self) -> None:
+        """Nothing is installed."""
+
+    def end(self, again: bool = False) -> None:
+        """Take no more moments."""
+        self._tape = None
+        self._calls.clear()
+        self._before.clear()
+
+    def moment(self, name: str) -> None:
+        """Look at what the source holds at "before_step", "after_step", "unreduced" or "unclipped"."""
+        tape = self._tape
+        source = self.source or self._plain
+        if tape is None or source is None or (name == "after_step" and not (self._wanted.after or self.more)):
+            return
+        if self.more:
+            tape.forget_all()  # a write through `.data`, or by a collective, leaves no trace: the audit looks again
+        if name == "after_step":
+            tape.forget_all()  # fused optimizers write without a trace in the version counters
+        with DisableTorchFunction():
+            for part in source.parts(name):
+                slot = f"{part.slot}_after" if name == "after_step" else part.slot
+                flags = self._flags.get((part.name, part.slot))
+                if flags is None:
+                    flags = self._flags[part.name, part.slot] = self._wanted_of(part.slot)(part.name)
+                flags = (flags if self._due(_sort(part.slot)) else 0) | self.more
+                self._update(tape, name, part)
+                if flags:
+                    value = tape.tree(part.tensor, flags)
+                    if part.shard is not None or part.scale != 1.0:
+                        value.extra = {**(value.extra or {}), **_told(part.shard, part.scale)}
+                    self._call(tape, name, part.name, part.micro).params[slot] = value
+            if name == "before_step":
+                for key, number in source.scalars().items():
+                    tape.scalars.setdefault(key, number)
+
+    def _due(self, sort: str) -> bool:
+        return self._collected % self._wanted.every.get(sort, 1) == 0
+
+    def _update(self, tape: Tape, moment: str, part: Part) -> None:
+        """Record value after the step minus value before it, in the tensor's own dtype; the master weight's too."""
+        if part.slot not in ("value", "main_value") or not self._due("update"):
+            return
+        flags = self._wanted.update(part.name)
+        key = f"{part.name}|{part.slot}"
+        if not flags or (moment == "after_step" and key not in self._before):
+            return
+        inner = part.tensor if type(part.tensor) in tape.library.plain else tape.library.special(part.tensor)[0]
+        if inner is None:
+            return
+        with torch.no_grad():
+            if moment == "before_step":
+                self._before[key] = inner.detach().clone()
+                return
+            change = inner.detach() - self._before.pop(key)
+        slot = "update" if part.slot == "value" else "main_update"
+        self._call(tape, moment, part.name).params[slot] = tape.tree(change, flags)
+
+    def _wanted_of(self, slot: str) -> Callable[[str], int]:
+        if slot in self._wanted.without:
+            return lambda name: 0
+        return {"value": self._wanted.value, "gradient": self._wanted.gradient, "state": self._wanted.state}[_sort(slot)]
+
+    def _call(self, tape: Tape, moment: str, name: str, number: int = 0) -> Call:
+        call = self._calls.get((moment, name, number))
+        if call is None:
+            call = self._calls[moment, name, number] = tape.call("state", name, number, "optimizer", parent="optimizer")
+            call.node = moment
+            call.params = {}
+        return call
+
+
+def _sort(slot: str) -> str:
+    if slot in ("value", "main_value"):
+        return "value"
+    return "gradient" if slot in GRADIENTS else "state"
+
+
+def _told(shard: Shard | None, scale: float) -> dict[str, Any]:
+    told: dict[str, Any] = {} if scale == 1.0 else {"scale": scale}
+    if shard is not None:
+        told["shard"] = _shard(shard)
+    return told
+
+
+def _shard(shard: Shard) -> dict[str, Any]:
+    told: dict[str, Any] = {"offset": shard.offset, "shape": shard.shape, "whole": shard.whole, "replicas": shard.replicas}
+    return told if shard.within is None else {**told, "within": _shard(shard.within)}

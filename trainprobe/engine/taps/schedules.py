@@ -1,0 +1,84 @@
+"""Learning-rate schedulers, learned from their own `step`: how often each was stepped, and the rate that it declares."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainprobe.engine.facts import Schedule
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.taps.replaced import Replaced
+
+
+class ScheduleWatch:
+    """Counts the steps of every scheduler of this process between `start` and `stop`; costs nothing where none is stepped."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._taken: dict[int, tuple[int, tuple[float, ...], tuple[float, ...]]] = {}
+        self._replaced: Replaced | None = None
+
+    def start(self) -> None:
+        """Begin to count."""
+        if self._replaced is not None:
+            return
+        original = LRScheduler.step
+        guard, known = self._guard, self._known
+
+        def count(scheduler: Any) -> None:
+            if getattr(scheduler, "_step_count", 1) == 0 or getattr(scheduler, "_is_initial", False):
+                return  # the call that every scheduler makes when it is made
+            reference, advances = known.get(id(scheduler), (weakref.ref(scheduler), 0))
+            known[id(scheduler)] = (reference, advances + 1)
+
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if not step.ended:  # type: ignore[attr-defined]
+                guard.run(count, scheduler)
+            return original(scheduler, *args, **kwargs)
+
+        self._replaced = Replaced(LRScheduler, "step", step)
+
+    def stop(self) -> None:
+        """Put the original back."""
+        if self._replaced is not None:
+            self._replaced.back()
+            self._replaced = None
+
+    def at_update(self, optimizer: Any) -> None:
+        """Take down where the schedulers of an optimizer stand, what they declare, and what the optimizer is about to use."""
+        used = tuple(float(group["lr"]) for group in optimizer.param_groups if isinstance(group.get("lr"), float | int))
+        mine = [s for s in self._alive() if s.optimizer is optimizer]
+        for scheduler in mine:
+            rates = _declared(scheduler) if len(mine) == 1 else ()
+            self._taken[id(scheduler)] = (int(scheduler.last_epoch), rates, used)
+
+    def take(self) -> tuple[Schedule, ...]:
+        """Return what was counted and taken down since the last call."""
+        out: list[Schedule] = []
+        for scheduler in self._alive():
+            reference, advances = self._known[id(scheduler)]
+            self._known[id(scheduler)] = (reference, 0)
+            position, rates, used = self._taken.get(id(scheduler), (int(scheduler.last_epoch), (), ()))
+            out.append(Schedule(type(scheduler).__name__, advances, position, rates, used))
+        self._taken.clear()
+        return tuple(out)
+
+    def _alive(self) -> list[Any]:
+        for key in [key for key, (reference, _) in self._known.items() if reference() is None]:
+            del self._known[key]
+        return [reference() for reference, _ in self._known.values()]
+
+
+def _declared(scheduler: Any) -> tuple[float, ...]:
+    """Return the rates of a scheduler at its position, where they are a function of that alone; otherwise nothing."""
+    if type(scheduler) is lr_scheduler.LambdaLR:
+        pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        return tuple(float(base * rule(scheduler.last_epoch)) for base, rule in pairs)
+    closed = getattr(scheduler, "_get_closed_form_lr", None)
+    if closed is not None and type(scheduler).__module__ == lr_scheduler.__name__:
+        return tuple(float(rate) for rate in closed())
+    return ()

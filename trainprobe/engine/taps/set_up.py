@@ -1,0 +1,98 @@
+"""What a model and its optimizers are made of right now: parameter objects, owners, modes. Reads no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from trainprobe.engine.facts import Group, ModelFacts, ParameterFact
+from trainprobe.engine.naming import count_outer_wrappers, logical_name
+
+
+def model_facts(
+    models: Sequence[Any], optimizers: Sequence[Any], names: Mapping[int, str], *, owners_known: bool
+) -> ModelFacts:
+    """Return the facts of model chunks and optimizers.
+
+    names: id of parameter → recorded name. owners_known: ownership can be told.
+    """
+    held = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
+    everything: dict[int, tuple[Any, list[str]]] = {}
+    modes: dict[str, bool] = {}
+    for number, model in enumerate(models):
+        prefix = f"{number}." if len(models) > 1 else ""
+        outer = count_outer_wrappers(name for name, _ in model.named_modules() if name)
+        for raw, module in model.named_modules():
+            plain = prefix + logical_name(raw, outer_wrappers=outer)
+            modes.setdefault(plain, module.training)
+            for short, p in module._parameters.items():
+                if p is not None:
+                    everything.setdefault(id(p), (p, []))[1].append(f"{plain}.{short}" if plain else short)
+        for raw, p in model.named_parameters(remove_duplicate=False):
+            name = prefix + logical_name(raw, outer_wrappers=outer)
+            known = everything.setdefault(id(p), (p, []))[1]
+            if name not in known:
+                known.append(name)
+    parameters = tuple(
+        _parameter(p, _named(names.get(key), given), key in held if owners_known else None)
+        for key, (p, given) in everything.items()
+    )
+    strays = tuple((tuple(p.shape), str(p.dtype)) for key, p in held.items() if key not in everything)
+    kinds = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+    return ModelFacts(parameters, modes, strays if owners_known else (), _foreign(models, everything), kinds, _wrapper(models))
+
+
+def parameters_of(optimizer: Any) -> Iterable[Any]:
+    """Yield the tensors that an optimizer steps."""
+    for group in getattr(optimizer, "param_groups", ()):
+        yield from group["params"]
+
+
+def optimizer_groups(optimizers: Sequence[Any], names: Mapping[int, str]) -> tuple[Group, ...]:
+    """Return the parameter groups of all optimizers with their plain numbers."""
+    return tuple(
+        Group(
+            type(optimizer).__name__ if type(optimizer).__module__.startswith("torch.optim") else "",
+            frozenset(names[id(p)] for p in group["params"] if id(p) in names),
+            {key: value for key, value in group.items() if _plain(value)},
+        )
+        for optimizer in optimizers
+        for group in getattr(optimizer, "param_groups", ())
+    )
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float) or (
+        isinstance(value, tuple) and all(isinstance(item, int | float) for item in value)
+    )
+
+
+def _named(recorded: str | None, given: list[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([recorded, *given] if recorded is not None else given))
+
+
+def _parameter(p: Any, names: tuple[str, ...], owned: bool | None) -> ParameterFact:
+    try:
+        storage = int(p.data_ptr()) if type(p).__name__ != "DTensor" else 0
+    except (RuntimeError, NotImplementedError):
+        storage = 0
+    return ParameterFact(names, id(p), storage, bool(p.requires_grad), tuple(p.shape), str(p.dtype), owned)
+
+
+def _wrapper(models: Sequence[Any]) -> str:
+    return next((type(m).__name__ for m in models if type(m).__name__ == "DistributedDataParallel"), "")
+
+
+def _foreign(models: Sequence[Any], everything: Mapping[int, tuple[Any, list[str]]]) -> tuple[str, ...]:
+    """Name trainable parameters that DistributedDataParallel does not reduce although it wraps the model that holds them."""
+    out: list[str] = []
+    for model in models:
+        reduced = getattr(model, "_module_parameters", None)
+        if reduced is None or not hasattr(model, "reducer"):
+            continue
+        known = {id(p) for p in reduced}
+        ignored = set(getattr(model, "parameters_to_ignore", ()))
+        for key, (p, names) in everything.items():
+            if p.requires_grad and key not in known and not ignored.intersection(names):
+                out.append(names[0])
+    return tuple(out)

@@ -1,0 +1,336 @@
+"""Level L1: every torch call, forward and backward, whichever way it was imported.
+
+A torch-function mode sees each call of torch.*, torch.nn.functional, Tensor methods and operators, and registered custom
+ops, on the thread that trains, while a step is collected. The gradients of an op are those of the autograd node that it
+made, read by a hook on that node.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction, _current_graph_task_id, _len_torch_function_stack
+from torch.overrides import TorchFunctionMode
+
+from trainprobe.compiled import native
+from trainprobe.engine.catalog import OpName, op_name
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.records import Call
+from trainprobe.engine.stacks import Stacks
+from trainprobe.engine.tape import SAVE, Tape
+from trainprobe.engine.taps.gradients import node_of, sequence_number
+from trainprobe.engine.taps.torch_modules import ModuleTap
+from trainprobe.errors import StopTraining
+
+# Files whose frames on the stack, during backward, mean that a forward is being run again.
+_RECOMPUTING = ("torch/utils/checkpoint.py", "activation_checkpointing/checkpointing.py", "tensor_parallel/random.py")
+_Wanted = tuple[OpName, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OpsWanted:
+    """What a plan wants of ops. scope: "all", "focus" or "core" (engine.catalog); micro: is this one recorded."""
+
+    flags: Callable[[str], int]
+    selected: Callable[[str], bool]
+    data: frozenset[str]
+    forward: bool = True
+    backward: bool = True
+    recompute: bool = True
+    scope: str = "all"
+    micro: Callable[[int], bool] = lambda micro: True
+
+
+class OpTap:
+    """See the module text. modules: the module tap whose running calls enclose the ops, if there is one."""
+
+    def __init__(
+        self,
+        wanted: OpsWanted,
+        guard: Guard,
+        stacks: Stacks | None,
+        modules: ModuleTap | None = None,
+    ) -> None:
+        self._plan = wanted
+        self._guard = guard
+        self._stacks = stacks
+        self._inside: list[Call] = modules.stack if modules is not None else []
+        self._module_code = modules.code if modules is not None else 0
+        self._forward = wanted.forward
+        self._backward = wanted.backward
+        self._inputs, self._kwargs, self._outputs = (part in wanted.data for part in ("input", "kwargs", "output"))
+        if modules is not None:
+            modules.on_compiled.append(self.switch)
+        self._names: dict[Any, _Wanted | None] = {}
+        self._tape: Tape | None = None
+        self._mode: _Mode | None = None
+        self._entered = False
+        self._hooks: list[_OpBackward] = []
+        self._parent: str | None = None
+        self._specs: dict[Any, tuple[str, int, bool, bool] | None] = {}  # what `wanted` says, as the compiled watch reads it
+        self._watch: Any = None if native is None else self._compiled(native, wanted)
+
+    def _compiled(self, native: Any, wanted: OpsWanted) -> Any:
+        """Return what records calls in compiled code, as `before`, `after` and `_OpBackward` do here."""
+        native.learn_torch(
+            _current_graph_task_id, sequence_number, torch.Tensor, _len_torch_function_stack, DisableTorchFunction
+        )
+        return native.OpWatch(
+            names=self._specs,
+            learn=self._learn,
+            run_backward=self._run_backward,
+            backward_method=_BACKWARD,
+            fault=self._fault,
+            recomputing=partial(_recomputing, depth=1),
+            micro=wanted.micro,
+            stacks=None if self._stacks is None else self._stacks.table,
+            inside=self._inside,
+            stop=self._module_code,
+            forward=self._forward,
+            backward=self._backward,
+            inputs=self._inputs,
+            kwargs=self._kwargs,
+            outputs=self._outputs,
+            recompute=wanted.recompute,
+        )
+
+    def _learn(self, func: Any) -> tuple[str, int, bool, bool] | None:
+        wanted = self._guard.run(self.wanted, func)
+        spec = None if wanted is None else (wanted[0].name, wanted[1], wanted[0].writes, wanted[0].unwritten)
+        self._specs[func] = spec
+        return spec
+
+    def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        mode = self._mode
+        return torch.autograd.backward(*args, **kwargs) if mode is None else mode.run_backward(*args, **kwargs)
+
+    def _fault(self, fault: BaseException) -> None:
+        if isinstance(fault, StopTraining) or not isinstance(fault, Exception):
+            raise fault
+        self._guard.trip(fault)
+
+    @property
+    def parent(self) -> str | None:
+        """Where calls outside every module belong: "optimizer", "clip_grad"."""
+        return self._parent
+
+    @parent.setter
+    def parent(self, parent: str | None) -> None:
+        self._parent = parent
+        if self._watch is not None:
+            self._watch.parent = parent
+
+    def open(self, model: Any, optimizer: Any = None) -> None:
+        """Nothing to learn: ops have no owner."""
+
+    def begin(self, tape: Tape) -> None:
+        """Enter the mode."""
+        self.switch(False)  # where a fault ended a step inside a torch call, the mode stayed asleep
+        self._tape = tape
+        watch: Any = self._watch if tape.eye is not None else None
+        if watch is not None:
+            watch.begin(tape, tape.eye, tape.calls)
+        self._mode = _Mode(self, watch)
+        self._mode.__enter__()
+        self._entered = True
+
+    def switch(self, on: bool) -> None:
+        """Leave the mode for a while (compiled regions) and enter it again."""
+        if self._mode is None or on == self._entered:
+            return
+        if on:
+            self._mode.__enter__()
+        else:
+            self._mode.__exit__(None, None, None)
+        self._entered = on
+
+    def pause(self) -> None:
+        """Take no forward calls for a while (compiled regions call `switch`)."""
+        self.switch(False)
+
+    def resume(self) -> None:
+        """Take forward calls again."""
+        self.switch(True)
+
+    def end(self, again: bool = False) -> None:
+        """Leave the mode and let go of the hooks on autograd nodes.
+
+        Inside a torch call, where a fault of the tool ends the step, torch itself has taken the mode off for that
+        long and will put it back: it stays, asleep, until the next `end` or `begin`.
+        """
+        self._tape = None
+        if self._watch is not None:
+            self._watch.end()
+        for hook in self._hooks:
+            hook.forget()
+        self._hooks.clear()
+        if self._mode is not None and not self._mode.handling():
+            self.switch(False)
+            self._mode.__dict__.pop("__torch_function__", None)
+            self._mode = None
+
+    # ---- one call ----------------------------------------------------------------------------------------------
+
+    def wanted(self, func: Any) -> _Wanted | None:
+        """Return name and flags of a callable that is to be recorded, None for one that is not; remembered for ever."""
+        try:
+            return self._names[func]
+        except KeyError:
+            name = op_name(func)
+        found = None
+        if name is not None and self._plan.selected(name.name) and name.in_scope(self._plan.scope):
+            found = (name, self._plan.flags(name.name))
+        self._names[func] = found
+        return found
+
+    def before(self, name: OpName, flags: int, args: Any, kwargs: Any) -> Call | None:
+        """Record what goes in. Inputs are looked at before the call, which may write to them."""
+        tape = self._tape
+        assert tape is not None
+        inside = self._inside
+        parent: Call | str | None = inside[-1] if inside else self.parent
+        if not self._plan.micro(tape.micro):
+            return None
+        phase = "recompute" if _current_graph_task_id() != -1 and _recomputing(parent) else "forward"
+        text = name.name
+        call = Call("op", text, tape.count(text, phase), phase, micro=tape.micro, parent=parent)
+        if self._stacks is not None:
+            call.stack = self._stacks.capture(inside[-1].stack if inside else -1, self._module_code, 5)
+        if self._forward:
+            at = f"{text}.{call.call}.{phase}" if flags & SAVE else None
+            if self._inputs:
+                call.args = tape.tree(args, flags, at and f"{at}.input")
+            if kwargs and self._kwargs:
+                call.kwargs = tape.tree(kwargs, flags, at and f"{at}.kwargs")
+            if phase == "forward" or self._plan.recompute:
+                tape.calls.append(call)
+        return call
+
+    def after(self, name: OpName, flags: int, call: Call, floor: int, args: Any, out: Any) -> None:
+        """Record what comes out, and watch the node that the call made."""
+        tape = self._tape
+        if tape is None:
+            return
+        if name.writes and args:
+            tape.touched(args[0])
+        if self._forward and self._outputs and not name.unwritten:
+            at = f"{name.name}.{call.call}.{call.phase}.output" if flags & SAVE else None
+            call.out = tape.tree(out, flags, at)
+        if not self._backward:
+            return
+        made: list[Any] = []
+        for t in out if isinstance(out, list | tuple) else (out,):
+            node = node_of(t) if isinstance(t, torch.Tensor) else None
+            if node is not None and node._sequence_nr() >= floor and not any(node is m for m in made):
+                made.append(node)
+        if made:
+            record = _OpBackward(self, call, flags)
+            for node in made:
+                node.register_hook(record)
+            self._hooks.append(record)
+
+
+class _OpBackward:
+    """Records the gradients that pass the node of one op call."""
+
+    __slots__ = ("_call", "_flags", "_forward", "_tap")
+
+    def __init__(self, tap: OpTap, forward: Call, flags: int) -> None:
+        self._tap: OpTap | None = tap
+        self._forward: Call = forward
+        self._flags = flags
+        self._call: Call | None = None
+
+    def __call__(self, sent: Any, received: Any) -> None:
+        tap = self._tap
+        if tap is not None and tap._tape is not None:
+            tap._guard.run(self._record, tap._tape, sent, received)
+
+    def forget(self) -> None:
+        """Become inert and let go of everything; the hook itself leaves with the graph."""
+        self._tap = self._call = None
+        del self._forward
+
+    def _record(self, tape: Tape, sent: Any, received: Any) -> None:
+        with DisableTorchFunction():
+            forward = self._forward
+            call = self._call
+            at = f"{forward.name}.{forward.call}.backward" if self._flags & SAVE else None
+            if call is None:
+                call = self._call = Call(
+                    "op", forward.name, forward.call, "backward", micro=forward.micro, parent=forward.parent
+                )
+                call.args, call.out = [], []
+                tape.calls.append(call)
+            call.args += tape.tree(received, self._flags, at and f"{at}.input")
+            call.out += tape.tree(sent, self._flags, at and f"{at}.output")
+
+
+class _Mode(TorchFunctionMode):
+    """Hands each torch call to the tap, or to its compiled watch; torch itself takes the mode off while it runs."""
+
+    def __init__(self, tap: OpTap, watch: Any) -> None:
+        super().__init__()
+        self._tap = tap
+        self._watch = watch
+        self._names = tap._names
+        self._guard = tap._guard
+        self._depth = 0
+        if watch is not None:
+            self.__torch_function__ = MethodType(watch.handle, self)  # found before the class's own
+
+    def handling(self) -> bool:
+        """Tell whether a torch call is running that this mode was handed."""
+        return self._depth > 0 or (self._watch is not None and self._watch.depth > 0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._depth += 1
+        try:
+            return self._handle(func, args, kwargs)
+        finally:
+            self._depth -= 1
+
+    def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            wanted = self._names[func]
+        except KeyError:
+            wanted = self._guard.run(self._tap.wanted, func)
+        if wanted is None or self._tap._tape is None:
+            if func is _BACKWARD:
+                return self.run_backward(*args, **(kwargs or {}))
+            return func(*args, **kwargs) if kwargs else func(*args)
+        name, flags = wanted
+        guard = self._guard
+        call = guard.run(self._tap.before, name, flags, args, kwargs)
+        floor = sequence_number()
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if call is not None:
+            guard.run(self._tap.after, name, flags, call, floor, args, out)
+        return out
+
+    def run_backward(
+        self, tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    ) -> Any:
+        """Run `Tensor.backward` with the mode on, so that forwards run again inside it are seen."""
+        with self:
+            return torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+_BACKWARD = torch.Tensor.backward
+
+
+def _recomputing(parent: Call | str | None, depth: int = 5) -> bool:
+    if isinstance(parent, Call):
+        return parent.phase == "recompute"
+    frame = sys._getframe(depth)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_RECOMPUTING):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

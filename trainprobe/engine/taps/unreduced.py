@@ -1,0 +1,58 @@
+"""Gradients of parameters before they are joined over the ranks: what backward hands to each parameter's accumulator.
+
+Data parallelism reduces behind the accumulator, so its pre-hook sees this process's own gradient. Parameters that are sharded
+(DTensor) have no such moment in autograd; nothing is recorded of them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps.gradients import edge_of
+
+
+class UnreducedTap:
+    """Calls `arrives(parameter, gradient)` for each gradient of a backward, before it is added to `parameter.grad`.
+
+    wanted: whether to look at all in this step.
+    """
+
+    def __init__(self, guard: Guard, arrives: Callable[[Any, Any], None], wanted: Callable[[], bool]) -> None:
+        self._guard = guard
+        self._arrives = arrives
+        self._wanted = wanted
+        self._models: list[Any] = []
+        self._accumulators: list[tuple[Any, Any]] = []  # held, because a parameter holds its own only weakly
+
+    def open(self, model: Any, optimizer: Any = None) -> None:
+        """Remember whose parameters to watch."""
+        self._models = list(model) if isinstance(model, list | tuple) else [model]
+
+    def begin(self, tape: Tape) -> None:
+        """Hook the accumulators."""
+        if not self._wanted():
+            return
+        for p in {id(p): p for model in self._models for p in model.parameters()}.values():
+            edge = edge_of(p) if p.is_leaf else None
+            if edge is not None:
+                self._accumulators.append((edge[0], edge[0].register_prehook(partial(self._hook, p))))
+
+    def pause(self) -> None:
+        """Gradients go on arriving."""
+
+    def resume(self) -> None:
+        """Gradients went on arriving."""
+
+    def end(self, again: bool = False) -> None:
+        """Remove the hooks."""
+        for _, handle in self._accumulators:
+            handle.remove()
+        self._accumulators.clear()
+
+    def _hook(self, p: Any, gradients: Any) -> None:
+        if gradients[0] is not None:
+            self._guard.run(self._arrives, p, gradients[0])

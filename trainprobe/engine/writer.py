@@ -1,0 +1,306 @@
+"""The one background thread that writes: what training hands over waits in a bounded queue and is never dropped in silence.
+
+A full queue makes the training wait (back-pressure) rather than lose data. A sink that fails, because the disk is full or
+cannot be written, is given up, a finding says what was lost, and the others and the training go on. A forked child
+inherits a writer that ignores all it is told: its parent writes. At the end of the interpreter what is queued is written,
+for a bounded time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from trainprobe.engine.dumps.tensor_files import SavedTensor
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.plan import Plan
+from trainprobe.engine.records import Finding, Place, Reel
+from trainprobe.engine.sinks import Sink
+from trainprobe.errors import OutputError, PlanError, UsageError
+
+EXIT_SECONDS = 60.0
+_Job = tuple[str, tuple[Any, ...], int, int]  # verb of the sink, its arguments, bytes held, step
+
+
+@runtime_checkable
+class TensorSink(Protocol):
+    """A sink that stores tensor values too, as they come; the reel of their step follows them."""
+
+    def tensor(self, step: int, saved: SavedTensor) -> bool:
+        """Store one value; return whether more are wanted (False: the size budget is reached)."""
+        ...
+
+
+@runtime_checkable
+class ComplainingSink(Protocol):
+    """A sink that has something to say about its own work, such as a budget that was reached."""
+
+    def complaints(self) -> Sequence[Finding]:
+        """Return what there is to say since the last call."""
+        ...
+
+
+class _SinkGuard(Guard):
+    """Keeps the first fault of a sink; afterwards the sink is no longer called."""
+
+    fault: BaseException | None = None
+
+    def trip(self, fault: BaseException) -> None:
+        """Give the sink up."""
+        if self.fault is None:
+            self.fault = fault
+            self.tripped = Finding("writer", "error", str(fault))
+
+
+class Writer:
+    """Hands reels, tensors and findings to the sinks on a thread of its own.
+
+    sinks: name → sink. on_error: "raise" makes the next call here raise the fault of a sink. tell: is given each finding of the
+    writer, on the writer's thread. max_reels, max_bytes: how much may wait (tensors count by their bytes, one larger
+    than the bound may wait alone).
+    """
+
+    def __init__(
+        self,
+        sinks: Mapping[str, Sink],
+        *,
+        place: Place | None = None,
+        on_error: str = "continue",
+        tell: Callable[[Finding], None] | None = None,
+        max_reels: int = 4,
+        max_bytes: int = 256 << 20,
+    ) -> None:
+        self.sinks = dict(sinks)
+        self.tensors_wanted = any(isinstance(sink, TensorSink) for sink in sinks.values())
+        self._place = place
+        self._raise = on_error == "raise"
+        self._tell = tell
+        self._max_reels = max_reels
+        self._max_bytes = max_bytes
+        self._guards = {name: _SinkGuard() for name in sinks}
+        self._lost: dict[str, list[int]] = {}
+        self._findings: list[Finding] = []
+        self._jobs: deque[_Job] = deque()
+        self._reels = 0
+        self._bytes = 0
+        self._busy = False
+        self._closed = False
+        self._changed = threading.Condition()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="trainprobe-writer", daemon=True)
+        self._thread.start()
+        atexit.register(self.close, EXIT_SECONDS)
+
+    # ---- from the training's side --------------------------------------------------------------------------------
+
+    def submit(self, reel: Reel) -> None:
+        """Hand over a finished reel; it must not be changed afterwards. Waits while the queue is full."""
+        self._put("write", (reel,), 0, reel.step)
+
+    def submit_tensor(self, step: int, key: str, data: Any) -> None:
+        """Hand over one value of a step, before the reel that refers to it by `key`. Waits while too many bytes are queued.
+
+        data: what `SavedTensor.of` takes, or a function that returns it and is called on the writer's thread (where it may
+        wait for a copy from a device that is under way); nothing changes it afterwards.
+        """
+        if self.tensors_wanted:
+            self._put("tensor", (step, key, data), int(getattr(data, "nbytes", 0)), step)
+
+    def submit_findings(self, findings: Sequence[Finding]) -> None:
+        """Hand over findings for the sinks that keep them."""
+        if findings:
+            self._put("findings", (tuple(findings),), 0, -1)
+
+    def findings(self) -> list[Finding]:
+        """Return and forget what the writer itself has to say: sinks given up, budgets reached."""
+        with self._changed:
+            said, self._findings = self._findings, []
+        return said
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all that was handed over is on disk; return whether it is."""
+        if os.getpid() != self._pid:
+            return True
+        with self._changed:
+            done = self._changed.wait_for(lambda: not self._alive() or not (self._jobs or self._busy), timeout)
+        self._raise_fault()
+        return done and not self._jobs
+
+    def close(self, timeout: float | None = EXIT_SECONDS) -> None:
+        """Write what is queued, close the sinks and end the thread, within `timeout` seconds; safe to call twice."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        atexit.unregister(self.close)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            waiting = len(self._jobs)
+            self._say(
+                "error",
+                f"{waiting} pieces of data still waited to be written after {timeout:.0f} s: they are lost",
+                None,
+            )
+        self._raise_fault()
+
+    def _put(self, verb: str, arguments: tuple[Any, ...], size: int, step: int) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._raise_fault()
+        with self._changed:
+            if self._closed:
+                raise UsageError(f"step {step} was handed to a writer that is closed; make a new probe to record more")
+            self._changed.wait_for(lambda: self._room(size) or not self._alive())
+            self._jobs.append((verb, arguments, size, step))
+            self._bytes += size
+            self._reels += verb == "write"
+            self._changed.notify_all()
+
+    def _room(self, size: int) -> bool:
+        return self._reels < self._max_reels and (self._bytes == 0 or self._bytes + size <= self._max_bytes)
+
+    def _alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _raise_fault(self) -> None:
+        if not self._raise or threading.current_thread() is self._thread:
+            return
+        for name, guard in self._guards.items():
+            if guard.fault is not None:
+                self._raise = False
+                raise OutputError(f"the writer {name!r} failed: {guard.fault}") from guard.fault
+
+    # ---- on the writer's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if not self._jobs:
+                    break
+                job = self._jobs.popleft()
+                self._busy = True
+            self._carry_out(job)
+            with self._changed:
+                self._busy = False
+                self._bytes -= job[2]
+                self._reels -= job[0] == "write"
+                self._changed.notify_all()
+            del job
+        self._summarise()
+        for name, sink in self.sinks.items():
+            self._guarded(name, sink.close, -1)
+            self._collect(name, sink)
+
+    def _carry_out(self, job: _Job) -> None:
+        verb, arguments, _, step = job
+        if verb == "tensor":
+            self._store(*arguments)
+        else:
+            for name, sink in self.sinks.items():
+                self._guarded(name, getattr(sink, verb), step, *arguments)
+        for name, sink in self.sinks.items():
+            self._collect(name, sink)
+
+    def _store(self, step: int, key: str, data: Any) -> None:
+        more = False
+        saved: SavedTensor | None = None
+        for name, sink in self.sinks.items():
+            if not isinstance(sink, TensorSink):
+                continue
+            if saved is None:
+                saved = self._guarded(name, _on_host, step, key, data)
+            if saved is not None:
+                more |= self._guarded(name, sink.tensor, step, step, saved) is True
+        self.tensors_wanted = more
+
+    def _guarded(self, name: str, call: Callable[..., Any], step: int, *arguments: Any) -> Any:
+        guard = self._guards[name]
+        if guard.tripped is not None:
+            if step >= 0 and (not self._lost[name] or self._lost[name][-1] != step):
+                self._lost[name].append(step)
+            return None
+        answer = guard.run(call, *arguments)
+        fault = guard.fault
+        if fault is not None:
+            self._lost[name] = [step] if step >= 0 else []
+            kind = "" if isinstance(fault, OSError) else f"{type(fault).__name__}: "
+            what = f"step {step} and what comes after it are lost to it" if step >= 0 else "what it wrote last may be lost"
+            message = f"the writer {name!r} failed and is given up: {what}; the training goes on: {kind}{fault}"
+            self._say("error", message, step if step >= 0 else None)
+        return answer
+
+    def _collect(self, name: str, sink: Sink) -> None:
+        if self._guards[name].tripped is None and isinstance(sink, ComplainingSink):
+            for finding in sink.complaints():
+                self._keep(finding)
+
+    def _summarise(self) -> None:
+        for name, steps in self._lost.items():
+            if len(steps) > 1:
+                self._say(
+                    "error",
+                    f"the writer {name!r} failed and lost {len(steps)} steps, {steps[0]} to {steps[-1]}",
+                    steps[0],
+                )
+
+    def _say(self, severity: Any, message: str, step: int | None) -> None:
+        self._keep(Finding("writer", severity, message, step=step, place=self._place))
+
+    def _keep(self, finding: Finding) -> None:
+        with self._changed:
+            self._findings.append(finding)
+        if finding.severity != "info":
+            sys.stderr.write(f"trainprobe: {finding.message}\n")
+        for name, sink in self.sinks.items():
+            if threading.current_thread() is self._thread and self._guards[name].tripped is None:
+                self._guards[name].run(sink.findings, (finding,))
+        if self._tell is not None:
+            self._tell(finding)
+
+
+def _on_host(key: str, data: Any) -> SavedTensor:
+    return SavedTensor.of(key, data() if callable(data) else data)
+
+
+def open_writer(
+    plan: Plan, place: Place, tell: Callable[[Finding], None] | None = None, more: Mapping[str, Sink] | None = None
+) -> Writer:
+    """Open the sinks that a plan names and a writer for them and for `more`, which are there already.
+
+    Raises OutputError when a sink's place is taken or cannot be written.
+    A sink is a file of `engine.sinks`, or what another package brings under the entry point group `trainprobe.sinks`.
+    """
+    sinks: dict[str, Sink] = {}
+    try:
+        plan.output.mkdir(parents=True, exist_ok=True)
+        if not os.access(plan.output, os.W_OK):
+            raise PermissionError(f"no permission to write to {plan.output}")
+        for name in plan.sinks:
+            sinks[name] = _opener(name)(plan.output, plan, place)
+    except OSError as error:
+        for sink in sinks.values():
+            sink.close()
+        if isinstance(error, OutputError):
+            raise
+        raise OutputError(f"{plan.output} cannot be written: {error}; choose another `output`") from error
+    return Writer({**sinks, **(more or {})}, place=place, on_error=plan.on_error, tell=tell)
+
+
+def _opener(name: str) -> Callable[[Path, Plan, Place], Sink]:
+    own = f"trainprobe.engine.sinks.{name}"
+    if importlib.util.find_spec(own) is not None:
+        return importlib.import_module(own).open
+    for point in importlib.metadata.entry_points(group="trainprobe.sinks", name=name):
+        return point.load()
+    raise PlanError(f"{name!r} is not a writer: no file {own}, and no package brings one of that name")

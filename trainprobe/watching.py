@@ -1,0 +1,270 @@
+"""The probe that a PyTorch user meets: `Probe(plan)` and `watch(model, optimizer, plan=...)`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.naming import Rename
+from trainprobe.engine.plan import Plan, load_plan
+from trainprobe.engine.probe import Probe as EngineProbe
+from trainprobe.engine.records import Finding, Place, Reel
+from trainprobe.engine.stacks import Stacks
+from trainprobe.engine.tape import Tape
+from trainprobe.engine.topology import place_from_environment
+from trainprobe.errors import MissingExtra, PlanError, StopTraining, did_you_mean
+
+if TYPE_CHECKING:
+    from trainprobe.engine.sources import Source
+    from trainprobe.monitor.audit.audit import Audit
+    from trainprobe.monitor.black_box.box import BlackBox
+    from trainprobe.monitor.watcher import Watcher
+
+PlanSource = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+class Probe(EngineProbe):
+    """A probe for PyTorch, composed from a plan.
+
+    plan: a Plan, a path to a YAML or JSON file, a dict, or None for the defaults; `overrides` are plan fields on top.
+    rename: turns a module's name within this process into its global one (layer and expert numbers). place: where this
+    process stands, from an integration that knows; by default learned from torch.distributed or the environment.
+    Raises PlanError for a plan that cannot be carried out and MissingExtra when torch is not installed.
+    """
+
+    def __init__(
+        self, plan: PlanSource = None, *, rename: Rename | None = None, place: Place | None = None, **overrides: Any
+    ) -> None:
+        loaded = load_plan(plan, **overrides)
+        _require_torch()
+        from trainprobe.build import compose
+        from trainprobe.engine.arrays.torch_library import TorchLibrary
+        from trainprobe.monitor.watcher import Watcher
+
+        guard = Guard(loaded.on_error)
+        stacks = Stacks() if loaded.stacks else None
+        self.parts, programs = compose(loaded, guard, stacks, rename)
+        histogram = loaded.histogram
+        edges = histogram if histogram is None or isinstance(histogram, str) else histogram.boundaries()
+        library = TorchLibrary(native=loaded.native, edges=edges, quantiles=loaded.quantiles)
+        self._writer: Any = None
+        self._dumps = 0
+        super().__init__(
+            loaded,
+            programs,
+            lambda number: Tape(library, self._keep, loaded.reuse),
+            guard,
+            lambda: place or place_from_environment(),
+            self._open_writer,
+            stacks=stacks,
+            notes=[self.parts.notes],
+        )
+        self._watcher: Watcher | None = None
+        if self.parts.monitor is not None:
+            self._watcher = Watcher(self.parts.monitor.rules)
+            self.watchers.append(self._watcher)
+            self.deciders.append(self._decide)
+
+        self._place_told = place is not None
+        self._audit = self._make_audit()
+        self._box: BlackBox | None = None
+        self._dumped_after = False
+        if self.plan.black_box:
+            self.watchers.append(self._remember)
+            self.deciders.append(self._dump_after)
+
+    def _make_audit(self) -> Audit | None:
+        """Compose the audit of a plan that asks for one."""
+        plan, tap = self.parts.audit_plan, self.parts.audit
+        if plan is None or tap is None:
+            return None
+        from trainprobe.engine.taps.gathering import Gathering
+        from trainprobe.monitor.audit.audit import Audit
+
+        tap.fingerprints = lambda: plan.wants(self.step_number, "fingerprints")
+        tap.sampled = lambda: plan.wants(self.step_number, "rerun")
+        audit = Audit(plan, tap.take, Gathering().gather)
+        self.watchers.append(audit)
+        return audit
+
+    def declare_loss(self, loss: Callable[[Any], Any]) -> None:
+        """Declare what this rank's loss of the whole step is, for the audit: `loss(model)` returns a scalar tensor.
+
+        It is called now and then, with a stand-in for the model inside its wrappers, before the update; the gradient of its
+        mean over the data-parallel ranks must be the one that is applied. Declare it anew for each step, before the update,
+        as it holds the step's data.
+        """
+        if self.parts.audit is not None:
+            self.parts.audit.declared.loss = loss
+
+    def open(self, model: Any, optimizer: Any = None, place: Place | None = None) -> Probe:
+        """Learn the names of `model`, a module or a list of chunks.
+
+        Raises PlanError when a pattern of the plan matches nothing in it, OutputError when the output cannot be written.
+        """
+        super().open(model, optimizer, place)
+        if self._audit is not None and (self._place_told or place is not None or _reduces(model)):
+            self._audit.certain = frozenset({"dp", "cp"})
+        if self._audit is not None and not all(map(self.plan.wants_rank, range(self.place.world_size))):
+            self._audit.gather = None  # some ranks do not collect: they would never answer
+        if self.plan.level in ("L0", "mix"):
+            modules = [info.name for info in self.parts.naming.known.values()]
+            self._refuse_unmatched("modules", modules, model)
+            self._refuse_unmatched("parameters", list(self.parts.naming.parameter_names.values()), model)
+        return self
+
+    def save(self, value: Any, name: str, save_backward: bool = True) -> None:
+        """Record a value under a name, at any level, while a step is collected; its gradients too unless told otherwise."""
+        if self.tape is not None:
+            self.guard.run(self.parts.saved.save, value, name, save_backward)
+
+    def use_source(self, source: Source) -> None:
+        """Take parameters, gradients and optimizer state from `source`; its integration then tells the moments itself."""
+        states = self.parts.states
+        if states is not None:
+            states.source = source
+            for moment in ("before_step", "after_step", "unreduced", "unclipped"):
+                self.on(moment, partial(states.moment, moment))
+
+    def _refuse_unmatched(self, field: str, names: Sequence[str], model: Any) -> None:
+        missing = self.plan.unmatched(names, field)
+        if missing:
+            texts = [f"{pattern!r}{did_you_mean(near or pattern, list(names)) if near else ''}" for pattern, near in missing]
+            raise PlanError(f"the plan's {field} match nothing in {type(model).__name__}: {', '.join(texts)}")
+
+    def _open_writer(self, place: Place) -> Any:
+        from trainprobe.engine.writer import open_writer
+        from trainprobe.monitor.actions import Alerts
+        from trainprobe.monitor.watcher import load_state
+
+        monitor = self.parts.monitor
+        alerts = {"alerts": Alerts(monitor.rules, monitor.actions)} if monitor is not None else {}
+        self._box = self._make_box(place)
+        boxes = {"black_box": self._box} if self._box is not None else {}
+        self._writer = open_writer(self.plan, place, self.findings.append, {**alerts, **boxes})
+        if self._watcher is not None and self.plan.on_existing == "continue":
+            load_state(self._watcher, self._state_file(place))
+        return self._writer
+
+    def close(self) -> None:
+        """Write everything that is pending, and what the rules remember, so that a run that is continued is judged as one."""
+        opened = self._recorder is not None
+        self._close_audit()
+        super().close()
+        if opened and self._watcher is not None:
+            self.guard.run(self._save_state, self._watcher)
+
+    def end_step(self, *, complete: bool = True) -> Reel | None:
+        """End the step; see `engine.probe.Probe.end_step`. A rank whose probe has stopped still answers the others' audit."""
+        try:
+            return super().end_step(complete=complete)
+        finally:
+            if self._audit is not None and self.guard.tripped is not None and complete:
+                self._audit.answer_for_stopped(self.step_number, self.place)
+
+    def _close_audit(self) -> None:
+        """Judge what came after the last audited step, and leave nothing behind."""
+        if self._audit is None or self.parts.audit is None or self.closed:
+            return
+        facts = self.guard.run(self.parts.audit.late_evaluations)
+        if facts is not None:
+            for finding in self.guard.run(self._audit.late, facts, self.step_number, self.place) or ():
+                self._tell(finding)
+        self.guard.run(self.parts.audit.close)
+
+    def _save_state(self, watcher: Watcher) -> None:
+        from trainprobe.monitor.watcher import save_state
+
+        path = self._state_file(self.place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_state(watcher, path)
+
+    def _state_file(self, place: Place) -> Path:
+        return self.plan.output / f"rank{place.rank}" / "monitor_state.json"
+
+    def __exit__(self, *error: object) -> None:
+        """Close; an error that ends the training has the black box written out."""
+        if self._box is not None and error and error[0] is not None:
+            kind = getattr(error[0], "__name__", "an error")
+            self._box.interrupted(f"{kind} ended the training after step {self.step_number}")
+        super().__exit__(*error)
+
+    def _make_box(self, place: Place) -> BlackBox | None:
+        """Open the black box of a plan that asks for one."""
+        if not self.plan.black_box:
+            return None
+        from trainprobe.monitor.black_box.box import BlackBox
+        from trainprobe.monitor.black_box.plan import validate
+
+        return BlackBox(validate(self.plan.black_box), self.plan.output, place.rank)
+
+    def _remember(self, reel: Reel) -> list[Finding]:
+        """Keep with a step what its reel does not hold: batch ids and the random state."""
+        from trainprobe.engine.taps.random_state import random_text
+
+        if self._box is not None:
+            audited = self._audit.last if self._audit is not None else None
+            facts = audited.facts if audited is not None and audited.step == reel.step else None
+            batches = list(facts.batches) if facts is not None else []
+            self._box.remember(reel.step, {"batches": batches, **random_text()})
+        return []
+
+    def _dump_after(self, found: Sequence[Finding]) -> tuple[int, StopTraining | None]:
+        """Have the step after a grave finding collected in full, once."""
+        box = self._box
+        if box is None or self._dumped_after or not any(map(box.grave, found)):
+            return 0, None
+        self._dumped_after = True
+        return box.plan.dump_steps, None
+
+    def _decide(self, found: Sequence[Finding]) -> tuple[int, StopTraining | None]:
+        from trainprobe.monitor.actions import decide
+
+        monitor = self.parts.monitor
+        assert monitor is not None
+        decision, self._dumps = decide(found, monitor.rules, monitor.actions, self._dumps)
+        return decision.dump_steps, decision.stop
+
+    def _keep(self, key: str, t: Any, value: Any, cut: int) -> None:
+        from trainprobe.engine.arrays.torch_arrays import copy_out
+
+        index = self.parts.cuts[cut - 1].index(tuple(t.shape)) if cut else None
+        self._writer.submit_tensor(self.step_number, key, copy_out(t if index is None else t[index]))
+
+
+def _reduces(model: Any) -> bool:
+    """Tell whether a model is wrapped for data parallelism, so that its parameters are known to be replicated."""
+    chunks = model if isinstance(model, list | tuple) else [model]
+    return any(type(chunk).__name__ == "DistributedDataParallel" for chunk in chunks)
+
+
+def _require_torch() -> None:
+    if "torch" not in sys.modules:
+        import importlib.util
+
+        if importlib.util.find_spec("torch") is None:
+            raise MissingExtra("torch", "torch", "a probe on a PyTorch training")
+
+
+@contextmanager
+def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **overrides: Any) -> Generator[Probe]:
+    """Watch a plain training loop.
+
+        with trainprobe.watch(model, optimizer, plan="plan.yaml") as probe:
+            for batch in data:
+                with probe.step():
+                    loss = model(batch); probe.note("loss", loss)
+                    loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+    plan: path, dict, Plan or None; `overrides` are plan fields. Everything is written when the block ends.
+    """
+    probe = Probe(plan, **overrides)
+    with probe:
+        probe.open(model, optimizer)
+        yield probe
