@@ -1,0 +1,177 @@
+"""What a relation judges: the host facts of one step of one rank, those of the step before, and those of the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.engine.facts import ModelFacts, StepFacts
+from trainprobe.engine.records import Finding, Place, Reel, Site
+from trainprobe.engine.stats import finish
+from trainprobe.engine.stats.partials import column
+
+if TYPE_CHECKING:
+    from trainprobe.monitor.audit.plan import AuditPlan
+
+F64 = npt.NDArray[np.float64]
+Key = tuple[str, str]  # name of the parameter, slot
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensors:
+    """The numbers of every tensor of every parameter in one step: (name, slot) → row; arrays [rows].
+
+    Slots: value, main_value, grad_unclipped, grad, exp_avg …, and each but gradients with `_after` behind it for after the
+    update. replicas: parameter → axes over which its source says that it is replicated (only where the source says).
+    """
+
+    rows: Mapping[Key, int] = field(default_factory=dict[Key, int])
+    partials: F64 = field(default_factory=lambda: np.zeros((0, 12)))
+    checksums: npt.NDArray[np.uint64] | None = None
+    dtypes: Mapping[Key, str] = field(default_factory=dict[Key, str])
+    replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    names: tuple[str, ...] = ()
+    _numbers: dict[str, F64] = field(default_factory=dict[str, F64])
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.rows
+
+    def number(self, name: str, slot: str, statistic: str) -> float:
+        """Return a statistic of `engine.stats`, or the column "sum" or "sumsq"; NaN for what is not there."""
+        row = self.rows.get((name, slot))
+        if row is None:
+            return float("nan")
+        return float(self._column(statistic)[row])
+
+    def checksum(self, name: str, slot: str) -> int | None:
+        """Return the fingerprint, or None where none was taken."""
+        row = self.rows.get((name, slot))
+        return None if row is None or self.checksums is None else int(self.checksums[row])
+
+    def slots(self, name: str) -> list[str]:
+        """Return the slots of a parameter."""
+        return [slot for owner, slot in self.rows if owner == name]
+
+    def with_slot(self, slot: str) -> Iterator[str]:
+        """Yield the parameters that have a slot, in the order of the model."""
+        return (name for name in self.names if (name, slot) in self.rows)
+
+    def _column(self, statistic: str) -> F64:
+        found = self._numbers.get(statistic)
+        if found is None:
+            raw = statistic in ("sum", "sumsq")
+            found = column(self.partials, statistic) if raw else finish(self.partials, (statistic,))[statistic]
+            self._numbers[statistic] = found
+        return found
+
+
+def tensors_of(reel: Reel) -> Tensors:
+    """Return what a reel says about parameters around the optimizer step."""
+    rows: dict[Key, int] = {}
+    dtypes: dict[Key, str] = {}
+    replicas: dict[str, tuple[str, ...]] = {}
+    names: dict[str, None] = {}
+    for call in reel.calls:
+        if call.kind != "state":
+            continue
+        for slot, value in (call.params or {}).items():
+            if getattr(value, "row", -1) < 0:
+                continue
+            names[call.name] = None
+            rows[call.name, slot] = value.row
+            dtypes[call.name, slot] = value.dtype
+            shard = (value.extra or {}).get("shard")
+            if shard is not None and slot in ("value", "grad"):
+                replicas[call.name] = tuple(shard["replicas"])
+    return Tensors(rows, reel.partials, reel.checksums, dtypes, replicas, tuple(names))
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What one rank told. axes: its index on each. numbers, marks: see `messages`. rows: key → (fingerprint, norm)."""
+
+    rank: int
+    axes: Mapping[str, int]
+    numbers: Mapping[str, float]
+    marks: Mapping[str, int]
+    batches: tuple[int, ...]
+    rows: Mapping[int, tuple[int, float]]
+    projections: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All that the relations may look at; nothing in it can be changed, and nothing of it is on a device.
+
+    before: the evidence of the audited step before this one, without its own `before`. peers: every rank, this one included;
+    empty where ranks were not compared. replicated: parameter → axes over which it is replicated. certain: axes that somebody
+    told, and did not guess. norms: logical norm of all gradients, over all ranks, "unclipped" and "clipped", where it is known.
+    """
+
+    step: int
+    place: Place
+    facts: StepFacts
+    tensors: Tensors
+    plan: AuditPlan
+    scalars: Mapping[str, float] = field(default_factory=dict[str, float])
+    before: Evidence | None = None
+    peers: tuple[Peer, ...] = ()
+    replicated: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+    norms: Mapping[str, float] = field(default_factory=dict[str, float])
+    batches_before: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def model(self) -> ModelFacts:
+        """The model as it is now."""
+        return self.facts.model
+
+    @property
+    def follows(self) -> bool:
+        """Whether the audited step before is the very step before."""
+        return self.before is not None and self.before.step == self.step - 1
+
+    def finding(
+        self,
+        rule: str,
+        message: str,
+        name: str = "",
+        slot: str = "value",
+        *,
+        measured: float | str | None = None,
+        expected: float | str | None = None,
+        floor: float | None = None,
+        next: str | None = None,
+        kind: str = "parameter",
+        severity: str = "error",
+    ) -> Finding:
+        """Make a finding at this step and place."""
+        site = Site(kind, name, slot) if name else None  # pyright: ignore[reportArgumentType]
+        return Finding(rule, severity, message, self.step, self.place, site, measured, expected, floor, next)  # pyright: ignore[reportArgumentType]
+
+
+def along(evidence: Evidence, axes: frozenset[str]) -> list[Peer]:
+    """Return the ranks that differ from this one in nothing but `axes`, this one included, in the order of ranks."""
+    mine = evidence.place.axes
+    return [
+        peer
+        for peer in evidence.peers
+        if all(peer.axes.get(axis, 0) == index for axis, (index, _) in mine.items() if axis not in axes)
+    ]
+
+
+def group_words(evidence: Evidence, axes: frozenset[str], group: list[Peer]) -> str:
+    """Name a group of ranks: "dp group of ranks 0, 1"."""
+    over = "+".join(axis for axis in evidence.place.axes if axis in axes and evidence.place.axes[axis][1] > 1) or "world"
+    ranks = [peer.rank for peer in group]
+    told = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+    return f"{over} group of ranks {told}"
+
+
+def and_more(names: list[str], of: int | None = None) -> str:
+    """Name the first of several parameters and how many more there are."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}" + (f" (of {of})" if of is not None and len(names) > 1 else "")

@@ -1,0 +1,73 @@
+"""Relations that hold in any correct training loop: each file here is one, and is found by its file name.
+
+The module of a relation holds
+
+    COST    what it needs: "host" (nothing is read), "fingerprints" (one pass over parameters, gradients and state), "ranks"
+    (the step's
+            small collective), "rerun" (something is run again)
+    EVERY   at each how many steps it is checked unless the plan says otherwise
+    STAGE   where in a step a violation arises: see `STAGES`; findings of one step are told in this order, so that the cause
+    comes first check   a pure function of the evidence of one rank: check(evidence) -> list[Finding]
+
+Other packages bring relations through the entry point group `trainprobe.relations`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainprobe.engine.records import Finding
+from trainprobe.errors import PlanError, did_you_mean
+
+STAGES = (
+    "set-up",
+    "state",
+    "data",
+    "forward",
+    "backward",
+    "reduction",
+    "whole gradient",
+    "clipping",
+    "rate",
+    "update",
+    "evaluation",
+)
+
+
+class Relation(Protocol):
+    """What the module of a relation holds."""
+
+    COST: frozenset[str]
+    EVERY: int
+    STAGE: str
+
+    def check(self, evidence: Any) -> list[Finding]:
+        """Return the violations that the evidence shows, gravest or earliest first."""
+        ...
+
+
+@cache
+def relation_names() -> tuple[str, ...]:
+    """Return the names of all relations, by the stage of a step that they are about."""
+    here = {path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_")}
+    names = here | {point.name for point in importlib.metadata.entry_points(group="trainprobe.relations")}
+    return tuple(sorted(names, key=lambda name: (STAGES.index(_load(name).STAGE), name)))
+
+
+def load_relation(name: str) -> Relation:
+    """Return the module of a relation. Raises PlanError for a name that is none."""
+    if name in relation_names():
+        return _load(name)
+    known = list(relation_names())
+    raise PlanError(f"{name!r} is not a relation{did_you_mean(name, known)} (there are: {', '.join(known)})")
+
+
+@cache
+def _load(name: str) -> Relation:
+    if (Path(__file__).parent / f"{name}.py").exists():
+        return importlib.import_module(f"{__name__}.{name}")  # pyright: ignore[reportReturnType]
+    return next(iter(importlib.metadata.entry_points(group="trainprobe.relations", name=name))).load()

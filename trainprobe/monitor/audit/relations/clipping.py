@@ -1,0 +1,71 @@
+"""Clipping by norm multiplies every gradient by one coefficient, the same on all ranks.
+
+Relation: ‖g after‖ / ‖g before‖ is one number over all parameters of a rank that were clipped, and over all ranks. Floor:
+1e-3 of it over parameters (bfloat16 gradients round), 1e-4 over ranks. Where elements were clipped by value nothing is judged.
+Usually caused by a norm that was taken over the wrong ranks or over a part of the parameters, or by clipping on some ranks
+only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+
+COST = frozenset({"host", "ranks"})
+EVERY = 10
+STAGE = "clipping"
+_OVER_PARAMETERS, _OVER_RANKS = 1e-3, 1e-4
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find parameters and ranks with a coefficient of their own."""
+    return [*_over_ranks(evidence), *_over_parameters(evidence)]
+
+
+def _over_parameters(evidence: Evidence) -> list[Finding]:
+    seen = evidence.tensors
+    ratios: dict[str, float] = {}
+    for name in seen.with_slot("grad_unclipped"):
+        before = seen.number(name, "grad_unclipped", "norm")
+        if (name, "grad") not in seen or not before > 1e-30:
+            continue
+        ratio = seen.number(name, "grad", "norm") / before
+        if abs(seen.number(name, "grad", "absmax") / seen.number(name, "grad_unclipped", "absmax") - ratio) > 0.01 * ratio:
+            return []  # not a mere factor: clipped by value
+        ratios[name] = ratio
+    if len(ratios) < 2:
+        return []
+    middle = float(np.median(list(ratios.values())))
+    apart = [name for name, ratio in ratios.items() if abs(ratio - middle) > 2 * _OVER_PARAMETERS * middle + 1e-12]
+    if not apart:
+        return []
+    text = f"clipping multiplied {and_more(apart, len(ratios))} by {ratios[apart[0]]:.6g} and the others by {middle:.6g}"
+    return [
+        evidence.finding("clipping", text, apart[0], "grad", measured=ratios[apart[0]], expected=middle, floor=_OVER_PARAMETERS)
+    ]
+
+
+def _over_ranks(evidence: Evidence) -> list[Finding]:
+    told = {peer.rank: peer.numbers["coefficient"] for peer in evidence.peers if peer.numbers["coefficient"] > 0}
+    if len(told) < 2:
+        return []
+    low, high = min(told.values()), max(told.values())
+    if high - low <= _OVER_RANKS * high:
+        return []
+    listed = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in list(told.items())[:4])
+    text = (
+        f"clip coefficients differ over the ranks: {listed}; the norm that they come from was not taken over the same gradients"
+    )
+    return [
+        evidence.finding(
+            "clipping",
+            text,
+            "clip coefficient",
+            measured=told.get(evidence.place.rank),
+            expected="equal on all ranks",
+            floor=_OVER_RANKS,
+            kind="scalar",
+        )
+    ]

@@ -1,0 +1,83 @@
+"""Data-parallel ranks and micro-batches train on different data; tensor-parallel ranks on the same.
+
+Relation: fingerprints of what the model is called with differ over dp (and cp) and between the micro-batches of a step, and
+whole numbers (tokens) agree over tp; a step does not repeat the data of the step before. Tolerance none. Micro-batches or
+steps that were alike before are taken for meant.
+Usually caused by the same seed or the same sampler on all ranks (pytorch issue 56488), or by an iterator that is made anew.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, along, group_words
+
+COST = frozenset({"ranks"})
+EVERY = 10
+STAGE = "data"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find batches that are alike where they must differ, and the other way round."""
+    return [*_over(evidence, "dp"), *_over(evidence, "cp"), *_same_over_tp(evidence), *_micro(evidence), *_again(evidence)]
+
+
+def _over(evidence: Evidence, axis: str) -> list[Finding]:
+    axes = frozenset({axis})
+    group = along(evidence, axes)
+    told: dict[tuple[int, ...], list[int]] = {}
+    for peer in group:
+        if peer.batches:
+            told.setdefault(peer.batches, []).append(peer.rank)
+    alike = next((ranks for ranks in told.values() if len(ranks) > 1), None)
+    if alike is None or not evidence.facts.batches:
+        return []
+    if len(group) == evidence.place.world_size and _tensor_parallel_guess(evidence):
+        return []
+    text = (
+        f"ranks {', '.join(map(str, alike))} train on the same data "
+        f"({group_words(evidence, axes, group)}): equal fingerprints of the batch"
+    )
+    return [
+        evidence.finding(
+            "distinct_data",
+            text,
+            "batch",
+            "input",
+            measured="equal",
+            expected="different",
+            kind="scalar",
+            next="give each rank its own part: a DistributedSampler, or a seed that holds the rank",
+        )
+    ]
+
+
+def _tensor_parallel_guess(evidence: Evidence) -> bool:
+    """Tell whether some parameters differ over ranks that were only guessed to be replicas: they may share data on purpose."""
+    return bool(evidence.replicated) and any("dp" not in over for over in evidence.replicated.values())
+
+
+def _same_over_tp(evidence: Evidence) -> list[Finding]:
+    axes = frozenset({"tp"})
+    group = [peer for peer in along(evidence, axes) if peer.batches and peer.marks["whole_numbers"]]
+    if len({peer.batches for peer in group}) < 2:
+        return []
+    text = f"the {group_words(evidence, axes, group)} trains on different tokens, though it computes one model together"
+    return [evidence.finding("distinct_data", text, "batch", "input", measured="different", expected="equal", kind="scalar")]
+
+
+def _again(evidence: Evidence) -> list[Finding]:
+    now, seen = evidence.facts.batches, evidence.batches_before
+    if not now or not evidence.follows or len(seen) < 3 or now != seen[-1] or len(set(seen)) < len(seen):
+        return []
+    text = f"step {evidence.step} trains on the data of step {evidence.step - 1} again, though no step before did so"
+    return [evidence.finding("distinct_data", text, "batch", "input", measured="equal", expected="different", kind="scalar")]
+
+
+def _micro(evidence: Evidence) -> list[Finding]:
+    now = evidence.facts.batches
+    seen = [batches for batches in evidence.batches_before if len(batches) > 1]
+    if len(now) < 2 or len(set(now)) == len(now) or not seen or any(len(set(b)) < len(b) for b in seen):
+        return []
+    again = next(i for i, fingerprint in enumerate(now) if fingerprint in now[:i])
+    text = f"micro-batch {again} is the same as micro-batch {now.index(now[again])} of this step"
+    return [evidence.finding("distinct_data", text, "batch", "input", measured="equal", expected="different", kind="scalar")]

@@ -1,0 +1,114 @@
+"""The reported gradient norm is the norm over the logical (unsharded) gradients.
+
+Relation: the scalar that is reported equals √Σ‖g‖² over all parameters, each element of the logical model counted once,
+before clipping (or after it), and is the same on all ranks. Where a loop clips by itself, the norm before clipping is only
+known to be at least that after it. Floor: 2e-3 of it. A norm that equals the largest magnitude (norm type infinity) is taken
+for that, and a loss scale that is still in the gradients is allowed for.
+Usually caused by a norm that is taken over one rank's shards (pytorch issue 170862, Megatron-LM issue 5916), or that counts
+replicas.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.relations.replicas import differs
+from trainprobe.monitor.scalar_names import scalar
+
+COST = frozenset({"host", "ranks"})
+EVERY = 10
+STAGE = "clipping"
+_FLOOR, _RANKS_FLOOR = 2e-3, 1e-5
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find a reported norm that is not the true one."""
+    apart = _over_ranks(evidence)
+    if apart:
+        return apart
+    reported = scalar(evidence.scalars, "gradient norm")
+    true = evidence.norms.get("unclipped")
+    if reported is None or true is None or not true > 0 or reported != reported:
+        return []
+    scale = scalar(evidence.scalars, "loss scale") or 1.0
+    accepted = [true, evidence.norms.get("clipped", true), _largest(evidence)]
+    if any(abs(reported * factor - value) <= _FLOOR * value for value in accepted for factor in (1.0, scale)):
+        return []
+    if not any(evidence.tensors.with_slot("grad_unclipped")) and reported * scale > true:
+        return _by_itself(evidence, reported, true)
+    ratio = reported / true
+    own = evidence.norms.get("own")
+    hint = ""
+    if own is not None and abs(reported - own) <= _FLOOR * own and len(evidence.peers) > 1:
+        hint = f"; it is the norm of what rank {evidence.place.rank} holds: the sum over the ranks is missing"
+    text = f"the reported gradient norm {reported:.6g} is {ratio:.4g} times the true one, {true:.6g}{hint}"
+    return [
+        evidence.finding(
+            "gradient_norm",
+            text,
+            "grad_norm",
+            measured=reported,
+            expected=true,
+            floor=_FLOOR * true,
+            kind="scalar",
+            next="sum the squares over every group that shards parameters, and count replicas once",
+        )
+    ]
+
+
+def _by_itself(evidence: Evidence, reported: float, true: float) -> list[Finding]:
+    """Judge a loop that clips by itself: the norm before that is not known, the one after it is the threshold."""
+    before = evidence.before
+    scaled = any(differs(evidence, name, "grad") for name in evidence.tensors.names if evidence.replicated.get(name))
+    if before is None or scaled:
+        return []
+    was, told = before.norms.get("clipped", 0.0), scalar(before.scalars, "gradient norm") or 0.0
+    clipped = told > was * (1 + _FLOOR) > 0
+    if not clipped or abs(true - was) <= _FLOOR * was:
+        return []
+    text = (
+        f"the gradient that was clipped by the reported norm {reported:.6g} has norm {true:.6g} and "
+        f"not {was:.6g}, as at step {before.step}: "
+        f"the reported norm is {max(true, was) / min(true, was):.4g} times {'the true one' if true < was else 'too small'}"
+    )
+    return [
+        evidence.finding(
+            "gradient_norm",
+            text,
+            "grad_norm",
+            measured=true,
+            expected=was,
+            floor=_FLOOR * was,
+            kind="scalar",
+            next="sum the squares over every group that shards parameters, and count replicas once",
+        )
+    ]
+
+
+def _over_ranks(evidence: Evidence) -> list[Finding]:
+    told = {peer.rank: peer.numbers["reported_norm"] for peer in evidence.peers if peer.numbers["reported_norm"] > 0}
+    if len(told) < 2 or max(told.values()) - min(told.values()) <= _RANKS_FLOOR * max(told.values()):
+        return []
+    listed = ", ".join(f"{value:.9g} on rank {rank}" for rank, value in list(told.items())[:4])
+    text = (
+        f"the reported gradient norms differ over the ranks: {listed}; each is taken over a part of the "
+        "model, and the sum over the ranks is missing"
+    )
+    return [
+        evidence.finding(
+            "gradient_norm",
+            text,
+            "grad_norm",
+            measured=told.get(evidence.place.rank),
+            expected="equal on all ranks",
+            floor=_RANKS_FLOOR,
+            kind="scalar",
+            next="sum the squares over every group that shards parameters",
+        )
+    ]
+
+
+def _largest(evidence: Evidence) -> float:
+    seen = evidence.tensors
+    slot = "grad_unclipped" if any(seen.with_slot("grad_unclipped")) else "grad"
+    return max((seen.number(name, slot, "absmax") for name in seen.with_slot(slot)), default=0.0)

@@ -1,0 +1,71 @@
+"""Training and evaluation modes agree: over steps, chunks and ranks.
+
+Relation: in a step with a backward pass the model is in training mode; modules are in the mode they were in at the audited
+step before; chunks of one model, and ranks that hold the same part of it, have the same modes. Tolerance none.
+Usually caused by an evaluation that did not switch back (or switched only one chunk), which turns dropout off and freezes the
+running statistics of batch normalisation.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, along, and_more, group_words
+from trainprobe.monitor.audit.messages import key_of
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "forward"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find modules that are in another mode than they should be."""
+    modes = evidence.model.modes
+    if not evidence.facts.backwards:
+        return []
+    roots = {name: mode for name, mode in modes.items() if name == "" or name.rstrip(".").isdigit()}
+    before = evidence.before.model.modes if evidence.before is not None else evidence.facts.set_up.modes
+    changed = [name for name, mode in modes.items() if before.get(name, mode) != mode]
+    off = [name for name in changed if not modes[name]]
+    if off and evidence.before is not None:
+        first = next((name for name in off if name), off[0]) or "root"
+        text = (
+            f"{len(off)} of {len(modes)} modules left training mode since step {evidence.before.step}: "
+            f"{and_more([n or 'the whole model' for n in off])}"
+        )
+        return [_finding(evidence, text, first, "evaluation mode", "training mode")]
+    if len(set(roots.values())) > 1:
+        first = next(name for name, mode in roots.items() if not mode)
+        return [
+            _finding(
+                evidence,
+                f"chunk {first.rstrip('.')} of the model is in evaluation mode, others are in training mode",
+                first,
+                "mixed",
+                "one mode",
+            )
+        ]
+    axes = frozenset({"dp", "cp", "tp"})
+    group = along(evidence, axes)
+    if len({peer.marks["modes"] for peer in group}) > 1:
+        resting = {name: [p.rank for p in group if key_of(name, "rests") in p.rows] for name in modes}
+        first = next((name for name, ranks in resting.items() if name and 0 < len(ranks) < len(group)), "root")
+        ranks = ", ".join(map(str, resting.get(first, ())))
+        text = (
+            f"training modes differ in the {group_words(evidence, axes, group)}: {first} is in evaluation "
+            f"mode on rank {ranks} only"
+        )
+        return [_finding(evidence, text, first, "evaluation mode", "equal on all ranks")]
+    return []
+
+
+def _finding(evidence: Evidence, text: str, name: str, measured: str, expected: str) -> Finding:
+    return evidence.finding(
+        "modes",
+        text,
+        name.rstrip(".") or "root",
+        "mode",
+        measured=measured,
+        expected=expected,
+        kind="module",
+        next="call model.train() after every evaluation, on every chunk and rank",
+    )

@@ -1,0 +1,47 @@
+"""Moments are not empty once a parameter has been stepped.
+
+Relation: where the step counters are above zero, the running averages of most parameters are not all zeros. Tolerance none;
+single parameters may have had no gradient so far, so that at least half of those with a gradient must be empty, and two.
+Usually caused by a resume that restored the counters and not the moments: the first updates are then far too large or too
+small.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "state"
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum")
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find moments that are empty although steps were taken."""
+    seen = evidence.tensors
+    for slot in MOMENTS:
+        stepped = [
+            name
+            for name in seen.with_slot(slot)
+            if seen.number(name, "step", "mean") >= 1 and (name, "grad") in seen and seen.number(name, "grad", "norm") > 0
+        ]
+        empty = [name for name in stepped if seen.number(name, slot, "norm") == 0]
+        if len(empty) >= max(2, 0.5 * len(stepped)):
+            count = seen.number(empty[0], "step", "mean")
+            text = (
+                f"the moments {slot} of {and_more(empty, len(stepped))} are empty while its step counter "
+                f"is {count:g}: they were lost, probably on resume"
+            )
+            return [
+                evidence.finding(
+                    "moments_present",
+                    text,
+                    empty[0],
+                    slot,
+                    measured=0.0,
+                    expected="not empty",
+                    next="load the optimizer's whole state, or reset its step counters too",
+                )
+            ]
+    return []

@@ -1,0 +1,45 @@
+"""Parameter objects are those seen at set-up, and a data-parallel wrapper reduces exactly them.
+
+Relation: each name leads to the object that it led to when the probe was opened; every trainable parameter of a model that
+DistributedDataParallel wraps is one that it registered. Tolerance none.
+Usually caused by a cast or move that makes new parameters (pytorch issue 104336), or by assigning `module.weight =
+Parameter(…)`: optimizers, gradient hooks and reducers go on with the old ones.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "set-up"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find names that lead to another object than at set-up, or to one that the wrapper does not know."""
+    was = {name: p for p in evidence.facts.set_up.parameters for name in p.names}
+    now = {name: p for p in evidence.model.parameters for name in p.names}
+    other = [name for name in was if name in now and now[name].identity != was[name].identity]
+    gone = [name for name in was if name not in now] + [name for name in now if name not in was]
+    told: list[Finding] = []
+    if other:
+        text = f"the parameter objects are not those seen at set-up: {and_more(other, len(was))} was replaced"
+        hint = "replace values in place (copy_) or make the optimizer and wrappers again afterwards"
+        told.append(
+            evidence.finding("parameter_objects", text, other[0], measured="replaced", expected="the same object", next=hint)
+        )
+    elif gone:
+        text = f"the model does not have the parameters that it had at set-up: {and_more(gone)} came or went"
+        told.append(evidence.finding("parameter_objects", text, gone[0], measured="came or went", expected="as at set-up"))
+    foreign = evidence.model.foreign
+    if foreign and not other:
+        text = (
+            f"{evidence.model.wrapped or 'the wrapper'} does not reduce {and_more(list(foreign))}: it "
+            "registered other objects before "
+            "they were replaced, so their gradients stay those of one rank"
+        )
+        told.append(
+            evidence.finding("parameter_objects", text, foreign[0], "grad", measured="not registered", expected="registered")
+        )
+    return told

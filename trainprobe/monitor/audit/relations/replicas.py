@@ -1,0 +1,160 @@
+"""Replicas are bit-equal: values, optimizer state, gradients before and after clipping, and buffers.
+
+Relation: within each group of ranks that hold the same tensor (dp, cp, tp-replicated …) its fingerprint is the same on every
+rank, looked at in the order in which one causes the other. Tolerance zero. Which parameters are replicated is told by their
+source or the placement of a DTensor; over an axis of which nothing is told, those are that were equal at the first comparison.
+Usually caused by a reduction that was left out or done in the wrong group (Megatron-LM issue 1446), by clipping on some ranks
+only (DeepSpeed issue 1801), by a wrapper that was not called, or by corrupted memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, Peer, along, and_more, group_words
+from trainprobe.monitor.audit.messages import key_of
+
+COST = frozenset({"fingerprints", "ranks"})
+EVERY = 10
+STAGE = "reduction"
+NOT_STATE = {"value", "main_value", "grad", "grad_unclipped", "grad_unreduced"}
+_ALIKE, _ALIKE_SHORT = 1e-5, 2e-3  # how far ratios of norms lie apart that are one factor: float32, shorter formats
+WORDS = {
+    "value": "the weights differ before the update",
+    "main_value": "the master weights differ before the update",
+    "grad_unclipped": "the gradients differ before clipping",
+    "grad": "the gradients that the optimizer uses differ",
+    "buffer": "the buffers differ",
+}
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find the first thing that differs between replicas; what follows from it is not told."""
+    if len(evidence.peers) < 2:
+        return []
+    names = [name for name in evidence.tensors.names if evidence.replicated.get(name)]
+    states = sorted({slot for _, slot in evidence.tensors.rows if slot not in NOT_STATE and not slot.endswith("_after")})
+    for slot in ("value", "main_value", *states, "grad_unclipped", "grad"):
+        differing = [name for name in names if differs(evidence, name, slot)]
+        missing = [name for name in names if slot == "grad" and _without(evidence, name)]
+        if missing:
+            return [_missing(evidence, missing)]
+        if differing and slot == "grad":
+            apart = beside_one_factor(evidence, differing)
+            return [_finding(evidence, slot, apart or differing, scaled=bool(apart))] if apart or apart is None else []
+        if differing:
+            return [_finding(evidence, slot, differing)]
+    buffers = [
+        name
+        for name in evidence.facts.buffers
+        if evidence.replicated.get(f"buffer {name}") and differs(evidence, name, "buffer")
+    ]
+    return [_finding(evidence, "buffer", buffers)] if buffers else []
+
+
+def group_of(evidence: Evidence, name: str, slot: str) -> list[Peer]:
+    """Return the ranks that hold the same tensor as this one."""
+    owner = f"buffer {name}" if slot == "buffer" else name
+    key = key_of(name, slot)
+    return [peer for peer in along(evidence, evidence.replicated[owner]) if key in peer.rows]
+
+
+def differs(evidence: Evidence, name: str, slot: str) -> bool:
+    """Tell whether a replicated tensor has more than one fingerprint; one that no rank told of does not differ."""
+    key = key_of(name, slot)
+    return len({peer.rows[key][0] for peer in group_of(evidence, name, slot)}) > 1
+
+
+def _without(evidence: Evidence, name: str) -> list[int]:
+    """Return the ranks that have no gradient of a parameter of which others have one."""
+    line = along(evidence, evidence.replicated[name])
+    ranks = [peer.rank for peer in line if key_of(name, "grad") not in peer.rows and key_of(name, "value") in peer.rows]
+    return ranks if len(ranks) < len(line) else []
+
+
+def _missing(evidence: Evidence, names: list[str]) -> Finding:
+    ranks = ", ".join(map(str, _without(evidence, names[0])))
+    where = group_words(evidence, evidence.replicated[names[0]], along(evidence, evidence.replicated[names[0]]))
+    text = f"{and_more(names)} has a gradient in the {where}, but not on rank {ranks}: that rank skips this update"
+    return evidence.finding("replicas", text, names[0], "grad", measured=f"none on rank {ranks}", expected="on every rank")
+
+
+def beside_one_factor(evidence: Evidence, names: list[str]) -> list[str] | None:
+    """Return the parameters whose gradients differ by more than one factor between ranks that most share; None: there is no
+    such factor.
+
+    An empty list says that clipping alone tells them apart: they were bit-equal before it, or differ by one factor throughout.
+    """
+    seen = evidence.tensors
+    if all((name, "grad_unclipped") in seen and not differs(evidence, name, "grad_unclipped") for name in names):
+        return []
+    alike = _ALIKE if all("float32" in seen.dtypes.get((name, "grad"), "") for name in names) else _ALIKE_SHORT
+    ratios: dict[str, float] = {}
+    for name in names:
+        norms = [peer.rows[key_of(name, "grad")][1] for peer in group_of(evidence, name, "grad")]
+        ratios[name] = norms[0] / norms[-1] if norms[-1] > 0 else float("inf")
+    finite = np.array([ratio for ratio in ratios.values() if np.isfinite(ratio)])
+    if finite.size < 2:
+        return None
+    middle = float(np.median(finite))
+    apart = [name for name, ratio in ratios.items() if not abs(ratio - middle) <= alike * middle]
+    return None if len(apart) > 0.5 * len(ratios) else apart
+
+
+def _finding(evidence: Evidence, slot: str, names: list[str], scaled: bool = False) -> Finding:
+    first = names[0]
+    group, key = group_of(evidence, first, slot), key_of(first, slot)
+    odd, norms = odd_ones(group, key)
+    words = WORDS.get(slot, f"the optimizer state {slot} differs before the update")
+    over = evidence.replicated[f"buffer {first}" if slot == "buffer" else first]
+    cause = _cause(evidence, slot, names, group, key)
+    if scaled:
+        cause += "; all others differ by one factor alone, the clip coefficient that follows from it"
+    where = f"{group_words(evidence, over, group)}: first {and_more(names)}, ranks {odd}; norms {norms}"
+    seen = dict.fromkeys(f"{peer.rows[key][0]:016x}" for peer in group)
+    return evidence.finding(
+        "replicas",
+        f"{words} in the {where}{cause}",
+        first,
+        slot,
+        measured=f"fingerprints {', '.join(list(seen)[:4])}",
+        expected="one fingerprint",
+        floor=0.0,
+        next=_advice(slot),
+    )
+
+
+def odd_ones(group: list[Peer], key: int) -> tuple[str, str]:
+    """Name the ranks whose fingerprint is not the usual one (all, if there is no usual one), and the norms on some ranks."""
+    usual, count = Counter(peer.rows[key][0] for peer in group).most_common(1)[0]
+    odd = [peer.rank for peer in group if peer.rows[key][0] != usual or count == 1]
+    norms = ", ".join(f"{peer.rows[key][1]:.9g} on rank {peer.rank}" for peer in group[:4])
+    return ", ".join(map(str, odd)), norms
+
+
+def _cause(evidence: Evidence, slot: str, names: list[str], group: list[Peer], key: int) -> str:
+    """Say in plain words what usually causes this."""
+    empty = [peer.rank for peer in group if peer.rows[key][1] == 0]
+    if empty and len(empty) < len(group):
+        return (
+            f"; it is all zeros on rank {', '.join(map(str, empty))}: a collective lost its payload, or this rank took no part"
+        )
+    if slot in ("grad", "grad_unclipped"):
+        everything = len(names) >= 0.9 * sum(1 for _ in evidence.tensors.with_slot(slot))
+        if everything and evidence.facts.bypassed and evidence.model.wrapped:
+            return f"; {evidence.model.wrapped} was not called, but the model inside it, so it reduced nothing"
+        if everything:
+            return "; every gradient differs: none was reduced over the group"
+        return "; a partial sum was passed on as a whole one: a reduction over this group is missing"
+    if slot == "value" and len(names) == 1:
+        return "; this one alone: it was overwritten, or its memory is corrupted (an element may have a flipped bit)"
+    return ""
+
+
+def _advice(slot: str) -> str:
+    if slot in ("grad", "grad_unclipped"):
+        return "check that this parameter's gradient is all-reduced over the group before clipping and the update"
+    return "collect the next step in full (level: mix) on the ranks of the group and run `trainprobe compare` on their dumps"

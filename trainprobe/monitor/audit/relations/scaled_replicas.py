@@ -1,0 +1,51 @@
+"""Clipping leaves replicas bit-equal.
+
+Relation: gradients of replicated parameters that were equal before clipping, or that differ by one factor throughout, are
+equal after it. Tolerance zero. What differs otherwise is told by `replicas`.
+Usually caused by clipping on some ranks only (DeepSpeed issue 1801), or by a coefficient that comes from each rank's own norm.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more, group_words
+from trainprobe.monitor.audit.messages import key_of
+from trainprobe.monitor.audit.relations.replicas import beside_one_factor, differs, group_of, odd_ones
+
+COST = frozenset({"fingerprints", "ranks"})
+EVERY = 10
+STAGE = "clipping"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find replicated gradients that came apart in clipping."""
+    if len(evidence.peers) < 2:
+        return []
+    names = [name for name in evidence.tensors.with_slot("grad") if evidence.replicated.get(name)]
+    differing = [name for name in names if differs(evidence, name, "grad")]
+    if not differing or beside_one_factor(evidence, differing) != [] or any(differs(evidence, name, "value") for name in names):
+        return []
+    first = differing[0]
+    group, key = group_of(evidence, first, "grad"), key_of(first, "grad")
+    norms = [peer.rows[key][1] for peer in group]
+    factor = max(norms) / min(norms) if min(norms) > 0 else float("inf")
+    odd, told = odd_ones(group, key)
+    text = (
+        "the gradients that the optimizer uses differ in the "
+        f"{group_words(evidence, evidence.replicated[first], group)} by the factor "
+        f"{factor:.6g}: first {and_more(differing, len(evidence.tensors.names))}, ranks {odd}; norms "
+        f"{told}; it began at clipping, whose "
+        "coefficient was not the same on all ranks"
+    )
+    return [
+        evidence.finding(
+            "scaled_replicas",
+            text,
+            first,
+            "grad",
+            measured=factor,
+            expected=1.0,
+            floor=0.0,
+            next="clip on every rank, by one norm that is taken over all of them",
+        )
+    ]

@@ -1,0 +1,34 @@
+"""Learning rate, loss scale, number of updates and step counter are the same on all ranks.
+
+Relation: ranks that differ only in dp, cp or tp have equal learning rates and loss scales, update as often in a step, and
+count the same number of steps. Tolerance zero.
+Usually caused by a scheduler, a scaler or a skipped step that depends on something one rank alone sees (its own loss, its own
+overflow).
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, along, group_words
+
+COST = frozenset({"ranks"})
+EVERY = 10
+STAGE = "rate"
+_TOLD = {"lr": "learning rates", "loss_scale": "loss scales", "updates": "numbers of updates", "counter": "step counters"}
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find scalars that differ between ranks."""
+    axes = frozenset({"dp", "cp", "tp"})
+    group = along(evidence, axes)
+    found: list[Finding] = []
+    for name, words in _TOLD.items():
+        values = {peer.rank: peer.numbers[name] for peer in group if peer.numbers[name] == peer.numbers[name]}
+        if len(set(values.values())) > 1:
+            told = ", ".join(f"{value:.9g} on rank {rank}" for rank, value in list(values.items())[:4])
+            text = f"the {words} differ in the {group_words(evidence, axes, group)}: {told}"
+            mine = values.get(evidence.place.rank)
+            found.append(
+                evidence.finding("shared_scalars", text, name, measured=mine, expected="equal on all ranks", kind="scalar")
+            )
+    return found

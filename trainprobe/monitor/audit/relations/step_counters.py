@@ -1,0 +1,51 @@
+"""Step counters advance by one in each update and are equal over all parameters that are stepped.
+
+Relation: an optimizer's `step` of every parameter with a gradient is, after the updates of a step, larger by their number;
+parameters that were stepped together count the same. Tolerance zero.
+Usually caused by counters that were lost or loaded twice (bias correction is then wrong), or by a step that was taken more
+than once.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+
+COST = frozenset({"fingerprints"})
+EVERY = 10
+STAGE = "update"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find counters that jump or stand still."""
+    seen = evidence.tensors
+    if evidence.facts.updates != 1:
+        return []
+    wrong: list[tuple[str, float, float]] = []
+    for name in seen.with_slot("step_after"):
+        if (name, "grad") not in seen:
+            continue
+        before = seen.number(name, "step", "mean") if (name, "step") in seen else 0.0
+        after = seen.number(name, "step_after", "mean")
+        if after != before + 1:
+            wrong.append((name, before, after))
+    if wrong:
+        name, before, after = wrong[0]
+        text = f"the step counter of {and_more([n for n, _, _ in wrong])} went from {before:g} to {after:g} in one update"
+        return [evidence.finding("step_counters", text, name, "step", measured=after, expected=before + 1)]
+    return _between(evidence)
+
+
+def _between(evidence: Evidence) -> list[Finding]:
+    """Compare with the audited step before: as many updates as steps can have passed, and none backwards."""
+    before = evidence.before
+    if before is None:
+        return []
+    for name in evidence.tensors.with_slot("step"):
+        if (name, "step_after") not in before.tensors:
+            continue
+        was, now = before.tensors.number(name, "step_after", "mean"), evidence.tensors.number(name, "step", "mean")
+        if now < was:
+            text = f"the step counter of {name} fell from {was:g} to {now:g} since step {before.step}"
+            return [evidence.finding("step_counters", text, name, "step", measured=now, expected=was)]
+    return []

@@ -1,0 +1,80 @@
+"""Nothing but the optimizer changes weights and optimizer state.
+
+Relation: what the optimizer left at the end of one update is what the next update begins with, for every parameter and every
+tensor of its state, bit for bit; checked when the audited steps follow each other. Tolerance zero.
+Usually caused by state that was lost, reset or mixed up in saving and loading, by weights that were overwritten in place, or
+by corrupted memory. Where one parameter's state is now what another's was, that is said.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+
+COST = frozenset({"fingerprints"})
+EVERY = 10
+STAGE = "state"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find tensors that were changed between two updates."""
+    before = evidence.before
+    if before is None or not evidence.follows or before.facts.updates != 1 or evidence.facts.updates != 1:
+        return []
+    found: list[Finding] = []
+    known = {slot for _, slot in before.tensors.rows}
+    slots = dict.fromkeys(slot for _, slot in evidence.tensors.rows if f"{slot}_after" in known)
+    for slot in (slot for slot in slots if slot != "step"):  # counters have a relation of their own
+        changed = [name for name in evidence.tensors.with_slot(slot) if _changed(evidence, before, name, slot)]
+        if changed:
+            found.append(_finding(evidence, before, slot, changed))
+    gone = [
+        (name, slot.removesuffix("_after"))
+        for name, slot in before.tensors.rows
+        if slot.endswith("_after")
+        and slot != "value_after"
+        and name in set(evidence.tensors.names)
+        and (name, slot.removesuffix("_after")) not in evidence.tensors
+    ]
+    if gone:
+        text = (
+            f"the optimizer state {gone[0][1]} of {and_more(list(dict.fromkeys(n for n, _ in gone)))} is "
+            f"gone since step {before.step}"
+        )
+        found.append(
+            evidence.finding(
+                "untouched_between_steps", text, *gone[0], measured="absent", expected="as the last update left it"
+            )
+        )
+    return found
+
+
+def _changed(evidence: Evidence, before: Evidence, name: str, slot: str) -> bool:
+    was, now = before.tensors.checksum(name, f"{slot}_after"), evidence.tensors.checksum(name, slot)
+    return was is not None and now is not None and was != now
+
+
+def _finding(evidence: Evidence, before: Evidence, slot: str, names: list[str]) -> Finding:
+    first = names[0]
+    now = evidence.tensors.checksum(first, slot)
+    twin = next(
+        (
+            n
+            for n in before.tensors.with_slot(f"{slot}_after")
+            if n != first and before.tensors.checksum(n, f"{slot}_after") == now
+        ),
+        None,
+    )
+    old, new = before.tensors.number(first, f"{slot}_after", "norm"), evidence.tensors.number(first, slot, "norm")
+    if new == 0 and old != 0:
+        how = "it was set to zero: state lost in loading, or a reset"
+    elif twin is not None:
+        how = f"it is now what that of {twin} was: state that was assigned to the wrong parameter"
+    else:
+        how = "something wrote to it: an in-place change, a load, or corrupted memory"
+    what = "the weight" if slot == "value" else f"the optimizer state {slot}"
+    text = (
+        f"{what} of {and_more(names, len(evidence.tensors.names))} changed between the updates of steps "
+        f"{before.step} and {evidence.step} (norm {old:.9g} to {new:.9g}): {how}"
+    )
+    return evidence.finding("untouched_between_steps", text, first, slot, measured=new, expected=old, floor=0.0)

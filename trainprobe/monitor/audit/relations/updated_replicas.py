@@ -1,0 +1,51 @@
+"""Replicas that entered an update bit-equal leave it bit-equal.
+
+Relation: where weight, state and gradient of a replicated parameter are equal before the update, the weight is equal after
+it. Tolerance zero.
+Usually caused by a learning rate, weight decay or step counter that differs between ranks, by an optimizer kernel that
+depends on the layout, or by a step that one rank skipped.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more, group_words
+from trainprobe.monitor.audit.messages import key_of
+from trainprobe.monitor.audit.relations.replicas import differs, group_of, odd_ones
+
+COST = frozenset({"fingerprints", "ranks"})
+EVERY = 10
+STAGE = "update"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find replicas that came apart in the update."""
+    if len(evidence.peers) < 2:
+        return []
+    seen = evidence.tensors
+    names = [name for name in seen.with_slot("value_after") if evidence.replicated.get(name)]
+    apart = [name for name in names if differs(evidence, name, "value_after")]
+    before = [slot for slot in {slot for _, slot in seen.rows} if not slot.endswith("_after")]
+    if not apart or any((name, slot) in seen and differs(evidence, name, slot) for name in apart for slot in before):
+        return []
+    first = apart[0]
+    group, key = group_of(evidence, first, "value_after"), key_of(first, "value_after")
+    odd, norms = odd_ones(group, key)
+    where = group_words(evidence, evidence.replicated[first], group)
+    text = (
+        f"the weights differ after the update in the {where}, although weights, state and gradients "
+        "were equal before it: first "
+        f"{and_more(apart, len(names))}, ranks {odd}; norms {norms}"
+    )
+    return [
+        evidence.finding(
+            "updated_replicas",
+            text,
+            first,
+            "value",
+            measured="different",
+            expected="equal",
+            floor=0.0,
+            next="compare learning rates, weight decay and step counters of the ranks",
+        )
+    ]

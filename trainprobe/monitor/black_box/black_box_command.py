@@ -1,0 +1,87 @@
+"""`trainprobe black-box FILE`: what the last steps of a rank were like when something happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from trainprobe.errors import FormatError
+from trainprobe.monitor.black_box.box import BOX_FILE, RING_FILE
+from trainprobe.monitor.black_box.ring import read_ring
+
+
+def black_box(
+    file: Annotated[
+        Path, typer.Argument(help="a black_box.jsonl or .ring file, or the folder of a run or rank", metavar="FILE")
+    ],
+    json: Annotated[bool, typer.Option("--json", help="the steps as JSON lines, whole")] = False,
+) -> int:
+    """Show the last steps that each rank kept: scalars, batch, random state, largest norms, and the findings."""
+    console = Console(highlight=False)
+    for path in find_boxes(file):
+        head, steps = read_box(path)
+        if json:
+            for step in steps:
+                typer.echo(orjson.dumps(step).decode())
+            continue
+        console.print(f"[bold]{path}[/bold]: {head.get('why', 'the process was killed while it ran')}")
+        console.print(_table(steps))
+        for finding in head.get("findings", ()):
+            console.print(
+                f"  {finding['severity']} {finding['rule']} (step {finding['step']}): {finding['message']}", markup=False
+            )
+    return 0
+
+
+def find_boxes(file: Path) -> list[Path]:
+    """Return the black boxes at or below a path: written out, else left by a killed process. Raises FormatError for none."""
+    if file.is_file():
+        return [file]
+    written = sorted(file.rglob(BOX_FILE))
+    folders = {path.parent for path in written}
+    left = [path for path in sorted(file.rglob(RING_FILE)) if path.parent not in folders]
+    if not written and not left:
+        raise FormatError(f"there is no {BOX_FILE} or {RING_FILE} under {file}: a run that ended well leaves none")
+    return sorted(written + left)
+
+
+def read_box(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return (head, steps), each step {"facts": …, "reel": a line of the record log}. Raises FormatError for anything else."""
+    lines = read_ring(path) if path.suffix == ".ring" else path.read_bytes().splitlines()
+    try:
+        values: list[dict[str, Any]] = [orjson.loads(line) for line in lines]
+        heads = [value for value in values if "black_box" in value]
+        return (heads[0] if heads else {}), [value for value in values if "reel" in value]
+    except (orjson.JSONDecodeError, TypeError) as error:
+        raise FormatError(f"{path} is not a black box: {error}") from error
+
+
+def _table(steps: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2))
+    names = list(dict.fromkeys(name for step in steps for name in step["reel"].get("scalars", {})))
+    for title in ("step", *names[:8], "batches", "random state", "tensors"):
+        table.add_column(title)
+    for step in steps:
+        reel, facts = step["reel"], step["facts"]
+        table.add_row(
+            str(reel["step"]) + ("" if reel.get("complete", True) else " (cut short)"),
+            *(_number(reel["scalars"].get(name)) for name in names[:8]),
+            " ".join(_short(b) for b in facts.get("batches", ())),
+            _short(facts.get("random", "")),
+            str(reel.get("rows", 0)),
+        )
+    return table
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float | int) else str(value if value is not None else "")
+
+
+def _short(value: Any) -> str:
+    return f"{value:x}"[:8] if isinstance(value, int) else str(value if not isinstance(value, Mapping) else "")

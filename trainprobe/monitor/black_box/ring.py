@@ -1,0 +1,73 @@
+"""A file of a fixed size that holds the last pieces written to it, readable at any moment, also after the writer was killed.
+
+    header     MAGIC, format, number of slots, bytes of a slot
+    slot       sequence number from 1 (0: empty), length, CRC-32, then the piece, compressed by zlib
+
+The file is mapped into memory: what was stored belongs to the operating system at once. A slot is made empty before it is
+written and numbered last, so that a torn one is known by its number or its CRC.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import zlib
+from pathlib import Path
+
+from trainprobe.errors import FormatError
+
+MAGIC = b"TPBOX\0\0\1"
+_HEADER = struct.Struct("<8sQQ")
+_SLOT = struct.Struct("<QQQ")
+
+
+class Ring:
+    """A ring that is being written."""
+
+    def __init__(self, path: Path, slots: int, max_bytes: int) -> None:
+        """Make the file anew. max_bytes: its size; holes in it take no room on disk."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.slots = slots
+        self.slot_bytes = (max_bytes - _HEADER.size) // slots
+        size = _HEADER.size + self.slot_bytes * slots
+        path.unlink(missing_ok=True)
+        with path.open("w+b") as file:
+            file.truncate(size)
+            self._map = mmap.mmap(file.fileno(), size)
+        self._map[: _HEADER.size] = _HEADER.pack(MAGIC, slots, self.slot_bytes)
+        self._sequence = 0
+
+    def put(self, piece: bytes) -> bool:
+        """Store a piece in the place of the oldest; return False, and store nothing, when it does not fit a slot."""
+        packed = zlib.compress(piece, 1)
+        if _SLOT.size + len(packed) > self.slot_bytes:
+            return False
+        at = _HEADER.size + self.slot_bytes * (self._sequence % self.slots)
+        self._map[at : at + _SLOT.size] = _SLOT.pack(0, 0, 0)
+        self._map[at + _SLOT.size : at + _SLOT.size + len(packed)] = packed
+        self._sequence += 1
+        self._map[at : at + _SLOT.size] = _SLOT.pack(self._sequence, len(packed), zlib.crc32(packed))
+        return True
+
+    def close(self) -> None:
+        """Let go of the file; it stays."""
+        self._map.close()
+
+
+def read_ring(path: Path) -> list[bytes]:
+    """Return the pieces of a ring, oldest first, torn ones left out. Raises FormatError for a file that is no ring."""
+    data = path.read_bytes()
+    if len(data) < _HEADER.size or data[:8] != MAGIC:
+        raise FormatError(f"{path} is not a black box (its first bytes are {data[:8]!r})")
+    _, slots, size = _HEADER.unpack_from(data)
+    if len(data) != _HEADER.size + slots * size:
+        raise FormatError(f"{path} has {len(data)} bytes where its header says {_HEADER.size + slots * size}: it was cut off")
+    found: list[tuple[int, bytes]] = []
+    for i in range(slots):
+        at = _HEADER.size + i * size
+        sequence, length, crc = _SLOT.unpack_from(data, at)
+        packed = data[at + _SLOT.size : at + _SLOT.size + length]
+        if sequence and length <= size - _SLOT.size and zlib.crc32(packed) == crc:
+            found.append((sequence, zlib.decompress(packed)))
+    return [piece for _, piece in sorted(found)]

@@ -1,0 +1,323 @@
+"""One collected step of one rank as two flat arrays: which number (a track), and its value, in execution order.
+
+A *track* is the address of one series of numbers over steps: what it belongs to, its slot, and the statistic. Tracks are
+numbered once in a `Tracks` table, so that a rule works on arrays of numbers and looks at names only when it has
+something to say. `frame_of_reel` serves a live run and `frame_of_records` a recorded one: the same frame comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.engine.records import Call, Phase, Place, Record, Reel, Site
+from trainprobe.engine.reel import slots
+from trainprobe.engine.selection import Names
+from trainprobe.engine.stats import finish
+from trainprobe.engine.stats.partials import column
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class Spot(NamedTuple):
+    """Where a value stands in a step: phase, kind, name, call and slot, with slots in the monitor's words.
+
+    The value of a parameter is ("parameter", "layers.0.weight", "value") wherever it was seen, its gradient has slot "grad".
+    """
+
+    phase: Phase
+    kind: str
+    name: str
+    call: int
+    slot: str
+
+    def site(self) -> Site:
+        """Return the engine's address."""
+        return Site(self.kind, self.name, self.slot, self.call)  # pyright: ignore[reportArgumentType]
+
+
+class Track(NamedTuple):
+    """The address of one series of numbers of one rank."""
+
+    spot: Spot
+    statistic: str
+
+    def __str__(self) -> str:
+        call = f".{self.spot.call}" if self.spot.call else ""
+        return f"{self.spot.name}{call} {self.spot.slot} {self.statistic}"
+
+
+class Tracks:
+    """Numbers tracks in the order in which they were first seen; grows, never forgets."""
+
+    def __init__(self) -> None:
+        self.tracks: list[Track] = []
+        self.spots: list[Spot] = []
+        self.dimensions: list[int] = []  # of each spot's tensor; 0 for a scalar
+        self.known: dict[tuple[str, str, str, int, str], tuple[int, int]] = {}  # as a reel says it → stage, spot
+        self._spot_at: dict[Spot, int] = {}
+        self._track_at: dict[tuple[int, str], int] = {}
+        self._spot_of: list[int] = []
+        self._spot_array: I64 = np.zeros(0, dtype=np.int64)
+        self._layouts: dict[tuple[bytes, tuple[str, ...]], I64] = {}
+
+    def spot(self, spot: Spot, dimensions: int = 0) -> int:
+        """Return the number of a spot."""
+        found = self._spot_at.get(spot)
+        if found is None:
+            found = self._spot_at[spot] = len(self.spots)
+            self.spots.append(spot)
+            self.dimensions.append(dimensions)
+        return found
+
+    def track(self, spot: int, statistic: str) -> int:
+        """Return the number of the track of a numbered spot."""
+        found = self._track_at.get((spot, statistic))
+        if found is None:
+            found = self._track_at[spot, statistic] = len(self.tracks)
+            self.tracks.append(Track(self.spots[spot], statistic))
+            self._spot_of.append(spot)
+        return found
+
+    def spots_of(self, tracks: I64) -> I64:
+        """Return the spot number of each track number, [n]."""
+        if self._spot_array.size < len(self._spot_of):
+            self._spot_array = np.array(self._spot_of, dtype=np.int64)
+        return self._spot_array[tracks]
+
+    def layout(self, spots: I64, statistics: tuple[str, ...]) -> I64:
+        """Return track numbers [spots × statistics], spot by spot; remembered, because steps repeat."""
+        key = (spots.tobytes(), statistics)
+        found = self._layouts.get(key)
+        if found is None:
+            if len(self._layouts) > 16:
+                self._layouts.clear()
+            flat = [self.track(s, name) for s in spots.tolist() for name in statistics]
+            found = self._layouts[key] = np.array(flat, dtype=np.int64)
+        return found
+
+    def __len__(self) -> int:
+        return len(self.tracks)
+
+
+# How bad a value is: nothing wrong, minus infinity alone (as in an attention mask), an infinity, a NaN.
+FINE, MASKED, INFINITE, NOT_A_NUMBER = 0, 1, 2, 3
+STATISTICS = ("norm", "absmax", "mean")
+U8 = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """One collected step of one rank.
+
+    at: track numbers [n] in execution order, scalars last. values: float64 [n]. spots: spot numbers [m] in execution order,
+    scalars last. bad: for each of these spots FINE, MASKED, INFINITE or NOT_A_NUMBER. scalars: name → value.
+    """
+
+    step: int
+    place: Place
+    tracks: Tracks
+    at: I64
+    values: F64
+    spots: I64
+    bad: U8
+    scalars: Mapping[str, float] = field(default_factory=dict[str, float])
+    complete: bool = True
+
+
+def frame_of_reel(reel: Reel, tracks: Tracks) -> Frame:
+    """Lay out the numbers of a reel as a frame: norm, absmax, mean, the share of zeros and, where taken, the checksum.
+
+    They come from the partials, whatever statistics the reel was to be written with. An empty tensor is absent.
+    """
+    entries = _entries(reel, tracks)
+    found, rows = [spot for _, spot, _ in entries], [row for _, _, row in entries]
+    partials, spots = reel.partials[rows], np.array(found, dtype=np.int64)
+    numbers = finish(partials, STATISTICS)
+    numbers["zero_share"] = column(partials, "zero") / np.maximum(column(partials, "count"), 1)
+    if reel.checksums is not None:
+        numbers["checksum"] = (reel.checksums[rows] & np.uint64(_SHORT)).astype(np.float64)
+    at = tracks.layout(spots, tuple(numbers))
+    values = np.stack(list(numbers.values()), axis=1).reshape(-1)
+    masked, infinite, nan = (column(partials, name) > 0 for name in ("neginf", "posinf", "nan"))
+    bad = np.where(nan, NOT_A_NUMBER, np.where(infinite, INFINITE, np.where(masked, MASKED, FINE))).astype(np.uint8)
+    return _with_scalars(reel.step, reel.place, tracks, (at, values, spots, bad), reel.scalars, reel.complete)
+
+
+_Entry = tuple[tuple[int, int], int, int]  # (place in the order of execution), spot, row of the partials
+
+
+def _entries(reel: Reel, tracks: Tracks) -> list[_Entry]:
+    """Return every value of a reel in the order of execution.
+
+    What was looked at around the optimizer step comes parameter by parameter; it is sorted in where it arose.
+    """
+    entries: list[_Entry] = []
+    mixed = False
+    counts = (column(reel.partials, "count") > 0).tolist()
+    for i, call in enumerate(reel.calls):
+        kind = call.kind
+        mixed |= kind == "state"
+        for slot, value in slots(call):
+            if value.row < 0 or not counts[value.row]:
+                continue
+            key = (call.phase, kind, call.name, call.call, slot)
+            known = tracks.known.get(key)
+            if known is None:
+                known = tracks.known[key] = _learn(tracks, call, slot, len(value.shape))
+            stage, spot = known
+            entries.append(((stage, i if stage == 4 or stage < 1 else -i), spot, value.row))
+    return sorted(entries, key=itemgetter(0)) if mixed else entries
+
+
+def _learn(tracks: Tracks, call: Call, slot: str, dimensions: int) -> tuple[int, int]:
+    """Return the stage and the spot of a value that is seen for the first time."""
+    stage, phase, name = 0, call.phase, call.name
+    if call.kind == "state":
+        stage, phase = _arose(slot)
+    elif call.kind == "parameter":
+        name, slot = f"{name}.{slot}" if name else slot, "grad"
+    kind = "parameter" if call.kind == "state" else call.kind
+    return stage, tracks.spot(_spot(phase, kind, name, call.call, slot), dimensions)
+
+
+_GRADIENTS = {"grad_unreduced": 1, "grad_unclipped": 2, "grad": 3}
+
+
+def _arose(slot: str) -> tuple[int, Phase]:
+    """Return the stage of the step at which a value of a parameter stands, and its phase.
+
+    Values and optimizer state before the step come first of all (-1). Gradients come after the calls (1 to 3), last layer
+    first, as they are made. What is seen after the step comes last (4).
+    """
+    if slot in _GRADIENTS:
+        return _GRADIENTS[slot], "backward"
+    return (4, "optimizer") if slot.endswith("_after") or slot == "update" else (-1, "forward")
+
+
+def frame_of_records(step: int, place: Place, records: Iterable[Record], tracks: Tracks, complete: bool = True) -> Frame:
+    """Lay out the records of one step and rank as a frame, in their order, with the statistics that they have."""
+    at: list[int] = []
+    values: list[float] = []
+    spots: list[int] = []
+    bad: list[int] = []
+    scalars: dict[str, float] = {}
+    for record in records:
+        site, numbers = record.site, record.values
+        if site.kind == "scalar":
+            scalars[site.name] = float(numbers.get("value", np.nan))
+            continue
+        if not numbers:
+            continue
+        phase = record.step.phase
+        if site.kind == "parameter" and phase == "optimizer":
+            phase = _arose(site.slot)[1]
+        spot = tracks.spot(_spot(phase, site.kind, site.name, site.call, site.slot), len(record.shape))
+        spots.append(spot)
+        bad.append(_badness(numbers))
+        for statistic, value in _watched(numbers).items():
+            at.append(tracks.track(spot, statistic))
+            values.append(value)
+    flat = (np.array(at, np.int64), np.array(values, np.float64), np.array(spots, np.int64), np.array(bad, np.uint8))
+    return _with_scalars(step, place, tracks, flat, scalars, complete)
+
+
+_SHORT = (1 << 52) - 1  # the bits of a checksum that a float64 holds exactly: enough to tell moved from not moved
+
+
+def _watched(numbers: Mapping[str, float | int]) -> dict[str, float]:
+    """Return a record's numbers in the monitor's words."""
+    out = {name: float(x) for name, x in numbers.items() if name not in ("zero", "count", "checksum", "nan", "inf")}
+    if "checksum" in numbers:
+        out["checksum"] = float(int(numbers["checksum"]) & _SHORT)
+    if "zero" in numbers and numbers.get("count"):
+        out["zero_share"] = numbers["zero"] / numbers["count"]
+    if "absmax" not in out and "max" in out and "min" in out:
+        out["absmax"] = max(abs(out["max"]), abs(out["min"])) if out["max"] == out["max"] else out["max"]
+    return out
+
+
+def _badness(numbers: Mapping[str, float | int]) -> int:
+    told = [float(numbers[name]) for name in ("max", "min", "mean", "norm", "absmax", "value") if name in numbers]
+    if numbers.get("nan") or any(math.isnan(x) for x in told):
+        return NOT_A_NUMBER
+    if not (numbers.get("inf") or any(math.isinf(x) for x in told)):
+        return FINE
+    only_below = numbers.get("min") == -math.inf and numbers.get("max", math.inf) != math.inf
+    return MASKED if only_below else INFINITE
+
+
+def _spot(phase: Phase, kind: str, name: str, call: int, slot: str) -> Spot:
+    """Speak of a parameter's value in the same way, whether a module or the parameter itself was asked."""
+    if kind == "module" and slot.startswith("parameters."):
+        short = slot.removeprefix("parameters.")
+        return Spot(phase, "parameter", f"{name}.{short}" if name else short, call, "value")
+    return Spot(phase, kind, name, call, slot)
+
+
+def _with_scalars(
+    step: int, place: Place, tracks: Tracks, flat: tuple[I64, F64, I64, U8], scalars: Mapping[str, float], complete: bool
+) -> Frame:
+    at, values, spots, bad = flat
+    extra = [tracks.spot(Spot("step", "scalar", name, 0, "value")) for name in scalars]
+    numbers = np.array(list(scalars.values()), dtype=np.float64)
+    worse = np.where(np.isnan(numbers), NOT_A_NUMBER, np.where(np.isinf(numbers), INFINITE, FINE)).astype(np.uint8)
+    return Frame(
+        step,
+        place,
+        tracks,
+        np.concatenate([at, np.array([tracks.track(s, "value") for s in extra], dtype=np.int64)]),
+        np.concatenate([values, numbers]),
+        np.concatenate([spots, np.array(extra, dtype=np.int64)]),
+        np.concatenate([bad, worse]),
+        dict(scalars),
+        complete,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which tracks a rule looks at: kinds, slots (by their first part) and statistics; empty means any.
+
+    names: patterns of `engine.selection` over dotted names. first_call: only the first call of a name in a step.
+    """
+
+    kinds: tuple[str, ...] = ()
+    slots: tuple[str, ...] = ()
+    statistics: tuple[str, ...] = ()
+    names: tuple[str, ...] = ("**",)
+    phases: tuple[str, ...] = ()
+
+    def wants(self, track: Track, names: Names) -> bool:
+        """Tell whether a track belongs to the selection; `names` are its patterns, compiled."""
+        spot = track.spot
+        return (
+            (not self.kinds or spot.kind in self.kinds)
+            and (not self.slots or spot.slot.split(".")[0] in self.slots)
+            and (not self.statistics or track.statistic in self.statistics)
+            and (not self.phases or spot.phase in self.phases)
+            and spot.name in names
+        )
+
+
+class Picker:
+    """Finds the tracks of some selections in frames; remembers the answer for each track."""
+
+    def __init__(self, selections: Sequence[Selection]) -> None:
+        self._selections = [(s, Names(s.names)) for s in selections]
+        self._wanted: list[bool] = []
+
+    def pick(self, frame: Frame) -> I64:
+        """Return the places in `frame.at` that belong to the selection, [k]."""
+        for track in frame.tracks.tracks[len(self._wanted) :]:
+            self._wanted.append(any(s.wants(track, names) for s, names in self._selections))
+        mask = np.array(self._wanted, dtype=bool)
+        return np.flatnonzero(mask[frame.at]) if mask.size else np.zeros(0, dtype=np.int64)

@@ -1,0 +1,122 @@
+"""What a rule remembers between steps: a row of numbers for each track it watches, kept in arrays, written as JSON.
+
+A memory is the only state a rule has. Written and read back it continues exactly where it was, so findings do not depend
+on restarts.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.errors import FormatError
+from trainprobe.monitor.frames import I64, Bools, Frame, Picker, Selection, Spot, Track, Tracks
+
+_DTYPES = {"float64", "int64", "bool"}
+
+
+class Memory:
+    """Arrays of one row a key. A key is the track's (or another) text form; `numbers` holds what belongs to no track."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, int] = {}
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+        self.numbers: dict[str, float] = {}
+        self.scratch: dict[Any, Any] = {}  # what can be worked out again: never written
+        self._rows: I64 = np.zeros(0, dtype=np.int64)  # track number → row, for one Tracks table
+        self._table: Tracks | None = None
+
+    def watch(self, frame: Frame, selections: Sequence[Selection]) -> tuple[I64, I64]:
+        """Return the places in `frame.at` that the selections want, [k], and their rows, [k]."""
+        picker = self.scratch.setdefault((id(frame.tracks), tuple(selections)), None)
+        if picker is None:
+            picker = self.scratch[id(frame.tracks), tuple(selections)] = Picker(selections)
+        places = picker.pick(frame)
+        return places, self.rows(frame.tracks, frame.at[places])
+
+    def rows(self, tracks: Tracks, at: I64) -> I64:
+        """Return the row of each track number, [n], making rows for new ones."""
+        if self._table is not tracks:
+            self._table, self._rows = tracks, np.full(len(tracks), -1, dtype=np.int64)
+        if self._rows.size < len(tracks):
+            more = np.full(len(tracks) - self._rows.size, -1, dtype=np.int64)
+            self._rows = np.concatenate([self._rows, more])
+        for track in at[self._rows[at] < 0].tolist():
+            self._rows[track] = self.row(track_text(tracks.tracks[track]))
+        return self._rows[at]
+
+    def row(self, key: str) -> int:
+        """Return the row of a key, making it if it is new."""
+        return self.keys.setdefault(key, len(self.keys))
+
+    def array(self, name: str, *, width: int = 0, fill: float | int | bool = 0.0) -> npt.NDArray[Any]:
+        """Return the array `name` [rows] or [rows, width], which may be written to; new rows hold `fill`."""
+        have = self.arrays.get(name)
+        need = len(self.keys)
+        if have is None:
+            kind = np.bool_ if isinstance(fill, bool) else np.int64 if isinstance(fill, int) else np.float64
+            have = np.full((0, width) if width else (0,), fill, dtype=kind)
+        if have.shape[0] < need:
+            room = max(need - have.shape[0], have.shape[0] // 2)
+            have = np.concatenate([have, np.full((room, *have.shape[1:]), fill, dtype=have.dtype)])
+        self.arrays[name] = have
+        return have
+
+    def newly(self, name: str, rows: I64, now: Bools, rearm: int = 1) -> Bools:
+        """Tell where a condition begins: it holds now and has been false for the last `rearm` looks at that row."""
+        calm = self.array(f"{name}.calm", fill=1 << 30)
+        begins = now & (calm[rows] >= rearm)
+        calm[rows] = np.where(now, 0, np.minimum(calm[rows] + 1, 1 << 30))
+        return begins
+
+    def lasting(self, name: str, rows: I64, now: Bools) -> I64:
+        """Return for how many looks in a row a condition has held, this one included, [n]."""
+        held = self.array(f"{name}.held", fill=0)
+        held[rows] = np.where(now, held[rows] + 1, 0)
+        return held[rows]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the memory as JSON values."""
+        n = len(self.keys)
+        arrays = {name: _pack(a[:n]) for name, a in self.arrays.items()}
+        return {"keys": list(self.keys), "arrays": arrays, "numbers": {k: repr(v) for k, v in self.numbers.items()}}
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any]) -> Memory:
+        """Return the memory that `to_json` wrote. Raises FormatError for anything else."""
+        memory = cls()
+        try:
+            memory.keys = {str(key): i for i, key in enumerate(state["keys"])}
+            memory.arrays = {str(name): _unpack(packed) for name, packed in state["arrays"].items()}
+            memory.numbers = {str(k): float(v) for k, v in state["numbers"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FormatError(f"this is not the state of a rule ({error}); remove the file to begin anew") from error
+        return memory
+
+
+def track_text(track: Track) -> str:
+    """Return a track as one text that `text_track` reads back."""
+    spot = track.spot
+    return "\t".join((spot.phase, spot.kind, spot.name, str(spot.call), spot.slot, track.statistic))
+
+
+def text_track(text: str) -> Track:
+    """Return the track that `track_text` wrote."""
+    phase, kind, name, call, slot, statistic = text.split("\t")
+    return Track(Spot(phase, kind, name, int(call), slot), statistic)  # pyright: ignore[reportArgumentType]
+
+
+def _pack(array: npt.NDArray[Any]) -> dict[str, Any]:
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "data": data}
+
+
+def _unpack(packed: dict[str, Any]) -> npt.NDArray[Any]:
+    if packed["dtype"] not in _DTYPES:
+        raise ValueError(f"dtype {packed['dtype']!r}")
+    flat = np.frombuffer(base64.b64decode(packed["data"]), dtype=packed["dtype"])
+    return flat.reshape([int(n) for n in packed["shape"]]).copy()

@@ -1,0 +1,191 @@
+"""Reads metric CSV files as records: the tidy layout, and the wide files of both monitors of mindstudio-probe.
+
+* tidy: `step,micro,rank,kind,name,call,slot,statistic,value,dtype,shape`
+* wide: `{sort}_{a}-{b}.csv` with `vpp_stage,name,step[,micro_step],<statistics…>,shape,dtype` under `…-rank{R}-…/`
+* second version: `{monitor}_step{a}-{b}.csv` with `vpp_stage,step,module_name,scope[,micro_step],<statistics…>` under
+  `rank_{R}/`
+
+A row in which nothing but the text `nan` stands and which has no shape is a value that was absent, and gives no record.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainprobe.engine.records import Kind, Phase, Place, Record, Site, Step
+from trainprobe.errors import FormatError
+
+TIDY = {"step", "rank", "kind", "name", "slot", "statistic", "value"}
+WIDE = {"name", "step"}
+SECOND = {"step", "module_name", "scope"}
+_ADDRESS = {"vpp_stage", "name", "step", "micro_step", "shape", "dtype", "module_name", "scope"}
+_RANK = re.compile(r"rank_?(\d{1,5})(?:\D|$)")
+_SIDE = re.compile(r"^(?:(?P<name>.*)\.)?(?P<side>input|output)(?:_(?P<number>\d+))?$")
+_SLOT = re.compile(r"^(?P<name>.*?)\.?(?P<slot>(?:grad_)?(?:input|output)\.\d+)$")
+
+# sort of file or scope → (phase, kind, slot)
+_PARAMETER: dict[str, tuple[Phase, str]] = {
+    "grad_unreduced": ("backward", "grad_unreduced"),
+    "unreduced": ("backward", "grad_unreduced"),
+    "grad_reduced": ("backward", "grad"),
+    "reduced": ("backward", "grad"),
+    "param_origin": ("forward", "value"),
+    "param_updated": ("optimizer", "updated"),
+    "exp_avg": ("optimizer", "exp_avg"),
+    "exp_avg_sq": ("optimizer", "exp_avg_sq"),
+}
+_ORDER = ("actv", "param_origin", "actv_grad", "grad_unreduced", "grad_reduced", "exp_avg", "exp_avg_sq", "param_updated")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricStep:
+    """All records of one step and rank, in order of execution as far as the files tell."""
+
+    step: int
+    place: Place
+    records: Sequence[Record]
+
+
+def read_metrics(folder: Path) -> Iterator[MetricStep]:
+    """Yield the steps of all metric files under a folder (or of one file), rank by rank, steps ascending.
+
+    Raises FormatError when there is no metric file, or one that cannot be read as what its header says.
+    """
+    files = [folder] if folder.is_file() else sorted(folder.rglob("*.csv"), key=_execution_order)
+    by_rank: dict[int, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    reduced = any(f.name.startswith("grad_reduced") for f in files)
+    found = False
+    for file in files:
+        for record in _read_file(file, reduced):
+            found = True
+            by_rank[record.place.rank][record.step.number].append(record)
+    if not found:
+        raise FormatError(f"no metric rows under {folder}: expected tidy CSV files or the wide files of a monitor")
+    for rank, steps in sorted(by_rank.items()):
+        for step, records in sorted(steps.items()):
+            yield MetricStep(step, Place(rank, max(by_rank) + 1), records)
+
+
+def _execution_order(path: Path) -> tuple[str, int, int]:
+    sort = path.name.rpartition("_")[0]
+    first = re.search(r"(\d+)-\d+\.csv$", path.name)
+    place = _ORDER.index(sort) if sort in _ORDER else len(_ORDER)
+    return (str(path.parent), place, int(first[1]) if first else 0)
+
+
+def _read_file(path: Path, reduced: bool) -> Iterator[Record]:
+    with path.open(newline="", encoding="utf-8") as lines:
+        rows = csv.DictReader(lines)
+        columns = set(rows.fieldnames or ())
+        if columns >= TIDY:
+            yield from _read_tidy(rows, path)
+        elif columns >= SECOND:
+            yield from _read_wide(rows, path, reduced, second=True)
+        elif columns >= WIDE and "vpp_stage" in columns:
+            yield from _read_wide(rows, path, reduced, second=False)
+
+
+def _read_tidy(rows: csv.DictReader[str], path: Path) -> Iterator[Record]:
+    """Join neighbouring rows that differ in the statistic only."""
+    address: tuple[str, ...] | None = None
+    values: dict[str, float | int] = {}
+    last: dict[str, str] = {}
+    for number, row in enumerate(rows, 2):
+        here = tuple(row.get(key) or "" for key in ("step", "micro", "rank", "kind", "name", "call", "slot"))
+        if address is not None and here != address:
+            yield _tidy_record(last, values, path, number - 1)
+            values = {}
+        address, last = here, row
+        values[row["statistic"]] = _number(row["value"], path, number)
+    if address is not None:
+        yield _tidy_record(last, values, path, -1)
+
+
+def _tidy_record(row: dict[str, str], values: dict[str, float | int], path: Path, line: int) -> Record:
+    slot = row["slot"]
+    try:
+        micro = int(row["micro"]) if row.get("micro") else None
+        step, rank, call = int(row["step"]), int(row["rank"]), int(row.get("call") or 0)
+    except ValueError as error:
+        raise FormatError(f"{path}, line {line}: {error}") from error
+    kind: Kind = row["kind"]  # pyright: ignore[reportAssignmentType]
+    where = Site(kind, row["name"], slot, call)
+    return Record(Step(step, micro, _phase(kind, slot)), Place(rank), where, row.get("dtype", ""), _shape(row), values)
+
+
+def _phase(kind: str, slot: str) -> Phase:
+    """Guess the phase of a value from its slot, where a file does not tell it."""
+    if kind == "scalar":
+        return "step"
+    if slot.startswith("grad"):
+        return "backward"
+    return "optimizer" if slot.endswith("_after") or slot in ("update", "updated") else "forward"
+
+
+def _read_wide(rows: csv.DictReader[str], path: Path, reduced: bool, *, second: bool) -> Iterator[Record]:
+    rank = rank_of(path)
+    sort = path.name.rpartition("_")[0]
+    for number, row in enumerate(rows, 2):
+        if None in row:  # a row with more fields than the header, as the existing monitor writes some of
+            continue
+        texts = {name: text for name, text in row.items() if name not in _ADDRESS and text not in (None, "")}
+        absent = all(text == "nan" for text in texts.values()) and row.get("shape") in (None, "", "nan")
+        if not texts or (absent and not second):
+            continue
+        values = {name: _number(text, path, number) for name, text in texts.items()}
+        phase, where = _site_second(row) if second else _site_wide(row, sort, reduced)
+        vpp = row.get("vpp_stage") or "0"
+        if vpp.lstrip("-").isdigit() and int(vpp) > 0:
+            where = Site(where.kind, f"{vpp}.{where.name}", where.slot)
+        micro = int(row["micro_step"]) if row.get("micro_step") not in (None, "", "nan") else None
+        yield Record(Step(int(row["step"]), micro, phase), Place(rank), where, row.get("dtype") or "", _shape(row), values)
+
+
+def _site_wide(row: dict[str, str], sort: str, reduced: bool) -> tuple[Phase, Site]:
+    name = row["name"]
+    if sort in _PARAMETER:
+        phase, slot = _PARAMETER[sort]
+        return phase, Site("parameter", name, "grad" if slot == "grad_unreduced" and not reduced else slot)
+    if sort == "scalar":
+        return "step", Site("scalar", name, "value")
+    match = _SIDE.match(name)
+    if match and sort in ("actv", "actv_grad"):
+        side = f"grad_{match['side']}" if sort == "actv_grad" else match["side"]
+        phase: Phase = "backward" if sort == "actv_grad" else "forward"
+        return phase, Site("module", match["name"] or "", f"{side}.{match['number']}" if match["number"] else side)
+    return "forward", Site("module", name, sort or "value")
+
+
+def _site_second(row: dict[str, str]) -> tuple[Phase, Site]:
+    name, scope = row["module_name"], row["scope"]
+    if scope in _PARAMETER:
+        phase, slot = _PARAMETER[scope]
+        return phase, Site("parameter", name.removesuffix(f".{slot}"), slot)
+    match = _SLOT.match(name)
+    if match and scope in ("forward", "backward"):
+        return scope, Site("module", match["name"], match["slot"])  # pyright: ignore[reportReturnType]
+    return "forward", Site("collective" if scope == "comm" else "module", name, "value")
+
+
+def rank_of(path: Path) -> int:
+    """Return the rank that a file's folders name, 0 where none does."""
+    for part in (path.name, *(folder.name for folder in path.parents)):
+        if found := _RANK.search(part):
+            return int(found[1])
+    return 0
+
+
+def _number(text: str, path: Path, line: int) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise FormatError(f"{path}, line {line}: {text!r} is not a number") from None
+
+
+def _shape(row: dict[str, str]) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", row.get("shape") or ""))

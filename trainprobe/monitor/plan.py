@@ -1,0 +1,176 @@
+"""The `monitor` section of a plan: what is collected at every step, which rules judge it, and what a finding does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeAlias, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from trainprobe.engine.selection import parse_names, parse_steps
+from trainprobe.errors import PlanError, did_you_mean
+from trainprobe.monitor.rules import OPTIONAL, Patterns, RuleOptions, load_rule, rule_names
+
+Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True)
+
+
+class Collect(_Section):
+    """One kind of number that is collected. In a plan `true` and `false` stand for the defaults and for none."""
+
+    on: bool = True
+    """Collect it at all."""
+    names: Patterns = ("**",)
+    """Patterns of the modules or parameters it is collected for; a leading `!` excludes."""
+    every: Whole = 1
+    """Collect it at each so many collected steps."""
+
+    _check_names = field_validator("names")(lambda cls, value: parse_names(value).patterns)  # pyright: ignore
+
+
+def _switch(value: object) -> object:
+    return {"on": value} if isinstance(value, bool) else value
+
+
+Kind: TypeAlias = Annotated[Collect, BeforeValidator(_switch)]
+OFF = Collect(on=False)
+
+
+class Gradients(Collect):
+    """Gradients of parameters."""
+
+    reduced: bool = True
+    """After they were joined over the ranks, as the optimizer sees them."""
+    unclipped: bool = True
+    """Before they are clipped too, where they are, and the norm that the clipping reports."""
+    unreduced: bool = False
+    """Before they are joined over the ranks."""
+    per_micro: bool = False
+    """The unreduced ones for each micro-batch."""
+
+
+class Actions(_Section):
+    """How findings leave the process."""
+
+    console: bool = True
+    """Write warnings and errors to the standard error stream."""
+    webhook: str | None = None
+    """URL that gets each alert as a JSON POST, from the writer's thread; a failure is told once and never waited for."""
+    webhook_timeout: Annotated[float, Field(gt=0, le=60)] = 5.0
+    """Seconds that a webhook may take."""
+    callback: Callable[..., Any] | None = None
+    """Function that is called with each Finding of a rule that has the action alert."""
+    dump_steps: Whole = 1
+    """How many of the following steps are collected in full by the action dump."""
+    dump_limit: Annotated[int, Field(strict=True, ge=0)] = 3
+    """How many times a run may be told to dump."""
+
+    @field_validator("webhook")
+    @classmethod
+    def _check_webhook(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError(f"{value!r} is not a URL: it begins with http:// or https://")
+        return value
+
+
+class MonitorPlan(_Section):
+    """All settings of the monitor."""
+
+    step: Annotated[tuple[int | str, ...], BeforeValidator(lambda v: v if isinstance(v, (list, tuple)) else (v,))] = ("all",)
+    """Which steps are monitored: numbers, "100-110", "every 50", or "all"."""
+    activations: Kind = Collect()
+    """Inputs and outputs of modules."""
+    activation_gradients: Kind = OFF
+    """Gradients of the outputs and inputs of modules."""
+    parameters: Kind = Collect()
+    """Values of parameters before the step, and after it."""
+    gradients: Annotated[Gradients, BeforeValidator(_switch)] = Gradients()
+    """Gradients of parameters."""
+    optimizer_state: Kind = OFF
+    """Tensors that the optimizer keeps for a parameter, such as exp_avg and exp_avg_sq, and its step counter."""
+    update: Kind = OFF
+    """The change that a step makes to each parameter."""
+    collectives: Kind = OFF
+    """Collective calls: which, how large, in which group, and the statistics of what goes in and comes out."""
+    scalars: Kind = Collect()
+    """Loss, learning rate, loss scale, reported gradient norm, token counts."""
+    rules: Mapping[str, RuleOptions] = Field(default_factory=dict, validate_default=True)
+    """Rule name → its settings; `true` for its defaults, `false` to leave it out. Those that are not named judge with their
+    defaults, except mean_deviation and threshold, which judge only where they are named."""
+    actions: Actions = Actions()
+    """How findings leave the process."""
+
+    @field_validator("step")
+    @classmethod
+    def _check_step(cls, value: tuple[int | str, ...]) -> tuple[int | str, ...]:
+        parse_steps(value)
+        return value
+
+    @field_validator("rules", mode="before")
+    @classmethod
+    def _check_rules(cls, value: object) -> Mapping[str, RuleOptions]:
+        return make_rules(value)
+
+
+def make_rules(wanted: object) -> dict[str, RuleOptions]:
+    """Return rule name → settings, defaults filled in. Raises PlanError for an unknown rule or setting."""
+    if isinstance(wanted, (list, tuple)):
+        names = [str(name) for name in cast("list[object]", wanted)]
+        return {name: load_rule(name).Options() for name in names}
+    given: dict[str, Any] = dict(cast("Mapping[str, Any]", wanted)) if isinstance(wanted, Mapping) else {}
+    chosen: dict[str, Any] = {name: True for name in rule_names() if name not in OPTIONAL} | given
+    made: dict[str, RuleOptions] = {}
+    for name, settings in chosen.items():
+        rule = load_rule(name)
+        if isinstance(settings, RuleOptions):
+            made[name] = settings
+        elif settings is not False and settings is not None:
+            made[name] = _options(f"rules.{name}", rule.Options, {} if settings is True else settings)
+    return made
+
+
+def _options(path: str, model: type[RuleOptions], settings: Any) -> RuleOptions:
+    if not isinstance(settings, Mapping):
+        raise PlanError(f"monitor: {path}: {settings!r} cannot be used: write true, false or a section of settings")
+    try:
+        return model.model_validate(dict(cast("Mapping[str, Any]", settings)))
+    except ValidationError as error:
+        raise PlanError(_words(error, model, path)) from None
+
+
+def validate(settings: Mapping[str, Any] | bool | None = True) -> MonitorPlan:
+    """Return the monitor's plan of a section. Raises PlanError, which names each key, its value and what was probably meant."""
+    fields = dict(settings) if isinstance(settings, Mapping) else {}
+    try:
+        return MonitorPlan.model_validate(fields)
+    except ValidationError as error:
+        raise PlanError(_words(error, MonitorPlan, "")) from None
+
+
+def _words(error: ValidationError, model: type[BaseModel], path: str) -> str:
+    lines: list[str] = []
+    for problem in error.errors(include_url=False):
+        keys = [path, *(str(piece) for piece in problem["loc"])]
+        where = ".".join(key for key in keys if key)
+        if problem["type"] == "extra_forbidden":
+            known = list(_model_at(model, problem["loc"][:-1]).model_fields)
+            name = str(problem["loc"][-1])
+            hint = did_you_mean(name, known) or f" (there are: {', '.join(known)})"
+            lines.append(f"monitor: {where}: unknown key {name!r}{hint}")
+        else:
+            told = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"monitor: {where}: {problem['input']!r} cannot be used: {told}")
+    return "\n".join(lines)
+
+
+def _model_at(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel]:
+    """Return the section in which a key stands."""
+    for piece in loc:
+        field = model.model_fields.get(str(piece))
+        kind = field.annotation if field else None
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            model = kind
+    return model

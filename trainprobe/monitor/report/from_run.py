@@ -1,0 +1,165 @@
+"""Turns a recorded run into what its page shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.frames import Frame, Spot, Track
+from trainprobe.monitor.report.run_view import Curve, Metric, RunView, Table
+from trainprobe.monitor.scalar_names import role_of
+from trainprobe.monitor.series import Series
+
+COLUMNS = 10_240  # so many collected steps are shown one by one; of more, neighbours are joined
+STATISTICS = ("norm", "absmax", "max", "min", "mean", "std", "zero_share")
+_SHOWN = {"zero_share": "share of zeros", "absmax": "largest magnitude"}
+
+# (kind, first part of the slot) → what the values are called on the page, in the order of the selector
+_NAMES = {
+    ("parameter", "grad"): "gradients",
+    ("parameter", "grad_unclipped"): "gradients before clipping",
+    ("parameter", "grad_unreduced"): "gradients before reduction",
+    ("module", "output"): "activations out",
+    ("module", "input"): "activations in",
+    ("parameter", "value"): "parameters",
+    ("parameter", "value_after"): "parameters after the step",
+    ("parameter", "updated"): "parameters after the step",
+    ("parameter", "main_value"): "master weights",
+    ("parameter", "main_value_after"): "master weights after the step",
+    ("parameter", "update"): "updates",
+    ("module", "grad_output"): "gradients of outputs",
+    ("module", "grad_input"): "gradients of inputs",
+    ("parameter", "exp_avg"): "first moments",
+    ("parameter", "exp_avg_sq"): "second moments",
+    ("parameter", "exp_avg_after"): "first moments after the step",
+    ("parameter", "exp_avg_sq_after"): "second moments after the step",
+}
+_FIRST = ("loss", "gradient norm", "learning rate", "loss scale")
+
+
+def collect_series(frames: Iterable[Frame], series: dict[int, Series]) -> Iterator[Frame]:
+    """Add each frame to the series of its rank, keeping what a page can show, and pass it on."""
+    for frame in frames:
+        series.setdefault(frame.place.rank, Series(COLUMNS, _wanted)).add(frame)
+        yield frame
+
+
+def _wanted(track: Track) -> bool:
+    spot = track.spot
+    return spot.kind == "scalar" or (track.statistic in STATISTICS and spot.phase != "recompute")
+
+
+def view_of(title: str, series: dict[int, Series], findings: Sequence[Finding], meta: dict[str, str]) -> RunView:
+    """Return the page's content for the series of a run."""
+    metrics = _metrics(series)
+    tables = [_worst_table(series)]
+    steps = [s.steps for s in series.values() if s.steps.size]
+    told = dict(meta)
+    if steps:
+        told |= {"steps": f"{min(int(s[0]) for s in steps)} to {max(s.last_step or 0 for s in series.values())}"}
+    told |= {"ranks": str(len(series)), "series": str(sum(len(s.tracks) for s in series.values()))}
+    notes = [
+        f"rank {rank}: each column of the map joins {s.every} collected steps and shows the worst of them"
+        for rank, s in series.items()
+        if s.every > 1
+    ]
+    return RunView(title, told, _scalars(series), metrics, findings, [t for t in tables if t.rows], notes[:1])
+
+
+def _scalars(series: dict[int, Series]) -> dict[str, Curve]:
+    """Return the scalars of the first rank that has each; the well-known ones come first."""
+    found: dict[str, Curve] = {}
+    for _, one in sorted(series.items()):
+        for track in one.tracks:
+            if track.spot.kind == "scalar" and track.spot.name not in found:
+                found[track.spot.name] = one.get(track)
+    order = {role: i for i, role in enumerate(_FIRST)}
+    return dict(sorted(found.items(), key=lambda pair: order.get(role_of(pair[0]) or "", len(order))))
+
+
+def _label(spot: Spot) -> str:
+    first = spot.slot.split(".")[0]
+    known = _NAMES.get((spot.kind, first))
+    return known or (f"{spot.kind} {first.replace('_', ' ')}" if spot.kind != "op" else f"ops {first}")
+
+
+def _row_name(spot: Spot) -> str:
+    rest = spot.slot.partition(".")[2]
+    name = spot.name or "(model)"
+    call = f"[{spot.call}]" if spot.call else ""
+    return name + call + (f" {rest}" if rest not in ("", "0") else "")
+
+
+def _metrics(series: dict[int, Series]) -> list[Metric]:
+    groups: dict[tuple[str, str], dict[str, dict[int, int]]] = {}  # (label, statistic) → row → rank → place in its tracks
+    for rank, one in sorted(series.items()):
+        for i, track in enumerate(one.tracks):
+            if track.spot.kind != "scalar":
+                rows = groups.setdefault((_label(track.spot), track.statistic), {})
+                rows.setdefault(_row_name(track.spot), {}).setdefault(rank, i)
+    labels = list(_NAMES.values())
+    model_order = {row: i for i, row in enumerate(groups.get(("parameters", "norm"), {}))}
+    for (label, _), rows in groups.items():
+        if "gradients" in label:  # they arrive last layer first; the map shows the order of the model
+            backwards = list(rows.items())[::-1]
+            turned = sorted(backwards, key=lambda pair: model_order.get(pair[0], len(model_order)))
+            rows.clear()
+            rows.update(turned)
+    order = {label: i for i, label in enumerate(labels)}
+    wanted = sorted(groups, key=lambda key: (order.get(key[0], len(labels)), key[0], STATISTICS.index(key[1])))
+    return [_metric(label, statistic, groups[label, statistic], series) for label, statistic in wanted]
+
+
+def _metric(label: str, statistic: str, rows: dict[str, dict[int, int]], series: dict[int, Series]) -> Metric:
+    ranks = sorted({rank for places in rows.values() for rank in places})
+    steps = np.unique(np.concatenate([series[rank].steps for rank in ranks]))
+    values = np.zeros((len(ranks), len(rows), steps.size), dtype=np.float32)
+    missing = np.ones(values.shape, dtype=bool)
+    for i, rank in enumerate(ranks):
+        columns = np.searchsorted(steps, series[rank].steps)
+        here = [(r, places[rank]) for r, places in enumerate(rows.values()) if rank in places]
+        where = np.array([r for r, _ in here])
+        got, present = series[rank].matrix([place for _, place in here])
+        values[i][np.ix_(where, columns)] = got
+        missing[i][np.ix_(where, columns)] = ~present
+    keep = ~missing.all(axis=(0, 1))
+    shown = _SHOWN.get(statistic, statistic)
+    return Metric(label, list(rows), steps[keep], values[:, :, keep], shown, missing[:, :, keep], ranks)
+
+
+def worst_offenders(series: dict[int, Series], limit: int = 10) -> list[tuple[str, int, float, float]]:
+    """Return (series, rank, last value, ratio to its own median) of the norms that stand out most at the last step.
+
+    A value that is not finite comes first, with an infinite ratio.
+    """
+    found: list[tuple[str, int, float, float]] = []
+    for rank, one in series.items():
+        chosen = [i for i, t in enumerate(one.tracks) if t.statistic == "norm" and t.spot.kind in ("module", "parameter")]
+        if not chosen or not one.steps.size:
+            continue
+        values, present = one.matrix(chosen)
+        found += [_offence(one.tracks[i], rank, v, p) for i, v, p in zip(chosen, values, present, strict=True) if p[-1]]
+    return sorted(found, key=lambda item: -item[3])[:limit]
+
+
+def _offence(track: Track, rank: int, values: npt.NDArray[np.float32], present: Any) -> tuple[str, int, float, float]:
+    last, past = float(values[-1]), values[present]
+    past = past[np.isfinite(past) & (past > 0)]
+    if not math.isfinite(last):
+        return str(track), rank, last, math.inf
+    usual = float(np.median(past)) if past.size else 0.0
+    ratio = max(last / usual, usual / last) if usual > 0 and last > 0 else 1.0
+    return str(track), rank, last, ratio
+
+
+def _worst_table(series: dict[int, Series]) -> Table:
+    rows = [
+        [name, str(rank), f"{value:.4g}", "not finite" if math.isinf(ratio) else f"{ratio:.3g}"]
+        for name, rank, value, ratio in worst_offenders(series)
+    ]
+    return Table("Farthest from their own median at the last step", ["series", "rank", "value", "factor"], rows)

@@ -1,0 +1,214 @@
+"""Writes the page of a run: a RunView in, one HTML file out that needs no network and no other file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import os
+import zlib
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from trainprobe.engine.records import Finding
+from trainprobe.errors import OutputError
+from trainprobe.monitor.report.planes import Codes, bucket, pack, smallest
+from trainprobe.monitor.report.run_view import Curve, Metric, RunView
+
+CELL_BUDGET = 20_000_000  # bytes of heatmap before compression; a larger run joins neighbouring steps, single ranks first
+CURVE_POINTS = 8_192  # a longer curve keeps the smallest and largest value of each stretch
+SCRIPTS = ("store.js", "format.js", "colour.js", "heatmap.js", "brush.js", "curves.js", "findings.js", "main.js")
+
+
+def write_page(run: RunView, path: str | Path) -> Path:
+    """Write the page to `path` (its folder must exist) and return it; the file appears whole or not at all.
+
+    Raises OutputError when the file cannot be written.
+    """
+    target = Path(path)
+    text = render_page(run)
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(target)
+    except OSError as error:
+        raise OutputError(f"cannot write the report to {target}: {error}; choose another place with -o") from error
+    return target
+
+
+def render_page(run: RunView) -> str:
+    """Return the page as HTML text."""
+    blobs = _Blobs()
+    head = _describe(run, blobs)
+    data = orjson.dumps(head, option=orjson.OPT_SERIALIZE_NUMPY).decode().replace("<", "\\u003c")
+    assets = files("trainprobe.monitor.report") / "assets"
+    script = "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    page = (assets / "page.html").read_text(encoding="utf-8")
+    parts = {
+        "{{title}}": _escape(run.title),
+        "{{style}}": (assets / "style.css").read_text(encoding="utf-8"),
+        "{{blobs}}": blobs.html(),
+        "{{run}}": data,
+        "{{script}}": script,
+    }
+    before, *rest = page.split("{{")
+    pieces = [before]
+    for part in rest:
+        key, tail = part.split("}}", 1)
+        pieces += [parts["{{" + key + "}}"], tail]
+    return "".join(pieces)
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+
+
+class _Blobs:
+    """The page's binary data: each distinct array once, deflated and written as base64."""
+
+    def __init__(self) -> None:
+        self._text: dict[str, str] = {}
+
+    def add(self, array: npt.NDArray[Any]) -> str:
+        raw = np.ascontiguousarray(array).tobytes()
+        key = "b" + hashlib.sha1(raw, usedforsecurity=False).hexdigest()[:12]
+        if key not in self._text:
+            self._text[key] = base64.b64encode(zlib.compress(raw, 6)).decode()
+        return key
+
+    def html(self) -> str:
+        return "\n".join(f'<script type="text/plain" id="{key}">{text}</script>' for key, text in self._text.items())
+
+
+def _describe(run: RunView, blobs: _Blobs) -> dict[str, Any]:
+    every = _steps_a_column(run.metrics)
+    return {
+        "title": run.title,
+        "meta": [[str(k), str(v)] for k, v in run.meta.items()],
+        "scalars": [_describe_curve(name, curve, blobs) for name, curve in run.scalars.items()],
+        "metrics": [_describe_metric(m, every, blobs) for m in run.metrics],
+        "findings": [_describe_finding(f) for f in run.findings],
+        "tables": [{"title": t.title, "columns": list(t.columns), "rows": [list(r) for r in t.rows]} for t in run.tables],
+        "notes": list(run.notes),
+    }
+
+
+def _steps_a_column(metrics: Sequence[Metric]) -> int:
+    """Return how many steps a column of a single rank joins, a power of two; the joined ranks keep eight times finer ones."""
+    every, single, joined = 1, sum(m.values.size for m in metrics), sum(3 * m.values[0].size for m in metrics)
+    while 2 * single / every + (2 if every > 8 else 1) * joined / max(1, every // 8) > CELL_BUDGET and every < 1 << 20:
+        every *= 2
+    return every
+
+
+def _describe_metric(metric: Metric, every: int, blobs: _Blobs) -> dict[str, Any]:
+    packed = pack(metric.values, metric.missing)
+    ranks = list(metric.ranks) or list(range(packed.codes.shape[0]))
+    largest = packed.codes.max(axis=0)
+    joined = max(1, every // 8)
+    views = [
+        _view("largest rank", _planes(largest, joined, blobs), joined),
+        _view("smallest rank", _planes(smallest(packed.codes, 0, largest), joined, blobs), joined),
+    ]
+    if len(ranks) == 1:
+        views, every = [], joined
+    views += [_view(f"rank {r}", _planes(codes, every, blobs), every) for r, codes in zip(ranks, packed.codes, strict=True)]
+    spread = None
+    if packed.spread is not None:
+        wide = pack(10.0 ** packed.spread[None], np.isnan(packed.spread)[None])
+        spread = _view("", _planes(wide.codes[0], joined, blobs), joined)
+        spread |= {"knots": _rounded(wide.knots), "domain": [0.0, max(wide.domain[1], 0.05)]}
+    return {
+        "name": metric.name,
+        "statistic": metric.statistic,
+        "rows": list(metric.rows),
+        "steps": _describe_steps(metric.steps, blobs),
+        "scale": packed.scale,
+        "pivot": packed.pivot,
+        "knots": _rounded(packed.knots),
+        "domain": list(packed.domain),
+        "views": views,
+        "spread": spread,
+    }
+
+
+def _view(label: str, planes: Sequence[str], every: int) -> dict[str, Any]:
+    return {"label": label, "planes": planes, "every": every}
+
+
+def _planes(codes: Codes, every: int, blobs: _Blobs) -> list[str]:
+    """Return the ids of the largest and the smallest plane (the same one where no steps were joined)."""
+    return [blobs.add(plane) for plane in bucket(codes, every)]
+
+
+def _rounded(knots: npt.NDArray[np.float64]) -> list[list[float]]:
+    return [[round(float(k), 5) for k in row] for row in knots]
+
+
+def _describe_steps(steps: npt.NDArray[np.int64], blobs: _Blobs) -> dict[str, Any]:
+    steps = np.asarray(steps, dtype=np.int64)
+    strides = np.diff(steps)
+    if steps.size and (strides.size == 0 or bool((strides == strides[0]).all())):
+        return {"start": int(steps[0]), "stride": int(strides[0]) if strides.size else 1, "count": int(steps.size)}
+    return {"blob": blobs.add(steps.astype(np.float64)), "count": int(steps.size)}
+
+
+def _describe_curve(name: str, curve: Curve, blobs: _Blobs) -> dict[str, Any]:
+    steps, values = np.asarray(curve[0], dtype=np.int64), np.asarray(curve[1], dtype=np.float64)
+    ends = {"first": _number(values[0]), "last": _number(values[-1])} if values.size else {}
+    kept = thin(values, CURVE_POINTS)
+    return {
+        "name": name,
+        **ends,
+        "steps": _describe_steps(steps[kept], blobs),
+        "values": blobs.add(values[kept].astype(np.float32)),
+    }
+
+
+def thin(values: npt.NDArray[np.float64], points: int) -> npt.NDArray[np.int64]:
+    """Return about `points` ascending indices: the ends, and each stretch's smallest, largest and first non-finite value."""
+    n = values.size
+    if n <= points:
+        return np.arange(n)
+    width = math.ceil(n / (points // 2))
+    pad = -n % width
+    grid = np.concatenate([values, np.full(pad, values[-1])]).reshape(-1, width)
+    base = np.arange(grid.shape[0]) * width
+    finite = np.isfinite(grid)
+    high = np.where(finite, grid, -np.inf).argmax(axis=1)
+    low = np.where(finite, grid, np.inf).argmin(axis=1)
+    odd = (~finite).argmax(axis=1)
+    chosen = np.concatenate([base + high, base + low, (base + odd)[~finite.all(axis=1) & (~finite).any(axis=1)], [0, n - 1]])
+    return np.unique(np.minimum(chosen, n - 1))
+
+
+def _describe_finding(finding: Finding) -> dict[str, Any]:
+    site, place = finding.site, finding.place
+    return {
+        "rule": finding.rule,
+        "severity": finding.severity,
+        "message": finding.message,
+        "step": finding.step,
+        "rank": place.rank if place else None,
+        "name": site.name if site else None,
+        "slot": site.slot if site else None,
+        "kind": site.kind if site else None,
+        "measured": _number(finding.measured),
+        "expected": _number(finding.expected),
+        "floor": _number(finding.floor),
+        "next": finding.next,
+    }
+
+
+def _number(value: float | str | None) -> float | str | None:
+    """Return a number that JSON can hold: NaN and infinities become their names."""
+    if value is None or isinstance(value, str):
+        return value
+    value = float(value)
+    return value if math.isfinite(value) else {True: "NaN", False: "+inf" if value > 0 else "-inf"}[math.isnan(value)]

@@ -1,0 +1,73 @@
+"""What a report shows, as plain data: anything that can fill these four dataclasses can have a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.engine.records import Finding
+from trainprobe.errors import UsageError
+
+Floats = npt.NDArray[np.floating]
+Curve = tuple[Sequence[int] | npt.NDArray[np.int64], Sequence[float] | Floats]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Metric:
+    """One heatmap: a statistic of one kind of value, for each rank, row and step.
+
+    name: what the values are (`gradients`, `activations out`); metrics of the same name are one entry in the page's
+    selector, and `statistic` (`norm`, `max`, …) the other. rows: one name a row, in the order of the model. steps:
+    ascending step numbers [S]. values: floats [ranks, rows, S]; NaN and infinities are shown as what they are.
+    missing: bool [ranks, rows, S], True where nothing was recorded (None: nothing is missing). ranks: the rank numbers.
+    Raises UsageError when the shapes do not fit each other.
+    """
+
+    name: str
+    rows: Sequence[str]
+    steps: npt.NDArray[np.int64]
+    values: Floats
+    statistic: str = "norm"
+    missing: npt.NDArray[np.bool_] | None = None
+    ranks: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        """Hold the shapes to each other, so that a wrong axis order is an error here and not a wrong picture."""
+        wanted = (len(self.rows), len(self.steps))
+        if self.values.ndim != 3 or self.values.shape[1:] != wanted:
+            raise UsageError(
+                f"metric {self.name!r}: values have shape {self.values.shape}, but {len(self.rows)} rows and "
+                f"{len(self.steps)} steps need [ranks, {wanted[0]}, {wanted[1]}]; transpose the array"
+            )
+        if self.missing is not None and self.missing.shape != self.values.shape:
+            raise UsageError(f"metric {self.name!r}: missing has shape {self.missing.shape}, values {self.values.shape}")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A titled table of texts shown at the end of the page."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunView:
+    """All that the page of one run shows.
+
+    meta: label → text, shown under the title. scalars: name → (steps [S], values [S]), drawn as curves in this order.
+    metrics: the heatmaps. findings: what the rules said, in any order. tables: shown last. notes: sentences on what was
+    not seen, shown beside the findings.
+    """
+
+    title: str
+    meta: Mapping[str, str] = field(default_factory=dict[str, str])
+    scalars: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
+    metrics: Sequence[Metric] = ()
+    findings: Sequence[Finding] = ()
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()

@@ -1,0 +1,79 @@
+"""Rules: each file here is one, named for its file, and found by that name in a plan or after `trainprobe judge --rules`.
+
+A rule is a class `Options` (its settings, with a docstring below every one) and a function
+
+    check(frame: Frame, memory: Memory, options: Options) -> list[Finding]
+
+that is called once for each collected step of one rank, in order. All it knows of the past is `memory`, which it changes
+and which is written as JSON; so the same rule gives the same findings live, after a restart, and offline on a recorded
+run. Other packages bring rules through the entry point group `trainprobe.rules`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
+
+from trainprobe.engine.records import Finding
+from trainprobe.engine.selection import parse_names
+from trainprobe.errors import PlanError, did_you_mean
+from trainprobe.monitor.frames import Frame
+from trainprobe.monitor.memory import Memory
+
+Severity: TypeAlias = Literal["info", "warning", "error"]
+Action: TypeAlias = Literal["log", "alert", "dump", "stop"]
+Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+Actions: TypeAlias = Annotated[tuple[Action, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+
+OPTIONAL = ("mean_deviation", "threshold")  # rules that judge only where a plan names them
+
+
+class RuleOptions(BaseModel):
+    """The settings that every rule has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    names: Patterns = ("**",)
+    """Patterns of the modules, parameters and scalars that are judged; a leading `!` excludes."""
+    severity: Severity = "warning"
+    """How grave a finding of this rule is."""
+    actions: Actions = ("log",)
+    """What a finding does: log, alert (console, webhook, callback), dump (the next steps in full), stop (end the run)."""
+
+    @field_validator("names")
+    @classmethod
+    def _check_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return parse_names(value).patterns
+
+
+class Rule(Protocol):
+    """What the module of a rule holds."""
+
+    __name__: str
+    Options: type[RuleOptions]
+
+    def check(self, frame: Frame, memory: Memory, options: Any) -> list[Finding]:
+        """Judge one step."""
+        ...
+
+
+def rule_names() -> list[str]:
+    """Return the names of all rules: the files of this folder and what other packages bring."""
+    here = {path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_")}
+    return sorted(here | {point.name for point in importlib.metadata.entry_points(group="trainprobe.rules")})
+
+
+@cache
+def load_rule(name: str) -> Rule:
+    """Return the module of a rule. Raises PlanError for a name that is none."""
+    if (Path(__file__).parent / f"{name}.py").exists() and not name.startswith("_"):
+        return importlib.import_module(f"{__name__}.{name}")  # pyright: ignore[reportReturnType]
+    for point in importlib.metadata.entry_points(group="trainprobe.rules", name=name):
+        return point.load()
+    known = rule_names()
+    raise PlanError(f"{name!r} is not a rule{did_you_mean(name, known)} (there are: {', '.join(known)})")

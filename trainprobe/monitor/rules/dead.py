@@ -1,0 +1,61 @@
+"""A layer that passes nothing on: its output, or the gradient of a parameter, is zero.
+
+An output is dead when its share of exact zeros is at least `share`, the gradient of a parameter when its norm is exactly
+zero, at `patience` collected steps in a row. Where no share of zeros is known, a norm of exactly zero decides.
+
+Source: dying rectifiers as described by Lu et al. (2019), "Dying ReLU and initialization".
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.frames import Frame, Selection
+from trainprobe.monitor.memory import Memory
+from trainprobe.monitor.rules import RuleOptions
+
+
+class Options(RuleOptions):
+    """Settings of the rule `dead`."""
+
+    share: float = 0.999
+    """The share of exact zeros in an output from which it counts as dead."""
+    patience: int = 20
+    """At how many collected steps in a row it must have been dead."""
+
+
+def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
+    """Find outputs and gradients that have been zero for too long."""
+    chosen = (
+        Selection(("module",), ("output",), ("zero_share", "norm"), options.names),
+        Selection(("parameter",), ("grad",), ("norm",), options.names),
+    )
+    places, rows = memory.watch(frame, chosen)
+    if not places.size:
+        return []
+    share = memory.array("share", fill=-1)
+    for place, row in zip(places[share[rows] < 0].tolist(), rows[share[rows] < 0].tolist(), strict=True):
+        share[row] = frame.tracks.tracks[frame.at[place]].statistic == "zero_share"
+    values = frame.values[places]
+    dead = np.where(share[rows] == 1, values >= options.share, values == 0)
+    ripe = memory.newly("dead", rows, memory.lasting("zero", rows, dead) >= options.patience)
+    if not ripe.any():
+        return []
+    spots = list(dict.fromkeys(frame.tracks.tracks[t].spot for t in frame.at[places[ripe]].tolist()))
+    first = spots[0]
+    what = "the gradient of" if first.kind == "parameter" else "the output of"
+    others = f", and {len(spots) - 1} more" if len(spots) > 1 else ""
+    return [
+        Finding(
+            rule="dead",
+            severity=options.severity,
+            message=f"{what} {first.name} has been zero at {options.patience} collected steps in a row{others}",
+            step=frame.step,
+            place=frame.place,
+            site=first.site(),
+            measured=float(values[ripe][0]),
+            expected="less than all zeros",
+            next="look at what feeds it: a dead activation, a mask, a detached tensor, or a branch that is never taken",
+        )
+    ]

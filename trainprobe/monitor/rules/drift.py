@@ -1,0 +1,114 @@
+"""A level that creeps away: the recent level of a series against its own long-term level, on the log scale.
+
+With x = ln|value|, fast and slow exponential means f += (x - f)/`fast` and s += (x - s)/`slow`, a series drifts when
+
+    f - s > ln `limit`        for `patience` collected steps in a row
+
+For the loss the limit is `loss_limit` and s is the lowest f so far, because a healthy loss never goes back. A single value
+enters clipped to a factor of three. After a finding s starts anew at f. Only upward drift is judged: a level that falls is
+what training does.
+
+Source: moving average convergence/divergence as in process control (Roberts, 1959, for the exponential mean).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
+from trainprobe.monitor.memory import Memory
+from trainprobe.monitor.rules import RuleOptions
+from trainprobe.monitor.scalar_names import role_of
+
+ROLES = {"loss", "gradient norm"}
+
+
+class Options(RuleOptions):
+    """Settings of the rule `drift`."""
+
+    limit: float = 16.0
+    """How many times its long-term level a norm may reach."""
+    loss_limit: float = 1.2
+    """The same for the loss."""
+    fast: int = 16
+    """Time constant of the recent level, in collected steps."""
+    slow: int = 256
+    """Time constant of the long-term level, in collected steps."""
+    warmup: int = 64
+    """How many collected steps pass before anything is judged."""
+    patience: int = 16
+    """For how many collected steps the level must have left."""
+
+
+def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
+    """Find the series whose recent level has left its long-term level."""
+    chosen = (
+        Selection(("scalar",), (), ("value",), options.names),
+        Selection(("module",), ("output",), ("norm",), options.names),
+        Selection(("parameter",), ("value",), ("norm",), options.names),
+    )
+    places, rows = memory.watch(frame, chosen)
+    if not places.size:
+        return []
+    limits = _limits(frame, memory, options, places, rows)
+    size = np.abs(frame.values[places])
+    usable = np.isfinite(size) & (size > 0) & (limits > 0)
+    rows, places, limits = rows[usable], places[usable], limits[usable]
+    fast, slow = _means(memory, options, rows, np.log(size[usable]), _is_loss(frame, memory, places, rows))
+    left = (fast - slow > np.log(limits)) & (memory.array("count", fill=0)[rows] > options.warmup)
+    ripe = memory.lasting("left", rows, left) >= options.patience
+    if not ripe.any():
+        return []
+    memory.array("slow", fill=0.0)[rows[ripe]] = fast[ripe]
+    worst = int(np.argmax(np.where(ripe, fast - slow, -np.inf)))
+    return [
+        _finding(frame, options, int(places[worst]), float(np.exp(fast[worst])), float(np.exp(slow[worst])), int(ripe.sum()))
+    ]
+
+
+def _limits(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64) -> F64:
+    """Return the limit of each series; 0 for scalars that are neither loss nor gradient norm."""
+    limit = memory.array("limit", fill=-1.0)
+    for place, row in zip(places[limit[rows] < 0].tolist(), rows[limit[rows] < 0].tolist(), strict=True):
+        spot = frame.tracks.tracks[frame.at[place]].spot
+        role = role_of(spot.name) if spot.kind == "scalar" else "gradient norm"
+        limit[row] = {"loss": options.loss_limit, "gradient norm": options.limit}.get(role or "", 0.0)
+    return limit[rows]
+
+
+def _is_loss(frame: Frame, memory: Memory, places: I64, rows: I64) -> Bools:
+    loss = memory.array("loss", fill=-1)
+    for place, row in zip(places[loss[rows] < 0].tolist(), rows[loss[rows] < 0].tolist(), strict=True):
+        spot = frame.tracks.tracks[frame.at[place]].spot
+        loss[row] = spot.kind == "scalar" and role_of(spot.name) == "loss"
+    return loss[rows] == 1
+
+
+def _means(memory: Memory, options: Options, rows: I64, x: F64, loss: Bools) -> tuple[F64, F64]:
+    """Update and return the recent and the long-term level; until the warm-up is over both are plain means."""
+    count, fast, slow = memory.array("count", fill=0), memory.array("fast", fill=0.0), memory.array("slow", fill=0.0)
+    n = count[rows]
+    moved = np.where(n == 0, x, fast[rows] + np.clip(x - fast[rows], -np.log(3), np.log(3)))
+    fast[rows] += (moved - fast[rows]) / np.minimum(n + 1, options.fast)
+    lowest = np.where(n + 1 < options.fast, fast[rows], np.minimum(slow[rows], fast[rows]))
+    mean = slow[rows] + (moved - slow[rows]) / np.minimum(n + 1, options.slow)
+    slow[rows] = np.where(loss, lowest, mean)
+    count[rows] = n + 1
+    return fast[rows], slow[rows]
+
+
+def _finding(frame: Frame, options: Options, place: int, recent: float, usual: float, how_many: int) -> Finding:
+    track = frame.tracks.tracks[frame.at[place]]
+    others = f"; {how_many - 1} other series drifted with it" if how_many > 1 else ""
+    return Finding(
+        rule="drift",
+        severity=options.severity,
+        message=f"{track} has crept up to {recent:.4g}, {recent / usual:.3g} times its long-term level {usual:.4g}{others}",
+        step=frame.step,
+        place=frame.place,
+        site=track.spot.site(),
+        measured=recent,
+        expected=usual,
+        next="find the step at which the curve begins to rise: `trainprobe report` on this folder shows it",
+    )

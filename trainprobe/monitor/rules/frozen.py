@@ -1,0 +1,88 @@
+"""A parameter that does not move although it has a gradient: its fingerprint (or all its statistics) stays the same.
+
+A parameter is frozen when its value is bit-equal (by checksum; without one, when norm, largest magnitude and mean are
+all equal) at `patience` collected steps in a row, while its gradient was not zero and the learning rate is not zero.
+Where gradients are not collected, a parameter counts only if it has moved before. A parameter that is frozen on purpose has
+no gradient and is not judged.
+
+Typical causes: the optimizer holds other tensors than the model (accelerate issue 2665), or the update is smaller than half
+a unit in the last place of a bfloat16 weight and rounds away.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.frames import I64, Bools, Frame, Selection, Spot
+from trainprobe.monitor.memory import Memory
+from trainprobe.monitor.rules import RuleOptions
+from trainprobe.monitor.scalar_names import scalar
+
+
+class Options(RuleOptions):
+    """Settings of the rule `frozen`."""
+
+    patience: int = 10
+    """At how many collected steps in a row nothing may have moved."""
+
+
+def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
+    """Find parameters that have not moved for too long."""
+    statistics = ("checksum", "norm", "absmax", "mean")
+    places, rows = memory.watch(frame, [Selection(("parameter",), ("value",), statistics, options.names)])
+    if not places.size:
+        return []
+    last, values = memory.array("last", fill=np.nan), frame.values[places]
+    same, new = last[rows] == values, np.isnan(last[rows])
+    last[rows] = values
+    spots, member = np.unique(frame.tracks.spots_of(frame.at[places]), return_inverse=True)
+    stays = _per_spot(frame, places, member, spots.size, same)
+    addresses = [frame.tracks.spots[s] for s in spots.tolist()]
+    keys = np.array([memory.row(f"parameter\t{spot.name}\t{spot.call}") for spot in addresses])
+    ever = memory.array("ever", fill=False)
+    ever[keys] |= ~stays & (np.bincount(member, new, spots.size) == 0)
+    pulled = _pulled(frame, addresses, stays, ever[keys])
+    held = memory.lasting("still", keys, stays & pulled)
+    ripe = memory.newly("frozen", keys, held >= options.patience)
+    if not ripe.any():
+        return []
+    return [_finding(frame, options, [addresses[i] for i in np.flatnonzero(ripe).tolist()], len(spots))]
+
+
+def _per_spot(frame: Frame, places: I64, member: I64, n: int, same: Bools) -> Bools:
+    """Tell for each parameter whether all its statistics stayed; its checksum alone decides where there is one."""
+    exact = np.array([frame.tracks.tracks[t].statistic == "checksum" for t in frame.at[places].tolist()])
+    has_exact = np.bincount(member, exact, n) > 0
+    moved = np.bincount(member, ~same & (exact | ~has_exact[member]), n) > 0
+    return ~moved
+
+
+def _pulled(frame: Frame, spots: list[Spot], stays: Bools, ever: Bools) -> Bools:
+    """Tell whether something should have moved each parameter: a gradient, or where none is seen, that it moved before."""
+    rate = scalar(frame.scalars, "learning rate")
+    if (rate is not None and rate == 0) or not stays.any():
+        return np.zeros(len(spots), dtype=bool)
+    gradients: dict[str, float] = {}
+    for t, value in zip(frame.at.tolist(), frame.values.tolist(), strict=True):
+        spot, statistic = frame.tracks.tracks[t]
+        if spot.kind == "parameter" and spot.slot == "grad" and statistic in ("norm", "absmax"):
+            gradients[spot.name] = max(gradients.get(spot.name, 0.0), value)
+    if not gradients:
+        return ever
+    return np.array([gradients.get(spot.name, 0.0) > 0 for spot in spots])
+
+
+def _finding(frame: Frame, options: Options, spots: list[Spot], of: int) -> Finding:
+    others = f" and {len(spots) - 1} more of {of} parameters" if len(spots) > 1 else ""
+    return Finding(
+        rule="frozen",
+        severity=options.severity,
+        message=f"{spots[0].name}{others} did not change over {options.patience} collected steps although it has a gradient",
+        step=frame.step,
+        place=frame.place,
+        site=spots[0].site(),
+        measured="unchanged",
+        expected="changed by every update",
+        next="check that the optimizer holds this very parameter, and that its update does not round away in its dtype",
+    )

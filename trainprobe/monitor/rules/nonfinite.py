@@ -1,0 +1,151 @@
+"""A NaN or an infinity, and where it was born: the first call whose inputs were finite and whose output was not.
+
+Walks the step in execution order. In the forward pass an origin is a call with finite inputs and parameters and a
+non-finite output; in the backward pass finite gradients of outputs and a non-finite gradient of inputs or of a
+parameter; in the optimizer finite gradients and a non-finite update, state or parameter. Of nested modules the innermost
+is named. Minus infinity alone is not counted, because attention masks are made of it. While a dynamic loss
+scale is in use, infinite gradients are how it finds its limit: a few such steps are only worth a note.
+
+Source: the "first divergence" of TrainCheck and the overflow checks of mixed precision training (Micikevicius et al., 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+import numpy as np
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.frames import INFINITE, NOT_A_NUMBER, Frame, Spot
+from trainprobe.monitor.memory import Memory
+from trainprobe.monitor.rules import RuleOptions, Severity
+from trainprobe.monitor.scalar_names import scalar
+
+_ENTERS = {
+    "forward": {"input", "kwargs", "value", "parameters"},
+    "recompute": {"input", "kwargs", "value", "parameters"},
+    "backward": {"grad_output"},
+}
+_PASS = {"forward": "forward pass", "recompute": "recomputed forward pass", "backward": "backward pass"}
+
+
+class Options(RuleOptions):
+    """Settings of the rule `nonfinite`."""
+
+    severity: Severity = "error"
+    """How grave a finding of this rule is."""
+    scaler_patience: int = 3
+    """So many steps in a row may have infinite gradients while a loss scale above 1 is in use."""
+
+
+def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
+    """Name the origin when a step has the first non-finite value after a finite step."""
+    bad = frame.bad >= INFINITE
+    before = memory.numbers.get("bad", 0.0)
+    memory.numbers["bad"] = before + 1 if bad.any() else 0.0
+    if not bad.any():
+        return []
+    scaled = _only_gradients_under_a_scale(frame, bad)
+    told = memory.numbers.get("told", 0.0) if before else 0.0
+    grave = not scaled or before >= options.scaler_patience
+    level = 2.0 if grave else 1.0
+    memory.numbers["told"] = max(told, level)
+    if told >= level:
+        return []
+    return [_finding(frame, options.severity if grave else "info", scaled)]
+
+
+def _only_gradients_under_a_scale(frame: Frame, bad: np.ndarray) -> bool:
+    scale = scalar(frame.scalars, "loss scale")
+    if scale is None or not scale > 1:
+        return False
+    phases = {frame.tracks.spots[s].phase for s in frame.spots[bad].tolist()}
+    return phases <= {"backward", "optimizer", "step"} and not _loss_is_bad(frame)
+
+
+def _loss_is_bad(frame: Frame) -> bool:
+    loss = scalar(frame.scalars, "loss")
+    return loss is not None and not np.isfinite(loss)
+
+
+def _finding(frame: Frame, severity: Severity, scaled: bool) -> Finding:
+    spot, how = find_origin(frame)
+    worst = frame.bad[frame.spots == frame.tracks.spot(spot)].max(initial=INFINITE)
+    what = "NaN" if worst == NOT_A_NUMBER else "infinity"
+    text = f"the first {what} of step {frame.step} is in {describe(spot)}: {how}"
+    if scaled:
+        text += "; the loss scaler skips such a step and lowers the scale"
+    return Finding(
+        rule="nonfinite",
+        severity=severity,
+        message=text,
+        step=frame.step,
+        place=frame.place,
+        site=spot.site(),
+        measured=what,
+        expected="finite",
+        next=f"collect step {frame.step} again in full (level: mix) and run `trainprobe compare` on it to see the op",
+    )
+
+
+def find_origin(frame: Frame) -> tuple[Spot, str]:
+    """Return the first place where finite values gave a non-finite one, and how it came about, in words.
+
+    The frame must hold a value that is not finite.
+    """
+    spots = [frame.tracks.spots[s] for s in frame.spots.tolist()]
+    bad = (frame.bad >= INFINITE).tolist()
+    first_bad = next(spot for spot, b in zip(spots, bad, strict=True) if b)
+    ordered = [(entered, result) for result, entered_bad, entered in _calls(spots, bad) if not entered_bad]
+    if first_bad.kind == "parameter" and first_bad.phase == "forward":
+        return first_bad, "it was not finite before the step began: the update of an earlier step wrote it"
+    if not ordered:
+        return first_bad, "it was there when the step first looked, so it came in with the data or from an earlier step"
+    inner = _innermost(ordered[0][1], [result for _, result in ordered])
+    return inner, _how(inner, next(entered for entered, result in ordered if result == inner))
+
+
+def _calls(spots: list[Spot], bad: list[bool]) -> Iterable[tuple[Spot, bool, bool]]:
+    """Yield (its first bad result, whether what entered was bad, whether anything entered) for calls with a bad result."""
+    paired = list(zip(spots, bad, strict=True))
+    for _, group in groupby(paired, key=lambda pair: _owner(pair[0])):
+        members = list(group)
+        enters = [b for spot, b in members if spot.slot.split(".")[0] in _ENTERS.get(spot.phase, ())]
+        results = [spot for spot, b in members if b and spot.slot.split(".")[0] not in _ENTERS.get(spot.phase, ())]
+        if results:
+            yield results[0], any(enters), bool(enters)
+
+
+def _owner(spot: Spot) -> tuple[object, ...]:
+    """Return what joins the values of one call: a module's parameters belong to its forward call."""
+    name = spot.name.rpartition(".")[0] if spot.slot == "value" and spot.kind == "parameter" else spot.name
+    return (spot.phase, name, spot.call, spot.slot if spot.phase == "optimizer" else "")
+
+
+def _innermost(first: Spot, candidates: list[Spot]) -> Spot:
+    """Go down from the first origin to the innermost module inside it that is an origin too."""
+    here = first
+    for spot in candidates[candidates.index(first) + 1 :]:
+        inside = spot.kind == "op" or here.name in ("", "root") or spot.name.startswith(f"{here.name}.")
+        if spot.phase == first.phase and here.kind == "module" and inside:
+            here = spot
+    return here
+
+
+def _how(spot: Spot, entered: bool) -> str:
+    if spot.kind == "scalar":
+        return "everything else that was collected in this step is finite"
+    if spot.phase == "optimizer":
+        return "the gradients were finite, the optimizer made it"
+    if spot.slot.startswith("grad") and spot.kind == "parameter":
+        return "the forward pass was finite, it arose in the backward pass"
+    known = "its inputs were finite" if entered else "what went into it was not collected"
+    return f"{known}, it arose in the {_PASS.get(spot.phase, spot.phase)}"
+
+
+def describe(spot: Spot) -> str:
+    """Name a place in words."""
+    if spot.kind == "scalar":
+        return spot.name
+    return f"{spot.kind} {spot.name or '(the whole model)'}, {spot.slot.replace('_', ' ')}"

@@ -1,0 +1,121 @@
+"""A value far above its own recent level: robust z-score on the log scale.
+
+With x = ln|value| and the last `window` values of the same series,
+
+    z = (x - median) / max(1.4826 · MAD, 0.05)          MAD = median of |x_i - median|
+
+and a spike is z > `z` with value / median > r = `ratio` (`loss_ratio` for the loss, which moves less) that also exceeds each
+of the last four values by a factor of sqrt(r), so that a climb, as at the end of a warm-up, is no spike. Nothing is judged
+before `warmup` values. A spike enters the history clipped to the alarm line, so that one bad value does not poison it and a
+lasting change of level is learnt. Median and MAD are renewed every eighth value. Spikes less than eight collected steps apart
+are one event, told once, and again when one is four times higher than what was told.
+
+Sources: the modified z-score of Iglewicz and Hoaglin (1993); spike rules of OLMo (6 standard deviations over 128 steps)
+and ZClip (Kumar et al., 2025), here with robust estimates.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.frames import F64, I64, Frame, Selection
+from trainprobe.monitor.memory import Memory
+from trainprobe.monitor.rules import RuleOptions
+from trainprobe.monitor.scalar_names import role_of
+
+RENEW = 8
+RECENT = 4
+ESCALATION = 4.0
+LEAST_SPREAD = 0.05
+
+
+class Options(RuleOptions):
+    """Settings of the rule `spike`."""
+
+    z: float = 8.0
+    """Robust standard deviations above the median that make a spike."""
+    ratio: float = 4.0
+    """A spike is at least so many times the median."""
+    loss_ratio: float = 1.4
+    """The same for the loss."""
+    window: int = 128
+    """How many collected steps are remembered."""
+    warmup: int = 64
+    """How many collected steps pass before anything is judged."""
+
+
+def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
+    """Find the series that jumped in this step; one finding an event, with the largest jump and how many rose with it."""
+    chosen = (
+        Selection(("scalar",), (), ("value",), options.names),
+        Selection(("module",), ("output", "grad_input", "grad_output"), ("norm",), options.names),
+        Selection(("parameter",), ("grad", "update"), ("norm",), options.names),
+    )
+    places, rows = memory.watch(frame, chosen)
+    if not places.size:
+        return []
+    ratios = _ratios(frame, memory, options, places, rows)
+    size = np.abs(frame.values[places])
+    usable = np.isfinite(size) & (size > 0) & (ratios > 0)
+    x = np.log(np.where(usable, size, 1.0))
+    count = memory.array("count", fill=0)[rows]
+    middle, spread = memory.array("middle", fill=0.0)[rows], memory.array("spread", fill=1.0)[rows]
+    z = (x - middle) / spread
+    known = count >= options.warmup
+    least = np.log(np.maximum(ratios, 1e-9))
+    jumped = usable & known & (z > options.z) & (x - middle > least) & (x - _recent(memory, rows) > least / 2)
+    clipped = np.where(known, np.minimum(x, middle + options.z * spread), x)
+    _remember(memory, options, rows[usable], clipped[usable], x[usable])
+    worst = int(np.argmax(np.where(jumped, x - middle, -np.inf)))
+    event = memory.row("event")
+    begins = memory.newly("event", np.array([event]), np.array([bool(jumped.any())]), rearm=RENEW)[0]
+    if not jumped.any() or (not begins and x[worst] - middle[worst] < memory.numbers["height"] + np.log(ESCALATION)):
+        return []
+    memory.numbers["height"] = float(x[worst] - middle[worst])
+    return [_finding(frame, options, int(places[worst]), float(np.exp(middle[worst])), float(z[worst]), int(jumped.sum()))]
+
+
+def _ratios(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64) -> F64:
+    """Return the least jump of each series; 0 for scalars that are neither loss nor gradient norm."""
+    ratio = memory.array("ratio", fill=-1.0)
+    for place, row in zip(places[ratio[rows] < 0].tolist(), rows[ratio[rows] < 0].tolist(), strict=True):
+        spot = frame.tracks.tracks[frame.at[place]].spot
+        by_role = {"loss": options.loss_ratio, "gradient norm": options.ratio}
+        ratio[row] = options.ratio if spot.kind != "scalar" else by_role.get(role_of(spot.name) or "", 0.0)
+    return ratio[rows]
+
+
+def _recent(memory: Memory, rows: I64) -> F64:
+    """Return the largest of the last four values of each series, [n]: what has been climbing does not jump."""
+    return memory.array("recent", width=RECENT, fill=-np.inf)[rows].max(axis=1)
+
+
+def _remember(memory: Memory, options: Options, rows: I64, clipped: F64, x: F64) -> None:
+    ring, count = memory.array("ring", width=options.window, fill=np.nan), memory.array("count", fill=0)
+    ring[rows, count[rows] % options.window] = clipped
+    memory.array("recent", width=RECENT, fill=-np.inf)[rows, count[rows] % RECENT] = x
+    count[rows] += 1
+    due = rows[(count[rows] >= options.warmup) & ((count[rows] % RENEW == 0) | (count[rows] == options.warmup))]
+    if due.size:
+        middle = np.nanmedian(ring[due], axis=1)
+        memory.array("middle", fill=0.0)[due] = middle
+        mad = np.nanmedian(np.abs(ring[due] - middle[:, None]), axis=1)
+        memory.array("spread", fill=1.0)[due] = np.maximum(1.4826 * mad, LEAST_SPREAD)
+
+
+def _finding(frame: Frame, options: Options, place: int, usual: float, z: float, how_many: int) -> Finding:
+    track, value = frame.tracks.tracks[frame.at[place]], float(frame.values[place])
+    others = f"; {how_many - 1} other series jumped with it" if how_many > 1 else ""
+    return Finding(
+        rule="spike",
+        severity=options.severity,
+        message=f"{track} jumped to {value:.4g}, {abs(value) / usual:.3g} times its usual {usual:.4g} "
+        f"(robust z = {z:.1f}){others}",
+        step=frame.step,
+        place=frame.place,
+        site=track.spot.site(),
+        measured=value,
+        expected=usual,
+        next="look at the batch of this step and the one before; a lower peak learning rate or clipping is the usual cure",
+    )

@@ -1,0 +1,86 @@
+"""Reads a run's folder back for the monitor: frames of every rank, and the findings made while it ran.
+
+Looks for record logs (`rank{R}/records.jsonl`) first, because they hold everything, then for a dump (`step{N}/rank{R}/`), and
+then for metric CSV files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trainprobe.engine.dumps.layout import FINDINGS_FILE, LOG_FILE, find_steps
+from trainprobe.engine.dumps.log import read_log
+from trainprobe.engine.dumps.read import read_step
+from trainprobe.engine.records import Finding, Place, Site
+from trainprobe.errors import FormatError
+from trainprobe.monitor.frames import Frame, Tracks, frame_of_records, frame_of_reel
+from trainprobe.monitor.metric_files import read_metrics
+
+
+def read_frames(folder: Path) -> Iterator[Frame]:
+    """Yield the frames of a run, those of each rank in the order of its steps.
+
+    folder: a run's folder, a rank's folder, or one `records.jsonl` or metric CSV file. Raises FormatError when there is
+    nothing to read.
+    """
+    if not folder.exists():
+        raise FormatError(f"{folder} does not exist: name the folder that the run wrote to (`output` of its plan)")
+    logs = find_logs(folder)
+    if logs:
+        for log in logs:
+            tracks = Tracks()
+            for reel in read_log(log):
+                yield frame_of_reel(reel, tracks)
+        return
+    tables: dict[int, Tracks] = {}
+    steps = find_steps(folder) if folder.is_dir() else {}
+    for step_folder in steps.values():
+        for rank, reel in sorted(read_step(step_folder).items()):
+            yield frame_of_records(reel.step, reel.place, reel.records(), tables.setdefault(rank, Tracks()), reel.complete)
+    if steps:
+        return
+    for step in read_metrics(folder):
+        yield frame_of_records(step.step, step.place, step.records, tables.setdefault(step.place.rank, Tracks()))
+
+
+def find_logs(folder: Path) -> list[Path]:
+    """Return the record logs under a folder, by rank."""
+    if folder.is_file():
+        return [folder] if folder.suffix == ".jsonl" else []
+    found = [path for path in folder.rglob(LOG_FILE) if not any(p.startswith(".") for p in path.relative_to(folder).parts)]
+    return sorted(found, key=lambda path: (len(path.parent.name), path.parent.name, str(path)))
+
+
+def read_findings(folder: Path) -> list[Finding]:
+    """Return the findings that a run wrote, in the order of ranks and lines; a torn last line is left out."""
+    files = sorted(folder.rglob(FINDINGS_FILE)) if folder.is_dir() else []
+    found: list[Finding] = []
+    for file in files:
+        for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
+            try:
+                found.append(finding_of(orjson.loads(line)))
+            except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+                raise FormatError(f"{file}, line {number}: not a finding: {error!r}") from None
+    return found
+
+
+def finding_of(text: Mapping[str, Any]) -> Finding:
+    """Return the finding that a JSON object describes."""
+    place, site = text.get("place"), text.get("site")
+    axes: Mapping[str, Sequence[int]] = (place or {}).get("axes") or {}
+    return Finding(
+        rule=str(text["rule"]),
+        severity=text["severity"],
+        message=str(text["message"]),
+        step=text.get("step"),
+        place=Place(place["rank"], place["world_size"], {k: (v[0], v[1]) for k, v in axes.items()}) if place else None,
+        site=Site(site["kind"], site["name"], site["slot"], site.get("call", 0), site.get("cls", "")) if site else None,
+        measured=text.get("measured"),
+        expected=text.get("expected"),
+        floor=text.get("floor"),
+        next=text.get("next"),
+    )

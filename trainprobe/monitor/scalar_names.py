@@ -1,0 +1,28 @@
+"""What a scalar is, from what people call it: the loss, the gradient norm, the learning rate, the loss scale."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+Role = Literal["loss", "gradient norm", "learning rate", "loss scale"]
+
+# the first pattern that fits decides: "loss scale" is asked before "loss"
+_ROLES: tuple[tuple[Role, re.Pattern[str]], ...] = (
+    ("loss scale", re.compile(r"(loss|grad)[ _./-]?scal(e|ing)")),
+    ("gradient norm", re.compile(r"grad(ient)?s?[ _./-]?norm|\bgnorm\b")),
+    ("learning rate", re.compile(r"learning[ _./-]?rate|(^|[ _./-])lr($|[ _./-])")),
+    ("loss", re.compile(r"(^|[ _./-])loss($|[ _./-])")),
+)
+
+
+def role_of(name: str) -> Role | None:
+    """Return what the scalar `name` is, or None."""
+    lower = name.lower()
+    return next((role for role, pattern in _ROLES if pattern.search(lower)), None)
+
+
+def scalar(scalars: Mapping[str, float], role: Role) -> float | None:
+    """Return the first scalar of a role, or None."""
+    return next((value for name, value in scalars.items() if role_of(name) == role), None)

@@ -1,0 +1,118 @@
+"""The numbers of a run over its steps: track → (steps, values), built from frames as they come, in bounded memory.
+
+Every rank has a matrix [tracks, columns]. A column is one collected step; when there are more than `capacity`, neighbouring
+columns are joined two by two and each keeps the worse of the two numbers (a NaN, then the larger magnitude), so that
+nothing that stood out is lost. Rules do not read from here: they keep their own small memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Track, Tracks
+
+CAPACITY = 4096
+
+
+class Series:
+    """The series of one rank. wanted: which tracks are kept (all by default)."""
+
+    def __init__(self, capacity: int = CAPACITY, wanted: Callable[[Track], bool] | None = None) -> None:
+        self.capacity = max(4, capacity - capacity % 2)
+        self.every = 1  # how many collected steps a column joins
+        self.tracks: list[Track] = []
+        self.last_step: int | None = None
+        self._wanted = wanted
+        self._row_of = np.zeros(0, dtype=np.int64)  # track number of the table → row, -1 unwanted
+        self._table: Tracks | None = None
+        self._values: npt.NDArray[np.float32] = np.zeros((0, 0), dtype=np.float32)
+        self._present: Bools = np.zeros((0, 0), dtype=bool)
+        self._steps: I64 = np.zeros(0, dtype=np.int64)
+        self._columns = 0
+        self._in_column = 0
+
+    def add(self, frame: Frame) -> None:
+        """Append one step."""
+        rows = self._rows(frame)
+        places = np.flatnonzero(rows >= 0)
+        rows = rows[places]
+        column = self._next_column(frame.step)
+        values, present = self._values[rows, column], self._present[rows, column]
+        new = frame.values[places].astype(np.float32)
+        self._values[rows, column] = np.where(present, _worse(values, new), new)
+        self._present[rows, column] = True
+        self.last_step = frame.step
+
+    def get(self, track: Track) -> tuple[I64, F64]:
+        """Return (steps [n], values [n]) of a track; empty for one that was never seen."""
+        if track not in self.tracks:
+            return np.zeros(0, dtype=np.int64), np.zeros(0)
+        row = self.tracks.index(track)
+        there = self._present[row, : self._columns]
+        return self.steps[there], self._values[row, : self._columns][there].astype(np.float64)
+
+    @property
+    def steps(self) -> I64:
+        """The first step of each column, [columns]."""
+        return self._steps[: self._columns]
+
+    def matrix(self, rows: list[int]) -> tuple[npt.NDArray[np.float32], Bools]:
+        """Return (values, present), both [rows, columns], of tracks given by their place in `tracks`."""
+        return self._values[rows, : self._columns], self._present[rows, : self._columns]
+
+    def _rows(self, frame: Frame) -> I64:
+        if self._table is not frame.tracks:
+            self._table, self._row_of = frame.tracks, np.zeros(0, dtype=np.int64)
+        known = {track: i for i, track in enumerate(self.tracks)} if self._row_of.size == 0 else None
+        more: list[int] = []
+        for track in frame.tracks.tracks[self._row_of.size :]:
+            row = known.get(track) if known else None
+            if row is None and (self._wanted is None or self._wanted(track)):
+                row = len(self.tracks)
+                self.tracks.append(track)
+            more.append(-1 if row is None else row)
+        if more:
+            self._row_of = np.concatenate([self._row_of, np.array(more, dtype=np.int64)])
+        self._make_room(len(self.tracks), self._values.shape[1])
+        return self._row_of[frame.at]
+
+    def _make_room(self, rows: int, columns: int) -> None:
+        have = self._values.shape
+        if rows <= have[0] and columns <= have[1]:
+            return
+        shape = (max(rows, have[0] * 3 // 2 if rows > have[0] else have[0]), max(columns, have[1]))
+        values, present = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=bool)
+        values[: have[0], : have[1]], present[: have[0], : have[1]] = self._values, self._present
+        self._values, self._present = values, present
+        self._steps = np.concatenate([self._steps, np.zeros(shape[1] - have[1], dtype=np.int64)])
+
+    def _next_column(self, step: int) -> int:
+        if self._columns and self._in_column < self.every:
+            self._in_column += 1
+            return self._columns - 1
+        if self._columns == self.capacity:
+            self._halve()
+        if self._columns == self._values.shape[1]:
+            self._make_room(self._values.shape[0], min(self.capacity, max(64, 2 * self._columns)))
+        self._columns += 1
+        self._in_column = 1
+        self._steps[self._columns - 1] = step
+        return self._columns - 1
+
+    def _halve(self) -> None:
+        n = self._columns
+        a, b = self._values[:, 0:n:2], self._values[:, 1:n:2]
+        pa, pb = self._present[:, 0:n:2], self._present[:, 1:n:2]
+        self._values[:, : n // 2] = np.where(pa & pb, _worse(a, b), np.where(pa, a, b))
+        self._present[:, : n // 2] = pa | pb
+        self._present[:, n // 2 :] = False
+        self._steps[: n // 2] = self._steps[0:n:2]
+        self._columns, self.every = n // 2, 2 * self.every
+
+
+def _worse(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isnan(a) | (np.abs(a) >= np.abs(b)), a, b)

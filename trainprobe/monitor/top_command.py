@@ -1,0 +1,148 @@
+"""`trainprobe top DIR`: a live view of a run in the terminal, read from what the run writes."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from trainprobe.engine.dumps.record_log import decode
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.frames import F64, Frame, Tracks, frame_of_reel
+from trainprobe.monitor.plan import make_rules
+from trainprobe.monitor.report.from_run import worst_offenders
+from trainprobe.monitor.run_folder import find_logs, read_findings, read_frames
+from trainprobe.monitor.scalar_names import role_of
+from trainprobe.monitor.series import Series
+from trainprobe.monitor.watcher import Watcher, in_order
+
+BARS = "▁▂▃▄▅▆▇█"
+_COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+
+
+class Tail:
+    """Follows the record logs of a run: remembers how far each was read, and reads only whole lines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._read: dict[Path, int] = {}
+        self._tables: dict[Path, Tracks] = {}
+
+    def frames(self) -> list[Frame]:
+        """Return the frames that were written since the last call."""
+        found: list[Frame] = []
+        for log in find_logs(self.folder):
+            tracks = self._tables.setdefault(log, Tracks())
+            with log.open("rb") as lines:
+                lines.seek(self._read.get(log, 0))
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._read[log] = self._read.get(log, 0) + len(line)
+                    found.append(frame_of_reel(decode(line), tracks))
+        return found
+
+
+class View:
+    """What the terminal shows: series of every rank, and findings, those of the run or else of the rules applied here."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.series: dict[int, Series] = {}
+        self.judged: list[Finding] = []
+        self._watchers: dict[int, Watcher] = {}
+
+    def add(self, frame: Frame) -> None:
+        """Take one step in."""
+        rank = frame.place.rank
+        self.series.setdefault(rank, Series(capacity=1024, wanted=lambda t: t.statistic in ("norm", "value"))).add(frame)
+        self.judged += self._watchers.setdefault(rank, Watcher(make_rules(None))).judge(frame)
+
+    def render(self) -> Group:
+        """Return the view as it is now."""
+        findings = in_order(read_findings(self.folder) or self.judged)
+        steps = [s.last_step for s in self.series.values() if s.last_step is not None]
+        head = Text.assemble(
+            (str(self.folder), "bold"), f"   last step {max(steps) if steps else '—'}   ranks {len(self.series)}"
+        )
+        return Group(head, self._scalars(), self._offenders(), _finding_panel(findings))
+
+    def _scalars(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+        first = self.series[min(self.series)] if self.series else None
+        tracks = [t for t in first.tracks if t.spot.kind == "scalar"] if first else []
+        roles = ("loss", "gradient norm", "learning rate", "loss scale", None)
+        for track in sorted(tracks, key=lambda t: roles.index(role_of(t.spot.name)))[:8]:
+            assert first is not None
+            _, values = first.get(track)
+            style = "bold red" if values.size and not math.isfinite(values[-1]) else "bold"
+            table.add_row(track.spot.name, Text(f"{values[-1]:.5g}", style=style), Text(spark(values), style="cyan"))
+        return table
+
+    def _offenders(self) -> Panel:
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=True, header_style="dim")
+        for column in ("series", "rank", "now", "× its median"):
+            table.add_column(column, justify="left" if column == "series" else "right")
+        for name, rank, value, ratio in worst_offenders(self.series, 8):
+            style = "bold red" if math.isinf(ratio) else "yellow" if ratio > 10 else ""
+            table.add_row(name, str(rank), f"{value:.4g}", "not finite" if math.isinf(ratio) else f"{ratio:.3g}", style=style)
+        return Panel(table, title="farthest from their own median", title_align="left", border_style="dim")
+
+
+def _finding_panel(findings: list[Finding]) -> Panel:
+    lines = [
+        Text.assemble((f"{f.severity:<8}", _COLOURS[f.severity]), (f"{f.rule} ", "bold"), f"step {f.step}: {f.message}")
+        for f in findings[-8:]
+    ]
+    body = Group(*lines) if lines else Text("nothing found", style="green")
+    return Panel(body, title=f"findings: {len(findings)}", title_align="left", border_style="dim")
+
+
+def spark(values: F64, width: int = 48) -> str:
+    """Return the last values [n] as a line of bars; NaN and infinities are crosses."""
+    shown = values[-4 * width :]
+    groups = np.array_split(shown, min(width, shown.size)) if shown.size else []
+    finite = shown[np.isfinite(shown)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    return "".join(_bar(group, low, high) for group in groups)
+
+
+def _bar(group: F64, low: float, high: float) -> str:
+    if not np.isfinite(group).all():
+        return "×"
+    share = (float(group.mean()) - low) / (high - low) if high > low else 0.0
+    return BARS[min(len(BARS) - 1, int(share * len(BARS)))]
+
+
+def top(
+    folder: Annotated[Path, typer.Argument(help="folder that the run writes to", metavar="DIR")],
+    once: Annotated[bool, typer.Option("--once", help="print one frame and end")] = False,
+    seconds: Annotated[float, typer.Option("--every", help="seconds between two looks", min=0.1)] = 2.0,
+) -> int:
+    """Show the run in DIR as it goes on: last step, loss, gradient norm, what stands out, findings. Ctrl-C ends it."""
+    console = Console(highlight=False)
+    view, tail = View(folder), Tail(folder)
+    if once or not find_logs(folder):
+        for frame in tail.frames() or read_frames(folder):
+            view.add(frame)
+        console.print(view.render())
+        return 0
+    try:
+        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            while True:
+                for frame in tail.frames():
+                    view.add(frame)
+                live.update(view.render(), refresh=True)
+                time.sleep(seconds)
+    except KeyboardInterrupt:
+        console.print(view.render())
+    return 0
