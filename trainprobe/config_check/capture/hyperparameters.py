@@ -1,0 +1,190 @@
+"""Settings as the running program holds them: argparse namespaces and what each framework made of its own arguments.
+
+One function a framework; each only asks modules that the training has imported itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from trainprobe.config_check.capture.on_import import ImportWatch
+from trainprobe.config_check.capture.patches import Patches
+from trainprobe.config_check.capture.plain_values import plain
+from trainprobe.config_check.capture.setting_files import flat, source
+
+# module that defines it → class whose instances hold settings, and the kind under which they stand in a pack
+_HOLDERS = (
+    ("transformers.trainer", "Trainer", "transformers"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine", "deepspeed"),
+    ("lightning.pytorch.trainer.trainer", "Trainer", "lightning"),
+    ("pytorch_lightning.trainer.trainer", "Trainer", "lightning"),
+)
+
+
+class SettingsWatch:
+    """Sees argument parsers at work and the objects in which frameworks keep their settings."""
+
+    def __init__(self) -> None:
+        self.on_model: Callable[[Any], None] = lambda model: (
+            None
+        )  # told the model of a framework that does not call its forward
+        self._patches = Patches()
+        self._installed = False
+        self._imports = ImportWatch()
+        self._namespaces: dict[str, Any] = {}
+        self._holders: list[tuple[str, weakref.ref[Any], dict[str, Any]]] = []
+
+    def install(self) -> None:
+        """Replace the reading of arguments, and the constructors of the holders once they are imported."""
+        if self._installed:
+            return
+        self._installed = True
+        self._patches.replace(argparse.ArgumentParser, "parse_known_args", self._parsing)
+        for module, cls, kind in _HOLDERS:
+            self._imports.wait_for(module, functools.partial(self._patch_holder, cls, kind))
+
+    def remove(self) -> None:
+        """Put everything back."""
+        self._installed = False
+        self._imports.stop()
+        self._patches.undo()
+
+    def _patch_holder(self, cls: str, kind: str, module: Any) -> None:
+        holder = getattr(module, cls, None)
+        if isinstance(holder, type):
+            self._patches.replace(holder, "__init__", functools.partial(self._making, kind))
+            if kind == "lightning":
+                self._patches.replace(holder, "fit", self._fitting)
+
+    def _parsing(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def parse_known_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
+            parsed = original(parser, *args, **kwargs)
+            self._namespaces[str(parser.prog)] = vars(parsed[0])  # the very mapping: what the program changes later counts too
+            return parsed
+
+        return parse_known_args
+
+    def _fitting(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def fit(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            self.on_model(model)
+            return original(trainer, model, *args, **kwargs)
+
+        return fit
+
+    def _making(self, kind: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def init(holder: Any, *args: Any, **kwargs: Any) -> None:
+            original(holder, *args, **kwargs)
+            self._holders.append((kind, weakref.ref(holder), dict(kwargs)))
+
+        return init
+
+    def sources(self, models: list[Any], extra: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return all sources of settings that exist now. extra: name → settings object that the user handed over."""
+        found = [source("arguments", "argparse", flat(plain(values))) for values in self._namespaces.values() if values]
+        found += [source("given", name, flat(plain(value))) for name, value in extra.items()]
+        for kind, ref, arguments in self._holders:
+            holder = ref()
+            if holder is not None:
+                found += [source(kind, name, flat(values)) for name, values in _READERS[kind](holder, arguments) if values]
+        found += _megatron()
+        for index, model in enumerate(models):
+            found += _model(model, f"{index}" if len(models) > 1 else "model")
+        return found
+
+
+def _transformers(trainer: Any, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [("TrainingArguments", plain(trainer.args.to_dict()))]
+
+
+def _deepspeed(engine: Any, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return DeepSpeed's configuration after it has worked out batch sizes and defaults."""
+    config = getattr(engine, "_config", None)
+    if config is None:
+        return []
+    skipped = {"_param_dict", "mesh_device"}
+    return [("config", {k: plain(v) for k, v in vars(config).items() if k not in skipped})]
+
+
+def _lightning(trainer: Any, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    names = (
+        *(
+            "max_epochs",
+            "min_epochs",
+            "max_steps",
+            "min_steps",
+            "accumulate_grad_batches",
+            "gradient_clip_val",
+            "gradient_clip_algorithm",
+            "precision",
+        ),
+        *(
+            "num_devices",
+            "num_nodes",
+            "world_size",
+            "limit_train_batches",
+            "reload_dataloaders_every_n_epochs",
+            "overfit_batches",
+        ),
+    )
+    values = {name: plain(getattr(trainer, name, None)) for name in names}
+    values |= {
+        name: plain(value)
+        for name, value in arguments.items()
+        if name not in {"callbacks", "logger", "plugins", "default_root_dir"}
+    }
+    values["strategy"] = type(trainer.strategy).__name__
+    return [("Trainer", values)]
+
+
+def _megatron() -> list[dict[str, Any]]:
+    """Return the arguments of Megatron-LM, if its training code has been imported and has parsed them."""
+    module: Any = sys.modules.get("megatron.training.global_vars")
+    arguments = getattr(module, "_GLOBAL_ARGS", None)
+    return [] if arguments is None else [source("megatron", "get_args", flat(plain(vars(arguments))))]
+
+
+_READERS: dict[str, Callable[[Any, dict[str, Any]], list[tuple[str, Any]]]] = {
+    "transformers": _transformers,
+    "deepspeed": _deepspeed,
+    "lightning": _lightning,
+}
+
+
+def _model(model: Any, name: str) -> list[dict[str, Any]]:
+    """Return the structure of a model, and the settings that it or a model inside its wrappers carries."""
+    from trainprobe.engine.naming import count_outer_wrappers, logical_name
+
+    modules = list(model.named_modules())
+    outer = count_outer_wrappers(n for n, _ in modules if n)
+    structure = {logical_name(n, outer_wrappers=outer): _describe(module) for n, module in modules if n}
+    found = [source("model", name, {k: v for k, v in structure.items() if k})]
+    seen: set[int] = set()
+    inner: Any = model
+    for _ in range(8):
+        for attribute in ("config", "ddp_config", "hparams"):
+            held = vars(inner).get(attribute)
+            held = getattr(inner, attribute, None) if attribute == "hparams" else held
+            if held is not None and id(held) not in seen and not callable(held):
+                seen.add(id(held))
+                values = plain(held.to_dict()) if hasattr(held, "to_dict") else plain(held)
+                found.append(source("model settings", f"{name}.{attribute}", flat(values) if isinstance(values, dict) else {}))
+        inner = vars(inner).get("_modules", {}).get("module") or vars(inner).get("_modules", {}).get("_orig_mod")
+        if inner is None:
+            break
+    return [s for s in found if s["values"]]
+
+
+def _describe(module: Any) -> str:
+    """Return class and settings of a module; only torch's own are asked for their settings."""
+    kind = type(module)
+    text = module.extra_repr() if kind.__module__.startswith("torch.nn.") else ""
+    rate = vars(module).get("p") if not text else None
+    return f"{kind.__name__}({text})" if text else f"{kind.__name__}(p={rate})" if isinstance(rate, float) else kind.__name__

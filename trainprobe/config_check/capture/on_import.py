@@ -1,0 +1,64 @@
+"""Calls a function once a module has been imported, at once where it has been already."""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+Then = Callable[[Any], None]
+
+
+class ImportWatch(importlib.abc.MetaPathFinder):
+    """Waits for modules; stands first among the finders while it waits for any."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[Callable[[], None], Then]] = {}
+
+    def wait_for(self, name: str, then: Then, before: Callable[[], None] = lambda: None) -> None:
+        """Call then(module) once `name` has been imported, and before() when its import begins."""
+        loaded = sys.modules.get(name)
+        spec = getattr(loaded, "__spec__", None)
+        if loaded is not None and not getattr(spec, "_initializing", False):
+            then(loaded)
+            return
+        self._waiting[name] = (before, then)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def stop(self) -> None:
+        """Wait for nothing any more."""
+        self._waiting.clear()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        """Find a module that is waited for as the other finders do, and call back after it has run."""
+        waiting = self._waiting.pop(fullname, None)
+        if waiting is None:
+            return None
+        before, then = waiting
+        for finder in [f for f in sys.meta_path if f is not self]:
+            find = getattr(finder, "find_spec", None)
+            spec = find(fullname, path, target) if find is not None else None
+            if spec is not None and spec.loader is not None:
+                before()
+                _call_after(spec.loader, then)
+                return spec
+        return None
+
+
+def _call_after(loader: Any, then: Then) -> None:
+    """Let this one loader call `then` after it has run the module."""
+    run = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        run(module)
+        then(module)
+
+    try:
+        loader.exec_module = exec_module
+    except AttributeError:  # a built-in loader takes no attribute; such modules are not waited for
+        pass

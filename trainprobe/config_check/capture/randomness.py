@@ -1,0 +1,366 @@
+"""Every random call in Python, NumPy and torch with its stack and count, the generators' states, and determinism flags.
+
+Functions are replaced while a run is captured. A call made by another recorded call is part of that one. Reading a state
+never changes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+import re
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainprobe.config_check.capture.on_import import ImportWatch
+from trainprobe.config_check.capture.patches import Patches
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.stacks import Stacks
+
+COMPILED = "the program compiles: random calls were counted until it first did, their generators' states throughout"
+SETUP = -1  # the window before the first micro-step
+
+_PYTHON = [
+    "random",
+    "uniform",
+    "randint",
+    "randrange",
+    "choice",
+    "choices",
+    "shuffle",
+    "sample",
+    "gauss",
+    "normalvariate",
+    "lognormvariate",
+    "betavariate",
+    "expovariate",
+    "gammavariate",
+    "triangular",
+    "vonmisesvariate",
+    "paretovariate",
+    "weibullvariate",
+    "getrandbits",
+    "randbytes",
+    "seed",
+    "setstate",
+]
+_NUMPY = [
+    "rand",
+    "randn",
+    "randint",
+    "random",
+    "random_sample",
+    "random_integers",
+    "ranf",
+    "sample",
+    "choice",
+    "normal",
+    "uniform",
+    "shuffle",
+    "permutation",
+    "seed",
+    "set_state",
+    "standard_normal",
+    "binomial",
+    "poisson",
+    "exponential",
+    "beta",
+    "gamma",
+    "laplace",
+    "multinomial",
+    "multivariate_normal",
+    "lognormal",
+    "bytes",
+    "default_rng",
+]
+_TORCH = [
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "normal",
+    "bernoulli",
+    "multinomial",
+    "poisson",
+    "binomial",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "dropout",
+    "dropout_",
+    "alpha_dropout",
+    "alpha_dropout_",
+    "feature_dropout",
+    "feature_dropout_",
+    "feature_alpha_dropout",
+    "feature_alpha_dropout_",
+    "native_dropout",
+    "rrelu",
+    "rrelu_",
+    "manual_seed",
+    "seed",
+    "set_rng_state",
+]
+_FUNCTIONAL = [
+    "dropout",
+    "alpha_dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "feature_alpha_dropout",
+    "rrelu",
+    "gumbel_softmax",
+    "scaled_dot_product_attention",
+    "fractional_max_pool2d",
+    "fractional_max_pool3d",
+]
+_TENSOR = [
+    "normal_",
+    "uniform_",
+    "random_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "cauchy_",
+    "bernoulli_",
+    "bernoulli",
+    "multinomial",
+]
+_SEEDS = frozenset({"seed", "manual_seed", "manual_seed_all", "default_rng"})
+_LINE = re.compile(r"File (.*), line (\d+), in (.*?), \n (.*)", re.S)
+_OWN = str(Path(__file__).parent)
+_PACKAGE = re.compile(r".*/(?:site-packages|dist-packages|lib/python[\d.]+)/")
+
+
+Describe = Callable[[tuple[Any, ...], Mapping[str, Any]], str | None]
+
+
+class RandomCalls:
+    """Counts calls by function, detail, window and stack."""
+
+    def __init__(self, patches: Patches, guard: Guard) -> None:
+        self.active = False
+        self.ended = ""  # why calls were no longer counted, where that was before the end
+        self.window = SETUP
+        self.on_compiled: Callable[[Any, Any], None] = lambda module, compiled: None
+        self._patches = patches
+        self._guard = guard
+        self._stacks = Stacks()
+        self._counts: dict[tuple[str, str, int, int], int] = {}
+        self._nested = threading.local()
+        self._compiler: Any = None
+        self._imports = ImportWatch()
+
+    def install(self) -> None:
+        """Replace the random functions."""
+        torch.overrides.get_overridable_functions()  # a list that torch makes once, of the originals
+        self.active = True
+        for prefix, owner, names in (
+            ("random", random, _PYTHON),
+            ("numpy.random", np.random, _NUMPY),
+            ("torch", torch, _TORCH),
+            ("torch.nn.functional", torch.nn.functional, _FUNCTIONAL),
+            ("torch.Tensor", torch.Tensor, _TENSOR),
+            ("torch.random", torch.random, ["manual_seed", "seed", "set_rng_state"]),
+            ("torch.cuda", torch.cuda, ["manual_seed", "manual_seed_all", "seed", "seed_all"]),
+        ):
+            for name in names:
+                self._patches.replace(owner, name, functools.partial(self._wrapper, f"{prefix}.{name}", name))
+        self._patches.replace(torch.jit, "script", self._scripting)
+        self._patches.replace(torch, "compile", self._compiling)
+        self._patches.spread()
+        if "torch._dynamo" in sys.modules:
+            self._watch_compiler()
+        else:
+            self._imports.wait_for("torch._dynamo", lambda dynamo: self.install(), before=self._pause)
+
+    def _wrapper(self, full: str, name: str, original: Any) -> Any:
+        describe = _DESCRIBE.get(name, _describe_seed if name in _SEEDS else _no_detail)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not self.active or getattr(self._nested, "deep", False):
+                return original(*args, **kwargs)
+            if not self._guard.run(self._count, full, describe, args, kwargs):
+                return original(*args, **kwargs)
+            self._nested.deep = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._nested.deep = False
+
+        return call
+
+    def stop(self, *, forget_compiler: bool = True) -> None:
+        """Put all functions back; what was counted stays."""
+        self._pause()
+        self._imports.stop()
+        if self._compiler is not None and forget_compiler:
+            self._compiler.remove_start_callback(self._compilation_begins)
+            self._compiler = None
+
+    def _compiling(self, original: Any) -> Any:
+        """Libraries call torch.compile long before anything is compiled; what it returns is made known."""
+
+        @functools.wraps(original)
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            compiled = original(*args, **kwargs)
+            if self.active and args:
+                self.on_compiled(args[0], compiled)
+            return compiled
+
+        return compile
+
+    def _watch_compiler(self) -> None:
+        """Ask the compiler to say when it first compiles: it knows functions by identity, and shall see the originals only."""
+        handler: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+        if handler is not None and self._compiler is None:
+            self._compiler = handler
+            handler.register_start_callback(self._compilation_begins)
+
+    def _pause(self) -> None:
+        """Put the originals back while the compiler is imported, which lists them all."""
+        self.active = False
+        self._patches.undo()
+
+    def _compilation_begins(self, *about: Any) -> None:
+        if self.active or len(self._patches):
+            self.ended = COMPILED
+            self.stop(forget_compiler=False)
+
+    def _scripting(self, original: Any) -> Any:
+        """TorchScript knows functions by identity: it compiles with the originals in place."""
+
+        @functools.wraps(original)
+        def script(*args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return original(*args, **kwargs)
+            self.stop(forget_compiler=False)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.install()
+
+        return script
+
+    def _count(self, full: str, describe: Describe, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Count a call, and tell whether it draws numbers at all."""
+        detail = describe(args, kwargs)
+        if detail is None:
+            return False
+        key = (full, detail, self.window, self._stacks.capture(-1, 0, 4))
+        self._counts[key] = self._counts.get(key, 0) + 1
+        return True
+
+    def content(self) -> dict[str, Any]:
+        """Return {"calls": [function, detail, window, count, stack], "stacks": [[frame, …], …]}, innermost frame first."""
+        calls = [
+            {"function": function, "detail": detail, "window": window, "count": count, "stack": stack}
+            for (function, detail, window, stack), count in self._counts.items()
+        ]
+        return {
+            "calls": calls,
+            "stacks": [[_frame(line) for line in lines if _OWN not in line] for lines in self._stacks.text()],
+        }
+
+
+def _frame(line: str) -> dict[str, Any]:
+    """Take a frame apart; the file is named from its package on, or by its last two parts, so that machines agree."""
+    match = _LINE.fullmatch(line)
+    if match is None:
+        return {"file": "", "line": 0, "function": "", "source": line}
+    path = match[1].replace("\\", "/")
+    installed = bool(_PACKAGE.match(path)) or path.startswith("<")
+    short = _PACKAGE.sub("", path) if installed else "/".join(Path(path).parts[-2:])
+    return {"file": short, "line": int(match[2]), "function": match[3], "source": match[4].strip(), "installed": installed}
+
+
+def _no_detail(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    return "" if kwargs.get("generator") is None else "from a generator of its own"
+
+
+def _describe_seed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    value = args[0] if args else next(iter(kwargs.values()), None)
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    return repr(value) if isinstance(value, int | float | str | np.integer) or value is None else type(value).__name__
+
+
+def _describe_dropout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Return `p=0.1` of a dropout that draws numbers, None of one that does not."""
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return f"p={p}" if training and p else None
+
+
+def _describe_attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    return f"p={p}" if p else None
+
+
+def _describe_rrelu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    return "" if kwargs.get("training", args[3] if len(args) > 3 else False) else None
+
+
+_DESCRIBE: dict[str, Describe] = {
+    **{name: _describe_dropout for name in [*_TORCH, *_FUNCTIONAL] if "dropout" in name},
+    "scaled_dot_product_attention": _describe_attention,
+    "rrelu": _describe_rrelu,
+    "rrelu_": _describe_rrelu,
+}
+
+
+def random_states() -> dict[str, str]:
+    """Return generator → hash of its state, 16 hexadecimal digits; draws nothing."""
+    numpy_state: Any = np.random.get_state(legacy=False)
+    states = {
+        "python": _hash(repr(random.getstate()).encode()),
+        "numpy": _hash(
+            repr((numpy_state["bit_generator"], numpy_state["state"]["pos"])).encode() + numpy_state["state"]["key"].tobytes()
+        )
+        if numpy_state.get("bit_generator") == "MT19937"
+        else _hash(repr(numpy_state).encode()),
+        "torch": _hash(torch.get_rng_state().numpy().tobytes()),
+    }
+    if torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            states[f"cuda:{index}"] = _hash(torch.cuda.get_rng_state(index).numpy().tobytes())
+    megatron: Any = sys.modules.get("megatron.core.tensor_parallel.random")
+    tracker = getattr(megatron, "_CUDA_RNG_STATE_TRACKER", None)
+    for name, state in getattr(tracker, "states_", {}).items():
+        if isinstance(state, torch.Tensor):
+            states[f"megatron:{name}"] = _hash(state.cpu().numpy().tobytes())
+    return states
+
+
+def _hash(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def determinism_flags() -> dict[str, Any]:
+    """Return the switches that decide whether and how results repeat."""
+    b = torch.backends
+    flags: dict[str, Any] = {
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "fill_uninitialized_memory": getattr(torch.utils.deterministic, "fill_uninitialized_memory", None),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn.deterministic": b.cudnn.deterministic,
+        "cudnn.benchmark": b.cudnn.benchmark,
+        "cudnn.enabled": b.cudnn.enabled,
+        "matmul.fp16_reduced_precision_reduction": b.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        "matmul.bf16_reduced_precision_reduction": b.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "mkldnn.enabled": getattr(b.mkldnn, "enabled", None),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "python_optimize": sys.flags.optimize,
+        "initial_seed": torch.initial_seed(),
+    }
+    return flags

@@ -1,0 +1,279 @@
+"""Captures a running torch program for a number of micro-steps, and then leaves nothing behind.
+
+A micro-step is a forward call of the model in training mode with gradients on; the forward that activation checkpointing
+runs again is none. Nothing here changes a tensor, draws a random number or waits for a device: what is captured is queued,
+and the writing thread waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._C import _current_graph_task_id
+
+from trainprobe.config_check.capture.dataset import capture_inputs, signature_of
+from trainprobe.config_check.capture.environment import capture_environment
+from trainprobe.config_check.capture.hyperparameters import SettingsWatch
+from trainprobe.config_check.capture.optimizers import OptimizerWatch
+from trainprobe.config_check.capture.packages import capture_packages
+from trainprobe.config_check.capture.patches import Patches
+from trainprobe.config_check.capture.randomness import COMPILED, RandomCalls, determinism_flags, random_states
+from trainprobe.config_check.capture.setting_files import read_settings
+from trainprobe.config_check.capture.weights import capture_weights, named_tensors
+from trainprobe.config_check.merge import merge_ranks
+from trainprobe.config_check.pack_writer import PackWriter
+from trainprobe.config_check.settings import Settings
+from trainprobe.engine.guard import Guard
+from trainprobe.errors import FormatError, OutputError
+
+
+class Recorder:
+    """One capture of one process. `start` before the model is made, `attach` once it exists, `finish` at the end."""
+
+    def __init__(self, settings: Settings, settings_watch: SettingsWatch | None = None) -> None:
+        self.settings = settings
+        self.guard = Guard(settings.on_error)
+        self.guard.on_trip(self._release)
+        self.micro = 0
+        self.finished = False
+        self._patches = Patches()
+        self._late_patches = Patches()
+        self._random = RandomCalls(self._patches, self.guard)
+        self._settings_watch = settings_watch or SettingsWatch()
+        self._settings_watch.on_model = self.offer
+        self._optimizers = OptimizerWatch(self._late_patches, self.guard)
+        self._random.on_compiled = self._see_compiled
+        self._compiled: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
+        self._models: list[Any] = []
+        self._handles: list[Any] = []
+        self._writer: PackWriter | None = None
+        self._place = (0, 1)  # rank and number of ranks
+        self._merger: threading.Thread | None = None
+        self._states: dict[str, Any] = {}
+        self._flags: dict[str, Any] = {}
+        self._started = time.time()
+        self._scripts: list[dict[str, Any]] = []
+        self.adopt(settings)
+
+    def adopt(self, settings: Settings) -> None:
+        """Take settings that came after the start; captures that were not started stay off."""
+        if self.settings is not settings and "randomness" not in self.settings.captures:
+            settings = replace(settings, captures=tuple(c for c in settings.captures if c != "randomness"))
+        self.settings = settings
+        self._scripts = [read_settings(path) for path in settings.scripts]
+
+    def start(self) -> None:
+        """Install the patches that see what happens before the first micro-step."""
+        self._settings_watch.install()
+        self._optimizers.install()
+        if "randomness" in self.settings.captures:
+            self._random.install()
+
+    def attach(self, model: Any) -> None:
+        """Watch the calls of a model, or of the first of its chunks."""
+        self._stop_search()
+        self._models = list(model) if isinstance(model, list | tuple) else [model]
+        if self._random.active and any(_is_compiled(module) for model in self._models for module in model.modules()):
+            self._random.stop()
+            self._random.ended = COMPILED
+        first = self._models[0]
+        wrapper = next((w() for m, w in self._compiled if m() is first), None)
+        if any(cls.__name__ == "LightningModule" for cls in type(first).__mro__):
+            self._late_patches.replace(first, "training_step", self._training_step)
+        elif vars(first).get("_compiled_call_impl") is not None:  # compiled in place: hooks would be compiled away
+            self._late_patches.replace(first, "_compiled_call_impl", functools.partial(self._compiled_call, first))
+        else:
+            self._hook(wrapper or first)
+
+    def _hook(self, module: Any) -> None:
+        self._handles.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+
+    def _see_compiled(self, module: Any, compiled: Any) -> None:
+        """Watch the wrapper that torch.compile puts around a model: hooks on what is inside are compiled away."""
+        if not isinstance(module, torch.nn.Module) or not isinstance(compiled, torch.nn.Module):
+            return
+        self._compiled.append((weakref.ref(module), weakref.ref(compiled)))
+        if self._models and self._models[0] is module and self._handles:
+            self._handles.pop().remove()
+            self._hook(compiled)
+
+    def _compiled_call(self, module: Any, original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._before_forward(module, args, kwargs)
+            return original(*args, **kwargs)
+
+        return call
+
+    def offer(self, model: Any) -> None:
+        """Take this model if none was given."""
+        if not self._models and not self.finished:
+            self.guard.run(self.attach, model)
+
+    def search(self) -> None:
+        """Wait for the first module that is called in training, and take that for the model."""
+        self._search = Patches()
+        self._search.replace(torch.nn.Module, "__call__", self._searching)
+
+    _search: Patches | None = None
+
+    def _stop_search(self) -> None:
+        if self._search is not None:
+            self._search.undo()
+            self._search = None
+
+    def _searching(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if module.training and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+                self.offer(module)
+            return original(module, *args, **kwargs)
+
+        return call
+
+    def _training_step(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            self.guard.run(self._micro_step, original, args, kwargs)
+            return original(*args, **kwargs)
+
+        return training_step
+
+    def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or self.finished:
+            return
+        if module.training and torch.is_grad_enabled() and _current_graph_task_id() == -1:
+            self.guard.run(self._micro_step, signature_of(module), args, kwargs)
+
+    def _micro_step(self, call: Any, args: Any, kwargs: Any) -> None:
+        if self.micro >= self.settings.micro_steps:
+            self.finish()
+            return
+        writer = self._writer or self._open()
+        watching = self._random.active
+        wanted, micro = self.settings.captures, self.micro
+        self._random.active = False  # what the capture itself calls is not the program's
+        try:
+            if micro == 0:
+                self._first(writer)
+            if "dataset" in wanted:
+                writer.put("dataset", capture_inputs(call, args, kwargs, self._optimizers.steps, self.settings.tokens), micro)
+            if "weights" in wanted:
+                writer.put("weights", capture_weights(self._models, self._optimizers.steps), micro)
+            if "randomness" in wanted:
+                self._states[str(micro)] = random_states()
+                writer.put("randomness", self._randomness())
+        finally:
+            self._random.active = watching
+        self._random.window = micro
+        self.micro += 1
+
+    def _open(self) -> PackWriter:
+        rank, world_size = self._place = rank_of_process()
+        s = self.settings
+        self._writer = PackWriter(s.output, rank, world_size, s.captures)
+        if world_size > 1 and rank == 0:
+            s.output.unlink(missing_ok=True)  # of an earlier run; `refuse_foreign` has looked at it
+        return self._writer
+
+    def _first(self, writer: PackWriter) -> None:
+        """Capture what does not change from micro-step to micro-step."""
+        self._optimizers.name_parameters({id(tensor): name for name, _, tensor in named_tensors(self._models)})
+        if "environment" in self.settings.captures:
+            writer.put("environment", capture_environment())
+        if "packages" in self.settings.captures:
+            writer.put("packages", capture_packages)
+        if "hyperparameters" in self.settings.captures:
+            writer.put("hyperparameters", self._hyperparameters())
+        self._flags = determinism_flags()
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        extra = dict(self.settings.settings)
+        found = self._settings_watch.sources(self._models, extra)
+        return {"sources": [*self._scripts, *found, *self._optimizers.sources()]}
+
+    def _randomness(self) -> dict[str, Any]:
+        return {**self._random.content(), "states": dict(self._states), "flags": self._flags}
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """Take down an optimizer that may never step."""
+        self._optimizers.name_parameters({id(tensor): name for name, _, tensor in named_tensors(self._models)})
+        for one in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+            self._optimizers.add(one)
+
+    def _release(self) -> None:
+        """Undo everything that is installed."""
+        self._random.stop()
+        self._stop_search()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._optimizers.remove()
+        self._settings_watch.remove()
+        self._late_patches.undo()
+
+    def finish(self, wait: bool = False) -> None:
+        """Undo everything, and write the whole pack on another thread; wait: until that is done."""
+        if not self.finished:
+            self.finished = True
+            self._release()
+            if self._writer is None and self._models and self._search is None and self.guard.tripped is None:
+                self.guard.run(self._first, self._open())
+            if self._writer is not None:
+                self.guard.run(self._finish_content, self._writer)
+                self._merger = threading.Thread(target=self._write, args=(self._writer,), name="trainprobe-config-check-merge")
+                self._merger.daemon = True
+                self._merger.start()
+        if wait and self._merger is not None:
+            self._merger.join(self.settings.wait + 30)
+
+    def _finish_content(self, writer: PackWriter) -> None:
+        if self._random.ended:
+            writer.note(self._random.ended)
+        if "hyperparameters" in self.settings.captures:
+            writer.put("hyperparameters", self._hyperparameters())
+        if "randomness" in self.settings.captures:
+            writer.put("randomness", self._randomness())
+        if self.micro == 0:
+            writer.note("no call of the model in training mode was seen: data and weights were not captured")
+        elif self.micro < self.settings.micro_steps:
+            writer.note(f"the program ended after {self.micro} of {self.settings.micro_steps} micro-steps")
+        self._models = []
+
+    def _write(self, writer: PackWriter) -> None:
+        if self.guard.tripped is not None:
+            writer.note(self.guard.tripped.message)
+            Guard(self.settings.on_error).run(writer.close, complete=False)
+        else:
+            self.guard.run(self._close_and_merge, writer)
+
+    def _close_and_merge(self, writer: PackWriter) -> None:
+        writer.close()
+        rank, world_size = self._place
+        if rank == 0 and world_size > 1:
+            try:
+                merge_ranks(self.settings.output, world_size, self.settings.wait, self._started)
+            except (OutputError, FormatError, OSError):
+                pass  # the packs of the ranks stay, and are read as one where the merged pack is missing
+
+
+def _is_compiled(module: Any) -> bool:
+    return "_orig_mod" in vars(module).get("_modules", {}) or vars(module).get("_compiled_call_impl") is not None
+
+
+def rank_of_process() -> tuple[int, int]:
+    """Return (rank, number of ranks): from the process group, or from the launcher's environment."""
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    try:
+        return int(os.environ.get("RANK", "0")), max(1, int(os.environ.get("WORLD_SIZE", "1")))
+    except ValueError:
+        return 0, 1

@@ -1,0 +1,78 @@
+"""Fingerprints and statistics of many tensors, worked out where they live and brought to the host in one transfer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainprobe.engine.arrays.torch_arrays import CHECKSUM, STATS, TorchStrip, local_of
+from trainprobe.engine.arrays.torch_words import _signed, mix, words
+from trainprobe.engine.stats import finish
+from trainprobe.engine.stats.checksum import G
+
+STATISTICS = ("min", "max", "mean", "norm")
+MOST_ROWS = 4096  # samples of a batch that get a fingerprint of their own
+LARGEST_ROWS = 1 << 22  # elements of a batch whose samples get one
+
+
+class Strip:
+    """Takes tensors under names; `content` waits for the device and may be called on another thread."""
+
+    def __init__(self) -> None:
+        self._strip = TorchStrip(STATS | CHECKSUM)
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._rows: dict[str, int] = {}
+        self._samples: dict[str, Tensor] = {}
+        self._tokens: dict[str, Tensor] = {}
+        self._ready: Any = None
+
+    def add(self, name: str, tensor: Tensor, *, samples: bool = False, tokens: int = 0, **more: Any) -> None:
+        """Add one tensor. samples: also a fingerprint of each index of dimension 0. tokens: also its first so many elements."""
+        entry: dict[str, Any] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), **more}
+        self._entries[name] = entry
+        inner, _, extra, note = local_of(tensor.detach())
+        if extra:
+            entry |= {"shard": extra, "local_shape": list(inner.shape) if inner is not None else None}
+        row = -1 if inner is None else self._strip.add(inner)
+        if row < 0 or inner is None:
+            entry["note"] = note or (self._strip.refusal(inner) if inner is not None else "cannot be read")
+            return
+        self._rows[name] = row
+        if samples and inner.dim() > 0 and 0 < inner.shape[0] <= MOST_ROWS and 0 < inner.numel() <= LARGEST_ROWS:
+            self._samples[name] = sample_fingerprints(inner)
+        if tokens and not inner.is_floating_point() and not inner.is_complex():
+            self._tokens[name] = inner.reshape(-1)[:tokens].clone()
+
+    def seal(self) -> None:
+        """Say that all was added: what is under way on a device now is what `content` has to wait for."""
+        if torch.cuda.is_initialized():
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def content(self) -> dict[str, dict[str, Any]]:
+        """Return name → shape, dtype, checksum (16 hexadecimal digits), min, max, mean, norm."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        partials, sums, _ = self._strip.harvest()
+        numbers = finish(partials, STATISTICS)
+        for name, row in self._rows.items():
+            self._entries[name]["checksum"] = f"{int(sums[row]) if sums is not None else 0:016x}"
+            self._entries[name] |= {key: float(numbers[key][row]) for key in STATISTICS}
+        for name, rows in self._samples.items():
+            self._entries[name]["samples"] = [f"{x:016x}" for x in rows.cpu().numpy().view(np.uint64).tolist()]
+        for name, tokens in self._tokens.items():
+            self._entries[name]["tokens"] = tokens.cpu().tolist()
+        self._samples, self._tokens, self._rows = {}, {}, {}
+        return self._entries
+
+
+def sample_fingerprints(t: Tensor) -> Tensor:
+    """Return the fingerprint of each index of dimension 0 by itself, int64 [t.shape[0]] on the tensor's device."""
+    with torch.no_grad():
+        count = t.shape[0]
+        bits = words(t.detach().resolve_conj().resolve_neg().reshape(-1)).reshape(count, -1)
+        place = torch.arange(bits.shape[1], dtype=torch.int64, device=bits.device) * _signed(G) + _signed(G)
+        return mix(bits + place).sum(dim=1)

@@ -1,0 +1,61 @@
+"""Compares environment variables: by the table, by the name on the other device, across ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainprobe.config_check.capture.environment import effect_of, what_it_does
+from trainprobe.config_check.compare.sides import absent, rank_findings, rank_pairs
+from trainprobe.config_check.compare.values import same
+from trainprobe.config_check.compare.verdicts import Check, Finding, Level, shown, which_ranks
+from trainprobe.config_check.names import load_names
+from trainprobe.config_check.pack import Pack
+
+COLUMNS = ("variable", "bench", "cmp", "what it does", "ranks", "level")
+_LEVEL: dict[str, Level] = {"numbers": "error", "rounding": "warning", "speed": "warning", "place": "note"}
+_UNSET = "(not set)"
+
+
+def compare_environment(bench: Pack, cmp: Pack) -> Check:
+    """Compare the variables of the table; of all others only the names and hashes are known, and they are notes."""
+    if (early := absent("environment", COLUMNS, bench, cmp)) is not None:
+        return early
+    different: dict[tuple[str, str, str], list[int]] = {}
+    others: set[str] = set()
+    ranks: list[int] = []
+    for rank, a, b in rank_pairs(bench, cmp, "environment"):
+        ranks.append(rank)
+        mine, theirs = _by_name(a.single["environment"]), _by_name(b.single["environment"])
+        for name in sorted(mine.keys() | theirs.keys()):
+            left, right = mine.get(name, (name, _UNSET)), theirs.get(name, (name, _UNSET))
+            if not same(left[1], right[1]):
+                label = left[0] if name in mine else right[0]
+                different.setdefault((label, left[1], right[1]), []).append(rank)
+        others |= _differing_others(a.single["environment"], b.single["environment"])
+    rows: list[tuple[Any, ...]] = []
+    findings = rank_findings("environment", bench, cmp)
+    for (name, left, right), where in different.items():
+        level = _LEVEL[effect_of(name) or "place"]
+        rows.append((name, left, right, what_it_does(name), _rank_text(where, ranks), level))
+        findings.append(
+            Finding(level, f"{name} differs: {shown(left)} and {shown(right)}{which_ranks(where, ranks)}", f"variable {name}")
+        )
+    rows += [(name, "(hashed)", "(hashed)", "not known to change numbers", "", "note") for name in sorted(others)]
+    findings.sort(key=lambda f: ("error", "warning", "note").index(f.level))
+    return Check("environment", COLUMNS, rows, tuple(findings))
+
+
+def _by_name(content: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return comparable name → (name as it is, value)."""
+    names = load_names()
+    return {names.variable(n)[0]: (n, str(v)) for n, v in dict(content.get("variables", {})).items()}
+
+
+def _differing_others(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
+    left, right = dict(a.get("others", {})), dict(b.get("others", {}))
+    return {name for name in left.keys() | right.keys() if left.get(name) != right.get(name)}
+
+
+def _rank_text(where: list[int], ranks: list[int]) -> str:
+    return which_ranks(where, ranks).removeprefix(" on ") or ("all" if len(ranks) > 1 else str(ranks[0]))

@@ -1,0 +1,273 @@
+"""Compares settings: source by source, then by what one setting is called in another framework."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainprobe.config_check.compare.sides import BENCH, CMP, absent, rank_findings, rank_pairs
+from trainprobe.config_check.compare.values import same
+from trainprobe.config_check.compare.verdicts import Check, Finding, Level, counted, shown, which_ranks
+from trainprobe.config_check.names import load_names
+from trainprobe.config_check.pack import Pack
+
+COLUMNS = ("source", "bench name", "cmp name", "bench", "cmp", "matched by", "ranks", "level")
+_KINDS = {
+    "arguments": "arguments of the program",
+    "megatron": "Megatron arguments",
+    "deepspeed": "DeepSpeed configuration",
+    "transformers": "TrainingArguments",
+    "lightning": "Lightning Trainer",
+    "model settings": "settings of the model",
+    "shell": "shell script",
+    "yaml": "YAML file",
+    "json": "JSON file",
+}
+_MODULE = re.compile(r"(\w+)\((.*)\)", re.S)
+_MOST_SAID = 8
+# settings that show again in the structure of the model
+_SHAPING = tuple(
+    f"setting {name}"
+    for name in (
+        *(
+            "hidden_dropout",
+            "attention_dropout",
+            "layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "attention_heads",
+            "query_groups",
+            "vocabulary",
+        ),
+        *(
+            "normalization_epsilon",
+            "sequence_length",
+            "max_positions",
+            "rotary_base",
+            "tied_embeddings",
+            "tensor_parallel",
+            "pipeline_parallel",
+        ),
+    )
+)
+
+
+@dataclass(frozen=True)
+class _Item:
+    kind: str
+    number: int
+    source: str
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """One row of the table; None for a side that lacks it."""
+
+    left: _Item | None
+    right: _Item | None
+    matched_by: str
+    level: Level
+
+
+def compare_hyperparameters(bench: Pack, cmp: Pack) -> Check:
+    """Compare all sources of settings, by value."""
+    if (early := absent("hyperparameters", COLUMNS, bench, cmp)) is not None:
+        return early
+    same_size = bench.world_size == cmp.world_size
+    pairs = list(rank_pairs(bench, cmp, "hyperparameters"))
+    ranks = [rank for rank, _, _ in pairs]
+    gathered: dict[str, tuple[_Difference, list[int]]] = {}
+    for rank, a, b in pairs:
+        left, right = _items(a.single["hyperparameters"]), _items(b.single["hyperparameters"])
+        for difference in _differences(left, right, same_size):
+            gathered.setdefault(repr((difference.left, difference.right)), (difference, []))[1].append(rank)
+    rows = [_row(difference, where, ranks) for difference, where in gathered.values()]
+    findings = rank_findings("hyperparameters", bench, cmp)
+    findings += _structure(gathered, ranks)
+    findings += [f for d, where in gathered.values() if not _is_module(d) for f in _finding(d, which_ranks(where, ranks))]
+    findings.sort(key=lambda f: (("error", "warning", "note").index(f.level), not f.topic.startswith("setting ")))
+    return Check("hyperparameters", COLUMNS, rows, _shortened(findings))
+
+
+def _items(content: Mapping[str, Any]) -> dict[tuple[str, int, str], _Item]:
+    """Return (kind, number of the source within its kind, key) → item."""
+    found: dict[tuple[str, int, str], _Item] = {}
+    counts: dict[str, int] = {}
+    for one in content.get("sources", []):
+        kind = str(one.get("kind"))
+        number = counts[kind] = counts.get(kind, -1) + 1
+        for key, value in dict(one.get("values", {})).items():
+            found[kind, number, key] = _Item(kind, number, str(one.get("name")), key, value)
+    return found
+
+
+def _differences(left: dict[Any, _Item], right: dict[Any, _Item], same_size: bool) -> Iterator[_Difference]:
+    """Match by place, then by setting; yield what differs or has no counterpart."""
+    names = load_names()
+    settings = (_by_setting(left), _by_setting(right))
+    matched: set[int] = set()
+    for place in [*left, *(p for p in right if p not in left)]:
+        a, b = left.get(place), right.get(place)
+        matched_by = "name"
+        if a is None or b is None:
+            lone, others = (a, settings[1]) if a is not None else (b, settings[0])
+            assert lone is not None
+            setting = (
+                names.setting(lone.key)
+                if lone.kind not in ("model", "optimizer", "scheduler") or len(left) * len(right) == 0
+                else None
+            )
+            counterparts = others.get(setting[0], []) if setting else []
+            if counterparts:
+                other = next((o for o in counterparts if same(o.value, lone.value)), counterparts[0])
+                a, b = (lone, other) if a is not None else (other, lone)
+                matched_by = "table of names"
+        if a is not None and b is not None:
+            if same(a.value, b.value) or (id(a) in matched and id(b) in matched):
+                continue
+            matched |= {id(a), id(b)}
+        key = (a or b).key  # pyright: ignore[reportOptionalMemberAccess]
+        if names.follows_rank_count(key) and not same_size:
+            continue
+        level: Level = "note" if names.is_place(key) else "error" if a is not None and b is not None else "warning"
+        yield _Difference(a, b, matched_by, level)
+
+
+def _by_setting(items: dict[Any, _Item]) -> dict[str, list[_Item]]:
+    names = load_names()
+    found: dict[str, list[_Item]] = {}
+    for item in items.values():
+        setting = names.setting(item.key)
+        if setting is not None:
+            found.setdefault(setting[0], []).append(item)
+    return found
+
+
+def _row(d: _Difference, where: list[int], ranks: list[int]) -> tuple[Any, ...]:
+    item = d.left or d.right
+    assert item is not None
+    ranks_text = which_ranks(where, ranks).removeprefix(" on ") or ("all" if len(ranks) > 1 else str(ranks[0]))
+    left, right = (shown(i.value, 200) if i is not None else "(missing)" for i in (d.left, d.right))
+    keys = (i.key if i is not None else "" for i in (d.left, d.right))
+    return (f"{item.kind}: {item.source}", *keys, left, right, d.matched_by, ranks_text, d.level)
+
+
+def _finding(d: _Difference, where: str) -> list[Finding]:
+    """Say one difference, unless its whole source is on one side only, which is said once."""
+    if d.left is None or d.right is None:
+        item = d.left or d.right
+        assert item is not None
+        side = BENCH if d.left is not None else CMP
+        return [
+            Finding(
+                d.level,
+                f"{item.key} is only in {side}: {shown(item.value)}{where}",
+                f"lone {item.kind} {item.number} {item.key}",
+            )
+        ]
+    setting = load_names().setting(d.left.key)
+    label, topic = (setting[1], f"setting {setting[0]}") if setting else (_name(d.left), f"key {d.left.key.rsplit('.', 1)[-1]}")
+    if d.left.key == "lr_by_step":
+        return [_rates(d.left.value, d.right.value, where)]
+    if d.left.kind in ("optimizer", "scheduler") and d.left.key.endswith(".parameters"):
+        text = f"the parameters in {d.left.key.removesuffix('.parameters')} of the optimizer differ{where}"
+        return [Finding("error", text, "optimizer groups", ("model",))]
+    return [Finding(d.level, f"{label} differs: {shown(d.left.value)} and {shown(d.right.value)}{where}", topic)]
+
+
+def _name(item: _Item) -> str:
+    return f"{item.kind} {item.key}" if item.kind in ("optimizer", "scheduler") else item.key
+
+
+def _rates(a: Any, b: Any, where: str) -> Finding:
+    """Say from which optimizer step on learning rates differ; fewer steps on one side are no difference by themselves."""
+    first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if not same(x, y)), None)
+    if first is None:
+        return Finding("note", f"{counted(len(a), 'optimizer step')} and {len(b)} were captured{where}", "captured steps")
+    left, right = (x[0] if isinstance(x, list) and len(x) == 1 else x for x in (a[first], b[first]))
+    text = f"learning rate differs from optimizer step {first} on: {shown(left)} and {shown(right)}{where}"
+    return Finding("error", text, "rates", ("setting ", "key ", "lone ", "source "))
+
+
+def _is_module(d: _Difference) -> bool:
+    return (d.left or d.right).kind == "model"  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _structure(gathered: Mapping[str, tuple[_Difference, list[int]]], ranks: list[int]) -> list[Finding]:
+    """Say how the modules of the models differ: settings of the same class together, then classes, then lone modules."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for d, where in gathered.values():
+        if not _is_module(d):
+            continue
+        place = which_ranks(where, ranks)
+        if d.left is None or d.right is None:
+            item = d.left or d.right
+            assert item is not None
+            groups.setdefault(("only", BENCH if d.left else CMP, place), []).append(f"{item.key}: {item.value}")
+            continue
+        a, b = (_MODULE.fullmatch(str(v)) for v in (d.left.value, d.right.value))
+        if a and b and a[1] == b[1]:
+            for name, x, y in _arguments(a[2], b[2]):
+                groups.setdefault(("argument", a[1], name, x, y, place), []).append(d.left.key)
+        else:
+            groups.setdefault(("class", str(d.left.value), str(d.right.value), place), []).append(d.left.key)
+    return [Finding("error", _structure_text(key, modules), "model", _SHAPING) for key, modules in groups.items()]
+
+
+def _structure_text(key: tuple[str, ...], modules: list[str]) -> str:
+    names = f"module {modules[0]}" if len(modules) == 1 else f"{len(modules)} modules, {modules[0]} the first,"
+    if key[0] == "only":
+        return f"{counted(len(modules), 'module')} only in {key[1]}{key[2]}: {shown(modules[0], 100)}"
+    if key[0] == "argument":
+        what = "dropout p" if "ropout" in key[1] and key[2] == "p" else f"{key[2]} of {key[1]}"
+        return f"{what} in {names} differs: {key[3]} and {key[4]}{key[5]}"
+    return f"{names} differs: {shown(key[1], 100)} and {shown(key[2], 100)}{key[3]}"
+
+
+def _arguments(a: str, b: str) -> Iterator[tuple[str, str, str]]:
+    left, right = (_parsed_arguments(t) for t in (a, b))
+    for name in [*left, *(n for n in right if n not in left)]:
+        if left.get(name) != right.get(name):
+            yield name, left.get(name, "(default)"), right.get(name, "(default)")
+
+
+def _parsed_arguments(text: str) -> dict[str, str]:
+    """Return name → text of `4, 8, bias=True`; those without a name are numbered. Commas in brackets do not divide."""
+    found: dict[str, str] = {}
+    for index, piece in enumerate(re.split(r",\s*(?![^(\[]*[)\]])", text)):
+        name, equals, value = piece.partition("=")
+        found[name if equals else str(index)] = value if equals else piece
+    return found
+
+
+def _shortened(findings: list[Finding]) -> tuple[Finding, ...]:
+    """Say settings that only one side has once a source, and no more than a line can hold."""
+    kept: list[Finding] = []
+    lone: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        if finding.topic.startswith("lone "):
+            kind = finding.topic.split(" ")[1]
+            side = BENCH if f"only in {BENCH}:" in finding.text else CMP
+            lone.setdefault((kind, side), []).append(finding)
+        else:
+            kept.append(finding)
+    for (kind, side), group in lone.items():
+        if len(group) <= 2:
+            kept += group
+        else:
+            level: Level = "warning" if any(f.level != "note" for f in group) else "note"
+            kept.append(
+                Finding(
+                    level, f"{len(group)} settings of the {_KINDS.get(kind, kind)} are only in {side}", f"source {kind} {side}"
+                )
+            )
+    said, rest = kept[:_MOST_SAID], kept[_MOST_SAID:]
+    if any(f.level == "error" for f in rest):
+        said.append(Finding("error", f"{counted(len(rest), 'more setting')} differ", "key more"))
+    elif rest:
+        said += rest[:2]
+    return tuple(said)

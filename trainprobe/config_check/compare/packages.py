@@ -1,0 +1,74 @@
+"""Compares distributions, what stands beside them, and the commit of the training code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainprobe.config_check.compare.sides import absent, rank_findings, rank_pairs
+from trainprobe.config_check.compare.verdicts import Check, Finding, Level, which_ranks
+from trainprobe.config_check.names import load_names
+from trainprobe.config_check.pack import Pack
+
+COLUMNS = ("package", "bench", "cmp", "kind", "level")
+_ABSENT = "(not installed)"
+_LEVEL: dict[str, Level] = {"numeric": "error", "platform": "warning", "other": "warning", "tooling": "note"}
+_ORDER = ("numeric", "platform", "code", "other", "tooling")
+_MOST_SAID = 6
+
+
+def compare_packages(bench: Pack, cmp: Pack) -> Check:
+    """Compare versions as texts: a build tag is part of a version."""
+    if (early := absent("packages", COLUMNS, bench, cmp)) is not None:
+        return early
+    pairs = list(rank_pairs(bench, cmp, "packages"))
+    ranks = [rank for rank, _, _ in pairs]
+    different: dict[tuple[str, str, str, str], list[int]] = {}
+    for rank, a, b in pairs:
+        for row in _differences(a.single["packages"], b.single["packages"]):
+            different.setdefault(row, []).append(rank)
+    rows: list[tuple[Any, ...]] = []
+    findings = rank_findings("packages", bench, cmp)
+    for (kind, name, left, right), where in sorted(different.items(), key=lambda item: (_ORDER.index(item[0][0]), item[0][1])):
+        level = _LEVEL.get(kind, "warning")
+        rows.append((name, left, right, kind, level))
+        findings.append(Finding(level, f"{name} differs: {left} and {right}{which_ranks(where, ranks)}", f"package {name}"))
+    return Check("packages", COLUMNS, rows, _shortened(findings))
+
+
+def _shortened(findings: list[Finding]) -> tuple[Finding, ...]:
+    """Say the first few and count the rest."""
+    said, rest = findings[:_MOST_SAID], findings[_MOST_SAID:]
+    if rest:
+        level: Level = (
+            "error"
+            if any(f.level == "error" for f in rest)
+            else "warning"
+            if any(f.level == "warning" for f in rest)
+            else "note"
+        )
+        said.append(Finding(level, f"{len(rest)} more packages differ", "packages"))
+    return tuple(said)
+
+
+def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    names = load_names()
+    left, right = dict(a.get("distributions", {})), dict(b.get("distributions", {}))
+    found = [(names.package_kind(n), n, *versions) for n, versions in _unequal(left, right, _ABSENT)]
+    left, right = dict(a.get("platform", {})), dict(b.get("platform", {}))
+    if left and right:
+        found += [("platform", name, *texts) for name, texts in _unequal(left, right, "(none)")]
+    mine, theirs = _code(a), _code(b)
+    if mine and theirs and mine != theirs:
+        found.append(("code", "commit of the training code", mine, theirs))
+    return found
+
+
+def _unequal(left: dict[str, str], right: dict[str, str], absent_text: str) -> list[tuple[str, tuple[str, str]]]:
+    names = sorted(left.keys() | right.keys())
+    return [(n, (left.get(n, absent_text), right.get(n, absent_text))) for n in names if left.get(n) != right.get(n)]
+
+
+def _code(content: dict[str, Any]) -> str:
+    code = content.get("code") or {}
+    changes = f" with uncommitted changes {code.get('changes', '')}".rstrip() if code.get("dirty") else ""
+    return f"{str(code['commit'])[:12]}{changes}" if code.get("commit") else ""

@@ -1,0 +1,53 @@
+"""Which ranks of two packs face each other, and what is missing before anything is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainprobe.config_check.compare.verdicts import Check, Finding, number_ranges
+from trainprobe.config_check.pack import Pack, RankPack
+
+Sides = tuple[str, str]
+BENCH, CMP = "bench", "cmp"
+
+
+def common_ranks(bench: Pack, cmp: Pack) -> list[int]:
+    """Return the ranks that both packs hold."""
+    return sorted(set(bench.ranks) & set(cmp.ranks))
+
+
+def rank_pairs(bench: Pack, cmp: Pack, capture: str) -> Iterator[tuple[int, RankPack, RankPack]]:
+    """Yield the ranks in which both packs hold a capture."""
+    for rank in common_ranks(bench, cmp):
+        if bench.ranks[rank].has(capture) and cmp.ranks[rank].has(capture):
+            yield rank, bench.ranks[rank], cmp.ranks[rank]
+
+
+def absent(name: str, columns: tuple[str, ...], bench: Pack, cmp: Pack) -> Check | None:
+    """Return the check as far as it can be told when a side does not have this capture, else None.
+
+    Missing on both sides is told and passes only where neither was asked for it.
+    """
+    has = bench.has(name), cmp.has(name)
+    if all(has):
+        return None
+    if not any(has):
+        asked = name in bench.captures and name in cmp.captures
+        missing = (Finding("warning", f"{name}: captured on neither side", f"missing {name}"),) if asked else ()
+        return Check(name, columns, findings=missing, compared=False)
+    side = CMP if has[0] else BENCH
+    finding = Finding("error", f"{name}: missing in {side}, so it could not be compared", f"missing {name}")
+    return Check(name, columns, findings=(finding,), compared=False)
+
+
+def rank_findings(name: str, bench: Pack, cmp: Pack) -> list[Finding]:
+    """Return what is missing of a capture rank by rank, where the two jobs have the same number of ranks."""
+    found: list[Finding] = []
+    for side, pack, other in ((BENCH, bench, cmp), (CMP, cmp, bench)):
+        lost = [
+            r for r, content in other.ranks.items() if content.has(name) and not (r in pack.ranks and pack.ranks[r].has(name))
+        ]
+        if lost and pack.world_size == other.world_size:
+            word = "rank" if len(lost) == 1 else "ranks"
+            found.append(Finding("error", f"{name}: {word} {number_ranges(lost)} missing in {side}", f"missing {name} ranks"))
+    return found

@@ -1,0 +1,157 @@
+"""Compares weights: which differ, since when, which have only another name, which are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainprobe.config_check.compare.dataset import STATISTICS, describe, same_tensor
+from trainprobe.config_check.compare.sides import BENCH, CMP, absent, common_ranks, rank_findings
+from trainprobe.config_check.compare.values import close
+from trainprobe.config_check.compare.verdicts import Check, Finding, counted, shown, which_ranks
+from trainprobe.config_check.pack import Pack
+
+COLUMNS = ("micro-step", "rank", "weight", "name in cmp", "bench checksum", "cmp checksum", "bench", "cmp", "level")
+INITIAL = (
+    "setting seed",
+    "setting initialization",
+    "setting layers",
+    "setting hidden_size",
+    "random seed",
+    "random calls",
+    "model",
+)
+Entries = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass
+class _Sorted:
+    """What was found, sorted by kind; weight and rank each. different: micro-step → rank → names."""
+
+    rows: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    different: dict[int, dict[int, list[str]]] = field(default_factory=dict[int, dict[int, list[str]]])
+    lone: dict[tuple[str, str], list[int]] = field(default_factory=dict[tuple[str, str], list[int]])
+    renamed: dict[tuple[str, str], list[int]] = field(default_factory=dict[tuple[str, str], list[int]])
+
+
+def compare_weights(bench: Pack, cmp: Pack) -> Check:
+    """Compare fingerprints of all weights of all ranks; statistics where a pack holds no fingerprints."""
+    if (early := absent("weights", COLUMNS, bench, cmp)) is not None:
+        return early
+    found = _Sorted()
+    findings = rank_findings("weights", bench, cmp)
+    ranks = [r for r in common_ranks(bench, cmp) if bench.ranks[r].has("weights") and cmp.ranks[r].has("weights")]
+    for rank in ranks:
+        left, right = bench.ranks[rank].by_micro["weights"], cmp.ranks[rank].by_micro["weights"]
+        for micro in sorted(left.keys() & right.keys()):
+            rounding = micro > 0 and bench.world_size != cmp.world_size  # gradients were summed in another order
+            _sort(found, micro, rank, left[micro].get("parameters", {}), right[micro].get("parameters", {}), rounding)
+        if left.keys() != right.keys():
+            text = f"weights of rank {rank} were captured at {counted(len(left), 'micro-step')} and {len(right)}"
+            findings.append(Finding("warning", text, "captured weights", ("captured micro-steps",)))
+    findings += _differing(found.different, bench, cmp, ranks)
+    findings += _lone(found.lone, ranks)
+    if found.renamed:
+        (old, new), *_ = found.renamed
+        verb = "has" if len(found.renamed) == 1 else "have"
+        text = f"{counted(len(found.renamed), 'weight')} {verb} another name and equal values: {old} is {new} in cmp"
+        findings.append(Finding("warning", text, "weight names", ("model",)))
+    return Check("weights", COLUMNS, found.rows, tuple(findings))
+
+
+def _sort(found: _Sorted, micro: int, rank: int, a: Entries, b: Entries, rounding: bool) -> None:
+    """Compare the weights of one rank at one micro-step."""
+    names = _counterparts(a, b)
+    for name in [*a, *(n for n in b if n not in names.values())]:
+        other = names.get(name)
+        left, right = a.get(name), b.get(other) if other is not None else b.get(name) if name not in a else None
+        equal = False
+        if left is None or right is None:
+            found.lone.setdefault((name, BENCH if right is None else CMP), []).append(rank)
+        else:
+            equal = same_tensor(left, right) or (rounding and _nearly(left, right))
+            if not equal:
+                found.different.setdefault(micro, {}).setdefault(rank, []).append(name)
+            elif other != name:
+                found.renamed.setdefault((name, str(other)), []).append(rank)
+        level = "error" if not equal else "pass" if other == name else "warning"
+        found.rows.append((micro, rank, name, other or "", *_texts(left, right), level))
+
+
+def _texts(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> tuple[str, str, str, str]:
+    sums = ["(missing)" if e is None else str(e.get("checksum", "(statistics only)")) for e in (a, b)]
+    return sums[0], sums[1], describe(a), describe(b)
+
+
+def _counterparts(a: Entries, b: Entries) -> dict[str, str]:
+    """Return the name in b of each name in a: the same, else the only free one with the same bits or statistics."""
+    found = {name: name for name in a if name in b}
+    free = [n for n in b if n not in a]
+    by_content: dict[str, list[str]] = {}
+    for name in free:
+        by_content.setdefault(_content(b[name]), []).append(name)
+    for name in a:
+        if name not in found and by_content.get(_content(a[name])):
+            found[name] = by_content[_content(a[name])].pop(0)
+    return found
+
+
+def _nearly(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Tell whether two entries are equal up to the rounding of a few steps."""
+    return a.get("shape") == b.get("shape") and all(
+        close(a[k], b[k], 1e-3) for k in ("norm", "max", "min") if k in a and k in b
+    )
+
+
+def _content(entry: Mapping[str, Any]) -> str:
+    return f"{entry.get('shape')} {entry.get('checksum') or [entry.get(s) for s in STATISTICS]}"
+
+
+def _differing(different: Mapping[int, Mapping[int, list[str]]], bench: Pack, cmp: Pack, ranks: list[int]) -> list[Finding]:
+    if not different:
+        return []
+    micro = min(different)
+    by_rank = different[micro]
+    where = which_ranks(list(by_rank), ranks)
+    names = list(dict.fromkeys(n for names in by_rank.values() for n in names))
+    total = len(bench.ranks[ranks[0]].by_micro["weights"][micro].get("parameters", {}))
+    one = names[0]
+    rank = next(iter(by_rank))
+    left, right = (p.ranks[rank].by_micro["weights"][micro]["parameters"].get(one, {}) for p in (bench, cmp))
+    what = f"weight {one} differs" if len(names) == 1 else f"{len(names)} of {total} weights differ"
+    if micro == min(bench.ranks[rank].by_micro["weights"]):
+        when, explained = "from the start", INITIAL
+    else:
+        when, explained = f"from micro-step {micro} on (equal before)", ("",)
+    if bench.world_size != cmp.world_size and explained == ("",):
+        return [Finding("note", f"{what} {when}, as training on another number of ranks makes them{where}", "weights")]
+    first = "" if len(names) == 1 else f"{one} first, "
+    return [Finding("error", f"{what} {when}: {first}{_measure(left, right)}{where}", "weights", explained)]
+
+
+def _measure(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """Say the most telling statistic that differs."""
+    if a.get("shape") != b.get("shape") and a.get("shape") and b.get("shape"):
+        return f"shape {list(a['shape'])} and {list(b['shape'])}"
+    if a.get("dtype") != b.get("dtype") and a.get("dtype") and b.get("dtype"):
+        return f"{a['dtype']} and {b['dtype']}"
+    for key in ("norm", "mean", "max", "min"):
+        if key in a and key in b and a[key] != b[key]:
+            return f"{key} {shown(a[key])} and {shown(b[key])}"
+    return "other bits with equal statistics"
+
+
+def _lone(lone: Mapping[tuple[str, str], list[int]], ranks: list[int]) -> list[Finding]:
+    found: list[Finding] = []
+    for side in (BENCH, CMP):
+        names = [name for name, s in lone if s == side]
+        if names:
+            where = which_ranks(sorted({r for (_, s), rs in lone.items() if s == side for r in rs}), ranks)
+            text = (
+                f"weight {names[0]} is only in {side}"
+                if len(names) == 1
+                else f"{len(names)} weights are only in {side}, {names[0]} the first"
+            )
+            found.append(Finding("error", f"{text}{where}", "lone weights", ("model", "setting layers")))
+    return found

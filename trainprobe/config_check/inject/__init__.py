@@ -1,0 +1,1 @@
+"""What `collect -- COMMAND` puts into a program that it starts."""

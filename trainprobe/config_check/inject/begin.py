@@ -1,0 +1,45 @@
+"""Begins the capture of a program that was not edited, once it has imported torch."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from pathlib import Path
+
+from trainprobe.config_check.capture.hyperparameters import SettingsWatch
+from trainprobe.config_check.capture.on_import import ImportWatch
+from trainprobe.config_check.settings import Settings, make_settings
+
+VARIABLE = "TRAINPROBE_CONFIG_CHECK"
+
+
+def environment_for(settings: Settings, scripts: list[str]) -> dict[str, str]:
+    """Return the environment in which a command is captured."""
+    chosen = {
+        "output": str(settings.output.absolute()),
+        "micro_steps": settings.micro_steps,
+        "tokens": settings.tokens,
+        "captures": list(settings.captures),
+        "scripts": [str(Path(script).absolute()) for script in scripts],
+    }
+    here = Path(__file__).parent
+    folders = [str(here), *filter(None, [os.environ.get("PYTHONPATH")]), str(here.parents[2])]
+    return {**os.environ, VARIABLE: json.dumps(chosen), "PYTHONPATH": os.pathsep.join(folders)}
+
+
+def wait_for_torch() -> None:
+    """Watch argument parsers from now on, and all else from the moment in which torch is imported."""
+    watch = SettingsWatch()
+    watch.install()
+    ImportWatch().wait_for("torch", lambda torch: begin(watch))
+
+
+def begin(watch: SettingsWatch) -> None:
+    """Start to capture this process; it writes a pack only if it trains a model."""
+    from trainprobe.config_check.capture.recorder import Recorder
+
+    recorder = Recorder(make_settings(json.loads(os.environ[VARIABLE])), watch)
+    recorder.guard.run(recorder.start)
+    recorder.guard.run(recorder.search)
+    atexit.register(recorder.finish, wait=True)
