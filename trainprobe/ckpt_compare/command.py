@@ -1,0 +1,204 @@
+"""`trainprobe ckpt-compare` and `trainprobe ckpt-show`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import orjson
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from trainprobe.ckpt_compare import formats, report
+from trainprobe.ckpt_compare.compare import compare, logical
+from trainprobe.ckpt_compare.conclusion import conclude
+from trainprobe.ckpt_compare.cover import cover
+from trainprobe.ckpt_compare.fingerprints import tensor_fingerprint
+from trainprobe.ckpt_compare.names import to_logical
+from trainprobe.ckpt_compare.pieces import KINDS, Checkpoint, LogicalTensor, What
+from trainprobe.ckpt_compare.work import Advance
+from trainprobe.ckpt_compare.world import place, run_in_world, run_on_ray
+from trainprobe.errors import UsageError, did_you_mean
+
+Heads = Annotated[int | None, typer.Option(help="attention heads, where no checkpoint states them")]
+Groups = Annotated[int | None, typer.Option(help="query groups (key/value heads)")]
+HeadDim = Annotated[int | None, typer.Option(help="width of one attention head")]
+Maps = Annotated[list[Path] | None, typer.Option("--names", help="further name maps (YAML), asked before the built-in ones")]
+
+
+def ckpt_compare(
+    a: Annotated[Path, typer.Argument(help="one checkpoint: a file or folder in any known format")],
+    b: Annotated[Path, typer.Argument(help="the other one, in any known format and layout")],
+    what: Annotated[str, typer.Option(help=f"what counts, comma-separated: {', '.join(KINDS)}")] = "weights,optimizer",
+    json: Annotated[Path | None, typer.Option(help="write {name: {l2, cos, numel, shape, …}} here")] = None,
+    csv: Annotated[Path | None, typer.Option(help="write one line a tensor here")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="write one self-contained page with a layer × parameter heatmap here")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="list each tensor rather than each kind of tensor")] = False,
+    names: Maps = None,
+    heads: Heads = None,
+    groups: Groups = None,
+    head_dim: HeadDim = None,
+    format_a: Annotated[str | None, typer.Option(help="format of A, where recognising it fails")] = None,
+    format_b: Annotated[str | None, typer.Option(help="format of B, where recognising it fails")] = None,
+    threads: Annotated[int | None, typer.Option(help="threads, by default one a core")] = None,
+    copies: Annotated[bool, typer.Option(help="also compare the copies of a tensor inside each checkpoint")] = True,
+    ray: Annotated[bool, typer.Option("--ray", help="measure on a Ray cluster whose machines see the same paths")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the verdict alone")] = False,
+) -> int:
+    """Compare two checkpoints. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""
+    chosen = kinds_of(what)
+    config = {k: v for k, v in (("heads", heads), ("groups", groups), ("head_dim", head_dim)) if v}
+    opened = formats.open_checkpoint(a, format_a), formats.open_checkpoint(b, format_b)
+    left, right = logical(*opened, config, [str(n) for n in names or ()])
+    with _progress(_bytes(left, right, chosen), quiet) as advance:
+        runner = run_on_ray if ray else run_in_world
+        found = compare(left, right, chosen, threads=threads, copies=copies, advance=advance, runner=runner)
+    conclusion = conclude(found)
+    if place()[0] > 0:
+        return conclusion.code  # in a torchrun world rank 0 speaks for all
+    if json is not None:
+        report.write_json(found, json)
+    if csv is not None:
+        report.write_csv(found, csv)
+    if html is not None:
+        from trainprobe.ckpt_compare.page import write_page
+
+        write_page(found, conclusion, html)
+    console = report.wide_console()
+    if quiet:
+        console.print(conclusion.sentence, markup=False, highlight=False, soft_wrap=True)
+    else:
+        report.show(found, conclusion, console, every=every)
+    return conclusion.code
+
+
+def kinds_of(text: str) -> tuple[What, ...]:
+    """Read a comma-separated list of kinds of content; raise UsageError for an unknown one."""
+    given = [word.strip() for word in text.split(",") if word.strip()]
+    for word in given:
+        if word not in KINDS:
+            raise UsageError(f"--what {word!r} is not known{did_you_mean(word, list(KINDS))}; known are {', '.join(KINDS)}")
+    if not given:
+        raise UsageError(f"--what is empty; name some of {', '.join(KINDS)}")
+    return cast("tuple[What, ...]", tuple(given))
+
+
+def _bytes(a: Checkpoint, b: Checkpoint, what: Sequence[What]) -> int:
+    """Bytes that will be read, as a bound for the progress bar."""
+    keys = set(a.tensors) & set(b.tensors)
+    both = [c.tensors[k] for c in (a, b) for k in keys if c.tensors[k].what in what and c.tensors[k].pieces]
+    return sum(t.count * t.format.itemsize for t in both)
+
+
+@contextmanager
+def _progress(total: int, quiet: bool) -> Generator[Advance | None]:
+    """Show bytes measured on standard error while the block runs; nothing where nobody looks."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("comparing"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("comparing", total=total)
+
+        def advance(size: int) -> None:
+            bar.advance(task, size)
+
+        yield advance
+
+
+def ckpt_show(
+    path: Annotated[Path, typer.Argument(help="a checkpoint: a file or folder in any known format")],
+    native: Annotated[bool, typer.Option("--native", help="names as they stand in the checkpoint, nothing split")] = False,
+    fingerprint: Annotated[bool, typer.Option("--fingerprint", help="a 64-bit fingerprint a tensor, free of layout")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    names: Maps = None,
+    heads: Heads = None,
+    groups: Groups = None,
+    head_dim: HeadDim = None,
+    format: Annotated[str | None, typer.Option(help="format, where recognising it fails")] = None,
+) -> int:
+    """List the logical tensors, the layout and the metadata of one checkpoint. Exit code 3 when parts of it cannot be read."""
+    checkpoint = formats.open_checkpoint(path, format)
+    if not native:
+        given = {k: v for k, v in (("heads", heads), ("groups", groups), ("head_dim", head_dim)) if v}
+        checkpoint = to_logical(checkpoint, {**checkpoint.config, **given}, [str(n) for n in names or ()])
+    described = {t.key: _described(t, fingerprint) for t in checkpoint.tensors.values()}
+    console = report.wide_console()
+    if json:
+        console.print_json(orjson.dumps(_summary(checkpoint) | {"tensors": described}, default=str).decode())
+    else:
+        _show(checkpoint, described, console)
+    broken = checkpoint.problems or any(d["missing"] for d in described.values())
+    return 3 if broken else 0
+
+
+def _described(tensor: LogicalTensor, fingerprint: bool) -> dict[str, Any]:
+    held = cover(tensor)
+    found: dict[str, Any] = {
+        "shape": list(tensor.shape), "dtype": tensor.format.name if tensor.pieces else None, "pieces": len(held.parts),
+        "copies": len(held.copies), "missing": held.uncovered, "native": tensor.native or tensor.name,
+    }  # fmt: skip
+    if fingerprint:
+        number = tensor_fingerprint(tensor)
+        found["fingerprint"] = None if number is None else f"{number:016x}"
+    return found
+
+
+def _summary(c: Checkpoint) -> dict[str, Any]:
+    sizes = [t.count * t.format.itemsize for t in c.tensors.values() if t.pieces]
+    return {
+        "path": c.path, "format": c.format, "family": c.family, "layout": dict(c.layout), "bytes": sum(sizes),
+        "config": {k: v for k, v in c.config.items() if v is not None}, "state": {k: dict(v) for k, v in c.state.items()},
+        "problems": [f"{p.where}: {p.message}" for p in c.problems], "notes": list(c.notes),
+    }  # fmt: skip
+
+
+def _show(c: Checkpoint, described: dict[str, dict[str, Any]], console: Console) -> None:
+    said = _summary(c)
+    console.print(
+        f"{c.format}{f' ({c.family} names)' if c.family else ''}: {len(described)} tensors, {said['bytes'] / 1e9:.3f} GB",
+        markup=False,
+        soft_wrap=True,
+    )
+    for key in ("layout", "config"):
+        if said[key]:
+            console.print(
+                f"  {key}: " + ", ".join(f"{k} {v}" for k, v in said[key].items()),
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+    for section, values in said["state"].items():
+        short = ", ".join(f"{k} {v}" for k, v in list(values.items())[:4])
+        console.print(
+            f"  {section}: {short}{f' … {len(values)} values' if len(values) > 4 else ''}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    for line in [*said["problems"], *said["notes"]]:
+        console.print(f"  ! {line}", markup=False, highlight=False, style="yellow", soft_wrap=True)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    some = next(iter(described.values()), {})
+    for head in (
+        "tensor",
+        "shape",
+        "dtype",
+        "pieces",
+        "copies",
+        "missing",
+        *(("fingerprint",) if "fingerprint" in some else ()),
+    ):
+        table.add_column(head, no_wrap=True, justify="right" if head in ("pieces", "copies", "missing") else "left")
+    for key, d in described.items():
+        shape = "×".join(map(str, d["shape"])) or "scalar"
+        cells = [key, shape, d["dtype"] or "?", str(d["pieces"]), str(d["copies"] or ""), str(d["missing"] or "")]
+        table.add_row(*cells, *((d["fingerprint"] or "incomplete",) if "fingerprint" in d else ()))
+    console.print(table)

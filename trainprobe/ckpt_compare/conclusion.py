@@ -1,0 +1,149 @@
+"""The answer in one sentence and one exit code.
+
+0 identical · 1 equal within the rounding of the stored number formats · 2 differ · 3 not comparable or incomplete.
+A proven difference outweighs what could not be looked at.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainprobe.ckpt_compare.compare import INCOMPLETE, Comparison, Row
+from trainprobe.ckpt_compare.pairing import layer_sentences
+from trainprobe.ckpt_compare.pieces import KINDS
+from trainprobe.ckpt_compare.state import StateRow
+
+IDENTICAL, ROUNDING, DIFFER, INCOMPLETE_CODE = 0, 1, 2, 3
+SAID = 6  # named examples in a list
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """Exit code, the verdict as a sentence, and further sentences in order of weight."""
+
+    code: int
+    sentence: str
+    details: tuple[str, ...]
+
+
+def conclude(c: Comparison) -> Conclusion:
+    """Judge a whole comparison."""
+    differ = [r for r in c.rows if r.verdict == "differ"]
+    lost = [r for r in c.rows if r.verdict in INCOMPLETE]
+    rounding = [r for r in c.rows if r.verdict == "rounding"]
+    state = [s for s in c.state if s.what in c.counted and not s.equal]
+    grave = [f for f in c.faults if f.grave]
+    copies = [f for f in c.faults if not f.grave]
+    details = tuple(_details(c, differ, lost))
+    if differ or copies or state:
+        return Conclusion(DIFFER, _differ_sentence(c, differ, len(copies), state), details)
+    if lost or grave or not any(r.verdict in ("identical", "rounding") for r in c.rows):
+        return Conclusion(INCOMPLETE_CODE, _incomplete_sentence(c, lost, len(grave)), details)
+    if rounding:
+        return Conclusion(ROUNDING, _rounding_sentence(c, rounding), details)
+    return Conclusion(IDENTICAL, f"identical: {_census(c.rows)} hold the same values in both", details)
+
+
+def relative(row: Row) -> float:
+    """What rows are sorted by: relative l2, infinite where something is NaN or missing on one side only."""
+    return float("inf") if row.difference.misplaced else row.difference.relative_l2
+
+
+def by_error(rows: Sequence[Row]) -> list[Row]:
+    """Return rows with the largest relative error first."""
+    return sorted(rows, key=lambda r: (-relative(r), r.key))
+
+
+def _census(rows: Sequence[Row]) -> str:
+    counts = Counter(r.what for r in rows)
+    total = sum(r.difference.count for r in rows)
+    parts = [f"{n} {what}" for what, n in counts.items()]
+    return f"{' and '.join(parts)} tensors ({total:,} elements)"
+
+
+def _differ_sentence(c: Comparison, differ: Sequence[Row], copies: int, state: Sequence[StateRow]) -> str:
+    if differ:
+        worst = by_error(differ)[0]
+        d = worst.difference
+        place = f" at {list(d.at)}" if d.at is not None else ""
+        where = f" ({worst.where})" if worst.where else ""
+        what = f"{d.misplaced:,} misplaced NaN or infinity" if d.misplaced else f"relative error {d.relative_l2:.3g}"
+        share = f"{d.changed:,} of {d.count:,} elements"
+        return f"differ: {len(differ)} of {len(c.rows)} tensors; worst is {worst.key}: {what}, {share}, largest{place}{where}"
+    if copies:
+        return f"differ: {copies} tensor{'s' if copies > 1 else ''} whose copies inside one checkpoint disagree"
+    first = state[0]
+    return f"differ: all compared tensors agree, but {first.what} {first.path} is {first.a!r} in A and {first.b!r} in B"
+
+
+def _incomplete_sentence(c: Comparison, lost: Sequence[Row], grave: int) -> str:
+    if not c.rows:
+        return "not comparable: the two checkpoints have no kind of content in common"
+    counts = Counter(r.verdict for r in lost)
+    words = {"shape": "have different shapes", "incomplete": "could not be read whole"}
+    said = [f"{n} tensors {words.get(v, f'are {v}')}" for v, n in counts.items()]
+    if not lost:
+        said = [f"{grave} file{'s' if grave > 1 else ''} or part{'s' if grave > 1 else ''} could not be read"]
+    example = f", such as {lost[0].key}" if lost else ""
+    agree = sum(r.verdict in ("identical", "rounding") for r in c.rows)
+    word = "incomplete" if agree else "not comparable"
+    return f"{word}: {', '.join(said)}{example}; {agree} of {len(c.rows)} tensors agree"
+
+
+def _rounding_sentence(c: Comparison, rounding: Sequence[Row]) -> str:
+    pairs = Counter(f"{r.dtype_a}/{r.dtype_b}" if r.dtype_a != r.dtype_b else r.dtype_a for r in rounding)
+    most = max(r.difference.max_ulp for r in rounding)
+    return (
+        f"equal within rounding: {len(rounding)} of {len(c.rows)} tensors differ by at most {most:.3g} units in the last place "
+        f"({', '.join(pairs)}), the others are identical"
+    )
+
+
+def _details(c: Comparison, differ: Sequence[Row], lost: Sequence[Row]) -> list[str]:
+    """Say what moved, what is broken, and what else is not the same."""
+    said = layer_sentences(c.moves)
+    said += [f"{f.side}: {f.message} ({f.where})" for f in c.faults]
+    lost = sorted(lost, key=lambda r: not r.note)  # what is known to be broken before what is merely absent
+    said += [f"{r.key}: {r.verdict}{f', {r.note}' if r.note else ''}" for r in lost[:SAID]]
+    if len(lost) > SAID:
+        said.append(f"… and {len(lost) - SAID} more tensors that are missing or incomplete")
+    said += _all_zero(differ)
+    said += _state_sentences(c)
+    said += c.notes
+    for side, checkpoint in (("A", c.a), ("B", c.b)):
+        said += [f"{side}: {note}" for note in checkpoint.notes]
+    return said
+
+
+def _all_zero(rows: Sequence[Row]) -> list[str]:
+    """Name tensors that are nothing but zeros on one side, gathered by slot (a reset optimizer zeroes all moments)."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        d = row.difference
+        if (d.square_a == 0.0) != (d.square_b == 0.0) and not (d.nan_a or d.nan_b):
+            side = "A" if d.square_a == 0.0 else "B"
+            found.setdefault((side, row.key.partition("#")[2] or "weight"), []).append(row.key)
+    return [
+        f"{keys[0]} is all zeros in {side}"
+        if len(keys) == 1
+        else f"{len(keys)} {slot} tensors are all zeros in {side}, such as {keys[0]}"
+        for (side, slot), keys in found.items()
+    ]
+
+
+def _state_sentences(c: Comparison) -> list[str]:
+    said: list[str] = []
+    for what in KINDS:
+        odd = [s for s in c.state if s.what == what and not s.equal]
+        total = sum(1 for s in c.state if s.what == what)
+        moved = [f"rng: {note}" for note in dict.fromkeys(s.note for s in odd if s.note)]
+        said += moved
+        if what in ("iteration", "optimizer") or what in c.counted:
+            said += [f"{what}: {s.path} is {s.a!r} in A, {s.b!r} in B" for s in odd[:SAID]]
+            if len(odd) > SAID:
+                said.append(f"{what}: … and {len(odd) - SAID} more of {total} values")
+        elif odd and not moved:
+            said.append(f"{what}: {len(odd)} of {total} values are not the same (--what {what} counts and lists them)")
+    return said

@@ -1,0 +1,45 @@
+"""The fingerprint of a logical tensor: the same in every layout, so that two checkpoints can be compared by two lists.
+
+Defined in engine.stats.checksum: elements are numbered by their place in the whole tensor, so the sums of shards add up to the
+sum of the whole. Different number formats give different fingerprints.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.ckpt_compare.cover import cover
+from trainprobe.ckpt_compare.pieces import LogicalTensor, Point
+from trainprobe.ckpt_compare.work import release
+from trainprobe.engine.diff.measure import blocks
+from trainprobe.engine.stats.checksum import MASK, fingerprint
+
+
+def tensor_fingerprint(tensor: LogicalTensor) -> int | None:
+    """Return the 64-bit fingerprint of a logical tensor, or None when not all of its elements are there."""
+    held = cover(tensor)
+    if held.uncovered:
+        return None
+    total = 0
+    for part in held.parts:
+        bits = part.load()
+        for where in blocks(bits.shape):
+            block = np.ascontiguousarray(bits[where])
+            start = [s.start for s in where] + [0] * (len(bits.shape) - len(where))
+            offset = tuple(o + s for o, s in zip(part.box.offset, start, strict=True))
+            total += fingerprint(block, _numbers(tensor.shape, offset, block))
+        release(part.piece.source)
+    return total & MASK
+
+
+def _numbers(shape: Point, offset: Point, block: npt.NDArray[np.generic]) -> npt.NDArray[np.uint64]:
+    """Return the place of each of a block's words in the whole tensor, row-major (complex128 is two words an element)."""
+    places = np.zeros(block.shape, np.uint64)
+    stride = 1
+    for axis in range(len(shape) - 1, -1, -1):
+        along = (np.arange(block.shape[axis], dtype=np.uint64) + np.uint64(offset[axis])) * np.uint64(stride)
+        places += along.reshape(-1, *(1 for _ in shape[axis + 1 :]))
+        stride *= shape[axis]
+    flat = places.reshape(-1)
+    return flat if block.dtype.itemsize < 16 else np.stack([2 * flat, 2 * flat + 1], axis=1).reshape(-1)

@@ -1,0 +1,78 @@
+"""Checkpoint formats: each file here is one, recognised by looking and never by asking.
+
+A format module holds
+
+    def sniff(path: Path) -> bool            whether the file or folder looks like this format; reads a few bytes at most
+    def open(path: Path) -> Checkpoint       its logical tensors, with every number still in the files
+
+and nothing else needs an edit. Formats from other packages come in through the entry point group
+`trainprobe.checkpoint_formats`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Protocol, cast
+
+from trainprobe.ckpt_compare.pieces import Checkpoint
+from trainprobe.errors import FormatError, did_you_mean
+
+
+class Format(Protocol):
+    """What a format module offers."""
+
+    def sniff(self, path: Path) -> bool:
+        """Whether the file or folder looks like this format."""
+        ...
+
+    def open(self, path: Path) -> Checkpoint:
+        """Read the checkpoint's structure; numbers stay in the files."""
+        ...
+
+
+def names() -> list[str]:
+    """Return the names of all formats, in the order in which they are asked."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__)) + sorted(e.name for e in _foreign())
+
+
+def _foreign() -> Iterator[EntryPoint]:
+    yield from entry_points(group="trainprobe.checkpoint_formats")
+
+
+def get(name: str) -> Format:
+    """Return the format called `name`; raise FormatError when there is none."""
+    for entry in _foreign():
+        if entry.name == name:
+            return cast("Format", entry.load())
+    if name not in names():
+        raise FormatError(
+            f"there is no checkpoint format {name!r}{did_you_mean(name, names())}; known are {', '.join(names())}"
+        )
+    return cast("Format", importlib.import_module(f"{__name__}.{name}"))
+
+
+def recognise(path: Path) -> str:
+    """Return the name of the first format that knows the file or folder; raise FormatError when none does."""
+    if not path.exists():
+        raise FormatError(f"{path} does not exist")
+    for name in names():
+        if get(name).sniff(path):
+            return name
+    what = (
+        f"a folder with {', '.join(sorted(p.name for p in path.iterdir())[:6]) or 'nothing in it'}"
+        if path.is_dir()
+        else "a file"
+    )
+    raise FormatError(
+        f"{path} ({what}) is no checkpoint in a known format: {', '.join(names())}. Point to the folder of one iteration"
+    )
+
+
+def open_checkpoint(path: Path | str, name: str | None = None) -> Checkpoint:
+    """Open a checkpoint in whatever format it is (or in the one given by name)."""
+    path = Path(path)
+    return get(name or recognise(path)).open(path)

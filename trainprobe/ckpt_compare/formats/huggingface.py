@@ -1,0 +1,150 @@
+"""Hugging Face checkpoints: safetensors or `.bin`, in one file or in shards with an index.
+
+The config and the files that the Trainer writes beside the model are read as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainprobe.ckpt_compare.names import in_model_order
+from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, one_or_all, state_tensors
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, Source, gather, whole
+from trainprobe.ckpt_compare.plain_state import digest, flat
+from trainprobe.ckpt_compare.storage import torch_archive
+from trainprobe.ckpt_compare.storage.safetensors_file import is_safetensors, read_safetensors
+from trainprobe.errors import FormatError
+
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_model.safetensors.index.json")
+_SINGLES = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
+
+
+def sniff(path: Path) -> bool:
+    """A safetensors file, or a folder with model files or their index."""
+    if path.is_file():
+        return path.suffix == ".safetensors" and is_safetensors(path) and not _is_mindspore(path)
+    return any((path / n).is_file() for n in (*_INDEXES, *_SINGLES)) or _loose(path) != []
+
+
+def _is_mindspore(path: Path) -> bool:
+    return read_safetensors(path)[1].get("format") == "ms"
+
+
+def _loose(path: Path) -> list[Path]:
+    """Return the safetensors files of a folder that has no index."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    return [f for f in files if is_safetensors(f) and not _is_mindspore(f)]
+
+
+def open(path: Path) -> Checkpoint:
+    """Open a Hugging Face model folder or a single safetensors file."""
+    problems: list[Problem] = []
+    tensors: list[LogicalTensor] = []
+    for file, wanted in _files(path, problems).items():
+        try:
+            held = dict(read_file(file))
+        except FormatError as error:
+            problems.append(Problem(str(file), str(error)))
+            continue
+        tensors += [whole(name, source, f"{file.name}: {name}") for name, source in held.items()]
+        problems += [
+            Problem(str(file), f"the index says that it holds {n}, and it does not") for n in sorted(wanted - set(held))
+        ]
+    folder = path if path.is_dir() else path.parent
+    config = _read_json(folder / "config.json") if path.is_dir() else {}
+    state: dict[str, dict[str, Any]] = {}
+    if path.is_dir():
+        tensors += _trainer_files(folder, {t.name: t.shape for t in tensors}, state, problems)
+    if config:
+        state["args"] = flat(config)
+    return Checkpoint(
+        str(path), "huggingface", gather(tensors), config=model_config(config), state=state, problems=tuple(problems)
+    )
+
+
+def _files(path: Path, problems: list[Problem]) -> dict[Path, set[str]]:
+    """Return the model files with the names that an index promises in each (empty set: no promise)."""
+    if path.is_file():
+        return {path: set()}
+    for name in _INDEXES:
+        if (path / name).is_file():
+            weight_map: Mapping[str, str] = _read_json(path / name)["weight_map"]
+            promised: dict[Path, set[str]] = {}
+            for tensor, file in weight_map.items():
+                promised.setdefault(path / file, set()).add(tensor)
+            for file in [f for f in promised if not f.is_file()]:
+                lost = sorted(promised.pop(file))
+                problems.append(Problem(str(file), f"is missing; it holds {len(lost)} tensors, among them {lost[0]}"))
+            return promised
+    single = next((path / n for n in _SINGLES if (path / n).is_file()), None)
+    return {single: set()} if single is not None else {f: set() for f in _loose(path)}
+
+
+def read_file(file: Path) -> Iterator[tuple[str, Source]]:
+    """Yield name and array for each tensor of a safetensors or torch file."""
+    if is_safetensors(file):
+        yield from read_safetensors(file)[0].items()
+        return
+    for at, leaf in torch_archive.leaves(torch_archive.load(str(file))):
+        if is_array(leaf):
+            yield ".".join(at), leaf
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FormatError(f"{file} is no valid JSON: {error}") from error
+
+
+def model_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the name maps need to know, from a Hugging Face config.json."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    heads = text.get("num_attention_heads") or text.get("n_head")
+    hidden = text.get("hidden_size") or text.get("n_embd")
+    return {
+        "heads": heads,
+        "groups": text.get("num_key_value_heads") or heads,
+        "head_dim": text.get("head_dim") or (hidden // heads if heads and hidden else None),
+        "layers": text.get("num_hidden_layers") or text.get("n_layer"),
+        "hidden": hidden,
+    }
+
+
+def _trainer_files(
+    folder: Path, shapes: Mapping[str, Any], state: dict[str, dict[str, Any]], problems: list[Problem]
+) -> list[LogicalTensor]:
+    """Read what the Trainer writes beside the model: optimizer.pt, scheduler.pt, rng_state*.pth, trainer_state.json."""
+    trainer = _read_json(folder / "trainer_state.json")
+    if trainer:
+        state["iteration"] = {k: trainer[k] for k in ("global_step", "epoch") if k in trainer}
+    if (folder / "scheduler.pt").is_file():
+        state["scheduler"] = flat(torch_archive.load(str(folder / "scheduler.pt")))
+    for file in sorted(folder.glob("rng_state*.pth")):
+        rank = f"rank {file.stem.removeprefix('rng_state').strip('_') or 0}"
+        held = torch_archive.load(str(file))
+        state.setdefault("rng", {}).update({f"{rank}/{k}": digest(v) for k, v in dict(held).items()})
+    if not (folder / "optimizer.pt").is_file():
+        return []
+    order = in_model_order(list(shapes))  # safetensors sort by name
+    named = (
+        name_states(torch_archive.load(str(folder / "optimizer.pt")), {n: shapes[n] for n in order})
+        if order is not None
+        else None
+    )
+    if named is None:
+        problems.append(
+            Problem(
+                str(folder / "optimizer.pt"),
+                "its states are numbered in an order that fits no usual grouping of the parameters",
+            )
+        )
+        return []
+    tensors, steps = state_tensors(named, "optimizer.pt")
+    state["optimizer"] = {"step": one_or_all(steps)}
+    return tensors

@@ -1,0 +1,100 @@
+"""Megatron `torch_dist` checkpoints: a distributed checkpoint beside `metadata.json` and `common.pt`, names free of any layout.
+
+Layers of one kind are stacked on a first axis (`decoder.layers.mlp.linear_fc1.weight` [layers, …]) and experts on the next
+one; both are taken apart here, so that the names are those of the per-rank format with global numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trainprobe.ckpt_compare.formats import torch_dcp
+from trainprobe.ckpt_compare.megatron import iteration_folder, model_config, plain_sections, rng_digests
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, gather
+from trainprobe.ckpt_compare.storage import torch_archive
+from trainprobe.ckpt_compare.transforms import unstack
+from trainprobe.errors import FormatError, MissingExtra
+
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>\w+?)\.(?P<name>.+)")
+_STACK = re.compile(r"(?P<head>.*\blayers)\.(?P<tail>(?!\d).+)")
+_EXPERTS = re.compile(r"(?P<head>.*\bmlp\.experts)\.experts\.(?P<tail>linear_fc\d\.\w+)")
+_MASTER = {"fp32_param": "master", "param": "master"}
+
+
+def sniff(path: Path) -> bool:
+    """A folder with `metadata.json` that names a sharded backend, or one that points to such an iteration."""
+    folder = iteration_folder(path)
+    return (
+        folder is not None
+        and (folder / "metadata.json").is_file()
+        and "sharded_backend" in (folder / "metadata.json").read_text()
+    )
+
+
+def open(path: Path) -> Checkpoint:
+    """Open a torch_dist checkpoint; raise FormatError for a backend that cannot be read here."""
+    folder = iteration_folder(path) or path
+    backend = json.loads((folder / "metadata.json").read_text()).get("sharded_backend")
+    if backend == "zarr":
+        raise MissingExtra("zarr", "zarr", f"reading {folder}, a Megatron checkpoint in zarr layout,")
+    if backend not in ("torch_dist", "fsdp_dtensor"):
+        raise FormatError(f"{folder}: sharded backend {backend!r} is not known; torch_dist and fsdp_dtensor are")
+    stored = torch_dcp.read_metadata(folder)
+    common = torch_archive.load(str(folder / "common.pt")) if (folder / "common.pt").exists() else {}
+    tensors = gather(t for key, tensor in stored.tensors.items() for t in _named(key, tensor))
+    state, problems = plain_sections(common), list(stored.problems)
+    rng = _rng(stored, problems)
+    if rng:
+        state["rng"] = rng
+    step = _step(common)
+    if step is not None:
+        state["optimizer"] = {"step": step}
+    config, layout = model_config(common.get("args"))
+    return Checkpoint(str(path), "megatron_dist", tensors, "megatron", layout, config, state, tuple(problems))
+
+
+def _named(key: str, tensor: LogicalTensor) -> Iterator[LogicalTensor]:
+    """Give the tensors that one stored tensor stacks, under their names with numbers."""
+    match = _STATE.fullmatch(key)
+    name, slot = (match["name"], _MASTER.get(match["slot"], match["slot"])) if match is not None else (key, "")
+    if not tensor.shape or "_extra_state" in name:
+        return
+    stack = _STACK.fullmatch(name)
+    layers = [(name, tensor)]
+    if stack is not None:
+        layers = [(f"{stack['head']}.{i}.{stack['tail']}", t) for i, t in enumerate(unstack(tensor))]
+    for layer, part in layers:
+        experts = _EXPERTS.fullmatch(layer)
+        if experts is None:
+            yield replace(part, name=layer, slot=slot, native=key)
+            continue
+        for e, expert in enumerate(unstack(part)):
+            yield replace(expert, name=f"{experts['head']}.local_experts.{e}.{experts['tail']}", slot=slot, native=key)
+
+
+def _rng(stored: torch_dcp.Stored, problems: list[Problem]) -> dict[str, Any]:
+    """Return `tp T pp P/generator` → digest of its state; Megatron shards these objects by (pp, tp)."""
+    found: dict[str, Any] = {}
+    for key, place in stored.objects.items():
+        match = re.fullmatch(r"rng_state/shard_(\d+)\.(\d+)_.*", key)
+        if match is None:
+            continue
+        try:
+            states = torch_dcp.load_object(place)
+        except FormatError as error:
+            problems.append(Problem(key, str(error)))
+            continue
+        found |= rng_digests(f"tp {match[2]} pp {match[1]}", states)
+    return found
+
+
+def _step(common: Any) -> int | None:
+    for path, value in torch_archive.leaves(common.get("optimizer", {})):
+        if path[-1] in ("common_step", "step"):
+            return int(value.load().reshape(-1)[0] if hasattr(value, "load") else value)
+    return None

@@ -1,0 +1,145 @@
+"""MindSpore checkpoints: `.ckpt` and safetensors files, and MindFormers' folders of one such file a rank.
+
+Optimizer states carry the parameter's name behind a prefix (`adam_m.`, `moment1.`, …) and are filed under it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainprobe.ckpt_compare.optimizer_names import scalar
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Piece, Problem, Source, gather
+from trainprobe.ckpt_compare.storage import mindspore_protobuf as protobuf
+from trainprobe.ckpt_compare.storage.mapped import MappedArray
+from trainprobe.ckpt_compare.storage.safetensors_file import is_safetensors, read_safetensors
+from trainprobe.engine.diff.number_formats import number_format
+from trainprobe.errors import FormatError
+
+_SLOTS = {
+    "adam_m": "exp_avg", "moment1": "exp_avg", "moments1": "exp_avg", "exp_avg": "exp_avg", "adam_v": "exp_avg_sq",
+    "moment2": "exp_avg_sq", "moments2": "exp_avg_sq", "exp_avg_sq": "exp_avg_sq", "moments": "momentum_buffer",
+    "accum": "momentum_buffer", "momentum_buf": "momentum_buffer", "fp32_param": "master", "accu_grads": "accumulated_grad",
+}  # fmt: skip
+_SCALARS = (
+    "step",
+    "epoch",
+    "iteration",
+    "loss_scale",
+    "scale_sense",
+    "global_batch_size",
+    "learning_rate",
+    "scale_window",
+    "beta1",
+    "beta2",
+)
+_RANK = re.compile(r"rank_(\d+)")
+
+
+def sniff(path: Path) -> bool:
+    """A MindSpore `.ckpt` or safetensors file, or a folder of them (directly, or in `rank_N` folders)."""
+    files = _files(path)
+    return bool(files) and _knows(next(iter(files.values())))
+
+
+def _knows(file: Path) -> bool:
+    if file.suffix == ".safetensors":
+        return is_safetensors(file) and read_safetensors(file)[1].get("format") == "ms"
+    return file.suffix == ".ckpt" and protobuf.looks_like_mindspore(file)
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """Return rank ("" for a lone file) → its newest checkpoint file."""
+    if path.is_file():
+        return {"": path}
+    ranks = (
+        sorted((p for p in path.glob("rank_*") if _RANK.fullmatch(p.name)), key=lambda p: int(p.name[5:]))
+        if path.is_dir()
+        else []
+    )
+    found = {rank.name: file for rank in ranks if (file := _newest(rank)) is not None}
+    alone = _newest(path) if path.is_dir() and not found else None
+    return found or ({"": alone} if alone is not None else {})
+
+
+def _newest(folder: Path) -> Path | None:
+    files = [f for f in folder.iterdir() if f.suffix in (".ckpt", ".safetensors") and f.is_file() and _knows(f)]
+    return max(files, key=lambda f: [int(n) for n in re.findall(r"\d+", f.stem)], default=None)
+
+
+def open(path: Path) -> Checkpoint:
+    """Open a MindSpore checkpoint. Several rank files are copies of each other (data parallel).
+
+    Cut ones need their strategy file.
+    """
+    files = _files(path)
+    problems: list[Problem] = []
+    tensors: list[LogicalTensor] = []
+    state: dict[str, dict[str, Any]] = {"iteration": {}}
+    for rank, file in files.items():
+        try:
+            held = dict(_read(file, problems))
+        except FormatError as error:
+            problems.append(Problem(str(file), str(error)))
+            continue
+        for name, (shape, pieces) in held.items():
+            if _is_scalar(name, shape):
+                state["iteration"].setdefault(name, scalar(pieces[0].source))
+                continue
+            slot, weight = _split(name)
+            copies = tuple(Piece(p.offset, p.source, p.where, rank) for p in pieces)
+            tensors.append(LogicalTensor(weight, shape, copies, slot, native=name))
+    steps = state["iteration"].get("global_step")
+    if steps is not None:
+        state["optimizer"] = {"step": int(steps)}
+    return Checkpoint(str(path), "mindspore", gather(tensors), state=state, problems=tuple(problems))
+
+
+def _is_scalar(name: str, shape: tuple[int, ...]) -> bool:
+    short = shape in ((), (1,))
+    return short and "." not in name and any(word in name for word in _SCALARS)
+
+
+def _split(name: str) -> tuple[str, str]:
+    prefix, dot, rest = name.partition(".")
+    return (_SLOTS[prefix], rest) if dot and prefix in _SLOTS else ("", name)
+
+
+Held = tuple[tuple[int, ...], list[Piece]]
+
+
+def _read(file: Path, problems: list[Problem]) -> Iterator[tuple[str, Held]]:
+    if file.suffix == ".safetensors":
+        for name, array in read_safetensors(file)[0].items():
+            yield name, (array.shape, [_piece(array, file, name)])
+        return
+    fault = protobuf.checksum_fault(file)
+    if fault:
+        problems.append(Problem(str(file), fault))
+    yield from _protobuf(file).items()
+
+
+def _protobuf(file: Path) -> Mapping[str, Held]:
+    """Return the tensors of a `.ckpt`; a tensor that was cut for its size comes back as one with several pieces."""
+    found: dict[str, Held] = {}
+    for value in protobuf.read_values(file):
+        if value.dtype not in protobuf.DTYPES:
+            continue  # text, which belongs to append_dict
+        fmt = number_format(protobuf.DTYPES[value.dtype])
+        shape = protobuf.shape_of(value, fmt.itemsize)
+        rows = protobuf.rows_in(value, fmt.itemsize) if shape else 0
+        before = found.setdefault(value.tag, (shape, []))[1]
+        row = sum(p.shape[0] for p in before) if shape else 0
+        part = (rows, *shape[1:]) if shape else ()
+        array = MappedArray(str(file), value.start, part, fmt)
+        if value.length != array.span:
+            raise FormatError(f"{value.tag} of shape {list(shape)} {fmt.name} has {value.length} bytes")
+        offset = (row, *(0 for _ in shape[1:])) if shape else ()
+        before.append(_piece(array, file, value.tag, offset))
+    return found
+
+
+def _piece(source: Source, file: Path, name: str, offset: tuple[int, ...] | None = None) -> Piece:
+    return Piece(offset if offset is not None else (0,) * len(source.shape), source, f"{file.parent.name}/{file.name}: {name}")

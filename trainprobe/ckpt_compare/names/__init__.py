@@ -1,0 +1,195 @@
+"""Name maps: one YAML file a family says how its tensor names become the one name that a tensor has everywhere.
+
+A rule matches a whole name; `{L}` and `{E}` stand for numbers, any other `{word}` for letters, digits and `_`, and `[model.]`
+for text that may be missing. `to` is the logical name, or a list of them when `by` (a transform, or a list of transforms)
+gives several tensors; `{i}` is then the number of the part. The first rule that matches wins, and a name that no rule knows is
+kept as it is. `when` names a config entry that must be true. `signature` lists patterns that only this family has: where one
+begins in a name, the name proper begins, and what stands before it belongs to a wrapper. `order` lists the parameters as the
+model defines them, layer by layer, for files that do not keep the order and optimizers that know no names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, gather
+from trainprobe.ckpt_compare.transforms import NEEDS, TRANSFORMS
+from trainprobe.errors import FormatError, did_you_mean
+
+_FIELD = re.compile(r"\\\{(\w+)\\\}")
+_OPTIONAL = re.compile(r"\\\[(.+?)\\\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One line of a name map."""
+
+    pattern: re.Pattern[str]
+    to: tuple[str, ...]
+    by: tuple[str, ...] = ()
+    vocabulary: bool = False
+    when: str = ""
+    drop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NameMap:
+    """How one family of names becomes logical names. `signature`: patterns that only this family's names match."""
+
+    family: str
+    signature: tuple[re.Pattern[str], ...]
+    strip: tuple[str, ...]
+    rules: tuple[Rule, ...]
+    order: tuple[re.Pattern[str], ...] = ()
+
+    def stripped(self, name: str) -> str:
+        """Return the name without the prefixes that wrappers add."""
+        changed = True
+        while changed:
+            changed = False
+            for prefix in self.strip:
+                if name.startswith(prefix):
+                    name, changed = name[len(prefix) :], True
+        return name
+
+    def wrapper(self, names: Iterable[str]) -> str | None:
+        """Return what wrappers put before this family's names (often nothing), or None when these are not its names."""
+        begins = next(((n, m.start()) for n in names for p in self.signature if (m := p.search(n)) is not None), None)
+        return None if begins is None else begins[0][: begins[1]]
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    seen: set[str] = set()
+
+    def group(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in seen:
+            return f"(?P={name})"
+        seen.add(name)
+        return f"(?P<{name}>\\d+)" if name.isupper() else f"(?P<{name}>\\w+)"
+
+    return re.compile(_OPTIONAL.sub(r"(?:\1)?", _FIELD.sub(group, re.escape(pattern))))
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def read_map(text: str, where: str) -> NameMap:
+    """Parse a name map; raise FormatError that names the faulty rule."""
+    data = yaml.safe_load(text)
+    if not isinstance(data, dict) or "rules" not in data:
+        raise FormatError(f"{where} is not a name map: it needs `family`, `signature` and `rules`")
+    rules: list[Rule] = []
+    for entry in data["rules"]:
+        by = _strings(entry.get("by"))
+        for name in by:
+            if name not in TRANSFORMS:
+                raise FormatError(
+                    f"{where}: rule {entry['from']!r} wants transform {name!r}{did_you_mean(name, list(TRANSFORMS))}"
+                )
+        flags = {k: bool(entry.get(k)) for k in ("vocabulary", "drop")}
+        to, when = _strings(entry.get("to")), entry.get("when", "")
+        rules += [Rule(_compile(source), to, by, when=when, **flags) for source in _strings(entry["from"])]
+    signature = tuple(_compile(p) for p in _strings(data.get("signature")))
+    order = tuple(_compile(p) for p in _strings(data.get("order")))
+    return NameMap(str(data.get("family", where)), signature, _strings(data.get("strip")), tuple(rules), order)
+
+
+@lru_cache(maxsize=1)
+def built_in() -> tuple[NameMap, ...]:
+    """Return the name maps of this folder, in the order of their file names."""
+    folder = resources.files(__name__)
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
+    return tuple(read_map(f.read_text(encoding="utf-8"), f.name) for f in files)
+
+
+def find_map(checkpoint: Checkpoint, extra: Sequence[str] = ()) -> tuple[NameMap, str] | None:
+    """Return the map for a checkpoint's names and the wrapper's prefix.
+
+    A user's maps are asked first. None when no map fits.
+    """
+    maps = [read_map(Path(p).read_text(encoding="utf-8"), p) for p in extra] + list(built_in())
+    names = sorted({t.name for t in checkpoint.tensors.values()})
+    return next(((m, prefix) for m in maps if (prefix := m.wrapper(names)) is not None), None)
+
+
+def in_model_order(names: Sequence[str]) -> list[str] | None:
+    """Return parameter names in the order in which the model defines them, or None when no map knows all of them."""
+    for family in built_in():
+        prefix = family.wrapper(names)
+        places = None if prefix is None else [_place(family, n.removeprefix(prefix)) for n in names]
+        if places is not None and None not in places:
+            return [name for _, name in sorted(zip(places, names, strict=True))]
+    return None
+
+
+def _place(family: NameMap, name: str) -> tuple[int, int, int] | None:
+    """Return a sort key: before, in or after the layers, then the layer, then the place within it."""
+    layered = [i for i, p in enumerate(family.order) if "(?P<L>" in p.pattern]
+    for i, pattern in enumerate(family.order):
+        match = pattern.fullmatch(name)
+        if match is not None:
+            layer = match.groupdict().get("L")
+            return (1, int(layer), i) if layer is not None else (0 if i < layered[0] else 2, 0, i)
+    return None
+
+
+def to_logical(checkpoint: Checkpoint, config: Mapping[str, Any], extra: Sequence[str] = ()) -> Checkpoint:
+    """Return the checkpoint with its tensors under logical names, split into their logical parts.
+
+    config: the model's heads, groups, head_dim, gated, where known. A rule that needs a number nobody knows leaves its tensor
+    fused, and a note says so.
+    """
+    found = find_map(checkpoint, extra)
+    if found is None:
+        return checkpoint
+    names, prefix = found
+    notes: list[str] = []
+    tensors = [part for t in checkpoint.tensors.values() for part in apply(names, t, config, notes, prefix)]
+    return replace(
+        checkpoint,
+        tensors=gather(tensors),
+        family=checkpoint.family or names.family,
+        notes=(*checkpoint.notes, *dict.fromkeys(notes)),
+    )
+
+
+def apply(
+    names: NameMap, tensor: LogicalTensor, config: Mapping[str, Any], notes: list[str], prefix: str = ""
+) -> list[LogicalTensor]:
+    """Return the logical tensors that one stored tensor holds."""
+    name = names.stripped(tensor.name.removeprefix(prefix))
+    for rule in names.rules:
+        match = rule.pattern.fullmatch(name)
+        if match is None or (rule.when and not config.get(rule.when)):
+            continue
+        if rule.drop:
+            return []
+        lacking = [need for by in rule.by for need in NEEDS.get(by, ()) if not config.get(need)]
+        if lacking:
+            notes.append(f"{', '.join(lacking)} unknown: fused tensors such as {name} are compared without being split")
+            return [tensor.renamed(name)]
+        return _renamed(tensor, rule, match, config)
+    return [tensor.renamed(name)]
+
+
+def _renamed(tensor: LogicalTensor, rule: Rule, match: re.Match[str], config: Mapping[str, Any]) -> list[LogicalTensor]:
+    fields = match.groupdict()
+    found: list[tuple[LogicalTensor, list[int]]] = [(tensor, [])]
+    for by in rule.by:
+        found = [(part, [*at, i]) for t, at in found for i, part in enumerate(TRANSFORMS[by](t, config))]
+    out: list[LogicalTensor] = []
+    for part, at in found:
+        to = rule.to[at[-1] if len(rule.to) > 1 else 0]
+        renamed = part.renamed(to.format_map({**fields, "i": at[0] if at else 0}))
+        out.append(replace(renamed, vocabulary=rule.vocabulary, native=tensor.native or tensor.name))
+    return out

@@ -1,0 +1,92 @@
+"""A comparison as one self-contained HTML page: the verdict, a layer × parameter heatmap, and a table to search."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trainprobe.ckpt_compare.compare import Comparison, Row
+from trainprobe.ckpt_compare.conclusion import Conclusion, by_error
+from trainprobe.ckpt_compare.report import entry
+from trainprobe.errors import OutputError
+
+_LAYER = re.compile(r"(?<![A-Za-z_])(?P<n>\d+)(?=\.)")
+_EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
+WORDS = ("identical", "equal within rounding", "differ", "not comparable or incomplete")
+
+
+def write_page(c: Comparison, conclusion: Conclusion, path: Path) -> None:
+    """Write the page; it needs no network and no other file."""
+    template = resources.files("trainprobe.ckpt_compare").joinpath("page.html").read_text(encoding="utf-8")
+    data = orjson.dumps(page_data(c, conclusion), default=str).decode().replace("<", "\\u003c")
+    title = html.escape(f"{Path(c.a.path).name} and {Path(c.b.path).name}: {WORDS[conclusion.code]}")
+    try:
+        path.write_text(template.replace("{{title}}", title).replace("{{data}}", data), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error}") from error
+
+
+def page_data(c: Comparison, conclusion: Conclusion) -> dict[str, Any]:
+    """Return what the page shows, as plain values."""
+    sides = [
+        {"path": s.path, "format": s.format, "layout": " ".join(f"{k}{v}" for k, v in s.layout.items() if v > 1)}
+        for s in (c.a, c.b)
+    ]
+    rows = [_plain(r) for r in by_error(c.rows)]
+    state = [{"what": s.what, "path": s.path, "a": repr(s.a), "b": repr(s.b), "note": s.note} for s in c.state if not s.equal]
+    return {
+        "code": conclusion.code, "sentence": conclusion.sentence, "details": conclusion.details, "sides": sides, "rows": rows,
+        "state": state, "maps": [m for slot in _slots(c.rows) if (m := heatmap(c.rows, slot)) is not None],
+    }  # fmt: skip
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    found = {k: v for k, v in entry(row).items() if k not in ("native", "numel")}
+    found["relative_l2"] = None if row.difference.misplaced else found["relative_l2"]
+    return {"name": row.key, "count": row.difference.count, **found}
+
+
+def _slots(rows: Sequence[Row]) -> list[str]:
+    return sorted({r.key.partition("#")[2] for r in rows})
+
+
+def heatmap(rows: Sequence[Row], slot: str) -> dict[str, Any] | None:
+    """Return one heatmap: parameters down, layers across; the worst expert stands for all. None when there are no layers.
+
+    A cell is [verdict, log10 of the relative error or None, name of the worst tensor].
+    """
+    cells: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        name, _, of = row.key.partition("#")
+        match = _LAYER.search(name)
+        if of != slot or match is None:
+            continue
+        kind = _EXPERT.sub("*", name[match.end() + 1 :])
+        held = cells.setdefault(kind, {})
+        layer = int(match["n"])
+        if layer not in held or _gravity(row) > _gravity(held[layer]):
+            held[layer] = row
+    if not cells:
+        return None
+    layers = sorted({layer for held in cells.values() for layer in held})
+    grid = [[_cell(cells[kind].get(layer)) for layer in layers] for kind in sorted(cells)]
+    return {"slot": slot or "weights", "layers": layers, "kinds": sorted(cells), "grid": grid}
+
+
+def _gravity(row: Row) -> tuple[int, float]:
+    order = {"identical": 0, "rounding": 1, "differ": 2}
+    return order.get(row.verdict, 3), row.difference.relative_l2
+
+
+def _cell(row: Row | None) -> list[Any] | None:
+    if row is None:
+        return None
+    error = row.difference.relative_l2
+    return [row.verdict, math.log10(error) if error > 0 and not row.difference.misplaced else None, row.key]

@@ -1,0 +1,194 @@
+"""Find tensors again by their content when their names do not lead to each other: moved layers, other names, transposes.
+
+A tensor is recognised by a sample: the values at up to 512 places spread over it in a fixed pattern. Samples that agree within
+the rounding of the coarser format make two tensors candidates, and only then are all elements measured. It works across number
+formats and layouts, and reads a few pages of each file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.ckpt_compare.cover import cover, overlaps
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor
+from trainprobe.ckpt_compare.transforms import turn
+from trainprobe.ckpt_compare.work import release, run, tasks_of
+from trainprobe.engine.diff.difference import Difference
+from trainprobe.engine.diff.number_formats import NumberFormat, decode
+from trainprobe.engine.diff.verdict import judge, noise_floor
+from trainprobe.errors import FormatError
+
+SAMPLES = 512
+MOST = 4000  # unmatched tensors on a side above which content is not searched
+_LAYER = re.compile(r"(?<![A-Za-z_])(\d+)(?=\.)")
+Sample = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shelf:
+    """Tensors of one shape and slot: their keys and samples [tensors, places]."""
+
+    keys: list[str]
+    samples: npt.NDArray[np.float64]
+    format: NumberFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`b_key` on side B holds what `a_key` holds on side A; `turned` when its axes are swapped."""
+
+    a_key: str
+    b_key: str
+    turned: bool = False
+    difference: Difference = field(default_factory=Difference)
+
+
+def align(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, str]:
+    """Drop a wrapper's prefix (`net.`, `model.`) from the side that has it, where more names then agree; say so in a note."""
+    left, right = ({(t.name, t.shape) for t in c.tensors.values() if not t.slot} for c in (a, b))
+    best, agree = ("", ""), len(left & right)
+    for pa, pb in [(p, "") for p in _prefixes(left)] + [("", p) for p in _prefixes(right)]:
+        count = len({(n.removeprefix(pa), s) for n, s in left} & {(n.removeprefix(pb), s) for n, s in right})
+        if count > agree:
+            best, agree = (pa, pb), count
+    if best == ("", ""):
+        return a, b, ""
+    prefix, side = best[0] or best[1], "A" if best[0] else "B"
+    return _without(a, best[0]), _without(b, best[1]), f"names of {side} begin with {prefix}, which was left out"
+
+
+def _prefixes(names: set[tuple[str, Any]]) -> list[str]:
+    """Return the dotted beginnings that all names share, shortest first."""
+    paths = [n.split(".")[:-1] for n, _ in names]
+    shared: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return [".".join(shared[: i + 1]) + "." for i in range(len(shared))]
+
+
+def _without(c: Checkpoint, prefix: str) -> Checkpoint:
+    if not prefix:
+        return c
+    renamed = [t.renamed(t.name.removeprefix(prefix)) for t in c.tensors.values()]
+    return replace(c, tensors={t.key: t for t in renamed})
+
+
+def explain_moves(odd: set[str], left: Mapping[str, LogicalTensor], right: Mapping[str, LogicalTensor]) -> tuple[Move, ...]:
+    """Search, among tensors that differ or have no partner, for pairs that hold the same under different keys."""
+    a = {k: t for k, t in left.items() if k in odd}
+    b = {k: t for k, t in right.items() if k in odd}
+    if not a or not b or max(len(a), len(b)) > MOST:
+        return ()
+    shelves = _shelves(a)
+    moves: list[Move] = []
+    taken: set[str] = set()
+    for key, tensor in b.items():
+        for other, is_turned in _candidates(tensor, shelves):
+            if (other == key and not is_turned) or other in taken:
+                continue
+            found = _same(a[other], turn(tensor) if is_turned else tensor)
+            if found is not None:
+                moves.append(Move(other, key, is_turned, found))
+                taken.add(other)
+                break
+    return tuple(moves)
+
+
+def _shelves(tensors: Mapping[str, LogicalTensor]) -> dict[tuple[Any, ...], _Shelf]:
+    """Sort tensors by shape and slot: only those on one shelf can hold the same."""
+    found: dict[tuple[Any, ...], list[tuple[str, Sample, NumberFormat]]] = {}
+    for key, tensor in tensors.items():
+        taken = _sample_or_none(tensor)
+        if taken is not None:
+            found.setdefault((tensor.shape, tensor.slot), []).append((key, taken, tensor.format))
+    return {k: _Shelf([e[0] for e in es], np.stack([e[1] for e in es]), es[0][2]) for k, es in found.items()}
+
+
+def _candidates(tensor: LogicalTensor, shelves: Mapping[tuple[Any, ...], _Shelf]) -> Iterator[tuple[str, bool]]:
+    for is_turned in (False, True):
+        if is_turned and len(tensor.shape) != 2:
+            return
+        seen = turn(tensor) if is_turned else tensor
+        shelf = shelves.get((seen.shape, seen.slot))
+        mine = _sample_or_none(seen) if shelf is not None else None
+        if shelf is None or mine is None or np.all(mine == mine[0]):
+            continue  # a constant (a norm's ones, a zero bias) says nothing about where it belongs
+        floor = 4 * noise_floor(shelf.format, seen.format)
+        rows = np.arange(len(shelf.keys))
+        for columns in (slice(0, 8), slice(None)):  # a few places rule out nearly all
+            near = np.isclose(shelf.samples[rows, columns], mine[columns], rtol=floor, atol=0.0, equal_nan=True)
+            rows = rows[near.all(axis=1)]
+        yield from ((shelf.keys[row], is_turned) for row in rows)
+
+
+def _same(a: LogicalTensor, b: LogicalTensor) -> Difference | None:
+    """Return the difference of all elements if they agree within the rounding of the stored formats."""
+    total = Difference()
+    for outcome in run([t for o in overlaps(cover(a).parts, cover(b).parts) for t in tasks_of(0, o)]):
+        if outcome.failure:
+            return None
+        total = total.merge(outcome.difference)
+    agree = judge(total, noise_floor(a.format, b.format), stored=True) in ("identical", "rounding")
+    return total if agree and total.count == a.count else None
+
+
+def _sample_or_none(tensor: LogicalTensor) -> Sample | None:
+    try:
+        return sample(tensor)
+    except FormatError:
+        return None
+
+
+def sample(tensor: LogicalTensor) -> Sample | None:
+    """Return the values at fixed places of a tensor, float64 [up to 512]; None when no piece holds one of the places."""
+    if not tensor.count or not tensor.pieces:
+        return None
+    places = _places(tensor.shape)
+    values = np.full(len(places), np.nan)
+    missing = np.ones(len(places), bool)
+    for part in cover(tensor).parts:
+        inside = np.all((places >= part.box.offset) & (places < part.box.end), axis=1) & missing
+        if inside.any():
+            local = places[inside] - np.array(part.piece.offset, dtype=np.int64)
+            bits = part.piece.source.load()[tuple(local.T)]
+            values[inside] = decode(np.atleast_1d(bits), part.piece.source.format).reshape(int(inside.sum()), -1)[:, 0]
+            missing &= ~inside
+            release(part.piece.source)
+    return None if missing.any() else values
+
+
+def _places(shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Return up to 512 places spread over a tensor, [places, axes]; the same for every tensor of this shape."""
+    count = math.prod(shape)
+    wanted = min(SAMPLES, count)
+    step = max(1, count // wanted)
+    flat = np.arange(wanted) * step + np.arange(wanted) % step
+    return np.stack(np.unravel_index(flat, shape), axis=1) if shape else np.empty((1, 0), np.int64)
+
+
+def layer_sentences(moves: Iterable[Move]) -> list[str]:
+    """Say moves in words, whole layers as one sentence each: `layers.2 of B holds layers.0 of A`."""
+    layers: dict[tuple[str, str], int] = {}
+    rest: list[str] = []
+    for move in moves:
+        x, y = _layer_of(move.a_key), _layer_of(move.b_key)
+        if not move.turned and x and y and x[1] == y[1]:
+            layers[y[0], x[0]] = layers.get((y[0], x[0]), 0) + 1
+        else:
+            rest.append(f"{move.b_key} of B holds {move.a_key} of A{', transposed' if move.turned else ''}")
+    return [f"{b} of B holds {a} of A ({n} tensor{'s' if n > 1 else ''})" for (b, a), n in layers.items()] + rest
+
+
+def _layer_of(key: str) -> tuple[str, str] | None:
+    """Split `layers.3.mlp.fc2.weight` into `layers.3` and the rest."""
+    match = _LAYER.search(key)
+    return (key[: match.end()], key[: match.start()] + "*" + key[match.end() :]) if match else None

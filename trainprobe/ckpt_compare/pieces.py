@@ -1,0 +1,307 @@
+"""The vocabulary of checkpoint comparison: a checkpoint is logical tensors, and a logical tensor is made of pieces.
+
+A piece is a rectangle of the whole tensor whose numbers lie in some file. Two checkpoints are compared by intersecting their
+rectangles, whatever layout they were written in: nothing is ever put together. A piece does not hold its numbers; `Source.load`
+maps them from the file when they are wanted and slicing the result costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.engine.diff.number_formats import NumberFormat
+from trainprobe.errors import FormatError
+
+Array = npt.NDArray[Any]
+Point = tuple[int, ...]
+What = Literal["weights", "optimizer", "rng", "scheduler", "iteration", "args"]
+KINDS: tuple[What, ...] = ("weights", "optimizer", "rng", "scheduler", "iteration", "args")
+
+
+class Source(Protocol):
+    """Numbers that lie in a file and are mapped when asked for."""
+
+    @property
+    def shape(self) -> Point:
+        """Shape of what `load` returns."""
+        ...
+
+    @property
+    def format(self) -> NumberFormat:
+        """What the bits mean."""
+        ...
+
+    def load(self) -> Array:
+        """Return the bits, dtype `format.storage`, of `shape`; raise FormatError when the file does not hold them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """An axis-aligned box in a tensor: where it begins and how far it reaches, one number an axis."""
+
+    offset: Point
+    shape: Point
+
+    @property
+    def end(self) -> Point:
+        """First index past the box on each axis."""
+        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def count(self) -> int:
+        """Elements inside."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: Rectangle) -> Rectangle | None:
+        """Return the common part, or None when there is no element in both."""
+        start = tuple(map(max, self.offset, other.offset))
+        shape = tuple(e - s for s, e in zip(start, map(min, self.end, other.end), strict=True))
+        return Rectangle(start, shape) if all(n > 0 for n in shape) else None
+
+    def minus(self, other: Rectangle) -> list[Rectangle]:
+        """Return what is left when `other` is cut out, as at most two boxes an axis that do not overlap."""
+        common = self.intersect(other)
+        if common is None:
+            return [self]
+        left: list[Rectangle] = []
+        offset, end = list(self.offset), list(self.end)
+        for axis in range(len(offset)):
+            for lo, hi in ((offset[axis], common.offset[axis]), (common.end[axis], end[axis])):
+                if lo < hi:
+                    start = (*offset[:axis], lo, *offset[axis + 1 :])
+                    stop = (*end[:axis], hi, *end[axis + 1 :])
+                    left.append(Rectangle(start, tuple(e - s for s, e in zip(start, stop, strict=True))))
+            offset[axis], end[axis] = common.offset[axis], common.end[axis]
+        return left
+
+    def within(self, outer: Point) -> tuple[slice, ...]:
+        """Return the slices that pick this box out of an array that begins at `outer`."""
+        return tuple(slice(o - b, o - b + n) for o, b, n in zip(self.offset, outer, self.shape, strict=True))
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{o}:{e}" for o, e in zip(self.offset, self.end, strict=True)) + "]"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One rectangle of a logical tensor, and where its numbers lie.
+
+    where: file and key, for messages. replica: which copy this is ("tp 1"), empty when it is the only one.
+    """
+
+    offset: Point
+    source: Source
+    where: str
+    replica: str = ""
+
+    @property
+    def shape(self) -> Point:
+        """Extent on each axis."""
+        return self.source.shape
+
+    @property
+    def rectangle(self) -> Rectangle:
+        """Place in the logical tensor."""
+        return Rectangle(self.offset, self.source.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalTensor:
+    """A tensor of the model as a whole, free of any parallel layout.
+
+    name: the one name it has in every format; native: the name in the checkpoint. slot: empty for a weight, else which value
+    of the optimizer belongs to it (`exp_avg`, `master`, …). vocabulary: the first axis may end in padding rows.
+    """
+
+    name: str
+    shape: Point
+    pieces: tuple[Piece, ...]
+    slot: str = ""
+    native: str = ""
+    vocabulary: bool = False
+
+    @property
+    def key(self) -> str:
+        """Name and slot, the key in reports: `layers.0.mlp.fc2.weight` or `layers.0.mlp.fc2.weight#exp_avg`."""
+        return f"{self.name}#{self.slot}" if self.slot else self.name
+
+    @property
+    def what(self) -> What:
+        """Whether this belongs to the weights or to the optimizer."""
+        return "optimizer" if self.slot else "weights"
+
+    @property
+    def format(self) -> NumberFormat:
+        """Number format of the stored elements (of the first piece)."""
+        return self.pieces[0].source.format
+
+    @property
+    def count(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    def renamed(self, name: str) -> LogicalTensor:
+        """Return the same tensor under another name; its old one stays on as the native name."""
+        return replace(self, name=name, native=self.native or self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something in a checkpoint that could not be read or does not fit, and where."""
+
+    where: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One checkpoint as logical tensors and plain values.
+
+    family: whose names the tensors carry ("megatron", "huggingface", … or "" when unknown). layout: (axis → size) it was
+    written in. config: what the names need to know (heads, groups, …). state: section → (path → plain value) for all that is
+    not a tensor.
+    """
+
+    path: str
+    format: str
+    tensors: Mapping[str, LogicalTensor]
+    family: str = ""
+    layout: Mapping[str, int] = field(default_factory=dict[str, int])
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of a source, picked by slices."""
+
+    source: Source
+    cut: tuple[slice, ...]
+
+    @property
+    def shape(self) -> Point:
+        """Extent of the slices."""
+        return tuple(s.stop - s.start for s in self.cut)
+
+    @property
+    def format(self) -> NumberFormat:
+        """Number format of the whole."""
+        return self.source.format
+
+    def load(self) -> Array:
+        """Map the whole and slice it."""
+        return self.source.load()[self.cut]
+
+
+@dataclass(frozen=True, slots=True)
+class Reshaped:
+    """A source seen in another shape with the same elements in row-major order."""
+
+    source: Source
+    shape: Point
+
+    @property
+    def format(self) -> NumberFormat:
+        """Number format of the whole."""
+        return self.source.format
+
+    def load(self) -> Array:
+        """Map the whole and reshape it."""
+        return self.source.load().reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """A source with its axes in another order, as numpy.transpose."""
+
+    source: Source
+    axes: Point
+
+    @property
+    def shape(self) -> Point:
+        """Shape after turning."""
+        return tuple(self.source.shape[a] for a in self.axes)
+
+    @property
+    def format(self) -> NumberFormat:
+        """Number format of the whole."""
+        return self.source.format
+
+    def load(self) -> Array:
+        """Map the whole and turn it."""
+        return np.transpose(self.source.load(), self.axes)
+
+
+def window(source: Source, cut: tuple[slice, ...]) -> Source:
+    """Return a part of a source; windows of windows become one, and a window on everything is the source itself."""
+    if all(s.start == 0 and s.stop == n for s, n in zip(cut, source.shape, strict=True)):
+        return source
+    if isinstance(source, Window):
+        cut = tuple(slice(o.start + i.start, o.start + i.stop) for o, i in zip(source.cut, cut, strict=True))
+        return Window(source.source, cut)
+    return Window(source, cut)
+
+
+def whole(name: str, source: Source, where: str, **more: Any) -> LogicalTensor:
+    """Return a logical tensor that lies in one place."""
+    return LogicalTensor(name, source.shape, (Piece((0,) * len(source.shape), source, where),), **more)
+
+
+def flat_rectangles(shape: Point, start: int, stop: int) -> Iterator[tuple[int, Rectangle]]:
+    """Cut the elements start … stop−1 of a tensor in row-major order into rectangles; yield (first element, rectangle).
+
+    ZeRO and the distributed optimizers share a tensor out as such ranges. At most 2·ndim − 1 rectangles.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield start, Rectangle((), ())
+        return
+    inner = math.prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if first == last and stop - start < inner:
+        for at, box in flat_rectangles(shape[1:], start - first * inner, stop - first * inner):
+            yield at + first * inner, Rectangle((first, *box.offset), (1, *box.shape))
+        return
+    head = -(-start // inner)
+    tail = stop // inner
+    for lo, hi in ((start, head * inner), (tail * inner, stop)):
+        if lo < hi and (lo == start or tail >= head):
+            row = lo // inner
+            for at, box in flat_rectangles(shape[1:], lo - row * inner, min(hi, stop) - row * inner):
+                yield at + row * inner, Rectangle((row, *box.offset), (1, *box.shape))
+        if lo == start and head < tail:
+            yield head * inner, Rectangle((head, *(0 for _ in shape[1:])), (tail - head, *shape[1:]))
+
+
+def flat_pieces(shape: Point, start: int, source: Source, where: str, replica: str = "") -> Iterator[Piece]:
+    """Yield the pieces of a tensor of `shape` whose elements from `start` on are the elements of the 1-D `source`."""
+    for at, box in flat_rectangles(shape, start, start + source.shape[0]):
+        part = window(source, (slice(at - start, at - start + box.count),))
+        yield Piece(box.offset, Reshaped(part, box.shape), where, replica)
+
+
+def gather(tensors: Iterable[LogicalTensor]) -> dict[str, LogicalTensor]:
+    """Join pieces that were found in different files under one key; raise FormatError when their whole shapes disagree."""
+    found: dict[str, list[LogicalTensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.key, []).append(tensor)
+    joined: dict[str, LogicalTensor] = {}
+    for key, parts in found.items():
+        odd = next((p for p in parts if p.shape != parts[0].shape), None)
+        if odd is not None:
+            one, two = parts[0].pieces[0].where, odd.pieces[0].where
+            raise FormatError(
+                f"{key} has shape {list(parts[0].shape)} in {one} and {list(odd.shape)} in {two}: they are not of one model"
+            )
+        joined[key] = parts[0] if len(parts) == 1 else replace(parts[0], pieces=tuple(p for t in parts for p in t.pieces))
+    return joined

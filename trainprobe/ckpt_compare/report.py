@@ -1,0 +1,170 @@
+"""A comparison as JSON, CSV and a terminal table."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trainprobe.ckpt_compare.compare import Comparison, Row
+from trainprobe.ckpt_compare.conclusion import Conclusion, by_error, relative
+from trainprobe.errors import OutputError
+
+COLUMNS = (
+    "name", "verdict", "what", "l2", "cos", "relative_l2", "max_abs", "max_ulp", "changed", "numel", "nan_a", "nan_b",
+    "dtype_a",
+    "dtype_b", "shape_a", "shape_b", "noise_floor", "where", "note", "native_a", "native_b",
+)  # fmt: skip
+WIDTH = 132  # least columns of a table: a narrow terminal may wrap its lines, numbers must not be cut
+_NUMBERS = re.compile(r"(?<![A-Za-z_\d])\d+(?![A-Za-z_\d])")
+_STYLE = {"identical": "green", "rounding": "cyan", "differ": "red"}
+
+
+def entry(row: Row) -> dict[str, Any]:
+    """Return one tensor's result in the classic shape (l2, cos, numel, shape) with everything else beside it."""
+    d = row.difference
+    measured = row.verdict in ("identical", "rounding", "differ")
+    same_shape = row.shape_a == row.shape_b
+    sizes = [math.prod(s) if s is not None else None for s in (row.shape_a, row.shape_b)]
+    return {
+        "l2": d.l2 if measured else None,
+        "cos": d.cosine if measured else None,
+        "numel": sizes[0] if same_shape else sizes,
+        "shape": list(row.shape_a or ())
+        if same_shape
+        else [list(s) if s is not None else None for s in (row.shape_a, row.shape_b)],
+        "verdict": row.verdict,
+        "what": row.what,
+        "relative_l2": d.relative_l2 if measured else None,
+        "max_abs": d.max_abs if measured else None,
+        "max_abs_at": list(d.at) if d.at is not None else None,
+        "max_ulp": d.max_ulp if measured else None,
+        "changed": d.changed_share if measured else None,
+        "nan_a": d.nan_a if measured else None,
+        "nan_b": d.nan_b if measured else None,
+        "dtype": [row.dtype_a or None, row.dtype_b or None],
+        "noise_floor": row.floor if measured else None,
+        "where": row.where,
+        "note": row.note,
+        "native": [row.native_a or None, row.native_b or None],
+    }
+
+
+def write_json(c: Comparison, path: Path) -> None:
+    """Write `{name: {l2, cos, numel, shape, …}}`, one entry a logical tensor."""
+    _write(path, orjson.dumps({r.key: entry(r) for r in c.rows}, option=orjson.OPT_INDENT_2))
+
+
+def write_csv(c: Comparison, path: Path) -> None:
+    """Write one line a tensor, largest relative error first."""
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            for row in by_error(c.rows):
+                e = entry(row)
+                flat = {
+                    **e,
+                    "name": row.key,
+                    "dtype_a": row.dtype_a,
+                    "dtype_b": row.dtype_b,
+                    "shape_a": row.shape_a,
+                    "shape_b": row.shape_b,
+                }
+                flat |= {"native_a": row.native_a, "native_b": row.native_b, "numel": row.difference.count or e["numel"]}
+                writer.writerow([_cell(flat[c]) for c in COLUMNS])
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error}") from error
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return "x".join(map(str, value)) or "scalar"
+    # a spreadsheet would take a leading = + - @ for a formula
+    return "'" + value if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Tensors whose names differ by numbers only (one parameter of all layers), worst first."""
+
+    name: str
+    rows: tuple[Row, ...]
+
+    @property
+    def worst(self) -> Row:
+        """The row with the largest relative error."""
+        return self.rows[0]
+
+
+def kinds(rows: Sequence[Row]) -> list[Kind]:
+    """Group rows by kind of layer; kinds with the largest relative error first."""
+    grouped: dict[str, list[Row]] = {}
+    for row in by_error(rows):
+        grouped.setdefault(_NUMBERS.sub("*", row.key), []).append(row)
+    found = [Kind(name, tuple(rs)) for name, rs in grouped.items()]
+    return sorted(found, key=lambda k: (-relative(k.worst), k.name))
+
+
+def wide_console() -> Console:
+    """Return a console for tables."""
+    console = Console()
+    return console if console.width >= WIDTH else Console(width=WIDTH)
+
+
+def show(c: Comparison, conclusion: Conclusion, console: Console, most: int = 20, every: bool = False) -> None:
+    """Print the verdict, what explains it, and a table of what is not identical."""
+    style = ("bold green", "bold cyan", "bold red", "bold yellow")[conclusion.code]
+    console.print(Text(conclusion.sentence, style=style), soft_wrap=True)
+    for side, checkpoint in (("A", c.a), ("B", c.b)):
+        layout = " ".join(f"{k}{v}" for k, v in checkpoint.layout.items() if v > 1)
+        console.print(
+            Text(f"  {side}  {checkpoint.path}  {checkpoint.format}{f', {layout}' if layout else ''}", style="dim"),
+            soft_wrap=True,
+        )
+    for line in conclusion.details[:most]:
+        console.print(Text(f"  • {line}"), soft_wrap=True)
+    if len(conclusion.details) > most:
+        console.print(Text(f"  • … and {len(conclusion.details) - most} more (--json, --html list all)"))
+    odd = [r for r in c.rows if r.verdict in ("differ", "rounding")]
+    if odd:
+        console.print(_table(odd, most, every))
+
+
+def _table(odd: Sequence[Row], most: int, every: bool) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("tensor" if every else "kind of tensor", no_wrap=True)
+    for head in ("n", "rel. error", "max |a−b|", "ulp", "changed", "verdict", "dtypes"):
+        table.add_column(head, justify="left" if head in ("dtypes", "verdict") else "right", no_wrap=True)
+    found = [Kind(r.key, (r,)) for r in by_error(odd)] if every else kinds(odd)
+    for kind in found if every else found[:most]:
+        table.add_row(*_cells(kind))
+    if not every and len(found) > most:
+        table.add_row(f"… and {len(found) - most} more kinds")
+    return table
+
+
+def _cells(kind: Kind) -> tuple[str | Text, ...]:
+    row = kind.worst
+    d = row.difference
+    changed = sum(r.difference.changed for r in kind.rows) / max(1, sum(r.difference.count for r in kind.rows))
+    dtypes = row.dtype_a if row.dtype_a == row.dtype_b else f"{row.dtype_a}/{row.dtype_b}"
+    error = "nan/inf" if d.misplaced else f"{d.relative_l2:.2e}"
+    verdict = Text(row.verdict, style=_STYLE.get(row.verdict, ""))
+    return kind.name, str(len(kind.rows)), error, f"{d.max_abs:.2e}", f"{d.max_ulp:.3g}", f"{changed:.2%}", verdict, dtypes

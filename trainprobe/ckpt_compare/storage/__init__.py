@@ -1,0 +1,4 @@
+"""How numbers lie inside one file: mapped bytes, torch archives, safetensors, MindSpore's protobuf.
+
+No format imports a framework.
+"""

@@ -1,0 +1,312 @@
+"""Files written by torch.save, read without torch: the tensors stay in the file and are mapped when they are asked for.
+
+Two layouts: the zip archive (since torch 1.6; each storage is an uncompressed member) and the older stream of pickles followed
+by raw storages. The pickle inside is read as data (see inert_pickle).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from trainprobe.ckpt_compare.pieces import Point
+from trainprobe.ckpt_compare.storage.inert_pickle import DtypeName, PickledArray, Thing, read_pickle, stand_in
+from trainprobe.ckpt_compare.storage.mapped import HeldArray, MappedArray, mapping
+from trainprobe.engine.diff.number_formats import number_format
+from trainprobe.errors import FormatError
+
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_STORAGES = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8",
+    "BoolStorage": "bool", "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
+    "UntypedStorage": "uint8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """Bytes of one storage in the file; dtype is that of its typed class.
+
+    `slot` is filled once the place is known (old layout).
+    """
+
+    path: str
+    key: str
+    dtype: str
+    places: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensor:
+    """A DTensor inside a torch.save file: this rank's part, its place unknown to the file alone."""
+
+    local: Any
+    spec: Any
+
+
+def _tensor(storage: _Storage, offset: int, size: Point, stride: Point, *_: Any, dtype: str | None = None) -> MappedArray:
+    fmt = number_format(dtype or storage.dtype)
+    if storage.key not in storage.places:
+        raise FormatError(f"{storage.path} lacks the data of storage {storage.key}: the file is truncated, copy it again")
+    shape, stride = tuple(size), tuple(stride)
+    start = storage.places[storage.key] + offset * fmt.itemsize
+    return MappedArray(storage.path, start, shape, fmt, None if _row_major(shape, stride) else stride)
+
+
+def _tensor_v3(
+    storage: _Storage, offset: int, size: Point, stride: Point, _grad: bool, _hooks: Any, dtype: Any, *_: Any
+) -> MappedArray:
+    return _tensor(storage, offset, size, stride, dtype=str(dtype))
+
+
+def _row_major(shape: Point, stride: Point) -> bool:
+    expected = 1
+    for n, s in zip(reversed(shape), reversed(stride), strict=True):
+        if n != 1 and s != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+def _wrapper_subclass(cls: Any, *_args: Any) -> Any:
+    raise FormatError(f"tensor subclass {cls} is stored as a wrapper that cannot be read as numbers")
+
+
+def _dtensor(*args: Any) -> Any:
+    return ShardedTensor(args[0], args[1:])
+
+
+_STORAGE_NAMES: dict[str, Any] = {
+    **{f"torch.{name}": DtypeName(f"storage:{dtype}") for name, dtype in _STORAGES.items()},
+    "torch.storage.UntypedStorage": DtypeName("storage:uint8"),
+    "torch.storage.TypedStorage": DtypeName("storage:uint8"),
+}
+_REBUILD: dict[str, Any] = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": lambda func, _type, args, _state: func(*args),
+    "torch._utils._rebuild_wrapper_subclass": _wrapper_subclass,
+    "torch.distributed.tensor._api._rebuild_dtensor": _dtensor,
+    "torch._utils._rebuild_device_tensor_from_numpy": lambda data, *_: data,
+    "torch.storage._load_from_bytes": lambda data: load_bytes(data, "a tensor inside a pickle"),
+    "torch.Tensor": stand_in("torch.Tensor"),
+    "torch.nn.parameter.Parameter": stand_in("torch.nn.parameter.Parameter"),
+    "torch.distributed.tensor.DTensor": stand_in("torch.distributed.tensor.DTensor"),
+    **_STORAGE_NAMES,
+}
+
+
+def is_torch_file(path: str) -> bool:
+    """Whether the file looks as if torch.save had written it."""
+    try:
+        with Path(path).open("rb") as file:
+            head = file.read(4)
+            if head == b"PK\x03\x04":
+                return _has_data_pickle(path)
+            return head[:1] == b"\x80" and _is_legacy(file)
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def _has_data_pickle(path: str) -> bool:
+    with zipfile.ZipFile(path) as archive:
+        return any(n.endswith("/data.pkl") or n == "data.pkl" for n in archive.namelist())
+
+
+def _is_legacy(file: BinaryIO) -> bool:
+    file.seek(0)
+    return _LEGACY_MAGIC.to_bytes(10, "little") in file.read(20)
+
+
+def mentions(path: str, word: bytes) -> bool:
+    """Whether the pickle of a torch file holds this text; far quicker than reading the pickle."""
+    if mapping(path)[:4] != b"PK\x03\x04":
+        return mapping(path).find(word) >= 0
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickled = next(n for n in archive.namelist() if n.endswith("data.pkl"))
+            return word in archive.read(pickled)
+    except (zipfile.BadZipFile, StopIteration, EOFError):
+        return False
+
+
+def load(path: str) -> Any:
+    """Return what torch.save wrote, with `MappedArray`s for tensors. Raises FormatError or UnsafeFile."""
+    held = mapping(path)
+    if held[:4] == b"PK\x03\x04":
+        return _zip_load(path, 0, len(held))
+    if held[:1] == b"\x80":
+        return _legacy_load(path)
+    raise FormatError(f"{path} was not written by torch.save: it begins with {bytes(held[:8])!r}")
+
+
+def load_part(path: str, start: int, length: int) -> Any:
+    """Return what torch.save wrote into bytes start … start+length of a larger file (distributed checkpoints)."""
+    if start + length > len(mapping(path)):
+        raise FormatError(
+            f"{path} is truncated: it ends at byte {len(mapping(path))}, an item reaches to byte {start + length}"
+        )
+    return _zip_load(path, start, length)
+
+
+def load_bytes(data: bytes, where: str) -> Any:
+    """Return what torch.save wrote into a byte string; its tensors are held in memory."""
+    held: dict[str, Any] = {}
+    if data[:4] != b"PK\x03\x04":
+        raise FormatError(f"{where} is not a torch archive")
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        pickled = next(n for n in archive.namelist() if n.endswith("data.pkl"))
+        root = pickled[: -len("data.pkl")]
+
+        def storage(pid: Any) -> Any:
+            held[str(pid[2])] = archive.read(f"{root}data/{pid[2]}")
+            return held[str(pid[2])], str(pid[1])
+
+        def tensor(store: Any, offset: int, size: Point, stride: Point, *_: Any) -> HeldArray:
+            fmt = number_format(store[1].removeprefix("storage:"))
+            count = math.prod(size)
+            flat = np.frombuffer(store[0], np.uint8, count * fmt.itemsize, offset * fmt.itemsize).view(fmt.storage)
+            return HeldArray(flat.reshape(tuple(size)), fmt)
+
+        return read_pickle(archive.read(pickled), where, {**_REBUILD, "torch._utils._rebuild_tensor_v2": tensor}, storage)
+
+
+class _Section(io.RawIOBase):
+    """A part of a mapped file that zipfile can seek in."""
+
+    def __init__(self, path: str, start: int, length: int) -> None:
+        self._held, self._start, self._length, self._at = mapping(path), start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = (0, self._at, self._length)[whence] + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        stop = self._length if size is None or size < 0 else min(self._length, self._at + size)  # pyright: ignore[reportUnnecessaryComparison]
+        data = self._held[self._start + self._at : self._start + stop]
+        self._at = max(self._at, stop)
+        return data
+
+
+def _zip_load(path: str, start: int, length: int) -> Any:
+    try:
+        with zipfile.ZipFile(_Section(path, start, length)) as archive:  # pyright: ignore[reportArgumentType]
+            names = archive.namelist()
+            pickled = next((n for n in names if n.endswith("/data.pkl") or n == "data.pkl"), None)
+            if pickled is None:
+                raise FormatError(f"{path} is a zip file without a data.pkl: not written by torch.save")
+            root = pickled[: -len("data.pkl")]
+            _refuse_big_endian(archive, root, path)
+            places = _places(archive, root, path, start)
+            data = archive.read(pickled)
+    except (zipfile.BadZipFile, KeyError, EOFError, struct.error) as error:
+        raise FormatError(f"{path} is damaged or truncated ({error}): copy it again") from error
+    return read_pickle(data, path, _REBUILD, _storage_finder(path, places))
+
+
+def _refuse_big_endian(archive: zipfile.ZipFile, root: str, path: str) -> None:
+    if f"{root}byteorder" in archive.namelist() and archive.read(f"{root}byteorder") != b"little":
+        raise FormatError(f"{path} holds big-endian numbers: save it again on a little-endian machine")
+
+
+def _places(archive: zipfile.ZipFile, root: str, path: str, start: int) -> dict[str, int]:
+    """Return storage key → first byte in the file. The local header repeats the name and may be padded, so it is read."""
+    held, places = mapping(path), dict[str, int]()
+    for info in archive.infolist():
+        if not info.filename.startswith(f"{root}data/"):
+            continue
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise FormatError(f"{path} is a compressed zip archive: torch.save never writes one, save it again")
+        header = start + info.header_offset
+        name, extra = struct.unpack("<HH", held[header + 26 : header + 30])
+        places[info.filename.removeprefix(f"{root}data/")] = header + 30 + name + extra
+    return places
+
+
+def _storage_finder(path: str, places: dict[str, int]) -> Callable[[Any], _Storage]:
+    def find(pid: Any) -> _Storage:
+        kind, cls, key = pid[0], str(pid[1]), str(pid[2])
+        if kind != "storage":
+            raise FormatError(f"{path} refers to an unknown kind of data, {kind!r}")
+        return _Storage(path, key, cls.removeprefix("storage:"), places)
+
+    return find
+
+
+def _legacy_load(path: str) -> Any:
+    """Read the layout before torch 1.6.
+
+    Magic, protocol, system info, the object, storage keys, then count and bytes of each storage.
+    """
+    with Path(path).open("rb") as file:
+        if read_pickle(file, path) != _LEGACY_MAGIC:
+            raise FormatError(f"{path} is a bare pickle and no torch file")
+        read_pickle(file, path)
+        if not read_pickle(file, path).get("little_endian", True):
+            raise FormatError(f"{path} holds big-endian numbers: save it again on a little-endian machine")
+        at = file.tell()
+        dtypes: dict[str, str] = {}
+
+        def note(pid: Any) -> None:
+            dtypes[str(pid[2])] = str(pid[1]).removeprefix("storage:")
+
+        # first pass: which storages there are; the tensors are built in the second, when their places are known
+        read_pickle(file, path, {name: _nothing for name in _REBUILD if "_rebuild" in name} | _STORAGE_NAMES, note)
+        keys = read_pickle(file, path)
+        places = _legacy_places(path, file.tell(), [(str(key), dtypes[str(key)]) for key in keys])
+        file.seek(at)
+        return read_pickle(file, path, _REBUILD, _storage_finder(path, places))
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _legacy_places(path: str, start: int, storages: list[tuple[str, str]]) -> dict[str, int]:
+    held, places = mapping(path), dict[str, int]()
+    for key, dtype in storages:
+        if start + 8 > len(held):
+            raise FormatError(f"{path} is truncated before storage {key}: copy it again")
+        (count,) = struct.unpack("<q", held[start : start + 8])
+        places[key] = start + 8
+        start += 8 + count * number_format(dtype).itemsize
+    return places
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (path, leaf) for everything in nested dicts, lists, tuples and Things, depth first."""
+    if isinstance(value, Thing) and value.state:
+        value = value.state
+    if isinstance(value, (dict, Mapping)):
+        for key, inner in value.items():
+            yield from leaves(inner, (*path, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value):
+            yield from leaves(inner, (*path, str(i)))
+    else:
+        yield path, value.value if isinstance(value, PickledArray) else value

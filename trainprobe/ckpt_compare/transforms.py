@@ -1,0 +1,162 @@
+"""Turn the tensors of one family of names into logical ones: pure functions on rectangles, no number is touched.
+
+Each takes a tensor and gives tensors whose pieces point into the same files. A name map (names/*.yaml) says which to apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainprobe.ckpt_compare.pieces import LogicalTensor, Piece, Reshaped, Turned, window
+from trainprobe.errors import CompareError
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Indices start … start+size−1 on one axis of a tensor, and where they belong: part number and first index in that part."""
+
+    start: int
+    size: int
+    part: int
+    target: int
+
+
+def split(tensor: LogicalTensor, axis: int, bands: Sequence[Band], parts: int) -> list[LogicalTensor]:
+    """Deal the bands of one axis out to `parts` tensors; every index must lie in exactly one band."""
+    sizes = [sum(b.size for b in bands if b.part == p) for p in range(parts)]
+    if sum(sizes) != tensor.shape[axis]:
+        raise CompareError(
+            f"{tensor.native or tensor.name} has {tensor.shape[axis]} rows on axis {axis} where {sum(sizes)} are expected: the "
+            "number of heads, groups or experts given for this model does not fit"
+        )
+    dealt: list[list[Piece]] = [[] for _ in range(parts)]
+    for piece in tensor.pieces:
+        for band in bands:
+            cut = _cut(piece, axis, band)
+            if cut is not None:
+                dealt[band.part].append(cut)
+    shape = tensor.shape
+    return [
+        replace(
+            tensor,
+            shape=(*shape[:axis], sizes[p], *shape[axis + 1 :]),
+            pieces=tuple(dealt[p]),
+            native=tensor.native or tensor.name,
+        )
+        for p in range(parts)
+    ]
+
+
+def _cut(piece: Piece, axis: int, band: Band) -> Piece | None:
+    begin = piece.offset[axis]
+    lo, hi = max(begin, band.start), min(begin + piece.shape[axis], band.start + band.size)
+    if lo >= hi:
+        return None
+    cut = tuple(slice(lo - begin, hi - begin) if a == axis else slice(0, n) for a, n in enumerate(piece.shape))
+    offset = (*piece.offset[:axis], band.target + lo - band.start, *piece.offset[axis + 1 :])
+    return replace(piece, offset=offset, source=window(piece.source, cut))
+
+
+def unstack(tensor: LogicalTensor, axis: int = 0) -> list[LogicalTensor]:
+    """Give one tensor for each index of an axis, that axis dropped (stacked layers, stacked experts)."""
+    count = tensor.shape[axis]
+    single = split(tensor, axis, [Band(i, 1, i, 0) for i in range(count)], count)
+    return [_squeeze(t, axis) for t in single]
+
+
+def _squeeze(tensor: LogicalTensor, axis: int) -> LogicalTensor:
+    def drop(values: tuple[int, ...]) -> tuple[int, ...]:
+        return values[:axis] + values[axis + 1 :]
+
+    pieces = tuple(replace(p, offset=drop(p.offset), source=Reshaped(p.source, drop(p.shape))) for p in tensor.pieces)
+    return replace(tensor, shape=drop(tensor.shape), pieces=pieces)
+
+
+def turn(tensor: LogicalTensor, axes: tuple[int, ...] | None = None) -> LogicalTensor:
+    """Give the tensor with its axes in another order; by default the last two swapped."""
+    n = len(tensor.shape)
+    if axes is None:
+        if n < 2:
+            return tensor
+        axes = (*range(n - 2), n - 1, n - 2)
+    order = axes
+
+    def reorder(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(values[a] for a in order)
+
+    pieces = tuple(replace(p, offset=reorder(p.offset), source=Turned(p.source, order)) for p in tensor.pieces)
+    return replace(tensor, shape=reorder(tensor.shape), pieces=pieces, native=tensor.native or tensor.name)
+
+
+def _even(tensor: LogicalTensor, parts: int, axis: int) -> list[LogicalTensor]:
+    size = tensor.shape[axis] // parts
+    return split(tensor, axis, [Band(i * size, size, i, 0) for i in range(parts)], parts)
+
+
+def _halves(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
+    """Gated MLP: the first half of the rows is the gate, the second half is up (whole tensor, not per rank)."""
+    return _even(tensor, 2, max(0, len(tensor.shape) - 2) if len(tensor.shape) > 2 else 0)
+
+
+def _column_halves(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
+    """Gated MLP stored as [input, 2·ffn]: halves of the last axis."""
+    return _even(tensor, 2, len(tensor.shape) - 1)
+
+
+def _thirds(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
+    """Plain fused attention: all q, then all k, then all v."""
+    return _even(tensor, 3, 0)
+
+
+def _qkv_by_group(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
+    """Fused attention interleaved by query group: heads/groups queries, one key, one value, of head_dim rows each."""
+    heads, groups, dim = (config[k] for k in ("heads", "groups", "head_dim"))
+    share = heads // groups
+    bands: list[Band] = []
+    for g in range(groups):
+        row = g * (share + 2) * dim
+        bands.append(Band(row, share * dim, 0, g * share * dim))
+        bands.append(Band(row + share * dim, dim, 1, g * dim))
+        bands.append(Band(row + (share + 1) * dim, dim, 2, g * dim))
+    return split(tensor, 0, bands, 3)
+
+
+def _qkv_blocks(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
+    """Fused attention stored as all q, all k, all v with fewer key and value heads than query heads."""
+    heads, groups, dim = (config[k] for k in ("heads", "groups", "head_dim"))
+    q, kv = heads * dim, groups * dim
+    return split(tensor, 0, [Band(0, q, 0, 0), Band(q, kv, 1, 0), Band(q + kv, kv, 2, 0)], 3)
+
+
+def _transpose(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
+    """Weights stored as [input, output] (GPT-2's Conv1D)."""
+    return [turn(tensor)]
+
+
+def _by_index(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
+    """One tensor for each index of the first axis (stacked experts)."""
+    return unstack(tensor)
+
+
+def _same(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
+    """Leave the tensor as it is."""
+    return [tensor]
+
+
+Transform = Callable[[LogicalTensor, Mapping[str, Any]], list[LogicalTensor]]
+TRANSFORMS: dict[str, Transform] = {
+    "same": _same,
+    "halves": _halves,
+    "column_halves": _column_halves,
+    "thirds": _thirds,
+    "qkv_by_group": _qkv_by_group,
+    "qkv_blocks": _qkv_blocks,
+    "transpose": _transpose,
+    "by_index": _by_index,
+}
+NEEDS: dict[str, tuple[str, ...]] = {
+    "qkv_by_group": ("heads", "groups", "head_dim"),
+    "qkv_blocks": ("heads", "groups", "head_dim"),
+}

@@ -1,0 +1,125 @@
+"""The measuring itself: many small boxes, measured by threads, with the same result whatever their number.
+
+A `Task` is one box held by two parts. Tasks are cut to at most `CHUNK` bytes a side, handed to threads in batches, and their
+differences are merged in the order of the tasks, so that sums do not depend on who was faster. After a task its mapped pages
+are let go: resident memory stays at a few chunks a thread, however large the files.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from trainprobe.ckpt_compare.cover import Overlap, Part
+from trainprobe.ckpt_compare.pieces import Rectangle, Reshaped, Source, Turned, Window
+from trainprobe.ckpt_compare.storage.mapped import Mapped
+from trainprobe.engine.diff.difference import Difference
+from trainprobe.engine.diff.measure import measure
+from trainprobe.errors import FormatError
+
+CHUNK = 32 << 20  # bytes a side of one task
+BATCH = 8 << 20  # bytes that are worth handing to a thread
+
+Advance = Callable[[int], None]
+Runner = Callable[[Sequence["Task"], int | None, Advance | None], list["Outcome"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One box to measure; `row` says whose result it is a part of."""
+
+    row: int
+    box: Rectangle
+    a: Part
+    b: Part
+
+    @property
+    def size(self) -> int:
+        """Bytes to read on both sides."""
+        return self.box.count * (self.a.piece.source.format.itemsize + self.b.piece.source.format.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a task: a difference, or why it could not be measured."""
+
+    row: int
+    difference: Difference
+    failure: str = ""
+
+
+def tasks_of(row: int, overlap: Overlap) -> Iterator[Task]:
+    """Cut one overlap into tasks of bounded size."""
+    item = overlap.a.piece.source.format.itemsize
+    for box in _chunks(overlap.box, max(1, CHUNK // item)):
+        yield Task(row, box, overlap.a, overlap.b)
+
+
+def _chunks(box: Rectangle, limit: int) -> Iterator[Rectangle]:
+    if box.count <= limit or not box.shape:
+        yield box
+        return
+    axis = next(i for i, n in enumerate(box.shape) if n > 1)
+    inner = math.prod(box.shape[axis + 1 :])
+    step = max(1, limit // inner)
+    for start in range(0, box.shape[axis], step):
+        offset = (*box.offset[:axis], box.offset[axis] + start, *box.offset[axis + 1 :])
+        shape = (*box.shape[:axis], min(step, box.shape[axis] - start), *box.shape[axis + 1 :])
+        yield from _chunks(Rectangle(offset, shape), limit)
+
+
+def run(tasks: Sequence[Task], threads: int | None = None, advance: Advance | None = None) -> list[Outcome]:
+    """Measure all tasks and return their outcomes in the same order."""
+    batches = list(_batches(tasks))
+    count = min(len(batches), threads or os.cpu_count() or 1)
+
+    def work(batch: Sequence[Task]) -> list[Outcome]:
+        done = [perform(task) for task in batch]
+        for source in {s for task in batch for s in (bottom(task.a.piece.source), bottom(task.b.piece.source))}:
+            release(source)
+        if advance is not None:
+            advance(sum(task.size for task in batch))
+        return done
+
+    if count <= 1:
+        return [outcome for batch in batches for outcome in work(batch)]
+    with ThreadPoolExecutor(count, thread_name_prefix="ckpt-compare") as pool:
+        return [outcome for done in pool.map(work, batches) for outcome in done]
+
+
+def _batches(tasks: Sequence[Task]) -> Iterator[Sequence[Task]]:
+    start, size = 0, 0
+    for i, task in enumerate(tasks):
+        size += task.size
+        if size >= BATCH:
+            yield tasks[start : i + 1]
+            start, size = i + 1, 0
+    if start < len(tasks):
+        yield tasks[start:]
+
+
+def perform(task: Task) -> Outcome:
+    """Measure one task; a file that cannot be read becomes a failure with its name."""
+    formats = task.a.piece.source.format, task.b.piece.source.format
+    try:
+        difference = measure(task.a.load(task.box), task.b.load(task.box), *formats)
+    except FormatError as error:
+        return Outcome(task.row, Difference(), str(error))
+    return Outcome(task.row, difference.moved(task.box.offset))
+
+
+def bottom(source: Source) -> Source:
+    """Return the array in a file that windows and other views look at."""
+    while isinstance(source, (Window, Reshaped, Turned)):
+        source = source.source
+    return source
+
+
+def release(source: Source) -> None:
+    """Let go of the resident pages of whatever file a source is mapped from."""
+    held = bottom(source)
+    if isinstance(held, Mapped):
+        held.release()
