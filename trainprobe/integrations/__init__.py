@@ -1,0 +1,57 @@
+"""One thin file a framework: it maps the framework's events to the probe's verbs and tells where tensors are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainprobe.watching import Probe
+
+KINDS = ("gradients", "parameters", "optimizer_state", "activations", "activation_gradients", "scalars")
+
+
+def default_plan() -> dict[str, Any]:
+    """Return the plan of an integration that was given none: gradients, parameters and scalars of each step are judged.
+
+    Tables and findings go to `./probe_out`; a run that is resumed goes on there.
+    """
+    return {
+        "level": "off",
+        "sinks": ["jsonl", "csv"],
+        "on_existing": "continue",
+        "monitor": {"gradients": True, "parameters": True, "scalars": True, "activations": False},
+    }
+
+
+def say_what_is_watched(probe: Probe, say: Callable[[str], Any] | None = None) -> str:
+    """Say in one line what is watched, where it is written and what it costs, and return it; rank 0 alone says it.
+
+    say: the framework's way of printing a line.
+    """
+    line = describe(probe)
+    if probe.place.rank == 0:
+        (say or _to_standard_error)(line)
+    return line
+
+
+def describe(probe: Probe) -> str:
+    """Return that line."""
+    plan, monitor = probe.plan, probe.parts.monitor
+    watched = [f"{plan.task} of level {plan.level} at step {_steps(plan.step)}"] if plan.level != "off" else []
+    if monitor is not None:
+        kinds = [kind.replace("_", " ") for kind in KINDS if getattr(monitor, kind).on]
+        watched.append(f"{', '.join(kinds)} at step {_steps(monitor.step)}")
+    what = "; ".join(watched) or "nothing"
+    count = len(set(probe.parts.naming.parameter_names.values()))
+    cost = "one pass over each of these tensors and one transfer to the host a watched step"
+    return f"trainprobe watches {what} ({count} parameters here), writes to {plan.output}, costs {cost}"
+
+
+def _steps(steps: tuple[int | str, ...]) -> str:
+    return ", ".join(str(step) for step in steps)
+
+
+def _to_standard_error(line: str) -> None:
+    sys.stderr.write(line + "\n")

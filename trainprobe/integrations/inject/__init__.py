@@ -1,0 +1,1 @@
+"""What `trainprobe run` puts into a program that it starts."""

@@ -1,0 +1,31 @@
+"""Lets `trainprobe run` watch a program that was not edited: Python runs this file when it starts.
+
+Its folder stands first on PYTHONPATH for that command only. A sitecustomize that the program has itself is run as well.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+_HERE = str(Path(__file__).parent)
+
+
+def _run_the_other() -> None:
+    """Run the sitecustomize that this one stands before."""
+    for folder in sys.path:
+        other = Path(folder or ".") / "sitecustomize.py"
+        if str(Path(folder or ".").resolve()) != _HERE and other.is_file():
+            spec = importlib.util.spec_from_file_location("sitecustomize", other)
+            if spec is not None and spec.loader is not None:
+                spec.loader.exec_module(importlib.util.module_from_spec(spec))
+            return
+
+
+if os.environ.get("TRAINPROBE_RUN") and "trainprobe.integrations.inject.begin" not in sys.modules:
+    from trainprobe.integrations.inject.begin import wait_for_frameworks
+
+    wait_for_frameworks()
+    _run_the_other()

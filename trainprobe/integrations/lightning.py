@@ -1,0 +1,208 @@
+"""Lightning 2.x: `Trainer(callbacks=[ProbeCallback("plan.yaml")])`, for `lightning.pytorch` and for `pytorch_lightning`.
+
+A step is numbered as Lightning numbers it: `trainer.global_step` as it is while the step runs, 0 for the first. It spans all
+micro-batches up to the one in which an optimizer steps. Validation is left out, also where it falls between two micro-batches.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from functools import cache, partial, wraps
+from typing import Any
+
+from trainprobe.engine.records import Finding, Place
+from trainprobe.engine.taps.replaced import Replaced
+from trainprobe.engine.topology import axes_from_mesh, place_from_environment
+from trainprobe.errors import MissingExtra
+from trainprobe.integrations.deepspeed import engine_of, follow, place_of
+from trainprobe.integrations.session import Session
+from trainprobe.monitor.actions import sentence
+from trainprobe.watching import PlanSource
+
+NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+
+
+class ProbeCallback:
+    """Watches a Lightning training. plan: path, dict, Plan or None for the default; `overrides` are plan fields on top.
+
+    The object that is made is a callback of whichever Lightning the program has imported. Raises MissingExtra where none is
+    installed, PlanError for a plan that cannot be carried out.
+    """
+
+    def __new__(cls, plan: PlanSource = None, **overrides: Any) -> ProbeCallback:
+        """Make an object that is a callback of the program's Lightning too."""
+        return object.__new__(_callback_class(cls, _namespace()))
+
+    def __init__(self, plan: PlanSource = None, **overrides: Any) -> None:
+        self.session = Session(plan, **overrides)
+        self._made_of = (plan, overrides)
+        self._number = -1  # of the step that is open
+        self._losses = 0
+        self._updates = 0
+        self._hooks: list[Any] = []
+
+    def __reduce__(self) -> Any:
+        """Be copied and pickled as what it was made of: a probe that is at work belongs to its process."""
+        return _make_again, (getattr(type(self), "plain_class", type(self)), *self._made_of)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found so far, in this process."""
+        return self.session.findings
+
+    @property
+    def state_key(self) -> str:
+        """Tell several callbacks apart in a checkpoint by where they write."""
+        return f"ProbeCallback[{self.session.plan.output}]"
+
+    # ---- a training ----------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Open the probe: everything is wrapped, sharded and on its device now."""
+        engine = engine_of(trainer)
+        self.session.begin(
+            pl_module,
+            trainer.optimizers,
+            step=trainer.global_step,
+            place=_place(trainer) if engine is None else place_of(engine),
+            say=_log().warning,
+            follow=partial(follow, engine=engine),
+        )
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            self._hooks = [optimizer.register_step_post_hook(self._updated) for optimizer in trainer.optimizers]
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write everything."""
+        self._end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Write what was collected of the step that an error cut short."""
+        self._end(complete=False)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave nothing behind, however training ended."""
+        if stage == "fit":
+            self._end(complete=False)
+
+    def _end(self, complete: bool = True) -> None:
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        self.session.end(complete=complete)
+        self._tell()
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin a step, or its next micro-batch."""
+        if not self.session.is_inside:
+            self._number, self._losses, self._updates = trainer.global_step, 0, 0
+            self.session.step_begins(self._number)
+        self.session.micro_begins()
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """Take the loss: the sum of what Lightning differentiates in a step; in manual optimization, each by itself."""
+        if pl_module.automatic_optimization:
+            self.session.add_loss(loss)
+        else:
+            self.session.note(f"loss/{self._losses}" if self._losses else "loss", loss)
+            self._losses += 1
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End the step if an optimizer stepped in this batch."""
+        if not self.session.is_inside or trainer.global_step == self._number:
+            return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            self.session.note("loss_scale", getattr(scaler, "_scale", None))
+            self.session.note("step_skipped", float(self._updates == 0))
+        stop = self.session.step_ends() is not None
+        for name, value in self.session.scalars().items():
+            pl_module.log(name, value, on_step=True, on_epoch=False)
+        self._tell(trainer)
+        if self.session.may_stop and trainer.strategy.reduce_boolean_decision(stop, all=False):
+            trainer.should_stop = True
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Look away: a step may be open that awaits more micro-batches."""
+        if self.session.probe is not None:
+            self.session.probe.pause()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Look again."""
+        if self.session.probe is not None:
+            self.session.probe.resume()
+
+    def _updated(self, *_: Any) -> None:
+        self._updates += 1
+
+    # ---- checkpoints and loggers ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the rules remember."""
+        return self.session.state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what the rules remembered; it is used when training starts."""
+        self.session.inherited = state_dict
+
+    def _tell(self, trainer: Any = None) -> None:
+        for finding in self.session.fresh_findings():
+            _log().warning("trainprobe: %s", sentence(finding))
+            for logger in trainer.loggers if trainer is not None and trainer.is_global_zero else ():
+                add_text = getattr(logger.experiment, "add_text", None)
+                if add_text is not None:
+                    add_text("trainprobe/findings", sentence(finding), finding.step)
+
+
+def _namespace() -> str:
+    """Return the Lightning that the program has imported, or else one that is installed."""
+    for name in NAMESPACES:
+        if name in sys.modules:
+            return name
+    for name in NAMESPACES:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            return name
+    raise MissingExtra("lightning", "lightning", "the callback for Lightning")
+
+
+@cache
+def _callback_class(cls: type, namespace: str) -> type:
+    """Return `cls` as a callback of that Lightning."""
+    base = importlib.import_module(namespace).Callback
+    return cls if issubclass(cls, base) else type(cls.__name__, (cls, base), {"__module__": cls.__module__, "plain_class": cls})
+
+
+def _make_again(cls: type[ProbeCallback], plan: PlanSource, overrides: dict[str, Any]) -> ProbeCallback:
+    return cls(plan, **overrides)
+
+
+def _place(trainer: Any) -> Place:
+    mesh = getattr(trainer.strategy, "device_mesh", None)
+    return place_from_environment(axes_from_mesh(mesh) if mesh is not None else None)
+
+
+def _log() -> logging.Logger:
+    """Return the Python logger under which the program's Lightning speaks."""
+    return logging.getLogger(_namespace())
+
+
+def attach_to_script(plan: PlanSource) -> None:
+    """Add the callback to every fit of this process that has none; for a Lightning that is imported."""
+    for name in NAMESPACES:
+        trainer: Any = getattr(sys.modules.get(f"{name}.trainer.trainer"), "Trainer", None)
+        if trainer is not None and not hasattr(trainer.fit, "ended"):
+            Replaced(trainer, "fit", _fit_with_callback(trainer.fit, plan))
+
+
+def _fit_with_callback(original: Any, plan: PlanSource) -> Any:
+    @wraps(original)
+    def fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(callback, ProbeCallback) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, ProbeCallback(plan))
+        return original(trainer, *args, **kwargs)
+
+    return fit

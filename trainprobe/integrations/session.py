@@ -1,0 +1,236 @@
+"""One training as a callback sees it: a probe from its first step to its last, and what the next training inherits.
+
+A framework's callback tells a Session when training begins, when a step begins and ends, and when training ends, in the
+framework's own step numbers. The Session takes what frameworks do besides: events told twice, a second training, a crash, a
+resumed run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch._C import DisableTorchFunction
+
+from trainprobe.engine.plan import load_plan
+from trainprobe.engine.records import Finding, Place, Reel
+from trainprobe.engine.stats import finish
+from trainprobe.errors import StopTraining
+from trainprobe.integrations import default_plan, say_what_is_watched
+from trainprobe.monitor.watcher import Watcher, load_state, save_state
+from trainprobe.watching import PlanSource, Probe
+
+Say = Callable[[str], Any]
+Follow = Callable[[Probe], Any]
+KEPT = 5  # files of rule states that each rank keeps
+
+
+class Session:
+    """Watches one training after the other under one plan. plan: as for `trainprobe.Probe`; None for the default plan."""
+
+    def __init__(self, plan: PlanSource = None, **overrides: Any) -> None:
+        self.plan = load_plan(default_plan() if plan is None else plan, **overrides)
+        self.probe: Probe | None = None
+        self.findings: list[Finding] = []
+        self.reel: Reel | None = None  # of the last step that was collected
+        self.inherited: Mapping[str, Any] | None = None  # what `state` returned before a restart
+        self._watcher: Watcher | None = None
+        self._place: Place | None = None
+        self._model: Any = None
+        self._follower: Any = None
+        self._open: int | None = None  # number of the step that has begun
+        self._last: int | None = None
+        self._micro = -1
+        self._loss: Any = None
+        self._seen = 0
+        self._trainings = 0
+
+    # ---- a training ----------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        model: Any,
+        optimizers: Sequence[Any],
+        *,
+        step: int,
+        place: Place | None = None,
+        say: Say | None = None,
+        follow: Follow | None = None,
+    ) -> None:
+        """Training begins. Raises what `Probe.open` raises.
+
+        step: the number of its first step, 0 or 1 in a new run. say: prints the one line at the start. follow: lets the open
+        probe take what an engine holds that trains by its own rules, and returns what has `end()`, or None.
+        """
+        if self.probe is not None and self._model is model and self._last is None:
+            return  # the callback was added twice: each event comes twice
+        self.end(complete=False)
+        plan = self.plan
+        if self._trainings or step > 1:  # what this run or the one that it resumes wrote stays
+            plan = load_plan(plan, on_existing="continue")
+        probe = Probe(plan, place=place)
+        probe.open(model, list(optimizers))
+        self.probe, self._model, self._place = probe, model, probe.place
+        self._follower = follow(probe) if follow is not None else None
+        self._inherit(probe, step)
+        self._last = self._open = None
+        self._seen = 0
+        self._trainings += 1
+        self.findings = probe.findings
+        say_what_is_watched(probe, say)
+        atexit.register(self.end, complete=False)
+
+    def end(self, *, complete: bool = True) -> None:
+        """Training is over; complete=False where an error cut it short. Safe to call at any time."""
+        probe, self.probe = self.probe, None
+        if probe is None:
+            return
+        atexit.unregister(self.end)
+        if self._open is not None:
+            self._open = None
+            probe.end_step(complete=complete)
+        self._model = None
+        if self._follower is not None:
+            self._follower.end()
+        probe.close()
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def step_begins(self, number: int) -> bool:
+        """Tell that step `number` begins, unless it has; return whether it is collected."""
+        probe = self.probe
+        if probe is None:
+            return False
+        if self._open != number:
+            if self._open is not None:
+                probe.end_step(complete=False)
+            self._open, self._micro, self._loss = number, -1, None
+            probe.begin_step(number)
+        return probe.tape is not None
+
+    def micro_begins(self) -> None:
+        """Tell that the next micro-batch of the step begins."""
+        self._micro += 1
+        if self.probe is not None:
+            self.probe.moment("micro", self._micro)
+
+    def add_loss(self, loss: Any) -> None:
+        """Add a micro-batch's share to the step's loss. loss: tensor of one element, divided by their number already."""
+        probe = self.probe
+        if probe is not None and probe.tape is not None:
+            probe.guard.run(self._add_loss, probe, loss)
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep a scalar of the step that is open; anything but a number or a tensor of one element is left out."""
+        probe = self.probe
+        if probe is None or probe.tape is None or value is None or isinstance(value, str):
+            return
+        with DisableTorchFunction():
+            probe.note(name, value.detach() if hasattr(value, "detach") else value)
+
+    def step_ends(self) -> StopTraining | None:
+        """Tell that the step has ended; return the wish of a rule to stop the training, if there is one."""
+        if self.probe is None or self._open is None:
+            return None
+        self._last, self._open = self._open, None
+        self.reel = None
+        try:
+            self.reel = self.probe.end_step()
+        except StopTraining as stop:
+            return stop
+        return None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._open is not None
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether a rule of the plan may stop the training; ranks then have to agree after each step."""
+        return self._watcher is not None and any("stop" in rule.actions for rule in self._watcher.rules.values())
+
+    # ---- what the user's loggers get -------------------------------------------------------------------------------
+
+    def fresh_findings(self) -> list[Finding]:
+        """Return the findings that were made since the last call, of warnings and errors."""
+        fresh, self._seen = self.findings[self._seen :], len(self.findings)
+        return [finding for finding in fresh if finding.severity != "info"]
+
+    def scalars(self) -> dict[str, float]:
+        """Return a few numbers of the last step for the user's loggers; nothing when it was not collected."""
+        if self.reel is None:
+            return {}
+        found = {"trainprobe/findings": float(sum(f.severity != "info" for f in self.findings))}
+        norm = gradient_norm(self.reel)
+        return found if norm is None else {**found, "trainprobe/grad_norm": norm}
+
+    # ---- over a restart ----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return what the rules remember, for the framework's checkpoint; ranks other than 0 keep theirs beside the output."""
+        watcher, place = self._watcher, self._place
+        if watcher is None or place is None:
+            return dict(self.inherited or {})
+        step = -1 if self._last is None else self._last
+        if place.rank:
+            path = self._state_file(place.rank, step)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_state(watcher, path)
+            for old in sorted(path.parent.glob("rules_step*.json"), key=lambda p: p.stat().st_mtime)[:-KEPT]:
+                old.unlink(missing_ok=True)
+        return {"step": step, "rank": place.rank, "output": str(self.plan.output), "rules": watcher.state()}
+
+    def _inherit(self, probe: Probe, step: int) -> None:
+        """Let the rules go on from the checkpoint, or from the training before when this one continues it."""
+        watcher = next((w for w in probe.watchers if isinstance(w, Watcher)), None)
+        if watcher is None:
+            return
+        inherited, self.inherited = self.inherited, None
+        if inherited and inherited.get("rules"):
+            if probe.place.rank == inherited["rank"]:
+                probe.guard.run(watcher.restore, inherited["rules"])
+            else:
+                probe.guard.run(load_state, watcher, self._state_file(probe.place.rank, int(inherited["step"])))
+        elif self._watcher is not None and self._last is not None and step > self._last:
+            probe.guard.run(watcher.restore, self._watcher.state())
+        self._watcher = watcher
+
+    def _state_file(self, rank: int, step: int) -> Path:
+        return self.plan.output / f"rank{rank}" / f"rules_step{step}.json"
+
+    def _add_loss(self, probe: Probe, loss: Any) -> None:
+        with DisableTorchFunction():
+            share = loss.detach() if hasattr(loss, "detach") else loss
+            self._loss = share if self._loss is None else self._loss + share
+            probe.note("loss", self._loss)
+
+
+def gradient_norm(reel: Reel) -> float | None:
+    """Return the norm over all gradients as the optimizer saw them; None where this process does not hold them whole."""
+    rows: list[int] = []
+    for call in reel.calls:
+        gradient = (call.params or {}).get("grad") if call.kind == "state" and call.node == "before_step" else None
+        if gradient is not None:
+            if gradient.extra or gradient.row < 0:
+                return None
+            rows.append(gradient.row)
+    if not rows:
+        return None
+    norms = finish(reel.partials[rows], ("norm",))["norm"]
+    return float((norms**2).sum() ** 0.5)
+
+
+def agreed(stop: bool, device: Any = None) -> bool:
+    """Return whether any rank wants to stop: one small collective, which only a plan with the action "stop" causes."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return stop
+    import torch
+
+    wish = torch.tensor(float(stop), device=device)
+    distributed.all_reduce(wish, distributed.ReduceOp.MAX)
+    return bool(wish.item())
