@@ -1,0 +1,200 @@
+"""The command as a user runs it: exit codes, files, and what stands in the first line."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from trainprobe.ckpt_compare import formats
+from trainprobe.cli import main
+
+RNG = np.random.default_rng(0)
+
+
+def model(layers=3):
+    found = {"model.embed_tokens.weight": RNG.standard_normal((16, 8)), "model.norm.weight": np.ones(8)}
+    for i in range(layers):
+        for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"):
+            found[f"model.layers.{i}.{part}.weight"] = RNG.standard_normal((8, 8))
+    return {k: v.astype(np.float32) for k, v in found.items()}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two files of the same model, the second one to be changed by a function."""
+    held = model()
+
+    def write(edit=lambda b: None):
+        other = {k: v.copy() for k, v in held.items()}
+        edit(other)
+        for name, content in (("a", held), ("b", other)):
+            save_file(content, tmp_path / f"{name}.safetensors")
+        return str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")
+
+    return write
+
+
+def nudge(b):
+    b["model.layers.1.mlp.down_proj.weight"][2, 3] += 1
+
+
+def test_the_exit_code_is_zero_for_the_same_model(files, capsys):
+    assert main(["ckpt-compare", *files()]) == 0
+    assert capsys.readouterr().out.startswith("identical: 11 weights tensors (")
+
+
+def test_the_first_line_names_what_differs_and_the_exit_code_is_two(files, capsys):
+    assert main(["ckpt-compare", *files(nudge)]) == 2
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("differ: 1 of 11 tensors; worst is layers.1.mlp.fc2.weight: relative error")
+    assert "[2, 3]" in first
+
+
+def test_quiet_prints_the_verdict_alone(files, capsys):
+    main(["ckpt-compare", "-q", *files(nudge)])
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_a_missing_tensor_gives_three(files):
+    assert main(["ckpt-compare", *files(lambda b: b.pop("model.norm.weight"))]) == 3
+
+
+def test_an_unknown_kind_of_content_gives_three_with_a_suggestion(files, capsys):
+    assert main(["ckpt-compare", "--what", "weight", *files()]) == 3
+    assert "did you mean 'weights'" in capsys.readouterr().err
+
+
+def test_a_path_that_does_not_exist_gives_three(files, capsys):
+    assert main(["ckpt-compare", files()[0], "/no/such/thing"]) == 3
+    assert "/no/such/thing does not exist" in capsys.readouterr().err
+
+
+def test_json_has_the_classic_shape_for_every_tensor(files, tmp_path):
+    main(["ckpt-compare", "--json", str(tmp_path / "o.json"), *files(nudge)])
+    found = json.loads((tmp_path / "o.json").read_text())
+    entry = found["layers.1.mlp.fc2.weight"]
+    assert len(found) == 11
+    assert (entry["l2"], entry["numel"], entry["shape"], entry["max_abs_at"]) == (
+        pytest.approx(1, abs=1e-6),
+        64,
+        [8, 8],
+        [2, 3],
+    )
+    assert (entry["changed"], entry["verdict"], entry["dtype"]) == (1 / 64, "differ", ["float32", "float32"])
+
+
+def test_json_says_null_and_both_shapes_for_what_has_no_partner(files, tmp_path):
+    def cut(b):
+        b["model.norm.weight"] = b["model.norm.weight"][:5]
+
+    main(["ckpt-compare", "--json", str(tmp_path / "o.json"), *files(cut)])
+    entry = json.loads((tmp_path / "o.json").read_text())["final_norm.weight"]
+    assert (entry["l2"], entry["cos"], entry["numel"], entry["shape"]) == (None, None, [8, 5], [[8], [5]])
+
+
+def test_csv_has_the_worst_tensor_in_its_first_line(files, tmp_path):
+    main(["ckpt-compare", "--csv", str(tmp_path / "o.csv"), *files(nudge)])
+    with (tmp_path / "o.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert (len(rows), rows[0]["name"], rows[0]["shape_a"]) == (11, "layers.1.mlp.fc2.weight", "8x8")
+
+
+def test_the_page_is_one_file_that_loads_nothing(files, tmp_path):
+    main(["ckpt-compare", "--html", str(tmp_path / "o.html"), *files(nudge)])
+    page = (tmp_path / "o.html").read_text()
+    assert not re.findall(r"""(?:src|href)\s*=|@import|url\(|fetch\(""", page)
+    data = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.S)[1])
+    assert (data["code"], data["maps"][0]["layers"], len(data["rows"])) == (2, [0, 1, 2], 11)
+
+
+def test_a_tensor_name_cannot_break_out_of_the_page(files, tmp_path):
+    evil = "</script><script>alert(1)</script>"
+    main(["ckpt-compare", "--html", str(tmp_path / "o.html"), *files(lambda b: b.update({evil: np.ones(2, np.float32)}))])
+    assert "<script>alert" not in (tmp_path / "o.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_page_draws_its_heatmap_in_a_browser(files, tmp_path):
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium here")
+    main(["ckpt-compare", "--html", str(tmp_path / "o.html"), *files(nudge)])
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{tmp_path / 'o.html'}"]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert dom.count("<td") >= 3 * 3
+    assert "differ: 1 of 11 tensors" in dom
+    assert "var(--good)" in dom
+
+
+def test_show_lists_logical_tensors(files, capsys):
+    assert main(["ckpt-show", files()[0]]) == 0
+    said = capsys.readouterr().out
+    assert "layers.2.attention.q.weight" in said
+    assert "8×8" in said
+
+
+def test_show_gives_names_as_they_stand_when_asked(files, capsys):
+    main(["ckpt-show", "--native", files()[0]])
+    assert "model.layers.2.self_attn.q_proj.weight" in capsys.readouterr().out
+
+
+def test_show_prints_json_with_fingerprints(files, capsys):
+    main(["ckpt-show", "--json", "--fingerprint", files()[0]])
+    found = json.loads(capsys.readouterr().out)
+    assert re.fullmatch(r"[0-9a-f]{16}", found["tensors"]["final_norm.weight"]["fingerprint"])
+
+
+def test_every_format_module_offers_what_the_folder_promises():
+    for name in formats.names():
+        assert callable(formats.get(name).sniff)
+        assert callable(formats.get(name).open)
+
+
+def test_no_format_claims_a_foreign_file_or_an_empty_folder(tmp_path):
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "empty").mkdir()
+    assert not [n for n in formats.names() for p in (tmp_path / "notes.txt", tmp_path / "empty") if formats.get(n).sniff(p)]
+
+
+def test_comparing_needs_neither_torch_nor_any_framework(files):
+    script = f"""
+        import sys
+        from trainprobe.cli import main
+        code = main(["ckpt-compare", "-q", {files()[0]!r}, {files()[1]!r}])
+        heavy = {{"torch", "megatron", "deepspeed", "mindspore", "lightning", "transformers"}} & set(sys.modules)
+        sys.exit(code or (9 if heavy else 0))
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux to tell the peak of a process")
+def test_memory_stays_far_below_the_size_of_the_files(tmp_path):
+    """Two files of 1.2 GB, each one tensor: resident memory must not follow."""
+    n = 300_000_000
+    for name in "ab":
+        header = json.dumps({"w": {"dtype": "F32", "shape": [n // 1000, 1000], "data_offsets": [0, 4 * n]}}).encode()
+        with (tmp_path / f"{name}.safetensors").open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            os.truncate(file.fileno(), 8 + len(header) + 4 * n)
+    script = f"""
+        import sys
+        from pathlib import Path
+        from trainprobe.cli import main
+        assert main(["ckpt-compare", "-q", {str(tmp_path / "a.safetensors")!r}, {str(tmp_path / "b.safetensors")!r}]) == 0
+        peak = Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]  # KiB; ru_maxrss is inherited
+        print(int(peak) // 1024, file=sys.stderr)
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert int(ran.stderr.split()[-1]) < 600  # MiB, of 2400 MB read

@@ -1,0 +1,87 @@
+"""Checkpoints that DeepSpeed wrote: the same weights and moments in every stage, against what DeepSpeed itself gathers."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.ckpt_compare.verdicts import compared, judged, kinds
+from trainprobe.ckpt_compare.formats import open_checkpoint, recognise
+
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "optimizer"),
+    [
+        ("two/zero1", "two/zero0", 16),
+        ("two/zero1", "two/zero2", 24),
+        ("two/zero1", "two/zero3", 24),
+        ("two/zero1", "one/zero1", 24),
+        ("two/zero3", "one/zero3", 24),
+        ("one/zero0", "two/zero3", 16),
+        ("two/zero2", "universal/zero2", 24),
+        ("two/zero3", "universal/zero3", 24),
+    ],
+)
+def test_every_stage_and_number_of_ranks_holds_the_same_bits(deepspeed, a, b, optimizer):
+    found = compared(deepspeed / a, deepspeed / b)
+    assert [(r.key, r.verdict) for r in found.rows if r.verdict != "identical"] == []
+    assert (kinds(found), found.faults) == ({"weights": 8, "optimizer": optimizer}, ())
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_the_weights_are_those_that_deepspeed_itself_gathers(deepspeed, stage):
+    assert judged(deepspeed / f"two/{stage}", deepspeed / f"two/{stage}.fp32.pt").code == 0
+
+
+def test_bfloat16_weights_are_the_fp32_masters_within_rounding(deepspeed):
+    found = compared(deepspeed / "two/zero1-bf16", deepspeed / "two/zero3-bf16")
+    assert {r.verdict for r in found.rows if r.what == "weights"} == {"rounding"}
+    assert {r.verdict for r in found.rows if r.what == "optimizer"} == {"identical"}
+
+
+def test_a_pipeline_of_two_stages_holds_the_weights_of_one(deepspeed):
+    found = compared(deepspeed / "two/pipe1", deepspeed / "two/pipe2", ["weights"])
+    assert {r.verdict for r in found.rows} == {"identical"}
+    assert not found.faults
+
+
+def test_both_stages_of_a_pipeline_hold_the_same_moments_for_a_tied_layer(deepspeed):
+    assert open_checkpoint(deepspeed / "two/pipe2").tensors["tied_modules.emb.weight#exp_avg"].count == 88
+    assert not compared(deepspeed / "two/pipe2", deepspeed / "two/pipe2").faults
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_experts_stand_under_their_global_numbers(deepspeed, stage):
+    held = open_checkpoint(deepspeed / f"two/moe{stage}").tensors
+    for rank in (0, 1):
+        oracle = torch.load(deepspeed / f"two/moe{stage}.rank{rank}.pt")
+        for name, value in oracle.items():
+            if "deepspeed_experts." in name:
+                local = int(name.split("deepspeed_experts.")[1].split(".")[0])
+                name = name.replace(f"deepspeed_experts.{local}", f"deepspeed_experts.{local + 2 * rank}")
+            assert (held[name].pieces[0].source.load() == value.detach().numpy()).all(), name
+
+
+def test_the_master_weights_of_experts_are_their_weights(deepspeed):
+    held = open_checkpoint(deepspeed / "two/moe1").tensors
+    names = [k for k in held if "deepspeed_experts" in k and "#" not in k]
+    assert len(names) == 16
+    for name in names:
+        flat = torch.cat([torch.from_numpy(p.source.load().copy()).flatten() for p in held[f"{name}#master"].pieces])
+        assert torch.equal(flat, torch.from_numpy(held[name].pieces[0].source.load().copy()).flatten())
+
+
+def test_formats_are_recognised(deepspeed):
+    assert recognise(deepspeed / "two/zero3") == recognise(deepspeed / "two/zero3/global_step3") == "deepspeed"
+    assert recognise(deepspeed / "universal/zero2") == "deepspeed_universal"
+
+
+def test_a_lost_optimizer_file_is_named_with_what_nobody_holds(deepspeed, tmp_path):
+    shutil.copytree(deepspeed / "two/zero1", tmp_path / "x")
+    (tmp_path / "x/global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    found = judged(deepspeed / "two/zero3", tmp_path / "x")
+    assert found.code == 3
+    assert any("optimizer file of data-parallel rank 1" in d for d in found.details)
+    assert any("B: no file holds" in d for d in found.details)

@@ -1,0 +1,54 @@
+"""FSDP2, tensor-parallel DTensors and Lightning's sharded strategy, as torch.distributed.checkpoint writes them."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.ckpt_compare.verdicts import compared, judged, kinds
+from trainprobe.ckpt_compare.formats import recognise
+
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
+
+
+@pytest.mark.parametrize(
+    ("other", "optimizer"), [("fsdp2", 16), ("fsdp2_joined.pt", 16), ("tensor", 0), ("lightning.ckpt", 16)]
+)
+def test_a_sharded_checkpoint_is_identical_to_the_plain_file(sharded, other, optimizer):
+    found = compared(sharded / "plain.pt", sharded / other)
+    assert [(r.key, r.verdict) for r in found.rows if r.verdict != "identical"] == []
+    assert (kinds(found), found.faults) == ({"weights": 8, "optimizer": optimizer}, ())
+
+
+def test_formats_are_recognised(sharded):
+    assert [recognise(sharded / n) for n in ("plain.pt", "fsdp2", "lightning.ckpt")] == [
+        "plain_torch",
+        "torch_dcp",
+        "lightning",
+    ]
+
+
+def test_a_truncated_shard_is_named(sharded, tmp_path):
+    shutil.copytree(sharded / "fsdp2", tmp_path / "x")
+    file = tmp_path / "x/__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:1000])
+    found = judged(sharded / "plain.pt", tmp_path / "x")
+    assert found.code == 3
+    assert any("__1_0.distcp" in d for d in found.details)
+
+
+def test_one_changed_byte_in_one_shard_is_named_and_located(sharded, tmp_path):
+    shutil.copytree(sharded / "fsdp2", tmp_path / "x")
+    file = tmp_path / "x/__1_0.distcp"
+    weight = torch.load(sharded / "plain.pt")["model"]["fc2.weight"]
+    row = weight[12].numpy().tobytes()  # rows 7 to 12 are rank 1's
+    whole = file.read_bytes()
+    assert whole.count(row) == 1
+    spoiled = bytearray(whole)
+    spoiled[whole.index(row) + 4 * 3 + 3] ^= 0x01  # element 3, exponent
+    file.write_bytes(bytes(spoiled))
+    found = judged(sharded / "plain.pt", tmp_path / "x")
+    assert found.code == 2
+    assert "fc2.weight" in found.sentence
+    assert "[12, 3]" in found.sentence
+    assert "__1_0.distcp" in found.sentence

@@ -1,0 +1,24 @@
+"""Open, name, compare and judge two checkpoints in one call, as the command does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainprobe.ckpt_compare.compare import Comparison, compare, logical
+from trainprobe.ckpt_compare.conclusion import Conclusion, conclude
+from trainprobe.ckpt_compare.formats import open_checkpoint
+
+
+def compared(a: Path | str, b: Path | str, what=("weights", "optimizer")) -> Comparison:
+    """Compare two checkpoints on disk."""
+    return compare(*logical(open_checkpoint(a), open_checkpoint(b)), what)
+
+
+def judged(a: Path | str, b: Path | str, what=("weights", "optimizer")) -> Conclusion:
+    """Judge two checkpoints on disk."""
+    return conclude(compared(a, b, what))
+
+
+def kinds(found: Comparison) -> dict[str, int]:
+    """Count the compared tensors by kind."""
+    return {what: sum(r.what == what for r in found.rows) for what in ("weights", "optimizer")}

@@ -1,0 +1,60 @@
+"""Run a script in n processes that find each other over gloo, with a time limit; end only those processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def launch(n: int, script: Path, *arguments: str, timeout: float = 240) -> str:
+    """Run `script` in n ranks and return rank 0's output; raise RuntimeError with all output when a rank fails."""
+    port = str(free_port())
+    ranks = []
+    for rank in range(n):
+        env = {
+            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
+            "LOCAL_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "TRANSFORMERS_VERBOSITY": "error",
+        }  # fmt: skip
+        log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed below, after the process has ended)
+        ranks.append(
+            (subprocess.Popen([sys.executable, str(script), *arguments], env=env, stdout=log, stderr=subprocess.STDOUT), log)
+        )
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and any(p.poll() is None for p, _ in ranks):
+        if any(p.poll() not in (None, 0) for p, _ in ranks):
+            time.sleep(2)
+            break
+        time.sleep(0.05)
+    for process, _ in ranks:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+    outputs = []
+    for _, log in ranks:
+        log.seek(0)
+        outputs.append(log.read())
+        log.close()
+    if any(p.returncode for p, _ in ranks):
+        raise RuntimeError(
+            "\n".join(
+                f"--- rank {r}, exit {p.returncode}\n{o[-8000:]}"
+                for r, ((p, _), o) in enumerate(zip(ranks, outputs, strict=True))
+            )
+        )
+    return outputs[0]
+
+
+if __name__ == "__main__":
+    print(launch(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]))

@@ -1,0 +1,49 @@
+"""What every test stands on: one thread a process, a tool that raises its own faults, and frameworks that must be there."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRAINPROBE_ON_ERROR", "raise")
+
+# what `make test` installs: where it is missing in CI, the tests that need it would silently not run, so they fail
+INSTALLED_BY_MAKE = ("torch", "tensorboard", "openpyxl", "lightning", "transformers", "accelerate", "deepspeed", "megatron")
+
+settings.register_profile(
+    "trainprobe", deadline=None, derandomize=bool(os.environ.get("CI")), suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("trainprobe")
+
+
+@pytest.fixture(scope="session")
+def require() -> Callable[[str], ModuleType]:
+    """Return a function that imports an optional library, or skips the test with the reason.
+
+    It fails instead of skipping when the environment variable TRAINPROBE_REQUIRE names the library (names between commas,
+    or `all`), and in CI (CI=true) for whatever `make test` installs.
+    """
+
+    def import_or_skip(library: str) -> ModuleType:
+        try:
+            return importlib.import_module(library)
+        except ImportError as error:
+            reason = f"needs {library}: {error}"
+        if _must_have(library):
+            pytest.fail(f"{reason} (and it must be installed here)")
+        pytest.skip(reason)
+
+    return import_or_skip
+
+
+def _must_have(library: str) -> bool:
+    named = {name.strip() for name in os.environ.get("TRAINPROBE_REQUIRE", "").split(",")}
+    top = library.partition(".")[0]
+    in_ci = os.environ.get("CI", "").lower() in {"1", "true"} and top in INSTALLED_BY_MAKE
+    return in_ci or bool(named & {library, top, "all"})

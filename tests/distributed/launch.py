@@ -1,0 +1,64 @@
+"""Start real processes that talk over gloo, wait for all of them, and show what they said when one fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def launch(script: str, ranks: int, *arguments: str, folder: Path, timeout: float = 120) -> None:
+    """Run `script` (a path, or a name beside this file) in `ranks` processes; AssertionError with their output if one fails."""
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "TRAINPROBE_ON_ERROR": "raise",
+    }
+    command = [sys.executable, str(Path(__file__).parent / script), *arguments]
+    logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
+    running = [
+        subprocess.Popen(
+            command,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = wait_for(running, timeout)
+    finally:
+        for process in running:
+            process.kill()
+    assert codes == [0] * ranks, "\n".join(f"--- rank {r}: {codes[r]}\n{log.read_text()[-3000:]}" for r, log in enumerate(logs))
+
+
+def wait_for(running: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
+    """Wait until all have ended, one has failed, or time is up; return their exit codes, None for one that still ran."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        codes = [process.poll() for process in running]
+        if None not in codes:
+            break
+        if any(codes):
+            time.sleep(2)  # let the others say why
+            break
+        time.sleep(0.05)
+    return [process.poll() for process in running]
+
+
+def free_port() -> int:
+    """Return a TCP port that nothing listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

@@ -1,0 +1,149 @@
+"""The 64-bit fingerprint and the CRC-32: one number for equal bits, whoever computes it and however they lie in memory."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from reduction_oracle import ALL_DTYPES, IMPLEMENTATIONS, bits_of, sample
+
+from trainprobe.engine.arrays.torch_arrays import CHECKSUM, CRC32, STATS, TorchStrip
+from trainprobe.engine.arrays.torch_words import crc32_register, torch_fingerprint
+from trainprobe.engine.stats.checksum import MASK, fingerprint, shard_fingerprint
+
+
+def checksum_of(t: torch.Tensor, native: bool, flags: int = CHECKSUM) -> int:
+    strip = TorchStrip(flags, native=native)
+    assert strip.add(t) == 0
+    sums = strip.harvest()[1]
+    assert sums is not None
+    return int(sums[0])
+
+
+def crc_of(t: torch.Tensor, native: bool) -> int:
+    strip = TorchStrip(CRC32, native=native)
+    assert strip.add(t) == 0
+    crcs = strip.harvest()[2]
+    assert crcs is not None
+    return crcs[0]
+
+
+def layouts(dtype: torch.dtype) -> list[torch.Tensor]:
+    t = sample(dtype, 45, 52)
+    return [
+        *(t, t.t(), t[::2, 3::7], t[:, :1].expand(-1, 5), t[4, 4], t[:0], t[:, 9]),
+        *(sample(dtype, 3, 4, 5, 6).permute(0, 2, 1, 3), sample(dtype, 3, 130, 65).permute(2, 0, 1), sample(dtype, 20000)),
+    ]
+
+
+@pytest.mark.parametrize("native", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_fingerprint_equals_the_reference_in_every_layout(native: bool, dtype: torch.dtype) -> None:
+    for t in layouts(dtype):
+        assert checksum_of(t, native) == fingerprint(bits_of(t)), (t.shape, t.stride())
+
+
+@pytest.mark.parametrize("native", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_crc32_equals_that_of_zlib_in_every_layout(native: bool, dtype: torch.dtype) -> None:
+    for t in layouts(dtype):
+        assert crc_of(t, native) == zlib.crc32(bits_of(t).tobytes()), (t.shape, t.stride())
+
+
+@pytest.mark.parametrize("native", IMPLEMENTATIONS)
+def test_crc32_of_several_blocks_is_joined_rightly(native: bool) -> None:
+    t = sample(torch.bfloat16, 3 * 65536 + 4097)
+    assert crc_of(t, native) == zlib.crc32(bits_of(t).tobytes())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.complex64], ids=str)
+def test_crc32_by_device_operations_equals_that_of_zlib(dtype: torch.dtype) -> None:
+    for t in layouts(dtype):
+        assert int(crc32_register(t, chunk=777)) == zlib.crc32(bits_of(t).tobytes())
+
+
+@pytest.mark.parametrize("native", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_swapping_two_different_elements_changes_the_fingerprint(native: bool, dtype: torch.dtype) -> None:
+    t = sample(dtype, 5000)
+    bits = t.view(torch.uint8).reshape(5000, -1)
+    other = next(i for i in range(1, 5000) if not torch.equal(bits[i], bits[0]))
+    swapped = bits.clone()
+    swapped[0], swapped[other] = bits[other], bits[0]
+    assert checksum_of(t, native) != checksum_of(swapped.reshape(-1).view(dtype), native)
+
+
+@pytest.mark.parametrize("native", IMPLEMENTATIONS)
+def test_every_bit_of_an_element_counts(native: bool) -> None:
+    t = torch.zeros(300, dtype=torch.int64)
+    seen = {checksum_of(t, native)}
+    for bit in range(64):
+        changed = t.clone()
+        changed[123] = 1 << bit if bit < 63 else -(2**63)
+        seen.add(checksum_of(changed, native))
+    assert len(seen) == 65
+
+
+@pytest.mark.parametrize("native", IMPLEMENTATIONS)
+def test_negative_zero_and_nan_payloads_are_told_apart(native: bool) -> None:
+    nan = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert checksum_of(nan[:1], native) != checksum_of(nan[1:], native)
+    assert checksum_of(torch.tensor([0.0]), native) != checksum_of(torch.tensor([-0.0]), native)
+
+
+@pytest.mark.parametrize("native", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 2), (1, 4)])
+def test_shape_does_not_enter_the_fingerprint(native: bool, shape: tuple[int, ...]) -> None:
+    t = torch.ones(shape)
+    assert checksum_of(t, native) == fingerprint(t.numpy().reshape(-1))
+
+
+@pytest.mark.parametrize("native", IMPLEMENTATIONS)
+def test_a_checksum_alone_leaves_the_statistics_out(native: bool) -> None:
+    strip = TorchStrip(CHECKSUM, native=native)
+    strip.add(torch.ones(5))
+    both = TorchStrip(CHECKSUM | STATS, native=native)
+    both.add(torch.ones(5))
+    alone, together = strip.harvest(), both.harvest()
+    assert alone[0][0][7] == 0 and together[0][0][7] == 5
+    assert alone[1] is not None and together[1] is not None and alone[1][0] == together[1][0]
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.integers(1, 7),
+    st.data(),
+    st.sampled_from([torch.float32, torch.complex128, torch.bfloat16]),
+)
+def test_shares_of_shards_add_up_to_the_whole(a: int, b: int, c: int, data: st.DataObject, dtype: torch.dtype) -> None:
+    t = sample(dtype, a, b, c)
+    cut_a, cut_c = data.draw(st.integers(0, a)), data.draw(st.integers(0, c))
+    by_torch, by_numpy = 0, 0
+    for rows, row in ((slice(0, cut_a), 0), (slice(cut_a, a), cut_a)):
+        for columns, column in ((slice(0, cut_c), 0), (slice(cut_c, c), cut_c)):
+            shard = t[rows, :, columns]
+            by_torch += torch_fingerprint(shard, (row, 0, column), (a, b, c))
+            raw = bits_of(shard) if dtype != torch.complex128 else shard.numpy()
+            by_numpy += shard_fingerprint(raw.reshape(shard.shape), (row, 0, column), (a, b, c))
+    assert by_torch & MASK == by_numpy & MASK == fingerprint(bits_of(t)) == torch_fingerprint(t)
+
+
+def test_the_reference_is_the_published_definition_in_plain_integers() -> None:
+    def mix(x: int) -> int:
+        for _ in range(2):
+            x ^= x >> 32
+            x = x * 0xD6E8FEB86659FD93 & MASK
+        return x ^ x >> 32
+
+    x = np.arange(10, dtype=np.float32)
+    words = x.view(np.uint32).tolist()
+    assert fingerprint(x) == sum(mix(w + (i + 1) * 0x9E3779B97F4A7C15 & MASK) for i, w in enumerate(words)) & MASK
+
+
+def test_the_fingerprints_that_files_carry_have_not_moved() -> None:
+    assert fingerprint(np.arange(10, dtype=np.float32)) == 6340948549785706461

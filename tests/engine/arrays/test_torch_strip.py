@@ -1,0 +1,235 @@
+"""The strip of rows: order, devices, tensors without statistics, threads, forks and what it leaves alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+
+import numpy as np
+import pytest
+import torch
+from reduction_oracle import IMPLEMENTATIONS, sample
+
+from trainprobe.engine.arrays import torch_arrays
+from trainprobe.engine.arrays.torch_arrays import CHECKSUM, CRC32, STATS, STD, TorchStrip, copy_out, local_of, native_in_use
+
+native_only = pytest.mark.skipif(not native_in_use(), reason="the extension is not built")
+EVERYTHING = STATS | CHECKSUM | STD | CRC32
+
+
+def harvest(t: torch.Tensor, flags: int = EVERYTHING) -> tuple[bytes, list[int], list[int]]:
+    strip = TorchStrip(flags)
+    strip.add(t)
+    partials, sums, crcs = strip.harvest()
+    assert sums is not None and crcs is not None
+    return partials.tobytes(), sums.tolist(), crcs
+
+
+@pytest.mark.parametrize("native", IMPLEMENTATIONS)
+def test_rows_are_numbered_in_the_order_of_adding(native: bool) -> None:
+    strip = TorchStrip(STATS, native=native)
+    assert [strip.add(torch.full((3,), float(i))) for i in range(1200)] == list(range(1200))
+    assert len(strip) == 1200
+    assert strip.harvest()[0][:, 7].tolist() == [3.0 * i for i in range(1200)]
+
+
+@pytest.mark.parametrize("native", IMPLEMENTATIONS)
+def test_a_harvest_starts_anew(native: bool) -> None:
+    strip = TorchStrip(STATS, native=native)
+    strip.add(torch.ones(2))
+    strip.harvest()
+    assert strip.harvest()[0].shape == (0, 12)
+    assert strip.add(torch.ones(4)) == 0
+    assert strip.harvest()[0][0, 0] == 4
+
+
+def test_rows_by_the_kernel_and_by_torch_stand_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    strip = TorchStrip(STATS | CHECKSUM)
+    strip.add(torch.tensor([1.0]))
+    strip._add_by_torch(torch.tensor([2.0]))
+    strip.add(torch.tensor([3.0]))
+    partials, sums, crcs = strip.harvest()
+    assert partials[:, 7].tolist() == [1, 2, 3]
+    assert crcs is None and sums is not None and len(set(sums.tolist())) == 3
+
+
+@pytest.mark.parametrize("native", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: torch.empty(3, device="meta"), "meta"),
+        (lambda: torch.eye(3).to_sparse(), "layout"),
+        (lambda: torch.eye(3).to_sparse_csr(), "layout"),
+        (lambda: torch.eye(3).to_mkldnn(), "layout"),
+        (lambda: torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.quint8), "quantized"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+        (lambda: _freed(), "freed"),
+        (lambda: torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "float4"),
+    ],
+    ids=["meta", "coo", "csr", "mkldnn", "quantized", "nested", "freed", "float4"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_without_statistics_is_refused_with_the_reason(native: bool, make: object, why: str) -> None:
+    strip, t = TorchStrip(EVERYTHING, native=native), make()  # type: ignore[operator]
+    assert strip.add(t) == -1
+    assert why in strip.refusal(t)
+    assert len(strip) == 0
+
+
+def _freed() -> torch.Tensor:
+    t = torch.randn(1000)[500:]
+    t.untyped_storage().resize_(0)
+    return t
+
+
+@pytest.mark.parametrize("native", IMPLEMENTATIONS)
+def test_torch_func_wrappers_are_refused_by_name(native: bool) -> None:
+    said: list[tuple[int, str]] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        strip = TorchStrip(STATS, native=native)
+        said.append((strip.add(x), strip.refusal(x)))
+        return x.sum()
+
+    torch.vmap(look)(torch.ones(3, 2))
+    torch.func.grad(look)(torch.ones(3))
+    assert [row for row, _ in said] == [-1, -1]
+    assert "BatchedTensor" in said[0][1] and "GradTrackingTensor" in said[1][1]
+
+
+def test_a_fake_tensor_is_described_and_refused() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        t = torch.ones(3)
+    inner, kind, _, note = local_of(t)
+    assert (inner, kind) == (None, "torch._subclasses.fake_tensor.FakeTensor") and note
+
+
+def test_a_jagged_tensor_gives_its_values() -> None:
+    t = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    inner, kind, _, note = local_of(t)
+    assert inner is not None and inner.shape == (5,) and note is None and kind.endswith("NestedTensor")
+
+
+def test_a_subclass_with_its_own_data_is_reduced_as_it_is() -> None:
+    class Tagged(torch.Tensor):
+        pass
+
+    t = torch.ones(3).as_subclass(Tagged)
+    inner, kind, _, _ = local_of(t)
+    assert inner is t and kind.endswith("Tagged") and TorchStrip(STATS).add(t) == 0
+
+
+@pytest.mark.parametrize("native", IMPLEMENTATIONS)
+def test_adding_changes_neither_the_tensor_nor_the_graph_nor_the_random_state(native: bool) -> None:
+    x = torch.randn(40, 50, requires_grad=True)
+    y = (x * 2).t()
+    bits, version, state, node = y.detach().clone(), y._version, torch.get_rng_state(), y.grad_fn
+    TorchStrip(EVERYTHING, native=native).add(y)
+    assert torch.equal(y, bits) and y._version == version and y.grad_fn is node
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@native_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+@pytest.mark.parametrize("name", ["baseline", "avx2", "avx512"])
+def test_numbers_do_not_depend_on_the_instruction_set(dtype: torch.dtype, name: str) -> None:
+    native = torch_arrays._native
+    t = sample(dtype, 70001)
+    before = native.instruction_set()
+    first = harvest(t)
+    try:
+        native.use(name)
+    except ValueError:
+        pytest.skip(f"this machine has no {name}")
+    try:
+        assert harvest(t) == first
+    finally:
+        native.use(before)
+
+
+@native_only
+@pytest.mark.parametrize("make", [lambda t: t, lambda t: t.t(), lambda t: t[:, 1:]], ids=["contiguous", "transposed", "sliced"])
+def test_numbers_do_not_depend_on_the_number_of_threads(make: object) -> None:
+    native = torch_arrays._native
+    t = make(torch.randn(900, 1001))  # type: ignore[operator]
+    before = native.get_threads()
+    try:
+        answers = []
+        for n in (1, 2, 5):
+            native.set_threads(n)
+            answers.append(harvest(t))
+    finally:
+        native.set_threads(before)
+    assert answers[0] == answers[1] == answers[2]
+
+
+def _child(queue: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
+    queue.put(harvest(torch.arange(500_000, dtype=torch.float32))[1:])
+
+
+@native_only
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_reduces_with_threads_of_its_own() -> None:
+    native = torch_arrays._native
+    before = native.get_threads()
+    native.set_threads(2)
+    try:
+        want = harvest(torch.arange(500_000, dtype=torch.float32))[1:]
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+        child = context.Process(target=_child, args=(queue,))
+        child.start()
+        assert queue.get(timeout=60) == want
+        child.join(60)
+        assert child.exitcode == 0
+    finally:
+        native.set_threads(before)
+
+
+@native_only
+def test_strips_of_several_python_threads_do_not_disturb_each_other() -> None:
+    native = torch_arrays._native
+    before = native.get_threads()
+    native.set_threads(2)
+    tensors = [torch.full((400_000,), float(i)) for i in range(4)]
+    sums: dict[int, list[float]] = {}
+
+    def work(i: int) -> None:
+        strip = TorchStrip(STATS)
+        for _ in range(10):
+            strip.add(tensors[i])
+        sums[i] = strip.harvest()[0][:, 7].tolist()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    native.set_threads(before)
+    assert sums == {i: [400_000.0 * i] * 10 for i in range(4)}
+
+
+def test_the_environment_can_forbid_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINPROBE_NATIVE", "0")
+    assert TorchStrip(STATS).native is None
+
+
+def test_copy_out_holds_the_elements_in_row_major_order() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    for t in (x, x.t(), x[:, 1:], torch.zeros(0, 2), torch.randn(2000, 50)):
+        copy = copy_out(t)
+        assert (copy.dtype, copy.shape) == ("torch.float32", tuple(t.shape))
+        assert np.array_equal(np.frombuffer(copy.data, np.float32).reshape(copy.shape), t.detach().numpy())
+
+
+def test_copy_out_does_not_follow_what_is_written_later() -> None:
+    x = torch.ones(5)
+    copy = copy_out(x)
+    x.zero_()
+    assert np.frombuffer(copy.data, np.float32).tolist() == [1.0] * 5
+
+
+def test_copy_out_resolves_conjugates() -> None:
+    assert np.frombuffer(copy_out(torch.tensor([1 + 2j]).conj()).data, np.complex64).tolist() == [1 - 2j]

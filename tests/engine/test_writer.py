@@ -1,0 +1,216 @@
+"""The background writer: nothing is lost in silence, and a sink's fault stays its own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.engine.sinks.reels import plan_for, small_reel
+from trainprobe.engine.dumps import read_log
+from trainprobe.engine.records import Finding, Place
+from trainprobe.engine.sinks.memory import MemorySink
+from trainprobe.engine.writer import Writer, open_writer
+from trainprobe.errors import OutputError, UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Slow(MemorySink):
+    def __init__(self):
+        super().__init__(kept=100)
+        self.gate = threading.Event()
+
+    def write(self, reel):
+        self.gate.wait(10)
+        super().write(reel)
+
+
+class Full(MemorySink):
+    """A disk that is full from step 2 on."""
+
+    def write(self, reel):
+        if reel.step >= 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(reel)
+
+
+def test_every_reel_arrives_in_order():
+    sink = MemorySink(kept=100)
+    writer = Writer({"memory": sink})
+    for step in range(20):
+        writer.submit(small_reel(step))
+    writer.close()
+    assert [reel.step for reel in sink.reels] == list(range(20))
+
+
+def test_a_full_queue_makes_the_training_wait():
+    sink = Slow()
+    writer = Writer({"slow": sink}, max_reels=2)
+    handed: list[int] = []
+
+    def train():
+        for step in range(5):
+            writer.submit(small_reel(step))
+            handed.append(step)
+
+    training = threading.Thread(target=train)
+    training.start()
+    time.sleep(0.3)
+    waited_at = len(handed)
+    sink.gate.set()
+    training.join(10)
+    writer.close()
+    assert (waited_at, len(sink.reels)) == (2, 5)
+
+
+def test_tensors_wait_by_their_bytes():
+    sink = Slow()
+    writer = Writer({"slow": sink}, max_bytes=1000)
+    writer.submit(small_reel(0))
+    handed: list[int] = []
+
+    def train():
+        for number in range(4):
+            writer.submit_tensor(1, f"t{number}", np.zeros(100))
+            handed.append(number)
+
+    training = threading.Thread(target=train)
+    training.start()
+    time.sleep(0.3)
+    waited_at = len(handed)
+    sink.gate.set()
+    training.join(10)
+    writer.close()
+    assert (waited_at, len(handed)) == (1, 4)
+
+
+def test_flush_returns_when_everything_is_written():
+    sink = MemorySink(kept=100)
+    writer = Writer({"memory": sink})
+    for step in range(10):
+        writer.submit(small_reel(step))
+    assert writer.flush()
+    assert len(sink.reels) == 10
+    writer.close()
+
+
+def test_a_flush_that_takes_too_long_says_so():
+    sink = Slow()
+    writer = Writer({"slow": sink})
+    writer.submit(small_reel(0))
+    assert not writer.flush(0.05)
+    sink.gate.set()
+    writer.close()
+
+
+def test_a_sink_that_fails_is_given_up_and_the_finding_says_what_was_lost():
+    full, memory = Full(), MemorySink(kept=100)
+    said: list[Finding] = []
+    writer = Writer({"full": full, "memory": memory}, tell=said.append, place=Place(3))
+    for step in range(6):
+        writer.submit(small_reel(step))
+    writer.close()
+    assert ([reel.step for reel in full.reels], [reel.step for reel in memory.reels]) == ([0, 1], list(range(6)))
+    assert [finding.step for finding in said] == [2, 2]
+    assert "step 2 and what comes after it are lost" in said[0].message
+    assert "No space left on device" in said[0].message
+    assert "lost 4 steps, 2 to 5" in said[1].message
+    assert [finding.rule for finding in memory.found] == ["writer", "writer"]
+
+
+def test_a_fault_is_raised_in_the_training_when_asked_for():
+    writer = Writer({"full": Full()}, on_error="raise")
+    with pytest.raises(OutputError, match="No space left"):
+        for step in range(100):
+            writer.submit(small_reel(step))
+            time.sleep(0.001)
+    writer.close()
+
+
+def test_a_copy_that_is_under_way_is_waited_for_on_the_writers_thread():
+    sink = MemorySink()
+    writer = Writer({"memory": sink})
+    threads: list[str] = []
+
+    def arrive():
+        threads.append(threading.current_thread().name)
+        return np.arange(3.0)
+
+    writer.submit_tensor(0, "x", arrive)
+    writer.submit(small_reel(0))
+    writer.close()
+    assert threads == ["trainprobe-writer"]
+    assert bytes(sink.tensors[0]["x"].data) == np.arange(3.0).tobytes()
+
+
+def test_no_tensor_is_wanted_once_the_budget_is_used_up(tmp_path):
+    writer = open_writer(plan_for(tmp_path, max_bytes=100, on_error="continue"), Place())
+    writer.submit_tensor(0, "a", np.zeros(10))
+    writer.submit_tensor(0, "b", np.zeros(10))
+    writer.submit(small_reel(0))
+    writer.flush()
+    assert (writer.tensors_wanted, [f.severity for f in writer.findings()]) == (False, ["warning"])
+    writer.close()
+
+
+def test_what_is_handed_to_a_closed_writer_is_an_error():
+    writer = Writer({"memory": MemorySink()})
+    writer.close()
+    with pytest.raises(UsageError, match="step 7"):
+        writer.submit(small_reel(7))
+
+
+def test_closing_twice_is_harmless():
+    writer = Writer({"memory": MemorySink()})
+    writer.close()
+    writer.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_neither_writes_nor_hangs(tmp_path):
+    writer = open_writer(plan_for(tmp_path, sinks=("jsonl",)), Place())
+    writer.submit(small_reel(0))
+    writer.flush()
+    child = os.fork()
+    if child == 0:
+        writer.submit(small_reel(1))
+        writer.flush()
+        writer.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    writer.submit(small_reel(2))
+    writer.close()
+    assert [reel.step for reel in read_log(tmp_path)] == [0, 2]
+
+
+ENDS_WITHOUT_CLOSE = """
+import sys
+from pathlib import Path
+from tests.engine.sinks.reels import plan_for, small_reel
+from trainprobe.engine.records import Place
+from trainprobe.engine.writer import open_writer
+writer = open_writer(plan_for(sys.argv[1], sinks=("jsonl", "dump")), Place())
+for step in range(30):
+    writer.submit(small_reel(step))
+"""
+
+
+def test_what_is_queued_when_the_interpreter_ends_is_written(tmp_path):
+    run = [sys.executable, "-c", ENDS_WITHOUT_CLOSE, str(tmp_path / "out")]
+    subprocess.run(run, check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert [reel.step for reel in read_log(tmp_path / "out")] == list(range(30))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be written"):
+        open_writer(plan_for(tmp_path / "file" / "out"), Place())

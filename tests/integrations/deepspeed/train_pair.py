@@ -1,0 +1,112 @@
+"""One rank of DeepSpeed trainings, each with and without the probe; leaves what came of them in a JSON file.
+
+train_pair.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": os.environ["WORLD_SIZE"]}
+warnings.filterwarnings("ignore")
+import torch  # noqa: E402
+
+from tests.integrations.deepspeed import small_deepspeed as small  # noqa: E402
+from trainprobe.integrations.deepspeed import attach, detach, probe_of  # noqa: E402
+
+RANK = int(os.environ["RANK"])
+MONITORED = {"level": "off", "monitor": {"optimizer_state": True, "gradients": {"unreduced": True}, "activations": False}}
+EACH_MICRO = {"level": "off", "monitor": {"gradients": {"unreduced": True, "per_micro": True}, "activations": False}}
+DUMPED = {"level": "mix", "step": 2}
+
+
+def compared(told: dict[str, Any], name: str, plan: dict[str, Any], output: Path, **settings: Any) -> None:
+    """Train bare and watched; tell what differs, and what the probe left on the engine. name: zeroSTAGE-DTYPE and more."""
+    stage, dtype = int(name[4]), name.split("-")[1]
+    bare = small.engine_with(stage, dtype, **settings)
+    plain = small.bits(bare, small.train(bare, small.batches(RANK)))
+    bare.destroy()
+    engine = small.engine_with(stage, dtype, **settings)
+    before = small.traces(engine)
+    assert attach(attach(engine, plan, output=output)) is engine
+    losses = small.train(engine, small.batches(RANK))
+    detach(engine)
+    left = small.traces(engine)
+    told[f"{name} left"] = [key for key in before if before[key] != left[key]]
+    watched = small.bits(engine, losses)
+    told[f"{name} different bits"] = [key for key in {**plain, **watched} if plain.get(key) != watched.get(key)]
+    engine.destroy()
+
+
+def poisoned(told: dict[str, Any], name: str, stage: int, dtype: str, output: Path, **settings: Any) -> None:
+    """Let rank 1 compute a gradient that is not a number early in step 2; tell who is named, and what DeepSpeed made of it."""
+    torch.manual_seed(5)
+    net = small.Net()
+    micro = iter(range(100))
+    if RANK == 1:
+        net.fc2.weight.register_hook(lambda g: g * float("nan") if next(micro) == 2 else None)
+    engine = small.engine_with(stage, dtype, net=net, **settings)
+    attach(engine, EACH_MICRO, output=output)
+    probe: Any = probe_of(engine)
+    small.train(engine, small.batches(RANK))
+    engine.destroy()
+    found = [f for f in probe.findings if f.rule == "nonfinite"]
+    told[f"{name} named"] = [[f.step, f.place.rank, f.site.name, f.site.slot] for f in found[:1]]
+    told[f"{name} skipped steps"] = engine.skipped_steps
+
+
+def piped(told: dict[str, Any], folder: Path) -> None:
+    """Train a pipeline bare and watched, and dump one step of it."""
+    bare = small.pipeline()
+    plain = small.bits(bare, small.train_pipeline(bare))
+    before = small.traces(bare)  # a pipeline engine sets attributes of its own when it trains
+    for name, plan in (("pipe", MONITORED), ("pipe-dump", {"level": "L0", "step": 2})):
+        engine = small.pipeline()
+        attach(engine, plan, output=folder / name)
+        losses = small.train_pipeline(engine)
+        detach(engine)
+        left = small.traces(engine)
+        told[f"{name} left"] = [key for key in before if before[key] != left[key]]
+        watched = small.bits(engine, losses)
+        told[f"{name} different bits"] = [key for key in {**plain, **watched} if plain.get(key) != watched.get(key)]
+
+
+def resumed(told: dict[str, Any], folder: Path) -> None:
+    """Save behind step 2, load into a new engine, go on for a step under the same output."""
+    first = attach(small.engine_with(1), MONITORED, output=folder / "resumed")
+    small.train(first, small.batches(RANK)[:4])
+    first.save_checkpoint(str(folder / "checkpoint"))
+    first.destroy()
+    second = small.engine_with(1)
+    second.load_checkpoint(str(folder / "checkpoint"))
+    small.train(attach(second, MONITORED, output=folder / "resumed"), small.batches(RANK)[4:])
+    second.destroy()
+
+
+def main(folder: Path) -> None:
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
+    get_accelerator().is_fp16_supported = lambda: True  # slow on this processor, but right
+    deepspeed.init_distributed()
+    told: dict[str, Any] = {}
+    for name, settings in small.CONFIGURATIONS.items():
+        compared(told, name, MONITORED, folder / name, **settings)
+    compared(told, "zero3-fp32-dump", DUMPED, folder / "dump")
+    for stage, dtype, settings in ((0, "fp32", {}), (0, "bf16", {}), (2, "fp32", {"gradient_clipping": 0.0}), (3, "fp32", {})):
+        poisoned(told, f"zero{stage}-{dtype}", stage, dtype, folder / f"poisoned{stage}-{dtype}", **settings)
+    resumed(told, folder)
+    piped(told, folder)
+    (folder / f"rank{RANK}.json").write_text(json.dumps(told))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

@@ -1,0 +1,177 @@
+"""A plain loop that is not edited: `torch_loop.attach`, and `trainprobe run` over plain loops, Lightning and the Trainer."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.launch import ROOT, free_port
+from tests.integrations.records import recorded
+from trainprobe.integrations.torch_loop import attach
+
+SCRIPT = str(Path(__file__).with_name("loop_script.py"))
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRAINPROBE_ON_ERROR": "raise"}
+
+
+def run(*command: str, cwd: Path, code: int = 0) -> str:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=200, cwd=cwd, env=ENVIRONMENT)
+    assert done.returncode == code, done.stderr[-3000:]
+    return done.stdout
+
+
+def watched(plan: Path, *command: str, cwd: Path, code: int = 0) -> str:
+    return run("-m", "trainprobe", "run", str(plan), "--", *command, cwd=cwd, code=code)
+
+
+@pytest.fixture
+def plan(tmp_path) -> Path:
+    text = f"output: {tmp_path / 'out'}\nlevel: L0\nmonitor:\n  optimizer_state: true\n"
+    (tmp_path / "plan.yaml").write_text(text)
+    return tmp_path / "plan.yaml"
+
+
+def small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 1) -> torch.Tensor:
+    loss = model(torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def test_a_loop_is_followed_by_its_updates_and_let_go_again(tmp_path):
+    call, backward = torch.nn.Module._call_impl, torch.autograd.backward
+    model, optimizer = small()
+    loop = attach(model, optimizer, {"level": "L0"}, output=tmp_path / "out", first_step=7)
+    losses = [one_step(model, optimizer, seed) for seed in range(3)]
+    loop.close()
+    found = recorded(tmp_path / "out")
+    assert list(found) == [7, 8, 9]
+    assert [numbers["loss"] for numbers in found.values()] == [float(loss) for loss in losses]
+    assert (torch.nn.Module._call_impl, torch.autograd.backward) == (call, backward)
+    assert pickle.loads(pickle.dumps(model))
+
+
+def test_the_whole_model_is_among_what_is_recorded_of_its_first_call(tmp_path):
+    from trainprobe.engine.dumps.log import read_log
+
+    model, optimizer = small()
+    loop = attach(model, optimizer, {"level": "L0"}, output=tmp_path / "out")
+    one_step(model, optimizer)
+    loop.close()
+    names = [
+        call.name
+        for call in next(iter(read_log(tmp_path / "out" / "rank0" / "records.jsonl"))).calls
+        if call.phase == "forward"
+    ]
+    assert names == ["root", "0", "1", "2"]
+
+
+def test_another_models_updates_and_forwards_belong_to_no_step(tmp_path):
+    (model, optimizer), (other, others) = small(), small()
+    loop = attach(model, optimizer, output=tmp_path / "out")
+    for seed in range(2):
+        one_step(other, others, seed)
+        one_step(model, optimizer, seed)
+    loop.close()
+    assert list(recorded(tmp_path / "out")) == [0, 1]
+
+
+def test_a_script_is_run_unedited_with_the_same_output_and_its_steps_and_micro_batches_seen(tmp_path, plan):
+    from trainprobe.engine.dumps.log import read_log
+
+    assert watched(plan, SCRIPT, cwd=tmp_path) == run(SCRIPT, cwd=tmp_path)
+    reels = list(read_log(tmp_path / "out" / "rank0" / "records.jsonl"))
+    assert [reel.step for reel in reels] == [0, 1, 2, 3, 4]
+    for reel in reels:
+        assert [call.micro for call in reel.calls if call.name == "0" and call.phase == "forward"] == [0, 1], (
+            "evaluation is left out"
+        )
+        assert {"loss", "grad_norm", "lr"} <= set(reel.scalars)
+
+
+def test_a_step_that_the_loss_scaler_skips_is_a_step_and_says_so(tmp_path, plan):
+    assert watched(plan, SCRIPT, "scaler", cwd=tmp_path) == run(SCRIPT, "scaler", cwd=tmp_path)
+    found = recorded(tmp_path / "out")
+    assert list(found) == [0, 1, 2, 3, 4]
+    assert [step for step, numbers in found.items() if numbers.get("step_skipped")] == [2]
+    assert [found[step]["loss_scale"] for step in (0, 2, 3)] == [4.0, 4.0, 2.0]
+
+
+def test_a_script_that_fails_keeps_its_error_and_its_exit_code_and_what_was_seen(tmp_path, plan):
+    from trainprobe.engine.dumps.log import read_log
+
+    watched(plan, SCRIPT, "crash", cwd=tmp_path, code=1)
+    reels = list(read_log(tmp_path / "out" / "rank0" / "records.jsonl"))
+    assert [(reel.step, reel.complete) for reel in reels] == [(0, True), (1, True), (2, True), (3, False)]
+
+
+def test_every_rank_that_a_launcher_starts_is_watched(tmp_path, plan):
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}", SCRIPT)
+    assert sorted(watched(plan, *launcher, cwd=tmp_path).split()) == sorted(run(*launcher, cwd=tmp_path).split())
+    one, two = (recorded(tmp_path / "out", rank) for rank in range(2))
+    assert list(one) == list(two) == [0, 1, 2, 3, 4]
+    assert one[4]["0.weight grad"] == two[4]["0.weight grad"] and one[4]["loss"] != two[4]["loss"]
+
+
+def test_a_loop_of_accelerate_steps_where_its_accumulation_ends(tmp_path, require):
+    accelerate = require("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)  # what an earlier Trainer of this process set
+    accelerate.state.GradientState._reset_state()
+    model, optimizer = small()
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    loop = attach(model, optimizer, {"level": "L0", "monitor": {"optimizer_state": True}}, output=tmp_path / "out")
+    norms, losses = [], []
+    for micro in range(6):
+        with accelerator.accumulate(model):
+            loss = model(torch.randn(8, 4, generator=torch.Generator().manual_seed(micro))).square().mean()
+            losses.append(float(loss.detach()))
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+            optimizer.step()
+            optimizer.zero_grad()
+    loop.close()
+    found = recorded(tmp_path / "out")
+    assert [numbers["grad_norm"] for numbers in found.values()] == norms
+    assert [numbers["loss"] for numbers in found.values()] == pytest.approx(
+        [(a + b) / 2 for a, b in zip(losses[::2], losses[1::2], strict=True)]
+    )
+    assert found[2]["0.weight exp_avg_after"] > 0
+
+
+LIGHTNING = """
+import sys, torch
+from tests.integrations.lightning.small_lightning import loader, module, trainer
+trainer([]).fit(module(), loader())
+"""
+TRAINER = """
+from tests.integrations.transformers.small_trainer import train
+train("hf", [])
+"""
+
+
+@pytest.mark.parametrize(("library", "text", "steps"), [("lightning.pytorch", LIGHTNING, 8), ("transformers", TRAINER, 4)])
+def test_a_script_of_a_framework_gets_its_callback_and_no_second_watcher(tmp_path, plan, require, library, text, steps):
+    require(library)
+    (tmp_path / "train.py").write_text(text)
+    watched(plan, "train.py", cwd=tmp_path)
+    assert list(recorded(tmp_path / "out")) == list(range(steps) if steps == 8 else range(1, 5))
+
+
+def test_what_cannot_be_run_is_told_before_anything_starts(tmp_path, plan):
+    run("-m", "trainprobe", "run", str(plan), cwd=tmp_path, code=3)
+    run("-m", "trainprobe", "run", "no.yaml", "--", SCRIPT, cwd=tmp_path, code=3)

@@ -1,0 +1,115 @@
+"""Both ways with mindstudio-probe itself, where its Python is at hand (TRAINPROBE_MSPROBE_PYTHON, see docs/interop.md)."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainprobe.engine.dumps import TensorStore, read
+from trainprobe.engine.reel import entry_name
+
+ROOT = Path(__file__).resolve().parents[2]
+THEIRS = os.environ.get("TRAINPROBE_MSPROBE_PYTHON")
+pytestmark = pytest.mark.skipif(
+    THEIRS is None, reason="TRAINPROBE_MSPROBE_PYTHON does not name a Python with mindstudio-probe==26.2.0 and torch"
+)
+OURS = {"phases": ["forward", "backward"]}
+
+
+def run(*command: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def our_dump(folder: Path, step: int = 0, **plan) -> Path:
+    script = str(ROOT / "tests/interop/train_small.py")
+    run(sys.executable, script, "trainprobe", str(folder / "ours"), json.dumps({**OURS, **plan}))
+    return folder / f"ours/step{step}/rank0"
+
+
+def their_dump(folder: Path, step: int = 0, **config) -> Path:
+    script = str(ROOT / "tests/interop/train_small.py")
+    run(str(THEIRS), script, "msprobe", str(folder / "theirs"), json.dumps(config))
+    found = next((folder / f"theirs/step{step}").iterdir())  # named for the process, for want of ranks
+    return found.rename(found.with_name("rank0"))
+
+
+def compared(folder: Path, ours: Path, theirs: Path) -> list[dict[str, str]]:
+    """Run the other tool's comparison; return the rows of tensors that it found on both sides."""
+    paths = ["-tp", str(ours / "dump.json"), "-gp", str(theirs / "dump.json"), "-o", str(folder / "out")]
+    run(str(THEIRS), "-m", "msprobe.msprobe", "compare", *paths)
+    with next((folder / "out").glob("*.csv")).open(encoding="utf-8-sig") as file:
+        rows = [row for row in csv.DictReader(file) if row["Bench Name"] != "N/A"]
+    return [row for row in rows if row["NPU Dtype"].startswith("torch.")]
+
+
+def test_statistics_written_here_are_read_and_compared_there(tmp_path):
+    theirs = their_dump(tmp_path, task="statistics", level="L0")
+    rows = compared(tmp_path, our_dump(tmp_path, level="L0"), theirs)
+    assert len(rows) > 30
+    for row in rows:
+        assert row["NPU Tensor Shape"] == row["Bench Tensor Shape"]
+        assert {float(row["Max diff"]), float(row["Min diff"])} == {0.0}
+        if row["NPU Dtype"] == "torch.float32":  # they sum in float32
+            assert abs(float(row["Mean diff"])) < 1e-6
+            assert abs(float(row["L2norm diff"])) < 1e-5
+
+
+@pytest.mark.parametrize("nan_tokens", [False, True])
+def test_a_nan_written_here_is_an_error_there_like_their_own(nan_tokens, tmp_path):
+    ours = our_dump(tmp_path, 1, level="L0", nan_tokens=nan_tokens)
+    rows = compared(tmp_path, ours, their_dump(tmp_path, 0, task="statistics", level="L0"))
+    assert [row["Result"] for row in rows if row["NPU max"].lower() == "nan" and ".backward." in row["NPU Name"]].count(
+        "error"
+    ) > 5
+
+
+def test_tensors_written_here_are_read_and_compared_there(tmp_path):
+    theirs = their_dump(tmp_path, task="tensor", level="L0")
+    rows = compared(tmp_path, our_dump(tmp_path, level="L0", task="tensor", tensor_format="pt"), theirs)
+    assert len(rows) > 30
+    assert {(row["Result"], row["MaxAbsErr"]) for row in rows} <= {("pass", "0.0"), ("pass", "0"), ("pass", "unsupported")}
+
+
+def test_the_crc_of_the_bytes_is_theirs(tmp_path):
+    theirs = their_dump(tmp_path, task="statistics", level="L0", statistics={"summary_mode": "md5"})
+    rows = compared(tmp_path, our_dump(tmp_path, level="L0", summary="md5"), theirs)
+    assert len(rows) > 30
+    assert all(row["NPU MD5"] == row["BENCH MD5"] for row in rows)
+
+
+def test_fingerprints_written_here_are_compared_there(tmp_path):
+    ours = our_dump(tmp_path, level="L0", summary="checksum")
+    rows = compared(tmp_path, ours, ours)
+    assert {row["Result"] for row in rows} == {"pass"}
+    assert all(row["NPU MD5"].startswith("0x") for row in rows)
+
+
+def test_a_dump_written_there_is_read_here_with_the_same_numbers(tmp_path):
+    theirs, ours = read(their_dump(tmp_path, task="statistics", level="L0")), read(our_dump(tmp_path, level="L0"))
+    mine = {(r.site, r.step.phase): r for r in ours.records()}
+    found = list(theirs.records())
+    assert len(found) > 30
+    for record in found:
+        twin = mine[record.site, record.step.phase]
+        assert (record.dtype, record.shape) == (twin.dtype, twin.shape)
+        assert record.values["max"] == twin.values["max"]
+        assert record.values["min"] == twin.values["min"]
+
+
+def test_tensors_written_there_are_read_here(tmp_path):
+    rank = their_dump(tmp_path, task="tensor", level="L0")
+    reel, tensors = read(rank), TensorStore(rank)
+    assert {entry_name(call).partition(".")[0] for call in reel.calls} == {"Module"}
+    for record in reel.records():
+        assert record.tensor is not None
+        array = tensors.array(record.tensor)
+        assert array.shape == record.shape
+        assert array.max() == record.values["max"]

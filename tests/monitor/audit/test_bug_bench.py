@@ -1,0 +1,20 @@
+"""The bug bench on real gloo ranks: every bug found, the right place named, no alarm on a twin."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.bugs.__main__ import judge
+from benchmarks.bugs.held_out import HELD_OUT
+from benchmarks.bugs.published import PUBLISHED
+from benchmarks.bugs.two_ranks import launch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bugs", [PUBLISHED, HELD_OUT], ids=["published", "held out"])
+def test_every_bug_is_detected_in_time_and_located_and_no_twin_alarms(bugs):
+    ranks = launch(list(bugs))
+    lines = [judge(bug, ranks) for bug in bugs]
+    assert [line["bug"] for line in lines if not line["detected"]] == []
+    assert [line["bug"] for line in lines if line["alarms"]] == []
+    assert [line["bug"] for line in lines if not line["located"]] == []

@@ -1,0 +1,53 @@
+"""A small training under the audit, with faults planted by the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import trainprobe
+from trainprobe.engine.records import Finding
+
+Tamper = Callable[[str, int, nn.Module, torch.optim.Optimizer], None]
+
+
+def nothing(when: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Leave the training as it is."""
+
+
+def audited(folder: Path, tamper: Tamper = nothing, *, steps: int = 6, optimizer: str = "AdamW", **audit: Any) -> list[Finding]:
+    """Train and return what the audit found. tamper is called at "begin", "backward", "update", "evaluate" and "end"."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Dropout(0.1), nn.Linear(12, 6))
+    stepper = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2)
+    with trainprobe.watch(model, stepper, level="off", audit={"every": 1, **audit}, output=folder / "out") as probe:
+        for step in range(steps):
+            tamper("begin", step, model, stepper)
+            with probe.step():
+                train_one(probe, model, stepper, lambda when, step=step: tamper(when, step, model, stepper))
+            model.eval()
+            tamper("evaluate", step, model, stepper)
+            model(torch.ones(2, 6))
+            model.train()
+            tamper("end", step, model, stepper)
+        probe.close()
+        return [f for f in probe.findings if f.rule != "probe"]
+
+
+def train_one(probe: Any, model: nn.Module, stepper: Any, tamper: Callable[[str], None]) -> None:
+    """One step."""
+    stepper.zero_grad()
+    x = torch.randn(5, 6)
+    probe.declare_loss(lambda m: m(x).square().mean())
+    loss = model(x).square().mean()
+    loss.backward()
+    tamper("backward")
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    tamper("update")
+    stepper.step()
+    probe.note("loss", loss.detach())
+    probe.note("grad_norm", norm)

@@ -1,0 +1,104 @@
+"""The rule `nonfinite` names where the first NaN was born."""
+
+import math
+
+import pytest
+from frames_by_hand import Bench, value
+
+NAN = math.nan
+
+
+def module(name, into, out, phase="forward", call=0):
+    a, b = ("input.0", "output") if phase == "forward" else ("grad_output.0", "grad_input.0")
+    return [value(phase, "module", name, a, call=call, norm=into), value(phase, "module", name, b, call=call, norm=out)]
+
+
+def grad(name, norm):
+    return value("backward", "parameter", name, "grad", norm=norm)
+
+
+def test_a_finite_step_has_no_finding():
+    assert Bench("nonfinite").feed(*module("a", 1.0, 2.0), loss=1.0) == []
+
+
+def test_the_origin_is_the_first_module_whose_input_was_finite_and_whose_output_was_not():
+    values = [
+        *module("layers.0", 1.0, 1.0),
+        *module("layers.1", 1.0, NAN),
+        *module("layers.2", NAN, NAN),
+        grad("layers.0.w", NAN),
+    ]
+    (found,) = Bench("nonfinite").feed(*values, loss=NAN)
+    assert (found.site.name, found.site.slot, found.severity) == ("layers.1", "output", "error")
+    assert "inputs were finite, it arose in the forward pass" in found.message
+
+
+def test_of_nested_modules_the_innermost_is_named():
+    values = [*module("layers.1", 1.0, NAN), *module("layers.1.mlp", 1.0, NAN), *module("layers.1.mlp.fc2", 1.0, NAN)]
+    (found,) = Bench("nonfinite").feed(*module("", 1.0, NAN), *values, *module("layers.2", NAN, NAN))
+    assert found.site.name == "layers.1.mlp.fc2"
+
+
+def test_a_nan_that_arises_in_the_backward_pass_is_told_from_one_in_the_forward_pass():
+    forward = [*module("layers.0", 1.0, 1.0), *module("layers.1", 1.0, 1.0)]
+    backward = [*module("layers.1", 1.0, NAN, "backward"), grad("layers.1.w", 1.0), *module("layers.0", NAN, NAN, "backward")]
+    (found,) = Bench("nonfinite").feed(*forward, *backward, grad("layers.0.w", NAN), loss=1.0)
+    assert (found.site.name, found.site.slot) == ("layers.1", "grad_input.0")
+    assert "backward pass" in found.message
+
+
+def test_with_gradients_alone_the_first_gradient_that_arrived_is_named():
+    (found,) = Bench("nonfinite").feed(grad("layers.3.w", 1.0), grad("layers.2.w", NAN), grad("layers.1.w", NAN))
+    assert found.site.name == "layers.2.w"
+
+
+def test_a_parameter_that_the_optimizer_wrote_is_blamed_on_the_optimizer():
+    update = value("optimizer", "parameter", "w", "update", norm=NAN)
+    (found,) = Bench("nonfinite").feed(grad("w", 1.0), update)
+    assert found.site.slot == "update"
+    assert "the optimizer made it" in found.message
+
+
+def test_a_parameter_that_was_not_finite_before_the_step_is_the_origin():
+    values = [
+        *module("layers.0", 1.0, 1.0),
+        value("forward", "module", "layers.1", "input.0", norm=1.0),
+        value("forward", "module", "layers.1", "parameters.weight", norm=NAN),
+        value("forward", "module", "layers.1", "output", norm=NAN),
+    ]
+    (found,) = Bench("nonfinite").feed(*values)
+    assert (found.site.name, found.site.slot) == ("layers.1.weight", "value")
+    assert "before the step began" in found.message
+
+
+def test_a_loss_that_alone_is_not_finite_is_its_own_origin():
+    (found,) = Bench("nonfinite").feed(*module("a", 1.0, 1.0), loss=NAN)
+    assert found.site.name == "loss"
+
+
+def test_minus_infinity_alone_is_a_mask_and_no_alarm():
+    masked = value("forward", "op", "Tensor.masked_fill", "output", max=1.0, min=-math.inf, norm=math.inf)
+    assert Bench("nonfinite").feed(masked) == []
+
+
+def test_plus_infinity_is_an_alarm():
+    (found,) = Bench("nonfinite").feed(value("forward", "module", "a", "output", max=math.inf, min=0.0, norm=math.inf))
+    assert found.measured == "infinity"
+
+
+def test_a_nan_that_stays_is_told_once_and_again_after_a_finite_step():
+    bench = Bench("nonfinite")
+    steps = [bench.feed(grad("w", norm)) for norm in (1.0, NAN, NAN, NAN, 1.0, NAN)]
+    assert [len(found) for found in steps] == [0, 1, 0, 0, 0, 1]
+
+
+def test_infinite_gradients_under_a_loss_scale_are_a_note_and_an_error_only_when_they_stay():
+    bench = Bench("nonfinite", scaler_patience=3)
+    found = [bench.feed(grad("w", math.inf), loss=1.0, loss_scale=65536.0) for _ in range(5)]
+    assert [[f.severity for f in step] for step in found] == [["info"], [], [], ["error"], []]
+
+
+@pytest.mark.parametrize("scalars", [{"loss": NAN, "loss_scale": 1024.0}, {"loss": 1.0}])
+def test_without_a_loss_scale_or_with_a_bad_loss_infinite_gradients_are_an_error_at_once(scalars):
+    (found,) = Bench("nonfinite").feed(grad("w", math.inf), **scalars)
+    assert found.severity == "error"

@@ -1,0 +1,118 @@
+"""The verbs report, judge, top and csv2tb on a real run's folder, as a person calls them."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from watched_training import watched_training
+
+from trainprobe.cli import main
+from trainprobe.monitor.top_command import spark
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("commands") / "my-run"
+    watched_training(folder, ["jsonl", "csv"], steps=60)
+    return folder
+
+
+def test_judge_prints_the_findings_and_returns_one(run, capsys):
+    assert main(["judge", str(run)]) == 1
+    out = capsys.readouterr().out
+    assert "error   nonfinite (step 50, rank 0)" in out
+    assert "60 steps of 1 ranks, 9 rules: 1 error" in out
+
+
+def test_judge_with_chosen_rules_that_find_nothing_returns_zero(run, capsys):
+    assert main(["judge", str(run), "--rules", "plateau,loss_scale"]) == 0
+    assert "nothing found" in capsys.readouterr().out
+
+
+def test_judge_takes_settings_from_a_file_and_prints_json(run, tmp_path, capsys):
+    (tmp_path / "rules.yaml").write_text("rules:\n  spike: {warmup: 20, ratio: 30}\n")
+    assert main(["judge", str(run), "--rules", str(tmp_path / "rules.yaml"), "--json"]) == 1
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert ("spike", 40) in [(f["rule"], f["step"]) for f in found]
+
+
+def test_judge_of_an_unknown_rule_is_an_error_that_guesses(run, capsys):
+    assert main(["judge", str(run), "--rules", "spikes"]) == 3
+    assert "did you mean 'spike'" in capsys.readouterr().err
+
+
+def test_top_shows_step_loss_findings_and_what_stands_out(run, capsys):
+    assert main(["top", str(run), "--once"]) == 0
+    out = capsys.readouterr().out
+    assert "last step 59" in out
+    assert "loss" in out
+    assert "nonfinite" in out
+
+
+def test_report_writes_a_page_with_the_findings_of_the_rules(run, tmp_path, capsys):
+    assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    assert "<title>my-run · trainprobe</title>" in text
+    assert '"rule":"nonfinite"' in text
+    assert '"name":"gradients"' in text
+
+
+def test_the_rows_of_gradients_stand_in_the_order_of_the_model(run, tmp_path):
+    from trainprobe.monitor.report.from_run import collect_series, view_of
+    from trainprobe.monitor.run_folder import read_frames
+
+    series = {}
+    for _ in collect_series(read_frames(run), series):
+        pass
+    view = view_of("x", series, [], {})
+    rows = {m.name: list(m.rows) for m in view.metrics if m.statistic == "norm"}
+    shared = [row for row in rows["parameters"] if row in rows["gradients"]]
+    assert [row for row in rows["gradients"] if row in shared] == shared
+
+
+def test_csv2tb_writes_event_files_that_tensorboard_reads(run, tmp_path, require, capsys):
+    require("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert main(["csv2tb", str(run), "-o", str(tmp_path / "tb")]) == 0
+    events = EventAccumulator(str(tmp_path / "tb" / "rank0"), size_guidance={"scalars": 0})
+    events.Reload()
+    losses = events.Scalars("scalars/loss")
+    assert [e.step for e in losses] == list(range(60))
+    assert any("/grad/norm" in tag for tag in events.Tags()["scalars"])
+
+
+def test_csv2tb_reads_the_wide_files_of_the_existing_monitor(tmp_path, require):
+    require("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "Nov20_10-00-00-rank3-0a1b2c3d"
+    folder.mkdir()
+    rows = "".join(f'0,layers.0.weight,{s},{s + 0.5},"[4, 4]",torch.float32\n' for s in range(3))
+    (folder / "grad_reduced_0-2.csv").write_text("vpp_stage,name,step,norm,shape,dtype\n" + rows)
+    assert main(["csv2tb", str(tmp_path)]) == 0
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "rank3"))
+    events.Reload()
+    assert [e.value for e in events.Scalars("gradients/layers.0.weight/grad/norm")] == [0.5, 1.5, 2.5]
+
+
+def test_a_line_of_bars_shows_a_nan_as_a_cross():
+    import numpy as np
+
+    assert spark(np.array([0.0, 1.0, math.nan])) == "▁█×"
+
+
+def test_judge_reads_a_full_dump_and_names_the_op_that_made_the_nan(tmp_path, capsys):
+    import torch
+
+    import trainprobe
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+    with trainprobe.watch(model, None, {"output": tmp_path / "dump", "level": "mix", "stacks": False}) as probe:
+        for step in range(2):
+            with probe.step(step):
+                hidden = model(torch.ones(2, 4))
+                (torch.sqrt(hidden - 1e3 if step else hidden.abs()).sum() + hidden.sum()).backward()
+    assert main(["judge", str(tmp_path / "dump"), "--rules", "nonfinite"]) == 1
+    assert "the first NaN of step 1 is in op Torch.sqrt, output" in capsys.readouterr().out

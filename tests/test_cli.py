@@ -1,0 +1,92 @@
+"""The command as a whole: its table of verbs, exit codes and what it imports."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import trainprobe
+from trainprobe import cli
+from trainprobe.errors import ProbeError
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "trainprobe", *arguments], capture_output=True, text=True, check=False)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, verb: object) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "verb_under_test", verb, raising=False)
+    monkeypatch.setitem(cli.VERBS, "plan", (f"{__name__}:verb_under_test", "a verb"))
+
+
+def test_the_version_is_printed() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"trainprobe {trainprobe.__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
+def test_help_lists_every_verb(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 0
+    assert [verb for verb in cli.VERBS if verb not in done.stdout] == []
+
+
+def test_help_imports_no_tensor_library() -> None:
+    code = "import sys; from trainprobe.cli import main; main(['--help']); print({'torch', 'numpy', 'typer'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_an_unknown_verb_gives_2_and_the_nearest_one() -> None:
+    done = run("paln")
+    assert done.returncode == 2
+    assert done.stderr == "trainprobe: there is no verb 'paln' — did you mean 'plan'? (`trainprobe --help` lists them)\n"
+
+
+def test_an_unknown_option_gives_2() -> None:
+    done = run("plan", "--explian")
+    assert done.returncode == 2
+    assert "--explian" in done.stderr
+
+
+def test_an_error_of_the_tool_gives_3_and_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verb() -> None:
+        raise ProbeError("it cannot be")
+
+    use(monkeypatch, verb)
+    assert cli.main(["plan"]) == 3
+    assert capsys.readouterr().err == "trainprobe: it cannot be\n"
+
+
+@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (1, 1)])
+def test_what_a_verb_returns_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, returned: int | None, code: int) -> None:
+    use(monkeypatch, lambda: returned)
+    assert cli.main(["plan"]) == code
+
+
+def test_an_interrupt_gives_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verb() -> None:
+        raise KeyboardInterrupt
+
+    use(monkeypatch, verb)
+    assert cli.main(["plan"]) == 130
+
+
+def test_a_fault_of_a_verb_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verb() -> None:
+        raise ZeroDivisionError
+
+    use(monkeypatch, verb)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["plan"])
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_of_the_table_exists(verb: str) -> None:
+    module, _, attribute = cli.VERBS[verb][0].partition(":")
+    assert callable(getattr(importlib.import_module(module), attribute))

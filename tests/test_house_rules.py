@@ -1,0 +1,211 @@
+"""The rules of the house that no linter holds: import direction, names of files, where a framework may be imported."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from trainprobe.engine.plan import Plan
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "trainprobe"
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
+
+# a module may import from its own storey and from those below; the longest prefix counts
+STOREYS = {
+    "trainprobe": 0,
+    "trainprobe.errors": 0,
+    "trainprobe.engine": 2,
+    "trainprobe.engine.records": 0,
+    **dict.fromkeys(
+        [
+            f"trainprobe.engine.{name}"
+            for name in (
+                *("arrays", "stats", "catalog", "plan", "plan_file", "plan_problems", "selection", "detail", "subplans"),
+                "legacy_config",
+            )
+        ],
+        1,
+    ),
+    "trainprobe.engine.probe": 3,
+    "trainprobe.monitor": 4,
+    "trainprobe.config_check": 4,
+    "trainprobe.ckpt_compare": 4,
+    "trainprobe.dump_compare": 4,
+    "trainprobe.op_check": 4,
+    "trainprobe.build": 5,
+    "trainprobe.watching": 6,
+    "trainprobe.debugger": 7,
+    "trainprobe.integrations": 6,
+    "trainprobe.demo": 7,
+    "trainprobe.cli": 8,
+    "trainprobe.__main__": 8,
+}
+APART = [name for name, storey in STOREYS.items() if storey == 4]
+BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "const", "constants", "misc", "manager"}
+FRAMEWORKS = {
+    *("torch", "torch_npu", "mindspore", "jax", "tensorflow", "lightning", "pytorch_lightning", "transformers", "accelerate"),
+    *("deepspeed", "megatron", "mindspeed", "mindformers"),
+}
+MAY_IMPORT_FRAMEWORKS = (
+    *("engine/arrays", "engine/taps", "ckpt_compare/formats", "config_check/capture", "op_check", "demo", "integrations"),
+)
+LONG_FILE, LONGEST_FILE = 400, 600  # lines
+LONG_FUNCTION, LONGEST_FUNCTION = 40, 80  # lines without the docstring
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool, int]]:
+    """Yield each imported module, whether that happens when the file itself is imported, and the line."""
+    stack: list[tuple[ast.AST, bool]] = [(tree(path), True)]
+    while stack:
+        node, at_once = stack.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            stack.extend((child, at_once) for child in node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, at_once, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative imports hide the direction"
+            yield from ((f"{node.module}.{alias.name}", at_once, node.lineno) for alias in node.names)
+        inside = at_once and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        stack.extend((child, inside) for child in ast.iter_child_nodes(node))
+
+
+def storey(module: str) -> int:
+    return STOREYS[max((known for known in STOREYS if f"{module}.".startswith(f"{known}.")), key=len)]
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_imports_point_one_way() -> None:
+    """Inside a function, engine files may look up within the engine: a noun loads its verbs when they are asked for."""
+    wrong: list[str] = []
+    for path in FILES:
+        me = module_name(path)
+        if me == "trainprobe":
+            continue
+        for target, at_once, line in imports(path):
+            if not target.startswith("trainprobe.") or target == "trainprobe.__version__":
+                continue
+            if not at_once and me.startswith("trainprobe.engine.") and target.startswith("trainprobe.engine."):
+                continue
+            if storey(target) > storey(me):
+                wrong.append(f"{relative(path)}:{line} imports {target} from above")
+    assert wrong == []
+
+
+def test_the_packages_above_the_engine_never_import_each_other() -> None:
+    wrong: list[str] = []
+    for path in FILES:
+        own = next((name for name in APART if f"{module_name(path)}.".startswith(f"{name}.")), None)
+        others = [f"{name}." for name in APART if own and name != own]
+        wrong += [
+            f"{relative(path)}:{line} imports {target}" for target, _, line in imports(path) if target.startswith(tuple(others))
+        ]
+    assert wrong == []
+
+
+def test_frameworks_are_imported_only_where_they_belong() -> None:
+    wrong: list[str] = []
+    for path in FILES:
+        if path.relative_to(PACKAGE).as_posix().startswith(MAY_IMPORT_FRAMEWORKS):
+            continue
+        for target, _, line in imports(path):
+            if target.split(".")[0] in FRAMEWORKS or target.startswith(("safetensors.torch", "safetensors.mindspore")):
+                wrong.append(f"{relative(path)}:{line} imports {target}")
+    assert wrong == []
+
+
+def test_a_file_is_named_for_its_one_idea() -> None:
+    wrong = [
+        relative(path)
+        for path in [*FILES, *(ROOT / "tests").rglob("*.py")]
+        if BANNED_NAMES & set(path.stem.removeprefix("test_").split("_")) or path.stem.endswith(("_v2", "_new", "_old"))
+    ]
+    assert wrong == []
+
+
+def test_everything_is_caught_only_by_the_guard() -> None:
+    """A handler whose last statement is a bare `raise` lets everything pass and is no catch."""
+    wrong: list[str] = []
+    for path in FILES:
+        if relative(path) == "trainprobe/engine/guard.py":
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ExceptHandler) and ast.unparse(node.body[-1]) != "raise":
+                kinds = ast.unparse(node.type) if node.type else "everything"
+                if {"Exception", "BaseException", "everything"} & set(kinds.strip("()").replace(" ", "").split(",")):
+                    wrong.append(f"{relative(path)}:{node.lineno} catches {kinds}")
+    assert wrong == []
+
+
+def test_importing_the_package_takes_a_moment_and_no_library() -> None:
+    code = (
+        "import sys, time; start = time.process_time(); import trainprobe; spent = time.process_time() - start; "
+        "print(spent, *({'torch', 'numpy', 'mindspore', 'pydantic'} & {*sys.modules}))"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(3)
+    ]
+    assert [extra for _, *extra in runs] == [[], [], []]
+    assert min(float(spent) for spent, *_ in runs) < 0.1
+
+
+def lengths() -> Iterator[tuple[str, int, int, int]]:
+    """Yield what is long: where, its lines, where to stop and think, and the limit."""
+    for path in FILES:
+        yield relative(path), len(path.read_text(encoding="utf-8").splitlines()), LONG_FILE, LONGEST_FILE
+        for node in ast.walk(tree(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                words = node.body[0] if ast.get_docstring(node) else None
+                count = (node.end_lineno or 0) - node.lineno + 1 - ((words.end_lineno or 0) - words.lineno + 1 if words else 0)
+                yield f"{relative(path)}:{node.lineno} {node.name}", count, LONG_FUNCTION, LONGEST_FUNCTION
+
+
+def test_no_file_and_no_function_is_longer_than_one_can_read() -> None:
+    for where, count, think, _ in lengths():
+        if count > think:
+            warnings.warn(f"{where}: {count} lines, stop and think at {think}", stacklevel=1)
+    assert [f"{where}: {count} lines" for where, count, _, limit in lengths() if count > limit] == []
+
+
+def test_every_folder_of_the_package_is_a_package() -> None:
+    folders = {path.parent for path in FILES}
+    assert [relative(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+# a field of the plan → what the engine calls to learn what it says, where that is not the field itself
+READ_THROUGH = {
+    **{"step": r"\.wants_step\(", "rank": r"\.wants_rank\(", "micro": r"\.wants_micro\b", "slice": r"cuts\[.*\]\.index\("},
+    **{"modules": r"\.module_selected\b", "ops": r"\.op_selected\b", "parameters": r"\.parameter_selected\b"},
+    **dict.fromkeys(["tensors", "details"], r"\.detail_for\("),
+    **dict.fromkeys(["task", "summary", "statistics"], r"\.base_detail\b"),
+}
+
+
+@pytest.mark.parametrize("field", Plan.model_fields)
+def test_a_field_of_the_plan_is_read_by_the_code_that_carries_it_out(field: str) -> None:
+    own = {"plan", "plan_command", "plan_problems", "subplans", "legacy_config", "selection", "detail"}
+    pattern = re.compile(READ_THROUGH.get(field, rf"\b_?(plan|loaded)\.{field}\b"))
+    assert any(pattern.search(path.read_text(encoding="utf-8")) for path in FILES if path.stem not in own)
