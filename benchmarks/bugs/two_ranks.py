@@ -1,0 +1,116 @@
+"""Runs bugs and their twins in two gloo processes and brings back what the audit found on each rank.
+
+python -m benchmarks.bugs.two_ranks NAMES RESULT_FOLDER        (one rank; started by `launch`)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.bugs.held_out import HELD_OUT
+from benchmarks.bugs.published import PUBLISHED, Bug
+from trainprobe.watching import Probe
+
+ALL = {bug.name: bug for bug in (*PUBLISHED, *HELD_OUT)}
+RANKS = 2
+PLAN: dict[str, Any] = {"level": "off", "audit": {"every": 1}, "sinks": []}
+
+
+def train(kind: type[Any], watched: bool) -> dict[str, Any]:
+    """Train once on this rank; return the findings and the time that it took."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    folder = Path(tempfile.mkdtemp(prefix="trainprobe_bugs_"))
+    kept: list[Probe] = []
+
+    def probe_of(model: Any, optimizer: Any, place: Any) -> Any:
+        if not watched:
+            return None
+        probe = Probe(PLAN, output=str(folder / "out"), on_existing="replace", place=place)
+        kept.append(probe.open(model, optimizer))
+        return probe
+
+    dist.barrier()
+    run = kind(rank, world, probe_of)
+    began = time.process_time()
+    run.run()
+    spent = time.process_time() - began
+    found: list[dict[str, Any]] = []
+    for probe in kept:
+        probe.close()
+        found = [told(f) for f in probe.findings]
+    shutil.rmtree(folder, ignore_errors=True)
+    return {"findings": found, "seconds": spent, "begins": kind.begins}
+
+
+def told(finding: Any) -> dict[str, Any]:
+    """Return a finding as JSON values."""
+    site = finding.site
+    return {
+        "rule": finding.rule,
+        "severity": finding.severity,
+        "message": finding.message,
+        "step": finding.step,
+        "site": None if site is None else [site.kind, site.name, site.slot],
+        "measured": finding.measured,
+    }
+
+
+def launch(bugs: list[Bug], timeout: float = 1500) -> list[dict[str, Any]]:
+    """Run bugs on RANKS processes; return for each rank {bug: {"bug": …, "twin": …, "bare": …}}.
+
+    Raises RuntimeError when a rank fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainprobe_bugs_") as folder:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "benchmarks.bugs.two_ranks", json.dumps([bug.name for bug in bugs]), folder]
+        running = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(RANKS)]
+        try:
+            codes = [process.wait(timeout) for process in running]
+        finally:
+            for process in running:
+                process.kill()
+        if any(codes):
+            raise RuntimeError(f"ranks ended with {codes}")
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def main() -> None:
+    """Run the named bugs on this rank."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("TRAINPROBE_ON_ERROR", "raise")
+    dist.init_process_group("gloo")
+    results: dict[str, Any] = {}
+    twins: dict[type[Any], Any] = {}
+    for name in json.loads(sys.argv[1]):
+        bug = ALL[name]
+        if bug.twin not in twins:
+            train(bug.twin, False)  # the first run pays for what is loaded late
+            twins[bug.twin] = {"bare": train(bug.twin, False), "twin": train(bug.twin, True)}
+        results[name] = {**twins[bug.twin], "bug": train(bug.run, True)}
+    (Path(sys.argv[2]) / f"{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
