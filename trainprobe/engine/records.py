@@ -19,7 +19,7 @@ import numpy.typing as npt
 from trainprobe.compiled import native
 
 Phase = Literal["forward", "recompute", "backward", "optimizer", "save", "step"]
-Kind = Literal["module", "op", "parameter", "state", "collective", "saved", "scalar"]
+Kind = Literal["module", "op", "parameter", "state", "collective", "saved", "scalar", "feature"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +167,30 @@ class Opaque:
     extra: Mapping[str, Any] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Feature:
+    """Something worked out from tensors on their device, such as the entropy of attention: a few numbers, or counts per bin.
+
+    name: module or parameter. slot: what it is, `attention_entropy`, or with the value it was taken of, `dead_units.output`.
+    call: how often this was worked out before in the step. numbers: float64 [k]; of more than one, each is a series of its
+    own, `attention_entropy.3`. edges: of counts per bin, the bins' edges [k + 1]; else None.
+    """
+
+    name: str
+    slot: str
+    call: int
+    micro: int | None
+    numbers: npt.NDArray[np.float64]
+    edges: npt.NDArray[np.float64] | None = None
+
+    def each(self) -> Iterator[tuple[str, float]]:
+        """Yield (slot, number) of each number; nothing of counts per bin."""
+        if self.edges is None:
+            single = self.numbers.size == 1
+            for i, number in enumerate(self.numbers.tolist()):
+                yield self.slot if single else f"{self.slot}.{i}", number
+
+
 @dataclass(slots=True)
 class Reel:
     """All that one rank saw in one collected step, on the host.
@@ -174,6 +198,7 @@ class Reel:
     partials: float64 [rows, len(PARTIALS)] (see engine.stats.partials). checksums: uint64 [rows] or None.
     tensors: tensor key → host array-like, only when the sinks must write them themselves.
     scalars: name → float, told by `note` (loss, lr, grad_norm …). notes: what could not be seen and why, each once.
+    features: what was worked out from tensors. batches: fingerprint of what the model was called with, a number a call.
     """
 
     step: int
@@ -194,6 +219,8 @@ class Reel:
     notes: Sequence[str] = ()
     programs: Sequence[str] = ("dump",)  # who wanted this step: the dump, the monitor
     complete: bool = True
+    features: Sequence[Feature] = ()
+    batches: Sequence[int] = ()
 
     def numbers(self) -> dict[str, npt.NDArray[Any]]:
         """Finish the partials: statistic name → array [rows], computed once a reel and vectorised."""

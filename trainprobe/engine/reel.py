@@ -93,9 +93,10 @@ def leaves(tree: Any, path: str) -> Iterator[tuple[str, Value]]:
 
 
 def iterate_records(reel: Reel) -> Iterator[Record]:
-    """Yield a Record for each value at each place it was seen, in execution order, and then one for each scalar.
+    """Yield a Record for each value at each place it was seen, in execution order, then one for each feature and scalar.
 
-    A scalar of the step (loss, learning rate) has kind "scalar", slot "value" and the single statistic "value".
+    A scalar of the step (loss, learning rate) has kind "scalar", slot "value" and the single statistic "value". A feature has
+    kind "feature" and the same statistic. The fingerprint of a batch is the feature "fingerprint" of "batch", a checksum.
     """
     columns = numbers_of_rows(reel)
     for call in reel.calls:
@@ -105,6 +106,14 @@ def iterate_records(reel: Reel) -> Iterator[Record]:
             if value.row >= 0:
                 values = {name: numbers[value.row] for name, numbers in columns.items() if numbers[value.row] is not None}
             yield Record(step, reel.place, _site(call, slot), value.dtype, value.shape, values, value.tensor, value.note)
+    for feature in reel.features:
+        step = Step(reel.step, feature.micro, "forward")
+        for slot, number in feature.each():
+            site = Site("feature", feature.name, slot, feature.call)
+            yield Record(step, reel.place, site, "float64", (), {"value": number})
+    for i, fingerprint in enumerate(reel.batches):
+        site = Site("feature", "batch", "fingerprint", i)
+        yield Record(Step(reel.step, i, "forward"), reel.place, site, "uint64", (), {"checksum": fingerprint})
     for name, number in reel.scalars.items():
         site = Site("scalar", name, "value")
         yield Record(Step(reel.step, None, "step"), reel.place, site, "float64", (), {"value": number})

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.compiled import native
-from trainprobe.engine.records import Call, Kind, Opaque, Phase, Place, Reel, Value
+from trainprobe.engine.records import Call, Feature, Kind, Opaque, Phase, Place, Reel, Value
+from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.stats.partials import PARTIALS, finish
 
 STATS, CHECKSUM, STD, CRC32, SUBLOW = 1, 2, 4, 8, 16
@@ -71,6 +72,10 @@ class Library(Protocol):
         """Turn what an extra ("histogram", "quantiles") computed for a tensor of this dtype into what a reel holds."""
         ...
 
+    def bring(self, tensors: Sequence[Any]) -> list[npt.NDArray[np.float64]]:
+        """Bring small tensors to the host, in one transfer a device, each flattened to float64 [k]."""
+        ...
+
     def is_tensor(self, x: Any) -> bool:
         """Tell whether x is a tensor of this library, wrapped kinds included."""
         ...
@@ -103,6 +108,8 @@ class Tape:
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self.scalars: dict[str, Any] = {}
+        self.batches: list[list[Value]] = []  # what the model was called with, a list a call
+        self._features: list[tuple[Any, str, str, int, int, Callable[..., Any] | None]] = []
         self.micro = 0
         self.micro_told = False
         self.reused = 0
@@ -270,6 +277,13 @@ class Tape:
         """Keep a scalar of the step (loss, learning rate …); a tensor is read with all others at the step's end."""
         self.scalars[name] = self.value(x, STATS) if self.library.is_tensor(x) else float(x)
 
+    def feature(self, name: str, slot: str, numbers: Any, edges: Callable[..., Any] | None = None) -> None:
+        """Keep a small tensor of numbers that were worked out on a device; it is read when the step ends, not before.
+
+        edges: turns the numbers into (bins' edges, counts), where they are counts per bin.
+        """
+        self._features.append((numbers, name, slot, self.count(f"{name}|{slot}", "feature"), self.micro, edges))
+
     # ---- the end of the step ------------------------------------------------------------------------------------
 
     def harvest(self, step: int, place: Place, **about: Any) -> Reel:
@@ -310,13 +324,30 @@ class Tape:
             histograms=extras.get("histogram"),
             quantiles=extras.get("quantiles"),
             scalars={name: _scalar(v, rows) for name, v in self.scalars.items()},
+            features=self._bring_features(),
+            batches=[_fingerprint(batch, base, sums) for batch in self.batches],
             **about,
         )
-        self.calls, self.values, self.scalars = [], [], {}
+        self.calls, self.values, self.scalars, self.batches = [], [], {}, []
         self._strips, self._seen, self._counts = {}, {}, {}
         if self.eye is not None:
             self.eye.reset()
         return reel
+
+    def _bring_features(self) -> list[Feature]:
+        kept, self._features = self._features, []
+        found: list[Feature] = []
+        for numbers, (_, name, slot, call, micro, edges) in zip(
+            self.library.bring([feature[0] for feature in kept]) if kept else (), kept, strict=True
+        ):
+            bins, counts = edges(numbers) if edges is not None else (None, numbers)
+            found.append(Feature(name, slot, call, micro, counts, bins))
+        return found
+
+
+def _fingerprint(batch: Sequence[Value], rows: int, sums: Sequence[npt.NDArray[np.uint64]]) -> int:
+    whole = np.concatenate(sums) if rows else np.zeros(0, np.uint64)
+    return joined([int(whole[value.row]) if value.row >= 0 else 0 for value in batch])
 
 
 def _scalar(x: Any, rows: npt.NDArray[np.float64]) -> float:

@@ -149,7 +149,17 @@ def frame_of_reel(reel: Reel, tracks: Tracks) -> Frame:
     values = np.stack(list(numbers.values()), axis=1).reshape(-1)
     masked, infinite, nan = (column(partials, name) > 0 for name in ("neginf", "posinf", "nan"))
     bad = np.where(nan, NOT_A_NUMBER, np.where(infinite, INFINITE, np.where(masked, MASKED, FINE))).astype(np.uint8)
+    features = [(Spot("forward", "feature", f.name, f.call, slot), x) for f in reel.features for slot, x in f.each()]
+    at, values = _with_features(tracks, at, values, features)
     return _with_scalars(reel.step, reel.place, tracks, (at, values, spots, bad), reel.scalars, reel.complete)
+
+
+def _with_features(tracks: Tracks, at: I64, values: F64, features: Sequence[tuple[Spot, float]]) -> tuple[I64, F64]:
+    """Append features behind the values: each is one number, and never the place where something went wrong first."""
+    if not features:
+        return at, values
+    more = [tracks.track(tracks.spot(spot), "value") for spot, _ in features]
+    return np.concatenate([at, np.array(more, np.int64)]), np.concatenate([values, [number for _, number in features]])
 
 
 _Entry = tuple[tuple[int, int], int, int]  # (place in the order of execution), spot, row of the partials
@@ -210,12 +220,15 @@ def frame_of_records(step: int, place: Place, records: Iterable[Record], tracks:
     spots: list[int] = []
     bad: list[int] = []
     scalars: dict[str, float] = {}
-    for record in records:
+    features: list[tuple[Spot, float]] = []
+    for record in _as_they_arose(records):
         site, numbers = record.site, record.values
         if site.kind == "scalar":
             scalars[site.name] = float(numbers.get("value", np.nan))
             continue
-        if not numbers:
+        if site.kind == "feature" and "value" in numbers:
+            features.append((Spot("forward", "feature", site.name, site.call, site.slot), float(numbers["value"])))
+        if not numbers or site.kind == "feature":
             continue
         phase = record.step.phase
         if site.kind == "parameter" and phase == "optimizer":
@@ -226,8 +239,23 @@ def frame_of_records(step: int, place: Place, records: Iterable[Record], tracks:
         for statistic, value in _watched(numbers).items():
             at.append(tracks.track(spot, statistic))
             values.append(value)
-    flat = (np.array(at, np.int64), np.array(values, np.float64), np.array(spots, np.int64), np.array(bad, np.uint8))
+    both = _with_features(tracks, np.array(at, np.int64), np.array(values, np.float64), features)
+    flat = (*both, np.array(spots, np.int64), np.array(bad, np.uint8))
     return _with_scalars(step, place, tracks, flat, scalars, complete)
+
+
+def _as_they_arose(records: Iterable[Record]) -> list[Record]:
+    """Sort in, as `_entries` does, what was looked at around the optimizer step."""
+    found: list[tuple[tuple[int, int], Record]] = []
+    mixed, call, last = False, 0, None
+    for record in records:
+        here = (record.site.kind, record.site.name, record.site.call, record.step.phase)
+        call, last = call + (here != last), here
+        around = record.site.kind == "parameter" and record.step.phase == "optimizer"
+        mixed |= around
+        stage = _arose(record.site.slot)[0] if around else 0
+        found.append(((stage, call if stage == 4 or stage < 1 else -call), record))
+    return [record for _, record in (sorted(found, key=itemgetter(0)) if mixed else found)]
 
 
 _SHORT = (1 << 52) - 1  # the bits of a checksum that a float64 holds exactly: enough to tell moved from not moved

@@ -1,6 +1,6 @@
 """Reads metric CSV files as records: the tidy layout, and the wide files of both monitors of mindstudio-probe.
 
-* tidy: `step,micro,rank,kind,name,call,slot,statistic,value,dtype,shape`
+* tidy: `step,micro,rank,kind,name,call,slot,statistic,value,dtype,shape,phase`; without `phase` it is guessed from the slot
 * wide: `{sort}_{a}-{b}.csv` with `vpp_stage,name,step[,micro_step],<statistics…>,shape,dtype` under `…-rank{R}-…/`
 * second version: `{monitor}_step{a}-{b}.csv` with `vpp_stage,step,module_name,scope[,micro_step],<statistics…>` under
   `rank_{R}/`
@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from trainprobe.engine.records import Kind, Phase, Place, Record, Site, Step
 from trainprobe.errors import FormatError
@@ -96,12 +97,14 @@ def _read_tidy(rows: csv.DictReader[str], path: Path) -> Iterator[Record]:
     values: dict[str, float | int] = {}
     last: dict[str, str] = {}
     for number, row in enumerate(rows, 2):
-        here = tuple(row.get(key) or "" for key in ("step", "micro", "rank", "kind", "name", "call", "slot"))
+        here = tuple(row.get(key) or "" for key in ("step", "micro", "rank", "kind", "name", "call", "slot", "phase"))
         if address is not None and here != address:
             yield _tidy_record(last, values, path, number - 1)
             values = {}
         address, last = here, row
-        values[row["statistic"]] = _number(row["value"], path, number)
+        statistic, text = row["statistic"], row["value"]
+        whole = statistic in ("checksum", "crc32") and text.isdigit()
+        values[statistic] = int(text) if whole else _number(text, path, number)
     if address is not None:
         yield _tidy_record(last, values, path, -1)
 
@@ -115,7 +118,14 @@ def _tidy_record(row: dict[str, str], values: dict[str, float | int], path: Path
         raise FormatError(f"{path}, line {line}: {error}") from error
     kind: Kind = row["kind"]  # pyright: ignore[reportAssignmentType]
     where = Site(kind, row["name"], slot, call)
-    return Record(Step(step, micro, _phase(kind, slot)), Place(rank), where, row.get("dtype", ""), _shape(row), values)
+    told = row.get("phase")
+    if told and told not in _PHASES:
+        raise FormatError(f"{path}, line {line}: {told!r} is not a phase (there are: {', '.join(_PHASES)})")
+    phase: Phase = told or _phase(kind, slot)  # pyright: ignore[reportAssignmentType]
+    return Record(Step(step, micro, phase), Place(rank), where, row.get("dtype", ""), _shape(row), values)
+
+
+_PHASES = get_args(Phase)
 
 
 def _phase(kind: str, slot: str) -> Phase:

@@ -78,6 +78,17 @@ def quantiles(levels: Any) -> Extra:
     return find
 
 
+def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[np.float64]]:
+    """Bring tensors to the host, in one transfer a device, each flattened to float64 [k] (counts below 2^53 exact)."""
+    host: dict[int, npt.NDArray[np.float64]] = {}
+    for device in dict.fromkeys(t.device for t in tensors):
+        here = [i for i, t in enumerate(tensors) if t.device == device]
+        whole = torch.cat([tensors[i].detach().reshape(-1).to(accumulator(device)) for i in here])
+        ends = np.cumsum([tensors[i].numel() for i in here])[:-1]
+        host.update(zip(here, np.split(whole.cpu().numpy().astype(np.float64), ends), strict=True))
+    return [host[i] for i in range(len(tensors))]
+
+
 class StripWithExtras(TorchStrip):
     """A strip whose rows carry the results of extras too."""
 
@@ -99,12 +110,7 @@ class StripWithExtras(TorchStrip):
     def harvest_extras(self) -> list[list[npt.NDArray[np.float64]]]:
         """Bring the results to the host, one transfer a device: a list a row, an array an extra (counts below 2^53 exact)."""
         flat = [result for row in self._results for result in row]
-        host: dict[int, npt.NDArray[np.float64]] = {}
-        for device in {result.device for result in flat}:
-            here = [i for i, result in enumerate(flat) if result.device == device]
-            whole = torch.cat([flat[i].to(accumulator(device)) for i in here]).cpu().numpy().astype(np.float64)
-            ends = np.cumsum([flat[i].numel() for i in here])[:-1]
-            host.update(zip(here, np.split(whole, ends), strict=True))
+        host = to_host(flat)
         self._results = []
         width = len(self._extras)
         return [[host[i] for i in range(start, start + width)] for start in range(0, len(flat), width)]

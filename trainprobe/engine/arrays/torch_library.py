@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from trainprobe.engine.arrays.torch_arrays import TorchStrip, local_of, native_code, native_in_use, reason_without_statistics
-from trainprobe.engine.arrays.torch_extras import Extra, StripWithExtras, bin_counts, exponent_counts
+from trainprobe.engine.arrays.torch_extras import Extra, StripWithExtras, bin_counts, exponent_counts, to_host
 from trainprobe.engine.arrays.torch_extras import quantiles as quantiles_at
 from trainprobe.engine.records import Opaque
 from trainprobe.engine.stats.histogram import ExponentHistogram
@@ -73,6 +73,10 @@ class TorchLibrary:
         if not isinstance(self._edges, str):
             return self._edges, result
         return exponent_edges(result, dtype)
+
+    def bring(self, tensors: Sequence[Any]) -> list[npt.NDArray[np.float64]]:
+        """Bring small tensors to the host, in one transfer a device, each flattened to float64 [k]."""
+        return to_host(tensors)
 
     def is_tensor(self, x: Any) -> bool:
         """Tell whether x is a tensor, subclasses included."""

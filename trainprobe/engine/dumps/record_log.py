@@ -6,7 +6,7 @@ A tree of values is written with a value as its number, a whole number as {"i": 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import orjson
 from trainprobe.compiled import native
 from trainprobe.engine.dumps.header import place_text, read_place, read_scalars
 from trainprobe.engine.dumps.numbers_text import plain_numbers, read_number
-from trainprobe.engine.records import Call, Opaque, Reel, Value
+from trainprobe.engine.records import Call, Feature, Opaque, Reel, Value
 from trainprobe.engine.stats.partials import PARTIALS
 
 FORMAT = 1
@@ -60,7 +60,21 @@ def encode(reel: Reel) -> bytes:
         line["histograms"] = {row: [np.asarray(edges), np.asarray(counts)] for row, (edges, counts) in reel.histograms.items()}
     if reel.quantiles is not None:
         line["quantiles"] = {row: plain_numbers(np.asarray(x, float)) for row, x in reel.quantiles.items()}
+    if reel.features:
+        line["features"] = [_feature_text(feature) for feature in reel.features]
+    if reel.batches:
+        line["batches"] = list(reel.batches)
     return orjson.dumps(line, default=_described, option=_OPTIONS)
+
+
+def _feature_text(f: Feature) -> list[Any]:
+    text = [f.name, f.slot, f.call, f.micro, plain_numbers(f.numbers)]
+    return text if f.edges is None else [*text, plain_numbers(f.edges)]
+
+
+def _read_feature(text: Sequence[Any]) -> Feature:
+    name, slot, call, micro, *arrays = text
+    return Feature(name, slot, call, micro, *(np.array([read_number(x) for x in array], float) for array in arrays))
 
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
@@ -225,6 +239,8 @@ def decode(line: bytes) -> Reel:
         notes=text["notes"],
         programs=tuple(text["programs"]),
         complete=text["complete"],
+        features=[_read_feature(item) for item in text.get("features", ())],
+        batches=text.get("batches", ()),
     )
 
 

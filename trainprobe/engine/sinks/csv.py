@@ -16,15 +16,16 @@ from trainprobe.engine.dumps.layout import METRICS_FILE, log_folder
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Finding, Phase, Place, Record, Reel, Site
 
-TIDY = ("step", "micro", "rank", "kind", "name", "call", "slot", "statistic", "value", "dtype", "shape")
+TIDY = ("step", "micro", "rank", "kind", "name", "call", "slot", "statistic", "value", "dtype", "shape", "phase")
 STEPS_PER_FILE = 1000
 
 
 class TidyCsv:
-    """One row a value and statistic, columns `TIDY`."""
+    """One row a value and statistic, columns `TIDY`. A file that an older version began goes on with the columns it has."""
 
     def __init__(self, path: Path) -> None:
         self._file = AppendedFile(path)
+        self._width = len(_header_of(path)) or len(TIDY)
 
     def write(self, reel: Reel) -> None:
         """Append the rows of one step."""
@@ -45,8 +46,8 @@ class TidyCsv:
                 site.call,
                 site.slot,
             )
-            tail = (record.dtype, list(record.shape))
-            rows.writerows((*head, name, value, *tail) for name, value in record.values.items())
+            tail = (record.dtype, list(record.shape), step.phase)
+            rows.writerows((*head, name, value, *tail)[: self._width] for name, value in record.values.items())
         self._file.write(text.getvalue().encode())
 
     def findings(self, findings: Sequence[Finding]) -> None:
@@ -55,6 +56,11 @@ class TidyCsv:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _header_of(path: Path) -> list[str]:
+    with path.open(newline="", encoding="utf-8") as lines:
+        return next(csv.reader(lines), [])
 
 
 class WideCsv:

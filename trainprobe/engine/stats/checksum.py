@@ -56,6 +56,17 @@ def fingerprint(array: npt.NDArray[Any], index: npt.NDArray[np.uint64] | int = 0
         return int(mix(bits + (place + np.uint64(1)) * np.uint64(G)).sum(dtype=np.uint64))
 
 
+def joined(fingerprints: Sequence[int]) -> int:
+    """Return one fingerprint for several tensors in their order: t ← t · P XOR f, from t = how many, modulo 2^64.
+
+    P = 2^40 + 0x1B3 is the prime of the hash FNV-1a (Fowler, Noll and Vo).
+    """
+    total = len(fingerprints)
+    for fingerprint in fingerprints:
+        total = (total * 0x100000001B3 ^ fingerprint) & MASK
+    return total
+
+
 def shard_fingerprint(array: npt.NDArray[Any], offset: Sequence[int], global_shape: Sequence[int]) -> int:
     """Return the share of a shard in the fingerprint of the global tensor.
 
