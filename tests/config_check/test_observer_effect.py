@@ -79,6 +79,8 @@ def everything_patched() -> list[object]:
     return [
         *(torch.rand, torch.manual_seed, torch.randperm, functional.dropout, torch.nn.functional.dropout, imported_by_name),
         *(random.random, random.shuffle, np.random.rand, np.random.default_rng, argparse.ArgumentParser.parse_known_args),
+        *(random.Random.random, random.Random.shuffle, np.random.Generator.integers, np.random.RandomState.rand),
+        *(torch.Generator.manual_seed, torch._VF.lstm, "random" in vars(random.Random), "lstm" in vars(torch._VF)),
         *(torch.optim.lr_scheduler.LRScheduler.__init__, torch.jit.script, nn.Module.__call__, "normal_" in vars(torch.Tensor)),
     ]
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from trainprobe.config_check.capture.sealed_types import can_replace, is_sealed, replace_method
+
 _ABSENT = object()
 
 
@@ -33,16 +35,22 @@ class Patches:
     def __len__(self) -> int:
         return len(self._done)
 
-    def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Put wrap(original) in place of owner.name; nothing happens where there is no such name."""
+    def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> bool:
+        """Put wrap(original) in place of owner.name; nothing happens where there is no such name.
+
+        False: the owner is a type that was written in C, and this interpreter does not let its methods be replaced.
+        """
         original = getattr(owner, name, None)
         if original is None:
-            return
+            return True
         own = name in vars(owner)
         kept = vars(owner)[name] if own else original
+        if is_sealed(owner) and not can_replace(owner, name):
+            return False
         wrapper = wrap(original)
-        setattr(owner, name, wrapper)
+        _set(owner, name, wrapper)
         self._done.append(_Patch(owner, name, wrapper, kept, own))
+        return True
 
     def spread(self) -> None:
         """Put the wrappers also where modules have imported the originals by name."""
@@ -57,11 +65,18 @@ class Patches:
             if vars(patch.owner).get(patch.name, _ABSENT) is not patch.wrapper:
                 continue  # somebody has wrapped it since; the wrapper passes calls on
             if patch.own:
-                setattr(patch.owner, patch.name, patch.original)
+                _set(patch.owner, patch.name, patch.original)
             else:
                 delattr(patch.owner, patch.name)
         back = {id(p.wrapper): p.original for p in done if not isinstance(p.owner, type)}
         _swap(back, {id(p.wrapper): p.wrapper for p in done}, skip=set())
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if is_sealed(owner):
+        replace_method(owner, name, value)
+    else:
+        setattr(owner, name, value)
 
 
 def _swap(replacement: dict[int, Any], alive: dict[int, Any], skip: set[int]) -> None:

@@ -21,125 +21,16 @@ import torch
 
 from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.config_check.capture.patches import Patches
+from trainprobe.config_check.capture.random_functions import Describe, random_functions
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.stacks import Stacks
 
 COMPILED = "the program compiles: random calls were counted until it first did, their generators' states throughout"
 SETUP = -1  # the window before the first micro-step
 
-_PYTHON = [
-    "random",
-    "uniform",
-    "randint",
-    "randrange",
-    "choice",
-    "choices",
-    "shuffle",
-    "sample",
-    "gauss",
-    "normalvariate",
-    "lognormvariate",
-    "betavariate",
-    "expovariate",
-    "gammavariate",
-    "triangular",
-    "vonmisesvariate",
-    "paretovariate",
-    "weibullvariate",
-    "getrandbits",
-    "randbytes",
-    "seed",
-    "setstate",
-]
-_NUMPY = [
-    "rand",
-    "randn",
-    "randint",
-    "random",
-    "random_sample",
-    "random_integers",
-    "ranf",
-    "sample",
-    "choice",
-    "normal",
-    "uniform",
-    "shuffle",
-    "permutation",
-    "seed",
-    "set_state",
-    "standard_normal",
-    "binomial",
-    "poisson",
-    "exponential",
-    "beta",
-    "gamma",
-    "laplace",
-    "multinomial",
-    "multivariate_normal",
-    "lognormal",
-    "bytes",
-    "default_rng",
-]
-_TORCH = [
-    "rand",
-    "randn",
-    "randint",
-    "randperm",
-    "normal",
-    "bernoulli",
-    "multinomial",
-    "poisson",
-    "binomial",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-    "dropout",
-    "dropout_",
-    "alpha_dropout",
-    "alpha_dropout_",
-    "feature_dropout",
-    "feature_dropout_",
-    "feature_alpha_dropout",
-    "feature_alpha_dropout_",
-    "native_dropout",
-    "rrelu",
-    "rrelu_",
-    "manual_seed",
-    "seed",
-    "set_rng_state",
-]
-_FUNCTIONAL = [
-    "dropout",
-    "alpha_dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "feature_alpha_dropout",
-    "rrelu",
-    "gumbel_softmax",
-    "scaled_dot_product_attention",
-    "fractional_max_pool2d",
-    "fractional_max_pool3d",
-]
-_TENSOR = [
-    "normal_",
-    "uniform_",
-    "random_",
-    "exponential_",
-    "geometric_",
-    "log_normal_",
-    "cauchy_",
-    "bernoulli_",
-    "bernoulli",
-    "multinomial",
-]
-_SEEDS = frozenset({"seed", "manual_seed", "manual_seed_all", "default_rng"})
 _LINE = re.compile(r"File (.*), line (\d+), in (.*?), \n (.*)", re.S)
 _OWN = str(Path(__file__).parent)
 _PACKAGE = re.compile(r".*/(?:site-packages|dist-packages|lib/python[\d.]+)/")
-
-
-Describe = Callable[[tuple[Any, ...], Mapping[str, Any]], str | None]
 
 
 class RandomCalls:
@@ -147,6 +38,7 @@ class RandomCalls:
 
     def __init__(self, patches: Patches, guard: Guard) -> None:
         self.active = False
+        self.unseen: set[str] = set()  # types whose methods this interpreter does not let be replaced
         self.ended = ""  # why calls were no longer counted, where that was before the end
         self.window = SETUP
         self.on_compiled: Callable[[Any, Any], None] = lambda module, compiled: None
@@ -162,17 +54,9 @@ class RandomCalls:
         """Replace the random functions."""
         torch.overrides.get_overridable_functions()  # a list that torch makes once, of the originals
         self.active = True
-        for prefix, owner, names in (
-            ("random", random, _PYTHON),
-            ("numpy.random", np.random, _NUMPY),
-            ("torch", torch, _TORCH),
-            ("torch.nn.functional", torch.nn.functional, _FUNCTIONAL),
-            ("torch.Tensor", torch.Tensor, _TENSOR),
-            ("torch.random", torch.random, ["manual_seed", "seed", "set_rng_state"]),
-            ("torch.cuda", torch.cuda, ["manual_seed", "manual_seed_all", "seed", "seed_all"]),
-        ):
-            for name in names:
-                self._patches.replace(owner, name, functools.partial(self._wrapper, f"{prefix}.{name}", name))
+        for full, owner, name, describe in random_functions():
+            if not self._patches.replace(owner, name, functools.partial(self._wrapper, full, describe)):
+                self.unseen.add(full.rpartition(".")[0])
         self._patches.replace(torch.jit, "script", self._scripting)
         self._patches.replace(torch, "compile", self._compiling)
         self._patches.spread()
@@ -181,9 +65,7 @@ class RandomCalls:
         else:
             self._imports.wait_for("torch._dynamo", lambda dynamo: self.install(), before=self._pause)
 
-    def _wrapper(self, full: str, name: str, original: Any) -> Any:
-        describe = _DESCRIBE.get(name, _describe_seed if name in _SEEDS else _no_detail)
-
+    def _wrapper(self, full: str, describe: Describe, original: Any) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not self.active or getattr(self._nested, "deep", False):
@@ -260,15 +142,21 @@ class RandomCalls:
         return True
 
     def content(self) -> dict[str, Any]:
-        """Return {"calls": [function, detail, window, count, stack], "stacks": [[frame, …], …]}, innermost frame first."""
+        """Return {"calls": [function, detail, window, count, stack], "stacks": [[frame, …], …]}, innermost frame first.
+
+        Names of temporary files are left out: `tempfile` draws them from a generator that nobody else uses.
+        """
+        stacks = [[_frame(line) for line in lines if _OWN not in line] for lines in self._stacks.text()]
         calls = [
             {"function": function, "detail": detail, "window": window, "count": count, "stack": stack}
-            for (function, detail, window, stack), count in self._counts.items()
+            for (function, detail, window, stack), count in list(self._counts.items())
+            if stack < 0 or not _names_a_file(stacks[stack])
         ]
-        return {
-            "calls": calls,
-            "stacks": [[_frame(line) for line in lines if _OWN not in line] for lines in self._stacks.text()],
-        }
+        return {"calls": calls, "stacks": stacks}
+
+
+def _names_a_file(stack: list[dict[str, Any]]) -> bool:
+    return next((frame["file"] for frame in stack if frame["file"] != "random.py"), "") == "tempfile.py"
 
 
 def _frame(line: str) -> dict[str, Any]:
@@ -280,41 +168,6 @@ def _frame(line: str) -> dict[str, Any]:
     installed = bool(_PACKAGE.match(path)) or path.startswith("<")
     short = _PACKAGE.sub("", path) if installed else "/".join(Path(path).parts[-2:])
     return {"file": short, "line": int(match[2]), "function": match[3], "source": match[4].strip(), "installed": installed}
-
-
-def _no_detail(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    return "" if kwargs.get("generator") is None else "from a generator of its own"
-
-
-def _describe_seed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    value = args[0] if args else next(iter(kwargs.values()), None)
-    if isinstance(value, torch.Tensor):
-        return "a tensor"
-    return repr(value) if isinstance(value, int | float | str | np.integer) or value is None else type(value).__name__
-
-
-def _describe_dropout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Return `p=0.1` of a dropout that draws numbers, None of one that does not."""
-    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-    return f"p={p}" if training and p else None
-
-
-def _describe_attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-    return f"p={p}" if p else None
-
-
-def _describe_rrelu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    return "" if kwargs.get("training", args[3] if len(args) > 3 else False) else None
-
-
-_DESCRIBE: dict[str, Describe] = {
-    **{name: _describe_dropout for name in [*_TORCH, *_FUNCTIONAL] if "dropout" in name},
-    "scaled_dot_product_attention": _describe_attention,
-    "rrelu": _describe_rrelu,
-    "rrelu_": _describe_rrelu,
-}
 
 
 def random_states() -> dict[str, str]:

@@ -237,11 +237,12 @@ def _flags(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tup
     return found
 
 
-_CALLS = {"python": "random.", "numpy": "numpy.random."}
+_CALLS = {"python": "random", "numpy": "numpy.random"}  # where the functions of the hidden global generators are
 
 
-def _called(prefix: str, content: Mapping[str, Any]) -> bool:
-    return any(str(call.get("function")).startswith(prefix) for call in content.get("calls", []))
+def _called(module: str, content: Mapping[str, Any]) -> bool:
+    """Tell whether a function of the global generator was called; methods of other generators stand a level deeper."""
+    return any(str(call.get("function")).rpartition(".")[0] == module for call in content.get("calls", []))
 
 
 def _states(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tuple[Any, ...]]) -> list[Finding]:
