@@ -1,22 +1,28 @@
 """What config_check costs a micro-step: fingerprints and statistics of all weights and of the data, each micro-step collected.
 
-Prints one JSON line: the median ratio of CPU time with and without, its interval, whether losses kept their bits, and what the
-first micro-step cost beyond a common one (structure, environment and packages, once a run). `own_share` is the CPU time of the
-capture itself as a share of a step, which a busy machine disturbs less than the ratio.
+Two equal trainings run in one process, one of them captured at every micro-step, and take single steps in turn: off, on, off.
+`ratio` is the median of on / mean of both off, with its 95 % bootstrap interval, in CPU time of the training thread; a slow drift
+of the machine cancels out. `writer` is the CPU time of the writing thread for a collected micro-step, as a share of a step,
+and `cost` is both together. `noise` is the median of second off / first off: what the method sees where there is nothing to see.
+`own_share` is the CPU time of the capture itself, called alone, until it is JSON. `first_step_s` is what the first micro-step
+costs beyond a common one, once a run. One JSON line a run.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import torch
 
-from benchmarks.interleaved import alternate, median_ratio
-from benchmarks.models import SIZES, prepare
+from benchmarks.interleaved import median_ratio
+from benchmarks.models import SIZES, Training, prepare
 from trainprobe import ConfigChecker
 from trainprobe.config_check.capture.dataset import capture_inputs
 from trainprobe.config_check.capture.weights import capture_weights
@@ -25,46 +31,63 @@ from trainprobe.config_check.pack_writer import to_json
 CAPTURES = {"weights + dataset": ["weights", "dataset"], "all six": None}
 
 
-def measure(size: str, captures: str, pairs: int) -> dict[str, object]:
+class Taker:
+    """Takes single steps of a training and keeps their losses."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.losses: list[float] = []
+
+    def step(self) -> float:
+        """Return the CPU seconds of this thread for one step; garbage of other steps is not its cost."""
+        gc.collect()
+        begin = time.thread_time()
+        self.losses.append(float(self.training.step(len(self.losses))))
+        return time.thread_time() - begin
+
+
+def measure(size: str, captures: str, rounds: int) -> dict[str, object]:
     """Train two equal models in turn, one of them captured at every step."""
-    bare, watched = prepare(SIZES[size], "whole step"), prepare(SIZES[size], "whole step")
-    block = SIZES[size].block
-    losses: dict[str, list[float]] = {"off": [], "on": []}
-    counts = {"off": 0, "on": 0}
-
-    def steps(kind: str) -> None:
-        training = bare if kind == "off" else watched
-        for _ in range(block):
-            losses[kind].append(float(training.step(counts[kind])))
-            counts[kind] += 1
-
+    off, on = (Taker(prepare(SIZES[size], "whole step")) for _ in range(2))
     with tempfile.TemporaryDirectory() as folder:
         options = {"micro_steps": 10**6, "on_error": "raise"}
         if CAPTURES[captures]:
             options["captures"] = CAPTURES[captures]
         else:
             ConfigChecker.apply_patches(**options)
-        checker = ConfigChecker(watched.model, output_zip_path=Path(folder) / "pack.zip", **options)
-        begin = time.process_time()
-        steps("on")
-        first = time.process_time() - begin
-        steps("off")
-        offs, ons = alternate(lambda: steps("off"), lambda: steps("on"), lambda: None, pairs)
-        cpu = median_ratio([c.cpu for c in ons], [c.cpu for c in offs])
-        wall = median_ratio([c.wall for c in ons], [c.wall for c in offs])
+        before = set(threading.enumerate())
+        checker = ConfigChecker(on.training.model, output_zip_path=Path(folder) / "pack.zip", **options)
+        first = on.step()
+        for taker in (off, on, off, on):  # caches, memory and the optimizer's first allocations
+            taker.step()
+        (writer,) = set(threading.enumerate()) - before
+        clock = time.pthread_getcpuclockid(writer.ident or 0)
+        written = time.clock_gettime(clock)
+        begun, offs, ons = len(on.losses), list[tuple[float, float]](), list[float]()
+        for _ in range(rounds):
+            early = off.step()
+            ons.append(on.step())
+            offs.append((early, off.step()))
+        written = (time.clock_gettime(clock) - written) / (len(on.losses) - begun)
         checker.close()
+    common = statistics.median(e for pair in offs for e in pair)
+    ratio = median_ratio(ons, [sum(pair) / 2 for pair in offs])
+    noise = median_ratio([late for _, late in offs], [early for early, _ in offs])
     return {
         "size": size,
         "captures": captures,
-        "parameters": sum(p.numel() for p in bare.model.parameters()),
-        "ratio": round(cpu.median, 4),
-        "low": round(cpu.low, 4),
-        "high": round(cpu.high, 4),
-        "wall": round(wall.median, 4),
-        "first_block_cpu_s": round(first, 3),
-        "block_cpu_s": round(sorted(c.cpu for c in offs)[len(offs) // 2], 3),
-        "own_share": round(own_share(watched.model, offs[len(offs) // 2].cpu / block), 4),
-        "losses_equal": losses["off"] == losses["on"],
+        "parameters": sum(p.numel() for p in on.training.model.parameters()),
+        "rounds": rounds,
+        "step_cpu_s": round(common, 4),
+        "ratio": round(ratio.median, 4),
+        "low": round(ratio.low, 4),
+        "high": round(ratio.high, 4),
+        "writer": round(written / common, 4),
+        "cost": round(ratio.median - 1 + written / common, 4),
+        "noise": [round(noise.median, 4), round(noise.low, 4), round(noise.high, 4)],
+        "own_share": round(own_share(on.training.model, common), 4),
+        "first_step_s": round(first - common, 3),
+        "losses_equal": off.losses[: len(on.losses)] == on.losses[: len(off.losses)],
     }
 
 
@@ -84,10 +107,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="real")
     parser.add_argument("--captures", choices=list(CAPTURES), default="weights + dataset")
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--runs", type=int, default=1)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    print(json.dumps(measure(chosen.size, chosen.captures, chosen.pairs)))
+    for _ in range(chosen.runs):
+        print(json.dumps(measure(chosen.size, chosen.captures, chosen.rounds)), flush=True)
 
 
 if __name__ == "__main__":

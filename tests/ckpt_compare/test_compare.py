@@ -114,11 +114,31 @@ def test_a_float32_tensor_and_its_bfloat16_rounding_are_equal_within_rounding():
     assert code(of({"w": W}), checkpoint(tensor("w", half, dtype="bfloat16"))) == 1
 
 
-def test_vocabulary_padding_is_left_out_and_said():
-    padded = np.concatenate([W, RNG.standard_normal((24, 6)).astype(np.float32)])
-    a, b = (checkpoint(tensor("embedding.word.weight", x, vocabulary=True)) for x in (W, padded))
-    assert code(a, b) == 0
-    assert "rows 8 to 31 are vocabulary padding" in details(a, b)
+PADDED = np.concatenate([W, RNG.standard_normal((24, 6)).astype(np.float32)])
+
+
+def vocabularies(other=W, a=None, b=None):
+    """Return two checkpoints with embeddings of 8 and 32 rows, and what each says of its vocabulary."""
+    pairs = ((other, a), (PADDED, b))
+    return [checkpoint(tensor("embedding.word.weight", x, vocabulary=True), config=config or {}) for x, config in pairs]
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [({}, {"vocab_multiple": 32}), ({}, {"vocab": 8}), ({"vocab": 7}, {}), ({"vocab": 8}, {"vocab_multiple": 2})]
+)
+def test_vocabulary_padding_that_the_metadata_states_is_left_out_and_said(a, b):
+    assert code(*vocabularies(a=a, b=b)) == 0
+    assert "rows 8 to 31 are vocabulary padding in B" in details(*vocabularies(a=a, b=b))
+
+
+@pytest.mark.parametrize("b", [{}, {"vocab_multiple": 16}, {"vocab": 9}, {"vocab_multiple": 48}])
+def test_rows_that_no_metadata_calls_padding_are_missing_on_the_other_side(b):
+    assert code(*vocabularies(b=b)) == 3
+    assert "rows 8 to 31 are only in B, and no metadata says that they are padding" in details(*vocabularies(b=b))
+
+
+def test_a_difference_in_the_common_rows_of_two_vocabularies_is_a_difference():
+    assert code(*vocabularies(other=W + 1)) == code(*vocabularies(other=W + 1, b={"vocab_multiple": 32})) == 2
 
 
 def test_a_head_tied_to_the_embedding_on_one_side_is_held_against_the_embedding():

@@ -27,6 +27,7 @@ from trainprobe.errors import UsageError, did_you_mean
 Heads = Annotated[int | None, typer.Option(help="attention heads, where no checkpoint states them")]
 Groups = Annotated[int | None, typer.Option(help="query groups (key/value heads)")]
 HeadDim = Annotated[int | None, typer.Option(help="width of one attention head")]
+Vocab = Annotated[int | None, typer.Option(help="entries of the vocabulary: rows behind them are padding")]
 Maps = Annotated[list[Path] | None, typer.Option("--names", help="further name maps (YAML), asked before the built-in ones")]
 
 
@@ -44,6 +45,7 @@ def ckpt_compare(
     heads: Heads = None,
     groups: Groups = None,
     head_dim: HeadDim = None,
+    vocab: Vocab = None,
     format_a: Annotated[str | None, typer.Option(help="format of A, where recognising it fails")] = None,
     format_b: Annotated[str | None, typer.Option(help="format of B, where recognising it fails")] = None,
     threads: Annotated[int | None, typer.Option(help="threads, by default one a core")] = None,
@@ -53,7 +55,8 @@ def ckpt_compare(
 ) -> int:
     """Compare two checkpoints. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""
     chosen = kinds_of(what)
-    config = {k: v for k, v in (("heads", heads), ("groups", groups), ("head_dim", head_dim)) if v}
+    given = {"heads": heads, "groups": groups, "head_dim": head_dim, "vocab": vocab}
+    config = {k: v for k, v in given.items() if v}
     opened = formats.open_checkpoint(a, format_a), formats.open_checkpoint(b, format_b)
     left, right = logical(*opened, config, [str(n) for n in names or ()])
     with _progress(_bytes(left, right, chosen), quiet) as advance:

@@ -13,12 +13,12 @@ from trainprobe.ckpt_compare.cover import Cover, Part, cover, overlaps
 from trainprobe.ckpt_compare.pairing import Move, align, explain_moves
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Rectangle, What
 from trainprobe.ckpt_compare.state import StateRow, compare_state
+from trainprobe.ckpt_compare.vocabulary import padding_reason
 from trainprobe.ckpt_compare.work import Advance, Outcome, Runner, Task, run, tasks_of
 from trainprobe.engine.diff.difference import Difference
 from trainprobe.engine.diff.verdict import judge, noise_floor
 
 RowVerdict = Literal["identical", "rounding", "differ", "only in A", "only in B", "shape", "incomplete"]
-PADDING = 1 << 14  # rows of a vocabulary that may be padding: 128 rows a rank on 128 ranks
 INCOMPLETE: tuple[RowVerdict, ...] = ("only in A", "only in B", "shape", "incomplete")
 
 
@@ -68,12 +68,13 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two tensors to compare, and the part of both that is compared."""
+    """Two tensors to compare, and the part of both that is compared. rest: why that is not all, where it should be."""
 
     a: LogicalTensor
     b: LogicalTensor
     box: Rectangle
     note: str = ""
+    rest: str = ""
 
 
 def compare(
@@ -95,7 +96,7 @@ def compare(
     notes = [aligned] if aligned else []
     kinds, slots = _common_content(a, b, what, notes)
     left, right = _chosen(a, kinds, slots), _chosen(b, kinds, slots)
-    pairs, rows = _pair(left, right, notes)
+    pairs, rows = _pair(left, right, notes, (a.config, b.config))
     covers = {key: (cover(p.a), cover(p.b)) for key, p in pairs.items()}
     jobs, tasks = _tasks(pairs, covers, copies)
     results, faults = _collected(jobs, runner(tasks, threads, advance))
@@ -131,7 +132,10 @@ def _chosen(c: Checkpoint, kinds: Sequence[What], slots: set[str]) -> dict[str, 
 
 
 def _pair(
-    left: Mapping[str, LogicalTensor], right: Mapping[str, LogicalTensor], notes: list[str]
+    left: Mapping[str, LogicalTensor],
+    right: Mapping[str, LogicalTensor],
+    notes: list[str],
+    configs: tuple[Mapping[str, Any], Mapping[str, Any]],
 ) -> tuple[dict[str, _Pair], list[Row]]:
     """Pair tensors by key; a head that is tied to the embedding on one side is held against the embedding."""
     pairs: dict[str, _Pair] = {}
@@ -151,12 +155,24 @@ def _pair(
         if box is None:
             rows.append(replace(_both(key, "shape", x, y), note=f"shapes {list(x.shape)} and {list(y.shape)} are not the same"))
             continue
-        if x.shape != y.shape:
-            more = max(x.shape[0], y.shape[0])
-            note = f"rows {box.shape[0]} to {more - 1} are vocabulary padding on one side"
-            notes.append(f"{key}: {note}")
-        pairs[key] = _Pair(x, y, box, note)
+        if x.shape == y.shape:
+            pairs[key] = _Pair(x, y, box, note)
+            continue
+        pairs[key] = _padded(_Pair(x, y, box), configs)
+        if not pairs[key].rest:
+            notes.append(f"{key}: {pairs[key].note}")
     return pairs, rows
+
+
+def _padded(pair: _Pair, configs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> _Pair:
+    """Say of the rows that only one side has whether they are padding; if nothing says so, they are missing."""
+    sides = sorted(zip((pair.a.shape[0], pair.b.shape[0]), configs, "AB", strict=True), key=lambda side: side[0])
+    (fewer, config_fewer, _), (more, config_more, side) = sides
+    reason = padding_reason(fewer, more, config_fewer, config_more)
+    if reason is not None:
+        return replace(pair, note=f"rows {fewer} to {more - 1} are vocabulary padding in {side} ({reason})")
+    rest = f"rows {fewer} to {more - 1} are only in {side}, and no metadata says that they are padding (--vocab N says so)"
+    return replace(pair, rest=rest)
 
 
 def _tied(key: str, others: Mapping[str, LogicalTensor]) -> LogicalTensor | None:
@@ -171,8 +187,6 @@ def _common_box(x: LogicalTensor, y: LogicalTensor) -> Rectangle | None:
     if x.shape == y.shape:
         return Rectangle(zero, x.shape)
     if not (x.vocabulary and y.vocabulary and x.shape[1:] == y.shape[1:] and len(x.shape) == len(y.shape)):
-        return None
-    if abs(x.shape[0] - y.shape[0]) > PADDING:
         return None
     return Rectangle(zero, (min(x.shape[0], y.shape[0]), *x.shape[1:]))
 
@@ -301,6 +315,8 @@ def _row(pair: _Pair, covers: tuple[Cover, Cover], result: _Result) -> Row:
             row, verdict="incomplete", note="; ".join(dict.fromkeys([*result.failures, *_holes(covers, pair.box, d)]))
         )
     verdict = judge(d, floor, stored=True)
+    if pair.rest:
+        return replace(row, verdict="differ" if verdict in ("bug", "suspicious") else "incomplete", note=pair.rest)
     return replace(row, verdict="differ" if verdict in ("bug", "suspicious") else verdict)
 
 
@@ -335,6 +351,8 @@ def logical(
 
     given = dict(config or {})
     known = [{k: v for k, v in c.config.items() if v is not None} for c in (a, b)]
+    if given.get("vocab"):
+        a, b = (replace(c, config={**c.config, "vocab": given["vocab"]}) for c in (a, b))
     return (
         to_logical(a, {**known[1], **known[0], **given}, maps),
         to_logical(b, {**known[0], **known[1], **given}, maps),

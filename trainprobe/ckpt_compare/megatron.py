@@ -46,6 +46,8 @@ def model_config(args: Any) -> tuple[dict[str, Any], dict[str, int]]:
         "gated": a.get("swiglu"),
         "experts": a.get("num_experts"),
         "moe_ffn": a.get("moe_ffn_hidden_size") or a.get("ffn_hidden_size"),
+        "vocab": a.get("vocab_size"),
+        "vocab_multiple": (a.get("make_vocab_size_divisible_by") or 0) * (a.get("tensor_model_parallel_size") or 1) or None,
     }
     config["groups"] = config["groups"] or heads
     named = {
