@@ -31,6 +31,7 @@ from trainprobe.engine.taps.saved import SavedTap
 from trainprobe.engine.taps.torch_modules import ModulesWanted, ModuleTap
 from trainprobe.engine.taps.torch_ops import OpsWanted, OpTap
 from trainprobe.engine.taps.unreduced import UnreducedTap
+from trainprobe.engine.wanted import flags_of
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.plan import Collect, MonitorPlan
@@ -152,25 +153,6 @@ def _after(parts: Parts, optimizer: Any) -> None:
 
 
 # ---- what a plan wants, in the words of the taps -----------------------------------------------------------------------
-
-
-def flags_of(detail: Detail, cuts: list[Detail] | None = None) -> int:
-    """Return the tape's flags for a level of detail; one that stores only a slice is put into `cuts` and told by its number."""
-    cut = 0
-    if detail.wants_tensor and detail.slice and cuts is not None:
-        if detail not in cuts:
-            cuts.append(detail)
-        cut = cuts.index(detail) + 1
-    wanted = detail.statistics if detail.wants_statistics else ()
-    return (
-        (flag.STATS if wanted else 0)
-        | (flag.CHECKSUM if detail.wants_checksum else 0)
-        | (flag.CRC32 if detail.wants_crc32 else 0)
-        | (flag.STD if "std" in wanted else 0)
-        | (flag.SUBLOW if "sublow" in wanted else 0)
-        | (flag.SAVE if detail.wants_tensor else 0)
-        | (cut << flag.CUT)
-    )
 
 
 def modules_of_plan(plan: Plan, cuts: list[Detail]) -> ModulesWanted:

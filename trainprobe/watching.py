@@ -14,6 +14,7 @@ from trainprobe.engine.guard import Guard
 from trainprobe.engine.naming import Rename
 from trainprobe.engine.plan import Plan, load_plan
 from trainprobe.engine.probe import Probe as EngineProbe
+from trainprobe.engine.probe import Program
 from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import Tape
@@ -21,6 +22,7 @@ from trainprobe.engine.topology import place_from_environment
 from trainprobe.errors import MissingExtra, PlanError, StopTraining, did_you_mean
 
 if TYPE_CHECKING:
+    from trainprobe.build import Parts
     from trainprobe.engine.sources import Source
     from trainprobe.monitor.audit.audit import Audit
     from trainprobe.monitor.black_box.box import BlackBox
@@ -38,31 +40,28 @@ class Probe(EngineProbe):
     Raises PlanError for a plan that cannot be carried out and MissingExtra when torch is not installed.
     """
 
+    framework = "pytorch"
+
     def __init__(
         self, plan: PlanSource = None, *, rename: Rename | None = None, place: Place | None = None, **overrides: Any
     ) -> None:
-        loaded = load_plan(plan, **overrides)
-        _require_torch()
-        from trainprobe.build import compose
-        from trainprobe.engine.arrays.torch_library import TorchLibrary
         from trainprobe.monitor.watcher import Watcher
 
+        loaded = load_plan(plan, **overrides)
         guard = Guard(loaded.on_error)
         stacks = Stacks() if loaded.stacks else None
-        self.parts, programs = compose(loaded, guard, stacks, rename)
-        histogram = loaded.histogram
-        edges = histogram if histogram is None or isinstance(histogram, str) else histogram.boundaries()
-        library = TorchLibrary(native=loaded.native, edges=edges, quantiles=loaded.quantiles)
+        self.parts, programs = self._compose(loaded, guard, stacks, rename)
         self._writer: Any = None
         self._dumps = 0
         super().__init__(
             loaded,
             programs,
-            lambda number: Tape(library, self._keep, loaded.reuse),
+            self._tapes(loaded),
             guard,
-            lambda: place or place_from_environment(),
+            lambda: place or self._where(),
             self._open_writer,
             stacks=stacks,
+            framework=self.framework,
             notes=[self.parts.notes],
         )
         self._watcher: Watcher | None = None
@@ -78,6 +77,26 @@ class Probe(EngineProbe):
         if self.plan.black_box:
             self.watchers.append(self._remember)
             self.deciders.append(self._dump_after)
+
+    def _compose(self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None) -> tuple[Parts, list[Program]]:
+        """Return the taps that the plan asks for and the programs that run them."""
+        _require_torch()
+        from trainprobe.build import compose
+
+        return compose(plan, guard, stacks, rename)
+
+    def _tapes(self, plan: Plan) -> Callable[[int], Tape]:
+        """Return what makes the tape of a step."""
+        from trainprobe.engine.arrays.torch_library import TorchLibrary
+
+        histogram = plan.histogram
+        edges = histogram if histogram is None or isinstance(histogram, str) else histogram.boundaries()
+        library = TorchLibrary(native=plan.native, edges=edges, quantiles=plan.quantiles)
+        return lambda number: Tape(library, self._keep, plan.reuse)
+
+    def _where(self) -> Place:
+        """Learn where this process stands."""
+        return place_from_environment()
 
     def _make_audit(self) -> Audit | None:
         """Compose the audit of a plan that asks for one."""
@@ -206,14 +225,18 @@ class Probe(EngineProbe):
 
     def _remember(self, reel: Reel) -> list[Finding]:
         """Keep with a step what its reel does not hold: batch ids and the random state."""
-        from trainprobe.engine.taps.random_state import random_text
-
         if self._box is not None:
             audited = self._audit.last if self._audit is not None else None
             facts = audited.facts if audited is not None and audited.step == reel.step else None
             batches = list(facts.batches) if facts is not None else []
-            self._box.remember(reel.step, {"batches": batches, **random_text()})
+            self._box.remember(reel.step, {"batches": batches, **self._random_state()})
         return []
+
+    def _random_state(self) -> Mapping[str, Any]:
+        """Return the random state as text, for the black box."""
+        from trainprobe.engine.taps.random_state import random_text
+
+        return random_text()
 
     def _dump_after(self, found: Sequence[Finding]) -> tuple[int, StopTraining | None]:
         """Have the step after a grave finding collected in full, once."""

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch._C import DisableTorchFunction
-
 from trainprobe.engine.plan import load_plan
 from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.engine.stats import finish
+from trainprobe.engine.taps.unseen import unseen
 from trainprobe.errors import StopTraining
 from trainprobe.integrations import default_plan, say_what_is_watched
 from trainprobe.monitor.watcher import Watcher, load_state, save_state
@@ -29,7 +28,12 @@ KEPT = 5  # files of rule states that each rank keeps
 
 
 class Session:
-    """Watches one training after the other under one plan. plan: as for `trainprobe.Probe`; None for the default plan."""
+    """Watches one training after the other under one plan. plan: as for `trainprobe.Probe`; None for the default plan.
+
+    probe_kind: the class of its probes.
+    """
+
+    probe_kind: type[Probe] = Probe
 
     def __init__(self, plan: PlanSource = None, **overrides: Any) -> None:
         self.plan = load_plan(default_plan() if plan is None else plan, **overrides)
@@ -71,7 +75,7 @@ class Session:
         plan = self.plan
         if self._trainings or step > 1:  # what this run or the one that it resumes wrote stays
             plan = load_plan(plan, on_existing="continue")
-        probe = Probe(plan, place=place)
+        probe = self.probe_kind(plan, place=place)
         probe.open(model, list(optimizers))
         self.probe, self._model, self._place = probe, model, probe.place
         self._follower = follow(probe) if follow is not None else None
@@ -128,7 +132,7 @@ class Session:
         probe = self.probe
         if probe is None or probe.tape is None or value is None or isinstance(value, str):
             return
-        with DisableTorchFunction():
+        with unseen():
             probe.note(name, value.detach() if hasattr(value, "detach") else value)
 
     def step_ends(self) -> StopTraining | None:
@@ -203,7 +207,7 @@ class Session:
         return self.plan.output / f"rank{rank}" / f"rules_step{step}.json"
 
     def _add_loss(self, probe: Probe, loss: Any) -> None:
-        with DisableTorchFunction():
+        with unseen():
             share = loss.detach() if hasattr(loss, "detach") else loss
             self._loss = share if self._loss is None else self._loss + share
             probe.note("loss", self._loss)

@@ -1,0 +1,242 @@
+"""Values, gradients and optimizer state of each parameter around MindSpore's optimizer.
+
+The optimizer is a cell: while a step is collected, `mindspore.nn.Cell.__call__` is replaced for the class, and a call of an
+optimizer that is known shows the gradients in its arguments. In graph mode it is not called from Python; parameters and moments
+are then read as the step begins and ends, and gradients are not recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mindspore
+import numpy as np
+from mindspore.nn import Cell
+
+from trainprobe.engine.arrays.mindspore_library import HostArray, host_array, without_data
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.records import Call
+from trainprobe.engine.sources import Part
+from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps.mindspore_cells import is_graph_mode, wait
+from trainprobe.engine.taps.replaced import Replaced
+
+# what optimizers of MindSpore and MindFormers call their state → what everybody else does
+STANDARD = {
+    **dict.fromkeys(("moment1", "moments1", "exp_avg"), "exp_avg"),
+    **dict.fromkeys(("moment2", "moments2", "exp_avg_sq"), "exp_avg_sq"),
+    **dict.fromkeys(("moments", "momentum_buf"), "momentum_buffer"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ValuesWanted:
+    """What is wanted of parameters: tape flags by name, for each sort of tensor; `every` as in a plan's monitor section."""
+
+    value: Callable[[str], int]
+    gradient: Callable[[str], int]
+    state: Callable[[str], int]
+    update: Callable[[str], int]
+    every: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+def states_of(optimizer: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield (parameter's name, standard slot, tensor) of what an optimizer keeps for its parameters.
+
+    A state is a ParameterTuple on the optimizer, other than its parameters, whose members are called `<something>.<parameter>`.
+    """
+    names = [p.name for p in optimizer.parameters]
+    known = set(names)
+    for key, members in vars(optimizer).items():
+        if not isinstance(members, mindspore.ParameterTuple):
+            continue
+        for i, member in enumerate(members):
+            name = str(member.name).partition(".")[2]
+            if i < len(names) and member.name.endswith(f".{names[i]}") and len(members) == len(names):
+                name = str(names[i])
+            if name in known and member.name not in known:
+                yield name, STANDARD.get(str(key), str(key)), member
+
+
+def learning_rates(optimizer: Any) -> dict[str, float]:
+    """Return the rates that the next call of an optimizer uses: `lr`, and `lr/1` … of further groups.
+
+    A schedule that is computed by cells is asked in PyNative mode only; asking compiles nothing and draws nothing.
+    """
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        if getattr(optimizer, "dynamic_lr", False) and is_graph_mode():
+            return {}
+        found = optimizer.get_lr() if getattr(optimizer, "dynamic_lr", False) else optimizer.learning_rate
+    else:
+        found = [group["lr"] for group in optimizer.param_groups]
+    rates = list(dict.fromkeys(_number(r) for r in (found if isinstance(found, tuple | list) else [found])))
+    return {"lr" if i == 0 else f"lr/{i}": rate for i, rate in enumerate(rates)}
+
+
+def _number(x: Any) -> float:
+    return float(np.asarray(x.asnumpy()).reshape(-1)[0]) if isinstance(x, mindspore.Tensor) else float(x)
+
+
+class OptimizerTap:
+    """Tells of calls of the optimizers that are known: `before(optimizer, gradients)` and `after(optimizer)`."""
+
+    def __init__(self, guard: Guard, before: Callable[[Any, Any], None], after: Callable[[Any], None]) -> None:
+        self.updates = 0  # in this step
+        self._guard = guard
+        self._before, self._after = before, after
+        self._optimizers: list[Any] = []
+        self._original: Replaced | None = None
+        self._asleep = True
+
+    def open(self, model: Any, optimizer: Any = None) -> None:
+        """Remember the optimizers."""
+        self._optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer else []
+
+    def begin(self, tape: Tape) -> None:
+        """Replace `Cell.__call__`."""
+        self.updates, self._asleep = 0, False
+        if self._original is not None:
+            return
+        original: Any = Cell.__call__
+        own = {id(optimizer) for optimizer in self._optimizers}
+
+        def call(cell: Any, *args: Any, **kwargs: Any) -> Any:
+            if id(cell) not in own or self._asleep or call.ended:  # type: ignore[attr-defined]
+                return original(cell, *args, **kwargs)
+            return self._step(original, cell, args, kwargs)
+
+        self._original = Replaced(Cell, "__call__", call)
+
+    def pause(self) -> None:
+        """Nothing rests."""
+
+    def resume(self) -> None:
+        """Nothing rested."""
+
+    def end(self, again: bool = False) -> None:
+        """Put `Cell.__call__` back; with `again` it stays, asleep."""
+        self._asleep = True
+        if not again and self._original is not None:
+            self._original.back()
+            self._original = None
+
+    def _step(self, original: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        self._asleep = True  # what an optimizer calls within is part of its own step
+        try:
+            wait()
+            gradients = args[0] if args else next(iter(kwargs.values()), ())
+            self._guard.run(self._before, optimizer, gradients)
+            out = original(optimizer, *args, **kwargs)
+            wait()
+            self.updates += 1
+            self._guard.run(self._after, optimizer)
+            return out
+        finally:
+            self._asleep = False
+
+
+class CellStateTap:
+    """Hands parameters, gradients and optimizer state to the tape at "before_step" and "after_step"."""
+
+    def __init__(self, wanted: ValuesWanted) -> None:
+        self._wanted = wanted
+        self._tape: Tape | None = None
+        self._calls: dict[tuple[str, str], Call] = {}
+        self._before: dict[str, HostArray] = {}
+        self._parameters: list[Any] = []
+        self._optimizers: list[Any] = []
+        self._collected = -1
+
+    def open(self, model: Any, optimizer: Any = None) -> None:
+        """Remember whose parameters to look at."""
+        found = {id(p): p for m in (model if isinstance(model, list | tuple) else [model]) for p in m.get_parameters()}
+        self._parameters = list(found.values())
+        self._optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer else []
+
+    def begin(self, tape: Tape) -> None:
+        """Take moments from now on."""
+        self._tape = tape
+        self._calls.clear()
+        self._before.clear()
+        self._collected += 1
+
+    def pause(self) -> None:
+        """Nothing is installed, so nothing rests."""
+
+    def resume(self) -> None:
+        """Nothing is installed."""
+
+    def end(self, again: bool = False) -> None:
+        """Take no more moments."""
+        self._tape = None
+        self._calls.clear()
+        self._before.clear()
+
+    def moment(self, name: str, optimizers: list[Any] | None = None, gradients: Any = ()) -> None:
+        """Look at parameters and state of `optimizers` (all that are known), and at the gradients one of them is handed."""
+        if self._tape is None:
+            return
+        chosen = self._optimizers if optimizers is None else optimizers
+        for part in self._parts(chosen, gradients):
+            wanted, sort = self._flags(part.slot)
+            slot = f"{part.slot}_after" if name == "after_step" else part.slot
+            if part.slot == "value":
+                self._update(name, part)
+            flags = wanted(part.name) if self._collected % self._wanted.every.get(sort, 1) == 0 else 0
+            if flags:
+                self._call(name, part.name).params[slot] = self._tape.tree(part.tensor, flags)
+        if name == "before_step":
+            for optimizer in chosen:
+                for key, rate in learning_rates(optimizer).items():
+                    self._tape.scalars.setdefault(key, rate)
+
+    def _parts(self, optimizers: list[Any], gradients: Any) -> Iterator[Part]:
+        others = {id(p) for o in self._optimizers if not any(o is c for c in optimizers) for p in o.parameters}
+        for p in self._parameters:
+            if id(p) not in others:
+                yield Part(p.name, "value", p)
+        if gradients and len(optimizers) == 1:
+            for p, gradient in zip(optimizers[0].parameters, gradients, strict=False):
+                if gradient is not None:
+                    yield Part(p.name, "grad", gradient)
+        for optimizer in optimizers:
+            for name, slot, tensor in states_of(optimizer):
+                yield Part(name, slot, tensor)
+
+    def _flags(self, slot: str) -> tuple[Callable[[str], int], str]:
+        if slot == "value":
+            return self._wanted.value, "value"
+        return (self._wanted.gradient, "gradient") if slot == "grad" else (self._wanted.state, "state")
+
+    def _update(self, moment: str, part: Part) -> None:
+        """Record value after the step minus value before it, in float32 for bfloat16 and else in the tensor's own dtype."""
+        flags = self._wanted.update(part.name)
+        if not flags or self._collected % self._wanted.every.get("update", 1) or without_data(part.tensor):
+            return
+        assert self._tape is not None
+        now = host_array(part.tensor)
+        if moment == "before_step":
+            self._before[part.name] = HostArray(now.dtype, now.shape, now.requires_grad, now.data.copy())
+            return
+        before = self._before.pop(part.name, None)
+        if before is not None:
+            wide = now.data.dtype.kind == "V"
+            change = _float32(now.data) - _float32(before.data) if wide else now.data - before.data
+            seen = HostArray("Float32" if wide else now.dtype, now.shape, False, np.asarray(change))
+            self._call(moment, part.name).params["update"] = self._tape.tree(seen, flags)
+
+    def _call(self, moment: str, name: str) -> Call:
+        assert self._tape is not None
+        call = self._calls.get((moment, name))
+        if call is None:
+            call = self._calls[moment, name] = self._tape.call("state", name, 0, "optimizer", parent="optimizer")
+            call.node = moment
+            call.params = {}
+        return call
+
+
+def _float32(bits: Any) -> Any:
+    """Return bfloat16 elements as float32."""
+    return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

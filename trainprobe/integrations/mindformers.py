@@ -1,0 +1,281 @@
+"""MindSpore and MindFormers: `callbacks=[ProbeCallback("plan.yaml")]`, for a Model and for both trainers of MindFormers.
+
+A step has the framework's own number, 1 for the first: `cur_step_num` of a Model and of the classic Trainer, `global_step` as
+it is after the step of the PyNative Trainer. In a configuration file of MindFormers the line is
+`callbacks: [{type: ProbeCallback, plan: plan.yaml}]`; the script that starts the training imports this module, before or after
+MindFormers. PyTorch is not needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+try:
+    import mindspore
+    from mindspore.train import Callback, Model
+except ImportError as missing:  # pragma: no cover
+    from trainprobe.errors import MissingExtra
+
+    raise MissingExtra("mindspore", "mindspore", "the callback for MindSpore and MindFormers") from missing
+
+from trainprobe.config_check.capture.on_import import ImportWatch
+from trainprobe.engine.records import Finding
+from trainprobe.engine.taps.mindspore_cells import is_graph_mode, wait
+from trainprobe.engine.taps.replaced import Replaced
+from trainprobe.errors import StopTraining
+from trainprobe.integrations.mindspore_probe import MindSporeProbe, agreed, number_of
+from trainprobe.integrations.session import Session
+from trainprobe.monitor.actions import sentence
+from trainprobe.watching import PlanSource
+
+REGISTRY = "mindformers.tools.register.register"
+NEW_CALLBACKS = "mindformers.pynative.callback.callback"
+NEW_TRAINER = "mindformers.pynative.trainer.trainer"
+# cells that stand around a model and hold it, and under which name
+AROUND = ("_backbone", "network", "network_with_loss", "micro_cell")
+WRAPPERS = frozenset(
+    ("WithLossCell", "_VirtualDatasetCell", "GradAccumulationCell", "PipelineCell", "MicroBatchInterleaved", "_DataWrapper")
+)
+
+
+class MindSporeSession(Session):
+    """A session whose probes are MindSpore's."""
+
+    probe_kind = MindSporeProbe
+
+
+class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
+    """Watches a training of MindSpore. plan: path, dict, Plan or None for the default; `overrides` are plan fields on top.
+
+    Raises PlanError for a plan that cannot be carried out.
+    """
+
+    def __init__(self, plan: PlanSource = None, **overrides: Any) -> None:
+        self._made_of = (plan, overrides)
+        self.session = MindSporeSession(dict(plan) if isinstance(plan, Mapping) else plan, **overrides)
+        know_mindformers()
+
+    def __reduce__(self) -> Any:
+        """Be copied and pickled as what it was made of: a probe that is at work belongs to its process."""
+        return _make_again, (type(self), *self._made_of)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found so far, in this process."""
+        return self.session.findings
+
+    # ---- a training: of a Model with (run_context), of the PyNative Trainer with (args, state, model=…, optimizer=…) ----
+
+    def on_train_begin(self, *told: Any, **about: Any) -> None:
+        """Open the probe: parameters and optimizer state are there now."""
+        if len(told) == 1:
+            p = told[0].original_args()
+            step_cell = _step_cell(p.train_network)
+            optimizer = p.optimizer if p.optimizer is not None else getattr(step_cell, "optimizer", None)
+            self._begin(_model(p.network, step_cell), optimizer, int(p.cur_step_num) + 1)
+        else:
+            self._begin(about.get("model"), about.get("optimizer"), int(told[1].global_step) + 1)
+
+    def on_train_end(self, *told: Any, **about: Any) -> None:
+        """Write everything."""
+        self._end()
+
+    def __exit__(self, *error: object) -> None:
+        """Leave nothing behind; what was collected of a step that an error cut short is written."""
+        self._end(complete=not (error and error[0] is not None))
+
+    def _begin(self, model: Any, optimizer: Any, step: int) -> None:
+        if isinstance(model, list | tuple) and len(model) == 1:
+            model = model[0]
+        optimizers = [] if optimizer is None else [optimizer]
+        self.session.begin(model, optimizers, step=step, say=_say)
+        probe = self.session.probe
+        if isinstance(probe, MindSporeProbe) and is_graph_mode():
+            line = probe.tell_what_is_compiled()
+            if line and probe.place.rank == 0:
+                _say(f"trainprobe: {line}")
+
+    def _end(self, complete: bool = True) -> None:
+        self.session.end(complete=complete)
+        self._tell()
+
+    # ---- a step of a Model ----------------------------------------------------------------------------------------
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        """Begin a step."""
+        self._step_begins(int(run_context.original_args().cur_step_num))
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        """Take what the framework reports and end the step."""
+        p = run_context.original_args()
+        if not self.session.is_inside:
+            return
+        if self._step_ends(reported(p.get("net_outputs"), _step_cell(p.train_network))) is not None:
+            run_context.request_stop()
+
+    # ---- a step of the PyNative Trainer -----------------------------------------------------------------------------
+
+    def on_step_begin(self, args: Any, state: Any, **about: Any) -> None:
+        """Begin a step."""
+        self._step_begins(int(state.global_step) + 1)
+
+    def on_step_end(self, args: Any, state: Any, **about: Any) -> None:
+        """Take what the framework reports and end the step. Raises StopTraining when a rule wants the training to end."""
+        if not self.session.is_inside:
+            return
+        scalars: dict[str, Any] = {name: about.get(told) for name, told in (("loss", "loss"), ("grad_norm", "grad_norm"))}
+        if "grad_norm" in about:  # 1.9.0 leaves an update out when a gradient is not finite, and then reports no norm
+            scalars["step_skipped"] = float(about["grad_norm"] is None)
+        stop = self._step_ends(scalars)
+        if stop is not None:
+            raise stop
+
+    def _step_begins(self, number: int) -> None:
+        if self.session.step_begins(number) and is_graph_mode():
+            self._moment("before_step")
+
+    def _step_ends(self, scalars: Mapping[str, Any]) -> StopTraining | None:
+        probe = self.session.probe
+        if probe is not None and probe.tape is not None:
+            wait()  # what went wrong in the step is raised here, as the training's error
+            probe.guard.run(self._note, scalars)
+            if is_graph_mode():
+                self._moment("after_step")
+        stop = self.session.step_ends()
+        self._tell()
+        if self.session.may_stop and agreed(stop is not None) and stop is None:
+            return StopTraining("a rule stopped the training on another rank")
+        return stop
+
+    def _note(self, scalars: Mapping[str, Any]) -> None:
+        for name, value in scalars.items():
+            self.session.note(name, number_of(value))
+
+    def _moment(self, name: str) -> None:
+        if self.session.probe is not None:
+            self.session.probe.moment(name)
+
+    def _tell(self) -> None:
+        for finding in self.session.fresh_findings():
+            if "mindformers" in sys.modules:
+                _say(f"trainprobe: {sentence(finding)}")
+
+    # ---- what the PyNative Trainer also calls -----------------------------------------------------------------------
+
+    def on_begin(self, args: Any, state: Any, **about: Any) -> None:
+        """Nothing begins yet."""
+
+    def on_end(self, args: Any, state: Any, **about: Any) -> None:
+        """Everything is written."""
+
+    def on_epoch_begin(self, args: Any, state: Any, **about: Any) -> None:
+        """Nothing depends on epochs."""
+
+    def on_epoch_end(self, args: Any, state: Any, **about: Any) -> None:
+        """Nothing depends on epochs."""
+
+
+def reported(outputs: Any, step_cell: Any) -> dict[str, Any]:
+    """Return scalar → what the framework reports of a step: the outputs of the cell that trains.
+
+    MindFormers reports (loss, overflow, loss scale, learning rate, global norm, …), a loss-scaling cell of MindSpore the first
+    three, any other the loss alone. An update that was left out because of an overflow is `step_skipped` 1.
+    """
+    if not isinstance(outputs, tuple | list):
+        return {"loss": outputs}
+    names = ("loss",)
+    if isinstance(step_cell, mindspore.nn.TrainOneStepWithLossScaleCell):
+        names = ("loss", "step_skipped", "loss_scale", "lr", "grad_norm")
+    return dict(zip(names, outputs, strict=False))
+
+
+def _step_cell(network: Any) -> Any:
+    """Return the cell that trains, which holds the optimizer, inside what data sinking may put around it."""
+    inner = network
+    for _ in range(8):
+        if inner is None or hasattr(inner, "optimizer"):
+            return inner
+        inner = getattr(inner, "network", None)
+    return network
+
+
+def _model(network: Any, step_cell: Any) -> Any:
+    """Return the model itself, without the cells that put a loss, micro-batches or an optimizer around it."""
+    inner = network if network is not None and not hasattr(network, "optimizer") else getattr(step_cell, "network", network)
+    while type(inner).__name__ in WRAPPERS:
+        held = next((getattr(inner, name) for name in AROUND if getattr(inner, name, None) is not None), None)
+        if held is None:
+            break
+        inner = held
+    return inner
+
+
+def _make_again(cls: type[ProbeCallback], plan: PlanSource, overrides: dict[str, Any]) -> ProbeCallback:
+    return cls(plan, **overrides)
+
+
+def _say(line: str) -> None:
+    if "mindformers" in sys.modules:
+        importlib.import_module("mindformers.tools.logger").logger.warning(line)
+    else:
+        sys.stderr.write(line + "\n")
+
+
+# ---- MindFormers' registry, and programs that know nothing of the probe -------------------------------------------------
+
+
+def know_mindformers() -> None:
+    """Make the callback known to MindFormers, if that is imported: to its registry and to its PyNative Trainer."""
+    registry, callbacks = sys.modules.get(REGISTRY), sys.modules.get(NEW_CALLBACKS)
+    if registry is not None and hasattr(registry, "MindFormerRegister"):
+        kind = registry.MindFormerModuleType.CALLBACK
+        if not registry.MindFormerRegister.is_exist(kind, "ProbeCallback"):
+            registry.MindFormerRegister.register_cls(ProbeCallback, kind)
+    if callbacks is not None and hasattr(callbacks, "TrainerCallback"):
+        callbacks.TrainerCallback.register(ProbeCallback)
+
+
+def attach_to_script(plan: PlanSource) -> None:
+    """Add the callback to every training of this process that has none."""
+    if not hasattr(Model.train, "ended"):
+        Replaced(Model, "train", _train_with_callback(Model.train, plan))
+    trainer: Any = getattr(sys.modules.get(NEW_TRAINER), "Trainer", None)
+    if trainer is not None and not hasattr(trainer.train, "ended"):
+        Replaced(trainer, "train", _train_pynative_with_callback(trainer.train, plan))
+
+
+def _train_with_callback(original: Any, plan: PlanSource) -> Any:
+    @wraps(original)
+    def train(model: Any, epoch: Any, train_dataset: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        given: Sequence[Any] = callbacks if isinstance(callbacks, list | tuple) else [] if callbacks is None else [callbacks]
+        if not any(isinstance(callback, ProbeCallback) for callback in given):
+            given = [ProbeCallback(plan), *given]
+        return original(model, epoch, train_dataset, list(given), *args, **kwargs)
+
+    return train
+
+
+def _train_pynative_with_callback(original: Any, plan: PlanSource) -> Any:
+    @wraps(original)
+    def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(callback, ProbeCallback) for callback in trainer.callback_handler.callbacks):
+            trainer.callback_handler.add_callback(ProbeCallback(plan))
+        return original(trainer, *args, **kwargs)
+
+    return train
+
+
+def _wait_for_mindformers() -> None:
+    """Make the callback known as soon as MindFormers is imported, if it is not yet."""
+    for module in (REGISTRY, NEW_CALLBACKS):
+        if module in sys.modules:
+            know_mindformers()
+        else:
+            ImportWatch().wait_for(module, lambda imported: know_mindformers())
+
+
+_wait_for_mindformers()
