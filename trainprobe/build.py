@@ -22,18 +22,26 @@ from trainprobe.engine.records import Call
 from trainprobe.engine.selection import Names, parse_steps
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.taps import Tap
+from trainprobe.engine.taps.attention import AttentionFeature
 from trainprobe.engine.taps.audit_facts import AuditTap
+from trainprobe.engine.taps.batches import BatchTap
 from trainprobe.engine.taps.clipping import ClippingTap
 from trainprobe.engine.taps.collectives import CollectiveTap
+from trainprobe.engine.taps.dead_units import DeadUnits
+from trainprobe.engine.taps.features import FeatureKind, FeatureTap
+from trainprobe.engine.taps.number_formats import FormatFeature
 from trainprobe.engine.taps.optimizer_steps import OptimizerStepTap
 from trainprobe.engine.taps.parameter_states import ParameterStateTap, StatesWanted
+from trainprobe.engine.taps.routers import RouterFeature
 from trainprobe.engine.taps.saved import SavedTap
 from trainprobe.engine.taps.torch_modules import ModulesWanted, ModuleTap
 from trainprobe.engine.taps.torch_ops import OpsWanted, OpTap
 from trainprobe.engine.taps.unreduced import UnreducedTap
+from trainprobe.engine.taps.weight_spectra import WeightSpectra
 from trainprobe.engine.wanted import flags_of
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.plan import validate as audit_plan
+from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.plan import Collect, MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
 
@@ -52,6 +60,9 @@ class Parts:
     states: ParameterStateTap | None = None
     clipping: ClippingTap | None = None
     unreduced: UnreducedTap | None = None
+    exchanged: CollectiveTap | None = None
+    batches: BatchTap | None = None
+    features: FeatureTap | None = None
     monitor: MonitorPlan | None = None
     audit: AuditTap | None = None
     audit_plan: AuditPlan | None = None
@@ -59,7 +70,8 @@ class Parts:
 
     def notes(self) -> list[str]:
         """Return what could not be seen, and why."""
-        return [note for tap in (self.naming, self.modules, self.watched) if tap is not None for note in tap.notes]
+        taps = (self.naming, self.modules, self.watched, self.exchanged, self.features)
+        return [note for tap in taps if tap is not None for note in tap.notes]
 
 
 def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None = None) -> tuple[Parts, list[Program]]:
@@ -85,6 +97,13 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
         if monitor is not None and monitor.gradients.on and monitor.gradients.unreduced:
             arrives = partial(states.arrived, per_micro=monitor.gradients.per_micro)
             parts.unreduced = UnreducedTap(guard, arrives, lambda: states.source is None)
+    if plan.black_box or (monitor is not None and monitor.batches.on):
+        parts.batches = BatchTap(guard)
+    if monitor is not None:
+        if monitor.collectives.on:
+            inside = (watched or naming).stack
+            parts.exchanged = CollectiveTap(flag.STATS, guard, None, inside, Names(monitor.collectives.names).__contains__)
+        parts.features = features_of_monitor(monitor.features, guard, naming) if monitor.features.on else None
     stepping = OptimizerStepTap(guard, partial(_before, parts, "optimizer" in plan.phases), partial(_after, parts))
     return parts, _programs(plan, parts, stepping)
 
@@ -94,17 +113,25 @@ def _programs(plan: Plan, parts: Parts, stepping: OptimizerStepTap) -> list[Prog
     dump += [tap for tap in (parts.modules, parts.ops, parts.collectives) if tap is not None]
     if plan.level in ("L0", "L1", "mix"):
         dump.append(stepping)
+    if parts.batches is not None and parts.monitor is None:
+        dump.append(parts.batches)
     named: list[tuple[Tap, Wants]] = [(parts.naming, lambda n: False)]  # it is opened, and begun only where it stands elsewhere
     if plan.config_check:
         named.append((ConfigCheckTap(plan.config_check, plan.output, plan.on_error), lambda n: False))
     programs = [Program("dump", plan.wants_step, (*((tap, plan.wants_step) for tap in dump), *named))]
     if parts.monitor is not None and parts.watched is not None and parts.states is not None:
         light: list[tuple[Tap, Wants]] = [(parts.states, lambda n: True), (stepping, lambda n: True)]
-        if parts.monitor.activations.on or parts.monitor.activation_gradients.on:
+        kinds = [kind.every for kind in (parts.monitor.activations, parts.monitor.activation_gradients) if kind.on]
+        if kinds:
             whole = parts.modules is not None
-            every = parts.monitor.activations.every
-            light.insert(0, (parts.watched, lambda n: n % every == 0 and not (whole and plan.wants_step(n))))
-        light += [(tap, lambda n: True) for tap in (parts.clipping, parts.unreduced) if tap is not None]
+            light.insert(0, (parts.watched, lambda n: any(n % e == 0 for e in kinds) and not (whole and plan.wants_step(n))))
+        if parts.exchanged is not None:
+            seen, often = parts.collectives is not None, parts.monitor.collectives.every
+            light.append((parts.exchanged, lambda n: n % often == 0 and not (seen and plan.wants_step(n))))
+        if parts.batches is not None:
+            batched = parts.monitor.batches.every
+            light.append((parts.batches, lambda n: n % batched == 0))
+        light += [(tap, lambda n: True) for tap in (parts.clipping, parts.unreduced, parts.features) if tap is not None]
         programs.append(Program("monitor", parse_steps(parts.monitor.step).__contains__, tuple(light)))
     if parts.audit is not None and parts.audit_plan is not None and parts.states is not None and parts.clipping is not None:
         reads = partial(parts.audit_plan.wants, cost="fingerprints")
@@ -131,6 +158,8 @@ def _before(parts: Parts, with_ops: bool, optimizer: Any) -> None:
         parts.modules.unwatched_parameters()
     if parts.audit is not None:
         parts.audit.before_update(optimizer)
+    if parts.features is not None:
+        parts.features.stepping()
     if parts.states is not None:
         parts.states.stepping(optimizer)
         if parts.states.source is None:  # an integration with a source of its own places the moments itself
@@ -186,16 +215,42 @@ def ops_of_plan(plan: Plan, cuts: list[Detail]) -> OpsWanted:
 def modules_of_monitor(monitor: MonitorPlan | None) -> ModulesWanted:
     """Return what the monitor wants of modules: inputs, outputs, and their gradients."""
     assert monitor is not None
-    chosen = Names((*monitor.activations.names,))
+    chosen = [Names(kind.names) for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
     data = {"input", "output"} if monitor.activations.on or monitor.activation_gradients.on else set[str]()
     return ModulesWanted(
         flags=lambda name: flag.STATS,
-        selected=chosen.__contains__,
+        selected=lambda name: any(name in names for names in chosen),
         data=frozenset(data),
         forward=monitor.activations.on,
         backward=monitor.activation_gradients.on,
         recompute=False,
     )
+
+
+def features_of_monitor(plan: Features, guard: Guard, naming: ModuleTap) -> FeatureTap:
+    """Return the tap of the deeper features that a plan asks for."""
+    inside: list[tuple[str, Any]] = []
+    kinds: list[FeatureKind] = []
+
+    def names(feature: Any) -> Callable[[str], bool]:
+        return Names(feature.names).__contains__
+
+    if (a := plan.attention).on:
+        kinds.append(AttentionFeature(names(a), a.every, guard, inside, a.rows, a.sequences))
+    if (w := plan.weights).on:
+        kinds.append(WeightSpectra(names(w), w.every, lambda: naming.parameter_names, w.iterations))
+    if (r := plan.routers).on:
+        kinds.append(RouterFeature(names(r), r.every, inside, r.top_k))
+    if (f := plan.formats).on:
+        names_of = lambda: naming.parameter_names  # noqa: E731
+        lost = FormatFeature(
+            names(f), f.every, guard, names_of, formats=f.formats, slots=f.slots, scale=f.scale, exponents=f.exponents
+        )
+        kinds.append(lost)
+    if (d := plan.dead_units).on:
+        kinds.append(DeadUnits(names(d), d.every, d.limit))
+    known = lambda: {key: (info.name, info.compiled) for key, info in naming.known.items()}  # noqa: E731
+    return FeatureTap(kinds, guard, known, inside)
 
 
 def states_of_monitor(monitor: MonitorPlan | None) -> StatesWanted:

@@ -45,6 +45,7 @@ class Probe(EngineProbe):
     def __init__(
         self, plan: PlanSource = None, *, rename: Rename | None = None, place: Place | None = None, **overrides: Any
     ) -> None:
+        from trainprobe.monitor.chosen_calls import chosen_calls
         from trainprobe.monitor.watcher import Watcher
 
         loaded = load_plan(plan, **overrides)
@@ -66,6 +67,8 @@ class Probe(EngineProbe):
         )
         self._watcher: Watcher | None = None
         if self.parts.monitor is not None:
+            drop = chosen_calls(self.parts.monitor)
+            self.watchers += [drop] if drop is not None else []
             self._watcher = Watcher(self.parts.monitor.rules)
             self.watchers.append(self._watcher)
             self.deciders.append(self._decide)
@@ -107,6 +110,7 @@ class Probe(EngineProbe):
         from trainprobe.monitor.audit.audit import Audit
 
         tap.fingerprints = lambda: plan.wants(self.step_number, "fingerprints")
+        tap.ordinal = lambda: self.begun
         tap.sampled = lambda: plan.wants(self.step_number, "rerun")
         audit = Audit(plan, tap.take, Gathering().gather)
         self.watchers.append(audit)

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from trainprobe.engine.selection import parse_names, parse_steps
 from trainprobe.errors import PlanError, did_you_mean
+from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.rules import OPTIONAL, Patterns, RuleOptions, load_rule, rule_names
 
 Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
@@ -97,6 +98,10 @@ class MonitorPlan(_Section):
     """Collective calls: which, how large, in which group, and the statistics of what goes in and comes out."""
     scalars: Kind = Collect()
     """Loss, learning rate, loss scale, reported gradient norm, token counts."""
+    batches: Kind = OFF
+    """A fingerprint of what the model is called with, for each micro-batch, and the number of tokens; on for the black box."""
+    features: Features = Features()
+    """Deeper numbers, worked out where they are asked for: attention, weights, routers, formats, dead_units."""
     rules: Mapping[str, RuleOptions] = Field(default_factory=dict, validate_default=True)
     """Rule name → its settings; `true` for its defaults, `false` to leave it out. Those that are not named judge with their
     defaults, except mean_deviation and threshold, which judge only where they are named."""

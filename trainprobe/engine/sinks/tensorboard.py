@@ -1,8 +1,9 @@
 """Statistics as TensorBoard event files: `tensorboard/rank{R}/events.out.tfevents.…`, one file a run, flushed each step.
 
-Tags are `activations/layers.0.mlp/output/norm`, `gradients/layers.0.mlp.weight/grad/norm`, `ops/…`, `scalars/loss`; a
-second call in the same step carries its number, `layers.0.mlp[1]`, and a later micro-batch `:micro1`. Only tensorboard's
-record writer and messages are used, so that TensorFlow is not imported where it happens to be installed.
+Tags are `activations/layers.0.mlp/output/norm`, `gradients/layers.0.mlp.weight/grad/norm`, `ops/…`, `scalars/loss`,
+`features/layers.0.attn/attention_entropy.3`; a second call in the same step carries its number, `layers.0.mlp[1]`, and a later
+micro-batch `:micro1`. Only tensorboard's record writer and messages are used, so that TensorFlow is not imported where it
+happens to be installed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.plan import Plan
-from trainprobe.engine.records import Finding, Place, Record, Reel
+from trainprobe.engine.records import Finding, Place, Record, Reel, Site, Step
 from trainprobe.engine.reel import slots
 from trainprobe.errors import MissingExtra
 
-_GROUPS = {"op": "ops", "parameter": "gradients", "collective": "collectives", "saved": "saved", "scalar": "scalars"}
+_GROUPS = {
+    **{"op": "ops", "parameter": "gradients", "collective": "collectives", "saved": "saved", "scalar": "scalars"},
+    "feature": "features",
+}
 
 
 class TensorboardSink:
@@ -98,7 +102,12 @@ def _group(record: Record) -> str:
 
 
 def _histograms(reel: Reel) -> Iterator[tuple[str, tuple[Sequence[float], Sequence[float]]]]:
-    """Yield (tag, (edges, counts)) where the reel has a histogram of the value."""
+    """Yield (tag, (edges, counts)) where the reel has a histogram of the value, and of features that are counts per bin."""
+    for feature in reel.features:
+        if feature.edges is not None:
+            site = Site("feature", feature.name, feature.slot, feature.call)
+            record = Record(Step(reel.step, feature.micro), reel.place, site, "float64", (), {})
+            yield tag(record), (feature.edges.tolist(), feature.numbers.tolist())
     if not reel.histograms:
         return
     rows = [value.row for call in reel.calls for _, value in slots(call)]

@@ -8,6 +8,7 @@ itself (the buckets of DistributedDataParallel) do not pass here; functional col
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -44,10 +45,28 @@ METHODS: dict[str, tuple[str, int | None, int | None]] = {
 }
 
 
-class CollectiveTap:
-    """See the module text. Does nothing where torch.distributed is not initialised."""
+_NATIVE = (
+    "DistributedDataParallel joins gradients in C++, where collectives cannot be seen: `gradients: {unreduced: true}` of the "
+    "monitor shows them before and after"
+)
 
-    def __init__(self, flags: int, guard: Guard, stacks: Stacks | None, inside: list[Call]) -> None:
+
+class CollectiveTap:
+    """See the module text. Does nothing where torch.distributed is not initialised.
+
+    chosen: which public names (`all_reduce`, `Distributed.all_reduce`) are recorded.
+    """
+
+    def __init__(
+        self,
+        flags: int,
+        guard: Guard,
+        stacks: Stacks | None,
+        inside: list[Call],
+        chosen: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        self.notes: dict[str, None] = {}
+        self._chosen = chosen
         self._flags = flags
         self._guard = guard
         self._stacks = stacks
@@ -58,7 +77,10 @@ class CollectiveTap:
         self._pending: dict[int, tuple[Any, Call, Any]] = {}
 
     def open(self, model: Any, optimizer: Any = None) -> None:
-        """Nothing to learn: process groups are told by each call."""
+        """Look for a wrapper whose collectives do not pass here; process groups are told by each call."""
+        for chunk in model if isinstance(model, list | tuple) else [model]:
+            if type(chunk).__name__ == "DistributedDataParallel":
+                self.notes[_NATIVE] = None
 
     def begin(self, tape: Tape) -> None:
         """Replace the methods of the process-group class and `Work.wait`."""
@@ -77,7 +99,7 @@ class CollectiveTap:
             return
         for method in METHODS:
             original = getattr(dist.ProcessGroup, method, None)
-            if original is not None:
+            if original is not None and (self._chosen(METHODS[method][0]) or self._chosen(f"Distributed.{METHODS[method][0]}")):
                 self._replaced.append(Replaced(dist.ProcessGroup, method, self._recording(method, original)))
         if self._wait is None:
             self._wait = Replaced(dist.Work, "wait", self._recording_wait(dist.Work.wait))

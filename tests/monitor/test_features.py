@@ -1,0 +1,230 @@
+"""Deeper features in a watched training: no bit changes, nothing is left or done when off, and every writer has them."""
+
+from __future__ import annotations
+
+import csv
+import functools
+
+import numpy as np
+import pytest
+import torch
+from small_training import GPT, batch
+
+import trainprobe
+from tests import zoo
+from tests.lockstep import differences, one_step, seed_all
+from tests.lockstep import train as train_case
+from tests.traces import left_behind, traces
+from trainprobe.build import compose
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.plan import load_plan
+from trainprobe.engine.stats.histogram import exponent_histogram
+from trainprobe.engine.stats.low_precision import lost
+from trainprobe.errors import PlanError
+from trainprobe.monitor.feature_plan import AttentionSettings, Features, FormatSettings
+from trainprobe.monitor.plan import validate
+from trainprobe.monitor.run_folder import read_frames
+
+torch.set_num_threads(1)
+ALL = {
+    "attention": True,
+    "weights": True,
+    "routers": True,
+    "formats": {"formats": ["fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16"]},
+    "dead_units": {"names": "**"},
+}
+
+
+def watching(folder, level="off", **monitor):
+    plan = {"level": level, "sinks": ["jsonl"], "monitor": {"features": ALL, "batches": True, "collectives": True, **monitor}}
+    return lambda model, optimizer: trainprobe.watch(model, optimizer, output=folder, on_error="raise", **plan)
+
+
+@functools.cache
+def bare(name):
+    return train_case(zoo.load(name))
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_training_gives_the_same_bits_with_all_features(name, tmp_path):
+    assert differences(bare(name), train_case(zoo.load(name), watch=watching(tmp_path / "out"))) == []
+
+
+@pytest.mark.parametrize("name", ["residual_gpt", "checkpoint_nonreentrant", "autocast_bf16", "unbound_imports"])
+def test_training_gives_the_same_bits_with_all_features_beside_a_full_dump(name, tmp_path):
+    assert differences(bare(name), train_case(zoo.load(name), watch=watching(tmp_path / "out", level="mix"))) == []
+
+
+@pytest.mark.parametrize("name", ["residual_gpt", "gradient_accumulation", "tied_weights"])
+def test_nothing_is_left_behind(name, tmp_path):
+    case = zoo.load(name)
+    seed_all()
+    model = case.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    one_step(case, model, optimizer, 0)
+    before = traces(model, optimizer)
+    with watching(tmp_path / "out")(model, optimizer) as probe:
+        for step in (1, 2):
+            with probe.step():
+                one_step(case, model, optimizer, step)
+    assert left_behind(before, traces(model, optimizer)) == {}
+
+
+def test_what_is_off_has_no_tap():
+    parts, programs = compose(load_plan({"level": "off", "monitor": True}), Guard(), None)
+    assert (parts.features, parts.exchanged, parts.batches) == (None, None, None)
+    kinds = {type(tap).__name__ for program in programs for tap, _ in program.taps}
+    assert not kinds & {"FeatureTap", "CollectiveTap", "BatchTap"}
+
+
+def run(folder, monitor, steps=3, sinks=("memory",), micro=1, model=None, **plan):
+    """Train a small GPT; return the reels, the model and the probe's findings."""
+    torch.manual_seed(0)
+    model = model or GPT(width=16, layers=2, dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    generator, reels = torch.Generator().manual_seed(0), []
+    options = {"output": folder, "level": "off", "sinks": list(sinks), "monitor": monitor, "on_error": "raise", **plan}
+    with trainprobe.watch(model, optimizer, options) as probe:
+        for step in range(steps):
+            probe.begin_step(step)
+            optimizer.zero_grad(set_to_none=True)
+            for _ in range(micro):
+                tokens = batch(generator)
+                loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+                loss.backward()
+            optimizer.step()
+            probe.note("loss", loss.detach())
+            reels.append(probe.end_step())
+    return reels, model, list(probe.findings)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.37, "amax"])
+def test_lost_shares_and_exponents_are_those_of_the_tensors(tmp_path, scale):
+    forms = ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "fp16", "bf16"]
+    features = {"formats": {"names": ["layers.1.fc1", "layers.1.fc1.weight"], "formats": forms, "scale": scale}}
+    kept = {}
+    model = GPT(width=16, layers=2, dropout=0.0)
+
+    def keep(module, args, out):
+        kept["output"] = out.detach().clone()
+        out.register_hook(lambda g: kept.__setitem__("grad_output", g.clone()))
+
+    model.layers[1].fc1.register_forward_hook(keep)
+    kept["value"] = model.layers[1].fc1.weight.detach().clone()
+    (reel,), model, _ = run(tmp_path, {"features": features}, steps=1, model=model)
+    kept["grad"] = model.layers[1].fc1.weight.grad
+    found = {(f.name, f.slot): f for f in reel.features}
+    assert len(found) == 4 * (2 * len(forms) + 1)
+    for slot, tensor in kept.items():
+        name = "layers.1.fc1" if "output" in slot else "layers.1.fc1.weight"
+        array = tensor.numpy()
+        for form in forms:
+            factor = (
+                scale if scale != "amax" else min(_largest(form) / float(np.abs(array).max()), float(np.finfo(np.float32).max))
+            )
+            under, over = lost(array, form, float(np.float32(factor)))
+            assert found[name, f"underflow_{form}.{slot}"].numbers == pytest.approx([under / array.size], rel=1e-6)
+            assert found[name, f"overflow_{form}.{slot}"].numbers == pytest.approx([over / array.size], rel=1e-6)
+        told, want = found[name, f"exponents.{slot}"], exponent_histogram(array)
+        counts = want.negative + want.positive
+        assert told.numbers.tolist() == np.trim_zeros(counts).tolist()
+        assert told.edges[0] == 2.0 ** (want.lowest + np.flatnonzero(counts)[0])
+        assert np.all(told.edges[1:] == 2 * told.edges[:-1])
+
+
+def _largest(form):
+    from trainprobe.engine.stats.low_precision import FORMATS
+
+    return FORMATS[form].largest
+
+
+def test_features_are_series_of_their_own_live_and_from_every_writer(tmp_path):
+    monitor = {"features": {"attention": True, "weights": True, "formats": True}, "batches": True, "rules": {"spike": False}}
+    reels, _, findings = run(tmp_path, monitor, sinks=["jsonl", "csv", "tensorboard", "memory"], micro=2)
+    assert findings == []
+    frames = list(read_frames(tmp_path))
+    wanted = {(f.name, slot, f.call): number for f in reels[-1].features for slot, number in f.each()}
+    assert len(wanted) > 100
+    for frame in (frames[-1], list(read_frames(tmp_path / "rank0" / "metrics.csv"))[-1]):
+        tracks = [frame.tracks.tracks[t] for t in frame.at]
+        found = {
+            (t.spot.name, t.spot.slot, t.spot.call): x
+            for t, x in zip(tracks, frame.values, strict=True)
+            if t.spot.kind == "feature" and t.statistic == "value"
+        }
+        assert found == wanted
+        assert sum(t.spot.kind == "feature" for t in tracks) == len(wanted)
+    rows = [r for r in csv.DictReader((tmp_path / "rank0/metrics.csv").open()) if r["slot"] == "fingerprint"]
+    assert [int(r["value"]) for r in rows] == [b for reel in reels for b in reel.batches]
+
+
+def test_tensorboard_shows_features_and_exponents_as_histograms(tmp_path):
+    loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reels, _, _ = run(tmp_path, {"features": {"attention": True, "formats": True}}, sinks=["tensorboard", "memory"])
+    events = loading.EventAccumulator(str(tmp_path / "tensorboard/rank0"), size_guidance={"histograms": 0, "scalars": 0})
+    events.Reload()
+    entropy = next(f for f in reels[-1].features if f.slot == "attention_entropy")
+    told = events.Scalars(f"features/{entropy.name}/attention_entropy.2")[-1]
+    assert (told.step, told.value) == (2, pytest.approx(entropy.numbers[2]))
+    exponents = next(f for f in reels[-1].features if f.slot == "exponents.value")
+    shown = events.Histograms(f"features/{exponents.name}/exponents.value")[-1].histogram_value
+    assert sum(shown.bucket) == exponents.numbers.sum()
+    assert shown.num == exponents.numbers.sum()
+
+
+def test_a_batch_has_a_fingerprint_of_its_own_and_tokens_are_counted(tmp_path):
+    reels, _, _ = run(tmp_path / "a", {"batches": True}, micro=2)
+    again, _, _ = run(tmp_path / "b", {"batches": True}, micro=2)
+    fingerprints = [b for reel in reels for b in reel.batches]
+    assert len(set(fingerprints)) == len(fingerprints) == 6
+    assert fingerprints == [b for reel in again for b in reel.batches]
+    assert [reel.scalars["tokens"] for reel in reels] == [2 * 8 * 32] * 3
+
+
+def test_a_batch_is_known_by_the_number_that_the_audit_gives_it(tmp_path):
+    torch.manual_seed(0)
+    model = GPT(width=16, layers=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plan = {"output": tmp_path, "level": "off", "monitor": {"batches": True}, "audit": {"every": 1}, "sinks": ["memory"]}
+    with trainprobe.watch(model, optimizer, plan) as probe:
+        probe.begin_step(0)
+        model(batch(torch.Generator().manual_seed(0))[:, :-1]).square().mean().backward()
+        optimizer.step()
+        reel = probe.end_step()
+        assert tuple(reel.batches) == probe._audit.last.facts.batches
+
+
+def test_activations_and_their_gradients_have_patterns_and_intervals_of_their_own(tmp_path):
+    monitor = {
+        "activations": {"names": "layers.0.fc1", "every": 2},
+        "activation_gradients": {"names": "layers.1.*"},
+    }
+    reels, _, _ = run(tmp_path, monitor, steps=4)
+    for reel in reels:
+        seen = {(c.phase, c.name) for c in reel.calls if c.kind == "module"}
+        forward = {("forward", "layers.0.fc1")} if reel.step % 2 == 0 else set()
+        assert {pair for pair in seen if pair[0] == "forward"} == forward
+        assert {name for phase, name in seen if phase == "backward"} >= {"layers.1.fc1", "layers.1.proj"}
+        assert all(name.startswith("layers.1.") for phase, name in seen if phase == "backward")
+
+
+def test_a_section_switches_a_feature_on_and_what_cannot_be_used_is_told():
+    assert not validate(True).features.on
+    plan = validate({"features": {"attention": {"rows": 8}, "weights": True}}).features
+    assert (plan.attention.on, plan.attention.rows, plan.weights.on, plan.formats.on) == (True, 8, True, False)
+    assert not validate({"features": {"attention": {"on": False, "rows": 8}}}).features.on
+    for section, message in (
+        ({"attentions": True}, r"features.attentions: unknown key 'attentions' — did you mean 'attention'\?"),
+        ({"attention": {"row": 3}}, r"features.attention.row: unknown key 'row' — did you mean 'rows'\?"),
+        ({"formats": {"formats": "fp6"}}, r"features.formats.formats.0: 'fp6' cannot be used"),
+        ({"formats": {"scale": -1}}, r"features.formats.scale"),
+        ({"weights": {"names": "re:["}}, r"is not a regular expression"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            validate({"features": section})
+
+
+def test_every_key_has_a_docstring():
+    for section in (Features, *(field.annotation for field in Features.model_fields.values())):
+        assert all(field.description for field in section.model_fields.values())
+    assert AttentionSettings.__doc__ and FormatSettings.__doc__

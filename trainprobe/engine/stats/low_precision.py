@@ -1,0 +1,52 @@
+"""What a low-precision format loses: the elements that it would round to zero, and those beyond its largest number.
+
+A number x under a scale s is cast as x · s, rounded to the nearest, ties to even (IEEE 754; Open Compute Project, *OCP 8-bit
+Floating Point Specification*, 2023, and *Microscaling Formats*, 2023). With t the smallest positive number of the format
+
+* it underflows when x ≠ 0 and |x · s| <= t / 2: the tie goes to zero, which is even;
+* it overflows when |x · s| rounds to more than the largest finite number m, as if the format went on: above the middle
+  between m and the next step, or at the middle where the last bit of m is set. Infinities overflow, NaN does not.
+
+The product x · s is rounded to float32 first, as it is in training, unless x is float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """smallest: t. largest: m. middle: between m and the next step. even: the last bit of m is not set."""
+
+    smallest: float
+    largest: float
+    middle: float
+    even: bool
+
+
+FORMATS: dict[str, Format] = {
+    "fp4_e2m1": Format(2.0**-1, 6.0, 7.0, even=False),
+    "fp8_e4m3": Format(2.0**-9, 448.0, 464.0, even=True),
+    "fp8_e5m2": Format(2.0**-16, 57344.0, 61440.0, even=False),
+    "fp16": Format(2.0**-24, 65504.0, 65520.0, even=False),
+    "bf16": Format(2.0**-133, (2 - 2.0**-7) * 2.0**127, (2 - 2.0**-8) * 2.0**127, even=False),
+}
+
+
+def lost(array: npt.NDArray[Any], name: str, scale: float = 1.0) -> tuple[int, int]:
+    """Return (how many elements underflow, how many overflow) in the format `name` of `FORMATS` under `scale`.
+
+    The reference that the device's implementation is tested against.
+    """
+    told = FORMATS[name]
+    x = np.abs(np.asarray(array).reshape(-1))
+    x = x * scale if x.dtype == np.float64 else (x.astype(np.float32) * np.float32(scale)).astype(np.float64)
+    nonzero = np.asarray(array).reshape(-1) != 0
+    under = nonzero & (x <= told.smallest / 2)
+    over = x > told.middle if told.even else x >= told.middle
+    return int(under.sum()), int(over.sum())

@@ -1,0 +1,28 @@
+"""Leaves in a reel what the monitor chose of activations and of their gradients, where the two have patterns of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trainprobe.engine.records import Finding, Reel
+from trainprobe.engine.selection import Names
+from trainprobe.monitor.plan import MonitorPlan
+
+
+def chosen_calls(plan: MonitorPlan) -> Callable[[Reel], list[Finding]] | None:
+    """Return what drops from a reel the calls of modules that were not chosen; None where both kinds choose alike.
+
+    A step that is dumped in full is left as it is.
+    """
+    forward, backward = plan.activations, plan.activation_gradients
+    if not (forward.on and backward.on) or (forward.names, forward.every) == (backward.names, backward.every):
+        return None
+    kinds = {"forward": (forward.every, Names(forward.names)), "backward": (backward.every, Names(backward.names))}
+
+    def drop(reel: Reel) -> list[Finding]:
+        if "dump" not in reel.programs:
+            due = {phase: names if reel.step % every == 0 else Names(("!**",)) for phase, (every, names) in kinds.items()}
+            reel.calls = [c for c in reel.calls if c.kind != "module" or c.phase not in due or c.name in due[c.phase]]
+        return []
+
+    return drop

@@ -1,0 +1,111 @@
+"""The `features` of the `monitor` section of a plan: numbers that cost more than a reduction, all off unless they are named."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from trainprobe.engine.selection import parse_names
+from trainprobe.monitor.rules import Patterns
+
+Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
+FormatName: TypeAlias = Literal["fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16"]
+Slot: TypeAlias = Literal["output", "grad_output", "value", "grad"]
+
+
+def switch(value: object) -> object:
+    """Let `true` and `false` stand for a section with its defaults, and for none."""
+    return {"on": value} if isinstance(value, bool) else {"on": True, **value} if isinstance(value, dict) else value
+
+
+def _listed(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+class _Feature(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    on: bool = False
+    """Work it out at all; naming the section switches it on."""
+    names: Patterns = ("**",)
+    """Patterns of the modules or parameters it is worked out for; a leading `!` excludes."""
+    every: Whole = 1
+    """Work it out at each so many collected steps."""
+
+    _check_names = field_validator("names")(lambda cls, value: parse_names(value).patterns)  # pyright: ignore
+
+
+class AttentionSettings(_Feature):
+    """Entropy, largest logit and peak of attention, for each head."""
+
+    rows: Whole = 64
+    """How many queries of a sequence are looked at, evenly spaced; at least its length: all of them."""
+    sequences: Whole = 4
+    """How many sequences of a batch are looked at, evenly spaced."""
+
+
+class WeightSettings(_Feature):
+    """Spectral norm and stable rank of parameters of two and more dimensions."""
+
+    iterations: Whole = 4
+    """Power iterations at each later step; the first step of a parameter makes 24."""
+
+
+class RouterSettings(_Feature):
+    """Load, entropy and similarity of the routers of mixtures of experts."""
+
+    names: Patterns = (r"re:(^|\.)(router|gate|wg)$",)
+    """Patterns of the routers, modules with a weight [experts, width]."""
+    top_k: Whole | None = None
+    """How many experts a token gets, where neither the router's output nor the module tells it."""
+
+
+class FormatSettings(_Feature):
+    """Shares of values that low-precision formats would lose, and how often each exponent is used."""
+
+    formats: Annotated[tuple[FormatName, ...], BeforeValidator(_listed)] = ("fp8_e4m3", "fp8_e5m2")
+    """Which formats: fp4_e2m1, fp8_e4m3, fp8_e5m2, fp16, bf16."""
+    slots: Annotated[tuple[Slot, ...], BeforeValidator(_listed), Field(min_length=1)] = (
+        "output",
+        "grad_output",
+        "value",
+        "grad",
+    )
+    """Of which values: outputs of modules and their gradients, values of parameters and their gradients."""
+    scale: Literal["amax"] | Annotated[float, Field(gt=0)] = 1.0
+    """What values are multiplied by before they are cast: a number, or `amax`, the largest number of the format over the
+    largest magnitude of the tensor."""
+    exponents: bool = True
+    """Count the elements per power of two too; TensorBoard shows them as histograms."""
+
+
+class DeadUnitSettings(_Feature):
+    """Share of units that are silent for all tokens of a call."""
+
+    names: Patterns = (r"re:(?i)(act|relu|gelu|silu)[^.]*$",)
+    """Patterns of the modules, by default those whose last name sounds like an activation function."""
+    limit: Annotated[float, Field(ge=0)] = 0.0
+    """The largest magnitude that counts as silent."""
+
+
+class Features(BaseModel):
+    """All deeper features. Each takes `true`, or a section of settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    attention: Annotated[AttentionSettings, BeforeValidator(switch)] = AttentionSettings()
+    """Attention of each head: entropy, largest logit, peak."""
+    weights: Annotated[WeightSettings, BeforeValidator(switch)] = WeightSettings()
+    """Spectral norm and stable rank of weights."""
+    routers: Annotated[RouterSettings, BeforeValidator(switch)] = RouterSettings()
+    """Load of each expert, entropy of the choice, similarity of the experts' rows."""
+    formats: Annotated[FormatSettings, BeforeValidator(switch)] = FormatSettings()
+    """What low-precision formats would lose."""
+    dead_units: Annotated[DeadUnitSettings, BeforeValidator(switch)] = DeadUnitSettings()
+    """Share of silent units."""
+
+    @property
+    def on(self) -> bool:
+        """Whether any is worked out."""
+        return any(getattr(self, name).on for name in type(self).model_fields)
