@@ -84,6 +84,14 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Clip:
+    """One call that clipped gradients by norm: the parameters that it was given, and the norm that it found."""
+
+    names: frozenset[str]
+    norm: float
+
+
+@dataclass(frozen=True, slots=True)
 class Projection:
     """Gradient of the declared loss against the applied one: inner products over all elements of one parameter.
 
@@ -104,8 +112,9 @@ class StepFacts:
     batches: fingerprint of what the model was called with, a micro-batch each. bypassed: the model inside a wrapper was
     called, and not the wrapper. left: parameter → (fingerprint, norm) of a gradient that was there when the first backward
     pass began. buffers: name → fingerprint after the update. rates: learning rate of each group as the optimizer used it.
-    random: fingerprint of the random state at the end of the step, and of that before the first forward. recomputed: (module,
-    call, fingerprints of the forward, of its repetition).
+    repeated: a parameter was in two updates. ordinal: how many steps had begun with this one. clips: the calls that clipped.
+    random: fingerprint of the random state at the end of the step, and of that before the
+    first forward. recomputed: (module, call, fingerprints of the forward, of its repetition).
     """
 
     set_up: ModelFacts
@@ -115,13 +124,21 @@ class StepFacts:
     bypassed: bool = False
     backwards: int = 0
     updates: int = 0
+    repeated: bool = False
+    ordinal: int = 0
     left: Mapping[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
     buffers: Mapping[str, int] = field(default_factory=dict[str, int])
     groups: tuple[Group, ...] = ()
     rates: tuple[float, ...] = ()
+    clips: tuple[Clip, ...] = ()
     random: int = 0
     drawn: bool = False
     evaluations: tuple[Evaluation, ...] = ()
     schedules: tuple[Schedule, ...] = ()
     projections: tuple[Projection, ...] = ()
     recomputed: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...]], ...] = ()
+
+    @property
+    def updated_once(self) -> bool:
+        """Whether every parameter was in one update at most: of one optimizer, or of several that own different ones."""
+        return self.updates > 0 and not self.repeated

@@ -86,6 +86,7 @@ class Probe:
         self.deciders: list[Decider] = []
         self.tape: Tape | None = None
         self.step_number = -1
+        self.begun = 0  # how many steps began: numbers of steps may leave some out
         self.closed = False
         self._programs = tuple(programs)
         self._taps = tuple(dict.fromkeys(tap for program in programs for tap, _ in program.taps))
@@ -140,6 +141,7 @@ class Probe:
         self.step_number = self.step_number + 1 if number is None else number
         self._first_step = self.step_number if self._first_step is None else self._first_step
         self._inside = True
+        self.begun += 1
         if self._wants(self.step_number) and self.guard.tripped is None and not self.closed:
             self.guard.run(self._install)
         return self.tape is not None

@@ -131,6 +131,8 @@ class Follower:
         self._passes: dict[str, int] = {}
         monitor = probe.parts.monitor
         self._gradients = monitor.gradients if monitor is not None and monitor.gradients.on else None
+        wanted = self._gradients is not None and self._gradients.unclipped
+        self._unclipped = wanted or probe.parts.audit is not None
         self._per_micro = self._gradients is not None and self._gradients.per_micro
         managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
         self._pipeline = hasattr(type(engine), "train_batch")
@@ -181,7 +183,7 @@ class Follower:
         source.before_clipping = scale == 1 and not clips  # nothing is done to gradients from here on; overflow destroys them
         if source.before_clipping:
             self._look("before_step")
-        elif self._gradients is not None and self._gradients.unclipped:
+        elif self._unclipped:
             self._look("unclipped")
         out = self._run_inside(run, *args, **kwargs)
         self._look("after_step")

@@ -147,7 +147,8 @@ class Follower:
         monitor = probe.parts.monitor
         self._may_stop = monitor is not None and any("stop" in rule.actions for rule in monitor.rules.values())
         self._device = next((held.parameter.device for held in source.held), None)
-        self._unclipped = probe.parts.states is not None and (monitor is None or monitor.gradients.unclipped)
+        audited = probe.parts.audit is not None
+        self._unclipped = probe.parts.states is not None and (audited or monitor is None or monitor.gradients.unclipped)
         wanted = monitor.gradients if monitor is not None else None
         if wanted is not None and wanted.on and wanted.unreduced:
             self._watch_reductions(chunks)

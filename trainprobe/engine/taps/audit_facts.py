@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.facts import ModelFacts, StepFacts
+from trainprobe.engine.facts import Clip, ModelFacts, StepFacts
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.records import Reel, Value
 from trainprobe.engine.stats import finish
@@ -30,7 +30,7 @@ class AuditTap:
 
     names: id of parameter → recorded name, as it is now. rescan: learn the names anew when the model has other parameters
     than before. fingerprints: whether this step's parameters, gradients and states are fingerprinted. sampled: whether the
-    declared loss is run.
+    declared loss is run. ordinal: how many steps have begun.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class AuditTap:
     ) -> None:
         self.fingerprints: Callable[[], bool] = lambda: True
         self.sampled: Callable[[], bool] = lambda: True
+        self.ordinal: Callable[[], int] = lambda: 0
         self.declared = DeclaredGradient()
         self._calls = ModelCalls(guard)
         self._backward = BackwardStarts(guard, self._first_backward)
@@ -53,6 +54,8 @@ class AuditTap:
         self._kept: dict[str, Value] = {}
         self._buffers: dict[str, Value] = {}
         self._updates = 0
+        self._repeated = False
+        self._stepped: set[int] = set()  # ids of what an optimizer of this step holds
         self._rates: tuple[float, ...] = ()
         self._calls.before_first = self.declared.first_forward
 
@@ -73,7 +76,7 @@ class AuditTap:
             self._states.open(self._models, self._optimizers)
         self._states.more = STATS | CHECKSUM if self.fingerprints() else STATS
         self._left, self._kept, self._buffers = {}, {}, {}
-        self._updates, self._rates = 0, ()
+        self._updates, self._rates, self._repeated, self._stepped = 0, (), False, set()
         self.declared.begin()
         self._calls.begin(tape)
         self._backward.begin()
@@ -118,10 +121,17 @@ class AuditTap:
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         self.unclipped()
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._repeated |= bool(held & self._stepped)
+        self._stepped |= held
         self._schedules.at_update(optimizer)
         self._rates = tuple(float(g["lr"]) for g in optimizer.param_groups if isinstance(g.get("lr"), float | int))
-        if not self._updates and not self._backward.cleared:
-            self._kept = {name: value for name, (grad, value) in self._left.items() if self._still(name, grad)}
+        if not self._backward.cleared:
+            names = self._names()
+            own = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
+            mine = {name: left for name, left in self._left.items() if name in own or not own}
+            self._kept |= {name: value for name, (grad, value) in mine.items() if self._still(name, grad)}
+            self._left = {name: left for name, left in self._left.items() if name not in mine}
 
     def after_update(self) -> None:
         """An optimizer has stepped."""
@@ -164,10 +174,13 @@ class AuditTap:
             bypassed=calls.bypassed,
             backwards=self._backward.count,
             updates=self._updates,
+            repeated=self._repeated,
+            ordinal=self.ordinal(),
             left={name: seen for name, seen in kept.items() if seen[1] != 0},
             buffers={name: _checksum(reel, v) for name, v in self._buffers.items()},
             groups=optimizer_groups(self._optimizers, self._names()) if self._plain() else (),
             rates=self._rates,
+            clips=tuple(Clip(names, _norm(reel, value)) for names, value in self._states.clips),
             random=random_fingerprint(),
             drawn=calls.drawn,
             evaluations=calls.take_evaluations(),

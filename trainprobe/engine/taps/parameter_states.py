@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.records import Call
+from trainprobe.engine.records import Call, Value
 from trainprobe.engine.sources import Part, PlainSource, Shard, Source
 from trainprobe.engine.tape import Tape
 
@@ -53,6 +53,8 @@ class ParameterStateTap:
         self._calls: dict[tuple[str, str, int], Call] = {}
         self._before: dict[str, Any] = {}  # copies of parameters while the optimizer runs, where updates are wanted
         self._collected = -1
+        self.clips: list[tuple[frozenset[str], Value]] = []  # calls that clipped in this step: whose gradients, the norm found
+        self._clipping: frozenset[str] = frozenset()
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember whose parameters to look at."""
@@ -81,6 +83,7 @@ class ParameterStateTap:
         if tape is None or self._plain is None or self.source is not None:
             return
         names = self._plain.names
+        self._clipping = frozenset(names[id(p)] for p in parameters if id(p) in names and p.grad is not None)
         if self.more:
             tape.forget_all()
         with DisableTorchFunction():
@@ -104,7 +107,9 @@ class ParameterStateTap:
             call.params["grad_unreduced"] = tape.tree(own, flags)
 
     def reported_norm(self, norm: Any) -> None:
-        """Keep the norm that the clipping found, the first one of a step."""
+        """Keep the norm that the clipping found: the first one of a step as what was reported, each for the audit."""
+        if self._tape is not None and self.more:
+            self.clips.append((self._clipping, self._tape.value(norm, self.more)))
         if self._tape is not None and "grad_norm" not in self._tape.scalars:
             self._tape.note("grad_norm", norm)
 
@@ -113,6 +118,7 @@ class ParameterStateTap:
         self._tape = tape
         self._calls.clear()
         self._before.clear()
+        self.clips = []
         self._collected += 1
 
     def pause(self) -> None:

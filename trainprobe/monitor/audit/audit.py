@@ -13,10 +13,11 @@ from dataclasses import replace
 
 from trainprobe.engine.facts import StepFacts
 from trainprobe.engine.records import Finding, Place, Reel
-from trainprobe.monitor.audit.evidence import Evidence, Peer, Tensors, tensors_of
-from trainprobe.monitor.audit.messages import Words, decode, digest, encode, key_of, out_of_service, replicas_at_first
+from trainprobe.monitor.audit.evidence import Evidence, Peer, Share, Tensors, tensors_of
+from trainprobe.monitor.audit.messages import Words, decode, digest, encode, key_of, out_of_service
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.relations import load_relation
+from trainprobe.monitor.audit.replication import logical_norms, replicas_at_first, with_known_shares
 from trainprobe.monitor.scalar_names import scalar
 
 _REMEMBERED = 32  # steps whose batches are remembered
@@ -86,7 +87,9 @@ class Audit:
         peers: tuple[Peer, ...] = ()
         if self.exchanges(reel.step, reel.place.world_size):
             peers = self._compare(draft)
-        evidence = replace(draft, peers=peers, replicated=dict(self._replicated), norms=_norms(draft, self._replicated, peers))
+        replicated = dict(self._replicated)
+        evidence = replace(draft, peers=peers, replicated=replicated)
+        evidence = replace(evidence, norms=_norms(evidence))
         self._batches.append(facts.batches)
         if any("fingerprints" in load_relation(name).COST for name in due) or self.last is None:
             self.last = replace(evidence, before=None)
@@ -95,34 +98,27 @@ class Audit:
         return evidence
 
     def _compare(self, draft: Evidence) -> tuple[Peer, ...]:
-        names = list(draft.tensors.names)
-        unknown = any(name not in self._replicated for name in names)
-        peers = self._tell(draft)
-        if peers and (unknown or not self._replicated):
-            self._learn(draft, peers)
-        return peers
-
-    def _tell(self, draft: Evidence) -> tuple[Peer, ...]:
         """Send this rank's message and return everybody's; nothing where a rank has stopped or is at another step."""
         assert self.gather is not None
         self._answered = draft.step
         told = [decode(words) for words in self.gather(encode(_message(draft, self._replicated), draft.step))]
         if any(peer.marks["out"] or step != draft.step for peer, step in told):
             return ()
-        return tuple(sorted((peer for peer, _ in told), key=lambda peer: peer.rank))
+        peers = sorted((peer for peer, _ in told), key=lambda peer: peer.rank)
+        self._learn(draft, peers)
+        return with_known_shares(peers, draft.axes, self.certain)
 
-    def _learn(self, draft: Evidence, peers: tuple[Peer, ...]) -> None:
-        """Find out over which axes each new parameter and buffer is replicated."""
-        axes = {axis: place for axis, place in draft.place.axes.items() if place[1] > 1}
-        new = [name for name in draft.tensors.names if name not in self._replicated]
-        seen = replicas_at_first(new, "value", axes, peers, draft.place.rank)
-        for name in new:
-            said = draft.tensors.replicas.get(name)
-            over = frozenset(said) if said is not None else seen[name] | (self.certain & axes.keys())
-            self._replicated[name] = over
-        buffers = replicas_at_first(list(draft.facts.buffers), "buffer", axes, peers, draft.place.rank)
-        for name, over in buffers.items():
-            self._replicated.setdefault(f"buffer {name}", over)
+    def _learn(self, draft: Evidence, peers: Sequence[Peer]) -> None:
+        """Find out over which axes the value of each new parameter, and each new buffer, is replicated."""
+        new = {name: key_of(name, "value") for name in draft.tensors.names if name not in self._replicated}
+        seen = replicas_at_first(new.values(), draft.axes, peers, draft.place.rank) if new else {}
+        for name, key in new.items():
+            said = draft.tensors.replicas.get((name, "value"))
+            self._replicated[name] = said if said is not None else seen[key] | (self.certain & set(draft.axes))
+        fresh = {f"buffer {name}": key_of(name, "buffer") for name in draft.facts.buffers}
+        fresh = {name: key for name, key in fresh.items() if name not in self._replicated}
+        seen = replicas_at_first(fresh.values(), draft.axes, peers, draft.place.rank) if fresh else {}
+        self._replicated |= {name: seen[key] for name, key in fresh.items()}
 
 
 def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
@@ -138,15 +134,12 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
     for name, checksum in facts.buffers.items():
         rows[key_of(name, "buffer")] = (checksum, 0.0)
     rows |= {key_of(name, "rests"): (1, 0.0) for name, training in facts.model.modes.items() if not training}
-    before, after = _shares(draft, replicated)
     own = _total(draft, "grad"), _total(draft, "grad_unclipped")
     numbers = {
         "lr": facts.rates[0] if facts.rates else float("nan"),
         "loss_scale": _or_nan(scalar(draft.scalars, "loss scale")),
         "counter": counter,
         "reported_norm": _or_nan(scalar(draft.scalars, "gradient norm")),
-        "unclipped": before,
-        "clipped": after,
         "coefficient": math.sqrt(own[0] / own[1]) if own[1] > 0 else float("nan"),
         "loss": _or_nan(scalar(draft.scalars, "loss")),
         "updates": float(facts.updates),
@@ -160,7 +153,7 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
     }
     axes = {axis: index for axis, (index, _) in place.axes.items()}
     products = {key_of(p.name, "both"): p.both for p in facts.projections}
-    return Peer(place.rank, axes, numbers, marks, facts.batches, rows, products)
+    return Peer(place.rank, axes, numbers, marks, facts.batches, rows, products, _shares(draft, replicated))
 
 
 def _or_nan(value: float | None) -> float:
@@ -171,54 +164,29 @@ def _total(draft: Evidence, slot: str) -> float:
     return sum(draft.tensors.number(name, slot, "norm") ** 2 for name in draft.tensors.with_slot(slot))
 
 
-def _shares(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> tuple[float, float]:
-    """Return this rank's share in the squared norm of all gradients, before and after clipping: a replica counts in parts."""
-    before = after = 0.0
-    axes = draft.place.axes
-    if axes and any(name not in replicated for name in draft.tensors.with_slot("grad")):
-        return float("nan"), float("nan")
-    for name in draft.tensors.with_slot("grad"):
-        copies = math.prod(axes[axis][1] for axis in replicated.get(name, ()) if axis in axes)
-        clipped = draft.tensors.number(name, "grad", "norm") ** 2
-        whole = (
-            draft.tensors.number(name, "grad_unclipped", "norm") ** 2 if (name, "grad_unclipped") in draft.tensors else clipped
-        )
-        before, after = before + whole / copies, after + clipped / copies
-    return before, after
+def _shares(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> dict[int, Share]:
+    """Return key of each gradient that this rank holds → its share, before and after clipping."""
+    seen, shares = draft.tensors, dict[int, Share]()
+    for name in seen.with_slot("grad"):
+        clipped = seen.number(name, "grad", "norm")
+        unclipped = seen.number(name, "grad_unclipped", "norm") if (name, "grad_unclipped") in seen else clipped
+        over = seen.replicas.get((name, "grad"), replicated.get(name, seen.replicas.get((name, "value"))))
+        shares[key_of(name, "grad")] = Share(key_of(name, "value"), over, unclipped, clipped)
+    return shares
 
 
-def _norms(draft: Evidence, replicated: Mapping[str, frozenset[str]], peers: tuple[Peer, ...]) -> dict[str, float]:
+def _norms(evidence: Evidence) -> dict[str, float]:
     """Return the norm of all logical gradients, where it can be known, and that of what this rank holds."""
-    if not any(draft.tensors.with_slot("grad")):
+    seen = evidence.tensors
+    if not any(seen.with_slot("grad")):
         return {}
-    axes = {axis for axis, (_, size) in draft.place.axes.items() if size > 1}
-    slot = "grad_unclipped" if any(draft.tensors.with_slot("grad_unclipped")) else "grad"
-    own = {"own": math.sqrt(_total(draft, slot))}
-    whole = draft.place.world_size == 1 or all(axes <= replicated.get(name, frozenset()) for name in draft.tensors.names)
-    if peers:
-        shares = [(peer.numbers["unclipped"], peer.numbers["clipped"]) for peer in peers]
-        if any(math.isnan(share) for share, _ in shares):
-            shares = [_shares_in_rows(draft, replicated, peer) for peer in peers]
-        totals = [sum(column) for column in zip(*shares, strict=True)]
-        return (
-            own | {"unclipped": math.sqrt(totals[0]), "clipped": math.sqrt(totals[1])} if all(t >= 0 for t in totals) else own
-        )
-    if not whole:
+    slot = "grad_unclipped" if any(seen.with_slot("grad_unclipped")) else "grad"
+    own = {"own": math.sqrt(_total(evidence, slot))}
+    if evidence.peers:
+        before, after = logical_norms(evidence.peers, evidence.axes)
+    elif all(evidence.axes <= evidence.over(name, "grad") for name in seen.with_slot("grad")):
+        shares = _shares(evidence, {}).values()
+        before, after = (math.hypot(*column) for column in zip(*((s.unclipped, s.clipped) for s in shares), strict=True))
+    else:
         return own
-    before, after = _total(draft, slot), _total(draft, "grad")
-    return own | {"unclipped": math.sqrt(before), "clipped": math.sqrt(after)}
-
-
-def _shares_in_rows(draft: Evidence, replicated: Mapping[str, frozenset[str]], peer: Peer) -> tuple[float, float]:
-    """Return a rank's share in the squared norm from its rows; NaN where it has gradients that this rank has not."""
-    axes = draft.place.axes
-    before = after = 0.0
-    names = list(draft.tensors.with_slot("grad"))
-    if sum(key_of(name, "value") in peer.rows for name in draft.tensors.names) != len(draft.tensors.names):
-        return float("nan"), float("nan")
-    for name in names:
-        copies = math.prod(axes[axis][1] for axis in replicated.get(name, ()) if axis in axes)
-        clipped = peer.rows.get(key_of(name, "grad"), (0, 0.0))[1] ** 2
-        whole = peer.rows.get(key_of(name, "grad_unclipped"), (0, math.sqrt(clipped)))[1] ** 2
-        before, after = before + whole / copies, after + clipped / copies
-    return before, after
+    return own | {"unclipped": before, "clipped": after}

@@ -26,14 +26,15 @@ class Tensors:
     """The numbers of every tensor of every parameter in one step: (name, slot) → row; arrays [rows].
 
     Slots: value, main_value, grad_unclipped, grad, exp_avg …, and each but gradients with `_after` behind it for after the
-    update. replicas: parameter → axes over which its source says that it is replicated (only where the source says).
+    update. replicas: (name, slot) → axes over which its source says that this tensor is replicated (only where it says): a
+    gradient may be cut over ranks that all hold the whole value.
     """
 
     rows: Mapping[Key, int] = field(default_factory=dict[Key, int])
     partials: F64 = field(default_factory=lambda: np.zeros((0, 12)))
     checksums: npt.NDArray[np.uint64] | None = None
     dtypes: Mapping[Key, str] = field(default_factory=dict[Key, str])
-    replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    replicas: Mapping[Key, frozenset[str]] = field(default_factory=dict[Key, frozenset[str]])
     names: tuple[str, ...] = ()
     _numbers: dict[str, F64] = field(default_factory=dict[str, F64])
 
@@ -73,7 +74,7 @@ def tensors_of(reel: Reel) -> Tensors:
     """Return what a reel says about parameters around the optimizer step."""
     rows: dict[Key, int] = {}
     dtypes: dict[Key, str] = {}
-    replicas: dict[str, tuple[str, ...]] = {}
+    replicas: dict[Key, frozenset[str]] = {}
     names: dict[str, None] = {}
     for call in reel.calls:
         if call.kind != "state":
@@ -85,14 +86,29 @@ def tensors_of(reel: Reel) -> Tensors:
             rows[call.name, slot] = value.row
             dtypes[call.name, slot] = value.dtype
             shard = (value.extra or {}).get("shard")
-            if shard is not None and slot in ("value", "grad"):
-                replicas[call.name] = tuple(shard["replicas"])
+            if shard is not None:
+                replicas[call.name, slot] = frozenset(shard["replicas"])
     return Tensors(rows, reel.partials, reel.checksums, dtypes, replicas, tuple(names))
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's piece of one gradient. value: key of the parameter's value. over: axes over which others hold the same piece,
+    None where nobody knows yet. unclipped, clipped: its norm before and after clipping.
+    """
+
+    value: int
+    over: frozenset[str] | None
+    unclipped: float
+    clipped: float
+
+
+@dataclass(frozen=True, slots=True)
 class Peer:
-    """What one rank told. axes: its index on each. numbers, marks: see `messages`. rows: key → (fingerprint, norm)."""
+    """What one rank told. axes: its index on each. numbers, marks: see `messages`. rows: key → (fingerprint, norm).
+
+    gradients: key of a parameter's gradient → the share of it that this rank holds.
+    """
 
     rank: int
     axes: Mapping[str, int]
@@ -101,6 +117,7 @@ class Peer:
     batches: tuple[int, ...]
     rows: Mapping[int, tuple[int, float]]
     projections: Mapping[int, float]
+    gradients: Mapping[int, Share] = field(default_factory=dict[int, Share])
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +125,9 @@ class Evidence:
     """All that the relations may look at; nothing in it can be changed, and nothing of it is on a device.
 
     before: the evidence of the audited step before this one, without its own `before`. peers: every rank, this one included;
-    empty where ranks were not compared. replicated: parameter → axes over which it is replicated. certain: axes that somebody
-    told, and did not guess. norms: logical norm of all gradients, over all ranks, "unclipped" and "clipped", where it is known.
+    empty where ranks were not compared. replicated: parameter, or "buffer NAME" → axes over which its value is replicated;
+    `over` answers for each tensor. norms: logical norm of all gradients, over all ranks, "unclipped" and "clipped", where it
+    is known.
     """
 
     step: int
@@ -132,7 +150,26 @@ class Evidence:
     @property
     def follows(self) -> bool:
         """Whether the audited step before is the very step before."""
-        return self.before is not None and self.before.step == self.step - 1
+        return self.passed == 1
+
+    @property
+    def passed(self) -> int:
+        """How many steps passed since the audited step before; 0 where there was none."""
+        if self.before is None:
+            return 0
+        return self.facts.ordinal - self.before.facts.ordinal or self.step - self.before.step
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes along which there is more than one rank or chunk."""
+        return frozenset(axis for axis, (_, size) in self.place.axes.items() if size > 1)
+
+    def over(self, name: str, slot: str) -> frozenset[str]:
+        """Return the axes over which a tensor of a parameter, or a buffer (slot "buffer"), is replicated."""
+        if slot == "buffer":
+            return self.replicated.get(f"buffer {name}", frozenset())
+        told = self.tensors.replicas.get((name, slot))
+        return self.replicated.get(name, frozenset()) if told is None else told
 
     def finding(
         self,

@@ -1,9 +1,9 @@
 """Clipping by norm multiplies every gradient by one coefficient, the same on all ranks.
 
-Relation: ‖g after‖ / ‖g before‖ is one number over all parameters of a rank that were clipped, and over all ranks. Floor:
-1e-3 of it over parameters (bfloat16 gradients round), 1e-4 over ranks. Where elements were clipped by value nothing is judged.
-Usually caused by a norm that was taken over the wrong ranks or over a part of the parameters, or by clipping on some ranks
-only.
+Relation: ‖g after‖ / ‖g before‖ is one number over all parameters of a rank that were clipped in one call, and over all
+ranks. Floor: 1e-3 of it over parameters (bfloat16 gradients round), 1e-4 over ranks. Where elements were clipped by value
+nothing is judged. Usually caused by a norm that was taken over the wrong ranks or over a part of the parameters, or by
+clipping on some ranks only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,16 @@ def check(evidence: Evidence) -> list[Finding]:
 
 
 def _over_parameters(evidence: Evidence) -> list[Finding]:
+    calls = dict.fromkeys(clip.names for clip in evidence.facts.clips)
+    apart = len(calls) > 1 and len(frozenset[str]().union(*calls)) == sum(map(len, calls))
+    together = list(calls) if apart else [frozenset(evidence.tensors.names)]  # each optimizer may clip by its own norm
+    return [finding for names in together for finding in _in_one_call(evidence, names)]
+
+
+def _in_one_call(evidence: Evidence, names: frozenset[str]) -> list[Finding]:
     seen = evidence.tensors
     ratios: dict[str, float] = {}
-    for name in seen.with_slot("grad_unclipped"):
+    for name in (name for name in seen.with_slot("grad_unclipped") if name in names):
         before = seen.number(name, "grad_unclipped", "norm")
         if (name, "grad") not in seen or not before > 1e-30:
             continue

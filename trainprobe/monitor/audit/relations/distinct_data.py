@@ -53,7 +53,10 @@ def _over(evidence: Evidence, axis: str) -> list[Finding]:
 
 def _tensor_parallel_guess(evidence: Evidence) -> bool:
     """Tell whether some parameters differ over ranks that were only guessed to be replicas: they may share data on purpose."""
-    return bool(evidence.replicated) and any("dp" not in over for over in evidence.replicated.values())
+    told = {name for name, slot in evidence.tensors.replicas if slot == "value"}
+    return any(
+        "dp" not in over for name, over in evidence.replicated.items() if name not in told and not name.startswith("buffer ")
+    )
 
 
 def _same_over_tp(evidence: Evidence) -> list[Finding]:

@@ -1,9 +1,10 @@
 """The reported gradient norm is the norm over the logical (unsharded) gradients.
 
 Relation: the scalar that is reported equals √Σ‖g‖² over all parameters, each element of the logical model counted once,
-before clipping (or after it), and is the same on all ranks. Where a loop clips by itself, the norm before clipping is only
-known to be at least that after it. Floor: 2e-3 of it. A norm that equals the largest magnitude (norm type infinity) is taken
-for that, and a loss scale that is still in the gradients is allowed for.
+before clipping (or after it), and is the same on all ranks. Where several calls clip the gradients of several optimizers, the
+norm that each finds is that over the gradients that it was given. Where a loop clips by itself, the norm before clipping is
+only known to be at least that after it. Floor: 2e-3 of it. A norm that equals the largest magnitude (norm type infinity) is
+taken for that, and a loss scale that is still in the gradients is allowed for.
 Usually caused by a norm that is taken over one rank's shards (pytorch issue 170862, Megatron-LM issue 5916), or that counts
 replicas.
 """
@@ -12,13 +13,16 @@ from __future__ import annotations
 
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.relations.replicas import differs
+from trainprobe.monitor.audit.replication import logical_norms
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host", "ranks"})
 EVERY = 10
 STAGE = "clipping"
 _FLOOR, _RANKS_FLOOR = 2e-3, 1e-5
+_NEXT = "sum the squares over every group that shards parameters, and count replicas once"
 
 
 def check(evidence: Evidence) -> list[Finding]:
@@ -30,36 +34,63 @@ def check(evidence: Evidence) -> list[Finding]:
     true = evidence.norms.get("unclipped")
     if reported is None or true is None or not true > 0 or reported != reported:
         return []
-    scale = scalar(evidence.scalars, "loss scale") or 1.0
-    accepted = [true, evidence.norms.get("clipped", true), _largest(evidence)]
-    if any(abs(reported * factor - value) <= _FLOOR * value for value in accepted for factor in (1.0, scale)):
+    parts = _of_each_call(evidence)
+    wrong = next(((told, value) for told, value in parts if not _accepted(evidence, told, [value])), None)
+    if wrong is not None:
+        return [_finding(evidence, *wrong)]
+    accepted = [true, evidence.norms.get("clipped", true), *(value for _, value in parts)]
+    if _accepted(evidence, reported, accepted):
         return []
+    scale = scalar(evidence.scalars, "loss scale") or 1.0
     if not any(evidence.tensors.with_slot("grad_unclipped")) and reported * scale > true:
         return _by_itself(evidence, reported, true)
-    ratio = reported / true
+    return [_finding(evidence, reported, true)]
+
+
+def _accepted(evidence: Evidence, told: float, norms: list[float]) -> bool:
+    scale = scalar(evidence.scalars, "loss scale") or 1.0
+    values = [*norms, _largest(evidence)]
+    return any(abs(told * factor - value) <= _FLOOR * value for value in values for factor in (1.0, scale))
+
+
+def _of_each_call(evidence: Evidence) -> list[tuple[float, float]]:
+    """Return (norm found, true norm) of each call that clipped, where there were several and no gradient is in two of them."""
+    clips, seen = evidence.facts.clips, evidence.tensors
+    if len(clips) < 2 or sum(len(clip.names) for clip in clips) > len(frozenset[str]().union(*(c.names for c in clips))):
+        return []
+    out: list[tuple[float, float]] = []
+    for clip in clips:
+        if evidence.peers:
+            true = logical_norms(evidence.peers, evidence.axes, {key_of(name, "grad") for name in clip.names})[0]
+        else:
+            true = sum(seen.number(name, "grad_unclipped", "norm") ** 2 for name in clip.names) ** 0.5
+        if true > 0 and clip.norm == clip.norm:
+            out.append((clip.norm, true))
+    return [] if evidence.axes - {"dp", "cp"} else out  # other axes have gradients that no name here tells of
+
+
+def _finding(evidence: Evidence, reported: float, true: float) -> Finding:
     own = evidence.norms.get("own")
     hint = ""
     if own is not None and abs(reported - own) <= _FLOOR * own and len(evidence.peers) > 1:
         hint = f"; it is the norm of what rank {evidence.place.rank} holds: the sum over the ranks is missing"
-    text = f"the reported gradient norm {reported:.6g} is {ratio:.4g} times the true one, {true:.6g}{hint}"
-    return [
-        evidence.finding(
-            "gradient_norm",
-            text,
-            "grad_norm",
-            measured=reported,
-            expected=true,
-            floor=_FLOOR * true,
-            kind="scalar",
-            next="sum the squares over every group that shards parameters, and count replicas once",
-        )
-    ]
+    text = f"the reported gradient norm {reported:.6g} is {reported / true:.4g} times the true one, {true:.6g}{hint}"
+    return evidence.finding(
+        "gradient_norm",
+        text,
+        "grad_norm",
+        measured=reported,
+        expected=true,
+        floor=_FLOOR * true,
+        kind="scalar",
+        next=_NEXT,
+    )
 
 
 def _by_itself(evidence: Evidence, reported: float, true: float) -> list[Finding]:
     """Judge a loop that clips by itself: the norm before that is not known, the one after it is the threshold."""
     before = evidence.before
-    scaled = any(differs(evidence, name, "grad") for name in evidence.tensors.names if evidence.replicated.get(name))
+    scaled = any(differs(evidence, name, "grad") for name in evidence.tensors.names if evidence.over(name, "grad"))
     if before is None or scaled:
         return []
     was, told = before.norms.get("clipped", 0.0), scalar(before.scalars, "gradient norm") or 0.0
@@ -80,7 +111,7 @@ def _by_itself(evidence: Evidence, reported: float, true: float) -> list[Finding
             expected=was,
             floor=_FLOOR * was,
             kind="scalar",
-            next="sum the squares over every group that shards parameters, and count replicas once",
+            next=_NEXT,
         )
     ]
 

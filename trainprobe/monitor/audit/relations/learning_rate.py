@@ -22,11 +22,7 @@ _FLOOR = 1e-5
 def check(evidence: Evidence) -> list[Finding]:
     """Find rates that leave the schedule."""
     facts = evidence.facts
-    passed = (
-        max(1, facts.updates)
-        if evidence.before is None
-        else max(1, facts.updates) * max(1, evidence.step - evidence.before.step)
-    )
+    passed = max(1, facts.updates) if evidence.before is None else max(1, facts.updates) * max(1, evidence.passed)
     found: list[Finding] = []
     for schedule in facts.schedules:
         if schedule.advances > passed:

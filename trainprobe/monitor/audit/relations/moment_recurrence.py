@@ -23,7 +23,7 @@ _EPSILON = 2.0**-23
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first parameter whose moments are not what the rule gives."""
-    if evidence.facts.updates != 1:
+    if not evidence.facts.updated_once:
         return []
     for name, betas, sign in _judged(evidence):
         found = _second(evidence, name, betas[1]) or _first(evidence, name, betas[0], sign)

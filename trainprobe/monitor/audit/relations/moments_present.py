@@ -1,9 +1,9 @@
 """Moments are not empty once a parameter has been stepped.
 
-Relation: where the step counters are above zero, the running averages of most parameters are not all zeros. Tolerance none;
-single parameters may have had no gradient so far, so that at least half of those with a gradient must be empty, and two.
-Usually caused by a resume that restored the counters and not the moments: the first updates are then far too large or too
-small.
+Relation: where the step counters are above one, the running averages of most parameters are not all zeros (some engines step
+once without a gradient when they start). Tolerance none; single parameters may have had no gradient so far, so that at least
+half of those with a gradient must be empty, and two. Usually caused by a resume that restored the counters and not the
+moments: the first updates are then far too large or too small.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def check(evidence: Evidence) -> list[Finding]:
         stepped = [
             name
             for name in seen.with_slot(slot)
-            if seen.number(name, "step", "mean") >= 1 and (name, "grad") in seen and seen.number(name, "grad", "norm") > 0
+            if seen.number(name, "step", "mean") > 1 and (name, "grad") in seen and seen.number(name, "grad", "norm") > 0
         ]
         empty = [name for name in stepped if seen.number(name, slot, "norm") == 0]
         if len(empty) >= max(2, 0.5 * len(stepped)):

@@ -35,11 +35,11 @@ def check(evidence: Evidence) -> list[Finding]:
     """Find the first thing that differs between replicas; what follows from it is not told."""
     if len(evidence.peers) < 2:
         return []
-    names = [name for name in evidence.tensors.names if evidence.replicated.get(name)]
     states = sorted({slot for _, slot in evidence.tensors.rows if slot not in NOT_STATE and not slot.endswith("_after")})
     for slot in ("value", "main_value", *states, "grad_unclipped", "grad"):
-        differing = [name for name in names if differs(evidence, name, slot)]
-        missing = [name for name in names if slot == "grad" and _without(evidence, name)]
+        held = evidence.tensors.with_slot(slot)
+        differing = [name for name in held if evidence.over(name, slot) and differs(evidence, name, slot)]
+        missing = [name for name in evidence.tensors.names if slot == "grad" and _without(evidence, name)]
         if missing:
             return [_missing(evidence, missing)]
         if differing and slot == "grad":
@@ -47,19 +47,14 @@ def check(evidence: Evidence) -> list[Finding]:
             return [_finding(evidence, slot, apart or differing, scaled=bool(apart))] if apart or apart is None else []
         if differing:
             return [_finding(evidence, slot, differing)]
-    buffers = [
-        name
-        for name in evidence.facts.buffers
-        if evidence.replicated.get(f"buffer {name}") and differs(evidence, name, "buffer")
-    ]
+    buffers = [name for name in evidence.facts.buffers if evidence.over(name, "buffer") and differs(evidence, name, "buffer")]
     return [_finding(evidence, "buffer", buffers)] if buffers else []
 
 
 def group_of(evidence: Evidence, name: str, slot: str) -> list[Peer]:
     """Return the ranks that hold the same tensor as this one."""
-    owner = f"buffer {name}" if slot == "buffer" else name
     key = key_of(name, slot)
-    return [peer for peer in along(evidence, evidence.replicated[owner]) if key in peer.rows]
+    return [peer for peer in along(evidence, evidence.over(name, slot)) if key in peer.rows]
 
 
 def differs(evidence: Evidence, name: str, slot: str) -> bool:
@@ -69,15 +64,19 @@ def differs(evidence: Evidence, name: str, slot: str) -> bool:
 
 
 def _without(evidence: Evidence, name: str) -> list[int]:
-    """Return the ranks that have no gradient of a parameter of which others have one."""
-    line = along(evidence, evidence.replicated[name])
-    ranks = [peer.rank for peer in line if key_of(name, "grad") not in peer.rows and key_of(name, "value") in peer.rows]
+    """Return the ranks that have no gradient of a parameter of which others have one, unless the ranks share it out."""
+    over, key = evidence.over(name, "grad"), key_of(name, "grad")
+    line = along(evidence, over)
+    if any(key in peer.gradients and peer.gradients[key].over != over for peer in line):
+        return []
+    ranks = [peer.rank for peer in line if key not in peer.rows and key_of(name, "value") in peer.rows]
     return ranks if len(ranks) < len(line) else []
 
 
 def _missing(evidence: Evidence, names: list[str]) -> Finding:
     ranks = ", ".join(map(str, _without(evidence, names[0])))
-    where = group_words(evidence, evidence.replicated[names[0]], along(evidence, evidence.replicated[names[0]]))
+    over = evidence.over(names[0], "grad")
+    where = group_words(evidence, over, along(evidence, over))
     text = f"{and_more(names)} has a gradient in the {where}, but not on rank {ranks}: that rank skips this update"
     return evidence.finding("replicas", text, names[0], "grad", measured=f"none on rank {ranks}", expected="on every rank")
 
@@ -109,7 +108,7 @@ def _finding(evidence: Evidence, slot: str, names: list[str], scaled: bool = Fal
     group, key = group_of(evidence, first, slot), key_of(first, slot)
     odd, norms = odd_ones(group, key)
     words = WORDS.get(slot, f"the optimizer state {slot} differs before the update")
-    over = evidence.replicated[f"buffer {first}" if slot == "buffer" else first]
+    over = evidence.over(first, slot)
     cause = _cause(evidence, slot, names, group, key)
     if scaled:
         cause += "; all others differ by one factor alone, the clip coefficient that follows from it"

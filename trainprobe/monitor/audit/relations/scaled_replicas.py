@@ -21,7 +21,7 @@ def check(evidence: Evidence) -> list[Finding]:
     """Find replicated gradients that came apart in clipping."""
     if len(evidence.peers) < 2:
         return []
-    names = [name for name in evidence.tensors.with_slot("grad") if evidence.replicated.get(name)]
+    names = [name for name in evidence.tensors.with_slot("grad") if evidence.over(name, "grad")]
     differing = [name for name in names if differs(evidence, name, "grad")]
     if not differing or beside_one_factor(evidence, differing) != [] or any(differs(evidence, name, "value") for name in names):
         return []
@@ -32,7 +32,7 @@ def check(evidence: Evidence) -> list[Finding]:
     odd, told = odd_ones(group, key)
     text = (
         "the gradients that the optimizer uses differ in the "
-        f"{group_words(evidence, evidence.replicated[first], group)} by the factor "
+        f"{group_words(evidence, evidence.over(first, 'grad'), group)} by the factor "
         f"{factor:.6g}: first {and_more(differing, len(evidence.tensors.names))}, ranks {odd}; norms "
         f"{told}; it began at clipping, whose "
         "coefficient was not the same on all ranks"

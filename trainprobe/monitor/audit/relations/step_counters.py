@@ -19,7 +19,7 @@ STAGE = "update"
 def check(evidence: Evidence) -> list[Finding]:
     """Find counters that jump or stand still."""
     seen = evidence.tensors
-    if evidence.facts.updates != 1:
+    if not evidence.facts.updated_once:
         return []
     wrong: list[tuple[str, float, float]] = []
     for name in seen.with_slot("step_after"):

@@ -19,7 +19,7 @@ STAGE = "state"
 def check(evidence: Evidence) -> list[Finding]:
     """Find tensors that were changed between two updates."""
     before = evidence.before
-    if before is None or not evidence.follows or before.facts.updates != 1 or evidence.facts.updates != 1:
+    if before is None or not evidence.follows or not (before.facts.updated_once and evidence.facts.updated_once):
         return []
     found: list[Finding] = []
     known = {slot for _, slot in before.tensors.rows}

@@ -23,7 +23,7 @@ def check(evidence: Evidence) -> list[Finding]:
     if len(evidence.peers) < 2:
         return []
     seen = evidence.tensors
-    names = [name for name in seen.with_slot("value_after") if evidence.replicated.get(name)]
+    names = [name for name in seen.with_slot("value_after") if evidence.over(name, "value_after")]
     apart = [name for name in names if differs(evidence, name, "value_after")]
     before = [slot for slot in {slot for _, slot in seen.rows} if not slot.endswith("_after")]
     if not apart or any((name, slot) in seen and differs(evidence, name, slot) for name in apart for slot in before):
@@ -31,7 +31,7 @@ def check(evidence: Evidence) -> list[Finding]:
     first = apart[0]
     group, key = group_of(evidence, first, "value_after"), key_of(first, "value_after")
     odd, norms = odd_ones(group, key)
-    where = group_words(evidence, evidence.replicated[first], group)
+    where = group_words(evidence, evidence.over(first, "value_after"), group)
     text = (
         f"the weights differ after the update in the {where}, although weights, state and gradients "
         "were equal before it: first "

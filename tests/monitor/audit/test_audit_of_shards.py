@@ -1,0 +1,45 @@
+"""The audit on FSDP2 shards, on two and four real ranks: silent where training is healthy, and right about planted faults."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import launch
+
+SCRIPT = str(Path(__file__).with_name("train_shards.py"))
+FAULTS = ("healthy", "drift", "data", "norm", "moments")
+pytestmark = pytest.mark.slow
+
+
+@functools.cache
+def found(ranks: int) -> dict[str, list[list]]:
+    """Train with each fault in turn; return fault → what each rank found: [rule, step, name, message]."""
+    folder = Path(tempfile.mkdtemp(prefix="trainprobe_fsdp2_"))
+    launch(SCRIPT, ranks, str(folder), *FAULTS, folder=folder, timeout=300)
+    return {fault: [json.loads((folder / f"{fault}.{rank}.json").read_text()) for rank in range(ranks)] for fault in FAULTS}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_healthy_training_on_shards_raises_no_alarm(ranks):
+    assert found(ranks)["healthy"] == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_shard_that_is_written_to_between_two_updates_is_named_on_its_rank(ranks):
+    told = [[finding[:3] for finding in rank] for rank in found(ranks)["drift"]]
+    assert told[1][:1] == [["untouched_between_steps", 2, "layers.1.mlp.down.weight"]]
+    assert told[0] == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("fault", "rule"), [("data", "distinct_data"), ("norm", "gradient_norm"), ("moments", "moments_present")]
+)
+def test_every_rank_finds_what_is_wrong_on_all_of_them_at_once(ranks, fault, rule):
+    for told in found(ranks)[fault]:
+        assert told[0][:2] == [rule, 2], told

@@ -1,0 +1,63 @@
+"""The norm over logical gradients and who holds what, from messages made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainprobe.monitor.audit.evidence import Peer, Share
+from trainprobe.monitor.audit.messages import decode, encode
+from trainprobe.monitor.audit.replication import logical_norms, replicas_at_first, with_known_shares
+
+DENSE, EXPERT = frozenset({"dp", "ep"}), frozenset({"dp"})
+
+
+def peer(rank: int, axes: dict[str, int], shares: dict[int, Share], rows: dict[int, tuple[int, float]] | None = None) -> Peer:
+    marks = dict.fromkeys(("modes", "trainable", "random", "drawn", "whole_numbers", "out"), 0)
+    return Peer(rank, axes, {}, marks, (7, 8), rows or {}, {5: 0.25}, shares)
+
+
+def test_experts_that_lie_across_the_data_parallel_ranks_count_once_each():
+    """Two ranks on dp and ep at once: the dense gradient of norm 3 is one, the experts' (4 and 12) are two."""
+    ranks = [
+        peer(r, {"dp": r, "ep": r}, {1: Share(2, DENSE, 3.0, 1.5), 10 + r: Share(20 + r, EXPERT, expert, expert / 2)})
+        for r, expert in enumerate((4.0, 12.0))
+    ]
+    assert logical_norms(ranks, {"dp", "ep"}) == pytest.approx((13.0, 6.5))
+
+
+def test_pieces_that_a_distributed_optimizer_cuts_add_up():
+    ranks = [peer(r, {"dp": r}, {1: Share(2, frozenset(), norm, norm)}) for r, norm in enumerate((3.0, 4.0))]
+    assert logical_norms(ranks, {"dp"}) == pytest.approx((5.0, 5.0))
+
+
+def test_a_tied_weight_on_the_first_and_the_last_of_three_stages_counts_once():
+    shares = {0: {1: Share(2, frozenset({"pp"}), 3.0, 3.0)}, 1: {4: Share(5, frozenset(), 4.0, 4.0)}}
+    ranks = [peer(r, {"pp": r}, shares.get(r % 2, {})) for r in range(3)]
+    assert logical_norms(ranks, {"pp"}) == pytest.approx((5.0, 5.0))
+
+
+def test_what_nobody_told_is_learned_from_equal_values_at_once():
+    """At the very first comparison: key 2 is equal on both ranks, key 3 is not."""
+    ranks = [
+        peer(r, {"dp": r}, {10: Share(2, None, 3.0, 3.0), 11: Share(3, None, 4.0, 4.0)}, {2: (99, 1.0), 3: (r, 1.0)})
+        for r in range(2)
+    ]
+    known = with_known_shares(ranks, {"dp"}, frozenset())
+    assert [share.over for share in known[0].gradients.values()] == [frozenset({"dp"}), frozenset()]
+    assert logical_norms(known, {"dp"}) == pytest.approx(((9 + 16 + 16) ** 0.5,) * 2)
+
+
+def test_axes_along_which_no_rank_differs_alone_are_asked_together():
+    ranks = [peer(r, {"dp": r, "ep": r}, {}, {1: (5, 0.0), 2: (r, 0.0)}) for r in range(2)]
+    assert replicas_at_first([1, 2], {"dp", "ep"}, ranks, 0) == {1: DENSE, 2: frozenset()}
+
+
+def test_a_message_comes_back_as_it_was_sent():
+    shares = {1: Share(2, frozenset({"tp", "etp"}), 0.5, 0.25), 3: Share(4, None, 1.0, 1.0)}
+    sent = peer(3, {"dp": 1, "etp": 1}, shares, {9: (1 << 63, -0.0)})
+    back, step = decode(encode(sent, 17))
+    assert step == 17
+    assert (back.rank, back.batches, back.rows, back.projections, back.gradients) == (
+        3, (7, 8), sent.rows, sent.projections, shares,
+    )  # fmt: skip
+    assert {axis: index for axis, index in back.axes.items() if index} == {"dp": 1, "etp": 1}

@@ -1,0 +1,69 @@
+"""Which tensors are replicas of each other, and the norm over the logical gradients, each element of the model counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from trainprobe.monitor.audit.evidence import Peer, Share
+
+
+def replicas_at_first(
+    keys: Collection[int], axes: Collection[str], peers: Sequence[Peer], rank: int
+) -> dict[int, frozenset[str]]:
+    """Return key → axes over which all ranks hold the same tensor, as seen at the first comparison.
+
+    A tensor is replicated over an axis when the ranks that differ from this one in that axis alone have its fingerprint. Axes
+    along which no rank differs alone (experts lie across the data-parallel ranks) are asked together.
+    """
+    mine = next(peer for peer in peers if peer.rank == rank)
+    found: dict[int, set[str]] = {key: set() for key in keys}
+    lines = {axis: _line(peers, mine, axes, {axis}) for axis in axes}
+    together = {axis for axis, line in lines.items() if len(line) == 1}
+    asked = [({axis}, line) for axis, line in lines.items() if len(line) > 1]
+    asked += [(together, _line(peers, mine, axes, together))] if together else []
+    for over, line in asked:
+        for key in keys:
+            own = mine.rows.get(key, (0, 0.0))[0]
+            if all(peer.rows.get(key, (None, 0.0))[0] == own for peer in line):
+                found[key] |= over
+    return {key: frozenset(over) for key, over in found.items()}
+
+
+def _line(peers: Sequence[Peer], mine: Peer, axes: Collection[str], over: Collection[str]) -> list[Peer]:
+    rest = [axis for axis in axes if axis not in over]
+    return [peer for peer in peers if all(peer.axes.get(axis, 0) == mine.axes.get(axis, 0) for axis in rest)]
+
+
+def with_known_shares(peers: Sequence[Peer], axes: Collection[str], certain: frozenset[str]) -> tuple[Peer, ...]:
+    """Return the peers with every share's replicas known: told, or learned from the values. certain: see `Audit`."""
+    out: list[Peer] = []
+    for peer in peers:
+        unknown = {share.value for share in peer.gradients.values() if share.over is None}
+        if unknown:
+            learned = replicas_at_first(unknown, axes, peers, peer.rank)
+            shares: Mapping[int, Share] = {
+                key: replace(s, over=learned[s.value] | (certain & frozenset(axes))) if s.over is None else s
+                for key, s in peer.gradients.items()
+            }
+            peer = replace(peer, gradients=shares)
+        out.append(peer)
+    return tuple(out)
+
+
+def logical_norms(peers: Sequence[Peer], axes: Collection[str], keys: Collection[int] | None = None) -> tuple[float, float]:
+    """Return the norm of all gradients before and after clipping, √Σ‖g‖² over the unsharded model.
+
+    Shares of one gradient whose ranks differ in replicated axes alone count as one, by their mean square. keys: only these
+    gradients.
+    """
+    groups: dict[tuple[int, tuple[int, ...]], list[Share]] = {}
+    for peer in peers:
+        for key, share in peer.gradients.items():
+            if keys is None or key in keys:
+                over = share.over or frozenset()
+                place = tuple(-1 if axis in over else peer.axes.get(axis, 0) for axis in axes)
+                groups.setdefault((key, place), []).append(share)
+    before = sum(sum(s.unclipped**2 for s in shares) / len(shares) for shares in groups.values())
+    after = sum(sum(s.clipped**2 for s in shares) / len(shares) for shares in groups.values())
+    return float(before**0.5), float(after**0.5)
