@@ -67,6 +67,7 @@ class Parts:
     audit: AuditTap | None = None
     audit_plan: AuditPlan | None = None
     cuts: list[Detail] = field(default_factory=list[Detail])
+    dumps_when_asked: bool = False  # a plan of level off whose rules or black box may ask for a dump
 
     def notes(self) -> list[str]:
         """Return what could not be seen, and why."""
@@ -79,11 +80,13 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
     cuts: list[Detail] = []
     saved = SavedTap(flags_of(plan.base_detail, cuts), guard)
     monitor = monitor_plan(plan.monitor) if plan.monitor else None
-    modules = ModuleTap(modules_of_plan(plan, cuts), guard, stacks, rename) if plan.level in ("L0", "mix") else None
+    asked = plan.level == "off" and (bool(plan.black_box) or (monitor is not None and monitor.may_dump))
+    level = "mix" if asked else plan.level
+    modules = ModuleTap(modules_of_plan(plan, cuts), guard, stacks, rename) if level in ("L0", "mix") else None
     watched = ModuleTap(modules_of_monitor(monitor), guard, None, rename) if monitor is not None else None
     naming = modules or watched or ModuleTap(ModulesWanted(_none, _nothing, frozenset()), guard, None, rename)
-    parts = Parts(saved, naming, modules=modules, watched=watched, monitor=monitor, cuts=cuts)
-    if plan.level in ("L1", "mix"):
+    parts = Parts(saved, naming, modules=modules, watched=watched, monitor=monitor, cuts=cuts, dumps_when_asked=asked)
+    if level in ("L1", "mix"):
         parts.ops = OpTap(ops_of_plan(plan, cuts), guard, stacks, modules)
         inside: list[Call] = modules.stack if modules is not None else []
         parts.collectives = CollectiveTap(flags_of(plan.base_detail) & ~flag.SAVE, guard, stacks, inside)
@@ -111,14 +114,16 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
 def _programs(plan: Plan, parts: Parts, stepping: OptimizerStepTap) -> list[Program]:
     dump: list[Tap] = [parts.saved]
     dump += [tap for tap in (parts.modules, parts.ops, parts.collectives) if tap is not None]
-    if plan.level in ("L0", "L1", "mix"):
+    if plan.level in ("L0", "L1", "mix") or parts.dumps_when_asked:
         dump.append(stepping)
     if parts.batches is not None and parts.monitor is None:
         dump.append(parts.batches)
     named: list[tuple[Tap, Wants]] = [(parts.naming, lambda n: False)]  # it is opened, and begun only where it stands elsewhere
     if plan.config_check:
         named.append((ConfigCheckTap(plan.config_check, plan.output, plan.on_error), lambda n: False))
-    programs = [Program("dump", plan.wants_step, (*((tap, plan.wants_step) for tap in dump), *named))]
+    pairs = (*((tap, plan.wants_step) for tap in dump), *named)
+    level = "mix" if parts.dumps_when_asked else plan.level
+    programs = [Program("dump", plan.wants_step, pairs, asked=tuple(dump), level=level)]
     if parts.monitor is not None and parts.watched is not None and parts.states is not None:
         light: list[tuple[Tap, Wants]] = [(parts.states, lambda n: True), (stepping, lambda n: True)]
         kinds = [kind.every for kind in (parts.monitor.activations, parts.monitor.activation_gradients) if kind.on]
@@ -132,7 +137,9 @@ def _programs(plan: Plan, parts: Parts, stepping: OptimizerStepTap) -> list[Prog
             batched = parts.monitor.batches.every
             light.append((parts.batches, lambda n: n % batched == 0))
         light += [(tap, lambda n: True) for tap in (parts.clipping, parts.unreduced, parts.features) if tap is not None]
-        programs.append(Program("monitor", parse_steps(parts.monitor.step).__contains__, tuple(light)))
+        beside = {parts.watched: parts.modules, parts.exchanged: parts.collectives}
+        twice = tuple(tap for tap, other in beside.items() if tap is not None and other is not None)
+        programs.append(Program("monitor", parse_steps(parts.monitor.step).__contains__, tuple(light), beside=twice))
     if parts.audit is not None and parts.audit_plan is not None and parts.states is not None and parts.clipping is not None:
         reads = partial(parts.audit_plan.wants, cost="fingerprints")
         heavy: list[tuple[Tap, Wants]] = [

@@ -170,7 +170,10 @@ class Probe(EngineProbe):
         alerts = {"alerts": Alerts(monitor.rules, monitor.actions)} if monitor is not None else {}
         self._box = self._make_box(place)
         boxes = {"black_box": self._box} if self._box is not None else {}
-        self._writer = open_writer(self.plan, place, self.findings.append, {**alerts, **boxes})
+        plan = self.plan
+        if self.parts.dumps_when_asked and "dump" not in plan.sinks:
+            plan = plan.model_copy(update={"sinks": (*plan.sinks, "dump")})
+        self._writer = open_writer(plan, place, self.findings.append, {**alerts, **boxes})
         if self._watcher is not None and self.plan.on_existing == "continue":
             load_state(self._watcher, self._state_file(place))
         return self._writer

@@ -56,11 +56,18 @@ Wants = Callable[[int], bool]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Something that wants certain steps: the dump, the monitor. taps: each with the steps on which it is installed."""
+    """Something that wants certain steps: the dump, the monitor. taps: each with the steps on which it is installed.
+
+    asked: taps that record a step that is to be collected in full, whatever the plan says. beside: taps of this program that
+    rest in such a step, because those look at the same. level: what a dump records, where that is not the plan's level.
+    """
 
     name: str
     wants: Wants
     taps: tuple[tuple[Tap, Wants], ...]
+    asked: tuple[Tap, ...] = ()
+    beside: tuple[Tap, ...] = ()
+    level: str = ""
 
 
 class Probe:
@@ -256,8 +263,10 @@ class Probe:
         known = self._scheduled.get((step, extra))
         if known is None:
             programs = [p for p in self._programs if p.wants(step) or (extra and p.name == "dump")]
-            taps = dict.fromkeys(tap for p in programs for tap, wants in p.taps if wants(step) or extra)
-            known = (programs, list(taps))
+            whole = dict.fromkeys(tap for p in programs for tap in p.asked) if extra else {}
+            rest = {tap for p in programs for tap in p.beside} if whole else set[Tap]()
+            taps = dict.fromkeys(tap for p in programs for tap, wants in p.taps if wants(step) and tap not in rest)
+            known = (programs, list(whole | taps))
             self._scheduled = {key: value for key, value in self._scheduled.items() if key[0] == step - 1}
             self._scheduled[step, extra] = known
         return known
@@ -284,7 +293,7 @@ class Probe:
             self.step_number,
             self.place,
             framework=self._framework,
-            level=self.plan.level,
+            level=next((program.level for program in self._running if program.level), self.plan.level),
             task=self.plan.task,
             wanted=detail.statistics if detail.wants_statistics else (),
             stacks=self._stacks.text() if self._stacks is not None else (),

@@ -108,6 +108,11 @@ class MonitorPlan(_Section):
     actions: Actions = Actions()
     """How findings leave the process."""
 
+    @property
+    def may_dump(self) -> bool:
+        """Whether a rule may ask for the next steps to be collected in full."""
+        return any("dump" in rule.actions for rule in self.rules.values()) and self.actions.dump_limit > 0
+
     @field_validator("step")
     @classmethod
     def _check_step(cls, value: tuple[int | str, ...]) -> tuple[int | str, ...]:

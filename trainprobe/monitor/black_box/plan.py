@@ -26,7 +26,7 @@ class BlackBoxPlan(BaseModel):
     severity: Literal["info", "warning", "error"] = "error"
     """A finding as grave as this writes the box out."""
     dump_steps: Annotated[int, Field(strict=True, ge=0)] = 1
-    """How many of the following steps are collected in full then (where `level` is not off)."""
+    """How many of the following steps are collected in full then."""
 
 
 def validate(settings: Mapping[str, Any] | bool | None = True) -> BlackBoxPlan:
