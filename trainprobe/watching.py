@@ -173,7 +173,12 @@ class Probe(EngineProbe):
         plan = self.plan
         if self.parts.dumps_when_asked and "dump" not in plan.sinks:
             plan = plan.model_copy(update={"sinks": (*plan.sinks, "dump")})
-        self._writer = open_writer(plan, place, self.findings.append, {**alerts, **boxes})
+        try:
+            self._writer = open_writer(plan, place, self.findings.append, {**alerts, **boxes})
+        except BaseException:
+            if self._box is not None:
+                self._box.close()
+            raise
         if self._watcher is not None and self.plan.on_existing == "continue":
             load_state(self._watcher, self._state_file(place))
         return self._writer
@@ -235,8 +240,8 @@ class Probe(EngineProbe):
         if self._box is not None:
             audited = self._audit.last if self._audit is not None else None
             facts = audited.facts if audited is not None and audited.step == reel.step else None
-            batches = list(facts.batches) if facts is not None else []
-            self._box.remember(reel.step, {"batches": batches, **self._random_state()})
+            batches = list(facts.batches) if facts is not None else list(reel.batches)
+            self._box.hold(reel, {"batches": batches, **self._random_state()})
         return []
 
     def _random_state(self) -> Mapping[str, Any]:

@@ -13,6 +13,8 @@ from rich.table import Table
 
 from trainprobe.errors import FormatError
 from trainprobe.monitor.black_box.box import BOX_FILE, RING_FILE
+from trainprobe.monitor.black_box.kept_replicas import kept_differences
+from trainprobe.monitor.black_box.last_words import last_words
 from trainprobe.monitor.black_box.ring import read_ring
 
 
@@ -21,21 +23,32 @@ def black_box(
         Path, typer.Argument(help="a black_box.jsonl or .ring file, or the folder of a run or rank", metavar="FILE")
     ],
     json: Annotated[bool, typer.Option("--json", help="the steps as JSON lines, whole")] = False,
+    flipped: Annotated[
+        bool, typer.Option("--flipped", help="of a dump that kept tensors: which element and bit differ between ranks")
+    ] = False,
 ) -> int:
     """Show the last steps that each rank kept: scalars, batch, random state, largest norms, and the findings."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=flipped)
+    if flipped:
+        found = [str(difference) for difference in kept_differences(file)]
+        console.print("\n".join(found) or "the kept tensors are the same bits on all ranks", markup=False)
+        return int(bool(found))
     for path in find_boxes(file):
         head, steps = read_box(path)
         if json:
             for step in steps:
                 typer.echo(orjson.dumps(step).decode())
             continue
-        console.print(f"[bold]{path}[/bold]: {head.get('why', 'the process was killed while it ran')}")
+        words = last_words(path.parent)
+        why = head.get("why") or (words.split("\n")[0] if words else "the process was killed while it ran")
+        console.print(f"[bold]{path}[/bold]: {why}")
         console.print(_table(steps))
         for finding in head.get("findings", ()):
             console.print(
                 f"  {finding['severity']} {finding['rule']} (step {finding['step']}): {finding['message']}", markup=False
             )
+        if words:
+            console.print(f"At the signal:\n{words}", markup=False)
     return 0
 
 

@@ -1,31 +1,35 @@
 """A file of a fixed size that holds the last pieces written to it, readable at any moment, also after the writer was killed.
 
     header     MAGIC, format, number of slots, bytes of a slot
-    slot       sequence number from 1 (0: empty), length, CRC-32, then the piece, compressed by zlib
+    slot       sequence number from 1 (0: empty), length (top bit: not compressed), CRC-32, then the piece, compressed by zlib
+               where it would not fit otherwise
 
 The file is mapped into memory: what was stored belongs to the operating system at once. A slot is made empty before it is
-written and numbered last, so that a torn one is known by its number or its CRC.
+written and numbered last, so that a torn one is known by its number or its CRC. The file's room is taken when it is made: a
+full disk is an error then, and no fatal signal later.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import zlib
 from pathlib import Path
 
-from trainprobe.errors import FormatError
+from trainprobe.errors import FormatError, OutputError
 
 MAGIC = b"TPBOX\0\0\1"
 _HEADER = struct.Struct("<8sQQ")
 _SLOT = struct.Struct("<QQQ")
+_PLAIN = 1 << 63
 
 
 class Ring:
     """A ring that is being written."""
 
     def __init__(self, path: Path, slots: int, max_bytes: int) -> None:
-        """Make the file anew. max_bytes: its size; holes in it take no room on disk."""
+        """Make the file anew. max_bytes: its size. Raises OutputError when the disk has no room for it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.slots = slots
@@ -33,21 +37,30 @@ class Ring:
         size = _HEADER.size + self.slot_bytes * slots
         path.unlink(missing_ok=True)
         with path.open("w+b") as file:
-            file.truncate(size)
+            try:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)
+                file.truncate(size)
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                raise OutputError(
+                    f"the black box {path} needs {size} bytes: {error}; make room, or lower `max_bytes` of `black_box`"
+                ) from error
             self._map = mmap.mmap(file.fileno(), size)
         self._map[: _HEADER.size] = _HEADER.pack(MAGIC, slots, self.slot_bytes)
         self._sequence = 0
 
     def put(self, piece: bytes) -> bool:
         """Store a piece in the place of the oldest; return False, and store nothing, when it does not fit a slot."""
-        packed = zlib.compress(piece, 1)
+        plain = _SLOT.size + len(piece) <= self.slot_bytes
+        packed = piece if plain else zlib.compress(piece, 1)
         if _SLOT.size + len(packed) > self.slot_bytes:
             return False
         at = _HEADER.size + self.slot_bytes * (self._sequence % self.slots)
         self._map[at : at + _SLOT.size] = _SLOT.pack(0, 0, 0)
         self._map[at + _SLOT.size : at + _SLOT.size + len(packed)] = packed
         self._sequence += 1
-        self._map[at : at + _SLOT.size] = _SLOT.pack(self._sequence, len(packed), zlib.crc32(packed))
+        self._map[at : at + _SLOT.size] = _SLOT.pack(self._sequence, len(packed) | plain * _PLAIN, zlib.crc32(packed))
         return True
 
     def close(self) -> None:
@@ -67,7 +80,8 @@ def read_ring(path: Path) -> list[bytes]:
     for i in range(slots):
         at = _HEADER.size + i * size
         sequence, length, crc = _SLOT.unpack_from(data, at)
+        plain, length = bool(length & _PLAIN), length & ~_PLAIN
         packed = data[at + _SLOT.size : at + _SLOT.size + length]
         if sequence and length <= size - _SLOT.size and zlib.crc32(packed) == crc:
-            found.append((sequence, zlib.decompress(packed)))
+            found.append((sequence, packed if plain else zlib.decompress(packed)))
     return [piece for _, piece in sorted(found)]
