@@ -18,6 +18,9 @@ from tests.ckpt_compare.writers.launch import launch
 WRITERS = Path(__file__).parent / "writers"
 VOCAB = 119
 
+# sizes that are no multiples of 64, so that the buckets of the distributed optimizer end between its alignments
+ODD = "--hidden 48 --ffn 72 --bias 1 --qkln 1 --norm LayerNorm --dtype bf16 --untied 1"
+
 # name → (ranks, arguments, the layout whose weights are loaded; None: trained here)
 MEGATRON: dict[str, tuple[int, str, str | None]] = {
     "tp1": (1, "", None),
@@ -28,12 +31,16 @@ MEGATRON: dict[str, tuple[int, str, str | None]] = {
     "zero1": (1, "--dist-opt 1", "zero2"),
     "zerotp2": (2, "--dist-opt 1 --tp 2", "zero2"),
     "zeropp2vpp2": (2, "--dist-opt 1 --pp 2 --vpp 2", "zero2"),
+    "bucketpp2vpp2": (2, "--dist-opt 1 --pp 2 --vpp 2 --sharding dp_reshardable", "zero2"),
+    "odd1": (1, f"--dist-opt 1 {ODD}", None),
+    "bucketodd2": (2, f"--dist-opt 1 {ODD} --sharding dp_reshardable --bucket 9000 --overlap-grad 1", "odd1"),
     "zeromoeep2": (2, "--dist-opt 1 --moe 4 --ep 2", None),
     "half1": (1, "--dtype bf16 --untied 1 --qkln 1 --bias 1 --norm LayerNorm", None),
     "half2": (2, "--dtype bf16 --untied 1 --qkln 1 --bias 1 --norm LayerNorm --tp 2", "half1"),
     "moe1": (1, "--moe 4 --shared-expert 32", None),
     "moetp2": (2, "--moe 4 --shared-expert 32 --tp 2", "moe1"),
     "moeep2": (2, "--moe 4 --shared-expert 32 --ep 2 --load-weights-only 1", "moe1"),
+    "moeetp1": (2, "--moe 4 --shared-expert 32 --tp 2 --ep 2 --etp 1 --load-weights-only 1", "moe1"),
     "grouped1": (1, "--moe 4 --grouped 1 --dtype bf16", None),
     "groupedtp2": (2, "--moe 4 --grouped 1 --dtype bf16 --tp 2", "grouped1"),
     "groupedep2": (2, "--moe 4 --grouped 1 --dtype bf16 --ep 2 --load-weights-only 1", "grouped1"),

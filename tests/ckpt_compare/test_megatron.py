@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 
 FAMILIES = {  # name of the one that was trained → (other layouts, weights, optimizer tensors)
     "tp1": (["tp2", "pp2", "pp2vpp2"], 38, 76),
-    "zero2": (["zero1", "zerotp2", "zeropp2vpp2"], 38, 114),
+    "zero2": (["zero1", "zerotp2", "zeropp2vpp2", "bucketpp2vpp2"], 38, 114),
+    "odd1": (["bucketodd2"], 92, 276),
     "zeromoeep2": ([], 78, 234),
     "half1": (["half2"], 92, 276),
     "moe1": (["moetp2"], 90, 180),
@@ -35,7 +36,7 @@ def test_the_same_weights_and_optimizer_are_identical_in_every_layout(megatron, 
     assert kinds(found) == {"weights": weights + tied, "optimizer": optimizer + tied * optimizer // weights}
 
 
-@pytest.mark.parametrize(("one", "other"), [("moe1", "moeep2"), ("grouped1", "groupedep2")])
+@pytest.mark.parametrize(("one", "other"), [("moe1", "moeep2"), ("moe1", "moeetp1"), ("grouped1", "groupedep2")])
 @pytest.mark.parametrize("kind", ["dist", "legacy"])
 def test_experts_of_two_expert_ranks_are_those_of_one(megatron, one, other, kind):
     found = compared(megatron(f"dist_{one}"), megatron(f"{kind}_{other}"), ["weights"])

@@ -46,11 +46,14 @@ def model_config(args: Any) -> tuple[dict[str, Any], dict[str, int]]:
         "gated": a.get("swiglu"),
         "experts": a.get("num_experts"),
         "moe_ffn": a.get("moe_ffn_hidden_size") or a.get("ffn_hidden_size"),
+        "tied": not a.get("untie_embeddings_and_output_weights"),
+        "bucket_size": a.get("ddp_bucket_size"),
         "vocab": a.get("vocab_size"),
         "vocab_multiple": (a.get("make_vocab_size_divisible_by") or 0) * (a.get("tensor_model_parallel_size") or 1) or None,
     }
     config["groups"] = config["groups"] or heads
     named = {
+        "world": "world_size",
         "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "vpp": "virtual_pipeline_model_parallel_size",
         "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size", "dp": "data_parallel_size",
         "cp": "context_parallel_size",

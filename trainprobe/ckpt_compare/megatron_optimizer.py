@@ -1,8 +1,8 @@
 """Megatron's optimizer state in per-rank files: which number, or which range of a flat buffer, belongs to which parameter.
 
 Order of parameters in groups: `megatron.core.optimizer._get_param_groups` (named parameters of all model chunks; weight decay
-is off for biases and one-dimensional parameters; expert parameters apart). Order in the distributed optimizer's buffer:
-parameters backwards, each beginning at a multiple of 64 elements (`_ParamAndGradBuffer`).
+is off for biases and one-dimensional parameters; expert parameters apart). The distributed optimizer's buffers: see
+`megatron_buckets`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from trainprobe.ckpt_compare.megatron_buckets import coalesced_starts, likely_buckets
 from trainprobe.ckpt_compare.megatron_shards import Local as Local
 from trainprobe.ckpt_compare.optimizer_names import is_array, scalar
-from trainprobe.ckpt_compare.pieces import Point, Problem, Reshaped, window
+from trainprobe.ckpt_compare.pieces import Problem, Reshaped, window
 from trainprobe.ckpt_compare.storage import torch_archive
 from trainprobe.errors import FormatError
 
-ALIGNMENT = 64  # elements; every parameter begins at a multiple of it in the distributed optimizer's buffer
-_FLAT_SLOTS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")  # what tied stages share
+FLAT_SLOTS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 def local_states(
-    optimizer: Any, flat_file: Path, weights: Sequence[Local], problems: list[Problem]
+    optimizer: Any, flat_file: Path, weights: Sequence[Local], problems: list[Problem], config: Mapping[str, Any]
 ) -> tuple[list[Local], set[float]]:
     """Return this rank's optimizer states as local tensors, and the step counts found."""
     found: list[Local] = []
@@ -37,7 +38,7 @@ def local_states(
         found += _numbered(inner.get("state", {}), groups, members, steps, problems)
         found += _masters(part.get("fp32_from_fp16_params"), members, problems)
     if flat_file.is_file():
-        found += _flat(flat_file, weights, problems)
+        found += _flat(flat_file, weights, problems, config)
     return found, steps
 
 
@@ -118,7 +119,7 @@ def _masters(groups: Any, members: Sequence[Sequence[Local]], problems: list[Pro
             yield replace(weight, source=master, slot="master", where=f"{weight.where} (master)")
 
 
-def _flat(file: Path, weights: Sequence[Local], problems: list[Problem]) -> Iterator[Local]:
+def _flat(file: Path, weights: Sequence[Local], problems: list[Problem], config: Mapping[str, Any]) -> Iterator[Local]:
     """Yield the states of a distributed optimizer from its flat buffers, one a model chunk (and one for experts)."""
     try:
         content = torch_archive.load(str(file))
@@ -132,21 +133,31 @@ def _flat(file: Path, weights: Sequence[Local], problems: list[Problem]) -> Iter
     for buffer in _buffers(content):
         size = next(v.shape[0] for v in buffer.values() if is_array(v))
         # buffers stand in the order of their owners; a rank that holds experts alone has none for the others
-        while owners and buffer_ranges([w.local_shape for w in owners[0]])[1] != size:
-            owners.pop(0)
-        if not owners:
+        starts = None
+        while owners and starts is None:
+            owned = owners.pop(0)
+            starts = starts_in(owned, size, config)
+            if starts is not None:
+                yield from _filled(file, buffer, owned, starts)
+        if starts is None:
             problems.append(
-                Problem(str(file), f"no part of the model fills a buffer of {size} elements: it was written in several buckets")
+                Problem(str(file), f"no part of the model fills a buffer of {size} elements: its buckets are not known")
             )
             return
-        yield from _filled(file, buffer, owners.pop(0))
 
 
-def _filled(file: Path, buffer: Mapping[str, Any], owned: Sequence[Local]) -> Iterator[Local]:
+def starts_in(owned: Sequence[Local], size: int, config: Mapping[str, Any]) -> list[int] | None:
+    """Return where each of these parameters begins in a coalesced buffer of this size, None where they cannot fill it."""
+    shapes = [w.local_shape for w in owned]
+    pipelined = int(config.get("pp") or 1) > 1 and config.get("tied")
+    shared = [bool(pipelined) and w.name in SHARED for w in owned]
+    return coalesced_starts(shapes, size, likely_buckets(shapes, shared, config))
+
+
+def _filled(file: Path, buffer: Mapping[str, Any], owned: Sequence[Local], starts: Sequence[int]) -> Iterator[Local]:
     """Yield the states of one flat buffer, parameter by parameter."""
-    starts, _ = buffer_ranges([w.local_shape for w in owned])
     for weight, start in zip(owned, starts, strict=True):
-        for key, slot in _FLAT_SLOTS.items():
+        for key, slot in FLAT_SLOTS.items():
             if is_array(buffer.get(key)):
                 part = window(buffer[key], (slice(start, start + prod(weight.local_shape)),))
                 where = f"{file.parent.name}/{file.name}: {weight.name} ({slot})"
@@ -163,14 +174,3 @@ def _buffers(content: Any) -> Iterator[Mapping[str, Any]]:
     elif isinstance(content, (list, tuple)):
         for value in content:
             yield from _buffers(value)
-
-
-def buffer_ranges(shapes: Sequence[Point]) -> tuple[list[int], int]:
-    """Return the first element of each parameter in the distributed optimizer's buffer, and the buffer's length."""
-    starts = [0] * len(shapes)
-    at = 0
-    for i in reversed(range(len(shapes))):
-        at = -(-at // ALIGNMENT) * ALIGNMENT
-        starts[i] = at
-        at += prod(shapes[i])
-    return starts, at

@@ -27,13 +27,23 @@ _TE_GROUPED = re.compile(r"(?P<head>.*\.experts)\.(?P<fc>linear_fc[12])\.(?P<kin
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A rank on the tensor, pipeline and expert axes, with the sizes of those that cut tensors."""
+    """A rank on the tensor, pipeline and expert axes, with the sizes of those that cut tensors.
+
+    etp_size: tensor parallel size of experts, 0 where it is that of everything else.
+    """
 
     tp: int
     tp_size: int
     pp: int = 0
     ep: int = 0
     ep_size: int = 1
+    etp_size: int = 0
+
+    def of(self, name: str) -> Ranks:
+        """Return where this rank stands for a parameter: experts may be cut over fewer tensor ranks than the rest."""
+        if not self.etp_size or ".experts." not in name:
+            return self
+        return replace(self, tp=self.tp % self.etp_size, tp_size=self.etp_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,7 @@ class Local:
 
 def place(local: Local, ranks: Ranks, config: Mapping[str, Any]) -> list[LogicalTensor]:
     """Return the tensors of the whole model that a local tensor is a part of, each with this rank's pieces."""
+    ranks = ranks.of(local.name)
     grouped = _GROUPED.fullmatch(local.name)
     if grouped is not None:
         return list(_grouped(local, grouped["head"], int(grouped["n"]), ranks, config))
@@ -77,7 +88,7 @@ def _te_experts(config: Mapping[str, Any], ranks: Ranks) -> int:
 
 def _one(local: Local, ranks: Ranks, config: Mapping[str, Any]) -> LogicalTensor:
     shape, size = local.local_shape, ranks.tp_size
-    axis = _axis(local.name, shape)
+    axis = axis_of(local.name, shape)
     replica = "" if axis is not None or size == 1 else f"tp {ranks.tp}"
     boxes = _local_pieces(local, replica)
     if axis is None:
@@ -90,7 +101,7 @@ def _one(local: Local, ranks: Ranks, config: Mapping[str, Any]) -> LogicalTensor
     return LogicalTensor(local.name, whole, pieces, local.slot)
 
 
-def _axis(name: str, shape: Point) -> int | None:
+def axis_of(name: str, shape: Point) -> int | None:
     """Return the axis that tensor parallelism cuts, None for what every rank holds."""
     if _VOCABULARY.fullmatch(name) or _COLUMN.fullmatch(name) or _GATED.fullmatch(name):
         return 0

@@ -34,6 +34,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--load-weights-only", type=int, default=0, help="chained optimizers load from their own layout alone")
     p.add_argument("--save-logits", help="what the model says to a fixed input, on one rank")
     p.add_argument("--iteration", type=int, default=2)
+    p.add_argument("--sharding", default="fully_reshardable", help="how the distributed optimizer stores its state")
     return p.parse_args()
 
 
@@ -62,6 +63,7 @@ def training_arguments(a) -> argparse.Namespace:
         expert_model_parallel_size=a.ep, expert_tensor_parallel_size=a.etp or a.tp, world_size=world,
         data_parallel_size=world // a.tp // a.pp, use_distributed_optimizer=bool(a.dist_opt), bf16=a.dtype == "bf16",
         iteration=a.iteration, position_embedding_type=a.pos, normalization=a.norm, add_bias_linear=bool(a.bias),
+        vocab_size=a.vocab, ddp_bucket_size=a.bucket,
         params_dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[a.dtype],
     )  # fmt: skip
 
@@ -76,7 +78,8 @@ def sharded(a, chunks, optimizer, loading: bool) -> dict:
         bare = chunk.module
         model["model" if len(chunks) == 1 else f"model{i}"] = bare.sharded_state_dict()
     state = dict(model)
-    kind = {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}} if a.dist_opt else {}
+    sharding = "fully_reshardable" if loading else a.sharding
+    kind = {"metadata": {"distrib_optim_sharding_type": sharding}} if a.dist_opt else {}
     state["optimizer"] = optimizer.sharded_state_dict(model, is_loading=loading, **kind)
     return state
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from trainprobe.ckpt_compare.formats import torch_dcp
 from trainprobe.ckpt_compare.megatron import iteration_folder, model_config, plain_sections, rng_digests
+from trainprobe.ckpt_compare.megatron_dp_reshardable import bucket_states, is_bucket
+from trainprobe.ckpt_compare.optimizer_names import one_or_all
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, gather
 from trainprobe.ckpt_compare.storage import torch_archive
 from trainprobe.ckpt_compare.transforms import unstack
@@ -46,15 +48,18 @@ def open(path: Path) -> Checkpoint:
         raise FormatError(f"{folder}: sharded backend {backend!r} is not known; torch_dist and fsdp_dtensor are")
     stored = torch_dcp.read_metadata(folder)
     common = torch_archive.load(str(folder / "common.pt")) if (folder / "common.pt").exists() else {}
-    tensors = gather(t for key, tensor in stored.tensors.items() for t in _named(key, tensor))
     state, problems = plain_sections(common), list(stored.problems)
+    config, layout = model_config(common.get("args"))
+    named = [t for key, tensor in stored.tensors.items() for t in _named(key, tensor)]
+    weights = [t for t in named if not t.slot]
+    named += bucket_states(stored.tensors, weights, config, layout, problems)
+    tensors = gather(named)
     rng = _rng(stored, problems)
     if rng:
         state["rng"] = rng
-    step = _step(common)
-    if step is not None:
-        state["optimizer"] = {"step": step}
-    config, layout = model_config(common.get("args"))
+    steps = sorted({step for part in (common.get("optimizer"), *_optimizers(stored, problems)) for step in _steps(part)})
+    if steps:
+        state["optimizer"] = {"step": one_or_all(steps)}
     return Checkpoint(str(path), "megatron_dist", tensors, "megatron", layout, config, state, tuple(problems))
 
 
@@ -62,7 +67,7 @@ def _named(key: str, tensor: LogicalTensor) -> Iterator[LogicalTensor]:
     """Give the tensors that one stored tensor stacks, under their names with numbers."""
     match = _STATE.fullmatch(key)
     name, slot = (match["name"], _MASTER.get(match["slot"], match["slot"])) if match is not None else (key, "")
-    if not tensor.shape or "_extra_state" in name:
+    if not tensor.shape or "_extra_state" in name or is_bucket(key):
         return
     stack = _STACK.fullmatch(name)
     layers = [(name, tensor)]
@@ -93,8 +98,17 @@ def _rng(stored: torch_dcp.Stored, problems: list[Problem]) -> dict[str, Any]:
     return found
 
 
-def _step(common: Any) -> int | None:
-    for path, value in torch_archive.leaves(common.get("optimizer", {})):
+def _optimizers(stored: torch_dcp.Stored, problems: list[Problem]) -> Iterator[Any]:
+    """Yield what the optimizers of single model-parallel ranks stored beside their tensors: groups and step counts."""
+    for key, place in stored.objects.items():
+        if re.search(r"\.dp_group_idx_\d+\.optimizer/", key):
+            try:
+                yield torch_dcp.load_object(place)
+            except FormatError as error:
+                problems.append(Problem(key, str(error)))
+
+
+def _steps(optimizer: Any) -> Iterator[float]:
+    for path, value in torch_archive.leaves(optimizer or {}):
         if path[-1] in ("common_step", "step"):
-            return int(value.load().reshape(-1)[0] if hasattr(value, "load") else value)
-    return None
+            yield float(value.load().reshape(-1)[0] if hasattr(value, "load") else value)

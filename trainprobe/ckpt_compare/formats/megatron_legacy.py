@@ -69,7 +69,8 @@ def open(path: Path) -> Checkpoint:
         locals_ = list(_locals(file, offsets))
         for local in locals_:
             tensors += place(local, file.ranks, config)
-        states, counts = local_states(file.content.get("optimizer"), file.folder / "distrib_optim.pt", locals_, problems)
+        flat_file = file.folder / "distrib_optim.pt"
+        states, counts = local_states(file.content.get("optimizer"), flat_file, locals_, problems, {**config, **layout})
         for local in states:
             tensors += place(local, file.ranks, config)
         steps.update(counts)
@@ -103,21 +104,28 @@ def _read_ranks(folder: Path, problems: list[Problem]) -> tuple[list[RankFile], 
     found: list[RankFile] = []
     for sub, (t, first, second, two), content in read:
         pp, ep = (first, second) if two or not lone_is_expert else (0, first)
-        found.append(RankFile(sub, Ranks(t, tp, pp, ep, args.get("expert_model_parallel_size") or 1), content))
+        etp = int(args.get("expert_tensor_parallel_size") or tp) if args.get("num_experts") else tp
+        ranks = Ranks(t, tp, pp, ep, args.get("expert_model_parallel_size") or 1, 0 if etp == tp else etp)
+        found.append(RankFile(sub, ranks, content))
     return found, args
 
 
 def _check_ranks(folder: Path, files: Sequence[RankFile], layout: Mapping[str, int], problems: list[Problem]) -> None:
     """Report ranks that the arguments announce and the folder does not hold, and layouts that are not understood."""
     present = {(f.ranks.tp, f.ranks.pp, f.ranks.ep) for f in files}
-    expected = product(*(range(layout.get(axis, 1)) for axis in ("tp", "pp", "ep")))
-    for tp, pp, ep in (at for at in expected if at not in present):
+    expected = set(product(*(range(layout.get(axis, 1)) for axis in ("tp", "pp", "ep"))))
+    etp = layout.get("etp", layout.get("tp", 1))
+    if layout.get("ep", 1) > 1 and etp < layout.get("tp", 1):
+        # a tensor rank is an expert rank as well: g % tp and g // etp % ep of one number g
+        numbers = range(layout.get("tp", 1) * layout.get("ep", 1))
+        pairs = {(g % layout.get("tp", 1), g // etp % layout["ep"]) for g in numbers if g < layout.get("world", g + 1)}
+        expected = {at for at in expected if (at[0], at[2]) in pairs}
+    for tp, pp, ep in sorted(expected - present):
         lost = f"the file of tensor rank {tp}, pipeline rank {pp}, expert rank {ep} is missing"
         problems.append(Problem(str(folder), lost))
-    if layout.get("ep", 1) > 1 and layout.get("etp", layout.get("tp", 1)) != layout.get("tp", 1):
-        problems.append(
-            Problem(str(folder), "expert tensor parallel size differs from tensor parallel size: experts cannot be placed")
-        )
+    if etp > layout.get("tp", 1):
+        text = f"experts are cut over {etp} tensor ranks and the rest over fewer: files of this layout hold a part of them only"
+        problems.append(Problem(str(folder), text))
 
 
 def _layer_offsets(files: Sequence[RankFile]) -> dict[tuple[int, int], int]:
