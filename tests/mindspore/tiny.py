@@ -67,10 +67,13 @@ class Watch(Callback):
         self.optimizer = optimizer
         self.losses: list[bytes] = []
         self.numbers: list[int] = []
+        self.reports: list[list[float]] = []
 
     def on_train_step_end(self, run_context: Any) -> None:
         p = run_context.original_args()
         out = p.net_outputs[0] if isinstance(p.net_outputs, tuple) else p.net_outputs
+        reports = p.net_outputs if isinstance(p.net_outputs, tuple) else [out]
+        self.reports.append([float(x.asnumpy().reshape(-1)[0]) for x in reports])
         self.losses.append(out.asnumpy().tobytes())
         self.numbers.append(int(p.cur_step_num))
 
@@ -84,6 +87,7 @@ class Outcome:
     random: int
     optimizer: Any
     net: Any
+    reports: list[list[float]]
     held: list[dict[str, np.ndarray]] = field(default_factory=list)
 
     @property
@@ -99,9 +103,14 @@ def train(
     hold: bool = False,
     prepare: Callable[[Any], None] | None = None,
     epochs: int = 1,
-    **model_options: Any,
+    first_epoch: int = 0,
+    around: Callable[[Any, Any], Any] | None = None,
 ) -> Outcome:
-    """Train once. hold: take gradients, moments and values at the optimizer by MindSpore's own hooks (PyNative only)."""
+    """Train once.
+
+    hold: take gradients, moments and values at the optimizer by MindSpore's own hooks (PyNative only). around: makes the cell
+    that trains, of the model with its loss and the optimizer.
+    """
     ms.set_context(mode=mode)
     ms.set_seed(1234)
     np.random.seed(1234)
@@ -112,13 +121,15 @@ def train(
     held: list[dict[str, np.ndarray]] = []
     if hold:
         _hold(optimizer, held)
-    model = Model(net, Loss(), optimizer, **model_options)
+    model = Model(around(nn.WithLossCell(net, Loss()), optimizer)) if around else Model(net, Loss(), optimizer)
     watch = Watch(optimizer)
     data = GeneratorDataset(Data(), ["x", "y"], shuffle=False).batch(BATCH)
-    model.train(epochs, data, callbacks=[*callbacks, watch], dataset_sink_mode=False)
+    model.train(epochs, data, callbacks=[*callbacks, watch], dataset_sink_mode=False, initial_epoch=first_epoch)
     weights = {p.name: p.asnumpy().tobytes() for p in net.get_parameters()}
     state = {p.name: p.asnumpy().tobytes() for p in optimizer.get_parameters()}
-    return Outcome(watch.losses, watch.numbers, weights, state, int(np.random.randint(1 << 30)), optimizer, net, held)
+    return Outcome(
+        watch.losses, watch.numbers, weights, state, int(np.random.randint(1 << 30)), optimizer, net, watch.reports, held
+    )
 
 
 def _hold(optimizer: Any, held: list[dict[str, np.ndarray]]) -> None:

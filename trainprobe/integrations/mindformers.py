@@ -1,9 +1,9 @@
 """MindSpore and MindFormers: `callbacks=[ProbeCallback("plan.yaml")]`, for a Model and for both trainers of MindFormers.
 
-A step has the framework's own number, 1 for the first: `cur_step_num` of a Model and of the classic Trainer, `global_step` as
-it is after the step of the PyNative Trainer. In a configuration file of MindFormers the line is
-`callbacks: [{type: ProbeCallback, plan: plan.yaml}]`; the script that starts the training imports this module, before or after
-MindFormers. PyTorch is not needed.
+A step has the framework's own number, 1 for the first: `cur_step_num` of a Model and of the classic Trainer, after a restart on
+top of the steps that the framework says were done; `global_step` after the step of the PyNative Trainer. In a configuration
+file of MindFormers the line is `callbacks: [{type: ProbeCallback, plan: plan.yaml}]`; the script that starts the training
+imports this module, before or after MindFormers. PyTorch is not needed.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class MindSporeSession(Session):
     """A session whose probes are MindSpore's."""
 
     probe_kind = MindSporeProbe
+    audited = False  # its relations are about PyTorch
 
 
 class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
@@ -57,6 +58,8 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
     def __init__(self, plan: PlanSource = None, **overrides: Any) -> None:
         self._made_of = (plan, overrides)
         self.session = MindSporeSession(dict(plan) if isinstance(plan, Mapping) else plan, **overrides)
+        self._done = 0  # steps of the run that this training resumes
+        self._waits = False  # training has begun and its first epoch has not
         know_mindformers()
 
     def __reduce__(self) -> Any:
@@ -71,22 +74,30 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
     # ---- a training: of a Model with (run_context), of the PyNative Trainer with (args, state, model=…, optimizer=…) ----
 
     def on_train_begin(self, *told: Any, **about: Any) -> None:
-        """Open the probe: parameters and optimizer state are there now."""
-        if len(told) == 1:
-            p = told[0].original_args()
-            step_cell = _step_cell(p.train_network)
-            optimizer = p.optimizer if p.optimizer is not None else getattr(step_cell, "optimizer", None)
-            self._begin(_model(p.network, step_cell), optimizer, int(p.cur_step_num) + 1)
-        else:
+        """Open the probe: parameters and optimizer state are there now. A Model tells where it resumes with its first epoch."""
+        self._waits = len(told) == 1
+        if not self._waits:
             self._begin(about.get("model"), about.get("optimizer"), int(told[1].global_step) + 1)
+
+    def on_train_epoch_begin(self, run_context: Any) -> None:
+        """Open the probe of a Model."""
+        if not self._waits:
+            return
+        self._waits = False
+        p = run_context.original_args()
+        self._done = steps_done(p)
+        step_cell = _step_cell(p.train_network)
+        optimizer = p.optimizer if p.optimizer is not None else getattr(step_cell, "optimizer", None)
+        self._begin(_model(p.network, step_cell), optimizer, self._done + int(p.cur_step_num) + 1)
 
     def on_train_end(self, *told: Any, **about: Any) -> None:
         """Write everything."""
         self._end()
 
     def __exit__(self, *error: object) -> None:
-        """Leave nothing behind; what was collected of a step that an error cut short is written."""
-        self._end(complete=not (error and error[0] is not None))
+        """After an error, leave nothing behind; what was collected of the step is written. An evaluation comes here too."""
+        if error and error[0] is not None:
+            self._end(complete=False)
 
     def _begin(self, model: Any, optimizer: Any, step: int) -> None:
         if isinstance(model, list | tuple) and len(model) == 1:
@@ -107,7 +118,7 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
 
     def on_train_step_begin(self, run_context: Any) -> None:
         """Begin a step."""
-        self._step_begins(int(run_context.original_args().cur_step_num))
+        self._step_begins(self._done + int(run_context.original_args().cur_step_num))
 
     def on_train_step_end(self, run_context: Any) -> None:
         """Take what the framework reports and end the step."""
@@ -191,6 +202,15 @@ def reported(outputs: Any, step_cell: Any) -> dict[str, Any]:
     if isinstance(step_cell, mindspore.nn.TrainOneStepWithLossScaleCell):
         names = ("loss", "step_skipped", "loss_scale", "lr", "grad_norm")
     return dict(zip(names, outputs, strict=False))
+
+
+def steps_done(p: Any) -> int:
+    """Return how many steps were done before: what MindFormers told its own callbacks, or whole epochs of a Model."""
+    for callback in p.list_callback:
+        told = getattr(callback, "initial_step", None)
+        if isinstance(told, int) and told > 0:
+            return told
+    return (int(p.cur_epoch_num) - 1) * int(p.batch_num)
 
 
 def _step_cell(network: Any) -> Any:

@@ -33,7 +33,7 @@ from trainprobe.watching import Probe
 
 @dataclass(slots=True)
 class CellParts:
-    """The taps of one probe, as `trainprobe.build.Parts`; what exists under PyTorch only is None."""
+    """The taps of one probe, as `trainprobe.build.Parts`; whatever exists under PyTorch only is None."""
 
     naming: CellTap
     stepping: OptimizerTap
@@ -41,9 +41,12 @@ class CellParts:
     watched: CellTap | None = None
     states: CellStateTap | None = None
     monitor: MonitorPlan | None = None
-    audit: None = None
-    audit_plan: None = None
+    dumps_when_asked: bool = False  # a plan of level off whose rules or black box may ask for a dump
     cuts: list[Detail] = field(default_factory=list[Detail])
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
     def notes(self) -> list[str]:
         """Return what could not be seen, and why."""
@@ -105,7 +108,10 @@ class MindSporeProbe(Probe):
 
 def refuse(plan: Plan) -> None:
     """Raise PlanError for what cannot be carried out under MindSpore."""
+    monitor = monitor_plan(plan.monitor) if plan.monitor else None
     problems = {
+        "monitor: collectives, features and batches are looked at by torch: leave them out": monitor is not None
+        and any(getattr(kind, "on", False) for kind in (monitor.collectives, monitor.features, monitor.batches)),
         f"level {plan.level!r} records torch operations: use L0, which records cells": plan.level in ("L1", "mix", "debug"),
         "audit: its relations are about PyTorch trainings: leave the section out": bool(plan.audit),
         "config_check: it looks into a PyTorch process: use `trainprobe config_check` on the files of the run": bool(
@@ -123,23 +129,25 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, list[Program]]:
     """Build the taps that a plan asks for and the programs that say when they run."""
     cuts: list[Detail] = []
     monitor = monitor_plan(plan.monitor) if plan.monitor else None
-    modules = CellTap(_cells_of_plan(plan, cuts), guard) if plan.level == "L0" else None
+    asked = plan.level == "off" and (bool(plan.black_box) or (monitor is not None and monitor.may_dump))
+    modules = CellTap(_cells_of_plan(plan, cuts), guard) if plan.level == "L0" or asked else None
     watched = CellTap(_cells_of_monitor(monitor), guard) if monitor is not None else None
     naming = modules or watched or CellTap(CellsWanted(_none, _nothing, frozenset()), guard)
     states = CellStateTap(_states_of_monitor(monitor)) if monitor is not None else None
     stepping = OptimizerTap(guard, partial(_before, states), partial(_after, states))
-    parts = CellParts(naming, stepping, modules, watched, states, monitor, cuts=cuts)
+    parts = CellParts(naming, stepping, modules, watched, states, monitor, dumps_when_asked=asked, cuts=cuts)
     named: tuple[tuple[Tap, Wants], ...] = ((naming, lambda n: False),)
-    dump = tuple((tap, plan.wants_step) for tap in (modules, stepping) if tap is not None)
-    programs = [Program("dump", plan.wants_step, (*dump, *named))]
+    dump = tuple(tap for tap in (modules, stepping) if tap is not None)
+    pairs = (*((tap, plan.wants_step) for tap in dump), *named)
+    programs = [Program("dump", plan.wants_step, pairs, asked=dump, level="L0" if asked else "")]
     if monitor is not None and states is not None and watched is not None:
         light: list[tuple[Tap, Wants]] = [(states, lambda n: True), (stepping, lambda n: True)]
-        if monitor.activations.on or monitor.activation_gradients.on:
-            whole, every = modules is not None, monitor.activations.every
-            light.append((watched, lambda n: n % every == 0 and not (whole and plan.wants_step(n))))
-        else:
-            light.append((watched, lambda n: False))
-        programs.append(Program("monitor", parse_steps(monitor.step).__contains__, tuple(light)))
+        kinds = [kind.every for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
+        whole = plan.level == "L0"
+        light.append((watched, lambda n: any(n % e == 0 for e in kinds) and not (whole and plan.wants_step(n))))
+        programs.append(
+            Program("monitor", parse_steps(monitor.step).__contains__, tuple(light), beside=(watched,) if modules else ())
+        )
     return parts, programs
 
 
@@ -167,9 +175,10 @@ def _cells_of_plan(plan: Plan, cuts: list[Detail]) -> CellsWanted:
 
 def _cells_of_monitor(monitor: MonitorPlan | None) -> CellsWanted:
     assert monitor is not None
+    chosen = [Names(kind.names) for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
     return CellsWanted(
         flags=lambda name: flag.STATS,
-        selected=Names((*monitor.activations.names,)).__contains__,
+        selected=lambda name: any(name in names for names in chosen),
         data=frozenset({"input", "output"} if monitor.activations.on or monitor.activation_gradients.on else set[str]()),
         forward=monitor.activations.on,
         backward=monitor.activation_gradients.on,

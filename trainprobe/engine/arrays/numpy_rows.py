@@ -1,9 +1,9 @@
 """Host memory to partials without a tensor library: rows reduced by the compiled kernel, or by NumPy in float64.
 
-Both give the same counts, extrema, checksums and CRCs bit for bit. Bounds of the NumPy sums, x over the finite elements: up to
-32 bits and complex: |error of sum| <= 2^-44 Σ|x|, |error of sumsq| <= 2^-44 Σx² (pairwise addition in float64). float64: exact
-addition (`math.fsum`), squares rounded once each: |error of sum| <= 2^-53 |Σx|, |error of sumsq| <= 2^-52 Σx². 64-bit integers
-are added exactly and rounded once.
+Both give the same counts, extrema, checksums and CRCs bit for bit; magnitudes of complex128 within two units in the last place.
+Bounds of the NumPy sums, x over the finite elements: up to 32 bits and complex: |error of sum| <= 2^-44 Σ|x|, |error of sumsq|
+<= 2^-44 Σx² (pairwise addition in float64). float64: exact addition (`math.fsum`), squares rounded once each: |error of sum| <=
+2^-53 |Σx|, |error of sumsq| <= 2^-52 Σx². 64-bit integers are added exactly and rounded once.
 """
 
 from __future__ import annotations

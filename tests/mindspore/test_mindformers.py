@@ -1,0 +1,79 @@
+"""MindFormers' two trainers with the callback, given to the constructor and named in the configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from tests.mindspore.launch import run
+
+
+def written(folder: Path) -> list[dict[str, Any]]:
+    return [orjson.loads(line) for line in (folder / "rank0/records.jsonl").open("rb")]
+
+
+def slots(row: dict[str, Any]) -> set[str]:
+    return {slot for call in row["calls"] if call["kind"] == "state" for slot in call["params"]["d"]}
+
+
+def check_scalars(rows: list[dict[str, Any]], reports: list[list[float]]) -> None:
+    names = ("loss", "step_skipped", "loss_scale", "lr", "grad_norm")
+    assert [[row["scalars"][name] for name in names] for row in rows] == reports
+
+
+def test_the_classic_trainer_in_graph_mode(tmp_path: Path) -> None:
+    told = run("run_classic_trainer", str(tmp_path), "graph", cwd=tmp_path)
+    assert told["equal"] is True
+    assert told["numbers"] == [1, 2, 3]
+    given, listed = written(tmp_path / "given"), written(tmp_path / "listed")
+    for rows in (given, listed):
+        assert [row["step"] for row in rows] == [1, 2, 3]
+        check_scalars(rows, told["reports"])
+        assert slots(rows[0]) == {"value", "exp_avg", "exp_avg_sq", "value_after", "exp_avg_after", "exp_avg_sq_after"}
+    assert len({call["name"] for call in given[0]["calls"]}) == 21
+    assert given[0]["partials"] == listed[0]["partials"]
+
+
+def test_the_classic_trainer_in_pynative_mode(tmp_path: Path) -> None:
+    told = run("run_classic_trainer", str(tmp_path), "pynative", cwd=tmp_path)
+    assert told["equal"] is True
+    rows = written(tmp_path / "given")
+    assert [row["step"] for row in rows] == [1, 2]
+    check_scalars(rows, told["reports"])
+    for row in rows:
+        names = {call["name"] for call in row["calls"] if call["kind"] == "module"}
+        assert {"root", "model.layers.0.attention.wq", "lm_head"} <= names
+        assert gradient_norm(row) == pytest.approx(1.0, rel=1e-5)  # clipped to 1, as the optimizer gets them
+        assert row["scalars"]["grad_norm"] > 1.5  # what the trainer reports is the norm before
+
+
+def gradient_norm(row: dict[str, Any]) -> float:
+    """The norm over all gradients that the optimizer was given, from the partials of their squares."""
+    found = [call["params"]["d"]["grad"] for call in row["calls"] if "grad" in (call.get("params") or {}).get("d", {})]
+    assert len(found) == 12
+    squares = [row["partials"]["sumsq"][row["row"][value]] for value in found]
+    return float(np.sqrt(np.sum(squares)))
+
+
+def test_the_pynative_trainer_and_a_step_that_it_skips(tmp_path: Path) -> None:
+    told = run("run_pynative_trainer", str(tmp_path), cwd=tmp_path)
+    assert told["equal"] == [True, True]
+    assert told["quiet"] == []
+    assert told["restored"] == "mindspore.nn.cell"
+    for name in ("given", "listed"):
+        rows = written(tmp_path / name)
+        assert [[row["step"], row["scalars"]["loss"], row["scalars"]["grad_norm"]] for row in rows] == told["reports"]
+        assert [row["scalars"]["step_skipped"] for row in rows] == [0.0] * 4
+        assert "grad" in slots(rows[0])
+        dump = json.loads((tmp_path / name / "step2/rank0/dump.json").read_text())
+        assert {"Cell.up.Dense.forward.0", "Cell.up.Dense.backward.0"} <= set(dump["data"])
+    broken = written(tmp_path / "broken")
+    assert [row["scalars"]["step_skipped"] for row in broken] == [0.0, 1.0, 0.0, 0.0]
+    assert ["grad" in slots(row) for row in broken] == [True, False, True, True]
+    assert told["broken"][1][2] is None
+    assert told["findings"][0][:2] == ["nonfinite", 2]
