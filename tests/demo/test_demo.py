@@ -96,3 +96,13 @@ def test_an_untrained_model_knows_nothing():
     torch.manual_seed(0)
     inputs, targets = map(torch.from_numpy, draw_batch(read_corpus(300_000), 0, 2, 64))
     assert float(next_token_loss(GPT()(inputs), targets).detach()) == pytest.approx(np.log(256), rel=0.05)
+
+
+def test_every_curve_is_there_once(demo):
+    from trainprobe.engine.dumps.log import read_log
+    from trainprobe.monitor.scalar_names import role_of
+
+    names = list(list(read_log(demo[1] / "rank0"))[-1].scalars)
+    assert sorted(names) == ["grad_norm", "loss", "lr", "tokens"]
+    roles = [role_of(name) for name in names if role_of(name)]
+    assert len(roles) == len(set(roles)) == 3

@@ -181,6 +181,12 @@ def test_a_batch_has_a_fingerprint_of_its_own_and_tokens_are_counted(tmp_path):
     assert [reel.scalars["tokens"] for reel in reels] == [2 * 8 * 32] * 3
 
 
+def test_fingerprints_of_batches_raise_no_alarm_about_parameters(tmp_path):
+    reels, _, findings = run(tmp_path, {"batches": True}, steps=14, sinks=["jsonl"])
+    assert findings == []
+    assert reels[-1].checksums is None
+
+
 def test_a_batch_is_known_by_the_number_that_the_audit_gives_it(tmp_path):
     torch.manual_seed(0)
     model = GPT(width=16, layers=1)

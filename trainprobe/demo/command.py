@@ -101,7 +101,7 @@ def telling_numbers(folder: Path, series: Series, outcome: Outcome, dumped: tupl
     table.add_column(style="bold")
     table.add_column()
     scalars = {track.spot.name: series.get(track) for track in series.tracks if track.spot.kind == "scalar"}
-    losses, norms = scalars["loss"][1], scalars["gradient norm"]
+    losses, norms = scalars["loss"][1], scalars["grad_norm"]
     final = float(losses[-LAST:].mean())
     table.add_row(
         "loss", f"{losses[0]:.3f} → {final:.3f} nats a byte, {final / math.log(2):.2f} bits (mean of the last {LAST} steps)"

@@ -17,6 +17,12 @@ from trainprobe.engine.records import Finding
 BATCH = 4
 PEAK_RATE = 1e-3
 WARMUP = 20
+FEATURES = {
+    "attention": True,
+    "dead_units": True,
+    "weights": {"every": 5},
+    "formats": {"every": 10, "slots": ("output", "value", "grad")},
+}
 SAVED = "layers.0.**"  # of the dumped steps, the values of this layer are stored too
 
 
@@ -44,7 +50,7 @@ def train(folder: Path, steps: int, dumped: tuple[int, ...], tell: Callable[[int
     corpus = read_corpus()
     plan = {
         "output": folder,
-        "monitor": {"activation_gradients": True},  # at every step, with all rules
+        "monitor": {"activation_gradients": True, "batches": True, "features": FEATURES},  # at every step, with all rules
         "step": dumped,  # and these in full
         "level": "mix",
         "summary": "both",
@@ -60,9 +66,8 @@ def train(folder: Path, steps: int, dumped: tuple[int, ...], tell: Callable[[int
                 loss = next_token_loss(model(inputs), targets)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 probe.note("loss", loss)
-                probe.note("gradient norm", norm)
             tell(step)
     return Outcome(tuple(probe.findings), sum(p.numel() for p in model.parameters()), steps * BATCH * shape.context)

@@ -108,7 +108,8 @@ class Tape:
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self.scalars: dict[str, Any] = {}
-        self.batches: list[list[Value]] = []  # what the model was called with, a list a call
+        self._batches: list[int] = []  # how many tensors the model was called with, a number a call
+        self._batch_rows: Strip | None = None  # apart, so that a step has checksums only where they were asked for
         self._features: list[tuple[Any, str, str, int, int, Callable[..., Any] | None]] = []
         self.micro = 0
         self.micro_told = False
@@ -284,6 +285,13 @@ class Tape:
         """
         self._features.append((numbers, name, slot, self.count(f"{name}|{slot}", "feature"), self.micro, edges))
 
+    def batch(self, tensors: Sequence[Any]) -> None:
+        """Fingerprint what the model is called with."""
+        if self._batch_rows is None:
+            self._batch_rows = self.library.strip(CHECKSUM)
+        plain = [t if type(t) in self._plain else self.library.special(t)[0] for t in tensors]
+        self._batches.append(sum(self._batch_rows.add(t) >= 0 for t in plain if t is not None))
+
     # ---- the end of the step ------------------------------------------------------------------------------------
 
     def harvest(self, step: int, place: Place, **about: Any) -> Reel:
@@ -325,14 +333,21 @@ class Tape:
             quantiles=extras.get("quantiles"),
             scalars={name: _scalar(v, rows) for name, v in self.scalars.items()},
             features=self._bring_features(),
-            batches=[_fingerprint(batch, base, sums) for batch in self.batches],
+            batches=self._bring_batches(),
             **about,
         )
-        self.calls, self.values, self.scalars, self.batches = [], [], {}, []
+        self.calls, self.values, self.scalars = [], [], {}
         self._strips, self._seen, self._counts = {}, {}, {}
         if self.eye is not None:
             self.eye.reset()
         return reel
+
+    def _bring_batches(self) -> list[int]:
+        batches, self._batches = self._batches, []
+        rows, self._batch_rows = self._batch_rows, None
+        sums = rows.harvest()[1] if rows is not None else None
+        each = iter(sums.tolist() if sums is not None else ())
+        return [joined([next(each) for _ in range(count)]) for count in batches]
 
     def _bring_features(self) -> list[Feature]:
         kept, self._features = self._features, []
@@ -343,11 +358,6 @@ class Tape:
             bins, counts = edges(numbers) if edges is not None else (None, numbers)
             found.append(Feature(name, slot, call, micro, counts, bins))
         return found
-
-
-def _fingerprint(batch: Sequence[Value], rows: int, sums: Sequence[npt.NDArray[np.uint64]]) -> int:
-    whole = np.concatenate(sums) if rows else np.zeros(0, np.uint64)
-    return joined([int(whole[value.row]) if value.row >= 0 else 0 for value in batch])
 
 
 def _scalar(x: Any, rows: npt.NDArray[np.float64]) -> float:

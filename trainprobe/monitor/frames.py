@@ -147,6 +147,10 @@ def frame_of_reel(reel: Reel, tracks: Tracks) -> Frame:
         numbers["checksum"] = (reel.checksums[rows] & np.uint64(_SHORT)).astype(np.float64)
     at = tracks.layout(spots, tuple(numbers))
     values = np.stack(list(numbers.values()), axis=1).reshape(-1)
+    if reel.checksums is not None and not (taken := reel.checksums[rows] != 0).all():
+        there = np.ones((len(rows), len(numbers)), dtype=bool)
+        there[:, -1] = taken  # of a value whose checksum was not asked for, there is none
+        at, values = at[there.reshape(-1)], values[there.reshape(-1)]
     masked, infinite, nan = (column(partials, name) > 0 for name in ("neginf", "posinf", "nan"))
     bad = np.where(nan, NOT_A_NUMBER, np.where(infinite, INFINITE, np.where(masked, MASKED, FINE))).astype(np.uint8)
     features = [(Spot("forward", "feature", f.name, f.call, slot), x) for f in reel.features for slot, x in f.each()]

@@ -12,7 +12,7 @@ import torch
 from torch._C import DisableTorchFunction, _current_graph_task_id
 
 from trainprobe.engine.guard import Guard
-from trainprobe.engine.tape import CHECKSUM, STATS, Tape
+from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.features import tensors_of
 from trainprobe.engine.taps.replaced import Replaced
 
@@ -82,7 +82,7 @@ class BatchTap:
             return
         with DisableTorchFunction():
             tensors = tensors_of((args, kwargs))
-            tape.batches.append([tape.value(t, STATS | CHECKSUM) for t in tensors])
+            tape.batch(tensors)
             named = [kwargs[name] for name in _IDS if isinstance(kwargs.get(name), torch.Tensor)]
             whole = [
                 t for t in (*named, *tensors) if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool

@@ -38,7 +38,7 @@ class KeptDifference:
 def kept_differences(folder: Path) -> Iterator[KeptDifference]:
     """Yield the tensors of a run's or a step's folder that differ between ranks which kept them, in order of execution.
 
-    Raises FormatError where no step holds tensors of two ranks. Tensors of different shapes (shards) are no replicas: passed by.
+    Raises FormatError where no step holds tensors of two ranks. Tensors of different shapes (shards) are no replicas.
     """
     steps = find_steps(folder) or {_number(folder): folder}
     compared = False
@@ -52,7 +52,7 @@ def kept_differences(folder: Path) -> Iterator[KeptDifference]:
                 yield from _compare(step, name, ranks, [stores[rank].array(name) for rank in ranks])
     if not compared:
         raise FormatError(
-            f"no step under {folder} holds tensors of two ranks: have them kept with `task: tensor`, or `tensors: [...]`, in a plan"
+            f"no step under {folder} holds tensors of two ranks: have them kept with `task: tensor` or `tensors: [...]`"
         )
 
 

@@ -16,7 +16,7 @@ from trainprobe.monitor.scalar_names import role_of
 from trainprobe.monitor.series import Series
 
 COLUMNS = 10_240  # so many collected steps are shown one by one; of more, neighbours are joined
-STATISTICS = ("norm", "absmax", "max", "min", "mean", "std", "zero_share")
+STATISTICS = ("norm", "absmax", "max", "min", "mean", "std", "zero_share", "value")
 _SHOWN = {"zero_share": "share of zeros", "absmax": "largest magnitude"}
 
 # (kind, first part of the slot) → what the values are called on the page, in the order of the selector
@@ -38,7 +38,20 @@ _NAMES = {
     ("parameter", "exp_avg_sq"): "second moments",
     ("parameter", "exp_avg_after"): "first moments after the step",
     ("parameter", "exp_avg_sq_after"): "second moments after the step",
+    ("collective", "input"): "collectives in",
+    ("collective", "output"): "collectives out",
+    ("feature", "attention_entropy"): "attention entropy",
+    ("feature", "attention_logit"): "attention, largest logit",
+    ("feature", "attention_peak"): "attention, peak",
+    ("feature", "spectral_norm"): "spectral norm",
+    ("feature", "stable_rank"): "stable rank",
+    ("feature", "router_load"): "router load",
+    ("feature", "router_entropy"): "router entropy",
+    ("feature", "router_similarity"): "router similarity",
+    ("feature", "dead_units"): "dead units",
 }
+_TAKEN_OF = {"output": "outputs", "grad_output": "gradients of outputs", "value": "parameters", "grad": "gradients"}
+_PARTS = {"attention": "head", "router": "expert"}  # what the numbers of a feature are numbered by
 _FIRST = ("loss", "gradient norm", "learning rate", "loss scale")
 
 
@@ -83,8 +96,10 @@ def _scalars(series: dict[int, Series]) -> dict[str, Curve]:
 
 
 def _label(spot: Spot) -> str:
-    first = spot.slot.split(".")[0]
+    first, _, rest = spot.slot.partition(".")
     known = _NAMES.get((spot.kind, first))
+    if spot.kind == "feature" and (of := _TAKEN_OF.get(rest.split(".")[0])) is not None:
+        return f"{known or first.replace('_', ' ', 1)}, {of}"
     return known or (f"{spot.kind} {first.replace('_', ' ')}" if spot.kind != "op" else f"ops {first}")
 
 
@@ -92,6 +107,10 @@ def _row_name(spot: Spot) -> str:
     rest = spot.slot.partition(".")[2]
     name = spot.name or "(model)"
     call = f"[{spot.call}]" if spot.call else ""
+    if spot.kind == "feature" and rest.split(".")[0] in _TAKEN_OF:
+        rest = rest.partition(".")[2]
+    elif spot.kind == "feature" and rest.isdigit():
+        return f"{name}{call} {_PARTS.get(spot.slot.partition('_')[0], 'part')} {rest}"
     return name + call + (f" {rest}" if rest not in ("", "0") else "")
 
 

@@ -78,7 +78,7 @@ function drawRowNames(context) {
   context.fillStyle = css("--muted");
   context.textAlign = "right";
   context.textBaseline = "middle";
-  for (let i = 0; i < heat.rows.length; i += every) {
+  for (let i = every >> 1; i < heat.rows.length; i += every) {
     context.fillText(fitted(context, heat.labels[heat.rows[i]], left - 10), left - 7, Math.max(6, (i + 0.5) * each));
   }
   if (!heat.rows.length) {
