@@ -103,6 +103,22 @@ def test_extremes_and_subnormals_and_negative_zeros(native: bool, dtype: torch.d
 
 
 @pytest.mark.parametrize("native", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", COMPLEX, ids=str)
+def test_complex_zeros_and_extremes_have_a_magnitude(native: bool, dtype: torch.dtype) -> None:
+    about = torch.finfo(dtype)
+    edges = [
+        complex(0),
+        complex(-0.0, 0.0),
+        complex(0, about.tiny),
+        complex(about.tiny, about.tiny / 2),
+        complex(about.max, 0),
+        3 + 4j,
+    ]
+    assert_true(row_of(torch.tensor(edges, dtype=dtype), native), torch.tensor(edges, dtype=dtype))
+    assert_true(row_of(torch.zeros(7, dtype=dtype), native), torch.zeros(7, dtype=dtype))
+
+
+@pytest.mark.parametrize("native", IMPLEMENTATIONS)
 def test_a_half_precision_norm_that_overflows_in_half_precision_does_not(native: bool) -> None:
     t = torch.full((1000,), 60000.0, dtype=torch.float16)
     norm = finish(row_of(t, native)[None])["norm"][0]

@@ -111,7 +111,7 @@ def _magnitude(parts: Tensor) -> Tensor:
     big = torch.maximum(a, b)
     if parts.dtype == torch.float32:
         return torch.hypot(a, b)
-    exponent = torch.where(big > 2.0**480, -600.0, torch.where(big < 2.0**-480, 600.0, 0.0))
+    exponent = torch.where(big > 2.0**480, -600.0, torch.where(big < 2.0**-480, 600.0, 0.0)).to(parts.dtype)
     up, down = torch.exp2(exponent), torch.exp2(-exponent)
     a, b = a * up, b * up
     root = torch.sqrt(a * a + b * b) * down
