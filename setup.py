@@ -13,7 +13,7 @@ from setuptools import Extension, setup
 
 NATIVE = Path("trainprobe/engine/arrays/native")
 KERNEL = ("module.c", "rows.c", "kernels.c", "crc32.c", "pool.c")
-TAPE = ("objects.c", "tape.c", "stacks.c", "ops.c", "graph.c", "text.c")
+TAPE = ("objects.c", "tape.c", "stacks.c", "ops.c", "graph.c", "modules.c", "module_gradients.c", "text.c")
 FLAGS = [] if sys.platform == "win32" else ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]
 
 setup(
@@ -21,7 +21,7 @@ setup(
         Extension(
             "trainprobe._native",
             sources=[str(NATIVE / name) for name in (*KERNEL, *TAPE)],
-            depends=[str(NATIVE / name) for name in ("reduce.h", "sweeps.h", "objects.h")],
+            depends=[str(NATIVE / name) for name in ("reduce.h", "sweeps.h", "objects.h", "module_watch.h")],
             extra_compile_args=FLAGS,
             libraries=[] if sys.platform == "win32" else ["m", "pthread"],
             py_limited_api=True,

@@ -40,6 +40,12 @@ class Guard:
             self.trip(fault)
             return None
 
+    def take(self, fault: BaseException) -> None:
+        """Do what `run` does with a fault; for code that cannot be called through it."""
+        if isinstance(fault, StopTraining) or not isinstance(fault, Exception):
+            raise fault
+        self.trip(fault)
+
     def trip(self, fault: BaseException) -> None:
         """Disable the tool because of `fault`, say so once, and undo what is installed."""
         if self.raising:

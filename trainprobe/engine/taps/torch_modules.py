@@ -8,30 +8,37 @@ visit every subclass of Module, twice a step.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from types import NoneType
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction, _current_graph_task_id
+from torch.compiler import is_compiling
 
 from trainprobe.compiled import native
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.naming import ROOT, Rename, count_outer_wrappers, is_outer_wrapper, logical_name
-from trainprobe.engine.records import Call, Value
+from trainprobe.engine.records import Call
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import SAVE, Tape
-from trainprobe.engine.taps.gradients import Contribution, Edge, Graph, edge_of, sequence_number
+from trainprobe.engine.taps.gradients import edge_of, sequence_number
+from trainprobe.engine.taps.module_gradients import (
+    UNTOUCHED,
+    Edges,
+    GradientWatch,
+    collect_edges,
+    contribution,
+    odd_edges,
+    places,
+)
+from trainprobe.engine.taps.native_torch import learned
 from trainprobe.engine.taps.replaced import Replaced
 
 # Dump entries may leave these parts out (a plan's `data`).
 INPUTS, KWARGS, OUTPUTS, PARAMETERS, PARAMETER_GRADIENTS = "input", "kwargs", "output", "parameters", "parameter_gradients"
-
-
-_UNTOUCHED = "handed on untouched, input and output are one tensor: this is that tensor's whole gradient, whoever uses it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +67,26 @@ class ModulesWanted:
     micro: Callable[[int], bool] = lambda micro: True
 
 
+def _shim(known: dict[int, ModuleInfo], original: Any, run: Any) -> Any:
+    """Return what stands for `Module._call_impl` while a step is collected."""
+
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        info = known.get(id(module))
+        if info is None or call.ended or is_compiling():  # type: ignore[attr-defined]
+            return original(module, *args, **kwargs)
+        return run(info, original, module, args, kwargs)
+
+    return call
+
+
+_CALL_CODE = id(_shim({}, None, None).__code__)  # where a call stack enters a module
+
+
 class ModuleTap:
-    """See the module text. `stack` holds the calls that are running, outermost first; the op tap reads its top."""
+    """See the module text. `stack` holds the calls that are running, outermost first; the op tap reads its top.
+
+    Where the compiled parts are there, `native/modules.c` does what `_run` and `_record_parameter` do.
+    """
 
     def __init__(self, wanted: ModulesWanted, guard: Guard, stacks: Stacks | None, rename: Rename | None = None) -> None:
         self.wanted = wanted
@@ -72,15 +97,13 @@ class ModuleTap:
         self._wrappers: set[int] = set()
         self.notes: dict[str, None] = {}
         self.on_compiled: list[Callable[[bool], None]] = []
-        self.code = id(ModuleTap._run.__code__)  # where a call stack enters a module: the op tap stops walking there
+        self.code = _CALL_CODE  # the op tap stops walking there
         self._guard = guard
         self._stacks = stacks
         self._rename = rename
         self._models: list[Any] = []
         self._tape: Tape | None = None
-        self._graph: Any = Graph() if native is None else native.Graph()
-        self._node_hooks: list[NodeHook] = []
-        self._open_contributions: list[Contribution] = []
+        self._gradients = GradientWatch(guard)
         self._thread = 0
         self._original: Replaced | None = None
         self._accumulators: list[tuple[Any, Any]] = []
@@ -89,6 +112,35 @@ class ModuleTap:
         self._recomputed: dict[str, int] = {}
         self._forwards: dict[str, int] = {}
         self._micros: dict[int, bool] = {}  # what the plan says of a micro-batch, asked once a step
+        self._watch: Any = None if native is None else self._compiled(native)
+
+    def _compiled(self, native: Any) -> Any:
+        """Return what records calls in compiled code."""
+        wanted = self.wanted
+        return learned(native).ModuleWatch(
+            guard=self._guard,
+            fault=self._guard.take,
+            run_compiled=self._run_compiled,
+            other_thread=self._note_other_thread,
+            odd_edges=self._odd_edges,
+            edge_of=edge_of,
+            places=places,
+            contribution=contribution,
+            micro=wanted.micro,
+            grad_enabled=torch.is_grad_enabled,
+            stacks=None if self._stacks is None else self._stacks.table,
+            stack=self.stack,
+            plain=(torch.Tensor, torch.nn.Parameter),
+            untouched=UNTOUCHED,
+            stop=self.code,
+            forward=wanted.forward,
+            backward=wanted.backward,
+            inputs=INPUTS in wanted.data,
+            kwargs=KWARGS in wanted.data,
+            parameters=PARAMETERS in wanted.data,
+            outputs=OUTPUTS in wanted.data,
+            recompute=wanted.recompute,
+        )
 
     # ---- life --------------------------------------------------------------------------------------------------
 
@@ -137,6 +189,9 @@ class ModuleTap:
         self._thread = get_ident()
         self._forwards.clear()
         self._micros.clear()
+        self._gradients.tape = tape
+        if self._watch is not None and tape.eye is not None:
+            self._watch.begin(tape, tape.eye, tape.calls, self._arrived)
         self.install()
         if self.wanted.backward and PARAMETER_GRADIENTS in self.wanted.data:
             self._watch_parameters()
@@ -145,16 +200,11 @@ class ModuleTap:
         """Put the recording call in place."""
         if self._original is not None:
             return
-        original = torch.nn.Module._call_impl
-        known, run = self.known, self._run
+        run = self._run if self._in_python() else self._watch.run
+        self._original = Replaced(torch.nn.Module, "_call_impl", _shim(self.known, torch.nn.Module._call_impl, run))
 
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            info = known.get(id(module))
-            if info is None or call.ended:  # type: ignore[attr-defined]
-                return original(module, *args, **kwargs)
-            return run(info, original, module, args, kwargs)
-
-        self._original = Replaced(torch.nn.Module, "_call_impl", call)
+    def _in_python(self) -> bool:
+        return self._watch is None or self._tape is None or self._tape.eye is None
 
     def uninstall(self) -> None:
         """Put the original call back."""
@@ -177,17 +227,13 @@ class ModuleTap:
         """
         if not again:
             self.uninstall()
-        for contribution in self._open_contributions:
-            self._guard.run(contribution.flush)
-        self._open_contributions.clear()
-        for hook in self._node_hooks:
-            hook.forget()
-        self._node_hooks.clear()
+        if self._watch is not None:
+            self._watch.end()
+        self._gradients.end()
         if not again:
             for _, handle in self._accumulators:
                 handle.remove()
             self._accumulators.clear()
-        self._graph.clear()
         self._tape = None
 
     # ---- a call ------------------------------------------------------------------------------------------------
@@ -195,12 +241,10 @@ class ModuleTap:
     def _run(self, info: ModuleInfo, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         if info.compiled:
             return self._run_compiled(info, original, module, args, kwargs)
-        if self._tape is None or self._guard.tripped is not None or torch.compiler.is_compiling():
+        if self._tape is None or self._guard.tripped is not None:
             return original(module, *args, **kwargs)
         if get_ident() != self._thread and _current_graph_task_id() == -1:
-            self.notes[
-                "a module was called from another thread than the one that began the step: its calls are not recorded"
-            ] = None
+            self._note_other_thread()
             return original(module, *args, **kwargs)
         entered = self._guard.run(self._enter, info, args, kwargs)
         if entered is None:
@@ -213,9 +257,17 @@ class ModuleTap:
         finally:
             del self.stack[depth - 1 :]
             if depth == 1:
-                self._graph.clear()
+                self._gradients.graph.clear()
 
-    def _enter(self, info: ModuleInfo, args: Any, kwargs: Any) -> tuple[Call, int, list[tuple[str, Edge]]]:
+    def _note_other_thread(self) -> None:
+        self.notes["a module was called from another thread than the one that began the step: its calls are not recorded"] = (
+            None
+        )
+
+    def _odd_edges(self, x: Any, path: str) -> Edges:
+        return [] if self._tape is None else odd_edges(self._tape, x, path)
+
+    def _enter(self, info: ModuleInfo, args: Any, kwargs: Any) -> tuple[Call, int, Edges]:
         tape, wanted = self._tape, self.wanted
         assert tape is not None
         with DisableTorchFunction():
@@ -224,7 +276,7 @@ class ModuleTap:
             if parent is None and not again:
                 tape.forward_begins(info.name)
             call = self._new_call(info, again, parent)
-            edges: list[tuple[str, Edge]] = []
+            edges: Edges = []
             if info.selected and not (again and not wanted.recompute) and self._wants(tape.micro):
                 save = info.flags & SAVE
                 at = f"Module.{info.name}.{info.cls}.{call.phase}.{call.call}" if save else None
@@ -236,8 +288,8 @@ class ModuleTap:
                     if info.parameters and PARAMETERS in wanted.data:
                         call.params = {n: tape.tree(p, info.flags, at and f"{at}.parameters.{n}") for n, p in info.parameters}
                 if wanted.backward and torch.is_grad_enabled() and INPUTS in wanted.data:
-                    _edges(tape, args, "", edges)
-                    _edges(tape, kwargs, "", edges)
+                    collect_edges(tape, args, "", edges)
+                    collect_edges(tape, kwargs, "", edges)
                 tape.calls.append(call)
             self.stack.append(call)
             return call, sequence_number(), edges
@@ -260,11 +312,11 @@ class ModuleTap:
             self._forwards[info.name] = number + 1
         stack = -1
         if self._stacks is not None:
-            stack = self._stacks.capture(parent.stack if parent is not None else -1, self.code, 5)
+            stack = self._stacks.capture(parent.stack if parent is not None else -1, self.code, 6)
         phase = "recompute" if again else "forward"
         return Call("module", info.name, number, phase, cls=info.cls, micro=tape.micro, parent=parent, stack=stack)
 
-    def _leave(self, info: ModuleInfo, entered: tuple[Call, int, list[tuple[str, Edge]]], out: Any) -> None:
+    def _leave(self, info: ModuleInfo, entered: tuple[Call, int, Edges], out: Any) -> None:
         tape, wanted = self._tape, self.wanted
         call, floor, edges = entered
         if tape is None or not info.selected or not self._wants(call.micro or 0):
@@ -274,45 +326,9 @@ class ModuleTap:
                 at = f"Module.{info.name}.{info.cls}.{call.phase}.{call.call}.output" if info.flags & SAVE else None
                 call.out = tape.tree(out, info.flags, at)
             if wanted.backward and torch.is_grad_enabled():
-                self._watch_gradients(info, call, floor, edges, out)
+                self._gradients.watch(call, info.flags, floor, edges, out)
 
-    # ---- gradients ---------------------------------------------------------------------------------------------
-
-    def _watch_gradients(self, info: ModuleInfo, call: Call, floor: int, edges: list[tuple[str, Edge]], out: Any) -> None:
-        tape = self._tape
-        assert tape is not None
-        found: list[tuple[str, Edge]] = []
-        _edges(tape, out, "", found)
-        if not found:
-            return
-        backward = Backward(self, info, call, found, edges)
-        hooks: dict[int, NodeHook] = {}
-        for i, (_, (node, slot)) in enumerate(found):
-            untouched = any(edge[0] is node and edge[1] == slot for _, edge in edges)
-            self._hook(hooks, node).received.append((slot, i, _UNTOUCHED if untouched else None))
-        if edges:
-            self._graph.visit([node for _, (node, _) in found], floor)
-        for i, (_, edge) in enumerate(edges):
-            consumers = self._graph.consumers(edge, floor)
-            contribution = None
-            if len(consumers) > 1:
-                contribution = Contribution(len(consumers), partial(backward.input, i))
-                self._open_contributions.append(contribution)
-            for node, slot in consumers:
-                self._hook(hooks, node).sent.append((slot, i, contribution))
-            if not consumers:
-                for _, (node, slot) in found:
-                    if node is edge[0] and slot == edge[1]:
-                        self._hook(hooks, node).shared.append((slot, i))
-        for hook in hooks.values():
-            hook.attach(backward)
-
-    def _hook(self, hooks: dict[int, NodeHook], node: Any) -> NodeHook:
-        hook = hooks.get(id(node))
-        if hook is None:
-            hook = hooks[id(node)] = NodeHook(self, node)
-            self._node_hooks.append(hook)
-        return hook
+    # ---- gradients of parameters ---------------------------------------------------------------------------------
 
     def _watch_parameters(self) -> None:
         """Watch what reaches each parameter's gradient accumulator: one gradient a backward, before it is added."""
@@ -333,7 +349,11 @@ class ModuleTap:
                     seen.add(id(p))
                     edge = edge_of(p)
                     if edge is not None:  # the parameter holds its accumulator only weakly, so it is held here
-                        handle = edge[0].register_prehook(partial(self._parameter, info, short, id(p)))
+                        if self._in_python():
+                            record: Any = partial(self._parameter, info, short, id(p))
+                        else:
+                            record = self._watch.parameter_hook(info, short, id(p))
+                        handle = edge[0].register_prehook(record)
                         self._accumulators.append((edge[0], handle))
 
     def _parameter(self, info: ModuleInfo, short: str, key: int, gradients: Any) -> None:
@@ -373,7 +393,8 @@ class ModuleTap:
                     continue
                 for short, p in info.parameters:
                     if p.grad is not None and id(p) not in self._arrived:
-                        self._record_parameter(info, short, id(p), p.grad)
+                        record = self._record_parameter if self._in_python() else self._watch.parameter
+                        record(info, short, id(p), p.grad)
 
     # ---- compiled regions --------------------------------------------------------------------------------------
 
@@ -399,186 +420,3 @@ class ModuleTap:
                 self.install()
                 for switch in reversed(self.on_compiled):
                     switch(True)
-
-
-class Backward:
-    """The backward call of one module call, appended to the tape when its first gradient arrives."""
-
-    __slots__ = ("_call", "_forward", "_info", "_inputs", "_merged", "_outputs", "_tap")
-
-    def __init__(
-        self, tap: ModuleTap, info: ModuleInfo, forward: Call, outputs: list[tuple[str, Edge]], inputs: list[tuple[str, Edge]]
-    ) -> None:
-        self._tap = tap
-        self._info = info
-        self._forward = forward
-        self._outputs = _slots([path.partition("|")[0] for path, _ in outputs])
-        self._inputs = _slots([path.partition("|")[0] for path, _ in inputs])
-        self._merged: dict[int, tuple[str, list[int]]] = {}
-        for i, (path, _) in enumerate(inputs):
-            if "|" in path:
-                first, *others = path.split("|")
-                text = f"inputs {', '.join([first, *others])} are one tensor: at input {first} stands the sum over them"
-                self._merged[i] = (text, [int(other) for other in others if other.isdigit()])
-        self._call: Call | None = None
-
-    def output(self, i: int, gradient: Any, note: str | None = None) -> None:
-        """Take the gradient at output i, with a note where that is not its whole story."""
-        self._take("args", self._outputs, i, gradient, note)
-
-    def input(self, i: int, gradient: Any, note: str | None = None) -> None:
-        """Take this module's own contribution to the gradient at input i, with a note where that is not its whole story."""
-        self._take("out", self._inputs, i, gradient, note)
-
-    def _take(self, side: str, slots: Sequence[tuple[int, str]], i: int, gradient: Any, note: str | None) -> None:
-        tape = self._tap._tape
-        if tape is None or gradient is None:
-            return
-        call = self._call
-        if call is None:
-            call = self._call = self._begin(tape)
-        index, path = slots[i]
-        where: list[Any] = getattr(call, side)
-        if where[index] is not None:
-            return
-        at = None
-        if self._info.flags & SAVE:
-            place = "input" if side == "args" else "output"
-            at = f"Module.{self._info.name}.{self._info.cls}.backward.{call.call}.{place}.{index}{path and '.' + path}"
-        value = tape.tree(gradient, self._info.flags, at)
-        if note is not None and isinstance(value, Value):
-            value = value.with_note(note)
-        if side == "out" and i in self._merged and isinstance(value, Value):
-            note, others = self._merged[i]
-            value = value.with_note(note)
-            for other in others:
-                where[other] = Value(-1, value.dtype, value.shape, requires_grad=False, note=note)
-        where[index] = {path: value} if path else value
-
-    def _begin(self, tape: Tape) -> Call:
-        forward = self._forward
-        call = Call(
-            "module",
-            forward.name,
-            forward.call,
-            "backward",
-            cls=forward.cls,
-            micro=forward.micro,
-            parent=forward.parent,  # the parent's forward; named as its backward when it is written
-        )
-        tape.calls.append(call)
-        call.args = [None] * len(_slots_taken(self._outputs))
-        call.out = [None] * len(_slots_taken(self._inputs, [i for _, others in self._merged.values() for i in others]))
-        return call
-
-
-class NodeHook:
-    """One hook on one autograd node: what arrives there, and what the node sends on.
-
-    received: (slot of the node, number of the module's output, note). sent: (slot of the node's own inputs, number of
-    the module's input, where to sum when several nodes consume that input). shared: as received, for an input that is
-    also an output.
-    """
-
-    __slots__ = ("_backward", "_node", "_tap", "received", "sent", "shared")
-
-    def __init__(self, tap: ModuleTap, node: Any) -> None:
-        self._tap: ModuleTap | None = tap
-        self._node: Any = node
-        self._backward: Backward | None = None
-        self.received: list[tuple[int, int, str | None]] = []
-        self.sent: list[tuple[int, int, Contribution | None]] = []
-        self.shared: list[tuple[int, int]] = []
-
-    def attach(self, backward: Backward) -> None:
-        """Hook the node: behind it if what it sends is wanted, else before it."""
-        self._backward = backward
-        if self.sent:
-            self._node.register_hook(self._after)
-        else:
-            self._node.register_prehook(self._before)
-        self._node = None
-
-    def forget(self) -> None:
-        """Become inert and let go of everything; the hook itself leaves with the graph."""
-        self._tap = self._backward = self._node = None
-
-    def _before(self, received: Any) -> None:
-        tap = self._tap
-        if tap is not None:
-            tap._guard.run(self._take, received, ())
-
-    def _after(self, sent: Any, received: Any) -> None:
-        tap = self._tap
-        if tap is not None:
-            tap._guard.run(self._take, received, sent)
-
-    def _take(self, received: Any, sent: Any) -> None:
-        backward = self._backward
-        if backward is None:
-            return
-        with DisableTorchFunction():
-            for slot, i, note in self.received:
-                backward.output(i, received[slot], note)
-            for slot, i in self.shared:
-                backward.input(i, received[slot], _UNTOUCHED)
-            for slot, i, contribution in self.sent:
-                if contribution is None:
-                    backward.input(i, sent[slot])
-                else:
-                    contribution.add(sent[slot])
-
-
-def _slots(paths: list[str]) -> Sequence[tuple[int, str]]:
-    """Turn paths into places in a list: `2` is place 2; what is nested or named stands behind them, with its path."""
-    if paths == ["0"]:
-        return _FIRST
-    plain = [int(p) for p in paths if p.isdigit()]
-    behind = max(plain, default=-1) + 1
-    out: list[tuple[int, str]] = []
-    for path in paths:
-        if path.isdigit():
-            out.append((int(path), ""))
-        else:
-            out.append((behind, path))
-            behind += 1
-    return out
-
-
-def _slots_taken(slots: Sequence[tuple[int, str]], more: Sequence[int] = ()) -> range:
-    """Return the places of a list that has room for all of them."""
-    if slots is _FIRST and not more:
-        return range(1)
-    return range(1 + max([index for index, _ in slots] + list(more), default=-1) if slots else 0)
-
-
-_FIRST = ((0, ""),)
-_NO_EDGES = frozenset({int, float, bool, str, NoneType})
-
-
-def _edges(tape: Tape, x: Any, path: str, found: list[tuple[str, Edge]], depth: int = 0) -> None:
-    """Collect the gradient edges of all tensors in a structure, with paths; places of one tensor share one, `0|1`."""
-    kind = type(x)
-    if kind in _NO_EDGES:
-        return
-    if kind in tape.library.plain or tape.library.is_tensor(x):
-        if x.requires_grad:
-            edge = edge_of(x)
-            for i, (other, known) in enumerate(found):
-                if edge is not None and known[0] is edge[0] and known[1] == edge[1]:
-                    found[i] = (f"{other}|{path or '0'}", known)
-                    return
-            if edge is not None:
-                found.append((path or "0", edge))
-        return
-    if depth > 8:
-        return
-    if isinstance(x, dict):
-        for k, v in x.items():
-            _edges(tape, v, f"{path}.{k}" if path else str(k), found, depth + 1)
-    elif isinstance(x, list | tuple):
-        for i, v in enumerate(x):
-            _edges(tape, v, f"{path}.{i}" if path else str(i), found, depth + 1)
-    elif hasattr(x, "__dataclass_fields__"):
-        for k in x.__dataclass_fields__:
-            _edges(tape, getattr(x, k), f"{path}.{k}" if path else str(k), found, depth + 1)

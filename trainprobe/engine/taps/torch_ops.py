@@ -15,7 +15,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction, _current_graph_task_id, _len_torch_function_stack
+from torch._C import DisableTorchFunction, _current_graph_task_id
 from torch.overrides import TorchFunctionMode
 
 from trainprobe.compiled import native
@@ -25,8 +25,8 @@ from trainprobe.engine.records import Call
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps.gradients import node_of, sequence_number
+from trainprobe.engine.taps.native_torch import learned
 from trainprobe.engine.taps.torch_modules import ModuleTap
-from trainprobe.errors import StopTraining
 
 # Files whose frames on the stack, during backward, mean that a forward is being run again.
 _RECOMPUTING = ("torch/utils/checkpoint.py", "activation_checkpointing/checkpointing.py", "tensor_parallel/random.py")
@@ -78,15 +78,12 @@ class OpTap:
 
     def _compiled(self, native: Any, wanted: OpsWanted) -> Any:
         """Return what records calls in compiled code, as `before`, `after` and `_OpBackward` do here."""
-        native.learn_torch(
-            _current_graph_task_id, sequence_number, torch.Tensor, _len_torch_function_stack, DisableTorchFunction
-        )
-        return native.OpWatch(
+        return learned(native).OpWatch(
             names=self._specs,
             learn=self._learn,
             run_backward=self._run_backward,
             backward_method=_BACKWARD,
-            fault=self._fault,
+            fault=self._guard.take,
             recomputing=partial(_recomputing, depth=1),
             micro=wanted.micro,
             stacks=None if self._stacks is None else self._stacks.table,
@@ -109,11 +106,6 @@ class OpTap:
     def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
         mode = self._mode
         return torch.autograd.backward(*args, **kwargs) if mode is None else mode.run_backward(*args, **kwargs)
-
-    def _fault(self, fault: BaseException) -> None:
-        if isinstance(fault, StopTraining) or not isinstance(fault, Exception):
-            raise fault
-        self._guard.trip(fault)
 
     @property
     def parent(self) -> str | None:

@@ -65,10 +65,8 @@ static int visit_node(Graph *self, PyObject *node, long long number, PyObject *w
     return failed;
 }
 
-static PyObject *visit(Graph *self, PyObject *args) {
-    PyObject *roots;
-    long long floor;
-    if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &roots, &floor)) return NULL;
+int graph_visit(PyObject *graph, PyObject *roots, long long floor) {
+    Graph *self = (Graph *)graph;
     PyObject *walk = PySequence_Concat(roots, self->outside), *outside = PyList_New(0);
     int failed = !walk || !outside;
     while (!failed) {
@@ -88,22 +86,24 @@ static PyObject *visit(Graph *self, PyObject *args) {
     Py_XDECREF(walk);
     if (failed) {
         Py_XDECREF(outside);
-        return NULL;
+        return -1;
     }
     Py_DECREF(self->outside);
     self->outside = outside;
-    return Py_NewRef(Py_None);
+    return 0;
 }
 
-static PyObject *consumers(Graph *self, PyObject *args) {
-    PyObject *to, *found = PyList_New(0);
-    Py_ssize_t slot;
+static PyObject *visit(Graph *self, PyObject *args) {
+    PyObject *roots;
     long long floor;
-    if (!found || !PyArg_ParseTuple(args, "(On)L", &to, &slot, &floor)) {
-        Py_XDECREF(found);
-        return NULL;
-    }
-    for (Py_ssize_t at = self->n ? self->heads[chain_of(self, to)] : -1; at >= 0; at = self->next[at]) {
+    if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &roots, &floor)) return NULL;
+    return graph_visit((PyObject *)self, roots, floor) ? NULL : Py_NewRef(Py_None);
+}
+
+PyObject *graph_consumers(PyObject *graph, PyObject *to, Py_ssize_t slot, long long floor) {
+    Graph *self = (Graph *)graph;
+    PyObject *found = PyList_New(0);
+    for (Py_ssize_t at = found && self->n ? self->heads[chain_of(self, to)] : -1; at >= 0; at = self->next[at]) {
         const Consumer *c = &self->consumers[at];
         if (c->to != to || c->slot != slot || c->number < floor) continue;
         PyObject *pair = Py_BuildValue("(On)", c->node, c->input);
@@ -115,6 +115,13 @@ static PyObject *consumers(Graph *self, PyObject *args) {
         Py_DECREF(pair);
     }
     return found;
+}
+
+static PyObject *consumers(Graph *self, PyObject *args) {
+    PyObject *to;
+    Py_ssize_t slot;
+    long long floor;
+    return PyArg_ParseTuple(args, "(On)L", &to, &slot, &floor) ? graph_consumers((PyObject *)self, to, slot, floor) : NULL;
 }
 
 static PyObject *clear(Graph *self, PyObject *unused) {
@@ -135,6 +142,14 @@ static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!done) Py_CLEAR(self);
     Py_XDECREF(done);
     return (PyObject *)self;
+}
+
+PyObject *graph_new_empty(void) { return graph_new(graph_type, NULL, NULL); }
+
+int graph_forget(PyObject *graph) {
+    PyObject *done = clear((Graph *)graph, NULL);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
 }
 
 static void graph_free(Graph *self) {

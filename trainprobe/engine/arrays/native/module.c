@@ -257,7 +257,9 @@ static int fill(PyObject *module) {
     }
     strip_type = (PyTypeObject *)type; /* held for ever */
     Py_XDECREF(codes);
-    return failed || objects_fill(module) || tape_fill(module) || stacks_fill(module) || text_fill(module) || ops_fill(module) || graph_fill(module) ? -1 : 0;
+    return failed || objects_fill(module) || tape_fill(module) || stacks_fill(module) || text_fill(module) || ops_fill(module) || graph_fill(module) ||
+                   modules_fill(module) || gradients_fill(module)
+               ? -1 : 0;
 }
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "One pass over a tensor in memory.", -1, functions,

@@ -49,6 +49,20 @@ PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int dep
 
 void tape_touched(Tape *self, PyObject *t);
 
+/* Whether the plan wants a micro-batch: asked once for each, and the latest answer kept. */
+typedef struct {
+    PyObject *function, *micro;
+    int wanted;
+} MicroGate;
+
+int micro_is_wanted(MicroGate *gate, PyObject *micro); /* -1 with an exception set */
+
+/* The graph of the forward that is running (graph.c). */
+PyObject *graph_new_empty(void);
+int graph_visit(PyObject *graph, PyObject *roots, long long floor);
+PyObject *graph_consumers(PyObject *graph, PyObject *node, Py_ssize_t slot, long long floor); /* a list of (node, input) */
+int graph_forget(PyObject *graph);
+
 /* What is asked of torch (ops.c). */
 int torch_known(void);
 long long graph_task_now(void);
@@ -71,5 +85,7 @@ int stacks_fill(PyObject *module);
 int text_fill(PyObject *module);
 int ops_fill(PyObject *module);
 int graph_fill(PyObject *module);
+int modules_fill(PyObject *module);
+int gradients_fill(PyObject *module);
 
 #endif

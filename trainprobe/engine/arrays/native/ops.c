@@ -8,14 +8,14 @@ typedef struct OpHook OpHook;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *names, *learn, *run_backward, *backward_method, *fault, *recomputing, *micro_wanted, *stacks, *inside, *parent;
+    PyObject *names, *learn, *run_backward, *backward_method, *fault, *recomputing, *stacks, *inside, *parent;
     PyObject *tape, *calls, *counts[2]; /* of the step that is being collected, NULL otherwise */
     Tape *eye;
-    PyObject *micro; /* the micro-batch that `wanted` speaks of */
+    MicroGate gate;
     OpHook **hooks;
     Py_ssize_t n_hooks, room;
     const void *stop;
-    int wanted, depth, forward, backward, inputs, kwargs, outputs, recompute;
+    int depth, forward, backward, inputs, kwargs, outputs, recompute;
 } OpWatch;
 
 struct OpHook {
@@ -98,15 +98,15 @@ static Py_ssize_t counted(OpWatch *self, PyObject *name, int recompute) {
     return failed ? -1 : n;
 }
 
-static int micro_is_wanted(OpWatch *self, PyObject *micro) {
-    if (self->micro && PyObject_RichCompareBool(self->micro, micro, Py_EQ) == 1) return self->wanted;
-    PyObject *answer = PyObject_CallFunctionObjArgs(self->micro_wanted, micro, NULL);
+int micro_is_wanted(MicroGate *gate, PyObject *micro) {
+    if (gate->micro && PyObject_RichCompareBool(gate->micro, micro, Py_EQ) == 1) return gate->wanted;
+    PyObject *answer = PyObject_CallFunctionObjArgs(gate->function, micro, NULL);
     if (!answer) return -1;
-    self->wanted = PyObject_IsTrue(answer);
+    gate->wanted = PyObject_IsTrue(answer);
     Py_DECREF(answer);
-    Py_XDECREF(self->micro);
-    self->micro = Py_NewRef(micro);
-    return self->wanted;
+    Py_XDECREF(gate->micro);
+    gate->micro = Py_NewRef(micro);
+    return gate->wanted;
 }
 
 static PyObject *joined(PyObject *name, Py_ssize_t number, PyObject *phase, const char *side) {
@@ -138,7 +138,7 @@ static Call *before(OpWatch *self, PyObject *name, long flags, PyObject *args, P
     PyObject *micro = PyObject_GetAttr(self->tape, t_micro);
     int recompute = 0;
     Call *call = NULL;
-    if (!micro || micro_is_wanted(self, micro) <= 0) goto done;
+    if (!micro || micro_is_wanted(&self->gate, micro) <= 0) goto done;
     if (graph_task_now() != -1) {
         PyObject *again = PyObject_CallFunctionObjArgs(self->recomputing, parent ? parent : Py_None, NULL);
         recompute = again ? PyObject_IsTrue(again) : -1;
@@ -369,7 +369,7 @@ static PyObject *watch_end(OpWatch *self, PyObject *unused) {
     Py_CLEAR(self->calls);
     Py_CLEAR(self->counts[0]);
     Py_CLEAR(self->counts[1]);
-    Py_CLEAR(self->micro);
+    Py_CLEAR(self->gate.micro);
     return Py_NewRef(Py_None);
 }
 
@@ -395,7 +395,7 @@ static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     OpWatch *self = (OpWatch *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
     PyObject **places[] = {&self->names, &self->learn, &self->run_backward, &self->backward_method, &self->fault, &self->recomputing,
-                           &self->micro_wanted, &self->stacks, &self->inside};
+                           &self->gate.function, &self->stacks, &self->inside};
     for (int i = 0; i < 9; i++) *places[i] = Py_NewRef(o[i]);
     self->stop = PyLong_AsVoidPtr(stop);
     if (!self->stop) self->stop = self; /* no frame and no code object */
@@ -406,7 +406,7 @@ static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static int watch_traverse(OpWatch *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)self));
-    PyObject *held[] = {self->names, self->learn, self->run_backward, self->fault, self->recomputing, self->micro_wanted, self->inside,
+    PyObject *held[] = {self->names, self->learn, self->run_backward, self->fault, self->recomputing, self->gate.function, self->inside,
                         self->parent, self->tape, (PyObject *)self->eye, self->calls};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_VISIT(held[i]);
     return 0;
@@ -415,7 +415,7 @@ static int watch_traverse(OpWatch *self, visitproc visit, void *arg) {
 static int watch_clear(OpWatch *self) {
     Py_XDECREF(watch_end(self, NULL));
     PyObject **held[] = {&self->names, &self->learn, &self->run_backward, &self->backward_method, &self->fault, &self->recomputing,
-                         &self->micro_wanted, &self->stacks, &self->inside, &self->parent};
+                         &self->gate.function, &self->stacks, &self->inside, &self->parent};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);
     return 0;
 }

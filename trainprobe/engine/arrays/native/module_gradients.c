@@ -1,0 +1,518 @@
+/* Gradients at the outputs and inputs of a module call, by hooks on autograd nodes that exist anyway (see taps/module_gradients.py,
+   whose Python classes do the same, and taps/gradients.py for how they are found). */
+#include "module_watch.h"
+
+typedef struct {
+    Py_ssize_t index;
+    PyObject *path; /* of what is nested or named, NULL for a plain place */
+} Slot;
+
+/* The backward call of one module call, appended to the tape when its first gradient arrives. */
+typedef struct {
+    PyObject_HEAD
+    ModuleWatch *watch; /* not held; NULL once the step has ended */
+    Call *forward, *call;
+    PyObject *merged; /* number of an input → (note, other places of the same tensor), or NULL */
+    Slot *slots[2];   /* of outputs, of inputs */
+    Py_ssize_t n[2], length[2];
+    long flags;
+} Backward;
+
+enum { RECEIVED, SHARED, SENT };
+
+typedef struct {
+    int kind, untouched;
+    Py_ssize_t slot, place; /* slot of the node; number of the module's output or input */
+    PyObject *contribution;
+} Wanted;
+
+/* One hook on one autograd node: what arrives there, and what the node sends on. */
+struct NodeHook {
+    PyObject_HEAD
+    ModuleWatch *watch; /* not held; NULL once the step has ended */
+    Backward *backward;
+    PyObject *node; /* until it is hooked */
+    Wanted *wanted;
+    Py_ssize_t n, room;
+};
+
+static PyTypeObject *backward_type, *hook_type;
+static PyObject *t_module, *t_backward, *t_requires_grad, *t_output_nr, *t_after, *t_before, *t_add, *t_with_note;
+
+/* ---- edges of a structure ------------------------------------------------------------------------------------------------- */
+
+static PyObject *place_text(PyObject *path, Py_ssize_t number) {
+    return path ? Py_NewRef(path) : PyUnicode_FromFormat("%zd", number < 0 ? 0 : number);
+}
+
+static int merge_edge(EdgeAt *known, PyObject *path, Py_ssize_t number) {
+    PyObject *first = place_text(known->path, known->number), *second = place_text(path, number);
+    PyObject *both = first && second ? PyUnicode_FromFormat("%U|%U", first, second) : NULL;
+    Py_XDECREF(first);
+    Py_XDECREF(second);
+    if (!both) return -1;
+    Py_XDECREF(known->path);
+    known->path = both, known->number = -1;
+    return 0;
+}
+
+/* node, slot: None, or an edge. */
+static int add_edge(Edges *found, PyObject *node, Py_ssize_t slot, PyObject *path, Py_ssize_t number) {
+    for (Py_ssize_t i = 0; i < found->n; i++)
+        if (found->items[i].node == node && found->items[i].slot == slot) return merge_edge(&found->items[i], path, number);
+    if (found->n == found->room) {
+        Py_ssize_t room = found->room ? found->room * 2 : 4;
+        EdgeAt *items = PyMem_Realloc(found->items, (size_t)room * sizeof *items);
+        if (!items) return PyErr_NoMemory(), -1;
+        found->items = items, found->room = room;
+    }
+    found->items[found->n++] = (EdgeAt){Py_NewRef(node), path ? Py_NewRef(path) : NULL, slot, path ? -1 : number < 0 ? 0 : number};
+    return 0;
+}
+
+void edges_free(Edges *edges) {
+    for (Py_ssize_t i = 0; i < edges->n; i++) {
+        Py_DECREF(edges->items[i].node);
+        Py_XDECREF(edges->items[i].path);
+    }
+    PyMem_Free(edges->items);
+    *edges = (Edges){0};
+}
+
+static int edge_of_tensor(ModuleWatch *self, PyObject *t, PyObject *path, Py_ssize_t number, Edges *found) {
+    PyObject *grad = PyObject_GetAttr(t, t_requires_grad), *node;
+    int wanted = grad ? grad == Py_True : -1;
+    Py_XDECREF(grad);
+    if (wanted <= 0) return wanted;
+    node = node_behind(t);
+    if (PyErr_Occurred()) return -1;
+    int failed;
+    if (node) {
+        PyObject *slot = PyObject_GetAttr(t, t_output_nr);
+        failed = !slot || add_edge(found, node, PyLong_AsSsize_t(slot), path, number);
+        Py_XDECREF(slot);
+        Py_DECREF(node);
+    } else {
+        PyObject *edge = PyObject_CallFunctionObjArgs(self->edge_of, t, NULL);
+        failed = !edge || (edge != Py_None && add_edge(found, PyTuple_GetItem(edge, 0), PyLong_AsSsize_t(PyTuple_GetItem(edge, 1)), path, number));
+        Py_XDECREF(edge);
+    }
+    return failed || PyErr_Occurred() ? -1 : 0;
+}
+
+static int plain_number(PyObject *text, Py_ssize_t *number) {
+    Py_ssize_t length = 0;
+    const char *s = PyUnicode_AsUTF8AndSize(text, &length);
+    if (!s || length < 1 || length > 9) return PyErr_Clear(), 0;
+    *number = 0;
+    for (Py_ssize_t i = 0; i < length; i++) {
+        if (s[i] < '0' || s[i] > '9') return 0;
+        *number = *number * 10 + (s[i] - '0');
+    }
+    return 1;
+}
+
+static int edges_named(ModuleWatch *self, PyObject *x, PyObject *name, PyObject *path, Py_ssize_t number, Edges *found, int depth) {
+    PyObject *key = PyObject_Str(name), *whole = NULL;
+    if (key && (path || number >= 0)) {
+        PyObject *own = place_text(path, number);
+        whole = own ? PyUnicode_FromFormat("%U.%U", own, key) : NULL;
+        Py_XDECREF(own);
+    } else {
+        whole = Py_XNewRef(key);
+    }
+    Py_XDECREF(key);
+    if (!whole) return -1;
+    Py_ssize_t plain = -1;
+    int failed = plain_number(whole, &plain) ? edges_of(self, x, NULL, plain, found, depth) : edges_of(self, x, whole, -1, found, depth);
+    Py_DECREF(whole);
+    return failed;
+}
+
+static int odd_edges(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t number, Edges *found) {
+    PyObject *own = path || number >= 0 ? place_text(path, number) : PyUnicode_FromString("");
+    PyObject *pairs = own ? PyObject_CallFunctionObjArgs(self->odd_edges, x, own, NULL) : NULL;
+    int failed = !pairs;
+    for (Py_ssize_t i = 0; !failed && i < PyList_Size(pairs); i++) {
+        PyObject *at, *node;
+        Py_ssize_t slot, plain = -1;
+        failed = !PyArg_ParseTuple(PyList_GetItem(pairs, i), "U(On)", &at, &node, &slot);
+        if (!failed) failed = plain_number(at, &plain) ? add_edge(found, node, slot, NULL, plain) : add_edge(found, node, slot, at, -1);
+    }
+    Py_XDECREF(own);
+    Py_XDECREF(pairs);
+    return failed ? -1 : 0;
+}
+
+int edges_of(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t number, Edges *found, int depth) {
+    PyTypeObject *kind = Py_TYPE(x);
+    if (kind == self->plain[0] || kind == self->plain[1]) return edge_of_tensor(self, x, path, number, found);
+    if (x == Py_None || kind == &PyLong_Type || kind == &PyFloat_Type || kind == &PyBool_Type || kind == &PyUnicode_Type) return 0;
+    if (depth > 8) return 0;
+    if (PyDict_CheckExact(x)) {
+        PyObject *key, *item;
+        Py_ssize_t at = 0;
+        while (PyDict_Next(x, &at, &key, &item))
+            if (edges_named(self, item, key, path, number, found, depth + 1)) return -1;
+        return 0;
+    }
+    int tuple = PyTuple_CheckExact(x);
+    if (!tuple && !PyList_CheckExact(x)) return odd_edges(self, x, path, number, found);
+    for (Py_ssize_t i = 0; i < (tuple ? PyTuple_Size(x) : PyList_Size(x)); i++) {
+        PyObject *item = tuple ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i), *below = NULL;
+        if (path || number >= 0) {
+            PyObject *own = place_text(path, number);
+            below = own ? PyUnicode_FromFormat("%U.%zd", own, i) : NULL;
+            Py_XDECREF(own);
+            if (!below) return -1;
+        }
+        int failed = edges_of(self, item, below, below ? -1 : i, found, depth + 1);
+        Py_XDECREF(below);
+        if (failed) return -1;
+    }
+    return 0;
+}
+
+/* ---- the backward call ----------------------------------------------------------------------------------------------------- */
+
+static int place_plainly(Backward *b, int side, const Edges *edges) {
+    for (Py_ssize_t i = 0; i < edges->n; i++) {
+        b->slots[side][i].index = edges->items[i].number;
+        if (b->length[side] <= edges->items[i].number) b->length[side] = edges->items[i].number + 1;
+    }
+    return 0;
+}
+
+/* Places of what is nested, named or given twice: as `taps.module_gradients.places` has them. */
+static int place_oddly(ModuleWatch *self, Backward *b, int side, const Edges *edges) {
+    PyObject *texts = PyList_New(edges->n), *answer, *slots, *merged;
+    for (Py_ssize_t i = 0; texts && i < edges->n; i++) {
+        PyObject *text = place_text(edges->items[i].path, edges->items[i].number);
+        if (!text) Py_CLEAR(texts);
+        else PyList_SetItem(texts, i, text);
+    }
+    answer = texts ? PyObject_CallFunctionObjArgs(self->places, texts, side ? Py_True : Py_False, NULL) : NULL;
+    Py_XDECREF(texts);
+    int failed = !answer || !PyArg_ParseTuple(answer, "O!O!n", &PyList_Type, &slots, &PyDict_Type, &merged, &b->length[side]);
+    for (Py_ssize_t i = 0; !failed && i < edges->n; i++) {
+        PyObject *path;
+        failed = !PyArg_ParseTuple(PyList_GetItem(slots, i), "nU", &b->slots[side][i].index, &path);
+        if (!failed && PyUnicode_GetLength(path) > 0) b->slots[side][i].path = Py_NewRef(path);
+    }
+    if (!failed && side && PyDict_Size(merged) > 0) b->merged = Py_NewRef(merged);
+    Py_XDECREF(answer);
+    return failed ? -1 : 0;
+}
+
+static Backward *backward_new(ModuleWatch *self, Info *info, Call *forward, const Edges *outputs, const Edges *inputs) {
+    Backward *b = (Backward *)PyType_GenericAlloc(backward_type, 0);
+    const Edges *sides[2] = {outputs, inputs};
+    if (!b) return NULL;
+    b->watch = self, b->forward = (Call *)Py_NewRef((PyObject *)forward), b->flags = info->flags;
+    for (int side = 0; side < 2; side++) {
+        Py_ssize_t n = sides[side]->n;
+        int plain = 1;
+        b->n[side] = n;
+        b->slots[side] = PyMem_Calloc((size_t)n + 1, sizeof(Slot));
+        for (Py_ssize_t i = 0; i < n; i++) plain &= sides[side]->items[i].path == NULL;
+        if (!b->slots[side]) PyErr_NoMemory();
+        if (!b->slots[side] || (plain ? place_plainly(b, side, sides[side]) : place_oddly(self, b, side, sides[side]))) {
+            Py_DECREF((PyObject *)b);
+            return NULL;
+        }
+    }
+    return b;
+}
+
+static PyObject *nones(Py_ssize_t n) {
+    PyObject *list = PyList_New(n);
+    for (Py_ssize_t i = 0; list && i < n; i++) PyList_SetItem(list, i, Py_NewRef(Py_None));
+    if (list) PyObject_GC_UnTrack(list); /* a tree has no cycles: the collector need not walk it */
+    return list;
+}
+
+static int begin(Backward *b) {
+    Call *forward = b->forward; /* its parent is the parent's forward: named as its backward when it is written */
+    b->call = call_new(t_module, forward->name, forward->call, t_backward, forward->cls, forward->micro, forward->parent, -1);
+    if (!b->call || PyList_Append(b->watch->calls, (PyObject *)b->call)) return -1;
+    b->call->args = nones(b->length[0]), b->call->out = nones(b->length[1]);
+    return b->call->args && b->call->out ? 0 : -1;
+}
+
+static PyObject *with_note(PyObject *value, PyObject *note) { /* takes over value */
+    PyObject *noted = value && Py_TYPE(value) == value_type && note ? PyObject_CallMethodObjArgs(value, t_with_note, note, NULL) : Py_XNewRef(value);
+    Py_XDECREF(value);
+    return noted;
+}
+
+/* Where one tensor was given at several places, the sum stands at the first and a note at the others. */
+static PyObject *merged_value(Backward *b, PyObject *value, Py_ssize_t i, PyObject *where) { /* takes over value */
+    PyObject *number = PyLong_FromSsize_t(i), *about = number ? PyDict_GetItemWithError(b->merged, number) : NULL, *note, *others;
+    Py_XDECREF(number);
+    if (!about || !value || Py_TYPE(value) != value_type) return value;
+    if (!PyArg_ParseTuple(about, "OO!", &note, &PyList_Type, &others)) goto failed;
+    value = with_note(value, note);
+    for (Py_ssize_t k = 0; value && k < PyList_Size(others); k++) {
+        Py_ssize_t place = PyLong_AsSsize_t(PyList_GetItem(others, k));
+        Value *other = (Value *)with_note(Py_NewRef(value), note);
+        if (!other) goto failed;
+        other->row = -1;
+        Py_XDECREF(other->requires_grad);
+        other->requires_grad = Py_NewRef(Py_False);
+        Py_CLEAR(other->tensor);
+        Py_CLEAR(other->extra);
+        if (PyList_SetItem(where, place, (PyObject *)other)) goto failed;
+    }
+    return value;
+failed:
+    Py_XDECREF(value);
+    return NULL;
+}
+
+static int take(Backward *b, int side, Py_ssize_t i, PyObject *gradient, PyObject *note) {
+    ModuleWatch *self = b->watch;
+    if (!self || !self->eye || gradient == Py_None) return 0;
+    if (i < 0 || i >= b->n[side]) return PyErr_Format(PyExc_IndexError, "no place %zd", i), -1;
+    if (!b->call && begin(b)) return -1;
+    Slot *slot = &b->slots[side][i];
+    PyObject *where = side ? b->call->out : b->call->args, *there = PyList_GetItem(where, slot->index), *at = NULL;
+    if (!there) return -1;
+    if (there != Py_None) return 0;
+    if (b->flags & SAVE) {
+        PyObject *place = joined_name(b->forward->name, b->forward->cls, t_backward, b->forward->call, side ? "output" : "input");
+        if (place && slot->path) at = PyUnicode_FromFormat("%U.%zd.%U", place, slot->index, slot->path);
+        else if (place) at = PyUnicode_FromFormat("%U.%zd", place, slot->index);
+        Py_XDECREF(place);
+        if (!at) return -1;
+    }
+    PyObject *value = with_note(tape_tree(self->eye, gradient, b->flags, at, 0), note);
+    Py_XDECREF(at);
+    if (value && side && b->merged) value = merged_value(b, value, i, where);
+    if (value && slot->path) {
+        PyObject *named = PyDict_New();
+        if (named && PyDict_SetItem(named, slot->path, value)) Py_CLEAR(named);
+        Py_DECREF(value);
+        value = named;
+    }
+    return value ? PyList_SetItem(where, slot->index, value) : -1;
+}
+
+/* input(i, gradient): this module's own contribution to the gradient at input i, when its last consumer has sent. */
+static PyObject *backward_input(Backward *b, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2) return PyErr_Format(PyExc_TypeError, "input takes i, gradient; got %zd", nargs);
+    Py_ssize_t i = PyLong_AsSsize_t(args[0]);
+    if (PyErr_Occurred() || take(b, 1, i, args[1], NULL)) return NULL;
+    return Py_NewRef(Py_None);
+}
+
+static void backward_free(Backward *b) {
+    PyTypeObject *type = Py_TYPE((PyObject *)b);
+    Py_XDECREF((PyObject *)b->forward);
+    Py_XDECREF((PyObject *)b->call);
+    Py_XDECREF(b->merged);
+    for (int side = 0; side < 2; side++) {
+        for (Py_ssize_t i = 0; b->slots[side] && i < b->n[side]; i++) Py_XDECREF(b->slots[side][i].path);
+        PyMem_Free(b->slots[side]);
+    }
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(b);
+    Py_DECREF(type);
+}
+
+static PyMethodDef backward_methods[] = {
+    {"input", (PyCFunction)(void (*)(void))backward_input, METH_FASTCALL, "input(i, gradient): take the gradient at input i."},
+    {NULL, NULL, 0, NULL}};
+static PyType_Slot backward_slots[] = {{Py_tp_dealloc, backward_free}, {Py_tp_methods, backward_methods}, {0, NULL}};
+static PyType_Spec backward_spec = {"trainprobe._native.Backward", sizeof(Backward), 0,
+                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, backward_slots};
+
+/* ---- hooks on nodes --------------------------------------------------------------------------------------------------------- */
+
+static int hook_wants(NodeHook *hook, Wanted wanted) { /* takes over the contribution */
+    if (hook->n == hook->room) {
+        Py_ssize_t room = hook->room ? hook->room * 2 : 4;
+        Wanted *all = PyMem_Realloc(hook->wanted, (size_t)room * sizeof *all);
+        if (!all) {
+            Py_XDECREF(wanted.contribution);
+            return PyErr_NoMemory(), -1;
+        }
+        hook->wanted = all, hook->room = room;
+    }
+    hook->wanted[hook->n++] = wanted;
+    return 0;
+}
+
+/* The hook of a node among those made from number `first` on; made where there is none. Not a new reference. */
+static NodeHook *hook_of(ModuleWatch *self, Py_ssize_t first, PyObject *node, Backward *backward) {
+    for (Py_ssize_t i = first; i < self->n_hooks; i++)
+        if (self->hooks[i]->node == node) return self->hooks[i];
+    if (self->n_hooks == self->room) {
+        Py_ssize_t room = self->room ? self->room * 2 : 256;
+        NodeHook **hooks = PyMem_Realloc(self->hooks, (size_t)room * sizeof *hooks);
+        if (!hooks) return (NodeHook *)PyErr_NoMemory();
+        self->hooks = hooks, self->room = room;
+    }
+    NodeHook *hook = (NodeHook *)PyType_GenericAlloc(hook_type, 0);
+    if (!hook) return NULL;
+    hook->watch = self, hook->node = Py_NewRef(node), hook->backward = (Backward *)Py_NewRef((PyObject *)backward);
+    return self->hooks[self->n_hooks++] = hook;
+}
+
+static int take_all(NodeHook *hook, PyObject *received, PyObject *sent) {
+    Backward *b = (Backward *)Py_NewRef((PyObject *)hook->backward);
+    int failed = 0;
+    for (int kind = RECEIVED; !failed && kind <= SENT; kind++) {
+        for (Py_ssize_t k = 0; !failed && hook->watch && k < hook->n; k++) {
+            Wanted *w = &hook->wanted[k];
+            PyObject *gradient = w->kind == kind ? PyTuple_GetItem(kind == SENT ? sent : received, w->slot) : NULL;
+            if (w->kind != kind) continue;
+            if (!gradient) {
+                failed = 1;
+            } else if (w->contribution) {
+                PyObject *done = PyObject_CallMethodObjArgs(w->contribution, t_add, gradient, NULL);
+                failed = !done;
+                Py_XDECREF(done);
+            } else {
+                failed = take(b, kind != RECEIVED, w->place, gradient, w->untouched ? b->watch ? b->watch->untouched : NULL : NULL);
+            }
+        }
+    }
+    Py_DECREF((PyObject *)b);
+    return failed;
+}
+
+/* As a pre-hook: (received). As a hook: (sent, received). */
+static PyObject *hook_called(NodeHook *hook, PyObject *args, PyObject *kwargs) {
+    ModuleWatch *self = hook->watch;
+    Py_ssize_t n = PyTuple_Size(args);
+    (void)kwargs;
+    if (!self || !self->eye || n < 1 || n > 2) return Py_NewRef(Py_None);
+    Py_INCREF((PyObject *)self);
+    Py_INCREF((PyObject *)hook);
+    PyObject *off = modes_off();
+    int failed = PyErr_Occurred() || take_all(hook, PyTuple_GetItem(args, n - 1), n == 2 ? PyTuple_GetItem(args, 0) : NULL);
+    modes_on(off);
+    failed = failed && give_to_guard(self->fault);
+    Py_DECREF((PyObject *)hook);
+    Py_DECREF((PyObject *)self);
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+static void hook_forget(NodeHook *hook) {
+    hook->watch = NULL;
+    if (hook->backward) hook->backward->watch = NULL;
+    Py_CLEAR(hook->node);
+}
+
+void hooks_forget(ModuleWatch *self) {
+    Py_ssize_t n = self->n_hooks;
+    NodeHook **hooks = self->hooks;
+    self->hooks = NULL, self->n_hooks = self->room = 0;
+    for (Py_ssize_t i = 0; i < n; i++) hook_forget(hooks[i]);
+    for (Py_ssize_t i = 0; i < n; i++) Py_DECREF((PyObject *)hooks[i]);
+    PyMem_Free(hooks);
+}
+
+static void hook_free(NodeHook *hook) {
+    PyTypeObject *type = Py_TYPE((PyObject *)hook);
+    Py_XDECREF(hook->node);
+    Py_XDECREF((PyObject *)hook->backward);
+    for (Py_ssize_t i = 0; i < hook->n; i++) Py_XDECREF(hook->wanted[i].contribution);
+    PyMem_Free(hook->wanted);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(hook);
+    Py_DECREF(type);
+}
+
+static PyType_Slot hook_slots[] = {{Py_tp_dealloc, hook_free}, {Py_tp_call, hook_called}, {0, NULL}};
+static PyType_Spec hook_spec = {"trainprobe._native.NodeHook", sizeof(NodeHook), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                hook_slots};
+
+static int attach(ModuleWatch *self, Py_ssize_t first) {
+    for (Py_ssize_t i = first; i < self->n_hooks; i++) {
+        NodeHook *hook = self->hooks[i];
+        int behind = 0;
+        for (Py_ssize_t k = 0; k < hook->n; k++) behind |= hook->wanted[k].kind == SENT;
+        PyObject *handle = PyObject_CallMethodObjArgs(hook->node, behind ? t_after : t_before, hook, NULL);
+        if (!handle) return -1;
+        Py_DECREF(handle);
+        Py_CLEAR(hook->node);
+    }
+    return 0;
+}
+
+/* ---- one call ---------------------------------------------------------------------------------------------------------------- */
+
+static int watch_outputs(ModuleWatch *self, Py_ssize_t first, Backward *b, const Edges *found, const Edges *inputs) {
+    for (Py_ssize_t i = 0; i < found->n; i++) {
+        const EdgeAt *e = &found->items[i];
+        int untouched = 0;
+        for (Py_ssize_t k = 0; k < inputs->n; k++) untouched |= inputs->items[k].node == e->node && inputs->items[k].slot == e->slot;
+        NodeHook *hook = hook_of(self, first, e->node, b);
+        if (!hook || hook_wants(hook, (Wanted){RECEIVED, untouched, e->slot, i, NULL})) return -1;
+    }
+    return 0;
+}
+
+static PyObject *contribution_of(ModuleWatch *self, Backward *b, Py_ssize_t consumers, Py_ssize_t i) {
+    PyObject *made = PyObject_CallFunction(self->contribution, "nOn", consumers, b, i);
+    if (made && PyList_Append(self->open, made)) Py_CLEAR(made);
+    return made;
+}
+
+static int watch_input(ModuleWatch *self, Py_ssize_t first, Backward *b, long long floor, const Edges *found, const Edges *inputs, Py_ssize_t i) {
+    const EdgeAt *e = &inputs->items[i];
+    PyObject *consumers = graph_consumers(self->graph, e->node, e->slot, floor), *sum = NULL;
+    Py_ssize_t n = consumers ? PyList_Size(consumers) : 0;
+    int failed = !consumers;
+    if (n > 1) failed = !(sum = contribution_of(self, b, n, i));
+    for (Py_ssize_t k = 0; !failed && k < n; k++) {
+        PyObject *pair = PyList_GetItem(consumers, k);
+        NodeHook *hook = hook_of(self, first, PyTuple_GetItem(pair, 0), b);
+        failed = !hook || hook_wants(hook, (Wanted){SENT, 0, PyLong_AsSsize_t(PyTuple_GetItem(pair, 1)), i, Py_XNewRef(sum)});
+    }
+    for (Py_ssize_t k = 0; !failed && n == 0 && k < found->n; k++) {
+        if (found->items[k].node != e->node || found->items[k].slot != e->slot) continue;
+        NodeHook *hook = hook_of(self, first, e->node, b);
+        failed = !hook || hook_wants(hook, (Wanted){SHARED, 1, e->slot, i, NULL});
+    }
+    Py_XDECREF(sum);
+    Py_XDECREF(consumers);
+    return failed ? -1 : 0;
+}
+
+static int visit_from(ModuleWatch *self, const Edges *found, long long floor) {
+    PyObject *roots = PyList_New(found->n);
+    for (Py_ssize_t i = 0; roots && i < found->n; i++) PyList_SetItem(roots, i, Py_NewRef(found->items[i].node));
+    int failed = !roots || graph_visit(self->graph, roots, floor);
+    Py_XDECREF(roots);
+    return failed;
+}
+
+int watch_gradients(ModuleWatch *self, Info *info, Call *call, long long floor, const Edges *inputs, PyObject *out) {
+    Edges found = {0};
+    Backward *b = NULL;
+    Py_ssize_t first = self->n_hooks;
+    int failed = edges_of(self, out, NULL, -1, &found, 0);
+    if (!failed && found.n) {
+        b = backward_new(self, info, call, &found, inputs);
+        failed = !b || watch_outputs(self, first, b, &found, inputs) || (inputs->n && visit_from(self, &found, floor));
+        for (Py_ssize_t i = 0; !failed && i < inputs->n; i++) failed = watch_input(self, first, b, floor, &found, inputs, i);
+        failed = failed || attach(self, first);
+    }
+    Py_XDECREF((PyObject *)b);
+    edges_free(&found);
+    return failed ? -1 : 0;
+}
+
+int gradients_fill(PyObject *module) {
+    struct {
+        PyObject **at;
+        const char *text;
+    } names[] = {{&t_module, "module"}, {&t_backward, "backward"}, {&t_requires_grad, "requires_grad"}, {&t_output_nr, "output_nr"},
+                 {&t_after, "register_hook"}, {&t_before, "register_prehook"}, {&t_add, "add"}, {&t_with_note, "with_note"}};
+    (void)module;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
+    backward_type = (PyTypeObject *)PyType_FromSpec(&backward_spec);
+    hook_type = (PyTypeObject *)PyType_FromSpec(&hook_spec);
+    return backward_type && hook_type ? 0 : -1;
+}

@@ -1,0 +1,52 @@
+/* What modules.c and module_gradients.c share. */
+#ifndef TRAINPROBE_MODULE_WATCH_H
+#define TRAINPROBE_MODULE_WATCH_H
+
+#include "objects.h"
+
+#define SAVE 256
+
+typedef struct NodeHook NodeHook;
+
+/* One tensor of an argument or result that a gradient reaches: its edge (node, slot) and its place, a number at the top, else a path. */
+typedef struct {
+    PyObject *node, *path; /* path: NULL where number tells the place */
+    Py_ssize_t slot, number;
+} EdgeAt;
+
+typedef struct {
+    EdgeAt *items;
+    Py_ssize_t n, room;
+} Edges;
+
+typedef struct {
+    PyObject *name, *cls, *parameters;
+    long flags;
+    int selected;
+} Info;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *guard, *fault, *run_compiled, *other_thread, *odd_edges, *edge_of, *places, *contribution, *grad_enabled, *stacks, *stack;
+    PyObject *untouched, *graph;
+    PyObject *tape, *calls, *forwards, *recomputed, *arrived, *gradient_calls, *open; /* of the step, NULL otherwise */
+    Tape *eye;
+    MicroGate gate;
+    PyTypeObject *plain[2];
+    NodeHook **hooks;
+    Py_ssize_t n_hooks, room;
+    const void *stop;
+    unsigned long thread;
+    int forward, backward, inputs, kwargs, parameters, outputs, recompute;
+} ModuleWatch;
+
+PyObject *joined_name(PyObject *name, PyObject *cls, PyObject *phase, Py_ssize_t number, const char *rest);
+
+/* Collect the edges of all tensors in a structure; path, number: where it stands (NULL, -1: the structure itself). */
+int edges_of(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t number, Edges *found, int depth);
+void edges_free(Edges *edges);
+
+int watch_gradients(ModuleWatch *self, Info *info, Call *call, long long floor, const Edges *inputs, PyObject *out);
+void hooks_forget(ModuleWatch *self);
+
+#endif

@@ -1,0 +1,442 @@
+/* The module calls of a step (see taps/torch_modules.py, whose Python methods do the same): inputs, parameters and outputs of each
+   call, and what watches its gradients (module_gradients.c). */
+#include "module_watch.h"
+
+static PyTypeObject *watch_type, *parameter_type;
+static PyObject *t_module, *t_parameter, *t_forward, *t_recompute, *t_backward, *t_micro, *t_name, *t_cls, *t_flags, *t_selected,
+    *t_compiled, *t_parameters, *t_tripped, *t_begins, *t_flush;
+
+PyObject *joined_name(PyObject *name, PyObject *cls, PyObject *phase, Py_ssize_t number, const char *rest) {
+    return PyUnicode_FromFormat("Module.%U.%U.%U.%zd.%s", name, cls, phase, number, rest);
+}
+
+/* What a ModuleInfo says, read once a call. Holds nothing: the info outlives the call. */
+static int read_info(PyObject *info, Info *out) {
+    PyObject *flags = PyObject_GetAttr(info, t_flags), *selected = PyObject_GetAttr(info, t_selected);
+    out->flags = flags ? PyLong_AsLong(flags) : -1;
+    out->selected = selected == Py_True;
+    Py_XDECREF(flags);
+    Py_XDECREF(selected);
+    out->name = PyObject_GetAttr(info, t_name), out->cls = PyObject_GetAttr(info, t_cls);
+    out->parameters = PyObject_GetAttr(info, t_parameters);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static void drop_info(Info *info) {
+    Py_CLEAR(info->name);
+    Py_CLEAR(info->cls);
+    Py_CLEAR(info->parameters);
+}
+
+/* ---- a call -------------------------------------------------------------------------------------------------------------- */
+
+static Py_ssize_t number_of(PyObject *counts, PyObject *name, Py_ssize_t absent) {
+    PyObject *known = PyDict_GetItemWithError(counts, name);
+    return known ? PyLong_AsSsize_t(known) : PyErr_Occurred() ? -1 : absent;
+}
+
+static int set_number(PyObject *counts, PyObject *name, Py_ssize_t number) {
+    PyObject *value = PyLong_FromSsize_t(number);
+    int failed = !value || PyDict_SetItem(counts, name, value);
+    Py_XDECREF(value);
+    return failed;
+}
+
+/* A recomputed call has the number of the latest forward not recomputed yet: backward is reverse. */
+static Call *new_call(ModuleWatch *self, Info *info, int again, Call *parent) {
+    Py_ssize_t number = number_of(self->forwards, info->name, 0), stack = -1;
+    if (again) {
+        number = number_of(self->recomputed, info->name, number) - 1;
+        if (number < 0) number = 0;
+    }
+    if (PyErr_Occurred() || set_number(again ? self->recomputed : self->forwards, info->name, again ? number : number + 1)) return NULL;
+    if (self->stacks != Py_None) {
+        stack = stacks_capture(self->stacks, parent ? parent->stack : -1, self->stop, 1);
+        if (stack == -2) return NULL;
+    }
+    PyObject *micro = PyObject_GetAttr(self->tape, t_micro);
+    Call *call = micro ? call_new(t_module, info->name, number, again ? t_recompute : t_forward, info->cls, micro, (PyObject *)parent, stack)
+                       : NULL;
+    Py_XDECREF(micro);
+    return call;
+}
+
+static PyObject *looked(ModuleWatch *self, Info *info, Call *call, PyObject *x, const char *place) {
+    PyObject *at = info->flags & SAVE ? joined_name(info->name, info->cls, call->phase, call->call, place) : NULL;
+    if (info->flags & SAVE && !at) return NULL;
+    PyObject *tree = tape_tree(self->eye, x, info->flags, at, 0);
+    Py_XDECREF(at);
+    return tree;
+}
+
+static PyObject *look_at_parameters(ModuleWatch *self, Info *info, Call *call) {
+    PyObject *trees = PyDict_New();
+    for (Py_ssize_t i = 0; trees && i < PyTuple_Size(info->parameters); i++) {
+        PyObject *pair = PyTuple_GetItem(info->parameters, i), *name = PyTuple_GetItem(pair, 0), *at = NULL, *tree = NULL;
+        if (info->flags & SAVE)
+            at = PyUnicode_FromFormat("Module.%U.%U.%U.%zd.parameters.%U", info->name, info->cls, call->phase, call->call, name);
+        if (!PyErr_Occurred()) tree = tape_tree(self->eye, PyTuple_GetItem(pair, 1), info->flags, at, 0);
+        Py_XDECREF(at);
+        if (!tree || PyDict_SetItem(trees, name, tree)) Py_CLEAR(trees);
+        Py_XDECREF(tree);
+    }
+    return trees;
+}
+
+static int look_at_inputs(ModuleWatch *self, Info *info, Call *call, PyObject *args, PyObject *kwargs) {
+    if (self->inputs && !(call->args = looked(self, info, call, args, "input"))) return -1;
+    if (self->kwargs && PyDict_Size(kwargs) > 0 && !(call->kwargs = looked(self, info, call, kwargs, "kwargs"))) return -1;
+    if (self->parameters && PyTuple_Size(info->parameters) > 0 && !(call->params = look_at_parameters(self, info, call))) return -1;
+    return 0;
+}
+
+static int gradients_flow(ModuleWatch *self) {
+    PyObject *answer = PyObject_CallNoArgs(self->grad_enabled);
+    int flow = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    return flow;
+}
+
+/* Record what goes in; the call is on the stack afterwards. NULL with an exception set. */
+static Call *enter(ModuleWatch *self, Info *info, PyObject *args, PyObject *kwargs, Edges *edges) {
+    int again = graph_task_now() != -1;
+    Py_ssize_t running = PyList_Size(self->stack);
+    Call *parent = running > 0 ? (Call *)PyList_GetItem(self->stack, running - 1) : NULL;
+    if (PyErr_Occurred()) return NULL;
+    if (!parent && !again) {
+        PyObject *begun = PyObject_CallMethodObjArgs(self->tape, t_begins, info->name, NULL);
+        if (!begun) return NULL;
+        Py_DECREF(begun);
+    }
+    Call *call = new_call(self, info, again, parent);
+    int wanted = call && info->selected && !(again && !self->recompute) ? micro_is_wanted(&self->gate, call->micro) : 0;
+    int failed = !call || wanted < 0;
+    if (!failed && wanted) {
+        failed = self->forward && look_at_inputs(self, info, call, args, kwargs);
+        if (!failed && self->backward && self->inputs) {
+            int flow = gradients_flow(self);
+            failed = flow < 0 || (flow && (edges_of(self, args, NULL, -1, edges, 0) || edges_of(self, kwargs, NULL, -1, edges, 0)));
+        }
+        failed = failed || PyList_Append(self->calls, (PyObject *)call);
+    }
+    if (failed || PyList_Append(self->stack, (PyObject *)call)) {
+        Py_XDECREF((PyObject *)call);
+        return NULL;
+    }
+    return call;
+}
+
+static int leave(ModuleWatch *self, Info *info, Call *call, long long floor, Edges *edges, PyObject *out) {
+    if (!self->eye || !info->selected) return 0;
+    int wanted = micro_is_wanted(&self->gate, call->micro);
+    if (wanted <= 0) return wanted;
+    if (self->forward && self->outputs && !(call->phase == t_recompute && !self->recompute)) {
+        PyObject *tree = looked(self, info, call, out, "output");
+        if (!tree) return -1;
+        Py_XDECREF(call->out);
+        call->out = tree;
+    }
+    if (!self->backward || !self->eye) return 0;
+    int flow = gradients_flow(self);
+    return flow <= 0 ? flow : watch_gradients(self, info, call, floor, edges, out);
+}
+
+static PyObject *call_original(PyObject *original, PyObject *module, PyObject *args, PyObject *kwargs) {
+    Py_ssize_t n = PyTuple_Size(args);
+    PyObject *all = PyTuple_New(n + 1);
+    if (!all) return NULL;
+    PyTuple_SetItem(all, 0, Py_NewRef(module));
+    for (Py_ssize_t i = 0; i < n; i++) PyTuple_SetItem(all, i + 1, Py_NewRef(PyTuple_GetItem(args, i)));
+    PyObject *out = PyObject_Call(original, all, PyDict_Size(kwargs) > 0 ? kwargs : NULL);
+    Py_DECREF(all);
+    return out;
+}
+
+/* Whether this call is to be recorded: not after a fault, and not on a thread that is neither the training's nor autograd's. */
+static int recording(ModuleWatch *self) {
+    if (!self->eye) return 0;
+    PyObject *tripped = PyObject_GetAttr(self->guard, t_tripped);
+    int on = tripped == Py_None;
+    Py_XDECREF(tripped);
+    if (!on) return PyErr_Occurred() ? -1 : 0;
+    if (PyThread_get_thread_ident() == self->thread || graph_task_now() != -1) return 1;
+    PyObject *said = PyErr_Occurred() ? NULL : PyObject_CallNoArgs(self->other_thread);
+    Py_XDECREF(said);
+    return said ? 0 : -1;
+}
+
+static void pop(ModuleWatch *self, Py_ssize_t depth) { /* keeps an exception that is set */
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    Py_ssize_t now = PyList_Size(self->stack);
+    if (now >= depth && PyList_SetSlice(self->stack, depth - 1, now, NULL)) PyErr_Clear();
+    if (depth == 1 && graph_forget(self->graph)) PyErr_Clear();
+    PyErr_Restore(type, error, trace);
+}
+
+static PyObject *run_recorded(ModuleWatch *self, Info *info, PyObject *const *args) {
+    Edges edges = {0};
+    long long floor = 0;
+    PyObject *off = modes_off(), *out;
+    Call *call = PyErr_Occurred() ? NULL : enter(self, info, args[3], args[4], &edges);
+    if (call) floor = sequence_now();
+    modes_on(off);
+    if (PyErr_Occurred() && give_to_guard(self->fault)) {
+        Py_XDECREF((PyObject *)call);
+        edges_free(&edges);
+        return NULL;
+    }
+    if (!call) {
+        edges_free(&edges);
+        return call_original(args[1], args[2], args[3], args[4]);
+    }
+    Py_ssize_t depth = PyList_Size(self->stack);
+    out = call_original(args[1], args[2], args[3], args[4]);
+    if (out) {
+        off = modes_off();
+        int failed = PyErr_Occurred() || leave(self, info, call, floor, &edges, out);
+        modes_on(off);
+        if (failed && give_to_guard(self->fault)) Py_CLEAR(out);
+    }
+    pop(self, depth);
+    edges_free(&edges);
+    Py_DECREF((PyObject *)call);
+    return out;
+}
+
+static PyObject *run(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 5) return PyErr_Format(PyExc_TypeError, "run takes info, original, module, args, kwargs; got %zd", nargs);
+    PyObject *compiled = PyObject_GetAttr(args[0], t_compiled);
+    int other = compiled ? compiled == Py_True : -1;
+    Py_XDECREF(compiled);
+    if (other < 0) return NULL;
+    if (other) return PyObject_CallFunctionObjArgs(self->run_compiled, args[0], args[1], args[2], args[3], args[4], NULL);
+    int on = recording(self);
+    if (on < 0) return NULL;
+    if (!on) return call_original(args[1], args[2], args[3], args[4]);
+    Info info = {0};
+    PyObject *out = read_info(args[0], &info) ? NULL : run_recorded(self, &info, args);
+    drop_info(&info);
+    return out;
+}
+
+/* ---- gradients of parameters ---------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    ModuleWatch *watch;
+    PyObject *info, *name, *key;
+} ParameterHook;
+
+static Call *gradient_call(ModuleWatch *self, Info *info, Py_ssize_t number, PyObject *micro) {
+    PyObject *key = Py_BuildValue("(On)", info->name, number), *known = key ? PyDict_GetItemWithError(self->gradient_calls, key) : NULL;
+    Call *call = NULL;
+    if (known) {
+        call = (Call *)Py_NewRef(known);
+    } else if (!PyErr_Occurred() && (call = call_new(t_parameter, info->name, number, t_backward, info->cls, micro, NULL, -1))) {
+        call->params = PyDict_New();
+        if (!call->params || PyDict_SetItem(self->gradient_calls, key, (PyObject *)call) || PyList_Append(self->calls, (PyObject *)call)) {
+            Py_DECREF((PyObject *)call);
+            call = NULL;
+        }
+    }
+    Py_XDECREF(key);
+    return call;
+}
+
+static int record_gradient(ModuleWatch *self, Info *info, PyObject *name, PyObject *key, PyObject *gradient) {
+    PyObject *micro = PyObject_GetAttr(self->tape, t_micro);
+    int wanted = micro ? micro_is_wanted(&self->gate, micro) : -1, failed = wanted < 0;
+    if (wanted > 0) {
+        Py_ssize_t number = number_of(self->arrived, key, 0);
+        failed = PyErr_Occurred() || set_number(self->arrived, key, number + 1);
+        Call *call = failed ? NULL : gradient_call(self, info, number, micro);
+        PyObject *at = NULL, *tree = NULL;
+        if (call && info->flags & SAVE)
+            at = PyUnicode_FromFormat("Module.%U.%U.parameters_grad.%zd.%U", info->name, info->cls, number, name);
+        if (call && !PyErr_Occurred()) tree = tape_tree(self->eye, gradient, info->flags, at, 0);
+        failed = !tree || PyDict_SetItem(call->params, name, tree);
+        Py_XDECREF(at);
+        Py_XDECREF(tree);
+        Py_XDECREF((PyObject *)call);
+    }
+    Py_XDECREF(micro);
+    return failed ? -1 : 0;
+}
+
+static int take_gradient(ModuleWatch *self, PyObject *about, PyObject *name, PyObject *key, PyObject *gradient) {
+    if (!self->eye || gradient == Py_None) return 0;
+    PyObject *off = modes_off();
+    Info info = {0};
+    int failed = PyErr_Occurred() || read_info(about, &info) || record_gradient(self, &info, name, key, gradient);
+    drop_info(&info);
+    modes_on(off);
+    return failed && give_to_guard(self->fault) ? -1 : 0;
+}
+
+static PyObject *parameter_called(ParameterHook *hook, PyObject *args, PyObject *kwargs) {
+    (void)kwargs;
+    PyObject *gradients = PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : NULL;
+    if (!gradients || !PyTuple_Check(gradients) || PyTuple_Size(gradients) < 1) return Py_NewRef(Py_None);
+    ModuleWatch *self = (ModuleWatch *)Py_NewRef((PyObject *)hook->watch);
+    int failed = take_gradient(self, hook->info, hook->name, hook->key, PyTuple_GetItem(gradients, 0));
+    Py_DECREF((PyObject *)self);
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+static void parameter_free(ParameterHook *hook) {
+    PyTypeObject *type = Py_TYPE((PyObject *)hook);
+    Py_XDECREF((PyObject *)hook->watch);
+    Py_XDECREF(hook->info);
+    Py_XDECREF(hook->name);
+    Py_XDECREF(hook->key);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(hook);
+    Py_DECREF(type);
+}
+
+static PyType_Slot parameter_slots[] = {{Py_tp_dealloc, parameter_free}, {Py_tp_call, parameter_called}, {0, NULL}};
+static PyType_Spec parameter_spec = {"trainprobe._native.ParameterHook", sizeof(ParameterHook), 0,
+                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, parameter_slots};
+
+static PyObject *parameter_hook(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 3) return PyErr_Format(PyExc_TypeError, "parameter_hook takes info, name, key; got %zd", nargs);
+    ParameterHook *hook = (ParameterHook *)PyType_GenericAlloc(parameter_type, 0);
+    if (!hook) return NULL;
+    hook->watch = (ModuleWatch *)Py_NewRef((PyObject *)self);
+    hook->info = Py_NewRef(args[0]), hook->name = Py_NewRef(args[1]), hook->key = Py_NewRef(args[2]);
+    return (PyObject *)hook;
+}
+
+static PyObject *parameter(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 4) return PyErr_Format(PyExc_TypeError, "parameter takes info, name, key, gradient; got %zd", nargs);
+    return take_gradient(self, args[0], args[1], args[2], args[3]) ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- life ----------------------------------------------------------------------------------------------------------------- */
+
+static PyObject *watch_end(ModuleWatch *self, PyObject *unused) {
+    (void)unused;
+    PyObject *open = self->open, *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    self->open = NULL;
+    for (Py_ssize_t i = 0; open && i < PyList_Size(open); i++) { /* sums that still waited for a consumer */
+        PyObject *done = PyObject_CallMethodObjArgs(PyList_GetItem(open, i), t_flush, NULL);
+        if (!done && give_to_guard(self->fault)) PyErr_Clear();
+        Py_XDECREF(done);
+    }
+    Py_XDECREF(open);
+    hooks_forget(self);
+    if (self->graph && graph_forget(self->graph)) PyErr_Clear();
+    PyObject **held[] = {&self->tape, (PyObject **)&self->eye, &self->calls, &self->forwards, &self->recomputed, &self->arrived,
+                         &self->gradient_calls, &self->gate.micro};
+    for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);
+    PyErr_Restore(type, error, trace);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *watch_begin(ModuleWatch *self, PyObject *args) {
+    PyObject *tape, *eye, *calls, *arrived;
+    if (!torch_known()) return PyErr_Format(PyExc_RuntimeError, "learn_torch must be called first");
+    if (!PyArg_ParseTuple(args, "OO!O!O!", &tape, tape_type, &eye, &PyList_Type, &calls, &PyDict_Type, &arrived)) return NULL;
+    Py_XDECREF(watch_end(self, NULL));
+    self->tape = Py_NewRef(tape), self->eye = (Tape *)Py_NewRef(eye), self->calls = Py_NewRef(calls), self->arrived = Py_NewRef(arrived);
+    self->forwards = PyDict_New(), self->recomputed = PyDict_New(), self->gradient_calls = PyDict_New(), self->open = PyList_New(0);
+    self->thread = PyThread_get_thread_ident();
+    return self->forwards && self->recomputed && self->gradient_calls && self->open ? Py_NewRef(Py_None) : NULL;
+}
+
+#define HELD 12
+static void held(ModuleWatch *self, PyObject **places[HELD]) {
+    PyObject **all[HELD] = {&self->guard, &self->fault, &self->run_compiled, &self->other_thread, &self->odd_edges, &self->edge_of,
+                            &self->places, &self->contribution, &self->gate.function, &self->grad_enabled, &self->stacks, &self->stack};
+    for (int i = 0; i < HELD; i++) places[i] = all[i];
+}
+
+static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"guard", "fault", "run_compiled", "other_thread", "odd_edges", "edge_of", "places", "contribution", "micro",
+                            "grad_enabled", "stacks", "stack", "plain", "untouched", "stop", "forward", "backward", "inputs", "kwargs",
+                            "parameters", "outputs", "recompute", NULL};
+    PyObject *o[HELD], *plain[2], *untouched, *stop, **places[HELD];
+    ModuleWatch w;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOOOOOO!(OO)UOppppppp", names, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6],
+                                     &o[7], &o[8], &o[9], &o[10], &PyList_Type, &o[11], &plain[0], &plain[1], &untouched, &stop, &w.forward,
+                                     &w.backward, &w.inputs, &w.kwargs, &w.parameters, &w.outputs, &w.recompute))
+        return NULL;
+    ModuleWatch *self = (ModuleWatch *)PyType_GenericAlloc(type, 0);
+    if (!self) return NULL;
+    held(self, places);
+    for (int i = 0; i < HELD; i++) *places[i] = Py_NewRef(o[i]);
+    for (int i = 0; i < 2; i++) self->plain[i] = (PyTypeObject *)Py_NewRef(plain[i]);
+    self->untouched = Py_NewRef(untouched);
+    self->stop = PyLong_AsVoidPtr(stop);
+    self->forward = w.forward, self->backward = w.backward, self->inputs = w.inputs, self->kwargs = w.kwargs;
+    self->parameters = w.parameters, self->outputs = w.outputs, self->recompute = w.recompute;
+    self->graph = graph_new_empty();
+    if (!self->graph) {
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static int watch_traverse(ModuleWatch *self, visitproc visit, void *arg) {
+    PyObject **places[HELD];
+    held(self, places);
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    for (int i = 0; i < HELD; i++) Py_VISIT(*places[i]);
+    Py_VISIT(self->tape);
+    Py_VISIT((PyObject *)self->eye);
+    Py_VISIT(self->calls);
+    return 0;
+}
+
+static int watch_clear(ModuleWatch *self) {
+    PyObject **places[HELD];
+    Py_XDECREF(watch_end(self, NULL));
+    held(self, places);
+    for (int i = 0; i < HELD; i++) Py_CLEAR(*places[i]);
+    return 0;
+}
+
+static void watch_free(ModuleWatch *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    watch_clear(self);
+    Py_CLEAR(self->graph);
+    Py_CLEAR(self->untouched);
+    Py_XDECREF((PyObject *)self->plain[0]);
+    Py_XDECREF((PyObject *)self->plain[1]);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef watch_methods[] = {
+    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, "run(info, original, module, args, kwargs): a call of a module of the model."},
+    {"parameter_hook", (PyCFunction)(void (*)(void))parameter_hook, METH_FASTCALL,
+     "parameter_hook(info, name, key): a pre-hook for the gradient accumulator of a parameter."},
+    {"parameter", (PyCFunction)(void (*)(void))parameter, METH_FASTCALL, "parameter(info, name, key, gradient): record one gradient."},
+    {"begin", (PyCFunction)watch_begin, METH_VARARGS, "begin(tape, eye, calls, arrived): record onto this tape."},
+    {"end", (PyCFunction)watch_end, METH_NOARGS, "end(): let go of the tape, the graph and the hooks; calls are passed on."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot watch_slots[] = {{Py_tp_new, watch_new},           {Py_tp_dealloc, watch_free}, {Py_tp_traverse, watch_traverse},
+                                    {Py_tp_clear, watch_clear},       {Py_tp_methods, watch_methods}, {Py_tp_doc, "Records module calls."},
+                                    {0, NULL}};
+static PyType_Spec watch_spec = {"trainprobe._native.ModuleWatch", sizeof(ModuleWatch), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                                 watch_slots};
+
+int modules_fill(PyObject *module) {
+    struct {
+        PyObject **at;
+        const char *text;
+    } names[] = {{&t_module, "module"}, {&t_parameter, "parameter"}, {&t_forward, "forward"}, {&t_recompute, "recompute"},
+                 {&t_backward, "backward"}, {&t_micro, "micro"}, {&t_name, "name"}, {&t_cls, "cls"}, {&t_flags, "flags"},
+                 {&t_selected, "selected"}, {&t_compiled, "compiled"}, {&t_parameters, "parameters"}, {&t_tripped, "tripped"},
+                 {&t_begins, "forward_begins"}, {&t_flush, "flush"}};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
+    watch_type = (PyTypeObject *)PyType_FromSpec(&watch_spec);
+    parameter_type = (PyTypeObject *)PyType_FromSpec(&parameter_spec);
+    if (!watch_type || !parameter_type) return -1;
+    return PyModule_AddObjectRef(module, "ModuleWatch", (PyObject *)watch_type);
+}
