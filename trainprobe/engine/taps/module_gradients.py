@@ -31,6 +31,7 @@ class GradientWatch:
         self.tape: Tape | None = None
         self.graph: Any = Graph() if native is None else native.Graph()
         self._hooks: list[NodeHook] = []
+        self._by_node: dict[int, tuple[Any, NodeHook]] = {}
         self._open: list[Contribution] = []
 
     def end(self) -> None:
@@ -41,8 +42,13 @@ class GradientWatch:
         for hook in self._hooks:
             hook.forget()
         self._hooks.clear()
-        self.graph.clear()
+        self.returned()
         self.tape = None
+
+    def returned(self) -> None:
+        """Let go of the nodes; called when the outermost module has returned."""
+        self.graph.clear()
+        self._by_node.clear()
 
     def watch(self, call: Call, flags: int, floor: int, inputs: Edges, out: Any) -> None:
         """Watch one call. inputs: the edges of what went in; floor: the sequence number of autograd at its beginning."""
@@ -53,10 +59,10 @@ class GradientWatch:
         if not found:
             return
         backward = Backward(self, call, flags, found, inputs)
-        hooks: dict[int, NodeHook] = {}
+        touched: list[Any] = []
         for i, (_, (node, slot)) in enumerate(found):
             untouched = any(edge[0] is node and edge[1] == slot for _, edge in inputs)
-            self._hook(hooks, node).received.append((slot, i, UNTOUCHED if untouched else None))
+            self._hook(touched, node).received.append((slot, backward, i, UNTOUCHED if untouched else None))
         if inputs:
             self.graph.visit([node for _, (node, _) in found], floor)
         for i, (_, edge) in enumerate(inputs):
@@ -66,20 +72,21 @@ class GradientWatch:
                 summed = contribution(len(consumers), backward, i)
                 self._open.append(summed)
             for node, slot in consumers:
-                self._hook(hooks, node).sent.append((slot, i, summed))
+                self._hook(touched, node).sent.append((slot, backward, i, summed))
             if not consumers:
                 for _, (node, slot) in found:
                     if node is edge[0] and slot == edge[1]:
-                        self._hook(hooks, node).shared.append((slot, i))
-        for hook in hooks.values():
-            hook.attach(backward)
+                        self._hook(touched, node).shared.append((slot, backward, i))
+        for node in touched:
+            self._by_node[id(node)][1].attach(node)
 
-    def _hook(self, hooks: dict[int, NodeHook], node: Any) -> NodeHook:
-        hook = hooks.get(id(node))
-        if hook is None:
-            hook = hooks[id(node)] = NodeHook(self, node)
-            self._hooks.append(hook)
-        return hook
+    def _hook(self, touched: list[Any], node: Any) -> NodeHook:
+        touched.append(node)
+        known = self._by_node.get(id(node))
+        if known is None:
+            known = self._by_node[id(node)] = (node, NodeHook(self))
+            self._hooks.append(known[1])
+        return known[1]
 
 
 class Backward:
@@ -146,56 +153,54 @@ class Backward:
 
 
 class NodeHook:
-    """One hook on one autograd node: what arrives there, and what the node sends on.
+    """One hook on one autograd node, for all modules that want what arrives there or what the node sends on.
 
-    received: (slot of the node, number of the module's output, note). sent: (slot of the node's own inputs, number of
-    the module's input, where to sum when several nodes consume that input). shared: as received, for an input that is
-    also an output.
+    received: (slot of the node, backward call, number of the module's output, note). sent: (slot of the node's own inputs,
+    backward call, number of the module's input, where to sum when several nodes consume that input). shared: as
+    received, for an input that is also an output.
     """
 
-    __slots__ = ("_backward", "_node", "_watch", "received", "sent", "shared")
+    __slots__ = ("_before", "_behind", "_watch", "received", "sent", "shared")
 
-    def __init__(self, watch: GradientWatch, node: Any) -> None:
+    def __init__(self, watch: GradientWatch) -> None:
         self._watch: GradientWatch | None = watch
-        self._node: Any = node
-        self._backward: Backward | None = None
-        self.received: list[tuple[int, int, str | None]] = []
-        self.sent: list[tuple[int, int, Contribution | None]] = []
-        self.shared: list[tuple[int, int]] = []
+        self._before = self._behind = False  # how the node is hooked
+        self.received: list[tuple[int, Backward, int, str | None]] = []
+        self.sent: list[tuple[int, Backward, int, Contribution | None]] = []
+        self.shared: list[tuple[int, Backward, int]] = []
 
-    def attach(self, backward: Backward) -> None:
-        """Hook the node: behind it if what it sends is wanted, else before it."""
-        self._backward = backward
+    def attach(self, node: Any) -> None:
+        """Hook the node: behind it if what it sends is wanted, else before it, and once is enough."""
+        if self._behind or (self._before and not self.sent):
+            return
         if self.sent:
-            self._node.register_hook(self._after)
+            node.register_hook(self._after)
+            self._behind = True
         else:
-            self._node.register_prehook(self._before)
-        self._node = None
+            node.register_prehook(self._arrived)
+            self._before = True
 
     def forget(self) -> None:
         """Become inert and let go of everything; the hook itself leaves with the graph."""
-        self._watch = self._backward = self._node = None
+        self._watch = None
+        self.received, self.sent, self.shared = [], [], []
 
-    def _before(self, received: Any) -> None:
-        watch = self._watch
-        if watch is not None:
-            watch.guard.run(self._take, received, ())
+    def _arrived(self, received: Any) -> None:
+        if self._watch is not None:
+            self._watch.guard.run(self._take, received, None)
 
     def _after(self, sent: Any, received: Any) -> None:
-        watch = self._watch
-        if watch is not None:
-            watch.guard.run(self._take, received, sent)
+        if self._watch is not None:
+            self._watch.guard.run(self._take, received, sent)
 
     def _take(self, received: Any, sent: Any) -> None:
-        backward = self._backward
-        if backward is None:
-            return
         with DisableTorchFunction():
-            for slot, i, note in self.received:
-                backward.output(i, received[slot], note)
-            for slot, i in self.shared:
-                backward.input(i, received[slot], UNTOUCHED)
-            for slot, i, summed in self.sent:
+            if sent is None or not self._before:
+                for slot, backward, i, note in reversed(self.received):  # the module that returned last is the outermost
+                    backward.output(i, received[slot], note)
+                for slot, backward, i in self.shared:
+                    backward.input(i, received[slot], UNTOUCHED)
+            for slot, backward, i, summed in self.sent if sent is not None else ():
                 if summed is None:
                     backward.input(i, sent[slot])
                 else:

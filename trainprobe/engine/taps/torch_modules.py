@@ -257,7 +257,7 @@ class ModuleTap:
         finally:
             del self.stack[depth - 1 :]
             if depth == 1:
-                self._gradients.graph.clear()
+                self._gradients.returned()
 
     def _note_other_thread(self) -> None:
         self.notes["a module was called from another thread than the one that began the step: its calls are not recorded"] = (

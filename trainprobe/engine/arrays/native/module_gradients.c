@@ -23,17 +23,17 @@ enum { RECEIVED, SHARED, SENT };
 typedef struct {
     int kind, untouched;
     Py_ssize_t slot, place; /* slot of the node; number of the module's output or input */
+    Backward *backward;
     PyObject *contribution;
 } Wanted;
 
-/* One hook on one autograd node: what arrives there, and what the node sends on. */
+/* One hook on one autograd node, for all modules that want what arrives there or what the node sends on. */
 struct NodeHook {
     PyObject_HEAD
     ModuleWatch *watch; /* not held; NULL once the step has ended */
-    Backward *backward;
-    PyObject *node; /* until it is hooked */
     Wanted *wanted;
     Py_ssize_t n, room;
+    int before, behind; /* how the node is hooked */
 };
 
 static PyTypeObject *backward_type, *hook_type;
@@ -327,7 +327,7 @@ static PyType_Spec backward_spec = {"trainprobe._native.Backward", sizeof(Backwa
 
 /* ---- hooks on nodes --------------------------------------------------------------------------------------------------------- */
 
-static int hook_wants(NodeHook *hook, Wanted wanted) { /* takes over the contribution */
+static int hook_wants(NodeHook *hook, Backward *backward, Wanted wanted) { /* takes over the contribution */
     if (hook->n == hook->room) {
         Py_ssize_t room = hook->room ? hook->room * 2 : 4;
         Wanted *all = PyMem_Realloc(hook->wanted, (size_t)room * sizeof *all);
@@ -337,14 +337,15 @@ static int hook_wants(NodeHook *hook, Wanted wanted) { /* takes over the contrib
         }
         hook->wanted = all, hook->room = room;
     }
+    wanted.backward = (Backward *)Py_NewRef((PyObject *)backward);
     hook->wanted[hook->n++] = wanted;
     return 0;
 }
 
-/* The hook of a node among those made from number `first` on; made where there is none. Not a new reference. */
-static NodeHook *hook_of(ModuleWatch *self, Py_ssize_t first, PyObject *node, Backward *backward) {
-    for (Py_ssize_t i = first; i < self->n_hooks; i++)
-        if (self->hooks[i]->node == node) return self->hooks[i];
+/* The hook of a node, made where there is none. Not a new reference. */
+static NodeHook *hook_of(ModuleWatch *self, PyObject *node) {
+    PyObject *known = PyDict_GetItemWithError(self->by_node, node);
+    if (known || PyErr_Occurred()) return (NodeHook *)known;
     if (self->n_hooks == self->room) {
         Py_ssize_t room = self->room ? self->room * 2 : 256;
         NodeHook **hooks = PyMem_Realloc(self->hooks, (size_t)room * sizeof *hooks);
@@ -353,30 +354,33 @@ static NodeHook *hook_of(ModuleWatch *self, Py_ssize_t first, PyObject *node, Ba
     }
     NodeHook *hook = (NodeHook *)PyType_GenericAlloc(hook_type, 0);
     if (!hook) return NULL;
-    hook->watch = self, hook->node = Py_NewRef(node), hook->backward = (Backward *)Py_NewRef((PyObject *)backward);
-    return self->hooks[self->n_hooks++] = hook;
+    hook->watch = self;
+    self->hooks[self->n_hooks++] = hook;
+    return PyDict_SetItem(self->by_node, node, (PyObject *)hook) ? NULL : hook;
 }
 
-static int take_all(NodeHook *hook, PyObject *received, PyObject *sent) {
-    Backward *b = (Backward *)Py_NewRef((PyObject *)hook->backward);
-    int failed = 0;
-    for (int kind = RECEIVED; !failed && kind <= SENT; kind++) {
-        for (Py_ssize_t k = 0; !failed && hook->watch && k < hook->n; k++) {
-            Wanted *w = &hook->wanted[k];
-            PyObject *gradient = w->kind == kind ? PyTuple_GetItem(kind == SENT ? sent : received, w->slot) : NULL;
-            if (w->kind != kind) continue;
-            if (!gradient) {
-                failed = 1;
-            } else if (w->contribution) {
-                PyObject *done = PyObject_CallMethodObjArgs(w->contribution, t_add, gradient, NULL);
-                failed = !done;
-                Py_XDECREF(done);
-            } else {
-                failed = take(b, kind != RECEIVED, w->place, gradient, w->untouched ? b->watch ? b->watch->untouched : NULL : NULL);
-            }
-        }
+static int take_one(Wanted w, PyObject *gradient) { /* a copy: more may be wanted of the hook meanwhile */
+    if (!gradient) return -1;
+    if (w.contribution) {
+        PyObject *done = PyObject_CallMethodObjArgs(w.contribution, t_add, gradient, NULL);
+        Py_XDECREF(done);
+        return done ? 0 : -1;
     }
+    Backward *b = (Backward *)Py_NewRef((PyObject *)w.backward);
+    int failed = take(b, w.kind != RECEIVED, w.place, gradient, w.untouched && b->watch ? b->watch->untouched : NULL);
     Py_DECREF((PyObject *)b);
+    return failed;
+}
+
+/* The module that returned last is the outermost: its backward begins first. */
+static int take_all(NodeHook *hook, PyObject *received, PyObject *sent) {
+    int failed = 0, arrives = !sent || !hook->before;
+    for (Py_ssize_t k = hook->n - 1; !failed && arrives && hook->watch && k >= 0; k--)
+        if (hook->wanted[k].kind == RECEIVED) failed = take_one(hook->wanted[k], PyTuple_GetItem(received, hook->wanted[k].slot));
+    for (Py_ssize_t k = 0; !failed && arrives && hook->watch && k < hook->n; k++)
+        if (hook->wanted[k].kind == SHARED) failed = take_one(hook->wanted[k], PyTuple_GetItem(received, hook->wanted[k].slot));
+    for (Py_ssize_t k = 0; !failed && sent && hook->watch && k < hook->n; k++)
+        if (hook->wanted[k].kind == SENT) failed = take_one(hook->wanted[k], PyTuple_GetItem(sent, hook->wanted[k].slot));
     return failed;
 }
 
@@ -399,8 +403,7 @@ static PyObject *hook_called(NodeHook *hook, PyObject *args, PyObject *kwargs) {
 
 static void hook_forget(NodeHook *hook) {
     hook->watch = NULL;
-    if (hook->backward) hook->backward->watch = NULL;
-    Py_CLEAR(hook->node);
+    for (Py_ssize_t i = 0; i < hook->n; i++) hook->wanted[i].backward->watch = NULL;
 }
 
 void hooks_forget(ModuleWatch *self) {
@@ -414,9 +417,10 @@ void hooks_forget(ModuleWatch *self) {
 
 static void hook_free(NodeHook *hook) {
     PyTypeObject *type = Py_TYPE((PyObject *)hook);
-    Py_XDECREF(hook->node);
-    Py_XDECREF((PyObject *)hook->backward);
-    for (Py_ssize_t i = 0; i < hook->n; i++) Py_XDECREF(hook->wanted[i].contribution);
+    for (Py_ssize_t i = 0; i < hook->n; i++) {
+        Py_DECREF((PyObject *)hook->wanted[i].backward);
+        Py_XDECREF(hook->wanted[i].contribution);
+    }
     PyMem_Free(hook->wanted);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(hook);
     Py_DECREF(type);
@@ -426,28 +430,35 @@ static PyType_Slot hook_slots[] = {{Py_tp_dealloc, hook_free}, {Py_tp_call, hook
 static PyType_Spec hook_spec = {"trainprobe._native.NodeHook", sizeof(NodeHook), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                                 hook_slots};
 
-static int attach(ModuleWatch *self, Py_ssize_t first) {
-    for (Py_ssize_t i = first; i < self->n_hooks; i++) {
-        NodeHook *hook = self->hooks[i];
-        int behind = 0;
-        for (Py_ssize_t k = 0; k < hook->n; k++) behind |= hook->wanted[k].kind == SENT;
-        PyObject *handle = PyObject_CallMethodObjArgs(hook->node, behind ? t_after : t_before, hook, NULL);
-        if (!handle) return -1;
-        Py_DECREF(handle);
-        Py_CLEAR(hook->node);
-    }
-    return 0;
+/* Hook the node: behind it if what it sends is wanted, else before it, and once is enough. */
+static int attach(NodeHook *hook, PyObject *node) {
+    int behind = 0;
+    for (Py_ssize_t k = 0; k < hook->n; k++) behind |= hook->wanted[k].kind == SENT;
+    if (hook->behind || (hook->before && !behind)) return 0;
+    PyObject *handle = PyObject_CallMethodObjArgs(node, behind ? t_after : t_before, hook, NULL);
+    Py_XDECREF(handle);
+    *(behind ? &hook->behind : &hook->before) = 1;
+    return handle ? 0 : -1;
 }
 
 /* ---- one call ---------------------------------------------------------------------------------------------------------------- */
 
-static int watch_outputs(ModuleWatch *self, Py_ssize_t first, Backward *b, const Edges *found, const Edges *inputs) {
+/* touched: nodes that are to be hooked when all is known that is wanted of them. */
+static int want(ModuleWatch *self, PyObject *touched, PyObject *node, Backward *b, Wanted wanted) {
+    NodeHook *hook = hook_of(self, node);
+    if (!hook) {
+        Py_XDECREF(wanted.contribution);
+        return -1;
+    }
+    return hook_wants(hook, b, wanted) || PyList_Append(touched, node) ? -1 : 0;
+}
+
+static int watch_outputs(ModuleWatch *self, PyObject *touched, Backward *b, const Edges *found, const Edges *inputs) {
     for (Py_ssize_t i = 0; i < found->n; i++) {
         const EdgeAt *e = &found->items[i];
         int untouched = 0;
         for (Py_ssize_t k = 0; k < inputs->n; k++) untouched |= inputs->items[k].node == e->node && inputs->items[k].slot == e->slot;
-        NodeHook *hook = hook_of(self, first, e->node, b);
-        if (!hook || hook_wants(hook, (Wanted){RECEIVED, untouched, e->slot, i, NULL})) return -1;
+        if (want(self, touched, e->node, b, (Wanted){RECEIVED, untouched, e->slot, i, NULL, NULL})) return -1;
     }
     return 0;
 }
@@ -458,7 +469,8 @@ static PyObject *contribution_of(ModuleWatch *self, Backward *b, Py_ssize_t cons
     return made;
 }
 
-static int watch_input(ModuleWatch *self, Py_ssize_t first, Backward *b, long long floor, const Edges *found, const Edges *inputs, Py_ssize_t i) {
+static int watch_input(ModuleWatch *self, PyObject *touched, Backward *b, long long floor, const Edges *found, const Edges *inputs,
+                       Py_ssize_t i) {
     const EdgeAt *e = &inputs->items[i];
     PyObject *consumers = graph_consumers(self->graph, e->node, e->slot, floor), *sum = NULL;
     Py_ssize_t n = consumers ? PyList_Size(consumers) : 0;
@@ -466,13 +478,12 @@ static int watch_input(ModuleWatch *self, Py_ssize_t first, Backward *b, long lo
     if (n > 1) failed = !(sum = contribution_of(self, b, n, i));
     for (Py_ssize_t k = 0; !failed && k < n; k++) {
         PyObject *pair = PyList_GetItem(consumers, k);
-        NodeHook *hook = hook_of(self, first, PyTuple_GetItem(pair, 0), b);
-        failed = !hook || hook_wants(hook, (Wanted){SENT, 0, PyLong_AsSsize_t(PyTuple_GetItem(pair, 1)), i, Py_XNewRef(sum)});
+        Wanted sent = {SENT, 0, PyLong_AsSsize_t(PyTuple_GetItem(pair, 1)), i, NULL, Py_XNewRef(sum)};
+        failed = want(self, touched, PyTuple_GetItem(pair, 0), b, sent);
     }
     for (Py_ssize_t k = 0; !failed && n == 0 && k < found->n; k++) {
         if (found->items[k].node != e->node || found->items[k].slot != e->slot) continue;
-        NodeHook *hook = hook_of(self, first, e->node, b);
-        failed = !hook || hook_wants(hook, (Wanted){SHARED, 1, e->slot, i, NULL});
+        failed = want(self, touched, e->node, b, (Wanted){SHARED, 1, e->slot, i, NULL, NULL});
     }
     Py_XDECREF(sum);
     Py_XDECREF(consumers);
@@ -490,14 +501,18 @@ static int visit_from(ModuleWatch *self, const Edges *found, long long floor) {
 int watch_gradients(ModuleWatch *self, Info *info, Call *call, long long floor, const Edges *inputs, PyObject *out) {
     Edges found = {0};
     Backward *b = NULL;
-    Py_ssize_t first = self->n_hooks;
-    int failed = edges_of(self, out, NULL, -1, &found, 0);
+    PyObject *touched = PyList_New(0);
+    int failed = !touched || edges_of(self, out, NULL, -1, &found, 0);
     if (!failed && found.n) {
         b = backward_new(self, info, call, &found, inputs);
-        failed = !b || watch_outputs(self, first, b, &found, inputs) || (inputs->n && visit_from(self, &found, floor));
-        for (Py_ssize_t i = 0; !failed && i < inputs->n; i++) failed = watch_input(self, first, b, floor, &found, inputs, i);
-        failed = failed || attach(self, first);
+        failed = !b || watch_outputs(self, touched, b, &found, inputs) || (inputs->n && visit_from(self, &found, floor));
+        for (Py_ssize_t i = 0; !failed && i < inputs->n; i++) failed = watch_input(self, touched, b, floor, &found, inputs, i);
+        for (Py_ssize_t i = 0; !failed && i < PyList_Size(touched); i++) {
+            NodeHook *hook = hook_of(self, PyList_GetItem(touched, i));
+            failed = !hook || attach(hook, PyList_GetItem(touched, i));
+        }
     }
+    Py_XDECREF(touched);
     Py_XDECREF((PyObject *)b);
     edges_free(&found);
     return failed ? -1 : 0;

@@ -33,6 +33,7 @@ typedef struct {
     Tape *eye;
     MicroGate gate;
     PyTypeObject *plain[2];
+    PyObject *by_node; /* node → its hook, while the outermost module runs and the nodes are held anyway */
     NodeHook **hooks;
     Py_ssize_t n_hooks, room;
     const void *stop;
