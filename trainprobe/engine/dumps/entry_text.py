@@ -46,7 +46,7 @@ class EntryText:
     def document(self) -> tuple[bytes, list[str], list[Call]]:
         """Return all entries as the inside of a JSON object, their names, and their calls; see `entries`."""
         reel = self._reel
-        if native is not None and not self._suffix and all(type(call) is native.Call for call in reel.calls):
+        if native is not None and not self._suffix and set(map(type, reel.calls)) <= {native.Call}:
             columns, odd, sums = self._columns()
             return native.dump_entries(
                 reel.calls,
@@ -282,7 +282,7 @@ def construct(reel: Reel, names: list[tuple[str, Call]]) -> dict[str, Any]:
 def construct_text(reel: Reel, names: list[str], calls: list[Call]) -> bytes:
     """Return `construct` as the text of its file."""
     nested = reel.level not in ("L1", "debug") and not any(call.micro for call in calls)
-    if native is not None and nested and all(type(call) is native.Call for call in calls):
+    if native is not None and nested and set(map(type, calls)) <= {native.Call}:
         return native.dump_construct(names, calls, reel.framework == "mindspore", quote)
     return orjson.dumps(construct(reel, list(zip(names, calls, strict=True))), option=orjson.OPT_INDENT_2)
 

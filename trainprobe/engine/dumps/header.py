@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from trainprobe.engine.dumps.numbers_text import read_number
@@ -13,7 +14,8 @@ FORMAT = 1
 
 
 def header(reel: Reel, names: Sequence[tuple[str, Call]]) -> dict[str, Any]:
-    """Return the header of a reel. micro, phase: run lengths over the entries, [[value, how many], …]."""
+    """Return the header of a reel. micro, phase, kind: run lengths over the entries, [[value, how many], …]."""
+    calls = [call for _, call in names]
     return {
         "format": FORMAT,
         "step": reel.step,
@@ -22,10 +24,8 @@ def header(reel: Reel, names: Sequence[tuple[str, Call]]) -> dict[str, Any]:
         "complete": reel.complete,
         "scalars": {name: _scalar(x) for name, x in reel.scalars.items()},
         "notes": list(reel.notes),
-        "recomputed": sum(call.phase == "recompute" for call in reel.calls),
-        "micro": run_lengths(call.micro for _, call in names),
-        "phase": run_lengths(call.phase for _, call in names),
-        "kind": run_lengths(call.kind for _, call in names),
+        "recomputed": list(map(attrgetter("phase"), reel.calls)).count("recompute"),
+        **{about: run_lengths(map(attrgetter(about), calls)) for about in ("micro", "phase", "kind")},
         "nodes": {name: call.node for name, call in names if call.node is not None},
     }
 
@@ -43,7 +43,7 @@ def read_place(text: dict[str, Any]) -> Place:
 
 def run_lengths(values: Iterable[Any]) -> list[list[Any]]:
     """Return [[value, how often in a row], …]."""
-    return [[value, sum(1 for _ in run)] for value, run in groupby(values)]
+    return [[value, len(list(run))] for value, run in groupby(values)]
 
 
 def spread(runs: Any, length: int, default: Any) -> list[Any]:

@@ -25,16 +25,23 @@ class RankFolder:
     def __init__(self, root: Path, step: int, rank: int) -> None:
         self.final = root / f"step{step}" / f"rank{rank}"
         self.hidden = self.final.with_name(f".rank{rank}.partial")
-        if self.hidden.exists():
+        self.final.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.hidden.mkdir()
+        except FileExistsError:  # left over from a run that was killed
             shutil.rmtree(self.hidden)
-        self.hidden.mkdir(parents=True)
+            self.hidden.mkdir()
 
     def write(self, name: str, parts: Iterable[bytes]) -> None:
         """Write a file of the folder."""
         path = self.hidden / name
-        with partial_name(path).open("wb", buffering=1 << 20) as file:
-            file.writelines(parts)
-        partial_name(path).rename(path)
+        partial = partial_name(path)
+        with partial.open("wb", buffering=0) as file:
+            for part in parts:
+                left = memoryview(part)
+                while left:
+                    left = left[file.write(left) :]
+        partial.rename(path)
 
     def publish(self, replace: bool) -> None:
         """Move the folder to its place. Raises OutputError when something is there and is not to be replaced."""

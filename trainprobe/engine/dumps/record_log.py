@@ -88,7 +88,7 @@ def _calls_text(reel: Reel) -> tuple[Any, dict[str, Any]]:
 
 
 def _calls_natively(reel: Reel) -> tuple[Any, dict[str, Any]] | None:
-    if native is None or not hasattr(orjson, "Fragment") or not all(type(call) is native.Call for call in reel.calls):
+    if native is None or not hasattr(orjson, "Fragment") or not set(map(type, reel.calls)) <= {native.Call}:
         return None
     text, heads, head_of, rows, sparse = native.log_calls(reel.calls, _quoted, _leaf_text)
     about: dict[str, dict[int, Any]] = {}

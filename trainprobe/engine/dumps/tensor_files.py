@@ -13,6 +13,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,6 +76,7 @@ class SavedTensor:
         return cls(key, dtype or str(data.dtype), tuple(data.shape), data.data)
 
 
+@lru_cache(256)
 def plain_dtype(dtype: str) -> str:
     """Return `float32` for `torch.float32`, `mindspore.float32` and `Float32`."""
     name = dtype.rpartition(".")[2]

@@ -54,6 +54,17 @@ static int put_str_and_drop(Text *t, PyObject *x) {
     return failed;
 }
 
+/* A finite float as Python's repr has it; 1 where it is not finite. */
+static int put_float(Text *t, PyObject *x) {
+    double number = PyFloat_AsDouble(x);
+    if (number - number != 0) return 1;
+    char *digits = PyOS_double_to_string(number, 'r', 0, Py_DTSF_ADD_DOT_0, NULL);
+    if (!digits) return -1;
+    int failed = put(t, digits, strlen(digits));
+    PyMem_Free(digits);
+    return failed;
+}
+
 static int put_quoted(Text *t, PyObject *x, PyObject *quote) {
     Py_ssize_t size = 0;
     const char *data = PyUnicode_Check(x) ? PyUnicode_AsUTF8AndSize(x, &size) : NULL;
@@ -146,6 +157,11 @@ static int put_tree(Dump *d, PyObject *x, int depth) {
         int beyond = 0;
         long long number = PyLong_AsLongLongAndOverflow(x, &beyond);
         if (!beyond) return PUT(t, "{\"type\": \"int\", \"value\": ") || put_number(t, number) || PUT(t, "}");
+    } else if (kind == &PyFloat_Type) {
+        size_t before = t->size;
+        int odd = PUT(t, "{\"type\": \"float\", \"value\": ") ? -1 : put_float(t, x);
+        if (odd <= 0) return odd || PUT(t, "}");
+        t->size = before;
     } else if (kind == &PyList_Type && depth < DEEPEST) {
         if (PUT(t, "[")) return -1;
         for (Py_ssize_t i = 0; i < PyList_Size(x); i++)
@@ -379,6 +395,9 @@ static int log_tree(Log *l, PyObject *x, int depth) {
         int beyond = 0;
         long long number = PyLong_AsLongLongAndOverflow(x, &beyond);
         if (!beyond) return PUT(t, "{\"i\":") || put_number(t, number) || PUT(t, "}");
+    } else if (kind == &PyFloat_Type) {
+        int odd = put_float(t, x);
+        if (odd <= 0) return odd;
     } else if (kind == &PyUnicode_Type) {
         return put_quoted(t, x, l->quote);
     } else if (kind == &PyList_Type && depth < DEEPEST) {
