@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainprobe.compiled import native
+from trainprobe.engine.dumps.tensor_files import SAFETENSORS_NAMES
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.naming import Rename
 from trainprobe.engine.plan import Plan, load_plan
@@ -95,7 +97,8 @@ class Probe(EngineProbe):
         histogram = plan.histogram
         edges = histogram if histogram is None or isinstance(histogram, str) else histogram.boundaries()
         library = TorchLibrary(native=plan.native, edges=edges, quantiles=plan.quantiles)
-        return lambda number: Tape(library, self._keep, plan.reuse)
+        arena = native.Arena(SAFETENSORS_NAMES, self._gather) if native is not None else None
+        return lambda number: Tape(library, self._keep, plan.reuse, arena)
 
     def _where(self) -> Place:
         """Learn where this process stands."""
@@ -271,6 +274,9 @@ class Probe(EngineProbe):
 
         index = self.parts.cuts[cut - 1].index(tuple(t.shape)) if cut else None
         self._writer.submit_tensor(self.step_number, key, copy_out(t if index is None else t[index]))
+
+    def _gather(self, piece: Any) -> None:
+        self._writer.submit_piece(self.step_number, piece)
 
 
 def _reduces(model: Any) -> bool:

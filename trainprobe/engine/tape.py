@@ -101,9 +101,18 @@ class Tape:
 
     Where the compiled parts are there, `eye` does what `value`, `tree`, `touched` and `forget_all` do, and calls the
     methods here for whatever is not a plain tensor on the host or a plain container.
+
+    save: is given (key, tensor, value, cut) for each value that is to be saved. arena: where there is one (a compiled Arena),
+    small values of the host are copied there instead, and handed over in large pieces.
     """
 
-    def __init__(self, library: Library, save: Save | None = None, reuse: bool = True) -> None:
+    def __init__(
+        self,
+        library: Library,
+        save: Save | None = None,
+        reuse: bool = True,
+        arena: Any = None,
+    ) -> None:
         self.library = library
         self.calls: list[Call] = []
         self.values: list[Value] = []
@@ -129,6 +138,11 @@ class Tape:
             )
             self.value, self.tree = self.eye.value, self.eye.tree
             self.touched, self.forget_all = self.eye.touched, self.eye.forget_all
+        self._arena: Any = None
+        if arena is not None and self.eye is not None:
+            self._arena = arena
+            arena.drop()  # what a step left behind that never ended
+            self.eye.gather_into(arena)
 
     # ---- calls -------------------------------------------------------------------------------------------------
 
@@ -296,6 +310,8 @@ class Tape:
 
     def harvest(self, step: int, place: Place, **about: Any) -> Reel:
         """Bring the numbers to the host, once a device, and return the reel; the tape is then empty."""
+        if self._arena is not None:
+            self._arena.flush()
         partials: list[npt.NDArray[np.float64]] = []
         extras: dict[str, dict[int, Any]] = {name: {} for name in self.library.extras}
         sums: list[npt.NDArray[np.uint64]] = []

@@ -41,6 +41,15 @@ class TensorSink(Protocol):
 
 
 @runtime_checkable
+class PieceSink(Protocol):
+    """A tensor sink that takes many values at once."""
+
+    def piece(self, step: int, piece: Any) -> bool:
+        """Store the values of a piece (see `SavedTensor.all_of`); return whether more are wanted."""
+        ...
+
+
+@runtime_checkable
 class ComplainingSink(Protocol):
     """A sink that has something to say about its own work, such as a budget that was reached."""
 
@@ -114,6 +123,11 @@ class Writer:
         """
         if self.tensors_wanted:
             self._put("tensor", (step, key, data), int(getattr(data, "nbytes", 0)), step)
+
+    def submit_piece(self, step: int, piece: Any) -> None:
+        """Hand over many values of a step at once, as the compiled tape gathers them. Waits while too many bytes are queued."""
+        if self.tensors_wanted:
+            self._put("piece", (step, piece), piece.nbytes, step)
 
     def submit_findings(self, findings: Sequence[Finding]) -> None:
         """Hand over findings for the sinks that keep them."""
@@ -206,6 +220,8 @@ class Writer:
         verb, arguments, _, step = job
         if verb == "tensor":
             self._store(*arguments)
+        elif verb == "piece":
+            self._store_piece(*arguments)
         else:
             for name, sink in self.sinks.items():
                 self._guarded(name, getattr(sink, verb), step, *arguments)
@@ -222,6 +238,16 @@ class Writer:
                 saved = self._guarded(name, _on_host, step, key, data)
             if saved is not None:
                 more |= self._guarded(name, sink.tensor, step, step, saved) is True
+        self.tensors_wanted = more
+
+    def _store_piece(self, step: int, piece: Any) -> None:
+        more = False
+        for name, sink in self.sinks.items():
+            if isinstance(sink, PieceSink):
+                more |= self._guarded(name, sink.piece, step, step, piece) is True
+            elif isinstance(sink, TensorSink):
+                for saved in SavedTensor.all_of(piece):
+                    more |= self._guarded(name, sink.tensor, step, step, saved) is True
         self.tensors_wanted = more
 
     def _guarded(self, name: str, call: Callable[..., Any], step: int, *arguments: Any) -> Any:

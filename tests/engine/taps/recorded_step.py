@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import zlib
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import torch
 
 import trainprobe
 from tests import zoo
 from tests.lockstep import one_step, seed_all
+from trainprobe.engine.dumps.tensor_files import SAFETENSORS_FILE
+from trainprobe.engine.dumps.tensor_store import SafetensorsReader
 from trainprobe.engine.records import Call, Reel, Value
 
 
@@ -34,6 +39,16 @@ def told(reel: Reel) -> dict[str, Any]:
     return {"calls": [call(c) for c in reel.calls], "extremes": reel.partials[:, 5:7].astype(str).tolist()}
 
 
+def saved(folder: Path) -> dict[str, Any]:
+    """Return dtype, shape and CRC-32 of each value in the step's tensor file."""
+    path = folder / SAFETENSORS_FILE
+    if not path.exists():
+        return {}
+    reader = SafetensorsReader(path)
+    arrays = {key: reader.array(key) for key in sorted(reader.entries)}
+    return {key: [reader.dtype(key), list(x.shape), zlib.crc32(np.ascontiguousarray(x).tobytes())] for key, x in arrays.items()}
+
+
 def record(name: str, level: str, task: str) -> dict[str, Any]:
     """Return what one step of a case is recorded as."""
     case = zoo.load(name)
@@ -48,7 +63,8 @@ def record(name: str, level: str, task: str) -> dict[str, Any]:
         one_step(case, model, optimizer, 0)
         reel = probe.end_step()
         assert reel is not None
-        return told(reel)
+        probe.flush()
+        return {**told(reel), "saved": saved(Path(folder) / "step0" / "rank0")}
 
 
 if __name__ == "__main__":

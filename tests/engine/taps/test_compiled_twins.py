@@ -50,6 +50,8 @@ def test_a_step_is_recorded_alike(case, level, task, both):
     ours, theirs = (side[f"{case},{level},{task}"] for side in both)
     assert ours["calls"] == theirs["calls"]
     assert ours["extremes"] == theirs["extremes"]
+    assert ours["saved"] == theirs["saved"]
+    assert bool(ours["saved"]) == (task == "tensor")
 
 
 @given(reels())

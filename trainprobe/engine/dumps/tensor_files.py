@@ -1,7 +1,7 @@
 """Tensor values of one rank and step on their way to disk: one safetensors file, or one `.pt` or `.npy` file a tensor.
 
-The safetensors file is streamed: room for the header is reserved and filled with blanks (the format allows them), values
-are appended as they come, and the header is written last, so memory stays bounded however large the step is.
+A small step is written at once. The file of a large one is streamed: room for the header is reserved and filled with blanks
+(the format allows them), values are appended as they come, and the header is written last, so memory stays bounded.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import orjson
@@ -29,6 +29,7 @@ PADDING = "_padding."  # keys of the bytes that keep the values behind them on a
 _ALIGN = 8
 _RESERVE = 1 << 18
 _COPY = 1 << 22
+_HELD = 16 << 20
 _PLAIN_NAME = re.compile(r"[\w.+\-]{1,200}", re.ASCII)
 
 # dtype text → name in a safetensors header
@@ -38,6 +39,8 @@ SAFETENSORS_DTYPES = {
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
+
+SAFETENSORS_NAMES = {f"torch.{name}": short for name, short in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,13 @@ class SavedTensor:
             return cls(key, dtype or str(data.dtype), tuple(data.shape), flat.view(torch.uint8).numpy())
         return cls(key, dtype or str(data.dtype), tuple(data.shape), data.data)
 
+    @classmethod
+    def all_of(cls, piece: Any) -> Iterator[SavedTensor]:
+        """Yield the values of a piece that the compiled tape gathered."""
+        data = piece.data
+        for key, dtype, shape, offset, size in piece.items():
+            yield cls(key, dtype, tuple(shape), data[offset : offset + size])
+
 
 @lru_cache(256)
 def plain_dtype(dtype: str) -> str:
@@ -100,27 +110,30 @@ class TensorFiles(Protocol):
 
 
 class SafetensorsFile:
-    """Streams values into one safetensors file (see the module text). A key is stored once."""
+    """Streams values into one safetensors file (see the module text). A key is stored once.
 
-    def __init__(self, path: Path, reserve: int = _RESERVE) -> None:
+    What fits into `held` bytes waits in memory and is written at once, behind its header.
+    """
+
+    def __init__(self, path: Path, reserve: int = _RESERVE, held: int = _HELD) -> None:
         self._path = path
-        self._entries: dict[str, bytes] = {}  # as text: thousands of small containers would keep the garbage collector busy
+        self._entries: list[bytes] = []  # as text: thousands of small containers would keep the garbage collector busy
+        self._keys: set[str] = set()
         self._metadata = {"format": "pt"}
         self._start = 8 + reserve
         self._end = 0
+        self._held = held
+        self._waiting: list[Any] = []
+        self._file: BinaryIO | None = None
+        self._closed = False
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = partial_name(path).open("w+b", buffering=1 << 20)
-        self._file.write(b" " * self._start)
 
     def add(self, saved: SavedTensor) -> int:
         """Append one value; return how many bytes the file grew."""
-        if saved.key in self._entries:
+        if saved.key in self._keys:
             return 0
         before = self._end
-        if self._end % _ALIGN:
-            self._append(
-                f"{PADDING}{len(self._entries)}", "U8", [_ALIGN - self._end % _ALIGN], bytes(_ALIGN - self._end % _ALIGN)
-            )
+        self._align()
         name = SAFETENSORS_DTYPES.get(plain_dtype(saved.dtype))
         if name is None:  # a dtype that the format has no name for is stored as its bytes
             self._metadata[f"dtype {saved.key}"] = orjson.dumps([saved.dtype, list(saved.shape)]).decode()
@@ -129,39 +142,87 @@ class SafetensorsFile:
             self._append(saved.key, name, list(saved.shape), saved.data)
         return self._end - before
 
+    def add_piece(self, piece: Any) -> int:
+        """Append all values of a piece (see `SavedTensor.all_of`); return how many bytes the file grew."""
+        keys = piece.keys()
+        taken = len(self._keys) + len(keys)
+        if not self._keys.isdisjoint(keys) or len(set(keys)) < len(keys):
+            return sum(map(self.add, SavedTensor.all_of(piece)))
+        before = self._end
+        self._align()
+        self._keys.update(keys)
+        assert len(self._keys) == taken
+        self._entries.append(piece.header(self._end, _quote, PADDING))
+        self._write(piece.data)
+        self._end += piece.nbytes
+        return self._end - before
+
+    def _align(self) -> None:
+        if self._end % _ALIGN:
+            more = _ALIGN - self._end % _ALIGN
+            self._append(f"{PADDING}{self._end}", "U8", [more], bytes(more))
+
     def _append(self, key: str, dtype: str, shape: list[int], data: Any) -> None:
         size = memoryview(data).nbytes
         if size:
-            self._file.write(data)
-        self._entries[key] = b'{"dtype":"%b","shape":%b,"data_offsets":[%d,%d]}' % (
-            dtype.encode(),
-            str(shape).encode(),
-            self._end,
-            self._end + size,
+            self._write(data)
+        self._keys.add(key)
+        self._entries.append(
+            b'%b:{"dtype":"%b","shape":%b,"data_offsets":[%d,%d]}'
+            % (orjson.dumps(key), dtype.encode(), str(shape).encode(), self._end, self._end + size)
         )
         self._end += size
 
+    def _write(self, data: Any) -> None:
+        if self._file is not None:
+            self._file.write(data)
+            return
+        self._waiting.append(data)
+        if self._end > self._held:
+            self._begin(self._start)
+            self._write_waiting()
+
+    def _begin(self, start: int) -> None:
+        self._start = start
+        self._file = partial_name(self._path).open("w+b", buffering=1 << 20)
+        self._file.write(b" " * start)
+
+    def _write_waiting(self) -> None:
+        assert self._file is not None
+        for data in self._waiting:
+            self._file.write(data)
+        self._waiting.clear()
+
     def finish(self) -> None:
         """Write the header in front of the values."""
-        if self._file.closed:
+        if self._closed:
             return
-        entries = [orjson.dumps(key) + b":" + entry for key, entry in self._entries.items()]
-        header = b"{" + b",".join([b'"__metadata__":' + orjson.dumps(self._metadata), *entries]) + b"}"
-        room = self._start - 8
-        if len(header) > room:
-            room = -(-len(header) // _ALIGN) * _ALIGN
-            self._shift(8 + room)
-        self._file.seek(0)
-        self._file.write(room.to_bytes(8, "little") + header.ljust(room))
+        self._closed = True
+        header = b"{" + b",".join([b'"__metadata__":' + orjson.dumps(self._metadata), *self._entries]) + b"}"
+        exact = -(-len(header) // _ALIGN) * _ALIGN
+        if self._file is None:
+            self._file = partial_name(self._path).open("wb", buffering=1 << 16)
+            self._file.write(exact.to_bytes(8, "little") + header.ljust(exact))
+            self._write_waiting()
+        else:
+            if exact > self._start - 8:
+                self._shift(8 + exact)
+            room = self._start - 8
+            self._file.seek(0)
+            self._file.write(room.to_bytes(8, "little") + header.ljust(room))
         self._file.close()
         partial_name(self._path).rename(self._path)
 
     def discard(self) -> None:
         """Let go of the file without making it readable."""
-        self._file.close()
+        self._closed = True
+        self._waiting.clear()
+        if self._file is not None:
+            self._file.close()
 
     def _shift(self, start: int) -> None:
         """Move all values towards the end, last part first, to make room for a header that outgrew what was reserved."""
+        assert self._file is not None
         left = self._end
         while left > 0:
             size = min(_COPY, left)
@@ -171,6 +232,10 @@ class SafetensorsFile:
             self._file.seek(start + left)
             self._file.write(part)
         self._start = start
+
+
+def _quote(text: str) -> str:
+    return orjson.dumps(text).decode()
 
 
 class SeparateFiles:

@@ -50,16 +50,35 @@ class DumpSink:
         """Store one value of a step; return False once the size budget is used up."""
         if self._full or saved.key in self._stored:
             return not self._full
-        if self._plan.max_bytes is not None and self._bytes + saved.nbytes > self._plan.max_bytes:
+        if self._over(saved.nbytes):
             self._over_budget(step, saved)
             return False
+        self._bytes += self._open_files(step).add(saved)
+        self._stored.add(saved.key)
+        return True
+
+    def piece(self, step: int, piece: Any) -> bool:
+        """Store many values of a step; return False once the size budget is used up."""
+        if (
+            self._full
+            or self._plan.tensor_format != "safetensors"
+            or self._over(piece.nbytes)
+            or not self._stored.isdisjoint(piece.keys())
+        ):
+            return all(self.tensor(step, saved) for saved in SavedTensor.all_of(piece))
+        self._bytes += self._open_files(step).add_piece(piece)
+        self._stored.update(piece.keys())
+        return True
+
+    def _over(self, more: int) -> bool:
+        return self._plan.max_bytes is not None and self._bytes + more > self._plan.max_bytes
+
+    def _open_files(self, step: int) -> Any:
         self._begin(step)
         assert self._folder is not None
         if self._files is None:
             self._files = open_tensor_files(self._folder.hidden, self._plan.tensor_format)
-        self._bytes += self._files.add(saved)
-        self._stored.add(saved.key)
-        return True
+        return self._files
 
     def _over_budget(self, step: int, saved: SavedTensor) -> None:
         self._full = True

@@ -200,7 +200,9 @@ class NodeHook:
                     backward.output(i, received[slot], note)
                 for slot, backward, i in self.shared:
                     backward.input(i, received[slot], UNTOUCHED)
-            for slot, backward, i, summed in self.sent if sent is not None else ():
+            if sent is None:
+                return
+            for slot, backward, i, summed in self.sent:
                 if summed is None:
                     backward.input(i, sent[slot])
                 else:

@@ -47,6 +47,11 @@ typedef struct Tape Tape;
 /* The tree of Values and scalars of an argument or result; path: where its values are saved, or NULL. A new reference. */
 PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth);
 
+/* Copies of small values on the host (arena.c). */
+typedef struct Arena Arena;
+int arena_check(PyObject *x);
+int arena_keep(Arena *self, PyObject *key, PyObject *dtype, PyObject *shape, const Job *job);
+
 void tape_touched(Tape *self, PyObject *t);
 
 /* Whether the plan wants a micro-batch: asked once for each, and the latest answer kept. */
@@ -87,5 +92,6 @@ int ops_fill(PyObject *module);
 int graph_fill(PyObject *module);
 int modules_fill(PyObject *module);
 int gradients_fill(PyObject *module);
+int arena_fill(PyObject *module);
 
 #endif

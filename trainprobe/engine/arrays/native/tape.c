@@ -36,6 +36,7 @@ struct Tape {
     PyObject_HEAD
     PyTypeObject *plain[2];
     PyObject *open_strip, *slow, *special, *rare, *keep, *describe;
+    PyObject *arena; /* NULL: each value passes through `keep` */
     int reuse, dtypes_known;
     Dtype dtypes[64];
     Slot slots[STRIPS];
@@ -288,19 +289,32 @@ static PyObject *cut_text(PyObject *x) {
     return cut;
 }
 
+/* Copy a small tensor of the host into the arena. 1: done, 0: not for the arena, -1: an exception is set. */
+static int gather(Tape *self, PyObject *t, Value *value, PyObject *path) {
+    if (!self->arena || !value->shape || !value->dtype) return 0;
+    const Dtype *dtype = dtype_of(self, t);
+    PyObject *address = dtype && dtype->code >= 0 ? PyObject_CallMethodObjArgs(t, n_data_ptr, NULL) : NULL;
+    if (!address) return PyErr_Occurred() ? -1 : 0;
+    Job job;
+    int fits = job_of(t, value->shape, PyLong_AsVoidPtr(address), dtype->code, CRC32, &job); /* a CRC wants the logical order too */
+    Py_DECREF(address);
+    return fits == 1 ? arena_keep((Arena *)self->arena, path, value->dtype, value->shape, &job) : fits;
+}
+
 static PyObject *kept_tensor(Tape *self, PyObject *x, long flags, PyObject *path) {
     PyObject *value = look(self, x, flags & KINDS);
     if (!value || Py_TYPE(value) != value_type) return value;
     if (((Value *)value)->tensor == NULL && ((Value *)value)->note == NULL && self->keep != Py_None) {
-        PyObject *cut = PyLong_FromLong(flags >> CUT);
-        ((Value *)value)->tensor = Py_NewRef(path);
+        int kept = flags >> CUT ? 0 : gather(self, x, (Value *)value, path);
+        PyObject *cut = kept == 0 ? PyLong_FromLong(flags >> CUT) : NULL;
+        if (kept >= 0) ((Value *)value)->tensor = Py_NewRef(path);
         PyObject *done = cut ? PyObject_CallFunctionObjArgs(self->keep, path, x, value, cut, NULL) : NULL;
         Py_XDECREF(cut);
-        if (!done) {
+        Py_XDECREF(done);
+        if (kept < 0 || (kept == 0 && !done)) {
             Py_DECREF(value);
             return NULL;
         }
-        Py_DECREF(done);
     }
     return value;
 }
@@ -385,6 +399,14 @@ static PyObject *reset(Tape *self, PyObject *unused) {
     return Py_NewRef(Py_None);
 }
 
+static PyObject *gather_into(Tape *self, PyObject *arena) {
+    if (!arena_check(arena)) return PyErr_Format(PyExc_TypeError, "gather_into takes an Arena");
+    PyObject *before = self->arena;
+    self->arena = Py_NewRef(arena);
+    Py_XDECREF(before);
+    return Py_NewRef(Py_None);
+}
+
 static PyObject *tape_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *plain[2], *functions[6];
     int reuse;
@@ -407,6 +429,7 @@ static void let_go(Tape *self) { /* of the functions, which hold the Python tape
     Py_CLEAR(self->rare);
     Py_CLEAR(self->keep);
     Py_CLEAR(self->describe);
+    Py_CLEAR(self->arena);
 }
 
 static int tape_traverse(Tape *self, visitproc visit, void *arg) {
@@ -417,6 +440,7 @@ static int tape_traverse(Tape *self, visitproc visit, void *arg) {
     Py_VISIT(self->rare);
     Py_VISIT(self->keep);
     Py_VISIT(self->describe);
+    Py_VISIT(self->arena);
     for (int i = 0; i < STRIPS; i++) {
         Py_VISIT(self->slots[i].strip);
         Py_VISIT(self->slots[i].owned);
@@ -451,6 +475,7 @@ static PyMethodDef tape_methods[] = {
     {"value", (PyCFunction)(void (*)(void))value, METH_FASTCALL, "value(t, flags): see engine.tape.Tape.value."},
     {"touched", (PyCFunction)touched, METH_O, "touched(t): see engine.tape.Tape.touched."},
     {"forget_all", (PyCFunction)forget_all, METH_NOARGS, "forget_all(): see engine.tape.Tape.forget_all."},
+    {"gather_into", (PyCFunction)gather_into, METH_O, "gather_into(arena): small values that are saved are copied there."},
     {"reset", (PyCFunction)reset, METH_NOARGS, "reset(): let go of all that was seen and of the strips."},
     {NULL, NULL, 0, NULL}};
 

@@ -1,0 +1,279 @@
+/* Copies of small tensor values on the host, gathered in large pieces on their way to the writer: one allocation and one hand-over for
+   hundreds of values (see engine/tape.py). */
+#include <string.h>
+
+#include "objects.h"
+
+#define SMALL (64 * 1024)        /* bytes up to which a value is gathered */
+#define FIRST ((size_t)1 << 20)  /* bytes of the first piece */
+#define LARGEST ((size_t)8 << 20)
+#define ALIGN 8
+
+typedef struct {
+    PyObject *key, *dtype, *shape; /* dtype: as in Value.dtype */
+    size_t offset, size;
+} Entry;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *bytes; /* of the whole piece; what lies behind `used` is not part of it */
+    PyObject *names; /* dtype → its name in a safetensors header */
+    Entry *entries;
+    Py_ssize_t n, room;
+    size_t used, size;
+} Piece;
+
+struct Arena {
+    PyObject_HEAD
+    PyObject *names, *submit;
+    Piece *piece;
+    size_t next; /* bytes of the next piece */
+};
+
+static PyTypeObject *arena_type, *piece_type;
+
+/* ---- a piece ---------------------------------------------------------------------------------------------------------------- */
+
+static Piece *piece_new(PyObject *names, size_t size) {
+    Piece *self = (Piece *)PyType_GenericAlloc(piece_type, 0);
+    if (!self) return NULL;
+    self->names = Py_NewRef(names), self->size = size;
+    self->bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
+    if (!self->bytes) {
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    return self;
+}
+
+static Entry *piece_entry(Piece *self) {
+    if (self->n == self->room) {
+        Py_ssize_t room = self->room ? self->room * 2 : 256;
+        Entry *entries = PyMem_Realloc(self->entries, (size_t)room * sizeof *entries);
+        if (!entries) return (Entry *)PyErr_NoMemory();
+        self->entries = entries, self->room = room;
+    }
+    return &self->entries[self->n++];
+}
+
+static void piece_free(Piece *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    for (Py_ssize_t i = 0; i < self->n; i++) {
+        Py_DECREF(self->entries[i].key);
+        Py_DECREF(self->entries[i].dtype);
+        Py_DECREF(self->entries[i].shape);
+    }
+    PyMem_Free(self->entries);
+    Py_XDECREF(self->bytes);
+    Py_XDECREF(self->names);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyObject *piece_data(Piece *self, void *unused) {
+    (void)unused;
+    PyObject *whole = PyMemoryView_FromObject(self->bytes), *from = PyLong_FromLong(0), *to = PyLong_FromSize_t(self->used);
+    PyObject *range = from && to ? PySlice_New(from, to, NULL) : NULL, *view = whole && range ? PyObject_GetItem(whole, range) : NULL;
+    Py_XDECREF(whole), Py_XDECREF(from), Py_XDECREF(to), Py_XDECREF(range);
+    return view;
+}
+
+static PyObject *piece_nbytes(Piece *self, void *unused) {
+    (void)unused;
+    return PyLong_FromSize_t(self->used);
+}
+
+static PyObject *piece_keys(Piece *self, PyObject *unused) {
+    (void)unused;
+    PyObject *keys = PyList_New(self->n);
+    for (Py_ssize_t i = 0; keys && i < self->n; i++) PyList_SetItem(keys, i, Py_NewRef(self->entries[i].key));
+    return keys;
+}
+
+static PyObject *piece_items(Piece *self, PyObject *unused) {
+    (void)unused;
+    PyObject *items = PyList_New(self->n);
+    for (Py_ssize_t i = 0; items && i < self->n; i++) {
+        Entry *e = &self->entries[i];
+        PyObject *item = Py_BuildValue("(OOOnn)", e->key, e->dtype, e->shape, (Py_ssize_t)e->offset, (Py_ssize_t)e->size);
+        if (!item) Py_CLEAR(items);
+        else PyList_SetItem(items, i, item);
+    }
+    return items;
+}
+
+static int add_text(char **text, size_t *used, size_t *room, const char *more, size_t size) {
+    if (*used + size > *room) {
+        size_t grown = (*used + size) * 2 + 4096;
+        char *moved = PyMem_Realloc(*text, grown);
+        if (!moved) return PyErr_NoMemory(), -1;
+        *text = moved, *room = grown;
+    }
+    memcpy(*text + *used, more, size);
+    *used += size;
+    return 0;
+}
+
+static int entry_head(const Piece *self, const Entry *e, PyObject *quote, PyObject **key, PyObject **name, PyObject **shape) {
+    *name = PyDict_GetItemWithError(self->names, e->dtype);
+    *key = PyObject_CallFunctionObjArgs(quote, e->key, NULL);
+    *shape = PySequence_List(e->shape);
+    return *name && *key && *shape && PyUnicode_Check(*key) ? 0 : -1;
+}
+
+/* Write `"key":{"dtype":…,"shape":[…],"data_offsets":[…]}`, and an entry for the bytes that align what comes behind. */
+static int entry_text(const Piece *self, Py_ssize_t i, size_t base, PyObject *quote, PyObject *padding, char **text, size_t *used, size_t *room) {
+    const Entry *e = &self->entries[i];
+    PyObject *key, *name, *shape, *line = NULL;
+    size_t from = base + e->offset, to = from + e->size, end = i + 1 < self->n ? base + self->entries[i + 1].offset : base + self->used;
+    int failed = entry_head(self, e, quote, &key, &name, &shape);
+    if (!failed)
+        line = PyUnicode_FromFormat("%s%U:{\"dtype\":\"%U\",\"shape\":%S,\"data_offsets\":[%zu,%zu]}", i ? "," : "", key, name, shape, from, to);
+    if (line && end > to) {
+        PyObject *more = PyUnicode_FromFormat("%U,\"%U%zu\":{\"dtype\":\"U8\",\"shape\":[%zu],\"data_offsets\":[%zu,%zu]}", line, padding, to,
+                                              end - to, to, end);
+        Py_DECREF(line);
+        line = more;
+    }
+    Py_ssize_t size = 0;
+    const char *data = line ? PyUnicode_AsUTF8AndSize(line, &size) : NULL;
+    failed = !data || add_text(text, used, room, data, (size_t)size);
+    Py_XDECREF(line), Py_XDECREF(key), Py_XDECREF(shape);
+    return failed;
+}
+
+static PyObject *piece_header(Piece *self, PyObject *args) {
+    Py_ssize_t base;
+    PyObject *quote, *padding, *answer = NULL;
+    if (!PyArg_ParseTuple(args, "nOU", &base, &quote, &padding)) return NULL;
+    char *text = NULL;
+    size_t used = 0, room = 0;
+    int failed = 0;
+    for (Py_ssize_t i = 0; !failed && i < self->n; i++) failed = entry_text(self, i, (size_t)base, quote, padding, &text, &used, &room);
+    if (!failed) answer = PyBytes_FromStringAndSize(text ? text : "", (Py_ssize_t)used);
+    PyMem_Free(text);
+    return answer;
+}
+
+static PyGetSetDef piece_getset[] = {{"data", (getter)piece_data, NULL, "The bytes of all values, a memoryview.", NULL},
+                                     {"nbytes", (getter)piece_nbytes, NULL, "How many bytes they are.", NULL},
+                                     {NULL, NULL, NULL, NULL, NULL}};
+static PyMethodDef piece_methods[] = {
+    {"keys", (PyCFunction)piece_keys, METH_NOARGS, "keys() -> the keys of the values, in order."},
+    {"items", (PyCFunction)piece_items, METH_NOARGS, "items() -> [(key, dtype, shape, offset, bytes), …]."},
+    {"header", (PyCFunction)piece_header, METH_VARARGS,
+     "header(base, quote, padding) -> their entries of a safetensors header, as they lie in a file from byte `base` of its data on."},
+    {NULL, NULL, 0, NULL}};
+static PyType_Slot piece_slots[] = {{Py_tp_dealloc, piece_free},
+                                    {Py_tp_getset, piece_getset},
+                                    {Py_tp_methods, piece_methods},
+                                    {Py_tp_doc, "Values of a step, one behind the other, each at a multiple of eight bytes."},
+                                    {0, NULL}};
+static PyType_Spec piece_spec = {"trainprobe._native.Piece", sizeof(Piece), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                 piece_slots};
+
+/* ---- copying ---------------------------------------------------------------------------------------------------------------- */
+
+static char *copy_axis(const Dims *dims, int axis, const char *from, char *to, size_t item) {
+    if (axis == dims->nd) {
+        memcpy(to, from, item);
+        return to + item;
+    }
+    int64_t n = dims->size[axis], step = dims->stride[axis];
+    if (axis == dims->nd - 1 && step == (int64_t)item) {
+        memcpy(to, from, (size_t)n * item);
+        return to + (size_t)n * item;
+    }
+    for (int64_t i = 0; i < n; i++) to = copy_axis(dims, axis + 1, from + i * step, to, item);
+    return to;
+}
+
+int arena_flush(Arena *self) {
+    Piece *piece = self->piece;
+    if (!piece) return 0;
+    self->piece = NULL;
+    self->next = piece->used * 2 < FIRST ? FIRST : piece->used * 2 > LARGEST ? LARGEST : piece->used * 2;
+    PyObject *done = PyObject_CallFunctionObjArgs(self->submit, (PyObject *)piece, NULL);
+    Py_DECREF((PyObject *)piece);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* 1: kept, 0: too large or of a dtype without a name, -1: an exception is set. job: its elements in logical order. */
+int arena_keep(Arena *self, PyObject *key, PyObject *dtype, PyObject *shape, const Job *job) {
+    size_t item = (size_t)item_size[job->dtype], size = (size_t)job->n * item, taken = (size + ALIGN - 1) / ALIGN * ALIGN;
+    if (size > SMALL || !PyUnicode_Check(key)) return 0;
+    int named = PyDict_Contains(self->names, dtype);
+    if (named <= 0) return named;
+    if (self->piece && self->piece->used + taken > self->piece->size && arena_flush(self)) return -1;
+    if (!self->piece && !(self->piece = piece_new(self->names, self->next))) return -1;
+    Piece *piece = self->piece;
+    Entry *entry = piece_entry(piece);
+    if (!entry) return -1;
+    char *to = PyBytes_AsString(piece->bytes) + piece->used;
+    *entry = (Entry){Py_NewRef(key), Py_NewRef(dtype), Py_NewRef(shape), piece->used, size};
+    copy_axis(&job->memory, 0, job->data, to, item);
+    memset(to + size, 0, taken - size);
+    piece->used += taken;
+    return 1;
+}
+
+/* ---- the arena -------------------------------------------------------------------------------------------------------------- */
+
+static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *names, *submit;
+    if (kwargs || !PyArg_ParseTuple(args, "O!O", &PyDict_Type, &names, &submit)) return NULL;
+    Arena *self = (Arena *)PyType_GenericAlloc(type, 0);
+    if (!self) return NULL;
+    self->names = Py_NewRef(names), self->submit = Py_NewRef(submit), self->next = FIRST;
+    return (PyObject *)self;
+}
+
+static PyObject *flush(Arena *self, PyObject *unused) {
+    (void)unused;
+    return arena_flush(self) ? NULL : Py_NewRef(Py_None);
+}
+
+static int arena_traverse(Arena *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->submit);
+    return 0;
+}
+
+static int arena_clear(Arena *self) {
+    Py_CLEAR(self->submit);
+    return 0;
+}
+
+static void arena_free(Arena *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    arena_clear(self);
+    Py_CLEAR(self->names);
+    Py_XDECREF((PyObject *)self->piece);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyObject *drop(Arena *self, PyObject *unused) {
+    (void)unused;
+    Py_CLEAR(self->piece);
+    return Py_NewRef(Py_None);
+}
+
+static PyMethodDef arena_methods[] = {{"flush", (PyCFunction)flush, METH_NOARGS, "flush(): hand over what was gathered."},
+                                      {"drop", (PyCFunction)drop, METH_NOARGS, "drop(): let go of what was gathered."},
+                                      {NULL, NULL, 0, NULL}};
+static PyType_Slot arena_slots[] = {{Py_tp_new, arena_new},           {Py_tp_dealloc, arena_free}, {Py_tp_traverse, arena_traverse},
+                                    {Py_tp_clear, arena_clear},       {Py_tp_methods, arena_methods},
+                                    {Py_tp_doc, "Arena(names, submit): gathers values and gives pieces of them to submit."}, {0, NULL}};
+static PyType_Spec arena_spec = {"trainprobe._native.Arena", sizeof(Arena), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, arena_slots};
+
+int arena_check(PyObject *x) { return Py_TYPE(x) == arena_type; }
+
+int arena_fill(PyObject *module) {
+    piece_type = (PyTypeObject *)PyType_FromSpec(&piece_spec);
+    arena_type = (PyTypeObject *)PyType_FromSpec(&arena_spec);
+    if (!piece_type || !arena_type) return -1;
+    return PyModule_AddObjectRef(module, "Arena", (PyObject *)arena_type);
+}
