@@ -91,6 +91,17 @@ def megatron(written, require) -> Written:
 
 
 @pytest.fixture(scope="session")
+def megatron_fsdp(written, require) -> Path:
+    """Return an `fsdp_dtensor` checkpoint of two ranks, with gathered.pt in it: the whole tensors as Megatron gathers them."""
+    require("megatron.core")
+    root = written("megatron_fsdp")
+    if not (root / "gathered.pt").exists():
+        words = f"--vocab {VOCAB} --steps 2 --dist-opt 1 --save-dist {root}".split()
+        launch(2, WRITERS / "write_megatron_fsdp.py", *words)
+    return root
+
+
+@pytest.fixture(scope="session")
 def deepspeed(written, require) -> Path:
     """Return a folder of DeepSpeed checkpoints: one/ from one rank, two/ from two, universal/."""
     require("deepspeed")

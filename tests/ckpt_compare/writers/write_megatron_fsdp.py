@@ -1,7 +1,8 @@
 """Write an `fsdp_dtensor` checkpoint with Megatron FSDP on CPU ranks, and beside it what Megatron itself gathers of it.
 
-The order of calls is that of `megatron.training.checkpointing.save_checkpoint` for this format. Megatron FSDP names CUDA devices
-in so many places that `torch.device` itself answers cpu here; gradients are summed and not scaled, since gloo cannot do that.
+The order of calls is that of `megatron.training.checkpointing.save_checkpoint` for this format. Megatron FSDP names CUDA
+devices in so many places that `torch.device` itself answers cpu here; gradients are summed and not scaled, since gloo cannot
+do that.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def from_group(*args, **kwargs):
 megatron_on_cpu.install()
 torch.device = Device
 DeviceMesh.from_group = staticmethod(from_group)
-c10d._make_nccl_premul_sum = lambda factor: dist.ReduceOp.SUM
+dist._make_nccl_premul_sum = c10d._make_nccl_premul_sum = lambda factor: dist.ReduceOp.SUM
 
 import tiny_gpt  # noqa: E402
 import write_megatron  # noqa: E402
@@ -65,7 +66,21 @@ def build(a):
     optimizer = tiny_gpt.make_optimizer(a, [model])
     tiny_gpt.sync_config(a, config, [model], optimizer)
     tiny_gpt.train(a, config, [model], optimizer)
+    complete(optimizer.optimizer)
     return model, optimizer
+
+
+def complete(optimizer) -> None:
+    """Give every parameter a state, in one order on all ranks: torch's Adam has none for empty shards, the fused one has."""
+    state = optimizer.state
+    held = {p: state.pop(p, None) for group in optimizer.param_groups for p in group["params"]}
+    step = next(slots["step"] for slots in held.values() if slots)
+    for parameter, slots in held.items():
+        state[parameter] = slots or {
+            "step": step.clone(),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
 
 
 def gathered(state: dict) -> dict[str, torch.Tensor]:
@@ -73,7 +88,7 @@ def gathered(state: dict) -> dict[str, torch.Tensor]:
     from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import gather_uneven_dtensor_to_full_tensor
 
     found: dict[str, torch.Tensor] = {}
-    for key, value in state.items():
+    for key, value in sorted(state.items(), key=lambda item: str(item[0])):  # in the same order on every rank
         if isinstance(value, dict):
             found |= {f"{key}.{name}": tensor for name, tensor in gathered(value).items()}
         elif isinstance(value, DTensor):
@@ -88,7 +103,7 @@ def main() -> None:
     a = write_megatron.arguments()
     tiny_gpt.init_dist(a)
     model, optimizer = build(a)
-    state = {**write_megatron.common(a), "model": model.state_dict_for_save_checkpoint()}
+    state = {**write_megatron.common(a), "model": model.module.state_dict_for_save_checkpoint()}
     kind = {"distrib_optim_sharding_type": "fsdp_dtensor"}
     state["optimizer"] = optimizer.sharded_state_dict({"model": state["model"]}, is_loading=False, metadata=kind)
     state["rng_state"] = {"(0, 0)": [write_megatron.rng_state(a)]}
@@ -96,8 +111,8 @@ def main() -> None:
     whole = gathered({"model": state["model"], "optimizer": state["optimizer"]["state"]})
     steps.handle_fp8_extra_state_case(state["model"])
     if a.swiglu:
-        pair = steps.handle_swiglu_in_state_dict(model, state["model"], state["optimizer"])
-        state["model"], state["optimizer"] = pair
+        state["model"], _ = steps.handle_swiglu_in_state_dict(model, state["model"], None)
+        _, state["optimizer"] = steps.handle_swiglu_in_state_dict(model.module, {}, state["optimizer"])
     if a.moe:
         state["model"] = steps.handle_experts_in_state_dict(state["model"], a.moe)
     preprocess_state_dict_for_uneven_dtensor(state)
