@@ -127,6 +127,32 @@ def test_output_gradients_are_those_of_a_framework_hook(tmp_path: Path) -> None:
             check(seen[name], array)
 
 
+def test_recomputed_cells_keep_their_names_and_numbers(tmp_path: Path) -> None:
+    def repeat(net: Any) -> None:
+        for block in net.blocks:
+            block.recompute()
+
+    bare = train(PYNATIVE, prepare=repeat)
+    on, _, steps = watched(PYNATIVE, tmp_path / "on", {"level": "L0"}, prepare=repeat)
+    assert on.bits == bare.bits
+    plain, skipping = (
+        watched(PYNATIVE, tmp_path / w, {"level": "L0", "recompute": w}, prepare=p)[2]
+        for w, p in (("mark", None), ("skip", repeat))
+    )
+    for number, records in plain.items():
+        want = {address(r): r.values for r in records}
+        seen = {address(r): r.values for r in steps[number] if r.step.phase != "recompute"}
+        repeated = {address(r): r.values for r in steps[number] if r.step.phase == "recompute"}
+        assert set(seen) == set(want)
+        assert {address(r) for r in skipping[number]} == set(want)
+        assert "blocks.0.up" in {name for name, *_ in repeated}
+        assert all(values == seen[where] for where, values in repeated.items())
+
+
+def address(record: Record) -> tuple[str, str, int]:
+    return record.site.name, record.site.slot, record.site.call
+
+
 def test_a_dump_holds_the_values_and_names_cells(tmp_path: Path) -> None:
     values: dict[str, np.ndarray] = {}
 

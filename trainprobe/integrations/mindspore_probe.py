@@ -168,6 +168,7 @@ def _cells_of_plan(plan: Plan, cuts: list[Detail]) -> CellsWanted:
         data=frozenset(plan.data),
         forward="forward" in plan.phases,
         backward="backward" in plan.phases,
+        recompute=plan.recompute == "mark",
         parameter=plan.parameter_selected,
         micro=plan.wants_micro,
     )
@@ -182,6 +183,7 @@ def _cells_of_monitor(monitor: MonitorPlan | None) -> CellsWanted:
         data=frozenset({"input", "output"} if monitor.activations.on or monitor.activation_gradients.on else set[str]()),
         forward=monitor.activations.on,
         backward=monitor.activation_gradients.on,
+        recompute=False,
     )
 
 

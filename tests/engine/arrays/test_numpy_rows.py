@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from tests.engine.arrays.reduction_oracle import bits_of, sample
+from tests.mindspore.shared_bits import NUMBERS, WORDS, torch_numbers
 from trainprobe.engine.arrays.numpy_rows import NumpyStrip, native_rows_in_use, reduce_row, refusal
 from trainprobe.engine.arrays.torch_arrays import CHECKSUM, CRC32, STATS, STD, SUBLOW, TorchStrip
 from trainprobe.engine.stats import finish
@@ -116,6 +118,14 @@ def test_a_view_is_read_in_its_own_order(compiled: bool) -> None:
     assert sums is not None
     assert sums[0] == sums[1] != sums[2]
     assert rows[0].tolist() == rows[1].tolist()
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_what_the_mindspore_tests_hold_against_torch_is_what_torch_gives(name: str) -> None:
+    told, now = json.loads(NUMBERS.read_text())[name], torch_numbers(name)
+    assert (told["checksum"], told["crc32"]) == (now["checksum"], now["crc32"])
+    columns = [[float.fromhex(x) for x in numbers["partials"]] for numbers in (told, now)]
+    assert columns[0] == pytest.approx(columns[1], rel=2.0**-40, nan_ok=True)
 
 
 def test_what_cannot_be_read_is_refused_with_a_reason() -> None:

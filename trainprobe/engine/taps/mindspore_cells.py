@@ -28,10 +28,13 @@ from trainprobe.engine.taps.replaced import Replaced
 
 COMPILED = (
     "MindSpore compiles this model into a graph (GRAPH_MODE, or ms.jit), and Python sees nothing inside one: inputs and "
-    "outputs of cells, their gradients and the gradients of parameters are not recorded; parameters, optimizer state and what the "
-    "framework reports are. To see the rest, run with mindspore.set_context(mode=mindspore.PYNATIVE_MODE) and the environment "
-    "variable MS_JIT=0"
+    "outputs of cells, their gradients and the gradients of parameters are not recorded; parameters, optimizer state and what "
+    "the framework reports are. To see the rest, run with mindspore.set_context(mode=mindspore.PYNATIVE_MODE) and the "
+    "environment variable MS_JIT=0"
 )
+
+
+RECOMPUTING = "_recompute_cell"  # the name under which a cell that is recomputed holds what does it
 
 
 def is_graph_mode() -> bool:
@@ -55,6 +58,7 @@ class CellInfo:
     parameters: tuple[tuple[str, Any], ...]
     flags: int
     selected: bool
+    repeats: bool  # a cell around it, or itself, is recomputed in backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class CellsWanted:
     data: frozenset[str]
     forward: bool = True
     backward: bool = True
+    recompute: bool = True
     parameter: Callable[[str], bool] = lambda name: True
     micro: Callable[[int], bool] = lambda micro: True
 
@@ -83,7 +88,8 @@ class CellTap:
         self._tape: Tape | None = None
         self._original: Replaced | None = None
         self._handles: list[Any] = []
-        self._forwards: dict[str, int] = {}
+        self._forwards: dict[str, int] = {}  # name → calls of this step
+        self._recomputed: dict[str, int] = {}
         self._called = 0
         self._paused = False
 
@@ -96,12 +102,17 @@ class CellTap:
         for cell_of in list(model) if isinstance(model, list | tuple) else [model]:
             for p in cell_of.get_parameters():
                 self.parameter_names.setdefault(id(p), p.name)
-            for raw, cell in cell_of.cells_and_names():
+            named = list(cell_of.cells_and_names())
+            repeated = [raw.removesuffix(f".{RECOMPUTING}") for raw, _ in named if raw.endswith(f".{RECOMPUTING}")]
+            for raw, cell in named:
+                if RECOMPUTING in raw.split("."):
+                    continue  # what MindSpore puts around a cell: the same names with and without it
                 name = raw or ROOT
                 own = tuple((n, p) for n, p in cell._params.items() if p is not None and self.wanted.parameter(p.name))
                 wanted = self.wanted
+                again = any(f"{name}.".startswith(f"{outer}.") for outer in repeated)
                 self.known.setdefault(
-                    id(cell), CellInfo(name, type(cell).__name__, own, wanted.flags(name), wanted.selected(name))
+                    id(cell), CellInfo(name, type(cell).__name__, own, wanted.flags(name), wanted.selected(name), again)
                 )
 
     def begin(self, tape: Tape) -> None:
@@ -109,6 +120,7 @@ class CellTap:
         self._tape = tape
         self._stack.clear()
         self._forwards.clear()
+        self._recomputed.clear()
         self._called, self._paused = 0, False
         if self._original is not None:
             return
@@ -166,11 +178,12 @@ class CellTap:
         assert tape is not None
         self._called += 1
         parent = self._stack[-1] if self._stack else None
-        if parent is None:
+        again = info.repeats and (parent.phase == "recompute" if parent is not None else info.name in self._forwards)
+        if parent is None and not again:
             tape.forward_begins(info.name)
-        number = self._forwards[info.name] = self._forwards.get(info.name, -1) + 1
-        call = Call("module", info.name, number, "forward", cls=info.cls, micro=tape.micro, parent=parent)
-        if info.selected and wanted.micro(tape.micro):
+        phase = "recompute" if again else "forward"
+        call = Call("module", info.name, self._number(info.name, again), phase, cls=info.cls, micro=tape.micro, parent=parent)
+        if info.selected and wanted.micro(tape.micro) and (wanted.recompute or not again):
             at = self._path(info, call)
             if wanted.forward:
                 if "input" in wanted.data:
@@ -183,11 +196,20 @@ class CellTap:
         self._stack.append(call)
         return call
 
+    def _number(self, name: str, again: bool) -> int:
+        """Number a call. A recomputed one has the number of the latest forward not recomputed yet: backward is reverse."""
+        if again:
+            number = self._recomputed[name] = max(self._recomputed.get(name, self._forwards.get(name, 0)) - 1, 0)
+            return number
+        number = self._forwards.get(name, 0)
+        self._forwards[name] = number + 1
+        return number
+
     def _leave(self, info: CellInfo, call: Call, out: Any) -> None:
         tape, wanted = self._tape, self.wanted
         if tape is None or not info.selected or not wanted.micro(call.micro or 0):
             return
-        if wanted.forward and "output" in wanted.data:
+        if wanted.forward and "output" in wanted.data and (wanted.recompute or call.phase != "recompute"):
             at = self._path(info, call)
             call.out = tape.tree(out, info.flags, at and f"{at}.output")
         if wanted.backward and "output" in wanted.data:
