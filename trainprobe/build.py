@@ -29,6 +29,7 @@ from trainprobe.engine.taps.clipping import ClippingTap
 from trainprobe.engine.taps.collectives import CollectiveTap
 from trainprobe.engine.taps.dead_units import DeadUnits
 from trainprobe.engine.taps.features import FeatureKind, FeatureTap
+from trainprobe.engine.taps.loss_scaling import LossScalingTap
 from trainprobe.engine.taps.number_formats import FormatFeature
 from trainprobe.engine.taps.optimizer_steps import OptimizerStepTap
 from trainprobe.engine.taps.parameter_states import ParameterStateTap, StatesWanted
@@ -60,6 +61,7 @@ class Parts:
     states: ParameterStateTap | None = None
     clipping: ClippingTap | None = None
     unreduced: UnreducedTap | None = None
+    scaling: LossScalingTap | None = None
     exchanged: CollectiveTap | None = None
     batches: BatchTap | None = None
     features: FeatureTap | None = None
@@ -93,6 +95,7 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
     audit = audit_plan(plan.audit) if plan.audit else None
     if monitor is not None or audit is not None:
         states = parts.states = ParameterStateTap(states_of_monitor(monitor), lambda: naming.parameter_names)
+        parts.scaling = LossScalingTap(guard, states.scaled, states.unscaled)
         if audit is not None:
             parts.audit_plan, parts.audit = audit, AuditTap(guard, states, lambda: naming.parameter_names, naming.scan)
         if audit is not None or (monitor is not None and monitor.gradients.on and monitor.gradients.unclipped):
@@ -136,7 +139,8 @@ def _programs(plan: Plan, parts: Parts, stepping: OptimizerStepTap) -> list[Prog
         if parts.batches is not None:
             batched = parts.monitor.batches.every
             light.append((parts.batches, lambda n: n % batched == 0))
-        light += [(tap, lambda n: True) for tap in (parts.clipping, parts.unreduced, parts.features) if tap is not None]
+        always = (parts.clipping, parts.unreduced, parts.scaling, parts.features)
+        light += [(tap, lambda n: True) for tap in always if tap is not None]
         beside = {parts.watched: parts.modules, parts.exchanged: parts.collectives}
         twice = tuple(tap for tap, other in beside.items() if tap is not None and other is not None)
         programs.append(Program("monitor", parse_steps(parts.monitor.step).__contains__, tuple(light), beside=twice))
@@ -146,6 +150,7 @@ def _programs(plan: Plan, parts: Parts, stepping: OptimizerStepTap) -> list[Prog
             (parts.audit, lambda n: True),
             (parts.states, reads),
             (parts.clipping, lambda n: True),
+            *([(parts.scaling, reads)] if parts.scaling is not None else []),
         ]
         programs.append(Program("audit", parts.audit_plan.wants_step, (*heavy, (stepping, lambda n: True))))
     return programs

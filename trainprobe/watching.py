@@ -67,6 +67,8 @@ class Probe(EngineProbe):
             framework=self.framework,
             notes=[self.parts.notes],
         )
+        unscale = getattr(self.parts.states, "unscale", None)  # before anything is judged or written
+        self.watchers += [lambda reel: unscale(reel) or ()] if unscale is not None else []
         self._watcher: Watcher | None = None
         if self.parts.monitor is not None:
             drop = chosen_calls(self.parts.monitor)

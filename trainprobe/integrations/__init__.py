@@ -6,22 +6,26 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from trainprobe.monitor.audit.relations import relation_names
+
 if TYPE_CHECKING:
     from trainprobe.watching import Probe
 
 KINDS = ("gradients", "parameters", "optimizer_state", "activations", "activation_gradients", "scalars")
 
 
-def default_plan() -> dict[str, Any]:
+def default_plan(*, audit: bool = True) -> dict[str, Any]:
     """Return the plan of an integration that was given none: gradients, parameters and scalars of each step are judged.
 
-    Tables and findings go to `./probe_out`; a run that is resumed goes on there.
+    The audit, where it is not left out, looks at each tenth step. Tables and findings go to `./probe_out`; a run that is
+    resumed goes on there.
     """
     return {
         "level": "off",
         "sinks": ["jsonl", "csv"],
         "on_existing": "continue",
         "monitor": {"gradients": True, "parameters": True, "scalars": True, "activations": False},
+        "audit": audit,
     }
 
 
@@ -30,9 +34,10 @@ def say_what_is_watched(probe: Probe, say: Callable[[str], Any] | None = None) -
 
     say: the framework's way of printing a line.
     """
+    if probe.place.rank != 0:
+        return ""
     line = describe(probe)
-    if probe.place.rank == 0:
-        (say or _to_standard_error)(line)
+    (say or _to_standard_error)(line)
     return line
 
 
@@ -43,10 +48,29 @@ def describe(probe: Probe) -> str:
     if monitor is not None:
         kinds = [kind.replace("_", " ") for kind in KINDS if getattr(monitor, kind).on]
         watched.append(f"{', '.join(kinds)} at step {_steps(monitor.step)}")
+    audit = probe.parts.audit_plan
+    watched += ["the audit"] if audit is not None else []
     what = "; ".join(watched) or "nothing"
     count = len(set(probe.parts.naming.parameter_names.values()))
-    cost = "one pass over each of these tensors and one transfer to the host a watched step"
-    return f"trainprobe watches {what} ({count} parameters here), writes to {plan.output}, costs {cost}"
+    return f"trainprobe watches {what} ({count} parameters here), writes to {plan.output}, costs {_costs(probe)}"
+
+
+def _costs(probe: Probe) -> str:
+    """Say what a step costs, from a timing on this machine; where parameters cannot be read, in words."""
+    from trainprobe.integrations.expected_cost import expected
+
+    told = probe.guard.run(expected, probe) if "torch" in sys.modules else None
+    monitor, audit = probe.parts.monitor, probe.parts.audit_plan
+    if told is None or not any(cost.bytes for cost in told):
+        return "one pass over each of these tensors and one transfer to the host a watched step"
+    parts: list[str] = []
+    if monitor is not None:
+        more = " and a pass over what modules hand on" if monitor.activations.on or monitor.activation_gradients.on else ""
+        parts.append(f"{told[0]} a watched step{more}")
+    if audit is not None:
+        every = min((e for name in relation_names() if (e := audit.interval(name))), default=0)
+        parts.append(f"{told[1]} at each {every}. step for the audit" if every > 1 else f"{told[1]} for the audit of each step")
+    return ", ".join(parts) + ", as timed here at the start"
 
 
 def _steps(steps: tuple[int | str, ...]) -> str:

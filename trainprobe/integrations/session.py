@@ -35,8 +35,10 @@ class Session:
 
     probe_kind: type[Probe] = Probe
 
+    audited = True  # the default plan holds the audit
+
     def __init__(self, plan: PlanSource = None, **overrides: Any) -> None:
-        self.plan = load_plan(default_plan() if plan is None else plan, **overrides)
+        self.plan = load_plan(default_plan(audit=self.audited) if plan is None else plan, **overrides)
         self.probe: Probe | None = None
         self.findings: list[Finding] = []
         self.reel: Reel | None = None  # of the last step that was collected
@@ -132,6 +134,8 @@ class Session:
         probe = self.probe
         if probe is None or probe.tape is None or value is None or isinstance(value, str):
             return
+        if name == "loss_scale" and name in probe.tape.scalars:
+            return  # the one in use was seen; by now the scaler may hold that of the next step
         with unseen():
             probe.note(name, value.detach() if hasattr(value, "detach") else value)
 

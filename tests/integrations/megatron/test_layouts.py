@@ -20,7 +20,7 @@ EXACT = {  # layout → the layout of one process that is the same mathematics
     "tp2 pp2": "alone",
 }
 RANKS = {"alone": 1, "alone moe": 1, "tp2 dp2": 4, "tp2 pp2": 4}
-LOW = ["ep2 grouped", "dp2 bf16", "dp2 precise", "dp2 fp16", "tp2 dp2"]
+LOW = ["ep2 grouped", "dp2 bf16", "dp2 precise", "dp2 fp16", "dp2 fp16 low", "tp2 dp2"]
 EVERY = [*EXACT, *LOW]
 NAN = "decoder.layers.3.mlp.linear_fc2.weight"
 DRIFT = "decoder.layers.2.self_attention.linear_proj.weight"
@@ -189,6 +189,20 @@ def test_a_step_that_the_loss_scaler_skips_says_so_and_shows_its_gradients(folde
         assert {("before_step", "grad"), ("after_step", "value_after"), ("unreduced", "grad_unreduced")} <= moments
         assert {row[9] for row in told["rows"] if row[0] == 0 and row[3] == "grad_unreduced"} == {2**32}
         assert [finding[1] for finding in told["findings"]] == ["info"]
+
+
+def test_gradients_in_half_precision_are_told_without_the_loss_scale_at_every_moment(folder):
+    """Against the same training in float32: only the rounding of half precision lies between them."""
+    scaled, plain = shards(folder, "dp2 fp16 low"), shards(folder, "dp2")
+    seen = {row[9] for told in ranks(folder, "dp2 fp16 low") for row in told["rows"] if row[3] == "grad_unreduced"}
+    assert seen == {256.0}
+    assert ranks(folder, "dp2 fp16 low")[0]["scalars"]["0"]["loss_scale"] == 256.0
+    for slot in ("grad_unreduced", "grad_unclipped", "grad"):
+        keys = [key for key in plain if key[0] == 0 and key[3] == slot]
+        assert keys
+        for key in keys:
+            pairs = zip(*(next(iter(found[key].values())) for found in (scaled, plain)), strict=True)
+            assert all(low[0] == pytest.approx(high[0], rel=0.04, abs=1e-4) for low, high in pairs), key
 
 
 @pytest.mark.parametrize("layout", [layout for layout in EVERY if layout != "dp2 fp16"])

@@ -33,6 +33,7 @@ import torch.distributed as dist  # noqa: E402
 from trainprobe.errors import StopTraining  # noqa: E402
 from trainprobe.integrations import megatron  # noqa: E402
 from trainprobe.integrations.megatron_layout import bare, held_parameters, parallel_axes  # noqa: E402
+from trainprobe.integrations.megatron_source import loss_scaler  # noqa: E402
 
 SMALL = "--hidden 32 --ffn 48 --heads 4 --groups 2 --seq 8 --vocab 60 --vocab-div 16 --mbs 2 --steps 3 --micro 2"
 LAYOUTS = {
@@ -52,9 +53,11 @@ LAYOUTS = {
     "dp2 bf16": "--dist-opt 1 --dtype bf16",
     "dp2 precise": "--dist-opt 1 --dtype bf16",
     "dp2 fp16": "--dtype fp16",
+    "dp2 fp16 low": "--dtype fp16",
     "tp2 dp2": "--tp 2 --dist-opt 1 --dtype bf16",
     "tp2 pp2": "--tp 2 --pp 2 --sp 1 --micro 4",
 }  # fmt: skip
+LOW_SCALE = 256.0  # at which no step overflows
 PLAN = {
     "level": "L0",  # the dump of one step beside the monitor of all
     "step": [1],
@@ -89,6 +92,8 @@ class Training:
         self.chunks = tiny_gpt.wrap(self.a, self.config, models)
         make = partial(precise_adam.make_optimizer, tiny_gpt.make_optimizer) if "precise" in layout else tiny_gpt.make_optimizer
         self.optimizer = make(self.a, self.chunks)
+        if "low" in layout:
+            loss_scaler(self.optimizer)._scale.fill_(LOW_SCALE)
         tiny_gpt.sync_config(self.a, self.config, self.chunks, self.optimizer)
 
     def run(self, on_step=None):

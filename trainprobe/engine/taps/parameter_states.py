@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.records import Call, Value
+from trainprobe.engine.records import Call, Reel, Value
 from trainprobe.engine.sources import Part, PlainSource, Shard, Source
-from trainprobe.engine.tape import Tape
+from trainprobe.engine.tape import STATS, Tape
+from trainprobe.engine.unscaling import Scaled, unscale
 
 GRADIENTS = frozenset({"grad", "grad_unreduced", "grad_unclipped"})
 
@@ -55,6 +56,8 @@ class ParameterStateTap:
         self._collected = -1
         self.clips: list[tuple[frozenset[str], Value]] = []  # calls that clipped in this step: whose gradients, the norm found
         self._clipping: frozenset[str] = frozenset()
+        self._scale: Value | None = None  # what torch's scaler has multiplied gradients by and not divided again
+        self._multiplied: list[Scaled] = []
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember whose parameters to look at."""
@@ -69,6 +72,11 @@ class ParameterStateTap:
                     seen.add(id(p))
                     parameters.append(p)
         self._plain = PlainSource(names, parameters, optimizers)
+
+    @property
+    def parameters(self) -> list[Any]:
+        """The parameters of the model, each once, as `open` found them."""
+        return [] if self._plain is None else self._plain.parameters
 
     def stepping(self, optimizer: Any) -> None:
         """Learn which optimizer steps; it becomes known, and what belongs to others is left to their own step."""
@@ -92,6 +100,7 @@ class ParameterStateTap:
                 if name is not None and p.grad is not None and (flags := self._wanted.gradient(name) | self.more):
                     call = self._call(tape, "unclipped", name)
                     call.params["grad_unclipped"] = tape.tree(p.grad, flags)
+                    self._divide(call, "grad_unclipped", self._scale)
 
     def arrived(self, p: Any, gradient: Any, per_micro: bool) -> None:
         """Look at this process's own gradient: of one micro-batch, or, the last one staying, summed over those of the step."""
@@ -105,6 +114,7 @@ class ParameterStateTap:
             own = gradient if so_far is None else so_far + gradient
             call = self._call(tape, "unreduced", name, tape.micro if per_micro else 0)
             call.params["grad_unreduced"] = tape.tree(own, flags)
+            self._divide(call, "grad_unreduced", self._scale)
 
     def reported_norm(self, norm: Any) -> None:
         """Keep the norm that the clipping found: the first one of a step as what was reported, each for the audit."""
@@ -119,6 +129,7 @@ class ParameterStateTap:
         self._calls.clear()
         self._before.clear()
         self.clips = []
+        self._scale, self._multiplied = None, []
         self._collected += 1
 
     def pause(self) -> None:
@@ -153,12 +164,33 @@ class ParameterStateTap:
                 self._update(tape, name, part)
                 if flags:
                     value = tape.tree(part.tensor, flags)
-                    if part.shard is not None or part.scale != 1.0:
-                        value.extra = {**(value.extra or {}), **_told(part.shard, part.scale)}
-                    self._call(tape, name, part.name, part.micro).params[slot] = value
+                    if part.shard is not None:
+                        value.extra = {**(value.extra or {}), "shard": _shard(part.shard)}
+                    call = self._call(tape, name, part.name, part.micro)
+                    call.params[slot] = value
+                    plain = self._scale if part.slot == "grad" and source is self._plain else None
+                    self._divide(call, slot, part.scale if part.scale != 1.0 else plain)
             if name == "before_step":
                 for key, number in source.scalars().items():
                     tape.scalars.setdefault(key, number)
+
+    def scaled(self, scale: Any) -> None:
+        """Learn that gradients arrive multiplied from now on. scale: a tensor of one element, looked at as it is now."""
+        if self._tape is not None:
+            value = self._scale = self._tape.value(scale, STATS)
+            self._tape.scalars.setdefault("loss_scale", value)
+
+    def unscaled(self) -> None:
+        """Learn that gradients are as they are again."""
+        self._scale = None
+
+    def unscale(self, reel: Reel) -> None:
+        """Take out of the numbers of a step what gradients were multiplied by."""
+        unscale(reel, self._multiplied)
+
+    def _divide(self, call: Call, slot: str, scale: float | Value | None) -> None:
+        if scale is not None:
+            self._multiplied.append((call, slot, scale))
 
     def _due(self, sort: str) -> bool:
         return self._collected % self._wanted.every.get(sort, 1) == 0
@@ -200,13 +232,6 @@ def _sort(slot: str) -> str:
     if slot in ("value", "main_value"):
         return "value"
     return "gradient" if slot in GRADIENTS else "state"
-
-
-def _told(shard: Shard | None, scale: float) -> dict[str, Any]:
-    told: dict[str, Any] = {} if scale == 1.0 else {"scale": scale}
-    if shard is not None:
-        told["shard"] = _shard(shard)
-    return told
 
 
 def _shard(shard: Shard) -> dict[str, Any]:

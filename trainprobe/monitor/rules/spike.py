@@ -5,10 +5,12 @@ With x = ln|value| and the last `window` values of the same series,
     z = (x - median) / max(1.4826 · MAD, 0.05)          MAD = median of |x_i - median|
 
 and a spike is z > `z` with value / median > r = `ratio` (`loss_ratio` for the loss, which moves less) that also exceeds each
-of the last four values by a factor of sqrt(r), so that a climb, as at the end of a warm-up, is no spike. Nothing is judged
-before `warmup` values. A spike enters the history clipped to the alarm line, so that one bad value does not poison it and a
-lasting change of level is learnt. Median and MAD are renewed every eighth value. Spikes less than eight collected steps apart
-are one event, told once, and again when one is four times higher than what was told.
+of the last four values by a factor of sqrt(r), so that a climb, as at the end of a warm-up, is no spike. The gradient of a
+single parameter has heavy tails: in healthy trainings of small batches it was seen at 50 times its median and 9 times the
+largest of the last 128 values while nothing else moved. It is a spike only above `parameter_ratio` times the largest value
+of the window. Nothing is judged before `warmup` values. A spike enters the history clipped to the alarm line, so that one bad
+value does not poison it and a lasting change of level is learnt. Median and MAD are renewed every eighth value. Spikes less
+than eight collected steps apart are one event, told once, and again when one is four times higher than what was told.
 
 Sources: the modified z-score of Iglewicz and Hoaglin (1993); spike rules of OLMo (6 standard deviations over 128 steps)
 and ZClip (Kumar et al., 2025), here with robust estimates.
@@ -19,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.frames import F64, I64, Frame, Selection
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions
 from trainprobe.monitor.scalar_names import role_of
@@ -39,6 +41,8 @@ class Options(RuleOptions):
     """A spike is at least so many times the median."""
     loss_ratio: float = 1.4
     """The same for the loss."""
+    parameter_ratio: float = 16.0
+    """The gradient of a single parameter is at least so many times the largest value that is remembered of it."""
     window: int = 128
     """How many collected steps are remembered."""
     warmup: int = 64
@@ -65,6 +69,8 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     known = count >= options.warmup
     least = np.log(np.maximum(ratios, 1e-9))
     jumped = usable & known & (z > options.z) & (x - middle > least) & (x - _recent(memory, rows) > least / 2)
+    risen = int(jumped.sum())
+    jumped = _above_the_largest(frame, memory, options, places, rows, x, jumped)
     clipped = np.where(known, np.minimum(x, middle + options.z * spread), x)
     _remember(memory, options, rows[usable], clipped[usable], x[usable])
     worst = int(np.argmax(np.where(jumped, x - middle, -np.inf)))
@@ -73,7 +79,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     if not jumped.any() or (not begins and x[worst] - middle[worst] < memory.numbers["height"] + np.log(ESCALATION)):
         return []
     memory.numbers["height"] = float(x[worst] - middle[worst])
-    return [_finding(frame, options, int(places[worst]), float(np.exp(middle[worst])), float(z[worst]), int(jumped.sum()))]
+    return [_finding(frame, options, int(places[worst]), float(np.exp(middle[worst])), float(z[worst]), risen)]
 
 
 def _ratios(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64) -> F64:
@@ -84,6 +90,19 @@ def _ratios(frame: Frame, memory: Memory, options: Options, places: I64, rows: I
         by_role = {"loss": options.loss_ratio, "gradient norm": options.ratio}
         ratio[row] = options.ratio if spot.kind != "scalar" else by_role.get(role_of(spot.name) or "", 0.0)
     return ratio[rows]
+
+
+def _above_the_largest(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64, x: F64, jumped: Bools) -> Bools:
+    """Leave out, of the series that jumped, gradients of parameters that do not exceed what is remembered by far."""
+    if not jumped.any():
+        return jumped
+    out = jumped.copy()
+    ring = memory.array("ring", width=options.window, fill=np.nan)
+    for i in np.flatnonzero(jumped).tolist():
+        spot = frame.tracks.tracks[frame.at[places[i]]].spot
+        if spot.kind == "parameter" and spot.slot == "grad":
+            out[i] = x[i] - np.nanmax(ring[rows[i]]) > np.log(options.parameter_ratio)
+    return out
 
 
 def _recent(memory: Memory, rows: I64) -> F64:
