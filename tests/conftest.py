@@ -14,7 +14,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRAINPROBE_ON_ERROR", "raise")
 
 # what `make test` installs: where it is missing in CI, the tests that need it would silently not run, so they fail
-INSTALLED_BY_MAKE = ("torch", "tensorboard", "openpyxl", "lightning", "transformers", "accelerate", "deepspeed", "megatron")
+INSTALLED_BY_MAKE = (
+    "torch",
+    "tensorboard",
+    "openpyxl",
+    "lightning",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "megatron",
+    "ray",
+    "zarr",
+)
 
 settings.register_profile(
     "trainprobe", deadline=None, derandomize=bool(os.environ.get("CI")), suppress_health_check=[HealthCheck.too_slow]

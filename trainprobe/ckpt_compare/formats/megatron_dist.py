@@ -1,4 +1,4 @@
-"""Megatron `torch_dist` checkpoints: a distributed checkpoint beside `metadata.json` and `common.pt`, names free of any layout.
+"""Megatron `torch_dist` and zarr checkpoints: sharded tensors beside `metadata.json` and `common.pt`, names free of any layout.
 
 Layers of one kind are stacked on a first axis (`decoder.layers.mlp.linear_fc1.weight` [layers, …]) and experts on the next
 one; both are taken apart here, so that the names are those of the per-rank format with global numbers.
@@ -16,11 +16,12 @@ from typing import Any
 from trainprobe.ckpt_compare.formats import torch_dcp
 from trainprobe.ckpt_compare.megatron import iteration_folder, model_config, plain_sections, rng_digests
 from trainprobe.ckpt_compare.megatron_dp_reshardable import bucket_states, is_bucket
+from trainprobe.ckpt_compare.megatron_zarr import read_zarr_folder
 from trainprobe.ckpt_compare.optimizer_names import one_or_all
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, gather
 from trainprobe.ckpt_compare.storage import torch_archive
 from trainprobe.ckpt_compare.transforms import unstack
-from trainprobe.errors import FormatError, MissingExtra
+from trainprobe.errors import FormatError
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>\w+?)\.(?P<name>.+)")
 _STACK = re.compile(r"(?P<head>.*\blayers)\.(?P<tail>(?!\d).+)")
@@ -42,11 +43,9 @@ def open(path: Path) -> Checkpoint:
     """Open a torch_dist checkpoint; raise FormatError for a backend that cannot be read here."""
     folder = iteration_folder(path) or path
     backend = json.loads((folder / "metadata.json").read_text()).get("sharded_backend")
-    if backend == "zarr":
-        raise MissingExtra("zarr", "zarr", f"reading {folder}, a Megatron checkpoint in zarr layout,")
-    if backend not in ("torch_dist", "fsdp_dtensor"):
-        raise FormatError(f"{folder}: sharded backend {backend!r} is not known; torch_dist and fsdp_dtensor are")
-    stored = torch_dcp.read_metadata(folder)
+    if backend not in ("torch_dist", "zarr"):
+        raise FormatError(f"{folder}: sharded backend {backend!r} is not known; torch_dist and zarr are")
+    stored = read_zarr_folder(folder) if backend == "zarr" else torch_dcp.read_metadata(folder)
     common = torch_archive.load(str(folder / "common.pt")) if (folder / "common.pt").exists() else {}
     state, problems = plain_sections(common), list(stored.problems)
     config, layout = model_config(common.get("args"))
