@@ -116,6 +116,8 @@ class Probe(EngineProbe):
 
         tap.fingerprints = lambda: plan.wants(self.step_number, "fingerprints")
         tap.ordinal = lambda: self.begun
+        tap.reruns = lambda: "update_rule" in plan.due(self.step_number)
+        tap.repeats = lambda: "recomputed_forward" in plan.due(self.step_number)
         tap.sampled = lambda: plan.wants(self.step_number, "rerun")
         audit = Audit(plan, tap.take, Gathering().gather)
         self.watchers.append(audit)

@@ -106,6 +106,43 @@ class Projection:
 
 
 @dataclass(frozen=True, slots=True)
+class Rerun:
+    """One parameter's update, worked out again by its rule.
+
+    worst: largest error of an element over its noise floor. moved, change: norm of the change that was made, and by the rule.
+    """
+
+    name: str
+    worst: float
+    moved: float
+    change: float
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor that a module handed on. total: the sum of its elements."""
+
+    fingerprint: int
+    norm: float
+    total: float
+    count: float
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A forward that ran again within the backward pass: its outputs, and those of the module's forwards of this step.
+
+    order: where the module's first forward stands among those that were looked at.
+    """
+
+    name: str
+    order: int
+    again: tuple[Output, ...]
+    first: tuple[tuple[Output, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepFacts:
     """All that the audit's taps saw of one step.
 
@@ -114,7 +151,7 @@ class StepFacts:
     pass began. buffers: name → fingerprint after the update. rates: learning rate of each group as the optimizer used it.
     repeated: a parameter was in two updates. ordinal: how many steps had begun with this one. clips: the calls that clipped.
     random: fingerprint of the random state at the end of the step, and of that before the
-    first forward. recomputed: (module, call, fingerprints of the forward, of its repetition).
+    first forward. recomputed: forwards that ran again. reruns: updates that were worked out again.
     """
 
     set_up: ModelFacts
@@ -136,7 +173,8 @@ class StepFacts:
     evaluations: tuple[Evaluation, ...] = ()
     schedules: tuple[Schedule, ...] = ()
     projections: tuple[Projection, ...] = ()
-    recomputed: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...]], ...] = ()
+    recomputed: tuple[Repeat, ...] = ()
+    reruns: tuple[Rerun, ...] = ()
 
     @property
     def updated_once(self) -> bool:

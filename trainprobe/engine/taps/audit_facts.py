@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.facts import Clip, ModelFacts, StepFacts
+from trainprobe.engine.facts import Clip, ModelFacts, Output, Repeat, StepFacts
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.records import Reel, Value
 from trainprobe.engine.stats import finish
+from trainprobe.engine.stats.partials import column
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.taps.backward_starts import BackwardStarts
 from trainprobe.engine.taps.declared_loss import DeclaredGradient
@@ -20,6 +21,7 @@ from trainprobe.engine.taps.parameter_states import ParameterStateTap
 from trainprobe.engine.taps.random_state import random_fingerprint
 from trainprobe.engine.taps.schedules import ScheduleWatch
 from trainprobe.engine.taps.set_up import model_facts, optimizer_groups
+from trainprobe.engine.taps.update_rules import UpdateRerun
 
 _COMBINE = 0x100000001B3  # the prime of FNV-1a: joins the fingerprints of several tensors into one
 
@@ -30,7 +32,8 @@ class AuditTap:
 
     names: id of parameter → recorded name, as it is now. rescan: learn the names anew when the model has other parameters
     than before. fingerprints: whether this step's parameters, gradients and states are fingerprinted. sampled: whether the
-    declared loss is run. ordinal: how many steps have begun.
+    declared loss is run. ordinal: how many steps have begun. reruns: whether updates are worked out again. repeats: whether
+    forwards that run again are compared with the first.
     """
 
     def __init__(
@@ -39,7 +42,10 @@ class AuditTap:
         self.fingerprints: Callable[[], bool] = lambda: True
         self.sampled: Callable[[], bool] = lambda: True
         self.ordinal: Callable[[], int] = lambda: 0
+        self.reruns: Callable[[], bool] = lambda: False
+        self.repeats: Callable[[], bool] = lambda: False
         self.declared = DeclaredGradient()
+        self._rerun = UpdateRerun(names)
         self._calls = ModelCalls(guard)
         self._backward = BackwardStarts(guard, self._first_backward)
         self._schedules = ScheduleWatch(guard)
@@ -78,6 +84,8 @@ class AuditTap:
         self._left, self._kept, self._buffers = {}, {}, {}
         self._updates, self._rates, self._repeated, self._stepped = 0, (), False, set()
         self.declared.begin()
+        self._rerun.begin()
+        self._calls.looks_for_repeats = self.repeats()
         self._calls.begin(tape)
         self._backward.begin()
 
@@ -124,6 +132,8 @@ class AuditTap:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._repeated |= bool(held & self._stepped)
         self._stepped |= held
+        if self.reruns():
+            self._rerun.before(optimizer)
         self._schedules.at_update(optimizer)
         self._rates = tuple(float(g["lr"]) for g in optimizer.param_groups if isinstance(g.get("lr"), float | int))
         if not self._backward.cleared:
@@ -138,6 +148,7 @@ class AuditTap:
         if self._tape is None:
             return
         self._updates += 1
+        self._rerun.after()
         if self.fingerprints():
             for model in self._models:
                 inner = list(unwrapped(model))[-1]
@@ -186,6 +197,11 @@ class AuditTap:
             evaluations=calls.take_evaluations(),
             schedules=self._schedules.take(),
             projections=self.declared.take(),
+            reruns=self._rerun.take(),
+            recomputed=tuple(
+                Repeat(name, order, _outputs(reel, again), tuple(_outputs(reel, f) for f in first))
+                for name, order, again, first in calls.repeated()
+            ),
         )
         self._left, self._kept, self._buffers = {}, {}, {}
         return facts
@@ -215,6 +231,15 @@ def _checksum(reel: Reel, value: Value) -> int:
 
 def _norm(reel: Reel, value: Value) -> float:
     return float(finish(reel.partials[value.row : value.row + 1], ("norm",))["norm"][0]) if value.row >= 0 else 0.0
+
+
+def _outputs(reel: Reel, values: Sequence[Value]) -> tuple[Output, ...]:
+    out: list[Output] = []
+    for value in (value for value in values if value.row >= 0):
+        row = reel.partials[value.row : value.row + 1]
+        total, count = float(column(row, "sum")[0]), float(column(row, "count")[0])
+        out.append(Output(_checksum(reel, value), _norm(reel, value), total, count, value.dtype))
+    return tuple(out)
 
 
 def _joined(reel: Reel, values: Sequence[Value]) -> int:

@@ -34,6 +34,10 @@ class ModelCalls:
         self.drawn = False
         self.asleep = False  # while the audit itself runs the model
         self.before_first: Callable[[], None] | None = None
+        self.looks_for_repeats = False
+        self.repeats: list[tuple[int, list[Value]]] = []  # id of a module and the outputs of its forward that ran again
+        self._again: set[int] = set()  # ids of modules that were seen to run again in a backward pass
+        self._firsts: dict[int, list[list[Value]]] = {}
         self._guard = guard
         self._roots: dict[int, int] = {}  # id of module → how many wrappers stand around it
         self._names: dict[int, str] = {}
@@ -64,6 +68,7 @@ class ModelCalls:
         """Look at the calls of a step."""
         self._tape = tape
         self.batches, self.bypassed, self.drawn = [], False, False
+        self.repeats, self._firsts = [], {}
         self._depth = 0
         self._install()
 
@@ -132,6 +137,35 @@ class ModelCalls:
     def _call(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         if self._inside is not None:
             return self._look_inside(original, module, args, kwargs)
+        if not self.looks_for_repeats or self._tape is None or self.asleep or id(module) not in self._names:
+            return self._call_root(original, module, args, kwargs)
+        result = self._call_root(original, module, args, kwargs)
+        self._guard.run(self._look_for_repeat, module, result)
+        return result
+
+    def _look_for_repeat(self, module: Any, result: Any) -> None:
+        """Take the outputs of a forward in a backward pass, and from then on those of that module's first forwards."""
+        if self._tape is None:
+            return
+        key, within = id(module), torch._C._current_graph_task_id() != -1
+        if within:
+            self._again.add(key)
+        if key not in self._again or (within and key not in self._firsts):
+            return
+        with DisableTorchFunction():
+            values = [self._tape.value(t.detach(), STATS | CHECKSUM) for t in tensors_in(result) if t.is_floating_point()]
+        if within:
+            self.repeats.append((key, values))
+        else:
+            self._firsts.setdefault(key, []).append(values)
+
+    def repeated(self) -> Iterator[tuple[str, int, list[Value], list[list[Value]]]]:
+        """Yield name, order, outputs of a forward that ran again, and those of the module's forwards of this step."""
+        order = {key: i for i, key in enumerate(self._firsts)}
+        for key, values in self.repeats:
+            yield self._names.get(key, ""), order[key], values, self._firsts[key]
+
+    def _call_root(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         wrappers = self._roots.get(id(module))
         if wrappers is None or self._depth or self.asleep or self._guard.tripped is not None:
             return original(module, *args, **kwargs)

@@ -1,0 +1,126 @@
+"""What an optimizer's rule gives for the state that it is about to step, worked out in float64 and set against what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainprobe.engine.facts import Rerun
+
+_ELEMENTS = 4 << 20  # elements that are run again in one step; parameters take turns
+_REL = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the change, for a state of that dtype; 0.1 for shorter ones
+State = Mapping[str, Tensor]
+Rule = Callable[[Tensor, Tensor, State, Mapping[str, Any]], Tensor]
+
+
+def adam(p: Tensor, g: Tensor, state: State, group: Mapping[str, Any], decoupled: bool = False) -> Tensor:
+    """Return a parameter after one step of torch's Adam, or with `decoupled` AdamW; all tensors float64.
+
+    Sources: Kingma and Ba (2015), algorithm 1; Loshchilov and Hutter (2019), algorithm 2; AMSGrad by Reddi et al. (2018).
+    """
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    lr, decay = float(group["lr"]), float(group["weight_decay"])
+    g = -g if group["maximize"] else g
+    if decay and not decoupled:
+        g = g + decay * p
+    elif decay:
+        p = p * (1 - lr * decay)
+    zero = torch.zeros_like(p)
+    t = float(state.get("step", 0)) + 1
+    m = beta1 * state.get("exp_avg", zero) + (1 - beta1) * g
+    v = beta2 * state.get("exp_avg_sq", zero) + (1 - beta2) * g * g
+    if group.get("amsgrad"):
+        v = torch.maximum(v, state.get("max_exp_avg_sq", zero))
+    return p - lr / (1 - beta1**t) * m / ((v / (1 - beta2**t)).sqrt() + float(group["eps"]))
+
+
+def adamw(p: Tensor, g: Tensor, state: State, group: Mapping[str, Any]) -> Tensor:
+    """Return a parameter after one step of torch's AdamW."""
+    return adam(p, g, state, group, decoupled=True)
+
+
+def sgd(p: Tensor, g: Tensor, state: State, group: Mapping[str, Any]) -> Tensor:
+    """Return a parameter after one step of torch's SGD with momentum (Sutskever et al., 2013); all tensors float64."""
+    g = -g if group["maximize"] else g
+    g = g + float(group["weight_decay"]) * p
+    momentum = float(group["momentum"])
+    if momentum:
+        there = state.get("momentum_buffer")
+        buffer = g if there is None else momentum * there + (1 - float(group["dampening"])) * g
+        g = g + momentum * buffer if group["nesterov"] else buffer
+    return p - float(group["lr"]) * g
+
+
+def rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule | None:
+    """Return the rule of one of torch's own optimizers, however it is carried out (foreach, fused, capturable); else None."""
+    if getattr(optimizer, "grad_scale", None) is not None:
+        return None  # a scaler has left the gradients multiplied
+    kind = type(optimizer)
+    if kind is torch.optim.Adam:
+        return adamw if group.get("decoupled_weight_decay") else adam
+    return {torch.optim.AdamW: adamw, torch.optim.SGD: sgd}.get(kind)
+
+
+class UpdateRerun:
+    """Runs updates again. `before` and `after` stand around an optimizer's step; numbers stay on the device until `take`.
+
+    names: id of parameter → recorded name.
+    """
+
+    def __init__(self, names: Callable[[], Mapping[int, str]]) -> None:
+        self._names = names
+        self._expected: list[tuple[str, Any, Tensor, Tensor, float]] = []
+        self._told: list[tuple[str, Tensor]] = []
+        self._turn = 0
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        self._expected, self._told = [], []
+
+    def before(self, optimizer: Any) -> None:
+        """Work out what the parameters will be; as many as the limit allows, each in its turn."""
+        names, left = self._names(), _ELEMENTS
+        stepped = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        start = self._turn % len(stepped) if stepped else 0
+        with torch.no_grad():
+            for p, group in stepped[start:] + stepped[:start]:
+                rule = rule_of(optimizer, group)
+                if rule is None or p.is_complex() or p.grad.is_sparse or left <= 0:
+                    break
+                held, grad = _local(p), _local(p.grad)
+                state = {key: _local(t).double() for key, t in optimizer.state.get(p, {}).items() if torch.is_tensor(t)}
+                was = held.double()
+                shortest = max((t.dtype for t in (held, grad)), key=lambda kind: torch.finfo(kind).eps)
+                self._expected.append(
+                    (names.get(id(p), ""), p, was, rule(was, grad.double(), state, group), _REL.get(shortest, 0.1))
+                )
+                left -= held.numel()
+                self._turn += 1
+
+    def after(self) -> None:
+        """Compare with what the parameters are now: the largest error as a part of the noise floor, and both norms."""
+        with torch.no_grad():
+            for name, p, was, expected, relative in self._expected:
+                held = _local(p)
+                error, change = (held.double() - expected).abs(), (expected - was).abs()
+                floor = 8 * torch.finfo(held.dtype).eps * expected.abs() + relative * change + 1e-30
+                if error.numel():
+                    told = [(error / floor).max(), (held.double() - was).norm(), change.norm()]
+                    self._told.append((name, torch.stack(told)))
+        self._expected = []
+
+    def take(self) -> tuple[Rerun, ...]:
+        """Return what was found; reads the device once."""
+        if not self._told:
+            return ()
+        rows = torch.stack([row for _, row in self._told]).cpu().tolist()
+        return tuple(Rerun(name, *row) for (name, _), row in zip(self._told, rows, strict=True))
+
+
+def _local(t: Any) -> Tensor:
+    """Return what this process holds of a tensor."""
+    held = getattr(t, "_local_tensor", t)
+    return held.detach()

@@ -1,0 +1,45 @@
+"""An update is what the optimizer's rule gives for this gradient and state, within its noise floor.
+
+Relation: for torch's Adam, AdamW and SGD, carried out in whatever way (loops, foreach, fused), each element of a parameter
+after the update is p' = rule(p, g, state), worked out again in float64 by `engine.taps.update_rules`. Floor, element by
+element: 8 ε |p'| for the rounding of the parameter and 1e-4 |p' - p| for that of the change (0.1 where parameter or gradient
+have 16 bits). Up to four million elements are run again at a time; parameters take turns. On a step that is skipped nothing
+is judged. Sources of the rules stand there.
+Usually caused by a kernel that leaves a part out or depends on the layout, by state that belongs to another parameter or
+shard, or by something that writes to weights within the update.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+
+COST = frozenset({"rerun"})
+EVERY = 50
+STAGE = "update"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find updates that are not what the rule gives."""
+    reruns = evidence.facts.reruns
+    wrong = [rerun for rerun in reruns if not rerun.worst <= 1.0 and rerun.change == rerun.change]
+    if not wrong or not evidence.facts.updated_once:
+        return []
+    first = max(wrong, key=lambda rerun: rerun.worst)
+    named = [first.name, *(rerun.name for rerun in wrong if rerun is not first)]
+    text = (
+        f"the update of {and_more(named, len(reruns))} is not what the optimizer's rule gives: it changed by norm "
+        f"{first.moved:.6g}, by the rule {first.change:.6g}; the worst element is off by {first.worst:.3g} times its floor"
+    )
+    return [
+        evidence.finding(
+            "update_rule",
+            text,
+            first.name,
+            "update",
+            measured=first.moved,
+            expected=first.change,
+            floor=1.0,
+            next="step this parameter with foreach=False, fused=False and compare; look for writes beside the optimizer",
+        )
+    ]
