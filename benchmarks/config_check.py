@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -80,21 +80,23 @@ def capture_once(off: Taker, on: Taker, captures: str, rounds: int, times: Times
             times.written += time.clock_gettime(clock) - written
 
 
-def measure(size: str, captures: str, rounds: int, repeats: int) -> dict[str, object]:
+def measure(chosen: argparse.Namespace) -> dict[str, object]:
     """Train two equal models in turn, one of them captured at every step, in `repeats` captures."""
-    off, on = (Taker(prepare(SIZES[size], "whole step")) for _ in range(2))
+    size = replace(SIZES[chosen.size], batch=chosen.batch or SIZES[chosen.size].batch)
+    off, on = (Taker(prepare(size, "whole step")) for _ in range(2))
     times = Times()
     for taker in (off, on, off, on):  # caches, memory and the optimizer's first allocations
         taker.step()
-    for _ in range(repeats):
-        capture_once(off, on, captures, rounds, times)
+    for _ in range(chosen.repeats):
+        capture_once(off, on, chosen.captures, chosen.rounds, times)
     common = statistics.median(e for pair in times.offs for e in pair)
     written = times.written / len(times.ons) / common
     ratio = median_ratio(times.ons, [sum(pair) / 2 for pair in times.offs])
     noise = median_ratio([late for _, late in times.offs], [early for early, _ in times.offs])
     return {
-        "size": size,
-        "captures": captures,
+        "size": chosen.size,
+        "tokens": size.batch * size.shape.context,
+        "captures": chosen.captures,
         "parameters": sum(p.numel() for p in on.training.model.parameters()),
         "rounds": len(times.ons),
         "step_cpu_s": round(common, 4),
@@ -126,6 +128,7 @@ def own_share(model: torch.nn.Module, step: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="real")
+    parser.add_argument("--batch", type=int, help="sequences of a micro-batch, by default those of the size")
     parser.add_argument("--captures", choices=list(CAPTURES), default="weights + dataset")
     parser.add_argument("--rounds", type=int, default=20, help="collected micro-steps of one capture")
     parser.add_argument("--repeats", type=int, default=5, help="captures of one run")
@@ -133,7 +136,7 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     for _ in range(chosen.runs):
-        print(json.dumps(measure(chosen.size, chosen.captures, chosen.rounds, chosen.repeats)), flush=True)
+        print(json.dumps(measure(chosen)), flush=True)
 
 
 if __name__ == "__main__":

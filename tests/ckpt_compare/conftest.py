@@ -125,11 +125,11 @@ def deepspeed(written, require) -> Path:
 
 @pytest.fixture(scope="session")
 def sharded(written, require) -> Path:
-    """Return a folder with the same model as plain file, FSDP2, tensor-parallel and Lightning checkpoints."""
+    """Return a folder with the same model as plain file, FSDP1, FSDP2, tensor-parallel and Lightning checkpoints."""
     require("lightning")
     root = written("sharded")
     if (root / "lightning.ckpt").exists():
         return root
-    launch(2, WRITERS / "write_sharded.py", str(root), "fsdp2", "tensor")
+    launch(2, WRITERS / "write_sharded.py", str(root), "fsdp1", "fsdp2", "tensor")
     launch(2, WRITERS / "write_sharded.py", str(root), "lightning")
     return root

@@ -1,23 +1,42 @@
-"""FSDP2, tensor-parallel DTensors and Lightning's sharded strategy, as torch.distributed.checkpoint writes them."""
+"""FSDP, tensor-parallel DTensors and Lightning's sharded strategy, as torch.distributed.checkpoint writes them."""
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
+from tests.ckpt_compare.memory import dense
 from tests.ckpt_compare.verdicts import compared, judged, kinds
-from trainprobe.ckpt_compare.formats import recognise
+from trainprobe.ckpt_compare.formats import open_checkpoint, recognise
 
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 
 
 @pytest.mark.parametrize(
-    ("other", "optimizer"), [("fsdp2", 16), ("fsdp2_joined.pt", 16), ("tensor", 0), ("lightning.ckpt", 16)]
+    ("other", "optimizer"),
+    [("fsdp1_sharded", 16), ("fsdp2", 16), ("fsdp2_joined.pt", 16), ("tensor", 0), ("lightning.ckpt", 16)],
 )
 def test_a_sharded_checkpoint_is_identical_to_the_plain_file(sharded, other, optimizer):
     found = compared(sharded / "plain.pt", sharded / other)
     assert [(r.key, r.verdict) for r in found.rows if r.verdict != "identical"] == []
     assert (kinds(found), found.faults) == ({"weights": 8, "optimizer": optimizer}, ())
+
+
+def test_a_full_checkpoint_of_the_older_fsdp_holds_the_weights_of_the_plain_file(sharded):
+    found = compared(sharded / "plain.pt", sharded / "fsdp1_full.pt", ["weights"])
+    assert {r.verdict for r in found.rows} == {"identical"}
+    assert len(found.rows) == 8
+
+
+def test_a_full_optimizer_state_of_the_older_fsdp_is_read_by_name_as_torch_reads_it(sharded):
+    """Not against the plain file: torch 2.13 gathers wrong exp_avg on CPU ranks (it stores exp_avg_sq twice)."""
+    held = open_checkpoint(sharded / "fsdp1_full.pt")
+    states = torch.load(sharded / "fsdp1_full.pt")["optimizer"]["state"]
+    wanted = {f"{n}#{slot}": s[slot].numpy() for n, s in states.items() for slot in ("exp_avg", "exp_avg_sq")}
+    assert {k for k in held.tensors if "#" in k} == wanted.keys()
+    assert all(np.array_equal(dense(held.tensors[k]).view(np.float32), v) for k, v in wanted.items())
+    assert held.state["optimizer"] == {"step": 3}
 
 
 def test_formats_are_recognised(sharded):

@@ -1,6 +1,6 @@
-"""Write FSDP2 and Lightning checkpoints with two gloo ranks.
+"""Write FSDP and Lightning checkpoints with two gloo ranks.
 
-Usage: write_sharded.py OUT KIND [KIND …]; fsdp2, tensor, lightning.
+Usage: write_sharded.py OUT KIND [KIND …]; fsdp1, fsdp2, tensor, lightning.
 """
 
 from __future__ import annotations
@@ -66,6 +66,35 @@ def fsdp2(out: str) -> None:
         dcp_to_torch_save(f"{out}/fsdp2", f"{out}/fsdp2_joined.pt")
 
 
+def fsdp1(out: str) -> None:
+    """The older FSDP: full state dicts in one file, and sharded ones (ShardedTensor) as a distributed checkpoint."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+    from torch.distributed.fsdp.api import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+    )
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    device = torch.device("cpu")
+    net = FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=device, use_orig_params=True)
+    optimizer = train(net)
+    full = (
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(rank0_only=True),
+        FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
+    )
+    with FSDP.state_dict_type(net, *full):
+        whole = {"model": net.state_dict(), "optimizer": FSDP.optim_state_dict(net, optimizer), "step": 3}
+    if dist.get_rank() == 0:
+        torch.save(whole, f"{out}/fsdp1_full.pt")
+    with FSDP.state_dict_type(net, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()):
+        parts = {"model": net.state_dict(), "optim": FSDP.optim_state_dict(net, optimizer)}
+        dcp.save(parts, checkpoint_id=f"{out}/fsdp1_sharded")
+
+
 def tensor(out: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     net = Net()
@@ -118,7 +147,7 @@ def main() -> None:
     if kinds != ["lightning"]:
         dist.init_process_group("gloo")
     for kind in kinds:
-        {"fsdp2": fsdp2, "tensor": tensor, "lightning": lightning}[kind](out)
+        {"fsdp1": fsdp1, "fsdp2": fsdp2, "tensor": tensor, "lightning": lightning}[kind](out)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
