@@ -158,6 +158,17 @@ def test_features_are_series_of_their_own_live_and_from_every_writer(tmp_path):
     assert [int(r["value"]) for r in rows] == [b for reel in reels for b in reel.batches]
 
 
+def test_the_wide_csv_has_a_row_a_feature(tmp_path):
+    monitor = {"features": {"attention": True, "weights": True, "dead_units": {"names": "**.act"}, "formats": {"every": 2}}}
+    reels, _, _ = run(tmp_path, monitor, sinks=["csv", "memory"], csv_layout="wide")
+    frames = list(read_frames(tmp_path))
+    for reel, frame in zip(reels, frames, strict=True):
+        wanted = {(f.name, slot): number for f in reel.features if f.call == 0 for slot, number in f.each()}
+        tracks = [frame.tracks.tracks[t] for t in frame.at]
+        pairs = zip(tracks, frame.values, strict=True)
+        assert {(t.spot.name, t.spot.slot): x for t, x in pairs if t.spot.kind == "feature"} == wanted
+
+
 def test_tensorboard_shows_features_and_exponents_as_histograms(tmp_path):
     loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     reels, _, _ = run(tmp_path, {"features": {"attention": True, "formats": True}}, sinks=["tensorboard", "memory"])

@@ -27,6 +27,9 @@ SECOND = {"step", "module_name", "scope"}
 _ADDRESS = {"vpp_stage", "name", "step", "micro_step", "shape", "dtype", "module_name", "scope"}
 _RANK = re.compile(r"rank_?(\d{1,5})(?:\D|$)")
 _SIDE = re.compile(r"^(?:(?P<name>.*)\.)?(?P<side>input|output)(?:_(?P<number>\d+))?$")
+_FEATURE = re.compile(
+    r"^(?P<name>.*)\.(?P<slot>(?:attention|router|underflow|overflow)_\w+(?:\.[\w.]+)?|spectral_norm|stable_rank|dead_units\.[\w.]+)$"
+)
 _SLOT = re.compile(r"^(?P<name>.*?)\.?(?P<slot>(?:grad_)?(?:input|output)\.\d+)$")
 
 # sort of file or scope → (phase, kind, slot)
@@ -163,6 +166,8 @@ def _site_wide(row: dict[str, str], sort: str, reduced: bool) -> tuple[Phase, Si
         return phase, Site("parameter", name, "grad" if slot == "grad_unreduced" and not reduced else slot)
     if sort == "scalar":
         return "step", Site("scalar", name, "value")
+    if sort == "feature" and (told := _FEATURE.match(name)):
+        return "forward", Site("feature", told["name"], told["slot"])
     match = _SIDE.match(name)
     if match and sort in ("actv", "actv_grad"):
         side = f"grad_{match['side']}" if sort == "actv_grad" else match["side"]

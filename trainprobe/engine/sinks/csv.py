@@ -76,7 +76,7 @@ class WideCsv:
         tables: dict[str, dict[tuple[str, int | None], Record]] = {}
         single = _single_slots(reel)
         for record in reel.records():
-            if record.step.phase != "recompute" and record.values:
+            if record.step.phase != "recompute" and record.values and record.site.slot != "fingerprint":
                 sort, name = _sort_and_name(record.site, record.step.phase, single)
                 tables.setdefault(sort, {}).setdefault((name, record.step.micro), record)
         for sort, rows in tables.items():
@@ -90,8 +90,8 @@ class WideCsv:
             for old in [name for name in self._files if name.startswith(f"{sort}_")]:
                 self._files.pop(old).close()
             file = self._files[key] = AppendedFile(self._folder / key)
-        micro = sort in {"actv", "actv_grad", "other"}
-        statistics = ("value",) if sort == "scalar" else reel.wanted
+        micro = sort in {"actv", "actv_grad", "feature", "other"}
+        statistics = ("value",) if sort in ("scalar", "feature") else reel.wanted
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         if file.size == 0:
@@ -135,6 +135,8 @@ def _sort_and_name(site: Site, phase: Phase, single: set[tuple[str, str]]) -> tu
         return _STATES.get(first, first), site.name
     if site.kind == "scalar":
         return "scalar", site.name
+    if site.kind == "feature":
+        return "feature", f"{site.name}.{site.slot}"
     if site.kind != "module":
         return "other", f"{site.name}.{site.call}.{site.slot}"
     if first == "parameters":

@@ -133,9 +133,9 @@ def lost_shares(magnitude: Tensor, told: Format, scale: float | Literal["amax"])
         x = x * torch.where(largest > 0, factor, 1.0)
     elif scale != 1.0:
         x = x * scale
-    under = (magnitude != 0) & (x <= told.smallest / 2)
+    under = (x <= told.smallest / 2).sum() - (magnitude == 0).sum()
     over = x > told.middle if told.even else x >= told.middle
-    return under.sum() / x.numel(), over.sum() / x.numel()
+    return under / x.numel(), over.sum() / x.numel()
 
 
 def powers(counts: F64, dtype: str) -> tuple[F64, F64]:
