@@ -224,3 +224,46 @@ def test_functions_are_put_back_and_a_model_without_attention_is_told(tmp_path):
             assert [functional.scaled_dot_product_attention, functional.softmax, torch.softmax, torch.Tensor.softmax] == before
     assert "softmax" not in vars(torch.Tensor)
     assert sum("no attention was seen" in note for note in notes) == 1
+
+
+def test_a_compiled_region_runs_as_without_the_tool_and_is_compiled_once(tmp_path):
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter, plain = CompileCounter(), functional.scaled_dot_product_attention
+    model = nn.Sequential(Attention("sdpa"), nn.Linear(HEADS * SIZE, 5))
+    inside = []
+
+    class Seeing(nn.Module):
+        def __init__(self, attn):
+            super().__init__()
+            self.attn = torch.compile(attn, backend=counter)
+            attn.register_forward_pre_hook(
+                torch._dynamo.disable(lambda *_: inside.append(functional.scaled_dot_product_attention))
+            )
+
+        def forward(self, x):
+            return self.attn(x)
+
+    model[0] = Seeing(model[0])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plan = {"level": "off", "sinks": ["jsonl"], "monitor": {"step": "every 2", "features": {"attention": True}}}
+    notes, features = [], []
+    with trainprobe.watch(model, optimizer, output=tmp_path, on_error="raise", **plan) as probe:
+        for step in range(4):
+            with probe.step(step):
+                optimizer.zero_grad()
+                model(torch.randn(BATCH, LENGTH, HEADS * SIZE)).square().mean().backward()
+                optimizer.step()
+    from trainprobe.engine.dumps.log import read_log
+
+    for reel in read_log(tmp_path):
+        notes += reel.notes
+        features += reel.features
+    assert features == []
+    assert all(function is plain for function in inside) and inside
+    assert counter.frame_count <= 2
+    first = counter.frame_count
+    model(torch.randn(BATCH, LENGTH, HEADS * SIZE))
+    assert counter.frame_count == first
+    assert any("no attention was seen" in note for note in notes)
