@@ -40,6 +40,7 @@ from trainprobe.engine.taps.torch_ops import OpsWanted, OpTap
 from trainprobe.engine.taps.unreduced import UnreducedTap
 from trainprobe.engine.taps.weight_spectra import WeightSpectra
 from trainprobe.engine.wanted import flags_of
+from trainprobe.errors import PlanError
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.feature_plan import Features
@@ -69,6 +70,7 @@ class Parts:
     audit: AuditTap | None = None
     audit_plan: AuditPlan | None = None
     cuts: list[Detail] = field(default_factory=list[Detail])
+    stepping: OptimizerStepTap | None = None
     dumps_when_asked: bool = False  # a plan of level off whose rules or black box may ask for a dump
 
     def notes(self) -> list[str]:
@@ -110,8 +112,42 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
             inside = (watched or naming).stack
             parts.exchanged = CollectiveTap(flag.STATS, guard, None, inside, Names(monitor.collectives.names).__contains__)
         parts.features = features_of_monitor(monitor.features, guard, naming) if monitor.features.on else None
-    stepping = OptimizerStepTap(guard, partial(_before, parts, "optimizer" in plan.phases), partial(_after, parts))
+    stepping = parts.stepping = OptimizerStepTap(
+        guard, partial(_before, parts, "optimizer" in plan.phases), partial(_after, parts)
+    )
     return parts, _programs(plan, parts, stepping)
+
+
+def change(parts: Parts, plan: Plan) -> list[Program]:
+    """Return the programs of a plan that differs from the one that was composed in what can change while a run goes on.
+
+    That are `step`, of the monitor `step`, `rules`, and names and intervals of what it collects, and of the audit `every` and
+    `relations`. Raises PlanError where the plan needs other taps.
+    """
+    monitor = monitor_plan(plan.monitor) if plan.monitor else None
+    audit = audit_plan(plan.audit) if plan.audit else None
+    if parts.stepping is None or (monitor is None) != (parts.monitor is None) or (audit is None) != (parts.audit_plan is None):
+        raise PlanError("while a run goes on, a monitor or an audit can be changed, but neither begin nor end")
+    if monitor is not None and parts.monitor is not None and parts.watched is not None and parts.states is not None:
+        fixed = ("activations", "activation_gradients", "collectives", "features", "batches", "actions")
+        apart = [name for name in fixed if _kept(getattr(monitor, name)) != _kept(getattr(parts.monitor, name))]
+        moments = ("on", "unreduced", "unclipped", "per_micro")
+        apart += [f"gradients.{n}" for n in moments if getattr(monitor.gradients, n) != getattr(parts.monitor.gradients, n)]
+        if apart:
+            raise PlanError(
+                f"while a run goes on, monitor.{apart[0]} stays what it is; names, every, step and rules may change"
+            )
+        parts.monitor = monitor
+        parts.states.change(states_of_monitor(monitor))
+        parts.watched.wanted = modules_of_monitor(monitor)
+        parts.watched.scan()
+    parts.audit_plan = audit
+    return _programs(plan, parts, parts.stepping)
+
+
+def _kept(section: Any) -> Any:
+    """Return of a section what cannot change while a run goes on."""
+    return section.model_copy(update={"names": (), "every": 1}) if isinstance(section, Collect) else section
 
 
 def _programs(plan: Plan, parts: Parts, stepping: OptimizerStepTap) -> list[Program]:

@@ -25,6 +25,7 @@ from trainprobe.errors import MissingExtra, PlanError, StopTraining, did_you_mea
 
 if TYPE_CHECKING:
     from trainprobe.build import Parts
+    from trainprobe.engine.control import ControlFile
     from trainprobe.engine.sources import Source
     from trainprobe.monitor.audit.audit import Audit
     from trainprobe.monitor.black_box.box import BlackBox
@@ -79,6 +80,7 @@ class Probe(EngineProbe):
 
         self._place_told = place is not None
         self._audit = self._make_audit()
+        self._control: ControlFile | None = None
         self._box: BlackBox | None = None
         self._dumped_after = False
         if self.plan.black_box:
@@ -108,20 +110,65 @@ class Probe(EngineProbe):
 
     def _make_audit(self) -> Audit | None:
         """Compose the audit of a plan that asks for one."""
-        plan, tap = self.parts.audit_plan, self.parts.audit
-        if plan is None or tap is None:
+        parts, tap = self.parts, self.parts.audit
+        if parts.audit_plan is None or tap is None:
             return None
+
+        def due(relation: str) -> bool:
+            return parts.audit_plan is not None and relation in parts.audit_plan.due(self.step_number)
+
+        def costs(kind: str) -> bool:
+            return parts.audit_plan is not None and parts.audit_plan.wants(self.step_number, kind)
+
         from trainprobe.engine.taps.gathering import Gathering
         from trainprobe.monitor.audit.audit import Audit
 
-        tap.fingerprints = lambda: plan.wants(self.step_number, "fingerprints")
+        tap.fingerprints = lambda: costs("fingerprints")
         tap.ordinal = lambda: self.begun
-        tap.reruns = lambda: "update_rule" in plan.due(self.step_number)
-        tap.repeats = lambda: "recomputed_forward" in plan.due(self.step_number)
-        tap.sampled = lambda: plan.wants(self.step_number, "rerun")
-        audit = Audit(plan, tap.take, Gathering().gather)
+        tap.reruns = lambda: due("update_rule")
+        tap.repeats = lambda: due("recomputed_forward")
+        tap.sampled = lambda: costs("rerun")
+        audit = Audit(parts.audit_plan, tap.take, Gathering().gather)
         self.watchers.append(audit)
         return audit
+
+    def change(self, **fields: Any) -> None:
+        """Change the plan from the next step on; every rank calls it between the same two steps.
+
+        fields: plan fields; of `monitor` and `audit` those that are named, the others stay. What can be changed: `step`,
+        of the monitor `step`, `rules`, and names and intervals of what it collects, of the audit `every` and `relations`. From
+        outside the program the file `control.yaml` does the same (see `Plan.control`). Raises PlanError, and changes nothing,
+        for anything else.
+        """
+        merged = {name: _merged(getattr(self.plan, name), value) for name, value in fields.items()}
+        plan = load_plan(self.plan, **merged)
+        fixed = [name for name in fields if name not in ("step", "monitor", "audit")]
+        if fixed:
+            raise PlanError(f"{fixed[0]}: while a run goes on, only step, monitor and audit can change")
+        from trainprobe.build import change
+
+        for tap in reversed(self._taps):
+            tap.end(False)  # some may be waiting for a step that is not wanted any more
+        self._programs = tuple(change(self.parts, plan))
+        self._scheduled.clear()
+        self.plan = plan
+        if self._watcher is not None and self.parts.monitor is not None:
+            self._watcher.change(self.parts.monitor.rules)
+        if self._audit is not None and self.parts.audit_plan is not None:
+            self._audit.plan = self.parts.audit_plan
+
+    def begin_step(self, number: int | None = None) -> bool:
+        """Begin a step; see `engine.probe.Probe.begin_step`. A rank whose probe has stopped still looks with the others."""
+        step = self.step_number + 1 if number is None else number
+        if self._control is not None and not self.closed:
+            try:
+                told = self._control.look(step)
+                if told is not None and self.guard.tripped is None:
+                    self.change(**told)
+                    self._tell(Finding("plan", "info", f"control.yaml changed the plan from step {step} on", step=step))
+            except PlanError as error:
+                self._tell(Finding("plan", "warning", f"control.yaml cannot be used, the plan stays: {error}", step=step))
+        return super().begin_step(number)
 
     def declare_loss(self, loss: Callable[[Any], Any]) -> None:
         """Declare what this rank's loss of the whole step is, for the audit: `loss(model)` returns a scalar tensor.
@@ -143,6 +190,11 @@ class Probe(EngineProbe):
             self._audit.certain = frozenset({"dp", "cp"})
         if self._audit is not None and not all(map(self.plan.wants_rank, range(self.place.world_size))):
             self._audit.gather = None  # some ranks do not collect: they would never answer
+        if self.plan.control is not None and self._control is None:
+            from trainprobe.engine.control import ControlFile
+            from trainprobe.engine.taps.gathering import Gathering
+
+            self._control = ControlFile(self.plan.output, self.plan.control, self.place.rank, Gathering().gather)
         if self.plan.level in ("L0", "mix"):
             modules = [info.name for info in self.parts.naming.known.values()]
             self._refuse_unmatched("modules", modules, model)
@@ -281,6 +333,14 @@ class Probe(EngineProbe):
 
     def _gather(self, piece: Any) -> None:
         self._writer.submit_piece(self.step_number, piece)
+
+
+def _merged(was: Any, value: Any) -> Any:
+    """Lay the keys of a section over those that it has; a section that was `true` had none."""
+    if not isinstance(value, Mapping):
+        return value
+    under = was if isinstance(was, Mapping) else {}
+    return {**under, **{key: _merged(under.get(key), inner) for key, inner in value.items()}}
 
 
 def _reduces(model: Any) -> bool:

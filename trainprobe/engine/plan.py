@@ -229,6 +229,9 @@ class Plan(_Section):
     """Settings of the audit; true for its defaults."""
     black_box: SubPlan = None
     """Settings of the black box; true for its defaults."""
+    control: Annotated[Whole, Field(ge=1)] | None = None
+    """At each so many steps look whether `control.yaml` in `output` has changed, which may change `step` and parts of
+    `monitor` and `audit` while the run goes on, on all ranks at the same step (one small collective at each look)."""
     config_check: SubPlan = None
     """Settings of the capture of what decides a run's numbers; true for its defaults."""
 

@@ -25,11 +25,14 @@ _SCALARS = {
 }
 
 
-def read_plan_file(path: Path) -> dict[str, Any]:
-    """Return the mapping that a `.yaml`, `.yml` or `.json` file holds; PlanError says what is wrong and where."""
+def read_plan_file(path: Path, text: str | None = None) -> dict[str, Any]:
+    """Return the mapping that a `.yaml`, `.yml` or `.json` file holds; PlanError says what is wrong and where.
+
+    text: what stands in the file, where that is known already.
+    """
     if path.suffix.lower() not in _SUFFIXES:
         raise PlanError(f"{path}: a plan is a .yaml, .yml or .json file, and this one ends in {path.suffix or 'nothing'!r}")
-    text = _text(path)
+    text = _text(path) if text is None else text
     try:
         tree = _json(text) if path.suffix.lower() == ".json" else _yaml(text)
     except RecursionError:

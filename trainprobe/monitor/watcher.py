@@ -38,6 +38,12 @@ class Watcher:
             found += self._checks[name](frame, self.memories[name], self.rules[name])
         return found
 
+    def change(self, rules: Mapping[str, RuleOptions]) -> None:
+        """Judge by these rules from now on; those that go on judging keep what they remember."""
+        self.rules = dict(rules)
+        self.memories = {name: self.memories.get(name) or Memory() for name in rules}
+        self._checks = {name: load_rule(name).check for name in rules}
+
     def state(self) -> dict[str, Any]:
         """Return all that the rules remember, as JSON values."""
         return {"format": FORMAT, "rules": {name: memory.to_json() for name, memory in self.memories.items()}}

@@ -73,6 +73,11 @@ class ParameterStateTap:
                     parameters.append(p)
         self._plain = PlainSource(names, parameters, optimizers)
 
+    def change(self, wanted: StatesWanted) -> None:
+        """Take these from the next step on."""
+        self._wanted = wanted
+        self._flags.clear()
+
     @property
     def parameters(self) -> list[Any]:
         """The parameters of the model, each once, as `open` found them."""

@@ -1,0 +1,98 @@
+"""The interval, the patterns and the rules change while the run goes on, on all ranks at the same step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import trainprobe
+from tests.distributed.launch import launch
+from tests.lockstep import differences, train
+from tests.zoo import load
+from trainprobe.errors import PlanError
+
+EVERYTHING = ["0.bias", "0.weight", "1.bias", "1.weight"]
+
+
+def test_a_file_changes_interval_and_patterns_on_both_ranks_at_the_same_step(tmp_path):
+    """It is written within step 5 and looked at before each second one, so step 6 is the first."""
+    launch(str(Path(__file__).with_name("change_on_ranks.py")), 2, str(tmp_path), folder=tmp_path, timeout=300)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["seen"] == second["seen"]
+    seen = {int(step): told for step, told in first["seen"].items()}
+    assert list(seen) == [0, 1, 2, 3, 4, 5, 6, 9, 10, 12, 15]
+    assert all(seen[step] == ["monitor", "audit", *EVERYTHING] for step in range(6))
+    assert [seen[step] for step in (6, 9, 12)] == [["monitor", "0.weight"]] * 3
+    assert [seen[step][:2] for step in (10, 15)] == [["audit", *EVERYTHING[:1]], ["monitor", "audit"]]
+
+
+def test_what_cannot_change_is_refused_on_both_ranks_and_the_run_goes_on(tmp_path):
+    launch(str(Path(__file__).with_name("change_on_ranks.py")), 2, str(tmp_path), folder=tmp_path, timeout=300)
+    for rank in range(2):
+        told = json.loads((tmp_path / f"{rank}.json").read_text())["findings"]
+        assert [f[:3] for f in told] == [["plan", "info", 6], ["plan", "warning", 12]]
+        assert "sinks: while a run goes on, only step, monitor and audit can change" in told[1][3]
+
+
+def run(folder, change, **plan):
+    """Return step → names of parameters whose gradients were collected; `change(probe)` is called behind step 3."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=1e-2), {}
+    with trainprobe.watch(model, optimizer, output=folder, level="off", sinks=[], **plan) as probe:
+        probe.watchers.append(
+            lambda reel: seen.__setitem__(reel.step, sorted(c.name for c in reel.calls if "grad" in (c.params or {}))) or ()
+        )
+        for step in range(9):
+            with probe.step(step):
+                optimizer.zero_grad()
+                model(torch.randn(3, 4)).square().mean().backward()
+                optimizer.step()
+            if step == 3:
+                change(probe)
+    return seen, probe
+
+
+def test_a_program_changes_interval_patterns_and_rules_itself(tmp_path):
+    def change(probe):
+        probe.change(monitor={"step": "every 2", "gradients": {"names": ["1.**"]}, "rules": {"threshold": {"limit": 1e-9}}})
+
+    seen, probe = run(tmp_path / "out", change, monitor={"activations": False})
+    assert seen == {
+        **dict.fromkeys(range(4), EVERYTHING),
+        **{step: ["1.bias", "1.weight"] for step in (4, 6, 8)},
+    }
+    assert {f.step for f in probe.findings if f.rule == "threshold"} == {4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"level": "L0"}, "level: while a run goes on, only step, monitor and audit can change"),
+        ({"monitor": {"gradients": {"unreduced": True}}}, "monitor.gradients.unreduced stays what it is"),
+        ({"monitor": {"activations": True}}, "monitor.activations stays what it is"),
+        ({"audit": True}, "neither begin nor end"),
+        ({"monitor": {"gradient": {}}}, "did you mean"),
+    ],
+)
+def test_what_needs_other_taps_is_an_error_and_changes_nothing(tmp_path, fields, message):
+    def change(probe):
+        with pytest.raises(PlanError, match=message):
+            probe.change(**fields)
+
+    assert run(tmp_path / "out", change, monitor={"activations": False})[0] == dict.fromkeys(range(9), EVERYTHING)
+
+
+def test_a_training_whose_plan_changes_has_the_bits_of_one_without_the_probe(tmp_path):
+    case = load("residual_gpt")
+
+    def watch(model, optimizer):
+        watched = trainprobe.watch(model, optimizer, level="off", sinks=[], monitor=True, output=tmp_path / "out", control=1)
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / "control.yaml").write_text("monitor: {step: every 2}\n")
+        return watched
+
+    assert differences(train(case), train(case, watch=watch)) == []
