@@ -21,8 +21,8 @@ class BlackBoxPlan(BaseModel):
     steps: Annotated[int, Field(strict=True, ge=1, le=10_000)] = 16
     """How many collected steps are kept."""
     max_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1 << 16)] = 64 << 20
-    """How large the file of a rank is, as a number or as "64 MiB", taken from the disk at the start; a step that does not fit its
-    share is kept without its tensors' numbers."""
+    """How large the file of a rank is, as a number or as "64 MiB", taken from the disk at the start; a step that does not fit
+    its share is kept without its tensors' numbers."""
     severity: Literal["info", "warning", "error"] = "error"
     """A finding as grave as this writes the box out."""
     dump_steps: Annotated[int, Field(strict=True, ge=0)] = 1
