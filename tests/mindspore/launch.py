@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "GLOG_v": "3", "TRAINPROBE_ON_ERROR": "raise"}
 
 
-def run(program: str, *arguments: str, cwd: Path, timeout: float = 240) -> Any:
+def run(program: str, *arguments: str, cwd: Path, timeout: float = 540) -> Any:
     """Run `program.py`; raises AssertionError with its output when it fails or says nothing."""
     done = subprocess.run(
         [sys.executable, str(HERE / f"{program}.py"), *arguments],
@@ -32,7 +32,7 @@ def run(program: str, *arguments: str, cwd: Path, timeout: float = 240) -> Any:
     return json.loads(lines[-1])
 
 
-def msrun(program: str, *arguments: str, workers: int, port: int, cwd: Path, timeout: float = 240) -> list[str]:
+def msrun(program: str, *arguments: str, workers: int, port: int, cwd: Path, timeout: float = 540) -> list[str]:
     """Run `program.py` under msrun; returns each worker's log. Raises AssertionError with the logs when it fails."""
     command: Sequence[str] = (
         *(str(Path(sys.executable).parent / "msrun"), f"--worker_num={workers}", f"--local_worker_num={workers}"),

@@ -19,7 +19,7 @@ from mindformers.pynative.trainer.trainer import Trainer
 from mindspore import nn
 from mindspore.dataset import GeneratorDataset
 
-from trainprobe.integrations.mindformers import ProbeCallback
+from trainprobe.integrations.mindformers import ProbeCallback, attach_to_script
 
 STEPS, BATCH, WIDTH = 4, 2, 5
 
@@ -114,8 +114,13 @@ def main(folder: str) -> None:
     bad = ProbeCallback({**plan, "level": "off", "output": f"{folder}/broken"})
     broken = train([bad], broken=True)
     bare_broken = train(broken=True)
+    attach_to_script({**plan, "level": "off", "output": f"{folder}/unedited"})
+    unedited = train()
     told = {
-        "equal": [bare.held == on.held == listed.held and bare.reports == on.reports, broken.held == bare_broken.held],
+        "equal": [
+            bare.held == on.held == listed.held == unedited.held and bare.reports == on.reports,
+            broken.held == bare_broken.held,
+        ],
         "reports": on.reports,
         "broken": broken.reports,
         "findings": [[f.rule, f.step, f.site.name if f.site else None, f.message] for f in bad.findings],

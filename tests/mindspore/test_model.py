@@ -127,6 +127,19 @@ def test_output_gradients_are_those_of_a_framework_hook(tmp_path: Path) -> None:
             check(seen[name], array)
 
 
+def test_nothing_is_in_place_in_a_step_that_is_not_collected(tmp_path: Path) -> None:
+    before = nn.Cell.__call__
+    replaced: dict[int, bool] = {}
+
+    class Looks(Callback):
+        def on_train_step_begin(self, run_context: Any) -> None:
+            replaced[int(run_context.original_args().cur_step_num)] = nn.Cell.__call__ is not before
+
+    plan = {"output": str(tmp_path / "out"), "level": "L0", "step": [2, 3], "stacks": False}
+    train(PYNATIVE, [ProbeCallback(plan), Looks()])
+    assert replaced == {1: False, 2: True, 3: True, 4: False}
+
+
 def test_recomputed_cells_keep_their_names_and_numbers(tmp_path: Path) -> None:
     def repeat(net: Any) -> None:
         for block in net.blocks:

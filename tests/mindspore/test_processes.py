@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,13 @@ def test_an_error_of_the_training_is_the_trainings_own(tmp_path: Path) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Return a port that nobody holds, below those that the system hands out by itself."""
+    first = 20000 + os.getpid() % 10000
+    for port in range(first, first + 1000):
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)):
+                return port
+    raise AssertionError(f"no free port from {first} on")
 
 
 def told_by(logs: list[str]) -> dict[str, dict[int, dict[str, Any]]]:

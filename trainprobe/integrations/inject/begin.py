@@ -22,6 +22,7 @@ FRAMEWORKS = {
     "deepspeed": "deepspeed",
     "megatron.training.training": "megatron",
     "mindspore": "mindformers",
+    "mindformers.pynative.trainer.trainer": "mindformers",
 }
 
 
