@@ -209,8 +209,10 @@ class OpTap:
         tape = self._tape
         if tape is None:
             return
-        if name.writes and args:
+        if name.writes and args:  # and all tensors of its lists: `_fused_adamw_` leaves no trace in their versions
             tape.touched(args[0])
+            for t in (t for arg in args if isinstance(arg, list | tuple) for t in arg):
+                tape.touched(t)
         if self._forward and self._outputs and not name.unwritten:
             at = f"{name.name}.{call.call}.{call.phase}.output" if flags & SAVE else None
             call.out = tape.tree(out, flags, at)

@@ -218,9 +218,20 @@ static int watch_node(OpWatch *self, PyObject *t, long long floor, Call *call, l
     return failed ? -1 : 0;
 }
 
+/* An op that writes in place may do so to its first argument, and to all tensors of its lists (`_fused_adamw_`), without a trace. */
+static void forget_written(Tape *eye, PyObject *args) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(args); i++) {
+        PyObject *x = PyTuple_GetItem(args, i);
+        int tuple = PyTuple_CheckExact(x), list = PyList_CheckExact(x);
+        if (i == 0) tape_touched(eye, x);
+        for (Py_ssize_t k = 0; (tuple || list) && k < (tuple ? PyTuple_Size(x) : PyList_Size(x)); k++)
+            tape_touched(eye, tuple ? PyTuple_GetItem(x, k) : PyList_GetItem(x, k));
+    }
+}
+
 static int after(OpWatch *self, PyObject *spec, long flags, Call *call, long long floor, PyObject *args, PyObject *out) {
     if (!self->eye) return 0; /* the step has ended meanwhile */
-    if (PyTuple_GetItem(spec, 2) == Py_True && PyTuple_Check(args) && PyTuple_Size(args) > 0) tape_touched(self->eye, PyTuple_GetItem(args, 0));
+    if (PyTuple_GetItem(spec, 2) == Py_True && PyTuple_Check(args)) forget_written(self->eye, args);
     if (self->forward && self->outputs && PyTuple_GetItem(spec, 3) != Py_True) {
         PyObject *at = flags & SAVE ? joined(call->name, call->call, call->phase, ".output") : NULL;
         if (flags & SAVE && !at) return -1;
