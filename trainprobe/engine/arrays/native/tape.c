@@ -346,6 +346,21 @@ static PyObject *listed(Tape *self, PyObject *x, long flags, PyObject *path, int
     return list;
 }
 
+static PyObject *named(Tape *self, PyObject *x, long flags, PyObject *path, int depth) {
+    PyObject *items = PyDict_Items(x), *dict = items ? PyDict_New() : NULL; /* a copy: looking may run code that changes x */
+    for (Py_ssize_t i = 0; dict && i < PyList_Size(items); i++) {
+        PyObject *pair = PyList_GetItem(items, i), *key = PyObject_Str(PyTuple_GetItem(pair, 0)), *below = NULL, *leaf = NULL;
+        if (key && path) below = PyUnicode_FromFormat("%U.%U", path, key);
+        if (key && (below || !path)) leaf = tape_tree(self, PyTuple_GetItem(pair, 1), flags, below, depth + 1);
+        if (!leaf || PyDict_SetItem(dict, key, leaf)) Py_CLEAR(dict);
+        Py_XDECREF(key);
+        Py_XDECREF(below);
+        Py_XDECREF(leaf);
+    }
+    Py_XDECREF(items);
+    return dict;
+}
+
 PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth) {
     PyTypeObject *kind = Py_TYPE(x);
     if (kind == self->plain[0] || kind == self->plain[1])
@@ -353,6 +368,7 @@ PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int dep
     if (x == Py_None || kind == &PyLong_Type || kind == &PyFloat_Type || kind == &PyBool_Type) return Py_NewRef(x);
     if (kind == &PyUnicode_Type) return cut_text(x);
     if (depth <= DEEPEST && (kind == &PyTuple_Type || kind == &PyList_Type)) return listed(self, x, flags, path, depth);
+    if (depth <= DEEPEST && kind == &PyDict_Type) return named(self, x, flags, path, depth);
     return rare(self, x, flags, path, depth);
 }
 
