@@ -103,7 +103,7 @@ class Tape:
     methods here for whatever is not a plain tensor on the host or a plain container.
 
     save: is given (key, tensor, value, cut) for each value that is to be saved. arena: where there is one (a compiled Arena),
-    small values of the host are copied there instead, and handed over in large pieces.
+    values of the host are copied there instead, and handed over in pieces.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-/* Copies of small tensor values on the host, gathered in large pieces on their way to the writer: one allocation and one hand-over for
-   hundreds of values (see engine/tape.py). */
+/* Copies of tensor values on the host, gathered in pieces on their way to the writer: one hand-over for hundreds of small values, and
+   memory that is used again, since fresh pages cost as much as the copy (see engine/tape.py). */
 #include <string.h>
 
 #include "objects.h"
 
-#define SMALL (64 * 1024)        /* bytes up to which a value is gathered */
-#define FIRST ((size_t)1 << 20)  /* bytes of the first piece */
-#define LARGEST ((size_t)8 << 20)
+#define FIRST ((size_t)1 << 20)   /* bytes of the first piece of a run, where all else is small */
+#define LARGEST ((size_t)8 << 20) /* bytes of a piece, and up to which a value is gathered */
+#define SPARE 16                  /* pieces of the largest size that are kept for the next */
 #define ALIGN 8
 
 typedef struct {
@@ -31,6 +31,8 @@ struct Arena {
 };
 
 static PyTypeObject *arena_type, *piece_type;
+static PyObject *spare[SPARE];
+static int spares;
 
 /* ---- a piece ---------------------------------------------------------------------------------------------------------------- */
 
@@ -38,7 +40,7 @@ static Piece *piece_new(PyObject *names, size_t size) {
     Piece *self = (Piece *)PyType_GenericAlloc(piece_type, 0);
     if (!self) return NULL;
     self->names = Py_NewRef(names), self->size = size;
-    self->bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
+    self->bytes = size == LARGEST && spares ? spare[--spares] : PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
     if (!self->bytes) {
         Py_DECREF((PyObject *)self);
         return NULL;
@@ -64,7 +66,9 @@ static void piece_free(Piece *self) {
         Py_DECREF(self->entries[i].shape);
     }
     PyMem_Free(self->entries);
-    Py_XDECREF(self->bytes);
+    int alone = self->bytes && Py_REFCNT(self->bytes) == 1; /* no view of it is left */
+    if (alone && self->size == LARGEST && spares < SPARE) spare[spares++] = self->bytes;
+    else Py_XDECREF(self->bytes);
     Py_XDECREF(self->names);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
@@ -192,7 +196,7 @@ int arena_flush(Arena *self) {
     Piece *piece = self->piece;
     if (!piece) return 0;
     self->piece = NULL;
-    self->next = piece->used * 2 < FIRST ? FIRST : piece->used * 2 > LARGEST ? LARGEST : piece->used * 2;
+    self->next = piece->used * 2 < FIRST ? FIRST : LARGEST;
     PyObject *done = PyObject_CallFunctionObjArgs(self->submit, (PyObject *)piece, NULL);
     Py_DECREF((PyObject *)piece);
     Py_XDECREF(done);
@@ -202,11 +206,11 @@ int arena_flush(Arena *self) {
 /* 1: kept, 0: too large or of a dtype without a name, -1: an exception is set. job: its elements in logical order. */
 int arena_keep(Arena *self, PyObject *key, PyObject *dtype, PyObject *shape, const Job *job) {
     size_t item = (size_t)item_size[job->dtype], size = (size_t)job->n * item, taken = (size + ALIGN - 1) / ALIGN * ALIGN;
-    if (size > SMALL || !PyUnicode_Check(key)) return 0;
+    if (taken > LARGEST || !PyUnicode_Check(key)) return 0;
     int named = PyDict_Contains(self->names, dtype);
     if (named <= 0) return named;
     if (self->piece && self->piece->used + taken > self->piece->size && arena_flush(self)) return -1;
-    if (!self->piece && !(self->piece = piece_new(self->names, self->next))) return -1;
+    if (!self->piece && !(self->piece = piece_new(self->names, taken > self->next ? LARGEST : self->next))) return -1;
     Piece *piece = self->piece;
     Entry *entry = piece_entry(piece);
     if (!entry) return -1;
