@@ -146,7 +146,8 @@ class Repeat:
 class StepFacts:
     """All that the audit's taps saw of one step.
 
-    batches: fingerprint of what the model was called with, a micro-batch each. bypassed: the model inside a wrapper was
+    batches: fingerprint of what the model was called with, a micro-batch each. tokens: how many whole numbers the first such
+    tensor of each held. bypassed: the model inside a wrapper was
     called, and not the wrapper. left: parameter → (fingerprint, norm) of a gradient that was there when the first backward
     pass began. buffers: name → fingerprint after the update. rates: learning rate of each group as the optimizer used it.
     repeated: a parameter was in two updates. ordinal: how many steps had begun with this one. clips: the calls that clipped.
@@ -158,6 +159,7 @@ class StepFacts:
     model: ModelFacts
     batches: tuple[int, ...] = ()
     whole_numbers: bool = False
+    tokens: tuple[int, ...] = ()
     bypassed: bool = False
     backwards: int = 0
     updates: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,7 @@ class AuditTap:
             model=self._facts(),
             batches=tuple(_joined(reel, values) for values in calls.batches),
             whole_numbers=any("int" in v.dtype for values in calls.batches for v in values),
+            tokens=tuple(_tokens(values) for values in calls.batches),
             bypassed=calls.bypassed,
             backwards=self._backward.count,
             updates=self._updates,
@@ -240,6 +242,10 @@ def _outputs(reel: Reel, values: Sequence[Value]) -> tuple[Output, ...]:
         total, count = float(column(row, "sum")[0]), float(column(row, "count")[0])
         out.append(Output(_checksum(reel, value), _norm(reel, value), total, count, value.dtype))
     return tuple(out)
+
+
+def _tokens(values: Sequence[Value]) -> int:
+    return next((prod(v.shape) for v in values if "int" in v.dtype), 0)
 
 
 def _joined(reel: Reel, values: Sequence[Value]) -> int:

@@ -143,6 +143,7 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
         "coefficient": math.sqrt(own[0] / own[1]) if own[1] > 0 else float("nan"),
         "loss": _or_nan(scalar(draft.scalars, "loss")),
         "updates": float(facts.updates),
+        "tokens": float(sum(facts.tokens)),
     }
     marks = {
         "modes": digest(repr(sorted(facts.model.modes.items()))),

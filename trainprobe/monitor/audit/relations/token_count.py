@@ -1,0 +1,71 @@
+"""The reported number of tokens is that of the data the model was called with.
+
+Relation, for a scalar that is called tokens, num_tokens, input_tokens …: with n the whole numbers in the first such tensor of
+each call of the model in training, it is at most Σn over the micro-batches of this step and over all ranks that train on data
+of their own (dp, cp, ep); padding and targets that do not count may make it less. It is not that of the first of several
+micro-batches alone, unless the others count nothing. For one that is called tokens_seen, consumed_tokens or total_tokens the
+same holds for what it grew by since the step before. Tolerance zero.
+Usually caused by a count that is taken in the wrong group or summed over replicas, that leaves out gradient accumulation, or
+that is added once a rank: throughput, schedules over tokens and losses that are divided by it are then wrong by a factor.
+"""
+
+from __future__ import annotations
+
+import re
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, along
+
+COST = frozenset({"host", "ranks"})
+EVERY = 10
+STAGE = "data"
+_OWN_DATA = frozenset({"dp", "cp", "ep"})
+_GROWS = re.compile(r"tokens?[ _./-]?(seen|consumed|total)|(seen|consumed|total|cumulative)[ _./-]?(\w+[ _./-])?tokens?")
+_OF_A_STEP = re.compile(r"(^|[ _./-])tokens?($|[ _./])")
+_RATES = re.compile(r"per|/s|tps|rate|throughput|share|length")
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find counts that are not those of the data."""
+    own = evidence.facts.tokens
+    if not sum(own):
+        return []
+    group = along(evidence, _OWN_DATA)
+    everywhere = sum(peer.numbers["tokens"] for peer in group) if group else float(sum(own))
+    if not group and evidence.place.world_size > 1:
+        return []
+    for name, told in evidence.scalars.items():
+        lower = name.lower()
+        if _RATES.search(lower):
+            continue
+        if _GROWS.search(lower):
+            before = evidence.before.scalars.get(name) if evidence.before is not None and evidence.follows else None
+            found = [] if before is None else _judge(evidence, name, told - before, own, everywhere, " grew by")
+        else:
+            found = _judge(evidence, name, told, own, everywhere, " is") if _OF_A_STEP.search(lower) else []
+        if found:
+            return found
+    return []
+
+
+def _judge(evidence: Evidence, name: str, told: float, own: tuple[int, ...], everywhere: float, verb: str) -> list[Finding]:
+    first, several = float(own[0]), len(own) > 1 and sum(own) > own[0]
+    if not told > everywhere and not (several and told == first):
+        return []
+    why = "a micro-batch alone was counted" if several and told == first else f"{told / everywhere:.4g} times as many"
+    text = (
+        f"the reported number of tokens {name}{verb} {told:.12g}, and the model was called with {everywhere:.12g} in this step "
+        f"({sum(own)} on this rank in {len(own)} calls): {why}"
+    )
+    return [
+        evidence.finding(
+            "token_count",
+            text,
+            name,
+            measured=told,
+            expected=everywhere,
+            floor=0.0,
+            kind="scalar",
+            next="count over all micro-batches, and over the ranks that have data of their own, each once",
+        )
+    ]
