@@ -22,8 +22,9 @@ from trainprobe.engine.stats.histogram import exponent_histogram
 from trainprobe.engine.stats.low_precision import lost
 from trainprobe.errors import PlanError
 from trainprobe.monitor.feature_plan import AttentionSettings, Features, FormatSettings
-from trainprobe.monitor.plan import validate
+from trainprobe.monitor.plan import make_rules, validate
 from trainprobe.monitor.run_folder import read_frames
+from trainprobe.monitor.watcher import judge_frames
 
 torch.set_num_threads(1)
 ALL = {
@@ -192,6 +193,15 @@ def test_a_batch_has_a_fingerprint_of_its_own_and_tokens_are_counted(tmp_path):
     assert [reel.scalars["tokens"] for reel in reels] == [2 * 8 * 32] * 3
 
 
+def test_a_threshold_judges_a_feature_live_and_offline(tmp_path):
+    rules = {"threshold": {"slots": ["attention_entropy"], "high": 0.5}}
+    _, _, findings = run(tmp_path, {"features": {"attention": True}, "rules": rules}, sinks=["jsonl"])
+    (found,) = findings
+    assert (found.rule, found.step, found.site.kind, found.site.name) == ("threshold", 0, "feature", "layers.0")
+    assert "attention_entropy.0" in found.message and "7 other series" in found.message
+    assert judge_frames(read_frames(tmp_path), make_rules(rules)) == findings
+
+
 def test_fingerprints_of_batches_raise_no_alarm_about_parameters(tmp_path):
     reels, _, findings = run(tmp_path, {"batches": True}, steps=14, sinks=["jsonl"])
     assert findings == []
@@ -245,3 +255,21 @@ def test_every_key_has_a_docstring():
     for section in (Features, *(field.annotation for field in Features.model_fields.values())):
         assert all(field.description for field in section.model_fields.values())
     assert AttentionSettings.__doc__ and FormatSettings.__doc__
+
+
+@pytest.mark.parametrize(
+    "where", ["attention.of_logits", "weight_spectra.spectrum", "number_formats.lost_shares", "dead_units.dead_share"]
+)
+def test_a_fault_of_a_feature_ends_the_tool_and_not_the_training(tmp_path, monkeypatch, where, capsys):
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("planted")
+
+    _, bare, _ = run(tmp_path / "bare", True)
+    functions = [torch.nn.functional.scaled_dot_product_attention, torch.nn.Module._call_impl, torch.softmax]
+    monkeypatch.setattr(f"trainprobe.engine.taps.{where}", broken)
+    reels, model, findings = run(tmp_path / "on", {"features": ALL}, on_error="continue")
+    assert all(map(torch.equal, bare.parameters(), model.parameters()))
+    assert [f.rule for f in findings] == ["guard"] and "planted" in findings[0].message
+    assert reels == [None, None, None]
+    assert functions == [torch.nn.functional.scaled_dot_product_attention, torch.nn.Module._call_impl, torch.softmax]
+    assert "the training goes on unobserved" in capsys.readouterr().err
