@@ -181,14 +181,18 @@ def _programs(plan: Plan, parts: Parts, stepping: OptimizerStepTap) -> list[Prog
         twice = tuple(tap for tap, other in beside.items() if tap is not None and other is not None)
         programs.append(Program("monitor", parse_steps(parts.monitor.step).__contains__, tuple(light), beside=twice))
     if parts.audit is not None and parts.audit_plan is not None and parts.states is not None and parts.clipping is not None:
-        reads = partial(parts.audit_plan.wants, cost="fingerprints")
+        audit, saves = parts.audit_plan, parts.audit.saves
+
+        def reads(n: int) -> bool:
+            return saves.awaits or audit.wants(n, "fingerprints")
+
         heavy: list[tuple[Tap, Wants]] = [
             (parts.audit, lambda n: True),
             (parts.states, reads),
             (parts.clipping, lambda n: True),
             *([(parts.scaling, reads)] if parts.scaling is not None else []),
         ]
-        programs.append(Program("audit", parts.audit_plan.wants_step, (*heavy, (stepping, lambda n: True))))
+        programs.append(Program("audit", lambda n: saves.awaits or audit.wants_step(n), (*heavy, (stepping, lambda n: True))))
     return programs
 
 

@@ -123,7 +123,12 @@ class Probe(EngineProbe):
         from trainprobe.engine.taps.gathering import Gathering
         from trainprobe.monitor.audit.audit import Audit
 
-        tap.fingerprints = lambda: costs("fingerprints")
+        tap.fingerprints = lambda: tap.saves.awaits or costs("fingerprints")
+        tap.keeps_saves = parts.audit_plan.interval("saved_and_loaded") > 0
+        tap.folder = lambda: self.plan.output / f"rank{self.place.rank}" if self.plan.on_existing == "continue" else None
+        tap.step = lambda: self.step_number
+        tap.saves.loaded = lambda: self._scheduled.clear()  # the next step is audited now
+        tap.new_tape = lambda: self._new_tape(-1)
         tap.ordinal = lambda: self.begun
         tap.reruns = lambda: due("update_rule")
         tap.repeats = lambda: due("recomputed_forward")

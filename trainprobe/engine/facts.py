@@ -106,6 +106,14 @@ class Projection:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedTensors:
+    """What this process held when it saved behind a step: (parameter, slot) → fingerprint."""
+
+    step: int
+    tensors: Mapping[tuple[str, str], int]
+
+
+@dataclass(frozen=True, slots=True)
 class Rerun:
     """One parameter's update, worked out again by its rule.
 
@@ -152,7 +160,8 @@ class StepFacts:
     pass began. buffers: name → fingerprint after the update. rates: learning rate of each group as the optimizer used it.
     repeated: a parameter was in two updates. ordinal: how many steps had begun with this one. clips: the calls that clipped.
     random: fingerprint of the random state at the end of the step, and of that before the
-    first forward. recomputed: forwards that ran again. reruns: updates that were worked out again.
+    first forward. recomputed: forwards that ran again. reruns: updates that were worked out again. saved: what was saved
+    last, where something was loaded since.
     """
 
     set_up: ModelFacts
@@ -177,6 +186,7 @@ class StepFacts:
     projections: tuple[Projection, ...] = ()
     recomputed: tuple[Repeat, ...] = ()
     reruns: tuple[Rerun, ...] = ()
+    saved: tuple[SavedTensors, ...] = ()
 
     @property
     def updated_once(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch._C import DisableTorchFunction
 
 from trainprobe.engine.facts import Clip, ModelFacts, Output, Repeat, StepFacts
 from trainprobe.engine.guard import Guard
-from trainprobe.engine.records import Reel, Value
+from trainprobe.engine.records import Place, Reel, Value
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
@@ -20,6 +21,7 @@ from trainprobe.engine.taps.declared_loss import DeclaredGradient
 from trainprobe.engine.taps.model_calls import ModelCalls, unwrapped
 from trainprobe.engine.taps.parameter_states import ParameterStateTap
 from trainprobe.engine.taps.random_state import random_fingerprint
+from trainprobe.engine.taps.saved_states import SavedStates
 from trainprobe.engine.taps.schedules import ScheduleWatch
 from trainprobe.engine.taps.set_up import model_facts, optimizer_groups
 from trainprobe.engine.taps.update_rules import UpdateRerun
@@ -34,7 +36,7 @@ class AuditTap:
     names: id of parameter → recorded name, as it is now. rescan: learn the names anew when the model has other parameters
     than before. fingerprints: whether this step's parameters, gradients and states are fingerprinted. sampled: whether the
     declared loss is run. ordinal: how many steps have begun. reruns: whether updates are worked out again. repeats: whether
-    forwards that run again are compared with the first.
+    forwards that run again are compared with the first. keeps_saves: whether what is saved is remembered, in folder().
     """
 
     def __init__(
@@ -47,6 +49,11 @@ class AuditTap:
         self.repeats: Callable[[], bool] = lambda: False
         self.declared = DeclaredGradient()
         self._rerun = UpdateRerun(names)
+        self.step: Callable[[], int] = lambda: -1
+        self.keeps_saves = False
+        self.folder: Callable[[], Path | None] = lambda: None
+        self.new_tape: Callable[[], Tape] | None = None
+        self.saves = SavedStates(guard, self._held_now, lambda: self.step())
         self._calls = ModelCalls(guard)
         self._backward = BackwardStarts(guard, self._first_backward)
         self._schedules = ScheduleWatch(guard)
@@ -72,6 +79,8 @@ class AuditTap:
         self._optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer else []
         self._calls.open(self._models)
         self._schedules.start()
+        if self.keeps_saves:
+            self.saves.start(self.folder())
         if self._set_up is None:
             self._set_up = self._facts()
 
@@ -108,6 +117,7 @@ class AuditTap:
         self.end()
         self._calls.close()
         self._schedules.stop()
+        self.saves.stop()
 
     # ---- moments of the step -------------------------------------------------------------------------------------
 
@@ -200,6 +210,7 @@ class AuditTap:
             schedules=self._schedules.take(),
             projections=self.declared.take(),
             reruns=self._rerun.take(),
+            saved=self.saves.take(),
             recomputed=tuple(
                 Repeat(name, order, _outputs(reel, again), tuple(_outputs(reel, f) for f in first))
                 for name, order, again, first in calls.repeated()
@@ -207,6 +218,16 @@ class AuditTap:
         )
         self._left, self._kept, self._buffers = {}, {}, {}
         return facts
+
+    def _held_now(self) -> dict[tuple[str, str], int]:
+        """Return (parameter, slot) → fingerprint of what is trained and this process holds; reads the device once."""
+        if self.new_tape is None or self._tape is not None:
+            return {}
+        tape, names = self.new_tape(), self._names()
+        trained = {names.get(id(p)) for model in self._models for p in model.parameters() if p.requires_grad}
+        values = [(key, value) for key, value in self._states.held(tape) if key[0] in trained]
+        sums = tape.harvest(-1, Place(), framework="", level="off", task="statistics").checksums
+        return {} if sums is None else {key: int(sums[value.row]) for key, value in values if value.row >= 0}
 
     def late_evaluations(self) -> StepFacts | None:
         """Return facts of evaluations after the last audited step, or None when there were none."""

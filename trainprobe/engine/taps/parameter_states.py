@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch._C import DisableTorchFunction
 
 from trainprobe.engine.records import Call, Reel, Value
 from trainprobe.engine.sources import Part, PlainSource, Shard, Source
-from trainprobe.engine.tape import STATS, Tape
+from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.unscaling import Scaled, unscale
 
 GRADIENTS = frozenset({"grad", "grad_unreduced", "grad_unclipped"})
@@ -196,6 +196,13 @@ class ParameterStateTap:
     def _divide(self, call: Call, slot: str, scale: float | Value | None) -> None:
         if scale is not None:
             self._multiplied.append((call, slot, scale))
+
+    def held(self, tape: Tape) -> Iterator[tuple[tuple[str, str], Value]]:
+        """Yield (parameter, slot) and the fingerprinted value of all that the source holds now, gradients left out."""
+        source = self.source or self._plain
+        with DisableTorchFunction():
+            for part in source.parts("after_step") if source is not None else ():
+                yield (part.name, part.slot), tape.tree(part.tensor, STATS | CHECKSUM)
 
     def _due(self, sort: str) -> bool:
         return self._collected % self._wanted.every.get(sort, 1) == 0

@@ -46,9 +46,14 @@ class Audit:
     def __call__(self, reel: Reel) -> list[Finding]:
         """Check the relations that are due and return the violations that are new."""
         due = self.plan.due(reel.step)
-        if not due or not reel.complete:
+        if not reel.complete or not ("audit" in reel.programs or due):
             return []
-        evidence = self.evidence(reel, self._take(reel), due)
+        facts = self._take(reel)
+        if facts.saved and "saved_and_loaded" not in due:
+            due = (*due, "saved_and_loaded")  # whenever something was loaded
+        if not due:
+            return []
+        evidence = self.evidence(reel, facts, due)
         return self.judge(evidence, due)
 
     def judge(self, evidence: Evidence, due: Sequence[str]) -> list[Finding]:
