@@ -170,6 +170,26 @@ def test_the_wide_csv_has_a_row_a_feature(tmp_path):
         assert {(t.spot.name, t.spot.slot): x for t, x in pairs if t.spot.kind == "feature"} == wanted
 
 
+def test_the_wide_csv_has_the_files_of_the_existing_monitor(tmp_path):
+    reels, _, _ = run(
+        tmp_path, {"features": {"attention": True, "weights": True}}, sinks=["csv", "memory"], csv_layout="wide", micro=2
+    )
+    folder = tmp_path / "metrics-rank0-wide"
+    rows = list(csv.DictReader((folder / "attention_hook_0-999.csv").open()))
+    assert list(rows[0]) == ["vpp_stage", "name", "step", "micro_step", "entropy", "softmax_max"]
+    assert [(r["name"], r["step"], r["micro_step"]) for r in rows[:4]] == [
+        (f"layers.{layer}.attention", "0", str(micro)) for micro in range(2) for layer in range(2)
+    ]
+    entropy = next(f for f in reels[0].features if f.slot == "attention_entropy")
+    assert float(rows[0]["entropy"]) == pytest.approx(entropy.numbers.mean())
+    rows = list(csv.DictReader((folder / "linear_hook_0-999.csv").open()))
+    assert list(rows[0]) == ["vpp_stage", "name", "step", "sr", "kernel_norm"]
+    told = {r["name"]: r for r in rows if r["step"] == "2"}["layers.1.fc1.linear"]
+    features = {f.slot: f.numbers[0] for f in reels[2].features if f.name == "layers.1.fc1.weight"}
+    assert float(told["kernel_norm"]) == pytest.approx(features["spectral_norm"])
+    assert float(told["sr"]) ** 2 == pytest.approx(features["stable_rank"])
+
+
 def test_tensorboard_shows_features_and_exponents_as_histograms(tmp_path):
     loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     reels, _, _ = run(tmp_path, {"features": {"attention": True, "formats": True}}, sinks=["tensorboard", "memory"])

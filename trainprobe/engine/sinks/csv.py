@@ -1,20 +1,24 @@
 """Statistics as CSV: `rank{R}/metrics.csv` with one row a value and statistic, or `metrics-rank{R}-wide/` with one row a value.
 
 The wide files have the names and columns that the metric files of the existing monitor have, one file a sort of value and
-thousand steps. A step is appended as a whole. A recomputed forward is left out, so that nothing counts twice.
+thousand steps; features have one of their own, and those of the existing monitor (`attention_hook`, `linear_hook` …) besides. A
+step is appended as a whole. A recomputed forward is left out, so that nothing counts twice.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from trainprobe.engine.dumps.append import AppendedFile, make_room
 from trainprobe.engine.dumps.layout import METRICS_FILE, log_folder
 from trainprobe.engine.plan import Plan
-from trainprobe.engine.records import Finding, Phase, Place, Record, Reel, Site
+from trainprobe.engine.records import Feature, Finding, Phase, Place, Record, Reel, Site
 
 TIDY = ("step", "micro", "rank", "kind", "name", "call", "slot", "statistic", "value", "dtype", "shape", "phase")
 STEPS_PER_FILE = 1000
@@ -81,15 +85,32 @@ class WideCsv:
                 tables.setdefault(sort, {}).setdefault((name, record.step.micro), record)
         for sort, rows in tables.items():
             self._append(sort, reel, rows)
+        for sort, (columns, rows) in hook_tables(reel.features).items():
+            self._append_hooks(sort, reel.step, columns, rows)
 
-    def _append(self, sort: str, reel: Reel, table: dict[tuple[str, int | None], Record]) -> None:
-        first = reel.step // STEPS_PER_FILE * STEPS_PER_FILE
+    def _file(self, sort: str, step: int) -> AppendedFile:
+        first = step // STEPS_PER_FILE * STEPS_PER_FILE
         key = f"{sort}_{first}-{first + STEPS_PER_FILE - 1}.csv"
         file = self._files.get(key)
         if file is None:
-            for old in [name for name in self._files if name.startswith(f"{sort}_")]:
+            for old in [name for name in self._files if name.rpartition("_")[0] == sort]:
                 self._files.pop(old).close()
             file = self._files[key] = AppendedFile(self._folder / key)
+        return file
+
+    def _append_hooks(self, sort: str, step: int, columns: Sequence[str], table: dict[tuple[str, int], list[float]]) -> None:
+        file = self._file(sort, step)
+        micro = "micro_step" in columns
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        if file.size == 0:
+            rows.writerow(columns)
+        for (name, index), numbers in table.items():
+            rows.writerow([self._vpp, name, step, *([index] if micro else []), *numbers])
+        file.write(text.getvalue().encode())
+
+    def _append(self, sort: str, reel: Reel, table: dict[tuple[str, int | None], Record]) -> None:
+        file = self._file(sort, reel.step)
         micro = sort in {"actv", "actv_grad", "feature", "other"}
         statistics = ("value",) if sort in ("scalar", "feature") else reel.wanted
         text = io.StringIO()
@@ -146,6 +167,38 @@ def _sort_and_name(site: Site, phase: Phase, single: set[tuple[str, str]]) -> tu
         return "other", f"{site.name}.{site.slot}"
     number = "" if not rest or (site.name, side) in single else f"_{rest}"
     return ("actv_grad" if first.startswith("grad") else "actv"), f"{site.name}.{side}{number}"
+
+
+# feature → (file of the existing monitor, its column, last part of its row names, how its number comes from ours)
+_HOOKS: dict[str, tuple[str, str, str, Callable[[npt.NDArray[np.float64]], float]]] = {
+    "attention_entropy": ("attention_hook", "entropy", "attention", lambda x: float(x.mean())),
+    "attention_peak": ("attention_hook", "softmax_max", "attention", lambda x: float(x.mean())),
+    "stable_rank": ("linear_hook", "sr", "linear", lambda x: float(np.sqrt(x[0]))),
+    "spectral_norm": ("linear_hook", "kernel_norm", "linear", lambda x: float(x[0])),
+    "router_similarity": ("moe_router_weight_hook", "router_weight_similarity", "moe_router", lambda x: float(x[0])),
+    "router_entropy": ("moe_router_logit_hook", "per_token_expert_entropy", "moe_router", lambda x: float(x[0])),
+}
+_PER_CALL = {"attention_hook", "moe_router_logit_hook"}
+_Hooks = dict[str, tuple[list[str], dict[tuple[str, int], list[float]]]]
+
+
+def hook_tables(features: Sequence[Feature]) -> _Hooks:
+    """Return file → (columns, {(row name, micro-batch): numbers}) of the features that the existing monitor's files have too.
+
+    Of attention these are means over the heads (its own monitor looks at one); sr is ‖W‖_F/σ, the root of the stable rank.
+    """
+    tables: _Hooks = {}
+    for feature in features:
+        if feature.slot not in _HOOKS:
+            continue
+        sort, _, last, number = _HOOKS[feature.slot]
+        names = [told[1] for told in _HOOKS.values() if told[0] == sort]
+        head = ["vpp_stage", "name", "step", *(["micro_step"] if sort in _PER_CALL else [])]
+        rows = tables.setdefault(sort, ([*head, *names], {}))[1]
+        name = feature.name.removesuffix(".weight") if last == "linear" else feature.name
+        row = rows.setdefault((f"{name}.{last}", feature.call), [float("nan")] * len(names))
+        row[names.index(_HOOKS[feature.slot][1])] = number(feature.numbers)
+    return tables
 
 
 def open(folder: Path, plan: Plan, place: Place) -> TidyCsv | WideCsv:
