@@ -1,8 +1,9 @@
 """How fast two checkpoints are compared, beside reading the same files with `cat`, and how much memory it takes.
 
-    python benchmarks/ckpt_compare.py [--gigabytes 2] [--folder DIR]
+    python -m benchmarks.ckpt_compare [--gigabytes 2] [--folder DIR] [--msprobe SITE_PACKAGES]
 
-Every figure is a ratio measured in the same minute on the same machine, warm page cache, best of three.
+Every figure is a ratio measured in the same minute on the same machine, warm page cache, best of three. `--msprobe` names the
+site-packages of an environment with mindstudio-probe: then its comparison and ours read the same two Megatron folders.
 """
 
 from __future__ import annotations
@@ -97,10 +98,59 @@ def memory(a: Path, b: Path) -> int:
     return int(ran.stdout.split()[-1])
 
 
+MSPROBE = """
+import sys
+sys.path += [{site!r}, {stub!r}]
+import runpy
+sys.argv = ["msprobe", "config_check", "-c", {a!r}, {b!r}, "-o", {out!r}]
+try:
+    runpy.run_module("msprobe.msprobe", run_name="__main__")
+except SystemExit as end:
+    print("exit", end.code or 0)
+print(int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) // 1024)
+"""
+
+
+def beside_msprobe(folder: Path, site: str, gigabytes: float) -> None:
+    """Time both tools on two legacy Megatron folders of fp32 matrices that differ by rounding-sized noise."""
+    import torch
+
+    (folder / "stub" / "megatron").mkdir(parents=True)  # what msprobe wants to see before it reads a Megatron folder
+    (folder / "stub" / "megatron" / "__init__.py").touch()
+    count = max(1, round(gigabytes * 1e9 / (4 * ROWS * COLUMNS)))
+    paths = {name: folder / name for name in ("a", "b")}
+    for name, change in (("a", 0.0), ("b", 1e-4)):
+        rank = paths[name] / "iter_0000001" / "mp_rank_00"
+        rank.mkdir(parents=True)
+        names = [f"decoder.layers.{i}.self_attention.linear_proj.weight" for i in range(count)]
+        model = {
+            n: torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(i)) + change for i, n in enumerate(names)
+        }
+        sizes = {f"{axis}_model_parallel_size": 1 for axis in ("tensor", "pipeline", "expert")}
+        args = argparse.Namespace(**sizes, num_layers=count, num_experts=None, virtual_pipeline_model_parallel_size=None)
+        torch.save({"args": args, "model": model, "iteration": 1, "checkpoint_version": 3.0}, rank / "model_optim_rng.pt")
+        (paths[name] / "latest_checkpointed_iteration.txt").write_text("1")
+    a, b = (str(p) for p in paths.values())
+    script = MSPROBE.format(site=site, stub=str(folder / "stub"), a=a, b=b, out=str(folder / "similarity.json"))
+    start = time.perf_counter()
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    theirs = time.perf_counter() - start
+    written = (folder / "similarity.json").is_file()
+    print(f"  msprobe    {theirs:6.2f} s, {ran.stdout.split()[-1]} MiB, result written: {written}, {_exit_line(ran.stdout)}")
+    start = time.perf_counter()
+    peak = memory(paths["a"], paths["b"])
+    print(f"  trainprobe {time.perf_counter() - start:6.2f} s, {peak} MiB")
+
+
+def _exit_line(text: str) -> str:
+    return next((line for line in text.splitlines() if line.startswith("exit")), "exit 0")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of one file")
     parser.add_argument("--folder", default=None, help="where to write the files")
+    parser.add_argument("--msprobe", default=None, help="site-packages with mindstudio-probe, to measure it as well")
     options = parser.parse_args()
     print(f"{os.cpu_count()} cores, NumPy {np.__version__}, page size {resource.getpagesize()}")
     print("one thread, in memory, both sides counted:")
@@ -108,6 +158,10 @@ def main() -> None:
     print("files, all cores, warm cache:")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         whole_files(Path(folder), options.gigabytes)
+    if options.msprobe is not None:
+        print("two legacy Megatron folders, each tool in a process of its own:")
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            beside_msprobe(Path(folder), options.msprobe, options.gigabytes)
 
 
 if __name__ == "__main__":

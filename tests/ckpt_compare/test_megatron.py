@@ -19,6 +19,8 @@ FAMILIES = {  # name of the one that was trained → (other layouts, weights, op
     "odd1": (["bucketodd2"], 92, 276),
     "zeromoeep2": ([], 78, 234),
     "half1": (["half2"], 92, 276),
+    "mla1": (["mlatp2"], 50, 100),
+    "mtp1": (["mtptp2"], 51, 102),
     "moe1": (["moetp2"], 90, 180),
     "grouped1": (["groupedtp2"], 78, 234),
 }

@@ -57,6 +57,9 @@ def bucket_states(
         held = list(group)
         where = f"optimizer of model-parallel rank {rank}"
         experts = any(_expert(w.name) for w in weights)
+        if experts and config.get("grouped"):
+            problems.append(Problem(where, "states of grouped experts are stored in an order that is not known here"))
+            continue
         if chain and not experts:
             problems.append(Problem(where, "a second optimizer of a chain belongs to no expert"))
             continue

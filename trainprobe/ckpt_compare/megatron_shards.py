@@ -18,9 +18,10 @@ from trainprobe.ckpt_compare.pieces import LogicalTensor, Piece, Point, Reshaped
 _VOCABULARY = re.compile(r".*(word_embeddings|output_layer|lm_head)\.(weight|bias)$")
 _GATED = re.compile(r".*(linear_fc1|dense_h_to_4h)\.(weight|bias)$")
 _COLUMN = re.compile(
-    r".*(linear_qkv|query_key_value|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|query|key_value|linear_q|linear_kv)\.(weight|bias)$"
+    r".*(linear_qkv|query_key_value|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|query|key_value|linear_q|linear_kv|eh_proj)\.(weight|bias)$"
 )
-_ROW = re.compile(r".*(linear_proj|linear_fc2|dense_4h_to_h|self_attention\.dense|eh_proj)\.weight$")
+_ROW = re.compile(r".*(linear_proj|linear_fc2|dense_4h_to_h|self_attention\.dense)\.weight$")
+_DOWN = re.compile(r".*linear_(q|kv)_down_proj\.weight$")
 _GROUPED = re.compile(r"(?P<head>.*\.experts)\.weight(?P<n>[12])$")
 _TE_GROUPED = re.compile(r"(?P<head>.*\.experts)\.(?P<fc>linear_fc[12])\.(?P<kind>weight|bias)(?P<e>\d+)$")
 
@@ -88,7 +89,7 @@ def _te_experts(config: Mapping[str, Any], ranks: Ranks) -> int:
 
 def _one(local: Local, ranks: Ranks, config: Mapping[str, Any]) -> LogicalTensor:
     shape, size = local.local_shape, ranks.tp_size
-    axis = axis_of(local.name, shape)
+    axis = 0 if _down_is_cut(local.name, shape, ranks, config) else axis_of(local.name, shape)
     replica = "" if axis is not None or size == 1 else f"tp {ranks.tp}"
     boxes = _local_pieces(local, replica)
     if axis is None:
@@ -99,6 +100,12 @@ def _one(local: Local, ranks: Ranks, config: Mapping[str, Any]) -> LogicalTensor
     else:
         pieces = tuple(_shift(box, axis, ranks.tp * shape[axis]) for box in boxes)
     return LogicalTensor(local.name, whole, pieces, local.slot)
+
+
+def _down_is_cut(name: str, shape: Point, ranks: Ranks, config: Mapping[str, Any]) -> bool:
+    """Tell whether a down projection of multi-latent attention is cut: in local layers it is, in TransformerEngine's not."""
+    match = _DOWN.fullmatch(name)
+    return match is not None and shape[0] * ranks.tp_size == config.get(f"{match[1]}_down_rows")
 
 
 def axis_of(name: str, shape: Point) -> int | None:

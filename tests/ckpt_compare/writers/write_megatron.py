@@ -11,6 +11,7 @@ import logging
 import random
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 warnings.filterwarnings("ignore")
@@ -25,6 +26,8 @@ import megatron_on_cpu  # noqa: E402
 megatron_on_cpu.install()
 import tiny_gpt  # noqa: E402
 
+MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
+
 
 def arguments() -> argparse.Namespace:
     p = tiny_gpt.parser()
@@ -35,7 +38,38 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--save-logits", help="what the model says to a fixed input, on one rank")
     p.add_argument("--iteration", type=int, default=2)
     p.add_argument("--sharding", default="fully_reshardable", help="how the distributed optimizer stores its state")
+    p.add_argument("--mla", type=int, default=0, help="multi-latent attention")
+    p.add_argument("--mtp", type=int, default=0, help="layers of multi-token prediction")
     return p.parse_args()
+
+
+def choose_architecture(a) -> None:
+    """Let the tiny GPT have multi-latent attention, or layers of multi-token prediction."""
+    from megatron.core.models import gpt
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer import multi_latent_attention as mla
+    from megatron.core.transformer import transformer_config as configs
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    if a.mla:
+        configs.TransformerConfig = partial(configs.MLATransformerConfig, **MLA, rope_type="rope")
+        specs.get_gpt_layer_local_spec = partial(specs.get_gpt_layer_local_spec, multi_latent_attention=True)
+        mla.TELinear = type("NoTransformerEngine", (), {})
+        begin = DotProductAttention.__init__
+
+        def init(self, *args, k_channels=None, v_channels=None, **settings):
+            begin(self, *args, **settings)  # the local attention reads these widths off its inputs
+
+        DotProductAttention.__init__ = init
+    if a.mtp:
+        configs.TransformerConfig = partial(configs.TransformerConfig, mtp_num_layers=a.mtp)
+
+        def model(config, transformer_layer_spec, vp_stage=None, **settings):
+            block = specs.get_gpt_mtp_block_spec(config, transformer_layer_spec, False, vp_stage=vp_stage)
+            return bare(config, transformer_layer_spec, vp_stage=vp_stage, mtp_block_spec=block, **settings)
+
+        bare = gpt.GPTModel
+        gpt.GPTModel = model
 
 
 def rng_state(a) -> dict:
@@ -63,7 +97,8 @@ def training_arguments(a) -> argparse.Namespace:
         expert_model_parallel_size=a.ep, expert_tensor_parallel_size=a.etp or a.tp, world_size=world,
         data_parallel_size=world // a.tp // a.pp, use_distributed_optimizer=bool(a.dist_opt), bf16=a.dtype == "bf16",
         iteration=a.iteration, position_embedding_type=a.pos, normalization=a.norm, add_bias_linear=bool(a.bias),
-        vocab_size=a.vocab, ddp_bucket_size=a.bucket,
+        vocab_size=a.vocab, ddp_bucket_size=a.bucket, q_lora_rank=MLA["q_lora_rank"], kv_lora_rank=MLA["kv_lora_rank"],
+        qk_pos_emb_head_dim=MLA["qk_pos_emb_head_dim"],
         params_dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[a.dtype],
     )  # fmt: skip
 
@@ -161,6 +196,7 @@ def save_logits(a, chunks) -> None:
 
 def main() -> None:
     a = arguments()
+    choose_architecture(a)
     tiny_gpt.init_dist(a)
     config = tiny_gpt.make_config(a)
     chunks = tiny_gpt.wrap(a, config, tiny_gpt.build_chunks(a, config))
