@@ -86,8 +86,17 @@ def test_spikes_close_together_are_one_event_unless_one_is_much_higher():
     hits = []
     for step in range(120):
         x = {100: 20.0, 103: 30.0, 106: 500.0}.get(step) or noisy(rng)
-        hits += [step] if bench.feed(*grads({"w": x})) else []
+        hits += [step] if bench.feed(grad_norm=x) else []
     assert hits == [100, 106]
+
+
+@pytest.mark.parametrize(("height", "spikes"), [(20.0, 0), (60.0, 1)])
+def test_the_gradient_of_one_parameter_is_a_spike_only_far_above_all_that_is_remembered(height, spikes):
+    bench, rng = Bench("spike"), np.random.default_rng(0)
+    for _ in range(100):
+        bench.feed(*grads({"w": noisy(rng)}))
+    assert len(bench.feed(*grads({"w": height}))) == spikes
+    assert len(bench.feed(*grads({"w": 1.0}))) == 0
 
 
 def test_nothing_is_a_spike_before_the_warm_up():
