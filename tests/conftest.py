@@ -25,6 +25,7 @@ INSTALLED_BY_MAKE = (
     "megatron",
     "ray",
     "zarr",
+    "peft",
 )
 
 settings.register_profile(

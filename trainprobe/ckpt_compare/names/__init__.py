@@ -4,7 +4,8 @@ A rule matches a whole name; `{L}` and `{E}` stand for numbers, any other `{word
 for text that may be missing. `to` is the logical name, or a list of them when `by` (a transform, or a list of transforms)
 gives several tensors; `{i}` is then the number of the part. The first rule that matches wins, and a name that no rule knows is
 kept as it is. `when` names a config entry that must be true. `signature` lists patterns that only this family has: where one
-begins in a name, the name proper begins, and what stands before it belongs to a wrapper. `order` lists the parameters as the
+begins in a name, the name proper begins, and what stands before it belongs to a wrapper. Adapters (`…lora_A.default.weight` of
+PEFT) go by the name of what they adapt, and `.base_layer.` is left out. `order` lists the parameters as the
 model defines them, layer by layer, for files that do not keep the order and optimizers that know no names.
 """
 
@@ -25,6 +26,7 @@ from trainprobe.ckpt_compare.transforms import NEEDS, TRANSFORMS
 from trainprobe.errors import FormatError, did_you_mean
 
 _FIELD = re.compile(r"\\\{(\w+)\\\}")
+_ADAPTER = re.compile(r"(?P<base>.+)\.(?P<part>lora_(?:A|B|magnitude_vector))(?:\.(?!weight$)\w+)?(?:\.weight)?")
 _OPTIONAL = re.compile(r"\\\[(.+?)\\\]")
 
 
@@ -167,7 +169,10 @@ def apply(
     names: NameMap, tensor: LogicalTensor, config: Mapping[str, Any], notes: list[str], prefix: str = ""
 ) -> list[LogicalTensor]:
     """Return the logical tensors that one stored tensor holds."""
-    name = names.stripped(tensor.name.removeprefix(prefix))
+    name = names.stripped(tensor.name.removeprefix(prefix)).replace(".base_layer.", ".")
+    adapter = _ADAPTER.fullmatch(name)
+    if adapter is not None:
+        return [tensor.renamed(f"{_adapted(names, adapter['base'])}.{adapter['part']}.weight")]
     for rule in names.rules:
         match = rule.pattern.fullmatch(name)
         if match is None or (rule.when and not config.get(rule.when)):
@@ -180,6 +185,15 @@ def apply(
             return [tensor.renamed(name)]
         return _renamed(tensor, rule, match, config)
     return [tensor.renamed(name)]
+
+
+def _adapted(names: NameMap, base: str) -> str:
+    """Return the logical name of the module that an adapter (LoRA) adapts; its own where that is split into several."""
+    for rule in names.rules:
+        match = rule.pattern.fullmatch(f"{base}.weight")
+        if match is not None and len(rule.to) == 1 and not rule.when:
+            return rule.to[0].format_map({**match.groupdict(), "i": 0}).removesuffix(".weight")
+    return base
 
 
 def _renamed(tensor: LogicalTensor, rule: Rule, match: re.Match[str], config: Mapping[str, Any]) -> list[LogicalTensor]:
