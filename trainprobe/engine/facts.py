@@ -160,7 +160,8 @@ class StepFacts:
     pass began. buffers: name → fingerprint after the update. rates: learning rate of each group as the optimizer used it.
     repeated: a parameter was in two updates. ordinal: how many steps had begun with this one. clips: the calls that clipped.
     random: fingerprint of the random state at the end of the step, and of that before the
-    first forward. recomputed: forwards that ran again. reruns: updates that were worked out again. saved: what was saved
+    first forward. region: that of the random state of what is split over tp, 0 where
+    none is told. recomputed: forwards that ran again. reruns: updates that were worked out again. saved: what was saved
     last, where something was loaded since.
     """
 
@@ -180,6 +181,7 @@ class StepFacts:
     rates: tuple[float, ...] = ()
     clips: tuple[Clip, ...] = ()
     random: int = 0
+    region: int = 0
     drawn: bool = False
     evaluations: tuple[Evaluation, ...] = ()
     schedules: tuple[Schedule, ...] = ()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trainprobe.engine.sources import Part, Shard
 from trainprobe.integrations.megatron_layout import Held, piece
+
+REGION = "model-parallel-rng"  # Megatron's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,14 @@ class MegatronSource:
         rates = [float(group["lr"]) for optimizer in self.optimizers for group in _groups(optimizer) if "lr" in group]
         out = {"lr": rates[0]} if rates else {}
         return out | {f"lr/{i}": rate for i, rate in enumerate(rates) if rate != rates[0]}
+
+    def random_region(self) -> int:
+        """Return a fingerprint of the random state for what is split over tp; 0 where Megatron keeps none."""
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        tracker: Any = get_cuda_rng_tracker()
+        state = tracker.get_states().get(REGION)
+        return zlib.crc32(memoryview(state.cpu().numpy())) if hasattr(state, "numpy") else 0
 
     def owners(self) -> dict[int, Owned]:
         """Return id of a model's parameter → what is stepped for it; anew each time, as loading may replace tensors."""

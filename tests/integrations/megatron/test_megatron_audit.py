@@ -21,6 +21,7 @@ FAULTS = {  # layout@fault@name → the relation that names it first, and how
     f"dp2 distributed@drift@{FC1}": ("replicas", 2, FC1),
     f"dp2@partial@{FC1}": ("replicas", 2, FC1),
     f"tp2@partial@{NORM}": ("replicas", 2, NORM),
+    "tp2@random@": ("random_regions", 0, "random state of tensor-parallel regions"),
     "dp2 distributed@norm@": ("clipping", 0, "clip coefficient"),
     f"ep2@partial@{NORM}": ("replicas", 2, NORM),
     f"tp2 dp2@drift@{NORM}": ("replicas", 2, NORM),

@@ -1,8 +1,8 @@
 """Train a tiny Megatron GPT on the CPU under the audit of every step: `train_audited.py FOLDER LAYOUT…`.
 
 `LAYOUT@drift@NAME` changes one element of a weight on rank 1, `LAYOUT@partial@NAME` doubles the gradient of a parameter there
-before it is clipped, `LAYOUT@norm@` clips by each rank's own norm. Each rank writes FOLDER/LAYOUT FAULT.RANK.json: its
-findings.
+before it is clipped, `LAYOUT@norm@` clips by each rank's own norm, `LAYOUT@random@` seeds all regions alike. Each rank writes
+FOLDER/LAYOUT FAULT.RANK.json: its findings.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ def main(folder: Path, layout: str, fault: str = "", name: str = "") -> None:
     training = trained.Training(layout)
     training.a.steps = STEPS
     held = {h.name: h.parameter for h in held_parameters([bare(c) for c in training.chunks], training.axes)}
+    if fault == "random":
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        tracker = get_cuda_rng_tracker()
+        tracker.set_states({name: torch.Generator().manual_seed(5).get_state() for name in tracker.get_states()})
     if fault == "partial":
         spoil_gradient(training.optimizer, held.get(name))
 

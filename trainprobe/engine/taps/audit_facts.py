@@ -205,6 +205,7 @@ class AuditTap:
             rates=self._rates,
             clips=tuple(Clip(names, _norm(reel, value)) for names, value in self._states.clips),
             random=random_fingerprint(),
+            region=getattr(self._states.source, "random_region", lambda: 0)(),
             drawn=calls.drawn,
             evaluations=calls.take_evaluations(),
             schedules=self._schedules.take(),

@@ -154,6 +154,7 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
         "modes": digest(repr(sorted(facts.model.modes.items()))),
         "trainable": digest(repr([(p.name, p.trainable) for p in facts.model.parameters])),
         "random": facts.random,
+        "region": facts.region,
         "drawn": int(facts.drawn),
         "whole_numbers": int(facts.whole_numbers),
     }

@@ -21,7 +21,7 @@ from trainprobe.monitor.audit.evidence import Peer, Share
 
 AXES = (*_AXES, "etp")
 NUMBERS = ("lr", "loss_scale", "counter", "reported_norm", "coefficient", "loss", "updates", "tokens")
-MARKS = ("modes", "trainable", "random", "drawn", "whole_numbers", "out")
+MARKS = ("modes", "trainable", "random", "drawn", "whole_numbers", "region", "out")
 _COUNTS = ("rank", "step", "batches", "rows", "projections", "gradients")
 _UNKNOWN = 1 << 63  # nobody knows yet over which axes it is replicated
 _HEAD = len(_COUNTS) + len(NUMBERS) + len(MARKS) + len(AXES)
