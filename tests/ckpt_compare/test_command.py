@@ -59,6 +59,16 @@ def test_the_first_line_names_what_differs_and_the_exit_code_is_two(files, capsy
     assert "[2, 3]" in first
 
 
+def test_rows_behind_the_vocabulary_are_missing_unless_the_user_says_that_they_are_padding(files, capsys):
+    def longer(b):
+        b["model.embed_tokens.weight"] = np.concatenate([b["model.embed_tokens.weight"], np.ones((4, 8), np.float32)])
+
+    assert main(["ckpt-compare", *files(longer)]) == 3
+    assert "rows 16 to 19 are only in B" in capsys.readouterr().out
+    assert main(["ckpt-compare", *files(longer), "--vocab", "16"]) == 0
+    assert "rows 16 to 19 are vocabulary padding in B (the vocabulary has 16 entries)" in capsys.readouterr().out
+
+
 def test_quiet_prints_the_verdict_alone(files, capsys):
     main(["ckpt-compare", "-q", *files(nudge)])
     assert len(capsys.readouterr().out.splitlines()) == 1
