@@ -26,32 +26,39 @@ class Checkpointed(nn.Module):
         return x
 
 
-def audited(folder, model, spoil=None, micro=2):
+def audited(folder, model, spoil=None, interleaved=False):
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with trainprobe.watch(model, optimizer, plan=PLAN, output=folder) as probe:
         for step in range(4):
             with probe.step(step):
                 optimizer.zero_grad()
-                for _ in range(micro):
-                    loss = model(torch.randn(4, 6)).square().mean()
+                losses = []
+                for _ in range(3):
+                    losses.append(model(torch.randn(4, 6)).square().mean())
                     if spoil is not None and step >= 2:
                         spoil(model)
+                    if not interleaved or len(losses) > 1:
+                        losses.pop(0).backward()
+                for loss in losses:
                     loss.backward()
                 optimizer.step()
     return [f for f in probe.findings if f.severity != "info"]
 
 
+@pytest.mark.parametrize("interleaved", [True, False], ids=["as a pipeline", "one by one"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_that_restores_the_random_state_repeats_the_first_forward(tmp_path, reentrant):
-    assert [f.message for f in audited(tmp_path / "out", Checkpointed(use_reentrant=reentrant))] == []
+def test_a_checkpoint_that_restores_the_random_state_repeats_the_first_forward(tmp_path, reentrant, interleaved):
+    """Also where forwards and backward passes of several micro-batches run in turns."""
+    found = audited(tmp_path / "out", Checkpointed(use_reentrant=reentrant), interleaved=interleaved)
+    assert [f.message for f in found] == []
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_dropout_that_draws_anew_is_found_in_its_module(tmp_path, reentrant):
-    """Which modules run again is learned from the first micro-batch, so the second one tells."""
+    """Which modules run again is learned at the first checked step, so the second one tells."""
     found = audited(tmp_path / "out", Checkpointed(use_reentrant=reentrant, preserve_rng_state=False))
-    assert (found[0].rule, found[0].step, found[0].site.name) == ("recomputed_forward", 0, "blocks.0.1")
+    assert (found[0].rule, found[0].step, found[0].site.name) == ("recomputed_forward", 1, "blocks.0.1")
 
 
 def test_a_flag_that_changes_between_the_two_forwards_is_found(tmp_path):

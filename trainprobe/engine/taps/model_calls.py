@@ -37,6 +37,7 @@ class ModelCalls:
         self.looks_for_repeats = False
         self.repeats: list[tuple[int, list[Value]]] = []  # id of a module and the outputs of its forward that ran again
         self._again: set[int] = set()  # ids of modules that were seen to run again in a backward pass
+        self._looked_at: frozenset[int] = frozenset()
         self._firsts: dict[int, list[list[Value]]] = {}
         self._guard = guard
         self._roots: dict[int, int] = {}  # id of module → how many wrappers stand around it
@@ -69,6 +70,7 @@ class ModelCalls:
         self._tape = tape
         self.batches, self.bypassed, self.drawn = [], False, False
         self.repeats, self._firsts = [], {}
+        self._looked_at = frozenset(self._again)  # of these every forward of the step is seen, in whatever order they run
         self._depth = 0
         self._install()
 
@@ -150,7 +152,7 @@ class ModelCalls:
         key, within = id(module), torch._C._current_graph_task_id() != -1
         if within:
             self._again.add(key)
-        if key not in self._again or (within and key not in self._firsts):
+        if key not in self._looked_at or (within and key not in self._firsts):
             return
         with DisableTorchFunction():
             values = [self._tape.value(t.detach(), STATS | CHECKSUM) for t in tensors_in(result) if t.is_floating_point()]

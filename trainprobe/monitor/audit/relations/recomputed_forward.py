@@ -2,9 +2,9 @@
 
 Relation: the outputs of a module that runs again within the backward pass are those of one of its forwards in this step, bit
 for bit. Where bits differ, norm and sum must agree within 1e-5 of the norm (1e-3 for 16-bit formats): some kernels add in
-another order each time. Which modules run again is learned from the first backward pass that is looked at.
-Usually caused by random numbers that are not restored (`preserve_rng_state=False`), by a buffer or flag that the first
-forward changed, or by a cast that is not in force in the backward pass.
+another order each time. Which modules run again is learned at the first step that is checked, so the second is the first that
+is judged. Usually caused by random numbers that are not restored (`preserve_rng_state=False`), by a buffer or flag that the
+first forward changed, or by a cast that is not in force in the backward pass.
 """
 
 from __future__ import annotations
