@@ -29,6 +29,7 @@ class GradientWatch:
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
         self.tape: Tape | None = None
+        self.micro: int | None = None  # whose gradients passed last: under 1F1B it is not the one that ran forward last
         self.graph: Any = Graph() if native is None else native.Graph()
         self._hooks: list[NodeHook] = []
         self._by_node: dict[int, tuple[Any, NodeHook]] = {}
@@ -43,7 +44,7 @@ class GradientWatch:
             hook.forget()
         self._hooks.clear()
         self.returned()
-        self.tape = None
+        self.tape = self.micro = None
 
     def returned(self) -> None:
         """Let go of the nodes; called when the outermost module has returned."""
@@ -115,6 +116,7 @@ class Backward:
         tape = self._watch.tape
         if tape is None or gradient is None:
             return
+        self._watch.micro = self._forward.micro
         call = self._call
         if call is None:
             call = self._call = self._begin(tape)

@@ -109,8 +109,7 @@ class ModuleTap:
         self._accumulators: list[tuple[Any, Any]] = []
         self._gradient_calls: dict[tuple[str, int], Call] = {}
         self._arrived: dict[int, int] = {}  # id of parameter → gradients that arrived this step
-        self._recomputed: dict[str, int] = {}
-        self._forwards: dict[str, int] = {}
+        self._forwards: dict[str, list[int | None]] = {}  # micro-batch of each forward call, None once it is recomputed
         self._micros: dict[int, bool] = {}  # what the plan says of a micro-batch, asked once a step
         self._watch: Any = None if native is None else self._compiled(native)
 
@@ -183,7 +182,6 @@ class ModuleTap:
         """Replace `torch.nn.Module._call_impl` and watch parameter gradients."""
         self._tape = tape
         self.stack.clear()
-        self._recomputed.clear()
         self._gradient_calls.clear()
         self._arrived.clear()
         self._thread = get_ident()
@@ -277,7 +275,7 @@ class ModuleTap:
                 tape.forward_begins(info.name)
             call = self._new_call(info, again, parent)
             edges: Edges = []
-            if info.selected and not (again and not wanted.recompute) and self._wants(tape.micro):
+            if info.selected and not (again and not wanted.recompute) and self._wants(call.micro or 0):
                 save = info.flags & SAVE
                 at = f"Module.{info.name}.{info.cls}.{call.phase}.{call.call}" if save else None
                 if wanted.forward:
@@ -301,20 +299,21 @@ class ModuleTap:
         return wanted
 
     def _new_call(self, info: ModuleInfo, again: bool, parent: Call | None) -> Call:
-        """Number a call. A recomputed one has the number of the latest forward not recomputed yet: backward is reverse."""
         tape = self._tape
         assert tape is not None
+        calls = self._forwards.setdefault(info.name, [])
         if again:
-            number = self._recomputed.get(info.name, self._forwards.get(info.name, 0)) - 1
-            self._recomputed[info.name] = number = max(number, 0)
+            micro = tape.micro if self._gradients.micro is None else self._gradients.micro
+            number = _recomputed(calls, micro)
         else:
-            number = self._forwards.get(info.name, 0)
-            self._forwards[info.name] = number + 1
+            micro = tape.micro
+            number = len(calls)
+            calls.append(micro)
         stack = -1
         if self._stacks is not None:
             stack = self._stacks.capture(parent.stack if parent is not None else -1, self.code, 6)
         phase = "recompute" if again else "forward"
-        return Call("module", info.name, number, phase, cls=info.cls, micro=tape.micro, parent=parent, stack=stack)
+        return Call("module", info.name, number, phase, cls=info.cls, micro=micro, parent=parent, stack=stack)
 
     def _leave(self, info: ModuleInfo, entered: tuple[Call, int, Edges], out: Any) -> None:
         tape, wanted = self._tape, self.wanted
@@ -362,21 +361,25 @@ class ModuleTap:
 
     def _record_parameter(self, info: ModuleInfo, short: str, key: int, gradient: Any) -> None:
         tape = self._tape
-        if tape is None or gradient is None or not self._wants(tape.micro):
+        if tape is None or gradient is None:
+            return
+        micro = tape.micro if self._gradients.micro is None else self._gradients.micro
+        if not self._wants(micro):
             return
         with DisableTorchFunction():
             number = self._arrived.get(key, 0)
             self._arrived[key] = number + 1
-            call = self._gradient_call(info, number)
+            call = self._gradient_call(info, number, micro)
             at = f"Module.{info.name}.{info.cls}.parameters_grad.{number}.{short}" if info.flags & SAVE else None
             call.params[short] = tape.tree(gradient, info.flags, at)
 
-    def _gradient_call(self, info: ModuleInfo, number: int) -> Call:
+    def _gradient_call(self, info: ModuleInfo, number: int, micro: int) -> Call:
         tape = self._tape
         assert tape is not None
         call = self._gradient_calls.get((info.name, number))
         if call is None:
             call = tape.call("parameter", info.name, number, "backward", info.cls)
+            call.micro = micro
             call.params = {}
             self._gradient_calls[info.name, number] = call
         return call
@@ -420,3 +423,13 @@ class ModuleTap:
                 self.install()
                 for switch in reversed(self.on_compiled):
                     switch(True)
+
+
+def _recomputed(calls: list[int | None], micro: int) -> int:
+    """Return the number of the latest forward of a micro-batch that is not recomputed yet: backward is reverse."""
+    pending = [i for i, of in enumerate(calls) if of is not None]
+    found = [i for i in pending if calls[i] == micro] or pending
+    if not found:
+        return 0
+    calls[found[-1]] = None
+    return found[-1]

@@ -187,11 +187,12 @@ class OpTap:
         assert tape is not None
         inside = self._inside
         parent: Call | str | None = inside[-1] if inside else self.parent
-        if not self._plan.micro(tape.micro):
-            return None
         phase = "recompute" if _current_graph_task_id() != -1 and _recomputing(parent) else "forward"
+        micro = parent.micro if phase == "recompute" and isinstance(parent, Call) else tape.micro
+        if not self._plan.micro(micro or 0):
+            return None
         text = name.name
-        call = Call("op", text, tape.count(text, phase), phase, micro=tape.micro, parent=parent)
+        call = Call("op", text, tape.count(text, phase), phase, micro=micro, parent=parent)
         if self._stacks is not None:
             call.stack = self._stacks.capture(inside[-1].stack if inside else -1, self._module_code, 5)
         if self._forward:

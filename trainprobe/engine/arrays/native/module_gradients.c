@@ -273,6 +273,9 @@ static int take(Backward *b, int side, Py_ssize_t i, PyObject *gradient, PyObjec
     ModuleWatch *self = b->watch;
     if (!self || !self->eye || gradient == Py_None) return 0;
     if (i < 0 || i >= b->n[side]) return PyErr_Format(PyExc_IndexError, "no place %zd", i), -1;
+    PyObject *micro = self->backward_micro;
+    self->backward_micro = Py_XNewRef(b->forward->micro);
+    Py_XDECREF(micro);
     if (!b->call && begin(b)) return -1;
     Slot *slot = &b->slots[side][i];
     PyObject *where = side ? b->call->out : b->call->args, *there = PyList_GetItem(where, slot->index), *at = NULL;

@@ -30,33 +30,44 @@ static void drop_info(Info *info) {
 
 /* ---- a call -------------------------------------------------------------------------------------------------------------- */
 
-static Py_ssize_t number_of(PyObject *counts, PyObject *name, Py_ssize_t absent) {
-    PyObject *known = PyDict_GetItemWithError(counts, name);
-    return known ? PyLong_AsSsize_t(known) : PyErr_Occurred() ? -1 : absent;
+/* Number a forward: the micro-batches of a module's calls stand in a list, by number. */
+static Py_ssize_t forward_number(ModuleWatch *self, PyObject *name, PyObject *micro) {
+    PyObject *calls = PyDict_GetItemWithError(self->forwards, name), *made = NULL;
+    if (!calls && !PyErr_Occurred()) {
+        calls = made = PyList_New(0);
+        if (made && PyDict_SetItem(self->forwards, name, made)) calls = NULL;
+    }
+    Py_ssize_t number = calls ? PyList_Size(calls) : -1;
+    if (calls && PyList_Append(calls, micro)) number = -1;
+    Py_XDECREF(made);
+    return number;
 }
 
-static int set_number(PyObject *counts, PyObject *name, Py_ssize_t number) {
-    PyObject *value = PyLong_FromSsize_t(number);
-    int failed = !value || PyDict_SetItem(counts, name, value);
-    Py_XDECREF(value);
-    return failed;
+/* The latest forward of the micro-batch that is in its backward, among those not recomputed yet: backward is reverse. */
+static Py_ssize_t recomputed_number(ModuleWatch *self, PyObject *name, PyObject *micro) {
+    PyObject *calls = PyDict_GetItemWithError(self->forwards, name);
+    Py_ssize_t found = -1, latest = -1;
+    for (Py_ssize_t i = calls ? PyList_Size(calls) - 1 : -1; i >= 0 && found < 0; i--) {
+        PyObject *of = PyList_GetItem(calls, i);
+        if (of == Py_None) continue; /* recomputed */
+        if (latest < 0) latest = i;
+        if (PyObject_RichCompareBool(of, micro, Py_EQ) == 1) found = i;
+    }
+    if (found < 0) found = latest;
+    if (found < 0) return PyErr_Occurred() ? -1 : 0;
+    return PyList_SetItem(calls, found, Py_NewRef(Py_None)) ? -1 : found;
 }
 
-/* A recomputed call has the number of the latest forward not recomputed yet: backward is reverse. */
 static Call *new_call(ModuleWatch *self, Info *info, int again, Call *parent) {
-    Py_ssize_t number = number_of(self->forwards, info->name, 0), stack = -1;
-    if (again) {
-        number = number_of(self->recomputed, info->name, number) - 1;
-        if (number < 0) number = 0;
-    }
-    if (PyErr_Occurred() || set_number(again ? self->recomputed : self->forwards, info->name, again ? number : number + 1)) return NULL;
-    if (self->stacks != Py_None) {
+    PyObject *micro = again && self->backward_micro ? Py_NewRef(self->backward_micro) : PyObject_GetAttr(self->tape, t_micro);
+    Py_ssize_t number = !micro ? -1 : again ? recomputed_number(self, info->name, micro) : forward_number(self, info->name, micro), stack = -1;
+    Call *call = NULL;
+    if (number >= 0 && self->stacks != Py_None) {
         stack = stacks_capture(self->stacks, parent ? parent->stack : -1, self->stop, 1);
-        if (stack == -2) return NULL;
+        if (stack == -2) number = -1;
     }
-    PyObject *micro = PyObject_GetAttr(self->tape, t_micro);
-    Call *call = micro ? call_new(t_module, info->name, number, again ? t_recompute : t_forward, info->cls, micro, (PyObject *)parent, stack)
-                       : NULL;
+    if (number >= 0)
+        call = call_new(t_module, info->name, number, again ? t_recompute : t_forward, info->cls, micro, (PyObject *)parent, stack);
     Py_XDECREF(micro);
     return call;
 }
@@ -248,11 +259,14 @@ static Call *gradient_call(ModuleWatch *self, Info *info, Py_ssize_t number, PyO
 }
 
 static int record_gradient(ModuleWatch *self, Info *info, PyObject *name, PyObject *key, PyObject *gradient) {
-    PyObject *micro = PyObject_GetAttr(self->tape, t_micro);
+    PyObject *micro = self->backward_micro ? Py_NewRef(self->backward_micro) : PyObject_GetAttr(self->tape, t_micro);
     int wanted = micro ? micro_is_wanted(&self->gate, micro) : -1, failed = wanted < 0;
     if (wanted > 0) {
-        Py_ssize_t number = number_of(self->arrived, key, 0);
-        failed = PyErr_Occurred() || set_number(self->arrived, key, number + 1);
+        PyObject *known = PyDict_GetItemWithError(self->arrived, key);
+        Py_ssize_t number = known ? PyLong_AsSsize_t(known) : 0;
+        PyObject *next = PyErr_Occurred() ? NULL : PyLong_FromSsize_t(number + 1);
+        failed = !next || PyDict_SetItem(self->arrived, key, next);
+        Py_XDECREF(next);
         Call *call = failed ? NULL : gradient_call(self, info, number, micro);
         PyObject *at = NULL, *tree = NULL;
         if (call && info->flags & SAVE)
@@ -330,7 +344,7 @@ static PyObject *watch_end(ModuleWatch *self, PyObject *unused) {
     Py_XDECREF(open);
     hooks_forget(self);
     if (self->graph && graph_forget(self->graph)) PyErr_Clear();
-    PyObject **held[] = {&self->tape, (PyObject **)&self->eye, &self->calls, &self->forwards, &self->recomputed, &self->arrived,
+    PyObject **held[] = {&self->tape, (PyObject **)&self->eye, &self->calls, &self->forwards, &self->arrived, &self->backward_micro,
                          &self->gradient_calls, &self->by_node, &self->gate.micro};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);
     PyErr_Restore(type, error, trace);
@@ -343,10 +357,10 @@ static PyObject *watch_begin(ModuleWatch *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OO!O!O!", &tape, tape_type, &eye, &PyList_Type, &calls, &PyDict_Type, &arrived)) return NULL;
     Py_XDECREF(watch_end(self, NULL));
     self->tape = Py_NewRef(tape), self->eye = (Tape *)Py_NewRef(eye), self->calls = Py_NewRef(calls), self->arrived = Py_NewRef(arrived);
-    self->forwards = PyDict_New(), self->recomputed = PyDict_New(), self->gradient_calls = PyDict_New(), self->open = PyList_New(0);
+    self->forwards = PyDict_New(), self->gradient_calls = PyDict_New(), self->open = PyList_New(0);
     self->by_node = PyDict_New();
     self->thread = PyThread_get_thread_ident();
-    return self->forwards && self->recomputed && self->gradient_calls && self->open && self->by_node ? Py_NewRef(Py_None) : NULL;
+    return self->forwards && self->gradient_calls && self->open && self->by_node ? Py_NewRef(Py_None) : NULL;
 }
 
 #define HELD 12

@@ -135,16 +135,18 @@ static int look_at_inputs(OpWatch *self, Call *call, long flags, PyObject *args,
 static Call *before(OpWatch *self, PyObject *name, long flags, PyObject *args, PyObject *kwargs) {
     Py_ssize_t running = PyList_Size(self->inside);
     PyObject *above = running > 0 ? PyList_GetItem(self->inside, running - 1) : NULL, *parent = above ? above : self->parent;
-    PyObject *micro = PyObject_GetAttr(self->tape, t_micro);
+    PyObject *micro = NULL;
     int recompute = 0;
     Call *call = NULL;
-    if (!micro || micro_is_wanted(&self->gate, micro) <= 0) goto done;
     if (graph_task_now() != -1) {
         PyObject *again = PyObject_CallFunctionObjArgs(self->recomputing, parent ? parent : Py_None, NULL);
         recompute = again ? PyObject_IsTrue(again) : -1;
         Py_XDECREF(again);
     }
     if (recompute < 0 || PyErr_Occurred()) goto done;
+    if (recompute && parent && Py_TYPE(parent) == call_type) micro = Py_XNewRef(((Call *)parent)->micro);
+    if (!micro) micro = PyObject_GetAttr(self->tape, t_micro);
+    if (!micro || micro_is_wanted(&self->gate, micro) <= 0) goto done;
     Py_ssize_t number = counted(self, name, recompute), stack = -1;
     if (number < 0) goto done;
     if (self->stacks != Py_None) {
