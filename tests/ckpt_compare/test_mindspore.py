@@ -47,3 +47,25 @@ def test_rank_folders_are_copies_that_must_agree(tmp_path):
     assert judged(tmp_path, DATA / "adam.ckpt").code == 0
     found = compared(tmp_path, DATA / "adam.ckpt")
     assert found.a.tensors["fc1.weight"].pieces[1].replica == "rank_1"
+
+
+def ranks(folder, *names):
+    """Lay files out as MindFormers does, with a strategy file beside them that says how they were cut."""
+    for rank, name in enumerate(names):
+        (folder / "checkpoint" / f"rank_{rank}").mkdir(parents=True)
+        shutil.copy(DATA / name, folder / "checkpoint" / f"rank_{rank}" / "net-1_2.ckpt")
+    (folder / "strategy").mkdir()
+    (folder / "strategy" / "ckpt_strategy_rank_0.ckpt").touch()
+    return folder / "checkpoint"
+
+
+def test_ranks_that_a_strategy_has_cut_are_no_copies_and_are_compared_one_by_one(tmp_path):
+    one, two = (ranks(tmp_path / name, "adam.ckpt", "half.ckpt") for name in ("one", "two"))
+    same = judged(one, two)
+    assert same.code == 0
+    assert any("ckpt_strategy_rank_0.ckpt, which is not read" in d for d in same.details)
+    assert judged(one, ranks(tmp_path / "three", "adam.ckpt", "adam.ckpt")).code != 0
+
+
+def test_ranks_that_a_strategy_has_cut_do_not_pass_for_a_whole_checkpoint(tmp_path):
+    assert judged(ranks(tmp_path, "adam.ckpt", "adam.ckpt"), DATA / "adam.ckpt", ["weights"]).code == 3

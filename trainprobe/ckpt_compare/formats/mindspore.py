@@ -72,9 +72,10 @@ def _newest(folder: Path) -> Path | None:
 def open(path: Path) -> Checkpoint:
     """Open a MindSpore checkpoint. Several rank files are copies of each other (data parallel).
 
-    Cut ones need their strategy file.
+    Where a strategy file lies beside them they are parts, whose places that file alone knows: each rank then is a tensor's own.
     """
     files = _files(path)
+    cut = _strategy(path) if len(files) > 1 else None
     problems: list[Problem] = []
     tensors: list[LogicalTensor] = []
     state: dict[str, dict[str, Any]] = {"iteration": {}}
@@ -89,12 +90,23 @@ def open(path: Path) -> Checkpoint:
                 state["iteration"].setdefault(name, scalar(pieces[0].source))
                 continue
             slot, weight = _split(name)
+            weight = f"{rank}.{weight}" if cut is not None else weight
             copies = tuple(Piece(p.offset, p.source, p.where, rank) for p in pieces)
             tensors.append(LogicalTensor(weight, shape, copies, slot, native=name))
     steps = state["iteration"].get("global_step")
     if steps is not None:
         state["optimizer"] = {"step": int(steps)}
-    return Checkpoint(str(path), "mindspore", gather(tensors), state=state, problems=tuple(problems))
+    notes = (
+        () if cut is None else (f"cut by {cut}, which is not read: ranks are compared one by one, with ranks of the same name",)
+    )
+    return Checkpoint(str(path), "mindspore", gather(tensors), state=state, problems=tuple(problems), notes=notes)
+
+
+def _strategy(path: Path) -> Path | None:
+    """Return a file that says how the rank files were cut, where one lies in the usual places (`strategy/` beside them)."""
+    places = (path, path / "strategy", path.parent / "strategy")
+    found = (f for place in places if place.is_dir() for f in sorted(place.glob("*strategy*.ckpt")))
+    return next(found, None)
 
 
 def _is_scalar(name: str, shape: tuple[int, ...]) -> bool:
