@@ -6,14 +6,17 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
+import torch
 from hypothesis import given, settings
 
+import trainprobe
 from tests.engine.sinks.reels import plan_for, reels, small_reel, told
 from trainprobe.engine.dumps import read
 from trainprobe.engine.dumps.record_log import decode, encode
 from trainprobe.engine.records import Opaque, Place, Value
-from trainprobe.engine.reel import entry_name, parent_name
+from trainprobe.engine.reel import entry_name, numbers_of_rows, parent_name
 from trainprobe.engine.sinks import dump
 
 
@@ -96,3 +99,20 @@ def test_histograms_and_quantiles_stay_with_their_values(again):
     row = (row[0] if isinstance(row, list) else row).row
     assert [list(part) for part in found.histograms[row]] == [[-1.0, 0.0, 1.0], [2, 4]]
     np.testing.assert_array_equal(found.quantiles[row], [0.5, np.nan])
+
+
+def test_a_row_whose_checksum_was_not_asked_for_has_none(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    plan = {"level": "L0", "audit": {"every": 1}, "sinks": ["dump", "memory"]}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trainprobe.watch(model, optimizer, plan=plan, output=tmp_path / "run") as probe:
+        probe.begin_step()
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        reel = probe.end_step()
+        probe.flush()
+    dump = orjson.loads((tmp_path / "run" / "step0" / "rank0" / "dump.json").read_bytes())
+    leaf = dump["data"]["Module.root.Linear.forward.0"]["output"][0]
+    assert "checksum" not in leaf and isinstance(leaf["Max"], float)
+    told = numbers_of_rows(reel)["checksum"]
+    assert None in told and any(told)

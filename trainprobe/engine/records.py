@@ -195,7 +195,8 @@ class Feature:
 class Reel:
     """All that one rank saw in one collected step, on the host.
 
-    partials: float64 [rows, len(PARTIALS)] (see engine.stats.partials). checksums: uint64 [rows] or None.
+    partials: float64 [rows, len(PARTIALS)] (see engine.stats.partials). checksums: uint64 [rows] or None; 0 where none was
+    asked for, and of no elements.
     tensors: tensor key → host array-like, only when the sinks must write them themselves.
     scalars: name → float, told by `note` (loss, lr, grad_norm …). notes: what could not be seen and why, each once.
     features: what was worked out from tensors. batches: fingerprint of what the model was called with, a number a call.

@@ -133,7 +133,8 @@ def numbers_of_rows(reel: Reel) -> dict[str, list[Any]]:
             columns[name][row] = None
     if reel.checksums is not None:
         columns["checksum"] = reel.checksums.tolist()
-        for row in np.flatnonzero(reel.absent["checksum"]).tolist() if isinstance(reel, StoredReel) else ():
+        unasked = (reel.checksums == 0) & (column(reel.partials, "count") > 0)
+        for row in np.flatnonzero(reel.absent["checksum"] if isinstance(reel, StoredReel) else unasked).tolist():
             columns["checksum"][row] = None
     if reel.crc32:
         columns["crc32"] = [None] * len(reel.partials)

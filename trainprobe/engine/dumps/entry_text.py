@@ -240,7 +240,7 @@ def _numbers_text(reel: Reel, tokens: tuple[str, str, str], chosen: list[int] | 
     for i, row in enumerate(place):
         if counts[row] == 0:
             text[i] = _NO_NUMBERS
-        if reel.checksums is not None:
+        if reel.checksums is not None and (reel.checksums[row] or counts[row] == 0):
             alone = not numbers  # tools that compare bits look for them under "md5"
             c = int(reel.checksums[row])
             text[i] += f', "checksum": "0x{c:016x}"' + (f', "md5": "0x{c:016x}"' if alone else "")
