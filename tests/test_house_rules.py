@@ -209,3 +209,9 @@ def test_a_field_of_the_plan_is_read_by_the_code_that_carries_it_out(field: str)
     own = {"plan", "plan_command", "plan_problems", "subplans", "legacy_config", "selection", "detail"}
     pattern = re.compile(READ_THROUGH.get(field, rf"\b_?(plan|loaded)\.{field}\b"))
     assert any(pattern.search(path.read_text(encoding="utf-8")) for path in FILES if path.stem not in own)
+
+
+def test_no_two_test_modules_have_one_name():
+    """Modules outside packages are imported by their bare names: two of one name cannot be collected together."""
+    bare = [path.name for path in (ROOT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    assert sorted(bare) == sorted(set(bare))
