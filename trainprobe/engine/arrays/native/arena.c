@@ -255,6 +255,7 @@ static void arena_free(Arena *self) {
     arena_clear(self);
     Py_CLEAR(self->names);
     Py_XDECREF((PyObject *)self->piece);
+    while (spares) Py_DECREF(spare[--spares]); /* a run is over: its memory is given back */
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
