@@ -35,17 +35,18 @@ from trainprobe.engine.taps.optimizer_steps import OptimizerStepTap
 from trainprobe.engine.taps.parameter_states import ParameterStateTap, StatesWanted
 from trainprobe.engine.taps.routers import RouterFeature
 from trainprobe.engine.taps.saved import SavedTap
-from trainprobe.engine.taps.torch_modules import ModulesWanted, ModuleTap
+from trainprobe.engine.taps.torch_modules import ModuleTap
 from trainprobe.engine.taps.torch_ops import OpsWanted, OpTap
 from trainprobe.engine.taps.unreduced import UnreducedTap
 from trainprobe.engine.taps.weight_spectra import WeightSpectra
-from trainprobe.engine.wanted import flags_of
+from trainprobe.engine.wanted import ModulesWanted, flags_of, modules_of_plan
 from trainprobe.errors import PlanError
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.plan import Collect, MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
+from trainprobe.monitor.wanted import flags_where, modules_of_monitor
 
 
 @dataclass(slots=True)
@@ -236,20 +237,6 @@ def _after(parts: Parts, optimizer: Any) -> None:
 # ---- what a plan wants, in the words of the taps -----------------------------------------------------------------------
 
 
-def modules_of_plan(plan: Plan, cuts: list[Detail]) -> ModulesWanted:
-    """Return what the dump wants of modules."""
-    return ModulesWanted(
-        flags=lambda name: flags_of(plan.detail_for("module", name), cuts),
-        selected=plan.module_selected,
-        data=frozenset(plan.data),
-        forward="forward" in plan.phases,
-        backward="backward" in plan.phases,
-        recompute=plan.recompute == "mark",
-        parameter=plan.parameter_selected,
-        micro=plan.wants_micro,
-    )
-
-
 def ops_of_plan(plan: Plan, cuts: list[Detail]) -> OpsWanted:
     """Return what the dump wants of ops."""
     return OpsWanted(
@@ -261,21 +248,6 @@ def ops_of_plan(plan: Plan, cuts: list[Detail]) -> OpsWanted:
         recompute=plan.recompute == "mark",
         scope=plan.ops_scope,
         micro=plan.wants_micro,
-    )
-
-
-def modules_of_monitor(monitor: MonitorPlan | None) -> ModulesWanted:
-    """Return what the monitor wants of modules: inputs, outputs, and their gradients."""
-    assert monitor is not None
-    chosen = [Names(kind.names) for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
-    data = {"input", "output"} if monitor.activations.on or monitor.activation_gradients.on else set[str]()
-    return ModulesWanted(
-        flags=lambda name: flag.STATS,
-        selected=lambda name: any(name in names for names in chosen),
-        data=frozenset(data),
-        forward=monitor.activations.on,
-        backward=monitor.activation_gradients.on,
-        recompute=False,
     )
 
 
@@ -310,10 +282,10 @@ def states_of_monitor(monitor: MonitorPlan | None) -> StatesWanted:
     if monitor is None:
         return StatesWanted(_none, _none, _none)
     return StatesWanted(
-        value=_flags_where(monitor.parameters),
-        gradient=_flags_where(monitor.gradients),
-        state=_flags_where(monitor.optimizer_state),
-        update=_flags_where(monitor.update),
+        value=flags_where(monitor.parameters),
+        gradient=flags_where(monitor.gradients),
+        state=flags_where(monitor.optimizer_state),
+        update=flags_where(monitor.update),
         every={
             "value": monitor.parameters.every,
             "gradient": monitor.gradients.every,
@@ -324,11 +296,6 @@ def states_of_monitor(monitor: MonitorPlan | None) -> StatesWanted:
             ([] if monitor.gradients.reduced else ["grad"]) + ([] if monitor.gradients.unreduced else ["grad_unreduced"])
         ),
     )
-
-
-def _flags_where(collect: Collect) -> Callable[[str], int]:
-    names = Names(collect.names)
-    return lambda name: flag.STATS if collect.on and name in names else 0
 
 
 def _none(name: str) -> int:

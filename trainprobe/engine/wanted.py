@@ -1,9 +1,41 @@
-"""What a plan wants of a value, as the tape's flags."""
+"""What a plan wants of a value, as the tape's flags, and of the calls of modules, in the words of the taps of any framework."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from trainprobe.engine import tape
 from trainprobe.engine.detail import Detail
+from trainprobe.engine.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class ModulesWanted:
+    """What a plan wants of modules. parameter, micro: whether a parameter of this name, and this micro-batch, is recorded."""
+
+    flags: Callable[[str], int]
+    selected: Callable[[str], bool]
+    data: frozenset[str]
+    forward: bool = True
+    backward: bool = True
+    recompute: bool = True
+    parameter: Callable[[str], bool] = lambda name: True
+    micro: Callable[[int], bool] = lambda micro: True
+
+
+def modules_of_plan(plan: Plan, cuts: list[Detail]) -> ModulesWanted:
+    """Return what the dump wants of modules."""
+    return ModulesWanted(
+        flags=lambda name: flags_of(plan.detail_for("module", name), cuts),
+        selected=plan.module_selected,
+        data=frozenset(plan.data),
+        forward="forward" in plan.phases,
+        backward="backward" in plan.phases,
+        recompute=plan.recompute == "mark",
+        parameter=plan.parameter_selected,
+        micro=plan.wants_micro,
+    )
 
 
 def flags_of(detail: Detail, cuts: list[Detail] | None = None) -> int:

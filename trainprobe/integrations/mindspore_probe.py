@@ -11,23 +11,23 @@ from typing import Any, cast
 
 import mindspore
 
-from trainprobe.engine import tape as flag
 from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_out
 from trainprobe.engine.detail import Detail
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.probe import Program, Wants
 from trainprobe.engine.records import Finding, Place
-from trainprobe.engine.selection import Names, parse_steps
+from trainprobe.engine.selection import parse_steps
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import Tap
-from trainprobe.engine.taps.mindspore_cells import COMPILED, CellsWanted, CellTap
+from trainprobe.engine.taps.mindspore_cells import COMPILED, CellTap
 from trainprobe.engine.taps.mindspore_states import CellStateTap, OptimizerTap, ValuesWanted
 from trainprobe.engine.taps.mindspore_tape import HostTape
-from trainprobe.engine.wanted import flags_of
+from trainprobe.engine.wanted import ModulesWanted, modules_of_plan
 from trainprobe.errors import PlanError, UsageError
-from trainprobe.monitor.plan import Collect, MonitorPlan
+from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
+from trainprobe.monitor.wanted import flags_where, modules_of_monitor
 from trainprobe.watching import Probe
 
 
@@ -130,9 +130,9 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, list[Program]]:
     cuts: list[Detail] = []
     monitor = monitor_plan(plan.monitor) if plan.monitor else None
     asked = plan.level == "off" and (bool(plan.black_box) or (monitor is not None and monitor.may_dump))
-    modules = CellTap(_cells_of_plan(plan, cuts), guard) if plan.level == "L0" or asked else None
-    watched = CellTap(_cells_of_monitor(monitor), guard) if monitor is not None else None
-    naming = modules or watched or CellTap(CellsWanted(_none, _nothing, frozenset()), guard)
+    modules = CellTap(modules_of_plan(plan, cuts), guard) if plan.level == "L0" or asked else None
+    watched = CellTap(modules_of_monitor(monitor), guard) if monitor is not None else None
+    naming = modules or watched or CellTap(ModulesWanted(_none, _nothing, frozenset()), guard)
     states = CellStateTap(_states_of_monitor(monitor)) if monitor is not None else None
     stepping = OptimizerTap(guard, partial(_before, states), partial(_after, states))
     parts = CellParts(naming, stepping, modules, watched, states, monitor, dumps_when_asked=asked, cuts=cuts)
@@ -161,38 +161,12 @@ def _after(states: CellStateTap | None, optimizer: Any) -> None:
         states.moment("after_step", [optimizer])
 
 
-def _cells_of_plan(plan: Plan, cuts: list[Detail]) -> CellsWanted:
-    return CellsWanted(
-        flags=lambda name: flags_of(plan.detail_for("module", name), cuts),
-        selected=plan.module_selected,
-        data=frozenset(plan.data),
-        forward="forward" in plan.phases,
-        backward="backward" in plan.phases,
-        recompute=plan.recompute == "mark",
-        parameter=plan.parameter_selected,
-        micro=plan.wants_micro,
-    )
-
-
-def _cells_of_monitor(monitor: MonitorPlan | None) -> CellsWanted:
-    assert monitor is not None
-    chosen = [Names(kind.names) for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
-    return CellsWanted(
-        flags=lambda name: flag.STATS,
-        selected=lambda name: any(name in names for names in chosen),
-        data=frozenset({"input", "output"} if monitor.activations.on or monitor.activation_gradients.on else set[str]()),
-        forward=monitor.activations.on,
-        backward=monitor.activation_gradients.on,
-        recompute=False,
-    )
-
-
 def _states_of_monitor(monitor: MonitorPlan) -> ValuesWanted:
     return ValuesWanted(
-        value=_flags_where(monitor.parameters),
-        gradient=_flags_where(monitor.gradients) if monitor.gradients.reduced else _none,
-        state=_flags_where(monitor.optimizer_state),
-        update=_flags_where(monitor.update),
+        value=flags_where(monitor.parameters),
+        gradient=flags_where(monitor.gradients) if monitor.gradients.reduced else _none,
+        state=flags_where(monitor.optimizer_state),
+        update=flags_where(monitor.update),
         every={
             "value": monitor.parameters.every,
             "gradient": monitor.gradients.every,
@@ -200,11 +174,6 @@ def _states_of_monitor(monitor: MonitorPlan) -> ValuesWanted:
             "update": monitor.update.every,
         },
     )
-
-
-def _flags_where(collect: Collect) -> Callable[[str], int]:
-    names = Names(collect.names)
-    return lambda name: flag.STATS if collect.on and name in names else 0
 
 
 def _none(name: str) -> int:

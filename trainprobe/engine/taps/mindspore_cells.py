@@ -11,7 +11,6 @@ training's own place, so that such an error is raised in the training and not in
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from trainprobe.engine.naming import ROOT
 from trainprobe.engine.records import Call
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps.replaced import Replaced
+from trainprobe.engine.wanted import ModulesWanted
 
 COMPILED = (
     "MindSpore compiles this model into a graph (GRAPH_MODE, or ms.jit), and Python sees nothing inside one: inputs and "
@@ -61,24 +61,10 @@ class CellInfo:
     repeats: bool  # a cell around it, or itself, is recomputed in backward
 
 
-@dataclass(frozen=True, slots=True)
-class CellsWanted:
-    """What a plan wants of cells: tape flags by name, whether a name is recorded, and which parts of a call."""
-
-    flags: Callable[[str], int]
-    selected: Callable[[str], bool]
-    data: frozenset[str]
-    forward: bool = True
-    backward: bool = True
-    recompute: bool = True
-    parameter: Callable[[str], bool] = lambda name: True
-    micro: Callable[[int], bool] = lambda micro: True
-
-
 class CellTap:
     """See the module text. `parameter_names`: id of parameter → the name that MindSpore itself gives it."""
 
-    def __init__(self, wanted: CellsWanted, guard: Guard) -> None:
+    def __init__(self, wanted: ModulesWanted, guard: Guard) -> None:
         self.wanted = wanted
         self.known: dict[int, CellInfo] = {}
         self.parameter_names: dict[int, str] = {}

@@ -36,6 +36,7 @@ from trainprobe.engine.taps.module_gradients import (
 )
 from trainprobe.engine.taps.native_torch import learned
 from trainprobe.engine.taps.replaced import Replaced
+from trainprobe.engine.wanted import ModulesWanted
 
 # Dump entries may leave these parts out (a plan's `data`).
 INPUTS, KWARGS, OUTPUTS, PARAMETERS, PARAMETER_GRADIENTS = "input", "kwargs", "output", "parameters", "parameter_gradients"
@@ -51,20 +52,6 @@ class ModuleInfo:
     flags: int
     selected: bool
     compiled: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ModulesWanted:
-    """What a plan wants of modules. parameter, micro: whether a parameter of this name, and this micro-batch, is recorded."""
-
-    flags: Callable[[str], int]
-    selected: Callable[[str], bool]
-    data: frozenset[str]
-    forward: bool = True
-    backward: bool = True
-    recompute: bool = True
-    parameter: Callable[[str], bool] = lambda name: True
-    micro: Callable[[int], bool] = lambda micro: True
 
 
 def _shim(known: dict[int, ModuleInfo], original: Any, run: Any) -> Any:

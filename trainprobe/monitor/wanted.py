@@ -1,0 +1,31 @@
+"""What the monitor wants of modules and of values, in the words of the taps of any framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trainprobe.engine import tape as flag
+from trainprobe.engine.selection import Names
+from trainprobe.engine.wanted import ModulesWanted
+from trainprobe.monitor.plan import Collect, MonitorPlan
+
+
+def modules_of_monitor(monitor: MonitorPlan | None) -> ModulesWanted:
+    """Return what the monitor wants of modules: inputs, outputs, and their gradients."""
+    assert monitor is not None
+    chosen = [Names(kind.names) for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
+    data = {"input", "output"} if monitor.activations.on or monitor.activation_gradients.on else set[str]()
+    return ModulesWanted(
+        flags=lambda name: flag.STATS,
+        selected=lambda name: any(name in names for names in chosen),
+        data=frozenset(data),
+        forward=monitor.activations.on,
+        backward=monitor.activation_gradients.on,
+        recompute=False,
+    )
+
+
+def flags_where(collect: Collect) -> Callable[[str], int]:
+    """Return the tape's flags by name: statistics of what is chosen."""
+    names = Names(collect.names)
+    return lambda name: flag.STATS if collect.on and name in names else 0
