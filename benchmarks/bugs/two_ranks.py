@@ -1,4 +1,4 @@
-"""Runs bugs and their twins in two gloo processes and brings back what the audit found on each rank.
+"""Runs bugs and their twins, in two gloo processes or in one, and brings back what was found on each rank.
 
 python -m benchmarks.bugs.two_ranks NAMES RESULT_FOLDER        (one rank; started by `launch`)
 """
@@ -21,27 +21,30 @@ import torch.distributed as dist
 
 from benchmarks.bugs.held_out import HELD_OUT
 from benchmarks.bugs.published import PUBLISHED, Bug
+from benchmarks.bugs.unseen import UNSEEN
 from trainprobe.watching import Probe
 
-ALL = {bug.name: bug for bug in (*PUBLISHED, *HELD_OUT)}
+ALL = {bug.name: bug for bug in (*PUBLISHED, *HELD_OUT, *UNSEEN)}
 RANKS = 2
 PLAN: dict[str, Any] = {"level": "off", "audit": {"every": 1}, "sinks": []}
 
 
 def train(kind: type[Any], watched: bool) -> dict[str, Any]:
     """Train once on this rank; return the findings and the time that it took."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     folder = Path(tempfile.mkdtemp(prefix="trainprobe_bugs_"))
     kept: list[Probe] = []
 
     def probe_of(model: Any, optimizer: Any, place: Any) -> Any:
         if not watched:
             return None
-        probe = Probe(PLAN, output=str(folder / "out"), on_existing="replace", place=place)
+        existing = "continue" if kept else "replace"
+        probe = Probe(getattr(kind, "plan", PLAN), output=str(folder / "out"), on_existing=existing, place=place)
         kept.append(probe.open(model, optimizer))
         return probe
 
-    dist.barrier()
+    if world > 1:
+        dist.barrier()
     run = kind(rank, world, probe_of)
     began = time.process_time()
     run.run()
@@ -49,7 +52,7 @@ def train(kind: type[Any], watched: bool) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     for probe in kept:
         probe.close()
-        found = [told(f) for f in probe.findings]
+        found += [told(f) for f in probe.findings]
     shutil.rmtree(folder, ignore_errors=True)
     return {"findings": found, "seconds": spent, "begins": kind.begins}
 
@@ -68,23 +71,29 @@ def told(finding: Any) -> dict[str, Any]:
 
 
 def launch(bugs: list[Bug], timeout: float = 1500) -> list[dict[str, Any]]:
-    """Run bugs on RANKS processes; return for each rank {bug: {"bug": …, "twin": …, "bare": …}}.
+    """Run bugs on as many processes as they need; return for each rank {bug: {"bug": …, "twin": …, "bare": …}}.
 
     Raises RuntimeError when a rank fails.
     """
+    alone = [bug for bug in bugs if getattr(bug.run, "ranks", RANKS) == 1]
+    together = [bug for bug in bugs if bug not in alone]
+    return (_launch(alone, 1, timeout) if alone else []) + (_launch(together, RANKS, timeout) if together else [])
+
+
+def _launch(bugs: list[Bug], ranks: int, timeout: float) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="trainprobe_bugs_") as folder:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         environment = {
             **os.environ,
-            "WORLD_SIZE": str(RANKS),
+            "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, "-m", "benchmarks.bugs.two_ranks", json.dumps([bug.name for bug in bugs]), folder]
-        running = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(RANKS)]
+        running = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(ranks)]
         try:
             codes = [process.wait(timeout) for process in running]
         finally:
@@ -92,14 +101,16 @@ def launch(bugs: list[Bug], timeout: float = 1500) -> list[dict[str, Any]]:
                 process.kill()
         if any(codes):
             raise RuntimeError(f"ranks ended with {codes}")
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def main() -> None:
     """Run the named bugs on this rank."""
     torch.set_num_threads(1)
     os.environ.setdefault("TRAINPROBE_ON_ERROR", "raise")
-    dist.init_process_group("gloo")
+    alone = os.environ["WORLD_SIZE"] == "1"
+    if not alone:
+        dist.init_process_group("gloo")
     results: dict[str, Any] = {}
     twins: dict[type[Any], Any] = {}
     for name in json.loads(sys.argv[1]):
@@ -108,8 +119,9 @@ def main() -> None:
             train(bug.twin, False)  # the first run pays for what is loaded late
             twins[bug.twin] = {"bare": train(bug.twin, False), "twin": train(bug.twin, True)}
         results[name] = {**twins[bug.twin], "bug": train(bug.run, True)}
-    (Path(sys.argv[2]) / f"{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    (Path(sys.argv[2]) / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
+    if not alone:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
