@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainprobe.engine.topology import axis_of
+
+if TYPE_CHECKING:
+    from trainprobe.engine.flat_parameters import Stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +70,18 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class PlainSource:
-    """A PyTorch model and optimizer as they are: p, p.grad and optimizer.state[p]; DTensor shards are handed on as they are.
+    """A PyTorch model and optimizer as they are: p, p.grad and optimizer.state[p].
 
-    names: id of parameter → logical name.
+    DTensor shards are handed on as they are. Of parameters that `FullyShardedDataParallel` flattened, the stretches that this
+    process holds. names: id of parameter → logical name. stretches: id of what the optimizer steps → those stretches.
+    flat: id of a flat parameter → all of its own.
     """
 
     names: Mapping[int, str]
     parameters: list[Any]
     optimizers: list[Any] = field(default_factory=list[Any])
+    stretches: Mapping[int, list[Stretch]] = field(default_factory=dict[int, "list[Stretch]"])
+    flat: Mapping[int, list[Stretch]] = field(default_factory=dict[int, "list[Stretch]"])
     _others: set[int] = field(default_factory=set[int])
 
     def step_of(self, optimizer: Any) -> None:
@@ -88,14 +95,29 @@ class PlainSource:
         for p in self.parameters:
             if id(p) in self._others:
                 continue
-            name = self.names[id(p)]
-            yield Part(name, "value", p, mesh_shard(p))
-            if moment == "before_step" and p.grad is not None:
-                yield Part(name, "grad", p.grad)
+            yield from self._pieces(p, "value", p)
+            if moment == "before_step":
+                yield from self.gradients(p, "grad")
             for optimizer in self.optimizers:
                 for slot, tensor in (optimizer.state.get(p) or {}).items() if p in optimizer.state else ():
                     if hasattr(tensor, "shape"):
-                        yield Part(name, str(slot), tensor)
+                        yield from self._pieces(p, str(slot), tensor)
+
+    def gradients(self, p: Any, slot: str) -> Iterator[Part]:
+        """Yield what is in `p.grad`, under a slot."""
+        if p.grad is not None:
+            yield from self._pieces(p, slot, p.grad)
+
+    def _pieces(self, p: Any, slot: str, tensor: Any) -> Iterator[Part]:
+        stretches = self.stretches.get(id(p))
+        if stretches is None:
+            yield Part(self.names[id(p)], slot, tensor, mesh_shard(p) if slot == "value" else None)
+            return
+        for stretch in stretches:
+            if stretch.count and tensor.shape == p.shape:
+                yield Part(stretch.name, slot, stretch.of(tensor), stretch.shard)
+            elif stretch.count and (stretch.start is None or not tensor.dim()):  # kept whole, or a count of steps
+                yield Part(stretch.name, slot, tensor)
 
     def scalars(self) -> Mapping[str, float]:
         """Return the learning rate of each parameter group."""

@@ -1,17 +1,20 @@
 """When gradients are clipped: the functions of `torch.nn.utils`, replaced only while a step is collected.
 
 `clip_grad_norm_` scales the gradients in one inner function, which every caller reaches however it imported the outer one.
-Torch before 2.6 has no inner function, and there the outer one is replaced.
+Torch before 2.6 has no inner function, and there the outer one is replaced. `FullyShardedDataParallel` clips by a method of its
+own, which is replaced where a program has imported it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
 
+from trainprobe.engine.flat_parameters import handles_of
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.replaced import Replaced
@@ -36,6 +39,9 @@ class ClippingTap:
     def begin(self, tape: Tape) -> None:
         """Replace the functions."""
         self._replaced = [Replaced(module, name, self._watched(getattr(module, name))) for module, name in _PLACES]
+        kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+        if kind is not None:
+            self._replaced.append(Replaced(kind, "clip_grad_norm_", self._of_shards(kind.clip_grad_norm_)))
 
     def pause(self) -> None:
         """Clipping belongs to no forward call."""
@@ -63,6 +69,17 @@ class ClippingTap:
             return result
 
         return clip
+
+    def _of_shards(self, original: Any) -> Any:
+        def clip_grad_norm_(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if clip_grad_norm_.ended or not any(handle.uses_sharded_strategy for handle in handles_of([model])):  # type: ignore[attr-defined]
+                return original(model, *args, **kwargs)  # which clips by torch's function
+            self._guard.run(self._unclipped, list(model.parameters()))
+            norm = original(model, *args, **kwargs)
+            self._guard.run(self._norm, norm)
+            return norm
+
+        return clip_grad_norm_
 
 
 def _partial(norm: Any) -> bool:

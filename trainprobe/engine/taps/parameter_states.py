@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
+from trainprobe.engine.flat_parameters import Stretch, handles_of, stretches_of
 from trainprobe.engine.records import Call, Reel, Value
 from trainprobe.engine.sources import Part, PlainSource, Shard, Source
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
@@ -71,7 +72,7 @@ class ParameterStateTap:
                 if id(p) in names and id(p) not in seen:
                     seen.add(id(p))
                     parameters.append(p)
-        self._plain = PlainSource(names, parameters, optimizers)
+        self._plain = PlainSource(names, parameters, optimizers, *_flattened(models, names))
 
     def change(self, wanted: StatesWanted) -> None:
         """Take these from the next step on."""
@@ -96,30 +97,35 @@ class ParameterStateTap:
         if tape is None or self._plain is None or self.source is not None:
             return
         names = self._plain.names
-        self._clipping = frozenset(names[id(p)] for p in parameters if id(p) in names and p.grad is not None)
         if self.more:
             tape.forget_all()
         with DisableTorchFunction():
-            for p in parameters:
-                name = names.get(id(p))
-                if name is not None and p.grad is not None and (flags := self._wanted.gradient(name) | self.more):
-                    call = self._call(tape, "unclipped", name)
-                    call.params["grad_unclipped"] = tape.tree(p.grad, flags)
-                    self._divide(call, "grad_unclipped", self._scale)
+            parts = [part for p in parameters if id(p) in names for part in self._plain.gradients(p, "grad_unclipped")]
+            self._clipping = frozenset(part.name for part in parts)
+            for part in parts:
+                if flags := self._wanted.gradient(part.name) | self.more:
+                    self._divide(self._keep(tape, "unclipped", part, part.slot, flags), part.slot, self._scale)
 
     def arrived(self, p: Any, gradient: Any, per_micro: bool) -> None:
-        """Look at this process's own gradient: of one micro-batch, or, the last one staying, summed over those of the step."""
+        """Look at this process's own gradient: of one micro-batch, or, the last one staying, summed over those of the step.
+
+        Of a flat parameter, whose sum is reduced with each micro-batch, at each parameter that it holds and each micro-batch.
+        """
         tape, plain = self._tape, self._plain
-        name = plain.names.get(id(p)) if plain is not None else None
-        flags = self._wanted.gradient(name) if name is not None else 0
-        if tape is None or name is None or not flags:
+        if tape is None or plain is None:
             return
         with torch.no_grad(), DisableTorchFunction():
-            so_far = None if per_micro else p.grad
-            own = gradient if so_far is None else so_far + gradient
-            call = self._call(tape, "unreduced", name, tape.micro if per_micro else 0)
-            call.params["grad_unreduced"] = tape.tree(own, flags)
-            self._divide(call, "grad_unreduced", self._scale)
+            stretches = plain.flat.get(id(p))
+            if stretches is not None:
+                found = [(stretch.name, stretch.whole(gradient)) for stretch in stretches]
+            elif id(p) in plain.names:
+                found = [(plain.names[id(p)], gradient if per_micro or p.grad is None else p.grad + gradient)]
+            else:
+                return
+            for name, own in found:
+                if flags := self._wanted.gradient(name):
+                    part = Part(name, "grad_unreduced", own, micro=tape.micro if per_micro or stretches is not None else 0)
+                    self._divide(self._keep(tape, "unreduced", part, part.slot, flags), part.slot, self._scale)
 
     def reported_norm(self, norm: Any) -> None:
         """Keep the norm that the clipping found: the first one of a step as what was reported, each for the audit."""
@@ -168,11 +174,7 @@ class ParameterStateTap:
                 flags = (flags if self._due(_sort(part.slot)) else 0) | self.more
                 self._update(tape, name, part)
                 if flags:
-                    value = tape.tree(part.tensor, flags)
-                    if part.shard is not None:
-                        value.extra = {**(value.extra or {}), "shard": _shard(part.shard)}
-                    call = self._call(tape, name, part.name, part.micro)
-                    call.params[slot] = value
+                    call = self._keep(tape, name, part, slot, flags)
                     plain = self._scale if part.slot == "grad" and source is self._plain else None
                     self._divide(call, slot, part.scale if part.scale != 1.0 else plain)
             if name == "before_step":
@@ -192,6 +194,15 @@ class ParameterStateTap:
     def unscale(self, reel: Reel) -> None:
         """Take out of the numbers of a step what gradients were multiplied by."""
         unscale(reel, self._multiplied)
+
+    def _keep(self, tape: Tape, moment: str, part: Part, slot: str, flags: int) -> Call:
+        """Look at a part, and return the call that it is recorded with."""
+        value = tape.tree(part.tensor, flags)
+        if part.shard is not None:
+            value.extra = {**(value.extra or {}), "shard": _shard(part.shard)}
+        call = self._call(tape, moment, part.name, part.micro)
+        call.params[slot] = value
+        return call
 
     def _divide(self, call: Call, slot: str, scale: float | Value | None) -> None:
         if scale is not None:
@@ -238,6 +249,16 @@ class ParameterStateTap:
             call.node = moment
             call.params = {}
         return call
+
+
+def _flattened(models: list[Any], names: dict[int, str]) -> tuple[dict[int, list[Stretch]], dict[int, list[Stretch]]]:
+    """Return the stretches of flattened parameters by what the optimizer steps, and by the flat parameter."""
+    stepped, flat = dict[int, list[Stretch]](), dict[int, list[Stretch]]()
+    for handle in handles_of(models):
+        own = flat[id(handle.flat_param)] = list(stretches_of(handle, names))
+        for stretch in own:
+            stepped.setdefault(id(stretch.owner), []).append(stretch)
+    return stepped, flat
 
 
 def _sort(slot: str) -> str:

@@ -19,8 +19,9 @@ from torch._C import DisableTorchFunction, _current_graph_task_id
 from torch.compiler import is_compiling
 
 from trainprobe.compiled import native
+from trainprobe.engine.flat_parameters import is_flattened
 from trainprobe.engine.guard import Guard
-from trainprobe.engine.naming import ROOT, Rename, count_outer_wrappers, is_outer_wrapper, logical_name
+from trainprobe.engine.naming import INNER, ROOT, Rename, count_outer_wrappers, is_outer_wrapper, logical_name
 from trainprobe.engine.records import Call
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import SAVE, Tape
@@ -148,7 +149,7 @@ class ModuleTap:
             modules = list(model.named_modules())
             outer = count_outer_wrappers(name for name, _ in modules if name)
             for raw, module in modules:
-                if is_outer_wrapper(raw, outer):
+                if is_outer_wrapper(raw, outer) or not INNER.isdisjoint(module._modules):
                     self._wrappers.add(id(module))
                     continue  # the model inside is recorded: the same names and numbers with and without a wrapper
                 plain = prefix + logical_name(raw, outer_wrappers=outer)
@@ -330,7 +331,7 @@ class ModuleTap:
                 if info is None or not info.selected:
                     continue
                 for short, p in info.parameters:
-                    if id(p) in seen or not p.requires_grad or not p.is_leaf:
+                    if id(p) in seen or not p.requires_grad or not p.is_leaf or is_flattened(p):
                         continue
                     seen.add(id(p))
                     edge = edge_of(p)

@@ -1,7 +1,8 @@
 """Gradients of parameters before they are joined over the ranks: what backward hands to each parameter's accumulator.
 
-Data parallelism reduces behind the accumulator, so its pre-hook sees this process's own gradient. Parameters that are sharded
-(DTensor) have no such moment in autograd; nothing is recorded of them here.
+Data parallelism reduces behind the accumulator, so its pre-hook sees this process's own gradient. The flat parameters of
+`FullyShardedDataParallel` get a hook on the tensor, which makes no accumulator (see `engine/flat_parameters.py`). Parameters
+that are DTensors have no such moment in autograd; nothing is recorded of them here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from trainprobe.engine.flat_parameters import handles_of, is_flattened
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.gradients import edge_of
@@ -26,7 +28,7 @@ class UnreducedTap:
         self._arrives = arrives
         self._wanted = wanted
         self._models: list[Any] = []
-        self._accumulators: list[tuple[Any, Any]] = []  # held, because a parameter holds its own only weakly
+        self._hooked: list[tuple[Any, Any]] = []  # accumulators are held, because a parameter holds its own only weakly
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember whose parameters to watch."""
@@ -36,10 +38,14 @@ class UnreducedTap:
         """Hook the accumulators."""
         if not self._wanted():
             return
+        for handle in handles_of(self._models):
+            flat = handle.flat_param
+            if flat.requires_grad:
+                self._hooked.append((flat, flat.register_hook(partial(self._arrived, flat))))
         for p in {id(p): p for model in self._models for p in model.parameters()}.values():
-            edge = edge_of(p) if p.is_leaf else None
+            edge = edge_of(p) if p.is_leaf and not is_flattened(p) else None
             if edge is not None:
-                self._accumulators.append((edge[0], edge[0].register_prehook(partial(self._hook, p))))
+                self._hooked.append((edge[0], edge[0].register_prehook(partial(self._hook, p))))
 
     def pause(self) -> None:
         """Gradients go on arriving."""
@@ -49,10 +55,13 @@ class UnreducedTap:
 
     def end(self, again: bool = False) -> None:
         """Remove the hooks."""
-        for _, handle in self._accumulators:
+        for _, handle in self._hooked:
             handle.remove()
-        self._accumulators.clear()
+        self._hooked.clear()
 
     def _hook(self, p: Any, gradients: Any) -> None:
-        if gradients[0] is not None:
-            self._guard.run(self._arrives, p, gradients[0])
+        self._arrived(p, gradients[0])
+
+    def _arrived(self, p: Any, gradient: Any) -> None:
+        if gradient is not None:
+            self._guard.run(self._arrives, p, gradient)
