@@ -18,17 +18,15 @@ from typing import Any
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.plan import load_plan
-from trainprobe.engine.records import Place
 from trainprobe.engine.taps.replaced import Replaced
-from trainprobe.engine.topology import place_from_environment
 from trainprobe.errors import StopTraining, UsageError
 from trainprobe.integrations import default_plan, say_what_is_watched
-from trainprobe.integrations.deepspeed_source import DeepSpeedSource, data_parallel, loss_scale, tensors_of
+from trainprobe.integrations.deepspeed_layout import place_of, renaming
+from trainprobe.integrations.deepspeed_source import DeepSpeedSource, loss_scale, tensors_of
 from trainprobe.integrations.session import agreed
 from trainprobe.monitor.watcher import Watcher, load_state, save_state
 from trainprobe.watching import PlanSource, Probe
 
-_MPU = {"tp": ("tensor_model_parallel", "model_parallel"), "pp": ("pipeline_model_parallel", "pipe_parallel")}
 _PASSES: tuple[str, ...] = ("ForwardPass", "BackwardPass")  # instructions of a pipeline's schedule
 
 
@@ -45,7 +43,7 @@ def attach(engine: Any, plan: PlanSource = None, **overrides: Any) -> Any:
     loaded = load_plan(default_plan() if plan is None else plan, **overrides)
     if engine.global_steps:  # the run that is resumed may have written there
         loaded = load_plan(loaded, on_existing="continue")
-    probe = Probe(loaded, place=place_of(engine))
+    probe = Probe(loaded, place=place_of(engine), rename=renaming(engine.module))
     try:
         probe.open(engine.module, engine.basic_optimizer)
         follower = Follower(probe, engine)
@@ -98,20 +96,6 @@ def follow(probe: Probe | None, engine: Any) -> Follower | None:
     follower = Follower(probe, engine)
     follower.follow_update()
     return follower
-
-
-def place_of(engine: Any) -> Place:
-    """Return where this process stands: its data-parallel index, and what the engine's `mpu` tells of the other axes."""
-    place = place_from_environment()
-    index, size = data_parallel(engine)
-    axes = {"dp": (index, size)} if size > 1 else {}
-    for axis, names in _MPU.items():
-        for name in names:
-            rank, world = (getattr(getattr(engine, "mpu", None), f"get_{name}_{what}", None) for what in ("rank", "world_size"))
-            if rank is not None and world is not None:
-                axes |= {axis: (rank(), world())} if world() > 1 else {}
-                break  # a pipeline's "model_parallel" means its stages too
-    return Place(place.rank, place.world_size, axes)
 
 
 class Follower:
@@ -183,8 +167,10 @@ class Follower:
         source.before_clipping = scale == 1 and not clips  # nothing is done to gradients from here on; overflow destroys them
         if source.before_clipping:
             self._look("before_step")
-        elif self._unclipped:
-            self._look("unclipped")
+        else:
+            if self._unclipped:
+                self._look("unclipped")
+            self._look_at(frozenset())
         out = self._run_inside(run, *args, **kwargs)
         self._look("after_step")
         norm = engine.get_global_grad_norm()
@@ -193,10 +179,15 @@ class Follower:
 
     def _optimizer_steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Look at gradients as they are taken: of one group of parameters after the other."""
-        if self.probe.tape is not None and not self.source.before_clipping:
-            self.source.stepping = tensors_of(optimizer)
-            self._look("before_step")
-            self.source.stepping = None
+        held = tensors_of(optimizer)
+        if held and not self.source.before_clipping:
+            self._look_at(held)
+
+    def _look_at(self, stepping: frozenset[int]) -> None:
+        """Look at gradients and state that stand for these tensors of the optimizer; at none: at all values."""
+        self.source.stepping = stepping
+        self._look("before_step")
+        self.source.stepping = None
 
     def _gradient_arrives(self, p: Any, gradient: Any) -> None:
         """Look at what goes into a reduction: each micro-batch by itself under ZeRO 2 and 3, else what has added up."""

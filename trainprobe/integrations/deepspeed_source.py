@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from trainprobe.engine.sources import Part, Shard
+from trainprobe.integrations.deepspeed_layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class DeepSpeedSource:
     """Hands out values, gradients, master weights and optimizer state of one engine in one process, for all ZeRO stages.
 
     names: returns id of parameter → logical name. arriving: the parameter and gradient that the moment "unreduced" is about.
-    micro: the micro-batch under which that one is kept. stepping: ids of the tensors that the optimizer steps now, or None for
-    all: ZeRO steps one group after the other.
+    micro: the micro-batch under which that one is kept. stepping: ids of the tensors that the optimizer steps now; ZeRO steps
+    one group after the other. Their gradients and state alone are handed out; where it is empty, values alone; None is all.
     """
 
     def __init__(self, engine: Any, names: Callable[[], Mapping[int, str]]) -> None:
@@ -51,7 +52,7 @@ class DeepSpeedSource:
         self.stepping: frozenset[int] | None = None
         self.before_clipping = False  # "before_step" is told where the optimizer's own gradients do not exist yet
         self.parameters = list(dict(engine.module.named_parameters()).values())
-        self.whole = ("dp",) if data_parallel(engine)[1] > 1 else ()
+        self.layout = Layout(engine)
 
     def parts(self, moment: str) -> Iterator[Part]:
         """Yield the parts that can be seen at `moment`; a parameter that other processes update has none of the optimizer's."""
@@ -72,10 +73,9 @@ class DeepSpeedSource:
                 if piece is not None and piece.reduced is not None:
                     yield Part(name, "grad_unclipped", piece.reduced, piece.shard, loss_scale(self.engine))
                 continue
-            if self.stepping is not None and (piece is None or id(piece.stepped) not in self.stepping):
-                continue
-            yield from self._value(p, name)
-            if piece is None:
+            if not self.stepping:
+                yield from self._value(p, name)
+            if piece is None or (self.stepping is not None and id(piece.stepped) not in self.stepping):
                 continue
             if moment == "before_step":
                 gradient = piece.reduced if self.before_clipping else _gradient(piece)
@@ -95,20 +95,22 @@ class DeepSpeedSource:
         if hasattr(p, "ds_id"):
             return _stage3_piece(optimizer, p)
         if hasattr(p, "_hp_mapping"):
-            return _partitioned_piece(optimizer, p)
-        shape = tuple(p.shape)
-        shard = Shard((0,) * len(shape), shape, shape, () if is_expert(p) else self.whole)
+            return _partitioned_piece(optimizer, p, self.layout.replicas(p, cut=True))
         if not p.requires_grad:
             return None
+        shard = self._whole(p)
         if hasattr(optimizer, "fp16_groups"):
             return _half_precision_piece(optimizer, p, shard)
         return Piece(p, None, p.numel(), shard, p.grad)
 
+    def _whole(self, p: Any) -> Shard:
+        shape = tuple(p.shape)
+        return Shard((0,) * len(shape), shape, shape, self.layout.replicas(p))
+
     def _value(self, p: Any, name: str) -> Iterator[Part]:
         held = getattr(p, "ds_tensor", None)
         if held is None:
-            shape = tuple(p.shape)
-            yield Part(name, "value", p, Shard((0,) * len(shape), shape, shape, () if is_expert(p) else self.whole))
+            yield Part(name, "value", p, self._whole(p))
             return
         shard = _stage3_shard(p)
         if shard.shape[0] and _is_here(held):
@@ -138,25 +140,10 @@ def loss_scale(engine: Any) -> float:
     return float(scale) if isinstance(scale, int | float) else 1.0
 
 
-def data_parallel(engine: Any) -> tuple[int, int]:
-    """Return this process's index among those that hold the same weights, and their number."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized():
-        return 0, 1
-    group = getattr(engine, "seq_data_parallel_group", None) or getattr(engine, "data_parallel_group", None)
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
-def is_expert(p: Any) -> bool:
-    """Tell whether a parameter is an expert's, which the processes of a data-parallel group do not share."""
-    return getattr(p, "allreduce", True) is False
-
-
 # ---- one layout each -----------------------------------------------------------------------------------------------------
 
 
-def _partitioned_piece(optimizer: Any, p: Any) -> Piece | None:
+def _partitioned_piece(optimizer: Any, p: Any, replicas: tuple[str, ...]) -> Piece | None:
     """ZeRO 1 and 2, and the optimizer of bfloat16 with float32 accumulation: a stretch of a flat tensor a group."""
     mapping = p._hp_mapping
     if mapping is None:
@@ -164,7 +151,7 @@ def _partitioned_piece(optimizer: Any, p: Any) -> Piece | None:
     flats = getattr(optimizer, "fp32_groups_flat_partition", None)
     flats = optimizer.single_partition_of_fp32_groups if flats is None else flats
     there, here = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-    shard = Shard((there.start,), (there.numel,), (p.numel(),))
+    shard = Shard((there.start,), (there.numel,), (p.numel(),), replicas)
     gradients = mapping.offload_gradient_dict if mapping.use_offload else mapping.gradient_dict
     group = gradients.get(mapping.param_group_index)
     reduced = None

@@ -118,7 +118,8 @@ def _by_itself(evidence: Evidence, reported: float, true: float) -> list[Finding
 
 def _over_ranks(evidence: Evidence) -> list[Finding]:
     told = {peer.rank: peer.numbers["reported_norm"] for peer in evidence.peers if peer.numbers["reported_norm"] > 0}
-    if len(told) < 2 or max(told.values()) - min(told.values()) <= _RANKS_FLOOR * max(told.values()):
+    high, low = max(told.values(), default=0.0), min(told.values(), default=0.0)
+    if high == low or high - low <= _RANKS_FLOOR * high:  # equal also where both are infinite
         return []
     listed = ", ".join(f"{value:.9g} on rank {rank}" for rank, value in list(told.items())[:4])
     text = (
