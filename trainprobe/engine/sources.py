@@ -133,22 +133,20 @@ class PlainSource:
 def mesh_shard(t: Any) -> Shard | None:
     """Return the part of a logical tensor that a DTensor holds here, or None for any other tensor. Nothing is communicated.
 
-    A dimension is cut into pieces of equal size, rounded up, as torch cuts it. Mesh dimensions without a known name count as
-    "dp".
+    A dimension is cut into pieces of equal size, rounded up, as torch cuts it. A strided shard (FSDP2 over tensor parallelism)
+    cuts what the other mesh dimensions have left. Mesh dimensions without a known name count as "dp".
     """
     placements, mesh = getattr(t, "placements", None), getattr(t, "device_mesh", None)
     if placements is None or mesh is None or mesh.get_coordinate() is None:
         return None
-    names = mesh.mesh_dim_names or ("dp",) * len(placements)
+    axes = [axis_of(name) for name in mesh.mesh_dim_names or ("dp",) * len(placements)]
+    cuts = [i for i, placement in enumerate(placements) if hasattr(placement, "dim")]
     offset, shape = [0] * len(t.shape), list(t.shape)
-    replicas: list[str] = []
-    for placement, name, index, parts in zip(placements, names, mesh.get_coordinate(), mesh.shape, strict=True):
-        if not placement.is_shard():
-            replicas.append(axis_of(name))
-            continue
-        size = -(-shape[placement.dim] // parts)
-        begin = min(index * size, shape[placement.dim])
-        offset[placement.dim] += begin
-        shape[placement.dim] = min(size, shape[placement.dim] - begin)
-    sharded = {axis_of(n) for n, p in zip(names, placements, strict=True) if p.is_shard()}
-    return Shard(tuple(offset), tuple(shape), tuple(t.shape), tuple(a for a in replicas if a not in sharded))
+    for i in sorted(cuts, key=lambda i: hasattr(placements[i], "split_factor")):
+        dim = placements[i].dim
+        size = -(-shape[dim] // mesh.shape[i])
+        begin = min(mesh.get_coordinate()[i] * size, shape[dim])
+        offset[dim] += begin
+        shape[dim] = min(size, shape[dim] - begin)
+    cut = {axes[i] for i in cuts}
+    return Shard(tuple(offset), tuple(shape), tuple(t.shape), tuple(axis for axis in axes if axis not in cut))

@@ -13,6 +13,7 @@ import sys
 from functools import cache, partial, wraps
 from typing import Any
 
+from trainprobe.engine.flat_parameters import handles_of
 from trainprobe.engine.records import Finding, Place
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.topology import axes_from_mesh, place_from_environment
@@ -64,7 +65,7 @@ class ProbeCallback:
         """Open the probe: everything is wrapped, sharded and on its device now."""
         engine = engine_of(trainer)
         self.session.begin(
-            pl_module,
+            _model(trainer, pl_module),
             trainer.optimizers,
             step=trainer.global_step,
             place=_place(trainer) if engine is None else place_of(engine),
@@ -178,6 +179,12 @@ def _callback_class(cls: type, namespace: str) -> type:
 
 def _make_again(cls: type[ProbeCallback], plan: PlanSource, overrides: dict[str, Any]) -> ProbeCallback:
     return cls(plan, **overrides)
+
+
+def _model(trainer: Any, pl_module: Any) -> Any:
+    """Return what is watched: the module, or the wrapper around it that keeps its parameters (FSDPStrategy)."""
+    around = trainer.strategy.model
+    return around if len(handles_of([around])) > len(handles_of([pl_module])) else pl_module
 
 
 def _place(trainer: Any) -> Place:

@@ -39,7 +39,7 @@ def batches(rank: int = 0, count: int = BATCHES) -> list[torch.Tensor]:
 
 
 def module(kind: str = "automatic", namespace: str = "lightning.pytorch", **about: Any) -> Any:
-    """Return a module: automatic, manual or two optimizers; about: nan_at, crash_at and nudge_at (micro-batches), rank …"""
+    """Return a module: automatic, manual or two optimizers; about: nan_at, poison_at … (micro-batches), rank …"""
     pl = importlib.import_module(namespace)
 
     class Module(pl.LightningModule):
@@ -58,6 +58,8 @@ def module(kind: str = "automatic", namespace: str = "lightning.pytorch", **abou
             if about.get("nan_at") == self.seen and about.get("rank", 0) == self.trainer.global_rank:
                 with torch.no_grad():
                     self.net.second.weight[0, 0] = float("nan")
+            if about.get("poison_at") == self.seen and about.get("rank", 0) == self.trainer.global_rank:
+                self.net.second.weight.register_hook(lambda gradient: gradient * float("nan"))
             if about.get("nudge_at") == self.seen and about.get("rank", 0) == self.trainer.global_rank:
                 with torch.no_grad():
                     self.net.second.weight[0, 0] += 1e-4

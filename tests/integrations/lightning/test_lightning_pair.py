@@ -1,4 +1,4 @@
-"""Lightning on two ranks, DDP and FSDP2 (ModelParallelStrategy): real processes, one pair for all that is asked."""
+"""Lightning on two ranks, DDP, FSDP2 (ModelParallelStrategy) and FSDP1 (FSDPStrategy): real processes, one pair for all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pair(require, tmp_path_factory) -> tuple[Path, list[dict]]:
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "dump", "audit"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp", "dump", "audit", "sharded"])
 def test_each_rank_trains_to_the_same_bits_with_and_without_the_probe(pair, kind):
     assert [told[f"{kind} different bits"] for told in pair[1]] == [[], []]
 
@@ -62,10 +62,11 @@ def test_the_loss_of_each_rank_is_its_own_and_their_mean_that_of_one_process(pai
         assert sum(rank[step]["loss"] for rank in ranks) / 2 == pytest.approx(numbers["loss"], rel=1e-5)
 
 
-def test_shards_under_fsdp2_join_to_the_norms_of_one_process_of_plain_torch(pair):
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp"])
+def test_shards_join_to_the_norms_of_one_process_of_plain_torch(pair, kind):
     from tests.integrations.lightning.small_lightning import recorded
 
-    ranks = [recorded(pair[0] / "fsdp2", rank) for rank in range(2)]
+    ranks = [recorded(pair[0] / kind, rank) for rank in range(2)]
     for step, numbers in enumerate(expected(clip=False)):
         for name, value in numbers.items():
             if " " in name and "unclipped" not in name and " rank" not in name:
@@ -73,8 +74,15 @@ def test_shards_under_fsdp2_join_to_the_norms_of_one_process_of_plain_torch(pair
                 assert joined == pytest.approx(value, rel=5e-5, abs=1e-9), (step, name)
 
 
-def test_the_audit_finds_nothing_in_a_healthy_training(pair):
-    assert [told["healthy"] for told in pair[1]] == [[], []]
+@pytest.mark.parametrize("run", ["healthy", "sharded"])
+def test_the_audit_finds_nothing_in_a_healthy_training(pair, run):
+    assert [told[run] for told in pair[1]] == [[], []]
+
+
+def test_a_gradient_that_one_rank_of_fsdp_spoils_is_found_on_it_before_the_reduction_with_the_parameters_name(pair):
+    ranks = [told["poisoned"] for told in pair[1]]
+    assert ranks[1][0] == [2, 1, "net.second.weight", "grad_unreduced"]
+    assert ranks[0][0][:3] == [2, 0, "net.second.weight"], "the other rank has it through the reduced gradient"
 
 
 def test_a_replica_that_drifts_is_found_at_its_step_with_the_parameters_name(pair):

@@ -1,4 +1,4 @@
-"""One rank of Lightning trainings under DDP and FSDP2, with and without the probe; leaves what came of them in a JSON file.
+"""One rank of Lightning trainings under DDP, FSDP2 and FSDP1, with and without the probe; leaves what came of them in JSON.
 
 train_pair.py FOLDER
 """
@@ -12,6 +12,9 @@ import sys
 from pathlib import Path
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 from tests.integrations.lightning.small_lightning import CLIP, bits, loader, local, module, trainer
 from trainprobe.integrations.lightning import ProbeCallback
@@ -36,20 +39,30 @@ def sharded_module(**about):
     return made
 
 
+class OnCpu(FSDPStrategy):
+    """The strategy without its checks for a GPU; `net.first` is wrapped too."""
+
+    def _setup_model(self, model):
+        def is_first(module: torch.nn.Module) -> bool:
+            return getattr(module, "in_features", 0) == 6
+
+        return FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), use_orig_params=True, auto_wrap_policy=CustomPolicy(is_first)
+        )
+
+
 def strategy(kind: str):
     if kind == "ddp":
-        from lightning.pytorch.strategies import DDPStrategy
-
         return DDPStrategy(process_group_backend="gloo")
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
+    if kind == "fsdp":
+        return OnCpu(process_group_backend="gloo")
     return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
 
 
 def fit(kind: str, probe: ProbeCallback | None, **about):
     clip = {} if kind == "ddp" else {"gradient_clip_val": None}  # Lightning leaves clipping of DTensors to the user
     run = trainer([probe] if probe else [], strategy=strategy(kind), **{**OPTIONS, **clip})
-    model = (module if kind == "ddp" else sharded_module)(drop=0.0, quiet=True, **about)
+    model = (sharded_module if kind == "fsdp2" else module)(drop=0.0, quiet=True, **about)
     torch.manual_seed(9)
     run.fit(model, loader(rank=RANK))
     return run, model
@@ -57,7 +70,7 @@ def fit(kind: str, probe: ProbeCallback | None, **about):
 
 def main(folder: Path) -> None:
     told: dict[str, object] = {}
-    for kind in ("ddp", "fsdp2"):
+    for kind in ("ddp", "fsdp2", "fsdp"):
         bare = fit(kind, None)
         watched = fit(kind, ProbeCallback(MONITORED, output=folder / kind))
         a, b = (bits(model, run) for run, model in (bare, watched))
@@ -74,6 +87,13 @@ def main(folder: Path) -> None:
     c = bits(*reversed(fit("ddp", healthy)))
     told["audit different bits"] = [name for name in a if a[name] != c[name]]
     told["healthy"] = [f.message for f in healthy.findings]
+    sharded = ProbeCallback(audited, output=folder / "sharded")
+    d, e = (bits(*reversed(fit("fsdp", probe))) for probe in (None, sharded))
+    told["sharded different bits"] = [name for name in d if d[name] != e[name]]
+    told["sharded"] = [f.message for f in sharded.findings]
+    poisoned = ProbeCallback(MONITORED, output=folder / "poisoned")
+    fit("fsdp", poisoned, poison_at=5, rank=1)
+    told["poisoned"] = [[f.step, f.place.rank, f.site.name, f.site.slot] for f in poisoned.findings if f.rule == "nonfinite"]
     fit("ddp", drifting, nudge_at=5, rank=1)
     told["drifting"] = [[f.rule, f.step, f.message] for f in drifting.findings]
     sick = ProbeCallback(output=folder / "sick")

@@ -228,6 +228,8 @@ def _placement(p: Any) -> dict[str, dict[str, Any]]:
         return {"Shard": {"dim": p.dim}}
     if p.is_partial():
         return {"Partial": {"reduce_op": str(p.reduce_op)}}
+    if hasattr(p, "split_factor"):
+        return {"StridedShard": {"dim": p.dim, "split_factor": p.split_factor}}
     return {type(p).__name__.lstrip("_"): {}}
 
 
