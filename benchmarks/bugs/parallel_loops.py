@@ -306,7 +306,11 @@ class Mixture(nn.Module):
     def __init__(self, rank: int, world: int) -> None:
         super().__init__()
         self.rank, self.world = rank, world
-        self.wte, self.router, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, world), nn.Linear(WIDTH, VOCABULARY)
+        self.wte, self.router, self.head = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Linear(WIDTH, world),
+            nn.Linear(WIDTH, VOCABULARY),
+        )
         all_experts = [nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH)) for _ in range(world)]
         self.experts = nn.ModuleDict({str(rank): all_experts[rank]})
 

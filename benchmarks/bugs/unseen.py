@@ -9,7 +9,6 @@ import io
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -58,11 +57,11 @@ class SteppedTwice(Vision):
 class NormalisedByEvaluation(Vision):
     """The evaluation runs in training mode and moves the running statistics."""
 
-    begins = 5
+    begins = 6
 
     def after(self, step: int) -> None:
         """Forget eval()."""
-        if step < self.begins:
+        if step < self.begins - 1:
             super().after(step)
         elif step % 3 == 2:
             with torch.no_grad():
@@ -239,11 +238,13 @@ class Masters(Loop):
 
 
 class MasterNotCopied(Masters):
-    """One master weight is not copied back."""
+    """One master weight is not copied back: the forward of the next step runs with the old one."""
+
+    begins = 4
 
     def copy_back(self, step: int, index: int, p: Tensor, master: Tensor) -> None:
         """Leave the second weight out."""
-        if step < self.begins or index != 2:
+        if step < self.begins - 1 or index != 2:
             super().copy_back(step, index, p, master)
 
 
@@ -252,7 +253,9 @@ class Pair(Masters):
 
     def build(self) -> nn.Module:
         """Make both halves."""
-        return nn.Sequential(nn.Sequential(nn.Linear(12, 32), nn.GELU()), nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 5)))
+        return nn.Sequential(
+            nn.Sequential(nn.Linear(12, 32), nn.GELU()), nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 5))
+        )
 
     def make_optimizer(self) -> Any:
         """Make one for each."""
@@ -525,7 +528,7 @@ def bug(run: type[Loop], twin: type[Loop], where: Any, within: int = 1) -> Bug:
 
 COPIED, COUNTING = Copied, counting  # what the second set builds on too
 UNSEEN = (
-    bug(SumOfMicroBatches, Vision, at(rules=("declared_loss",)), 10),
+    bug(SumOfMicroBatches, Vision, at(rules=("declared_loss", "reported_loss")), 10),
     bug(ClearedInAccumulation, Vision, at(rules=("cleared_gradients", "declared_loss")), 10),
     bug(ScheduledByMicroBatch, Vision, at("lr")),
     bug(SteppedTwice, Vision, at(rules=("step_counters", "update_rule", "moment_recurrence", "movement"))),
@@ -555,7 +558,7 @@ UNSEEN = (
     bug(BiasOnEachRank, Split, at("blocks.0", "blocks.0.down_bias")),
     bug(PositionsApart, Split, at("wpe.weight")),
     bug(LossOfOwnVocabulary, Split, at("loss", "wte.weight")),
-    bug(DropoutApart, Split, at("blocks.0.drop", "wte.weight", "rng", "random")),
+    bug(DropoutApart, Split, at("blocks.0.drop", "random state")),
     bug(TieNotSummed, Pipeline, at("wte.weight")),
     bug(StaleActivation, Pipeline, at("batch", "layers.1")),
     bug(NormOfOwnStage, Pipeline, at("grad_norm")),

@@ -158,7 +158,12 @@ class StepFacts:
     tensor of each held. bypassed: the model inside a wrapper was
     called, and not the wrapper. left: parameter → (fingerprint, norm) of a gradient that was there when the first backward
     pass began. buffers: name → fingerprint after the update. rates: learning rate of each group as the optimizer used it.
-    repeated: a parameter was in two updates. ordinal: how many steps had begun with this one. clips: the calls that clipped.
+    repeated: a parameter was in two updates. twice: parameters that were stepped again with the gradient of the update before.
+    called: module → whether it ran with gradients enabled, of the modules that ran in training. reached, unreached: parameters
+    of the optimizers that stepped, with a gradient and without. idle: parameters of optimizers that stepped at each audited
+    step before and not in this one. discarded: backward passes whose gradients were cleared before an update used them.
+    closure: an optimizer ran forward and backward within its step, more than once. differentiated: the losses of the backward
+    passes, empty where one began from more than a number. begun: name → fingerprint of a buffer before the first forward. ordinal: how many steps had begun with this one. clips: the calls that clipped.
     random: fingerprint of the random state at the end of the step, and of that before the
     first forward. region: that of the random state of what is split over tp, 0 where
     none is told. recomputed: forwards that ran again. reruns: updates that were worked out again. saved: what was saved
@@ -174,6 +179,15 @@ class StepFacts:
     backwards: int = 0
     updates: int = 0
     repeated: bool = False
+    twice: tuple[str, ...] = ()
+    called: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    reached: frozenset[str] = frozenset()
+    unreached: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+    discarded: int = 0
+    closure: bool = False
+    differentiated: tuple[float, ...] = ()
+    begun: Mapping[str, int] = field(default_factory=dict[str, int])
     ordinal: int = 0
     left: Mapping[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
     buffers: Mapping[str, int] = field(default_factory=dict[str, int])

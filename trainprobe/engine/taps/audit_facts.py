@@ -18,6 +18,7 @@ from trainprobe.engine.stats.partials import column
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.taps.backward_starts import BackwardStarts
 from trainprobe.engine.taps.declared_loss import DeclaredGradient
+from trainprobe.engine.taps.gradient_use import GradientUse
 from trainprobe.engine.taps.model_calls import ModelCalls, unwrapped
 from trainprobe.engine.taps.parameter_states import ParameterStateTap
 from trainprobe.engine.taps.random_state import random_fingerprint
@@ -55,7 +56,8 @@ class AuditTap:
         self.new_tape: Callable[[], Tape] | None = None
         self.saves = SavedStates(guard, self._held_now, lambda: self.step())
         self._calls = ModelCalls(guard)
-        self._backward = BackwardStarts(guard, self._first_backward)
+        self._backward = BackwardStarts(guard, self._first_backward, self._backward_begins, self._clears)
+        self._use = GradientUse(names)
         self._schedules = ScheduleWatch(guard)
         self._states = states
         self._names = names
@@ -67,11 +69,12 @@ class AuditTap:
         self._left: dict[str, tuple[Any, Value]] = {}
         self._kept: dict[str, Value] = {}
         self._buffers: dict[str, Value] = {}
+        self._begun: dict[str, Value] = {}  # the buffers before the first forward
         self._updates = 0
         self._repeated = False
         self._stepped: set[int] = set()  # ids of what an optimizer of this step holds
         self._rates: tuple[float, ...] = ()
-        self._calls.before_first = self.declared.first_forward
+        self._calls.before_first = self._first_forward
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember the model as it is set up."""
@@ -91,7 +94,8 @@ class AuditTap:
             self._rescan()
             self._states.open(self._models, self._optimizers)
         self._states.more = STATS | CHECKSUM if self.fingerprints() else STATS
-        self._left, self._kept, self._buffers = {}, {}, {}
+        self._left, self._kept, self._buffers, self._begun = {}, {}, {}, {}
+        self._use.begin()
         self._updates, self._rates, self._repeated, self._stepped = 0, (), False, set()
         self.declared.begin()
         self._rerun.begin()
@@ -140,13 +144,14 @@ class AuditTap:
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         self.unclipped()
+        self._use.before_update(optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._repeated |= bool(held & self._stepped)
         self._stepped |= held
         if self.reruns():
             self._rerun.before(optimizer)
         self._schedules.at_update(optimizer)
-        self._rates = tuple(float(g["lr"]) for g in optimizer.param_groups if isinstance(g.get("lr"), float | int))
+        self._rates += tuple(float(g["lr"]) for g in optimizer.param_groups if isinstance(g.get("lr"), float | int))
         if not self._backward.cleared:
             names = self._names()
             own = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
@@ -159,12 +164,28 @@ class AuditTap:
         if self._tape is None:
             return
         self._updates += 1
+        self._use.after_update()
+        self._backward.unused = 0
         self._rerun.after()
         if self.fingerprints():
-            for model in self._models:
-                inner = list(unwrapped(model))[-1]
-                for name, buffer in inner.named_buffers():
-                    self._buffers[name] = self._tape.value(buffer, STATS | CHECKSUM)
+            self._buffers = self._look_at_buffers(self._tape)
+
+    def _first_forward(self) -> None:
+        self.declared.first_forward()
+        if self._tape is not None and self.fingerprints():
+            self._begun = self._look_at_buffers(self._tape)
+
+    def _look_at_buffers(self, tape: Tape) -> dict[str, Value]:
+        buffers = (pair for model in self._models for pair in list(unwrapped(model))[-1].named_buffers())
+        return {name: tape.value(buffer, STATS | CHECKSUM) for name, buffer in buffers}
+
+    def _backward_begins(self, root: Any) -> None:
+        if self._tape is not None and self._states.source is None:
+            self._use.backward_begins(root, self._tape)
+
+    def _clears(self, owner: Any) -> None:
+        if self._plain() and self._use.cleared(owner, self._models, self._backward.unused):
+            self._backward.unused = 0
 
     def _first_backward(self) -> None:
         if self._tape is None or self._states.source is not None:
@@ -198,6 +219,15 @@ class AuditTap:
             backwards=self._backward.count,
             updates=self._updates,
             repeated=self._repeated,
+            twice=tuple(self._use.twice),
+            called=calls.called_names(),
+            reached=frozenset(self._use.reached),
+            unreached=tuple(self._use.unreached),
+            idle=self._use.idle(self._optimizers),
+            discarded=self._use.discarded,
+            closure=self._use.closure,
+            differentiated=tuple(_mean(reel, value) for value in self._use.roots or ()),
+            begun={name: _checksum(reel, v) for name, v in self._begun.items()},
             ordinal=self.ordinal(),
             left={name: seen for name, seen in kept.items() if seen[1] != 0},
             buffers={name: _checksum(reel, v) for name, v in self._buffers.items()},
@@ -217,7 +247,8 @@ class AuditTap:
                 for name, order, again, first in calls.repeated()
             ),
         )
-        self._left, self._kept, self._buffers = {}, {}, {}
+        self._left, self._kept, self._buffers, self._begun = {}, {}, {}, {}
+        self._use.begin()
         return facts
 
     def _held_now(self) -> dict[tuple[str, str], int]:
@@ -255,6 +286,10 @@ def _checksum(reel: Reel, value: Value) -> int:
 
 def _norm(reel: Reel, value: Value) -> float:
     return float(finish(reel.partials[value.row : value.row + 1], ("norm",))["norm"][0]) if value.row >= 0 else 0.0
+
+
+def _mean(reel: Reel, value: Value) -> float:
+    return float(finish(reel.partials[value.row : value.row + 1], ("mean",))["mean"][0]) if value.row >= 0 else float("nan")
 
 
 def _outputs(reel: Reel, values: Sequence[Value]) -> tuple[Output, ...]:

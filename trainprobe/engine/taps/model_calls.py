@@ -34,6 +34,7 @@ class ModelCalls:
         self.drawn = False
         self.asleep = False  # while the audit itself runs the model
         self.before_first: Callable[[], None] | None = None
+        self.called: dict[int, bool] = {}  # id of each module that ran in training → whether with gradients enabled
         self.looks_for_repeats = False
         self.repeats: list[tuple[int, list[Value]]] = []  # id of a module and the outputs of its forward that ran again
         self._again: set[int] = set()  # ids of modules that were seen to run again in a backward pass
@@ -69,6 +70,7 @@ class ModelCalls:
         """Look at the calls of a step."""
         self._tape = tape
         self.batches, self.bypassed, self.drawn = [], False, False
+        self.called = {}
         self.repeats, self._firsts = [], {}
         self._looked_at = frozenset(self._again)  # of these every forward of the step is seen, in whatever order they run
         self._depth = 0
@@ -139,6 +141,8 @@ class ModelCalls:
     def _call(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         if self._inside is not None:
             return self._look_inside(original, module, args, kwargs)
+        if module.training and not self.asleep:
+            self.called[id(module)] = self.called.get(id(module), False) or torch.is_grad_enabled()
         if not self.looks_for_repeats or self._tape is None or self.asleep or id(module) not in self._names:
             return self._call_root(original, module, args, kwargs)
         result = self._call_root(original, module, args, kwargs)
@@ -166,6 +170,10 @@ class ModelCalls:
         order = {key: i for i, key in enumerate(self._firsts)}
         for key, values in self.repeats:
             yield self._names.get(key, ""), order[key], values, self._firsts[key]
+
+    def called_names(self) -> dict[str, bool]:
+        """Return name → whether with gradients enabled, of the modules that ran in training."""
+        return {self._names[key]: enabled for key, enabled in self.called.items() if key in self._names}
 
     def _call_root(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         wrappers = self._roots.get(id(module))

@@ -12,15 +12,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from trainprobe.engine.facts import StepFacts
+from trainprobe.engine.gathering import Words
 from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.monitor.audit.evidence import Evidence, Peer, Share, Tensors, tensors_of
-from trainprobe.monitor.audit.messages import Words, decode, digest, encode, key_of, out_of_service
+from trainprobe.monitor.audit.messages import decode, digest, encode, key_of, out_of_service
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.relations import load_relation
-from trainprobe.monitor.audit.replication import logical_norms, replicas_at_first, with_known_shares
+from trainprobe.monitor.audit.relations.reported_loss import differentiated
+from trainprobe.monitor.audit.replication import (
+    constants_beside_a_matrix,
+    doubted_biases,
+    logical_norms,
+    replicas_at_first,
+    with_known_shares,
+)
 from trainprobe.monitor.scalar_names import scalar
 
 _REMEMBERED = 32  # steps whose batches are remembered
+_STEADY = 3  # audited steps in a row after which a gradient is expected
 _GRAVITY = {"info": 0, "warning": 1, "error": 2}
 Gather = Callable[[Words], list[Words]]
 
@@ -40,6 +49,7 @@ class Audit:
         self.gather = gather
         self._replicated: dict[str, frozenset[str]] = {}
         self._batches: deque[tuple[int, ...]] = deque(maxlen=_REMEMBERED)
+        self._reached: dict[str, int] = {}  # parameter → audited steps in a row at which it had a gradient; -1 once it had none
         self._answered = -1  # the last step at which this rank took part in the collective
         self._violated: set[str] = set()  # relations that did not hold when they were last checked
 
@@ -87,7 +97,16 @@ class Audit:
         """Gather all that the relations may look at, and remember it for the next step."""
         tensors = tensors_of(reel)
         draft = Evidence(
-            reel.step, reel.place, facts, tensors, self.plan, reel.scalars, self.last, batches_before=tuple(self._batches)
+            reel.step,
+            reel.place,
+            facts,
+            tensors,
+            self.plan,
+            reel.scalars,
+            self.last,
+            batches_before=tuple(self._batches),
+            ever_reached=frozenset(self._reached),
+            always_reached=frozenset(name for name, times in self._reached.items() if times >= _STEADY),
         )
         peers: tuple[Peer, ...] = ()
         if self.exchanges(reel.step, reel.place.world_size):
@@ -96,11 +115,20 @@ class Audit:
         evidence = replace(draft, peers=peers, replicated=replicated)
         evidence = replace(evidence, norms=_norms(evidence))
         self._batches.append(facts.batches)
+        self._count_reached(facts)
         if any("fingerprints" in load_relation(name).COST for name in due) or self.last is None:
             self.last = replace(evidence, before=None)
         else:
             self.last = replace(self.last, step=evidence.step, facts=facts, tensors=Tensors(), scalars=evidence.scalars)
         return evidence
+
+    def _count_reached(self, facts: StepFacts) -> None:
+        """Learn which parameters have a gradient at each audited step."""
+        for name in facts.reached:
+            times = self._reached.get(name, 0)
+            self._reached[name] = times + 1 if times >= 0 else -1
+        for name in self._reached.keys() & set(facts.unreached):
+            self._reached[name] = -1
 
     def _compare(self, draft: Evidence) -> tuple[Peer, ...]:
         """Send this rank's message and return everybody's; nothing where a rank has stopped or is at another step."""
@@ -116,10 +144,16 @@ class Audit:
     def _learn(self, draft: Evidence, peers: Sequence[Peer]) -> None:
         """Find out over which axes the value of each new parameter, and each new buffer, is replicated."""
         new = {name: key_of(name, "value") for name in draft.tensors.names if name not in self._replicated}
-        seen = replicas_at_first(new.values(), draft.axes, peers, draft.place.rank) if new else {}
+        gradients = [key_of(name, "grad") for name in new if (name, "grad") in draft.tensors]
+        seen = replicas_at_first([*new.values(), *gradients], draft.axes, peers, draft.place.rank) if new else {}
+        doubted = doubted_biases(draft.model.parameters, draft.tensors, {n: seen[key] for n, key in new.items()}, draft.axes)
         for name, key in new.items():
-            said = draft.tensors.replicas.get((name, "value"))
-            self._replicated[name] = said if said is not None else seen[key] | (self.certain & set(draft.axes))
+            said, over = draft.tensors.replicas.get((name, "value")), seen[key]
+            if said is None and name in doubted:
+                if (name, "grad") not in draft.tensors:
+                    continue  # once it has a gradient, that tells
+                over &= seen[key_of(name, "grad")]
+            self._replicated[name] = said if said is not None else over | (self.certain & set(draft.axes))
         fresh = {f"buffer {name}": key_of(name, "buffer") for name in draft.facts.buffers}
         fresh = {name: key for name, key in fresh.items() if name not in self._replicated}
         seen = replicas_at_first(fresh.values(), draft.axes, peers, draft.place.rank) if fresh else {}
@@ -139,6 +173,7 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
     for name, checksum in facts.buffers.items():
         rows[key_of(name, "buffer")] = (checksum, 0.0)
     rows |= {key_of(name, "rests"): (1, 0.0) for name, training in facts.model.modes.items() if not training}
+    rows |= {key_of(p.name, "frozen"): (1, 0.0) for p in facts.model.parameters if not p.trainable}
     own = _total(draft, "grad"), _total(draft, "grad_unclipped")
     numbers = {
         "lr": facts.rates[0] if facts.rates else float("nan"),
@@ -149,6 +184,7 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
         "loss": _or_nan(scalar(draft.scalars, "loss")),
         "updates": float(facts.updates),
         "tokens": float(sum(facts.tokens)),
+        "differentiated": differentiated(draft),
     }
     marks = {
         "modes": digest(repr(sorted(facts.model.modes.items()))),
@@ -174,11 +210,13 @@ def _total(draft: Evidence, slot: str) -> float:
 def _shares(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> dict[int, Share]:
     """Return key of each gradient that this rank holds → its share, before and after clipping."""
     seen, shares = draft.tensors, dict[int, Share]()
+    beside = constants_beside_a_matrix(draft.model.parameters, seen)
     for name in seen.with_slot("grad"):
         clipped = seen.number(name, "grad", "norm")
         unclipped = seen.number(name, "grad_unclipped", "norm") if (name, "grad_unclipped") in seen else clipped
         over = seen.replicas.get((name, "grad"), replicated.get(name, seen.replicas.get((name, "value"))))
-        shares[key_of(name, "grad")] = Share(key_of(name, "value"), over, unclipped, clipped)
+        doubted = over is None and name in beside
+        shares[key_of(name, "grad")] = Share(key_of(name, "value"), over, unclipped, clipped, doubted)
     return shares
 
 

@@ -26,8 +26,8 @@ class Tensors:
     """The numbers of every tensor of every parameter in one step: (name, slot) → row; arrays [rows].
 
     Slots: value, main_value, grad_unclipped, grad, exp_avg …, and each but gradients with `_after` behind it for after the
-    update. replicas: (name, slot) → axes over which its source says that this tensor is replicated (only where it says): a
-    gradient may be cut over ranks that all hold the whole value.
+    update. dtypes: plain names, `float32`. replicas: (name, slot) → axes over which its source says that this tensor is
+    replicated (only where it says): a gradient may be cut over ranks that all hold the whole value.
     """
 
     rows: Mapping[Key, int] = field(default_factory=dict[Key, int])
@@ -84,7 +84,7 @@ def tensors_of(reel: Reel) -> Tensors:
                 continue
             names[call.name] = None
             rows[call.name, slot] = value.row
-            dtypes[call.name, slot] = value.dtype
+            dtypes[call.name, slot] = value.dtype.rpartition(".")[2].lower()
             shard = (value.extra or {}).get("shard")
             if shard is not None:
                 replicas[call.name, slot] = frozenset(shard["replicas"])
@@ -94,13 +94,15 @@ def tensors_of(reel: Reel) -> Tensors:
 @dataclass(frozen=True, slots=True)
 class Share:
     """A rank's piece of one gradient. value: key of the parameter's value. over: axes over which others hold the same piece,
-    None where nobody knows yet. unclipped, clipped: its norm before and after clipping.
+    None where nobody knows yet. unclipped, clipped: its norm before and after clipping. doubted: equal values alone do not show
+    that it is replicated.
     """
 
     value: int
     over: frozenset[str] | None
     unclipped: float
     clipped: float
+    doubted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,8 @@ class Evidence:
     before: the evidence of the audited step before this one, without its own `before`. peers: every rank, this one included;
     empty where ranks were not compared. replicated: parameter, or "buffer NAME" → axes over which its value is replicated;
     `over` answers for each tensor. norms: logical norm of all gradients, over all ranks, "unclipped" and "clipped", where it
-    is known.
+    is known. ever_reached, always_reached: parameters that had a gradient at an audited step before, and at each of at least
+    three.
     """
 
     step: int
@@ -141,6 +144,8 @@ class Evidence:
     replicated: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
     norms: Mapping[str, float] = field(default_factory=dict[str, float])
     batches_before: tuple[tuple[int, ...], ...] = ()
+    ever_reached: frozenset[str] = frozenset()
+    always_reached: frozenset[str] = frozenset()
 
     @property
     def model(self) -> ModelFacts:
@@ -163,6 +168,17 @@ class Evidence:
     def axes(self) -> frozenset[str]:
         """The axes along which there is more than one rank or chunk."""
         return frozenset(axis for axis, (_, size) in self.place.axes.items() if size > 1)
+
+    @property
+    def mastered(self) -> frozenset[str]:
+        """Parameters whose optimizer steps a copy of another dtype, from which the training loop copies them."""
+        held = {(shape, dtype) for shape, dtype in self.model.strays}
+        shapes = {shape for shape, _ in held}
+        return frozenset(
+            p.name
+            for p in self.model.parameters
+            if p.trainable and p.owned is False and p.shape in shapes and (p.shape, p.dtype) not in held
+        )
 
     def over(self, name: str, slot: str) -> frozenset[str]:
         """Return the axes over which a tensor of a parameter, or a buffer (slot "buffer"), is replicated."""

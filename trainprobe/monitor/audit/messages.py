@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
+from trainprobe.engine.gathering import Words
 from trainprobe.engine.topology import AXES as _AXES
 from trainprobe.monitor.audit.evidence import Peer, Share
 
 AXES = (*_AXES, "etp")
-NUMBERS = ("lr", "loss_scale", "counter", "reported_norm", "coefficient", "loss", "updates", "tokens")
+NUMBERS = ("lr", "loss_scale", "counter", "reported_norm", "coefficient", "loss", "updates", "tokens", "differentiated")
 MARKS = ("modes", "trainable", "random", "drawn", "whole_numbers", "region", "out")
 _COUNTS = ("rank", "step", "batches", "rows", "projections", "gradients")
 _UNKNOWN = 1 << 63  # nobody knows yet over which axes it is replicated
+_DOUBTED = 1 << 62  # equal values alone would not show it
 _HEAD = len(_COUNTS) + len(NUMBERS) + len(MARKS) + len(AXES)
-Words = npt.NDArray[np.uint64]
 
 
 @lru_cache(maxsize=1 << 16)
@@ -50,7 +50,7 @@ def encode(peer: Peer, step: int) -> Words:
     shares = [
         word
         for key, s in peer.gradients.items()
-        for word in (key, s.value, _axes_bits(s.over), _bits(s.unclipped), _bits(s.clipped))
+        for word in (key, s.value, _axes_bits(s.over) | _DOUBTED * s.doubted, _bits(s.unclipped), _bits(s.clipped))
     ]
     return np.array([*head, *peer.batches, *rows, *told, *shares], dtype=np.uint64)
 
@@ -88,7 +88,7 @@ def _axes_bits(over: frozenset[str] | None) -> int:
 def _share(words: Sequence[int]) -> Share:
     value, bits, unclipped, clipped = words
     over = None if bits & _UNKNOWN else frozenset(axis for i, axis in enumerate(AXES) if bits >> i & 1)
-    return Share(value, over, _number(unclipped), _number(clipped))
+    return Share(value, over, _number(unclipped), _number(clipped), bool(bits & _DOUBTED))
 
 
 def _bits(number: float) -> int:

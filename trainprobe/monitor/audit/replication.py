@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from trainprobe.monitor.audit.evidence import Peer, Share
+from trainprobe.engine.facts import ParameterFact
+from trainprobe.monitor.audit.evidence import Peer, Share, Tensors
 
 
 def replicas_at_first(
@@ -40,15 +41,48 @@ def with_known_shares(peers: Sequence[Peer], axes: Collection[str], certain: fro
     out: list[Peer] = []
     for peer in peers:
         unknown = {share.value for share in peer.gradients.values() if share.over is None}
+        unknown |= {key for key, share in peer.gradients.items() if share.doubted}
         if unknown:
             learned = replicas_at_first(unknown, axes, peers, peer.rank)
             shares: Mapping[int, Share] = {
-                key: replace(s, over=learned[s.value] | (certain & frozenset(axes))) if s.over is None else s
+                key: replace(s, over=_learned(key, s, learned) | (certain & frozenset(axes))) if s.over is None else s
                 for key, s in peer.gradients.items()
             }
             peer = replace(peer, gradients=shares)
         out.append(peer)
     return tuple(out)
+
+
+def _learned(key: int, share: Share, learned: Mapping[int, frozenset[str]]) -> frozenset[str]:
+    return learned[share.value] & learned[key] if share.doubted else learned[share.value]
+
+
+def constants_beside_a_matrix(parameters: Sequence[ParameterFact], seen: Tensors) -> dict[str, list[str]]:
+    """Return name of each vector of one number throughout → matrices beside it in the same module that have as many rows.
+
+    Such a bias, all zeros at first, looks alike on ranks that split the matrix by its rows, and each hold a part of it.
+    """
+    matrices: dict[tuple[str, int], list[str]] = {}
+    for p in parameters:
+        if len(p.shape) > 1:
+            matrices.setdefault((p.name.rpartition(".")[0], p.shape[0]), []).append(p.name)
+    beside = {p.name: matrices.get((p.name.rpartition(".")[0], p.shape[0]), []) for p in parameters if len(p.shape) == 1}
+    return {
+        name: found
+        for name, found in beside.items()
+        if found and seen.number(name, "value", "min") == seen.number(name, "value", "max")
+    }
+
+
+def doubted_biases(
+    parameters: Sequence[ParameterFact], seen: Tensors, learned: Mapping[str, frozenset[str]], axes: frozenset[str]
+) -> frozenset[str]:
+    """Return the vectors whose equal values do not show that they are replicated: a matrix beside them is not.
+
+    learned: name → axes over which its value is the same.
+    """
+    beside = constants_beside_a_matrix(parameters, seen)
+    return frozenset(name for name, found in beside.items() if any(axes - learned.get(m, axes) for m in found))
 
 
 def logical_norms(peers: Sequence[Peer], axes: Collection[str], keys: Collection[int] | None = None) -> tuple[float, float]:

@@ -1,8 +1,11 @@
-"""Gradients are empty before the first backward pass of a step.
+"""Gradients are empty before the first backward pass of a step, and are not thrown away before an update has used them.
 
 Relation: when backward begins, no parameter holds the gradient that the optimizer has used already. Tolerance none: the
-gradient that is found is bit-equal to the one that was used, or, where the step before was not audited, it is there although
-every audited step updates. Usually caused by a missing `zero_grad`, or by one that is called on another model or optimizer.
+gradient that is found is bit-equal to the one that was used, or, where the step before was not audited or an optimizer ran
+backward within its step, it is there although every audited step updates. And where all gradients of the model are cleared
+after a backward pass, an update or a write to the weights came between, or no other backward pass follows.
+Usually caused by a missing `zero_grad`, by one that is called on another model or optimizer, or by one that stands inside the
+loop over micro-batches.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ STAGE = "backward"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find gradients that the optimizer has used already."""
+    if evidence.facts.discarded and evidence.facts.updates:
+        return [_discarded(evidence)]
     left, before = evidence.facts.left, evidence.before
     if not left or before is None or not (before.facts.updates and evidence.facts.updates):
         return []
-    if evidence.follows:
+    if evidence.follows and not before.facts.closure:
         left = {name: seen for name, seen in left.items() if before.tensors.checksum(name, "grad") == seen[0]}
     if not left:
         return []
@@ -41,3 +46,20 @@ def check(evidence: Evidence) -> list[Finding]:
             next="call optimizer.zero_grad() once for every optimizer step",
         )
     ]
+
+
+def _discarded(evidence: Evidence) -> Finding:
+    lost, passes = evidence.facts.discarded, evidence.facts.backwards
+    text = (
+        f"the gradients of {lost} of {passes} backward passes were cleared before an update used them: the update is that of "
+        "the others alone"
+    )
+    return evidence.finding(
+        "cleared_gradients",
+        text,
+        evidence.model.parameters[0].name if evidence.model.parameters else "",
+        "grad",
+        measured=float(lost),
+        expected=0.0,
+        next="call zero_grad() once for every optimizer step, outside the loop over micro-batches",
+    )

@@ -12,6 +12,7 @@ import numpy as np
 
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.monitor.audit.relations.replicas import differs
 
 COST = frozenset({"host", "ranks"})
 EVERY = 10
@@ -62,9 +63,16 @@ def _over_ranks(evidence: Evidence) -> list[Finding]:
     if high - low <= _OVER_RANKS * high:
         return []
     listed = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in list(told.items())[:4])
-    text = (
-        f"clip coefficients differ over the ranks: {listed}; the norm that they come from was not taken over the same gradients"
+    seen = evidence.tensors
+    replicated = [name for name in seen.with_slot("grad_unclipped") if evidence.over(name, "grad_unclipped")]
+    apart = any(differs(evidence, name, "grad_unclipped") for name in replicated)
+    joined = apart and not any(differs(evidence, name, "grad") for name in replicated)
+    why = (
+        "each rank clipped its own gradients, before they were joined"
+        if joined
+        else "the norm that they come from was not taken over the same gradients"
     )
+    text = f"clip coefficients differ over the ranks: {listed}; {why}"
     return [
         evidence.finding(
             "clipping",

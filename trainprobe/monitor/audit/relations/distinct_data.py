@@ -1,7 +1,8 @@
 """Data-parallel ranks and micro-batches train on different data; tensor-parallel ranks on the same.
 
 Relation: fingerprints of what the model is called with differ over dp (and cp) and between the micro-batches of a step, and
-whole numbers (tokens) agree over tp; a step does not repeat the data of the step before. Tolerance none. Micro-batches or
+whole numbers (tokens) agree over tp; a step does not repeat the data of the step before, nor a later pipeline stage any
+activations. Tolerance none. Micro-batches or
 steps that were alike before are taken for meant.
 Usually caused by the same seed or the same sampler on all ranks (pytorch issue 56488), or by an iterator that is made anew.
 """
@@ -18,7 +19,32 @@ STAGE = "data"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find batches that are alike where they must differ, and the other way round."""
-    return [*_over(evidence, "dp"), *_over(evidence, "cp"), *_same_over_tp(evidence), *_micro(evidence), *_again(evidence)]
+    stale = _stale(evidence)
+    return [
+        *_over(evidence, "dp"),
+        *_over(evidence, "cp"),
+        *_same_over_tp(evidence),
+        *(stale or _micro(evidence)),
+        *_again(evidence),
+    ]
+
+
+def _stale(evidence: Evidence) -> list[Finding]:
+    """Find activations that a later pipeline stage is handed a second time: weights move, so no two are ever equal."""
+    now, stage = evidence.facts.batches, evidence.place.axes.get("pp", (0, 1))[0]
+    earlier = {fingerprint for batches in evidence.batches_before for fingerprint in batches}
+    again = next((i for i, fingerprint in enumerate(now) if fingerprint in earlier or fingerprint in now[:i]), None)
+    if not stage or again is None or evidence.facts.whole_numbers:
+        return []
+    text = (
+        f"pipeline stage {stage} ran micro-batch {again} of step {evidence.step} on activations that it had been handed before"
+    )
+    hint = "receive into a buffer of its own, and wait for it before the forward"
+    return [
+        evidence.finding(
+            "distinct_data", text, "batch", "input", measured="equal", expected="different", kind="scalar", next=hint
+        )
+    ]
 
 
 def _over(evidence: Evidence, axis: str) -> list[Finding]:

@@ -47,9 +47,12 @@ def check(evidence: Evidence) -> list[Finding]:
     axes = frozenset({"dp", "cp", "tp"})
     group = along(evidence, axes)
     if len({peer.marks["modes"] for peer in group}) > 1:
-        resting = {name: [p.rank for p in group if key_of(name, "rests") in p.rows] for name in modes}
-        first = next((name for name, ranks in resting.items() if name and 0 < len(ranks) < len(group)), "root")
-        ranks = ", ".join(map(str, resting.get(first, ())))
+        resting = {name: [p.rank for p in group if key_of(name, "rests") in p.rows] for name, mode in modes.items() if mode}
+        apart = [name for name, ranks in resting.items() if ranks]
+        if not apart:
+            return []  # ranks with other modules, or this one rests: the others tell
+        first = next((name for name in apart if name), "root")
+        ranks = ", ".join(map(str, resting.get(first, resting.get("", ()))))
         text = (
             f"training modes differ in the {group_words(evidence, axes, group)}: {first} is in evaluation "
             f"mode on rank {ranks} only"

@@ -43,7 +43,7 @@ def _judged(evidence: Evidence) -> Iterator[tuple[str, tuple[float, float], floa
         coupled = (
             group.kind == "Adam" and bool(group.options.get("weight_decay")) and not group.options.get("decoupled_weight_decay")
         )
-        plain = seen.dtypes.get((name, "exp_avg_sq_after")) == "torch.float32" == seen.dtypes.get((name, "grad"))
+        plain = seen.dtypes.get((name, "exp_avg_sq_after")) == "float32" == seen.dtypes.get((name, "grad"))
         if plain and not coupled and seen.number(name, "grad", "norm") > 0:
             yield name, (float(betas[0]), float(betas[1])), -1.0 if group.options.get("maximize") else 1.0
 

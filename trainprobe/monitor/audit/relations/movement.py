@@ -1,8 +1,10 @@
-"""A parameter with a gradient moves in an update, and one without does not.
+"""A parameter with a gradient moves in an update, and one without does not; every optimizer steps.
 
 Relation: after an update with a learning rate above zero the fingerprint of every stepped parameter whose gradient is not
 zero is another one, unless the largest possible change lies below the resolution of its dtype: lr · min(max|g|, 1) <= ε ·
-max|w|. A parameter without a gradient keeps its fingerprint. Tolerance zero.
+max|w|. A parameter without a gradient keeps its fingerprint. Tolerance zero. Of a parameter
+that is copied from a master weight of another dtype the same holds from one update to the next. Where there is no loss scale,
+an optimizer that stepped at each of three or more audited steps steps when others do.
 Usually caused by an optimizer that holds other tensors, by a step that was skipped on some ranks, or by something that writes
 to weights beside the optimizer.
 """
@@ -12,11 +14,12 @@ from __future__ import annotations
 from trainprobe.engine.facts import Group
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"fingerprints"})
 EVERY = 10
 STAGE = "update"
-_EPSILON = {"torch.float64": 2.0**-52, "torch.float32": 2.0**-23, "torch.float16": 2.0**-10, "torch.bfloat16": 2.0**-7}
+_EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 def check(evidence: Evidence) -> list[Finding]:
@@ -24,12 +27,13 @@ def check(evidence: Evidence) -> list[Finding]:
     seen = evidence.tensors
     groups = {name: group for group in evidence.facts.groups for name in group.names}
     rates = {name: _rate(groups.get(name), evidence) for name in seen.names}
+    mastered = evidence.mastered
     stuck: list[str] = []
     drawn: list[str] = []
     judged = 0
     for name in seen.with_slot("value_after"):
         before, after = seen.checksum(name, "value"), seen.checksum(name, "value_after")
-        if before is None or after is None or not evidence.facts.updates:
+        if before is None or after is None or not evidence.facts.updates or name in mastered:
             continue
         if (name, "grad") not in seen:
             if before != after and not any(slot.startswith("grad") for slot in seen.slots(name)) and evidence.facts.groups:
@@ -51,10 +55,35 @@ def check(evidence: Evidence) -> list[Finding]:
                 next="check that the optimizer holds this parameter and that the step was not skipped",
             )
         )
+    idle = evidence.facts.idle
+    if idle and scalar(evidence.scalars, "loss scale") is None:
+        text = f"the optimizer of {and_more(list(idle))} did not step, as it did at each audited step before"
+        hint = "call step() on every optimizer"
+        told = evidence.finding("movement", text, idle[0], measured="no step", expected="a step", severity="warning", next=hint)
+        found.append(told)
+    copied = _not_copied(evidence, mastered)
+    if copied:
+        text = (
+            f"{and_more(copied, len(mastered))} is as it was at step {evidence.step - 1}, though its master weight was stepped"
+        )
+        hint = "copy every master weight back after the update"
+        found.append(evidence.finding("movement", text, copied[0], measured="unchanged", expected="changed", next=hint))
     if drawn:
         text = f"{and_more(drawn)} has no gradient and moved in the update"
         found.append(evidence.finding("movement", text, drawn[0], measured="changed", expected="unchanged"))
     return found
+
+
+def _not_copied(evidence: Evidence, mastered: frozenset[str]) -> list[str]:
+    """Return the parameters that have not moved since the update before, of those that are copied from master weights."""
+    before, seen = evidence.before, evidence.tensors
+    if before is None or not evidence.follows or not (before.facts.updates and mastered):
+        return []
+    held = [name for name in seen.with_slot("value") if name in mastered and (name, "value") in before.tensors]
+    still = [name for name in held if seen.checksum(name, "value") == before.tensors.checksum(name, "value")]
+    if 2 * len(still) > len(held):
+        return []  # a step that was skipped
+    return [name for name in still if _should_move(before, name, _rate(None, before))]
 
 
 def _rate(group: Group | None, evidence: Evidence) -> float:

@@ -1,9 +1,10 @@
 """The optimizer owns every live trainable parameter.
 
 Relation: the set of parameter objects that the optimizers step contains every parameter of the model that requires a
-gradient. Tolerance none. Where an optimizer holds none of them and nothing that looks like them, it keeps master weights and
-nothing can be told. Usually caused by parameters that were replaced (moved, cast, resized, wrapped) after the optimizer was
-made (accelerate issue 2665), or by a part of the model that was left out of the parameter groups.
+gradient. Tolerance none. One of which an optimizer holds a copy of its shape and another dtype has a master weight; where an
+optimizer holds none of them and nothing that looks like them, nothing can be told. Usually caused by parameters that were
+replaced (moved, cast, resized, wrapped) after the optimizer was made (accelerate issue 2665), or by a part of the model that
+was left out of the parameter groups.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ STAGE = "set-up"
 def check(evidence: Evidence) -> list[Finding]:
     """Find trainable parameters that no optimizer steps."""
     trainable = [p for p in evidence.model.parameters if p.trainable]
-    lost = [p for p in trainable if p.owned is False]
+    lost = [p for p in trainable if p.owned is False and p.name not in evidence.mastered]
     strays = set(evidence.model.strays)
     stale = [p for p in lost if (p.shape, p.dtype) in strays]
     if not lost or not evidence.facts.updates or (len(lost) == len(trainable) and not stale):

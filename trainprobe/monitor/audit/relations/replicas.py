@@ -42,6 +42,8 @@ def check(evidence: Evidence) -> list[Finding]:
         missing = [name for name in evidence.tensors.names if slot == "grad" and _without(evidence, name)]
         if missing:
             return [_missing(evidence, missing)]
+        if differing and slot == "grad_unclipped" and not any(differs(evidence, name, "grad") for name in differing):
+            continue  # they were clipped before they were joined, which `clipping` tells
         if differing and slot == "grad":
             apart = beside_one_factor(evidence, differing)
             return [_finding(evidence, slot, apart or differing, scaled=bool(apart))] if apart or apart is None else []
@@ -85,10 +87,13 @@ def beside_one_factor(evidence: Evidence, names: list[str]) -> list[str] | None:
     """Return the parameters whose gradients differ by more than one factor between ranks that most share; None: there is no
     such factor.
 
-    An empty list says that clipping alone tells them apart: they were bit-equal before it, or differ by one factor throughout.
+    An empty list says that clipping alone tells them apart: they were bit-equal before it, or differ by one factor throughout,
+    or by that of the norms that the ranks report.
     """
     seen = evidence.tensors
     if all((name, "grad_unclipped") in seen and not differs(evidence, name, "grad_unclipped") for name in names):
+        return []
+    if names and all(_by_own_norm(evidence, name) for name in names):
         return []
     alike = _ALIKE if all("float32" in seen.dtypes.get((name, "grad"), "") for name in names) else _ALIKE_SHORT
     ratios: dict[str, float] = {}
@@ -101,6 +106,15 @@ def beside_one_factor(evidence: Evidence, names: list[str]) -> list[str] | None:
     middle = float(np.median(finite))
     apart = [name for name, ratio in ratios.items() if not abs(ratio - middle) <= alike * middle]
     return None if len(apart) > 0.5 * len(ratios) else apart
+
+
+def _by_own_norm(evidence: Evidence, name: str) -> bool:
+    """Tell whether ‖g‖ times the reported norm is one number over the ranks, and the reported norm is not."""
+    told = [(p.rows[key_of(name, "grad")][1], p.numbers["reported_norm"]) for p in group_of(evidence, name, "grad")]
+    if len({norm for _, norm in told}) < 2:
+        return False
+    products = [own * norm for own, norm in told]
+    return max(products) - min(products) <= _ALIKE_SHORT * 0.1 * max(products)
 
 
 def _finding(evidence: Evidence, slot: str, names: list[str], scaled: bool = False) -> Finding:

@@ -1,7 +1,8 @@
 """Learning rate, loss scale, number of updates and step counter are the same on all ranks.
 
 Relation: ranks that differ only in dp, cp or tp have equal learning rates and loss scales, update as often in a step, and
-count the same number of steps. Tolerance zero.
+count the same number of steps. Ranks of a tp group whose losses were equal at the audited step before report equal losses.
+Tolerance zero.
 Usually caused by a scheduler, a scaler or a skipped step that depends on something one rank alone sees (its own loss, its own
 overflow).
 """
@@ -31,4 +32,21 @@ def check(evidence: Evidence) -> list[Finding]:
             found.append(
                 evidence.finding("shared_scalars", text, name, measured=mine, expected="equal on all ranks", kind="scalar")
             )
-    return found
+    return found + _losses(evidence)
+
+
+def _losses(evidence: Evidence) -> list[Finding]:
+    """Find losses of one tp group that came apart. Each rank may report that of its own tokens, and then always did."""
+    axes = frozenset({"tp"})
+    group = along(evidence, axes)
+    before = {peer.rank: peer.numbers["loss"] for peer in evidence.before.peers} if evidence.before is not None else {}
+    values = {peer.rank: peer.numbers["loss"] for peer in group}
+    numbers = [*values.values(), *(before.get(rank, float("nan")) for rank in values)]
+    if any(number != number for number in numbers) or len(set(values.values())) < 2:
+        return []
+    if len({before[rank] for rank in values}) > 1:
+        return []
+    told = ", ".join(f"{value:.9g} on rank {rank}" for rank, value in list(values.items())[:4])
+    text = f"the losses came apart in the {group_words(evidence, axes, group)}, which computes one model together: {told}"
+    mine = values.get(evidence.place.rank)
+    return [evidence.finding("shared_scalars", text, "loss", measured=mine, expected="equal on all ranks", kind="scalar")]

@@ -1,9 +1,10 @@
-"""Step counters advance by one in each update and are equal over all parameters that are stepped.
+"""A gradient is used by one update, and step counters advance by one in each.
 
-Relation: an optimizer's `step` of every parameter with a gradient is, after the updates of a step, larger by their number;
-parameters that were stepped together count the same. Tolerance zero.
-Usually caused by counters that were lost or loaded twice (bias correction is then wrong), or by a step that was taken more
-than once.
+Relation: no parameter is stepped again while its gradient is the tensor, unchanged, that the update before used; an
+optimizer's `step` of every parameter with a gradient is, after the updates of a step, larger by their number; parameters that
+were stepped together count the same. Tolerance zero.
+Usually caused by `step` that is called in two places, by two optimizers that hold the same parameter, or by counters that were
+lost or loaded twice (bias correction is then wrong).
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ STAGE = "update"
 def check(evidence: Evidence) -> list[Finding]:
     """Find counters that jump or stand still."""
     seen = evidence.tensors
+    twice = evidence.facts.twice
+    if twice:
+        text = f"{and_more(list(twice))} was stepped twice with the same gradient, in step {evidence.step}"
+        hint = "call step() once for each backward pass, and let one optimizer hold each parameter"
+        return [evidence.finding("step_counters", text, twice[0], "grad", measured=2.0, expected=1.0, next=hint)]
     if not evidence.facts.updated_once:
         return []
     wrong: list[tuple[str, float, float]] = []

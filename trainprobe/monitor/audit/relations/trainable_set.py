@@ -11,6 +11,7 @@ from __future__ import annotations
 from trainprobe.engine.records import Finding
 from trainprobe.engine.selection import Names
 from trainprobe.monitor.audit.evidence import Evidence, along, and_more, group_words
+from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"host"})
 EVERY = 10
@@ -35,10 +36,16 @@ def check(evidence: Evidence) -> list[Finding]:
         ]
     axes = frozenset({"dp", "cp", "tp"})
     group = along(evidence, axes)
-    if len({peer.marks["trainable"] for peer in group}) > 1:
-        return [
-            evidence.finding(
-                "trainable_set", f"the set of trainable parameters differs in the {group_words(evidence, axes, group)}"
-            )
-        ]
-    return []
+    if len({peer.marks["trainable"] for peer in group}) < 2:
+        return []
+    trained = [p.name for p in evidence.model.parameters if p.trainable]
+    frozen = {name: [peer.rank for peer in group if key_of(name, "frozen") in peer.rows] for name in trained}
+    apart = [name for name, ranks in frozen.items() if ranks]
+    if not apart:
+        return []  # ranks with other parameters: experts, stages
+    ranks = ", ".join(map(str, frozen[apart[0]]))
+    text = (
+        f"the set of trainable parameters differs in the {group_words(evidence, axes, group)}: {and_more(apart, len(trained))} "
+        f"is trained on rank {evidence.place.rank} and not on rank {ranks}"
+    )
+    return [evidence.finding("trainable_set", text, apart[0], measured="not trainable", expected="equal on all ranks")]

@@ -1,7 +1,8 @@
 """Nothing but the optimizer changes weights and optimizer state.
 
 Relation: what the optimizer left at the end of one update is what the next update begins with, for every parameter and every
-tensor of its state, bit for bit; checked when the audited steps follow each other. Tolerance zero.
+tensor of its state, bit for bit; checked when the audited steps follow each other. So do the running statistics of
+normalisation layers from the last update to the next forward. Tolerance zero.
 Usually caused by state that was lost, reset or mixed up in saving and loading, by weights that were overwritten in place, or
 by corrupted memory. Where one parameter's state is now what another's was, that is said.
 """
@@ -14,6 +15,7 @@ from trainprobe.monitor.audit.evidence import Evidence, and_more
 COST = frozenset({"fingerprints"})
 EVERY = 10
 STAGE = "state"
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def check(evidence: Evidence) -> list[Finding]:
@@ -25,9 +27,12 @@ def check(evidence: Evidence) -> list[Finding]:
     known = {slot for _, slot in before.tensors.rows}
     slots = dict.fromkeys(slot for _, slot in evidence.tensors.rows if f"{slot}_after" in known)
     for slot in (slot for slot in slots if slot != "step"):  # counters have a relation of their own
-        changed = [name for name in evidence.tensors.with_slot(slot) if _changed(evidence, before, name, slot)]
+        copied = evidence.mastered if slot == "value" else ()
+        held = [name for name in evidence.tensors.with_slot(slot) if name not in copied]
+        changed = [name for name in held if _changed(evidence, before, name, slot)]
         if changed:
             found.append(_finding(evidence, before, slot, changed))
+    found += _statistics(evidence, before)
     gone = [
         (name, slot.removesuffix("_after"))
         for name, slot in before.tensors.rows
@@ -47,6 +52,31 @@ def check(evidence: Evidence) -> list[Finding]:
             )
         )
     return found
+
+
+def _statistics(evidence: Evidence, before: Evidence) -> list[Finding]:
+    """Find running statistics that moved between two steps: something ran the model in training mode."""
+    was, now = before.facts.buffers, evidence.facts.begun
+    moved = [name for name in now if name.rpartition(".")[2] in _STATISTICS and was.get(name, now[name]) != now[name]]
+    if not moved:
+        return []
+    text = (
+        f"the running statistics {and_more(moved)} changed between steps {before.step} and {evidence.step}: the model ran in "
+        "training mode outside of a step, on data that is not of the training"
+    )
+    hint = "call model.eval() before evaluating"
+    return [
+        evidence.finding(
+            "untouched_between_steps",
+            text,
+            moved[0],
+            "buffer",
+            measured="changed",
+            expected="unchanged",
+            severity="warning",
+            next=hint,
+        )
+    ]
 
 
 def _changed(evidence: Evidence, before: Evidence, name: str, slot: str) -> bool:

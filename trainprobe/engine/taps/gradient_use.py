@@ -1,0 +1,111 @@
+"""What becomes of the gradients of a step: which parameters get one, which update uses it, and which are thrown away.
+
+Nothing is read from a device here: objects and version counters tell, and the losses go to the tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch._C import DisableTorchFunction
+
+from trainprobe.engine.records import Value
+from trainprobe.engine.tape import STATS, Tape
+
+_STEADY = 3  # audited steps in a row after which an optimizer is expected to step
+
+
+class GradientUse:
+    """Follows gradients from `begin` to the end of a step. names: id of parameter → recorded name.
+
+    twice: parameters that were stepped again with the same gradient. reached, unreached: those of the optimizers that
+    stepped, with a gradient and without. discarded: backward passes whose gradients were cleared before an update used them.
+    closure: backward passes ran within an update, after the first. roots: the numbers that backward passes began from; None
+    once one began from more.
+    """
+
+    def __init__(self, names: Callable[[], Mapping[int, str]]) -> None:
+        self._names = names
+        self._steady: dict[int, int] = {}  # id of an optimizer → audited steps in a row in which it stepped
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        self.twice: dict[str, None] = {}
+        self.reached: set[str] = set()
+        self.unreached: dict[str, None] = {}
+        self.discarded = 0
+        self.closure = False
+        self.roots: list[Value] | None = []
+        self._used: dict[int, tuple[Any, int]] = {}
+        self._stepped: set[int] = set()
+        self._updating = False
+        self._dropped: list[tuple[Any, int]] = []  # parameters whose gradients were cleared unused, and their versions
+        self._lost = 0
+
+    def before_update(self, optimizer: Any) -> None:
+        """See what an optimizer is about to use."""
+        self._updating = True
+        self._stepped.add(id(optimizer))
+        self._dropped = []
+        names = self._names()
+        for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in names and p.requires_grad):
+            name, grad = names[id(p)], p.grad
+            if grad is None:
+                self.unreached[name] = None
+                continue
+            self.reached.add(name)
+            mark = (grad, int(grad._version))
+            known = self._used.get(id(p))
+            if known is not None and known[0] is grad and known[1] == mark[1]:
+                self.twice[name] = None
+            self._used[id(p)] = mark
+
+    def after_update(self) -> None:
+        """The update is over."""
+        self._updating = False
+
+    def backward_begins(self, root: Any, tape: Tape) -> None:
+        """Take the number that a backward pass begins from. Another pass after a clearing: what was cleared is lost."""
+        self.closure |= self._updating
+        if root is None:
+            self.roots = None
+        elif self.roots is not None:
+            with DisableTorchFunction():
+                self.roots.append(tape.value(root.detach(), STATS))
+        if self._dropped and all(p._version == version for p, version in self._dropped):
+            self.discarded += self._lost
+        self._dropped = []
+
+    def cleared(self, owner: Any, models: Sequence[Any], unused: int) -> bool:
+        """See gradients cleared of an optimizer or module. Return whether all are gone and no update used them.
+
+        unused: how many backward passes there were since the last update.
+        """
+        if self._updating or not unused:
+            return False
+        groups = getattr(owner, "param_groups", None)
+        own = {id(p) for p in (_of_groups(groups) if groups is not None else owner.parameters())}
+        held = [p for model in models for p in model.parameters() if p.requires_grad and p.grad is not None]
+        if not held or any(id(p) not in own for p in held):
+            return False  # some stay: it belongs to another loss
+        self._dropped, self._lost = [(p, int(p._version)) for p in held], unused
+        return True
+
+    def idle(self, optimizers: Sequence[Any]) -> tuple[str, ...]:
+        """Return the parameters of optimizers that stepped at each audited step before, and not in this one as others did."""
+        names, out = self._names(), dict[str, None]()
+        for optimizer in optimizers:
+            steady = self._steady.get(id(optimizer), 0)
+            if id(optimizer) in self._stepped:
+                self._steady[id(optimizer)] = steady + 1 if steady >= 0 else -1
+            elif self._stepped:
+                if steady >= _STEADY:
+                    out |= {names[id(p)]: None for p in _of_groups(optimizer.param_groups) if id(p) in names}
+                self._steady[id(optimizer)] = -1
+        return tuple(out)
+
+
+def _of_groups(groups: Iterable[Mapping[str, Any]]) -> Iterable[Any]:
+    return (p for group in groups for p in group["params"])

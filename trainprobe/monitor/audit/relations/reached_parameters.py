@@ -1,0 +1,50 @@
+"""Every parameter of a module that ran gets a gradient.
+
+Relation: where a module ran in training, the optimizer that steps holds its parameters, and they require a gradient, they have
+one when it steps. Told at once where they had one at each of the audited steps before, of which there were three or more; and
+where they never had one although the module ran with gradients enabled. Tolerance none. Experts and layers that did not run
+are not judged.
+Usually caused by a `detach`, an `item`, an index or a `no_grad` between the module and the loss, or by an output that the loss
+does not use: the parameters then never train, and no number looks wrong.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "backward"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find parameters that no gradient reached although their module ran."""
+    facts = evidence.facts
+    if not facts.reached or not facts.called:
+        return []
+    ran = [name for name in facts.unreached if name.rpartition(".")[0] in facts.called]
+    lost = [name for name in ran if name in evidence.always_reached]
+    never = [name for name in ran if name not in evidence.ever_reached and facts.called[name.rpartition(".")[0]]]
+    if lost:
+        text = (
+            f"no gradient reaches {and_more(lost)} any more, though its module ran and it had one at each audited step before"
+        )
+        return [_finding(evidence, text, lost[0], "error")]
+    if never:
+        text = f"no gradient reaches {and_more(never)}, though its module ran and the optimizer holds it: it never trains"
+        return [_finding(evidence, text, never[0], "warning")]
+    return []
+
+
+def _finding(evidence: Evidence, text: str, name: str, severity: str) -> Finding:
+    return evidence.finding(
+        "reached_parameters",
+        text,
+        name,
+        "grad",
+        measured="no gradient",
+        expected="a gradient",
+        severity=severity,
+        next="look for detach, no_grad or an unused output behind this module; or take it out of the optimizer",
+    )
