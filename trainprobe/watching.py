@@ -26,6 +26,7 @@ from trainprobe.errors import MissingExtra, PlanError, StopTraining, did_you_mea
 if TYPE_CHECKING:
     from trainprobe.build import Parts
     from trainprobe.engine.control import ControlFile
+    from trainprobe.engine.gathering import Gathering
     from trainprobe.engine.sources import Source
     from trainprobe.monitor.audit.audit import Audit
     from trainprobe.monitor.black_box.box import BlackBox
@@ -108,6 +109,12 @@ class Probe(EngineProbe):
         """Learn where this process stands."""
         return place_from_environment()
 
+    def _gathering(self) -> Gathering:
+        """Return what brings a few numbers of every rank to every rank."""
+        from trainprobe.engine.taps.gathering import gathering
+
+        return gathering()
+
     def _make_audit(self) -> Audit | None:
         """Compose the audit of a plan that asks for one."""
         parts, tap = self.parts, self.parts.audit
@@ -120,7 +127,6 @@ class Probe(EngineProbe):
         def costs(kind: str) -> bool:
             return parts.audit_plan is not None and parts.audit_plan.wants(self.step_number, kind)
 
-        from trainprobe.engine.taps.gathering import Gathering
         from trainprobe.monitor.audit.audit import Audit
 
         tap.fingerprints = lambda: tap.saves.awaits or costs("fingerprints")
@@ -133,7 +139,7 @@ class Probe(EngineProbe):
         tap.reruns = lambda: due("update_rule")
         tap.repeats = lambda: due("recomputed_forward")
         tap.sampled = lambda: costs("rerun")
-        audit = Audit(parts.audit_plan, tap.take, Gathering().gather)
+        audit = Audit(parts.audit_plan, tap.take, self._gathering().gather)
         self.watchers.append(audit)
         return audit
 
@@ -197,9 +203,8 @@ class Probe(EngineProbe):
             self._audit.gather = None  # some ranks do not collect: they would never answer
         if self.plan.control is not None and self._control is None:
             from trainprobe.engine.control import ControlFile
-            from trainprobe.engine.taps.gathering import Gathering
 
-            self._control = ControlFile(self.plan.output, self.plan.control, self.place.rank, Gathering().gather)
+            self._control = ControlFile(self.plan.output, self.plan.control, self.place.rank, self._gathering().gather)
         if self.plan.level in ("L0", "mix"):
             modules = [info.name for info in self.parts.naming.known.values()]
             self._refuse_unmatched("modules", modules, model)

@@ -76,10 +76,12 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def train(extra: Sequence[Any] = (), listed: Sequence[dict[str, Any]] = (), broken: bool = False) -> Watch:
+def train(
+    extra: Sequence[Any] = (), listed: Sequence[dict[str, Any]] = (), broken: bool = False, leaves_out: str = ""
+) -> Watch:
     ms.set_seed(11)
     model = Model()
-    optimizer = nn.AdamWeightDecay(model.trainable_params(), 1e-2)
+    optimizer = nn.AdamWeightDecay([p for p in model.trainable_params() if p.name != leaves_out], 1e-2)
     watch = Watch()
     data = GeneratorDataset(Data(broken), ["x", "y"], shuffle=False).batch(BATCH)
     schedule = nn.learning_rate_schedule.PolynomialDecayLR(1e-2, 1e-3, 10, 1.0)
@@ -97,12 +99,17 @@ def train(extra: Sequence[Any] = (), listed: Sequence[dict[str, Any]] = (), brok
     return watch
 
 
+def grave(callback: ProbeCallback) -> list[Any]:
+    return [[f.rule, f.step, f.site.name if f.site else None, f.message] for f in callback.findings if f.severity != "info"]
+
+
 def main(folder: str) -> None:
     ms.set_device("CPU")
     ms.set_context(mode=ms.PYNATIVE_MODE)
     plan = {
         "level": "L0",
         "monitor": {"optimizer_state": True},
+        "audit": {"every": 1},
         "sinks": ["dump", "jsonl"],
         "on_error": "raise",
         "stacks": False,
@@ -114,6 +121,8 @@ def main(folder: str) -> None:
     bad = ProbeCallback({**plan, "level": "off", "output": f"{folder}/broken"})
     broken = train([bad], broken=True)
     bare_broken = train(broken=True)
+    lost = ProbeCallback({**plan, "level": "off", "output": f"{folder}/lost"})
+    train([lost], leaves_out="down.weight")
     attach_to_script({**plan, "level": "off", "output": f"{folder}/unedited"})
     unedited = train()
     told = {
@@ -123,8 +132,9 @@ def main(folder: str) -> None:
         ],
         "reports": on.reports,
         "broken": broken.reports,
-        "findings": [[f.rule, f.step, f.site.name if f.site else None, f.message] for f in bad.findings],
-        "quiet": [f.rule for f in given.findings],
+        "findings": grave(bad),
+        "quiet": grave(given),
+        "lost": grave(lost),
         "restored": nn.Cell.__call__.__module__,
     }
     print("\n" + json.dumps(told), flush=True)

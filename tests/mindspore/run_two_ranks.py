@@ -1,7 +1,8 @@
 """Data-parallel training in 2 processes, as msrun starts them: each has its own data, gradients are averaged.
 
-Argument: the folder for what is written. Three trainings follow each other: bare, watched, and watched with a NaN that rank 1
-reads in step 3.
+Argument: the folder for what is written. Trainings follow each other: bare; watched; watched with a NaN that rank 1 reads in
+step 3; and with one thing planted on rank 1 for the audit to find: a weight that is written to, another learning rate, the
+data of rank 0, a gradient that is not reduced.
 """
 
 from __future__ import annotations
@@ -39,33 +40,54 @@ class Step(nn.Cell):
         return loss
 
 
-class Breaks(Callback):
-    def __init__(self, net: Any) -> None:
-        self.net = net
+class Writes(Callback):
+    """Writes to one weight of rank 1 before step 3."""
+
+    def __init__(self, net: Any, number: float) -> None:
+        self.net, self.number = net, number
 
     def on_train_step_begin(self, run_context: Any) -> None:
         if run_context.original_args().cur_step_num == 3 and get_rank() == 1:
             bias = self.net.blocks[1].up.bias
-            broken = bias.asnumpy().copy()
-            broken[2] = np.nan
-            bias.set_data(ms.Tensor(broken))
+            changed = bias.asnumpy().copy()
+            changed[2] += self.number
+            ms.ops.assign(bias, ms.Tensor(changed))
+
+
+class OwnGradient(Step):
+    """Leaves the gradient of `head.bias` as it is on this rank."""
+
+    def construct(self, *inputs: Any) -> Any:
+        loss = self.network(*inputs)
+        own = self.grad(self.network, self.optimizer.parameters)(*inputs)
+        names = [p.name for p in self.optimizer.parameters]
+        pairs = zip(names, own, self.reduce(own), strict=True)
+        self.optimizer(tuple(mine if name == "head.bias" else reduced for name, mine, reduced in pairs))
+        return loss
 
 
 def train(name: str, output: str | None) -> None:
     ms.set_seed(1234)
     net = tiny.Net()
-    optimizer = nn.AdamWeightDecay(net.trainable_params(), 1e-2)
-    model = Model(Step(nn.WithLossCell(net, tiny.Loss()), optimizer))
-    plan = {"output": output, "level": "off", "monitor": {"optimizer_state": True}, "sinks": ["jsonl"]}
+    rate = 2e-2 if name == "rate" and get_rank() == 1 else 1e-2
+    optimizer = nn.AdamWeightDecay(net.trainable_params(), rate)
+    cell = OwnGradient if name == "unreduced" else Step
+    model = Model(cell(nn.WithLossCell(net, tiny.Loss()), optimizer))
+    plan = {"output": output, "level": "off", "monitor": {"optimizer_state": True}, "sinks": ["jsonl"], "audit": {"every": 1}}
     callbacks: list[Any] = [ProbeCallback(plan)] if output else []
-    if name == "broken":
-        callbacks.insert(0, Breaks(net))
-    data = GeneratorDataset(tiny.Data(seed=get_rank()), ["x", "y"], shuffle=False).batch(tiny.BATCH)
+    if name in ("broken", "written"):
+        callbacks.insert(0, Writes(net, np.nan if name == "broken" else 1e-3))
+    seed = 0 if name == "data" else get_rank()
+    data = GeneratorDataset(tiny.Data(seed=seed), ["x", "y"], shuffle=False).batch(tiny.BATCH)
     model.train(1, data, callbacks=callbacks, dataset_sink_mode=False)
     held = [p.asnumpy().tobytes() for p in (*net.get_parameters(), *optimizer.get_parameters())]
     told: dict[str, Any] = {"rank": get_rank(), "name": name, "bits": hashlib.sha256(b"".join(held)).hexdigest()}
     if output:
-        told["findings"] = [[f.rule, f.step, f.place.rank if f.place else None, f.message] for f in callbacks[-1].findings]
+        told["findings"] = [
+            [f.rule, f.step, f.place.rank if f.place else None, f.message, f.site.name if f.site else None]
+            for f in callbacks[-1].findings
+            if f.severity != "info"
+        ]
     print(json.dumps(told), flush=True)
 
 
@@ -74,8 +96,8 @@ def main(folder: str) -> None:
     ms.set_context(mode=ms.PYNATIVE_MODE)
     init()
     train("bare", None)
-    train("on", f"{folder}/on")
-    train("broken", f"{folder}/broken")
+    for name in ("on", "broken", "written", "rate", "data", "unreduced"):
+        train(name, f"{folder}/{name}")
 
 
 if __name__ == "__main__":

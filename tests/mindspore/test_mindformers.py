@@ -30,11 +30,13 @@ def test_the_classic_trainer_in_graph_mode(tmp_path: Path) -> None:
     told = run("run_classic_trainer", str(tmp_path), "graph", cwd=tmp_path)
     assert told["equal"] is True
     assert told["numbers"] == [1, 2, 3]
+    assert told["quiet"] == []
     given, listed = written(tmp_path / "given"), written(tmp_path / "listed")
     for rows in (given, listed):
         assert [row["step"] for row in rows] == [1, 2, 3]
         check_scalars(rows, told["reports"])
-        assert slots(rows[0]) == {"value", "exp_avg", "exp_avg_sq", "value_after", "exp_avg_after", "exp_avg_sq_after"}
+        held = {"value", "exp_avg", "exp_avg_sq", "step"}
+        assert slots(rows[0]) == held | {f"{slot}_after" for slot in held}
     assert len({call["name"] for call in given[0]["calls"]}) == 21
     assert given[0]["partials"] == listed[0]["partials"]
 
@@ -42,6 +44,7 @@ def test_the_classic_trainer_in_graph_mode(tmp_path: Path) -> None:
 def test_the_classic_trainer_in_pynative_mode(tmp_path: Path) -> None:
     told = run("run_classic_trainer", str(tmp_path), "pynative", cwd=tmp_path)
     assert told["equal"] is True
+    assert told["quiet"] == []
     rows = written(tmp_path / "given")
     assert [row["step"] for row in rows] == [1, 2]
     check_scalars(rows, told["reports"])
@@ -78,3 +81,4 @@ def test_the_pynative_trainer_and_a_step_that_it_skips(tmp_path: Path) -> None:
     assert ["grad" in slots(row) for row in broken] == [True, False, True, True]
     assert told["broken"][1][2] is None
     assert told["findings"][0][:2] == ["nonfinite", 2]
+    assert [finding[:3] for finding in told["lost"]] == [["ownership", 1, "down.weight"]]

@@ -332,7 +332,6 @@ def test_callbacks_are_copied_and_pickled_as_what_they_were_made_of(tmp_path: Pa
     ("plan", "word"),
     [
         ({"level": "L1"}, "L0"),
-        ({"level": "off", "audit": True}, "audit"),
         ({"level": "L0", "histogram": "exponent"}, "histogram"),
     ],
 )

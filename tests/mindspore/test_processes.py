@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 
 from tests.mindspore.launch import msrun, run
 
@@ -37,13 +38,23 @@ def free_port() -> int:
 def told_by(logs: list[str]) -> dict[str, dict[int, dict[str, Any]]]:
     """Return name of the training → rank → what was printed."""
     rows = [json.loads(line) for log in logs for line in log.splitlines() if line.startswith('{"rank"')]
-    return {name: {row["rank"]: row for row in rows if row["name"] == name} for name in ("bare", "on", "broken")}
+    names = dict.fromkeys(row["name"] for row in rows)
+    return {name: {row["rank"]: row for row in rows if row["name"] == name} for name in names}
 
 
-def test_two_ranks_know_their_place_change_no_bit_and_find_a_nan_where_it_is(tmp_path: Path) -> None:
-    told = told_by(msrun("run_two_ranks", str(tmp_path), workers=2, port=free_port(), cwd=tmp_path))
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[int, dict[str, Any]]]]:
+    """Run all trainings of `run_two_ranks` once."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    told = told_by(msrun("run_two_ranks", str(folder), workers=2, port=free_port(), cwd=folder))
+    assert list(told) == ["bare", "on", "broken", "written", "rate", "data", "unreduced"]
+    assert all(set(rows) == {0, 1} for rows in told.values())
+    return folder, told
+
+
+def test_two_ranks_know_their_place_change_no_bit_and_find_a_nan_where_it_is(two_ranks: Any) -> None:
+    tmp_path, told = two_ranks
     bare, on, broken = told["bare"], told["on"], told["broken"]
-    assert set(bare) == set(on) == set(broken) == {0, 1}
     assert {rank: row["bits"] for rank, row in on.items()} == {rank: row["bits"] for rank, row in bare.items()}
     assert bare[0]["bits"] == bare[1]["bits"]
     rows = [[orjson.loads(line) for line in (tmp_path / f"on/rank{r}/records.jsonl").open("rb")] for r in (0, 1)]
@@ -56,3 +67,26 @@ def test_two_ranks_know_their_place_change_no_bit_and_find_a_nan_where_it_is(tmp
     assert "blocks.1.up" in first[1][3]
     assert first[0][1] == 3  # the averaged gradients brought it to the other rank within the step
     assert "grad" in first[0][3]
+
+
+# what is planted on rank 1 → what each rank finds first: relation, step, name, and words of the message
+PLANTED = {
+    "written": (("replicas", 3, "blocks.1.up.bias", "overwritten"), ("untouched_between_steps", 3, "blocks.1.up.bias", "")),
+    "rate": (("shared_scalars", 1, "lr", "0.0199999996 on rank 1"),) * 2,
+    "data": (("distinct_data", 1, "batch", "ranks 0, 1 train on the same data"),) * 2,
+    "unreduced": (("replicas", 1, "head.bias", "a reduction over this group is missing"),) * 2,
+}
+
+
+def test_healthy_replicas_are_quiet_under_every_relation(two_ranks: Any) -> None:
+    assert [row["findings"] for row in two_ranks[1]["on"].values()] == [[], []]
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_sets_one_rank_apart_is_named_on_both(planted: str, two_ranks: Any) -> None:
+    for rank, (rule, step, name, words) in enumerate(PLANTED[planted]):
+        first = two_ranks[1][planted][rank]["findings"][0]
+        assert [first[0], first[1], first[2], first[4]] == [rule, step, rank, name]
+        assert words in first[3]
+    apart = [f for f in two_ranks[1][planted][0]["findings"] if f[0] in ("replicas", "updated_replicas")]
+    assert all("in the dp group of ranks 0, 1" in f[3] for f in apart)

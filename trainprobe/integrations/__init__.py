@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 KINDS = ("gradients", "parameters", "optimizer_state", "activations", "activation_gradients", "scalars")
 
 
-def default_plan(*, audit: bool = True) -> dict[str, Any]:
+def default_plan() -> dict[str, Any]:
     """Return the plan of an integration that was given none: gradients, parameters and scalars of each step are judged.
 
-    The audit, where it is not left out, looks at each tenth step. Tables and findings go to `./probe_out`; a run that is
+    The audit looks at each tenth step. Tables and findings go to `./probe_out`; a run that is
     resumed goes on there.
     """
     return {
@@ -25,7 +25,7 @@ def default_plan(*, audit: bool = True) -> dict[str, Any]:
         "sinks": ["jsonl", "csv"],
         "on_existing": "continue",
         "monitor": {"gradients": True, "parameters": True, "scalars": True, "activations": False},
-        "audit": audit,
+        "audit": True,
     }
 
 

@@ -46,7 +46,6 @@ class MindSporeSession(Session):
     """A session whose probes are MindSpore's."""
 
     probe_kind = MindSporeProbe
-    audited = False  # its relations are about PyTorch
 
 
 class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
@@ -88,7 +87,7 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         self._done = steps_done(p)
         step_cell = _step_cell(p.train_network)
         optimizer = p.optimizer if p.optimizer is not None else getattr(step_cell, "optimizer", None)
-        self._begin(_model(p.network, step_cell), optimizer, self._done + int(p.cur_step_num) + 1)
+        self._begin(_model(p.network, step_cell), optimizer, self._done + int(p.cur_step_num) + 1, p.train_network)
 
     def on_train_end(self, *told: Any, **about: Any) -> None:
         """Write everything."""
@@ -99,13 +98,18 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         if error and error[0] is not None:
             self._end(complete=False)
 
-    def _begin(self, model: Any, optimizer: Any, step: int) -> None:
+    def _begin(self, model: Any, optimizer: Any, step: int, training_cell: Any = None) -> None:
         if isinstance(model, list | tuple) and len(model) == 1:
             model = model[0]
         optimizers = [] if optimizer is None else [optimizer]
         self.session.begin(model, optimizers, step=step, say=_say)
         probe = self.session.probe
-        if isinstance(probe, MindSporeProbe) and is_graph_mode():
+        if not isinstance(probe, MindSporeProbe):
+            return
+        probe.tell_what_is_not_judged()
+        if probe.cells.audit is not None:
+            probe.cells.audit.training_cell = training_cell
+        if is_graph_mode():
             line = probe.tell_what_is_compiled()
             if line and probe.place.rank == 0:
                 _say(f"trainprobe: {line}")
@@ -161,6 +165,12 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         if self.session.may_stop and agreed(stop is not None) and stop is None:
             return StopTraining("a rule stopped the training on another rank")
         return stop
+
+    def on_eval_step_begin(self, run_context: Any) -> None:
+        """Let the audit see in which mode the cells are that are evaluated."""
+        probe = self.session.probe
+        if isinstance(probe, MindSporeProbe) and probe.cells.audit is not None:
+            probe.guard.run(probe.cells.audit.evaluates)
 
     def _note(self, scalars: Mapping[str, Any]) -> None:
         for name, value in scalars.items():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import mindspore
 
 from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_out
 from trainprobe.engine.detail import Detail
+from trainprobe.engine.gathering import Gathering
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.probe import Program, Wants
@@ -20,15 +20,37 @@ from trainprobe.engine.records import Finding, Place
 from trainprobe.engine.selection import parse_steps
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import Tap
-from trainprobe.engine.taps.mindspore_cells import COMPILED, CellTap
-from trainprobe.engine.taps.mindspore_states import CellStateTap, OptimizerTap, ValuesWanted
+from trainprobe.engine.taps.mindspore_audit import CellAuditTap
+from trainprobe.engine.taps.mindspore_calls import OptimizerTap
+from trainprobe.engine.taps.mindspore_cells import COMPILED, CellTap, is_graph_mode
+from trainprobe.engine.taps.mindspore_gathering import gathering
+from trainprobe.engine.taps.mindspore_states import CellStateTap, ValuesWanted
 from trainprobe.engine.taps.mindspore_tape import HostTape
 from trainprobe.engine.wanted import ModulesWanted, modules_of_plan
 from trainprobe.errors import PlanError, UsageError
+from trainprobe.monitor.audit.audit import Audit
+from trainprobe.monitor.audit.plan import AuditPlan
+from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
 from trainprobe.monitor.wanted import flags_where, modules_of_monitor
 from trainprobe.watching import Probe
+
+# relation → why it is not judged under MindSpore
+NOT_JUDGED = {
+    "cleared_gradients": "MindSpore keeps no gradient from one step to the next, so none can be left over",
+    "clipping": "gradients are seen once, as the optimizer gets them",
+    "declared_loss": "a loss can be declared to a PyTorch training only",
+    "random_regions": "operators of MindSpore draw from seeds of their own, which nobody tells",
+    "random_streams": "operators of MindSpore draw from seeds of their own, which nobody tells",
+    "recomputed_forward": "recomputed cells are recorded by level L0, and not compared with the first forward",
+    "saved_and_loaded": "MindSpore tells nobody when a checkpoint is loaded",
+    "update_rule": "updates are worked out again for optimizers of torch only",
+}
+NOT_JUDGED_IN_A_GRAPH = dict.fromkeys(
+    ("finite_together", "gradient_norm", "moment_recurrence", "movement", "moments_present", "scaled_replicas"),
+    "gradients stay inside the graph",
+)
 
 
 @dataclass(slots=True)
@@ -36,17 +58,33 @@ class CellParts:
     """The taps of one probe, as `trainprobe.build.Parts`; whatever exists under PyTorch only is None."""
 
     naming: CellTap
-    stepping: OptimizerTap
     modules: CellTap | None = None
     watched: CellTap | None = None
     states: CellStateTap | None = None
     monitor: MonitorPlan | None = None
+    audit: CellAuditTap | None = None
+    audit_plan: AuditPlan | None = None
     dumps_when_asked: bool = False  # a plan of level off whose rules or black box may ask for a dump
     cuts: list[Detail] = field(default_factory=list[Detail])
+    stepping: OptimizerTap = field(init=False)
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
+
+    def before(self, optimizers: Sequence[Any], gradients: Any = ()) -> None:
+        """Handle the beginning of a step of these optimizers."""
+        if self.audit is not None:
+            self.audit.before_update(optimizers)
+        if self.states is not None:
+            self.states.moment("before_step", optimizers, gradients)
+
+    def after(self, optimizers: Sequence[Any]) -> None:
+        """Handle its end."""
+        if self.states is not None:
+            self.states.moment("after_step", optimizers)
+        if self.audit is not None:
+            self.audit.after_update(optimizers)
 
     def notes(self) -> list[str]:
         """Return what could not be seen, and why."""
@@ -66,8 +104,16 @@ class MindSporeProbe(Probe):
     def moment(self, name: str, *values: Any) -> None:
         """Tell that something happens; "before_step" and "after_step" have parameters and optimizer state looked at."""
         super().moment(name, *values)
-        if self.tape is not None and self.cells.states is not None and name in ("before_step", "after_step"):
-            self.guard.run(self.cells.states.moment, name)
+        if self.tape is not None and name in ("before_step", "after_step"):
+            self.guard.run(self.cells.before if name == "before_step" else self.cells.after, self.cells.stepping.cells)
+
+    def tell_what_is_not_judged(self) -> None:
+        """Keep as findings, one a relation, which relations of the plan's audit cannot be judged here, and why."""
+        plan = self.cells.audit_plan
+        why = {**NOT_JUDGED, **(NOT_JUDGED_IN_A_GRAPH if is_graph_mode() else {})}
+        for relation, reason in why.items() if plan is not None else ():
+            if plan is not None and plan.interval(relation):
+                self._tell(Finding(relation, "info", f"{relation} is not judged under MindSpore: {reason}"))
 
     def tell_what_is_compiled(self) -> str:
         """Keep as a finding what a graph hides, and return the sentence; empty when the plan asks for nothing of it."""
@@ -82,6 +128,19 @@ class MindSporeProbe(Probe):
     def save(self, value: Any, name: str, save_backward: bool = True) -> None:
         """Raise UsageError: a MindSpore training is watched through its callback only."""
         raise UsageError(f"save({name!r}) records torch tensors only; under MindSpore dump the cell that makes the value")
+
+    def _gathering(self) -> Gathering:
+        return gathering()
+
+    def _make_audit(self) -> Audit | None:
+        plan, tap = self.cells.audit_plan, self.cells.audit
+        if plan is None or tap is None:
+            return None
+        tap.fingerprints = lambda: plan.wants(self.step_number, "fingerprints")
+        tap.ordinal = lambda: self.begun
+        audit = Audit(plan, tap.take, self._gathering().gather)
+        self.watchers.append(audit)
+        return audit
 
     def _compose(self, plan: Plan, guard: Guard, stacks: Any, rename: Any) -> tuple[Any, list[Program]]:
         refuse(plan)
@@ -113,7 +172,6 @@ def refuse(plan: Plan) -> None:
         "monitor: collectives, features and batches are looked at by torch: leave them out": monitor is not None
         and any(getattr(kind, "on", False) for kind in (monitor.collectives, monitor.features, monitor.batches)),
         f"level {plan.level!r} records torch operations: use L0, which records cells": plan.level in ("L1", "mix", "debug"),
-        "audit: its relations are about PyTorch trainings: leave the section out": bool(plan.audit),
         "config_check: it looks into a PyTorch process: use `trainprobe config_check` on the files of the run": bool(
             plan.config_check
         ),
@@ -133,35 +191,38 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, list[Program]]:
     modules = CellTap(modules_of_plan(plan, cuts), guard) if plan.level == "L0" or asked else None
     watched = CellTap(modules_of_monitor(monitor), guard) if monitor is not None else None
     naming = modules or watched or CellTap(ModulesWanted(_none, _nothing, frozenset()), guard)
-    states = CellStateTap(_states_of_monitor(monitor)) if monitor is not None else None
-    stepping = OptimizerTap(guard, partial(_before, states), partial(_after, states))
-    parts = CellParts(naming, stepping, modules, watched, states, monitor, dumps_when_asked=asked, cuts=cuts)
-    named: tuple[tuple[Tap, Wants], ...] = ((naming, lambda n: False),)
-    dump = tuple(tap for tap in (modules, stepping) if tap is not None)
-    pairs = (*((tap, plan.wants_step) for tap in dump), *named)
-    programs = [Program("dump", plan.wants_step, pairs, asked=dump, level="L0" if asked else "")]
+    audit = audit_plan(plan.audit) if plan.audit else None
+    states = CellStateTap(_states_of_monitor(monitor)) if monitor is not None or audit is not None else None
+    parts = CellParts(naming, modules, watched, states, monitor, dumps_when_asked=asked, cuts=cuts)
+    parts.stepping = OptimizerTap(guard, lambda o, gradients: parts.before([o], gradients), lambda o: parts.after([o]))
+    if audit is not None and states is not None:
+        parts.audit_plan, parts.audit = audit, CellAuditTap(guard, states)
+    return parts, _programs(plan, parts)
+
+
+def _programs(plan: Plan, parts: CellParts) -> list[Program]:
+    monitor, audit, states, watched = parts.monitor, parts.audit_plan, parts.states, parts.watched
+    always: Wants = lambda n: True  # noqa: E731
+    dump: tuple[Tap, ...] = tuple(tap for tap in (parts.modules, parts.stepping) if tap is not None)
+    pairs = (*((tap, plan.wants_step) for tap in dump), (parts.naming, lambda n: False))
+    programs = [Program("dump", plan.wants_step, pairs, asked=dump, level="L0" if parts.dumps_when_asked else "")]
     if monitor is not None and states is not None and watched is not None:
-        light: list[tuple[Tap, Wants]] = [(states, lambda n: True), (stepping, lambda n: True)]
+        light: list[tuple[Tap, Wants]] = [(states, always), (parts.stepping, always)]
         kinds = [kind.every for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
         whole = plan.level == "L0"
         light.append((watched, lambda n: any(n % e == 0 for e in kinds) and not (whole and plan.wants_step(n))))
-        programs.append(
-            Program("monitor", parse_steps(monitor.step).__contains__, tuple(light), beside=(watched,) if modules else ())
-        )
-    return parts, programs
+        beside = (watched,) if parts.modules else ()
+        programs.append(Program("monitor", parse_steps(monitor.step).__contains__, tuple(light), beside=beside))
+    if audit is not None and parts.audit is not None and states is not None:
+        reads: Wants = lambda n: audit.wants(n, "fingerprints")  # noqa: E731
+        heavy: tuple[tuple[Tap, Wants], ...] = ((parts.audit, always), (states, reads), (parts.stepping, always))
+        programs.append(Program("audit", audit.wants_step, heavy))
+    return programs
 
 
-def _before(states: CellStateTap | None, optimizer: Any, gradients: Any) -> None:
-    if states is not None:
-        states.moment("before_step", [optimizer], gradients)
-
-
-def _after(states: CellStateTap | None, optimizer: Any) -> None:
-    if states is not None:
-        states.moment("after_step", [optimizer])
-
-
-def _states_of_monitor(monitor: MonitorPlan) -> ValuesWanted:
+def _states_of_monitor(monitor: MonitorPlan | None) -> ValuesWanted:
+    if monitor is None:
+        return ValuesWanted(_none, _none, _none, _none)
     return ValuesWanted(
         value=flags_where(monitor.parameters),
         gradient=flags_where(monitor.gradients) if monitor.gradients.reduced else _none,

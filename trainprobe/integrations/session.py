@@ -35,10 +35,8 @@ class Session:
 
     probe_kind: type[Probe] = Probe
 
-    audited = True  # the default plan holds the audit
-
     def __init__(self, plan: PlanSource = None, **overrides: Any) -> None:
-        self.plan = load_plan(default_plan(audit=self.audited) if plan is None else plan, **overrides)
+        self.plan = load_plan(default_plan() if plan is None else plan, **overrides)
         self.probe: Probe | None = None
         self.findings: list[Finding] = []
         self.reel: Reel | None = None  # of the last step that was collected

@@ -1,51 +1,21 @@
-"""Brings a few numbers of every rank to every rank: the one collective that the audit issues, at the end of a step."""
+"""The collective of `engine.gathering` over torch.distributed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-Words = npt.NDArray[np.uint64]
-_SLACK = 64  # words that the room for a message is larger than the largest message so far
+from trainprobe.engine.gathering import Gathering, Words
 
 
-class Gathering:
-    """Gathers messages of 64-bit words over all ranks. Every rank must call `gather` at the same steps.
+def gathering() -> Gathering:
+    """Return a Gathering over the default process group; alone where there is none."""
+    return Gathering(_ranks, _all_gather)
 
-    All messages travel with the same length. It is agreed upon at the first call, and again when some rank says that it needs
-    more.
-    """
 
-    def __init__(self) -> None:
-        self._room = 0
-
-    def gather(self, words: Sequence[int] | Words) -> list[Words]:
-        """Return the message of every rank, uint64 [words of that rank], in the order of ranks; waits for all of them."""
-        message = np.asarray(words, dtype=np.uint64)
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return [message]
-        if not self._room:
-            self._agree(message.size)
-        told = self._exchange(message)
-        if max(int(row[0]) for row in told) + 1 > self._room:
-            self._agree(message.size)
-            told = self._exchange(message)
-        return [row[1 : 1 + int(row[0])] for row in told]
-
-    def _agree(self, need: int) -> None:
-        sizes = _all_gather(np.array([need], dtype=np.uint64))
-        self._room = max(int(size[0]) for size in sizes) + 1 + _SLACK
-
-    def _exchange(self, message: Words) -> list[Words]:
-        sent = np.zeros(self._room, dtype=np.uint64)
-        sent[0] = message.size
-        fits = min(message.size, self._room - 1)
-        sent[1 : 1 + fits] = message[:fits]
-        return _all_gather(sent)
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _all_gather(words: Words) -> list[Words]:

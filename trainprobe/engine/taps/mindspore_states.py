@@ -1,27 +1,23 @@
 """Values, gradients and optimizer state of each parameter around MindSpore's optimizer.
 
-The optimizer is a cell: while a step is collected, `mindspore.nn.Cell.__call__` is replaced for the class, and a call of an
-optimizer that is known shows the gradients in its arguments. In graph mode it is not called from Python; parameters and moments
+A call of the optimizer shows the gradients in its arguments. In graph mode it is not called from Python; parameters and moments
 are then read as the step begins and ends, and gradients are not recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mindspore
 import numpy as np
-from mindspore.nn import Cell
 
 from trainprobe.engine.arrays.mindspore_library import HostArray, host_array, without_data
-from trainprobe.engine.guard import Guard
 from trainprobe.engine.records import Call
 from trainprobe.engine.sources import Part
 from trainprobe.engine.tape import Tape
-from trainprobe.engine.taps.mindspore_cells import is_graph_mode, wait
-from trainprobe.engine.taps.replaced import Replaced
+from trainprobe.engine.taps.mindspore_cells import is_graph_mode
 
 # what optimizers of MindSpore and MindFormers call their state → what everybody else does
 STANDARD = {
@@ -61,87 +57,40 @@ def states_of(optimizer: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def learning_rates(optimizer: Any) -> dict[str, float]:
-    """Return the rates that the next call of an optimizer uses: `lr`, and `lr/1` … of further groups.
+    """Return the rates that the next call of an optimizer uses: `lr`, and `lr/1` … of further groups."""
+    return {"lr" if i == 0 else f"lr/{i}": rate for i, rate in enumerate(dict.fromkeys(rates_of(optimizer)))}
 
-    A schedule that is computed by cells is asked in PyNative mode only; asking compiles nothing and draws nothing.
+
+def rates_of(optimizer: Any) -> list[float]:
+    """Return the rate that the next call of an optimizer uses: one for all its parameters, or one for each of them.
+
+    A schedule that is computed by cells is asked in PyNative mode only, and else nothing returned; asking compiles nothing and
+    draws nothing.
     """
-    if not isinstance(getattr(optimizer, "param_groups", None), list):
-        if getattr(optimizer, "dynamic_lr", False) and is_graph_mode():
-            return {}
-        found = optimizer.get_lr() if getattr(optimizer, "dynamic_lr", False) else optimizer.learning_rate
-    else:
-        found = [group["lr"] for group in optimizer.param_groups]
-    rates = list(dict.fromkeys(_number(r) for r in (found if isinstance(found, tuple | list) else [found])))
-    return {"lr" if i == 0 else f"lr/{i}": rate for i, rate in enumerate(rates)}
+    if isinstance(getattr(optimizer, "param_groups", None), list):
+        return [_number(group["lr"]) for group in optimizer.param_groups for _ in group["params"]]
+    dynamic = getattr(optimizer, "dynamic_lr", False)
+    if dynamic and is_graph_mode():
+        return []
+    found = optimizer.get_lr() if dynamic else optimizer.learning_rate
+    several = isinstance(found, tuple | list) and not isinstance(found, mindspore.Tensor)
+    return [_number(rate) for rate in found] if several else [_number(found)]
 
 
 def _number(x: Any) -> float:
     return float(np.asarray(x.asnumpy()).reshape(-1)[0]) if isinstance(x, mindspore.Tensor) else float(x)
 
 
-class OptimizerTap:
-    """Tells of calls of the optimizers that are known: `before(optimizer, gradients)` and `after(optimizer)`."""
-
-    def __init__(self, guard: Guard, before: Callable[[Any, Any], None], after: Callable[[Any], None]) -> None:
-        self.updates = 0  # in this step
-        self._guard = guard
-        self._before, self._after = before, after
-        self._optimizers: list[Any] = []
-        self._original: Replaced | None = None
-        self._asleep = True
-
-    def open(self, model: Any, optimizer: Any = None) -> None:
-        """Remember the optimizers."""
-        self._optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer else []
-
-    def begin(self, tape: Tape) -> None:
-        """Replace `Cell.__call__`."""
-        self.updates, self._asleep = 0, False
-        if self._original is not None:
-            return
-        original: Any = Cell.__call__
-        own = {id(optimizer) for optimizer in self._optimizers}
-
-        def call(cell: Any, *args: Any, **kwargs: Any) -> Any:
-            if id(cell) not in own or self._asleep or call.ended:  # type: ignore[attr-defined]
-                return original(cell, *args, **kwargs)
-            return self._step(original, cell, args, kwargs)
-
-        self._original = Replaced(Cell, "__call__", call)
-
-    def pause(self) -> None:
-        """Nothing rests."""
-
-    def resume(self) -> None:
-        """Nothing rested."""
-
-    def end(self, again: bool = False) -> None:
-        """Put `Cell.__call__` back; with `again` it stays, asleep."""
-        self._asleep = True
-        if not again and self._original is not None:
-            self._original.back()
-            self._original = None
-
-    def _step(self, original: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        self._asleep = True  # what an optimizer calls within is part of its own step
-        try:
-            wait()
-            gradients = args[0] if args else next(iter(kwargs.values()), ())
-            self._guard.run(self._before, optimizer, gradients)
-            out = original(optimizer, *args, **kwargs)
-            wait()
-            self.updates += 1
-            self._guard.run(self._after, optimizer)
-            return out
-        finally:
-            self._asleep = False
-
-
 class CellStateTap:
-    """Hands parameters, gradients and optimizer state to the tape at "before_step" and "after_step"."""
+    """Hands parameters, gradients and optimizer state to the tape at "before_step" and "after_step".
+
+    more: flags of the tape that are wanted of every tensor in any case; the optimizer's own count of steps is then the slot
+    `step` of its parameters.
+    """
 
     def __init__(self, wanted: ValuesWanted) -> None:
         self._wanted = wanted
+        self.more = 0
         self._tape: Tape | None = None
         self._calls: dict[tuple[str, str], Call] = {}
         self._before: dict[str, HostArray] = {}
@@ -174,25 +123,35 @@ class CellStateTap:
         self._calls.clear()
         self._before.clear()
 
-    def moment(self, name: str, optimizers: list[Any] | None = None, gradients: Any = ()) -> None:
-        """Look at parameters and state of `optimizers` (all that are known), and at the gradients one of them is handed."""
+    def moment(self, name: str, chosen: Sequence[Any], gradients: Any = ()) -> None:
+        """Look at parameters and state of the `chosen` optimizers, and at the gradients that one alone is handed."""
         if self._tape is None:
             return
-        chosen = self._optimizers if optimizers is None else optimizers
         for part in self._parts(chosen, gradients):
             wanted, sort = self._flags(part.slot)
             slot = f"{part.slot}_after" if name == "after_step" else part.slot
             if part.slot == "value":
                 self._update(name, part)
-            flags = wanted(part.name) if self._collected % self._wanted.every.get(sort, 1) == 0 else 0
+            flags = (wanted(part.name) if self._collected % self._wanted.every.get(sort, 1) == 0 else 0) | self.more
             if flags:
                 self._call(name, part.name).params[slot] = self._tape.tree(part.tensor, flags)
+        if self.more:
+            self._count(name, chosen)
         if name == "before_step":
             for optimizer in chosen:
                 for key, rate in learning_rates(optimizer).items():
                     self._tape.scalars.setdefault(key, rate)
 
-    def _parts(self, optimizers: list[Any], gradients: Any) -> Iterator[Part]:
+    def _count(self, moment: str, optimizers: Sequence[Any]) -> None:
+        assert self._tape is not None
+        for optimizer in optimizers:
+            counter = getattr(optimizer, "global_step", None)
+            if isinstance(counter, mindspore.Tensor):
+                steps = self._tape.value(counter, self.more)
+                for p in optimizer.parameters:
+                    self._call(moment, p.name).params["step_after" if moment == "after_step" else "step"] = steps
+
+    def _parts(self, optimizers: Sequence[Any], gradients: Any) -> Iterator[Part]:
         others = {id(p) for o in self._optimizers if not any(o is c for c in optimizers) for p in o.parameters}
         for p in self._parameters:
             if id(p) not in others:

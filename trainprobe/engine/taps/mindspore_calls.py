@@ -1,0 +1,95 @@
+"""Calls of cells that are known: of the optimizers, or of the model as a whole.
+
+While a step is collected, `mindspore.nn.Cell.__call__` is replaced for the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mindspore.nn import Cell
+
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps.mindspore_cells import wait
+from trainprobe.engine.taps.replaced import Replaced
+
+Before = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+
+
+class KnownCalls:
+    """Tells of outermost calls of `cells`: `before(cell, args, kwargs)` and, once it has run, `after(cell)`."""
+
+    def __init__(self, guard: Guard, before: Before, after: Callable[[Any], None] | None = None) -> None:
+        self._guard = guard
+        self._before, self._after = before, after
+        self._known: frozenset[int] = frozenset()
+        self.cells: tuple[Any, ...] = ()
+        self._original: Replaced | None = None
+        self._asleep = True
+
+    def know(self, cells: Iterable[Any]) -> None:
+        """Tell of calls of these cells from now on."""
+        self.cells = tuple(cells)
+        self._known = frozenset(map(id, self.cells))
+
+    def begin(self, tape: Tape | None = None) -> None:
+        """Replace `Cell.__call__`."""
+        self._asleep = False
+        if self._original is not None:
+            return
+        original: Any = Cell.__call__
+
+        def call(cell: Any, *args: Any, **kwargs: Any) -> Any:
+            if id(cell) not in self._known or self._asleep or call.ended:  # type: ignore[attr-defined]
+                return original(cell, *args, **kwargs)
+            return self._run(original, cell, args, kwargs)
+
+        self._original = Replaced(Cell, "__call__", call)
+
+    def pause(self) -> None:
+        """Nothing rests."""
+
+    def resume(self) -> None:
+        """Nothing rested."""
+
+    def end(self, again: bool = False) -> None:
+        """Put `Cell.__call__` back; with `again` it stays, asleep."""
+        self._asleep = True
+        if not again and self._original is not None:
+            self._original.back()
+            self._original = None
+
+    def _run(self, original: Any, cell: Any, args: Any, kwargs: Any) -> Any:
+        self._asleep = True  # what it calls within is part of its own call
+        try:
+            wait()
+            self._guard.run(self._before, cell, args, kwargs)
+            out = original(cell, *args, **kwargs)
+            if self._after is not None:
+                wait()
+                self._guard.run(self._after, cell)
+            return out
+        finally:
+            self._asleep = False
+
+
+class OptimizerTap(KnownCalls):
+    """Tells of calls of the optimizers: `before(optimizer, gradients)` and `after(optimizer)`."""
+
+    def __init__(self, guard: Guard, before: Callable[[Any, Any], None], after: Callable[[Any], None]) -> None:
+        super().__init__(
+            guard,
+            lambda optimizer, args, kwargs: before(optimizer, args[0] if args else next(iter(kwargs.values()), ())),
+            after,
+        )
+
+    def open(self, model: Any, optimizer: Any = None) -> None:
+        """Remember the optimizers."""
+        self.know(listed(optimizer))
+
+
+def listed(x: Any) -> list[Any]:
+    """Return what may be one thing, several, or None, as a list."""
+    return list(x) if isinstance(x, list | tuple) else [] if x is None else [x]
