@@ -40,8 +40,12 @@ class Layout:
         else:
             over = ("dp", "ep")
         over = () if cut else over
-        over += ("pp",) if id(p) in self._tied and not (cut and self.axes.get("dp", (0, 1))[1] > 1) else ()
+        over += ("pp",) if id(p) in self._tied and not (cut and "dp" in self.axes) else ()
         return tuple(axis for axis in over if axis in self.axes)
+
+    def is_cut_again(self, p: Any) -> bool:
+        """Tell whether this is a later stage's copy of a tied weight that ZeRO cuts here otherwise than on the first stage."""
+        return id(p) in self._tied and "dp" in self.axes and bool(getattr(p, "ds_pipe_replicated", False))
 
 
 def place_of(engine: Any) -> Place:

@@ -95,6 +95,8 @@ class DeepSpeedSource:
         if hasattr(p, "ds_id"):
             return _stage3_piece(optimizer, p)
         if hasattr(p, "_hp_mapping"):
+            if self.layout.is_cut_again(p):
+                return None  # each element is told of once
             return _partitioned_piece(optimizer, p, self.layout.replicas(p, cut=True))
         if not p.requires_grad:
             return None

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.distributed.launch import launch
-from tests.integrations.deepspeed.small_deepspeed import CONFIGURATIONS, DECAY, LR, STATE, STEPS, plain_pipeline, plain_torch
+from tests.integrations.deepspeed.small_deepspeed import CONFIGURATIONS, DECAY, LR, STATE, STEPS, plain_torch
 from tests.integrations.records import recorded
 from trainprobe.engine.dumps import read_step
 from trainprobe.errors import UsageError
@@ -44,12 +44,12 @@ def joined(pair, configuration: str) -> list[dict[str, float]]:
     return steps
 
 
-@pytest.mark.parametrize("configuration", [*CONFIGURATIONS, "zero3-fp32-dump", "pipe", "pipe-dump"])
+@pytest.mark.parametrize("configuration", [*CONFIGURATIONS, "zero3-fp32-dump"])
 def test_each_rank_trains_to_the_same_bits_with_and_without_the_probe(pair, configuration):
     assert [told[f"{configuration} different bits"] for told in pair[1]] == [[], []]
 
 
-@pytest.mark.parametrize("configuration", [*CONFIGURATIONS, "pipe"])
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_nothing_is_left_on_the_engine(pair, configuration):
     assert [told[f"{configuration} left"] for told in pair[1]] == [[], []]
 
@@ -123,23 +123,6 @@ def test_a_step_that_deepspeed_skips_says_so_and_shows_the_gradient_that_made_it
 
 def test_a_resumed_run_goes_on_with_the_numbers_of_its_steps(pair):
     assert list(recorded(pair[0] / "resumed")) == [1, 2, 3]
-
-
-def test_stages_of_a_pipeline_hold_the_layers_of_one_process_of_plain_torch_under_their_global_numbers(pair):
-    ranks = [recorded(pair[0] / "pipe", rank) for rank in range(2)]
-    for step, expected in enumerate(plain_pipeline(), 1):
-        for rank, found in enumerate(ranks):
-            mine = ("loss", f"{2 * rank}.", f"{2 * rank + 1}.")
-            wanted = {key: value for key, value in expected.items() if key.startswith(mine)}
-            assert {key: found[step].get(key) for key in wanted} == pytest.approx(wanted, rel=5e-5, abs=1e-9)
-            assert not any(key.startswith((f"{2 - 2 * rank}.", f"{3 - 2 * rank}.")) for key in found[step])
-
-
-def test_a_dump_of_a_pipeline_numbers_its_micro_batches(pair):
-    for rank, reel in read_step(pair[0] / "pipe-dump" / "step2").items():
-        outputs = [row for row in reel.records() if row.site.name == f"{2 * rank}.lin" and row.site.slot == "output"]
-        assert [row.step.micro for row in outputs] == [0, 1]
-        assert reel.place.axes == {"pp": (rank, 2)}
 
 
 def test_anything_but_an_engine_is_refused(require):

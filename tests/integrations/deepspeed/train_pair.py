@@ -60,22 +60,6 @@ def poisoned(told: dict[str, Any], name: str, stage: int, dtype: str, output: Pa
     told[f"{name} skipped steps"] = engine.skipped_steps
 
 
-def piped(told: dict[str, Any], folder: Path) -> None:
-    """Train a pipeline bare and watched, and dump one step of it."""
-    bare = small.pipeline()
-    plain = small.bits(bare, small.train_pipeline(bare))
-    before = small.traces(bare)  # a pipeline engine sets attributes of its own when it trains
-    for name, plan in (("pipe", MONITORED), ("pipe-dump", {"level": "L0", "step": 2})):
-        engine = small.pipeline()
-        attach(engine, plan, output=folder / name)
-        losses = small.train_pipeline(engine)
-        detach(engine)
-        left = small.traces(engine)
-        told[f"{name} left"] = [key for key in before if before[key] != left[key]]
-        watched = small.bits(engine, losses)
-        told[f"{name} different bits"] = [key for key in {**plain, **watched} if plain.get(key) != watched.get(key)]
-
-
 def resumed(told: dict[str, Any], folder: Path) -> None:
     """Save behind step 2, load into a new engine, go on for a step under the same output."""
     first = attach(small.engine_with(1), MONITORED, output=folder / "resumed")
@@ -102,7 +86,6 @@ def main(folder: Path) -> None:
     for stage, dtype, settings in ((0, "fp32", {}), (0, "bf16", {}), (2, "fp32", {"gradient_clipping": 0.0}), (3, "fp32", {})):
         poisoned(told, f"zero{stage}-{dtype}", stage, dtype, folder / f"poisoned{stage}-{dtype}", **settings)
     resumed(told, folder)
-    piped(told, folder)
     (folder / f"rank{RANK}.json").write_text(json.dumps(told))
     torch.distributed.destroy_process_group()
 

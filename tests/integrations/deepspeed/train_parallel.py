@@ -1,6 +1,7 @@
-"""One rank of mixtures of experts under DeepSpeed, each with and without the probe; leaves what came of them in FOLDER.
+"""One rank of mixtures of experts and pipelines under DeepSpeed, with and without the probe; what came of them goes to FOLDER.
 
-train_moe.py FOLDER NAME…    names: those of small_moe.engine_with; with @FAULT one is planted: nan, drift.
+train_parallel.py FOLDER NAME…    names: those of small_moe.engine_with and of small_pipeline.engine_with. NAME@FAULT plants one
+behind step 2: nan, in each gradient of one weight of rank 1; drift, an element of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch  # noqa: E402
 
 from tests.integrations.deepspeed import small_deepspeed as small  # noqa: E402
 from tests.integrations.deepspeed import small_moe as moe  # noqa: E402
+from tests.integrations.deepspeed import small_pipeline as pipe  # noqa: E402
 from trainprobe.integrations.deepspeed import attach, detach, probe_of  # noqa: E402
 
 RANK = int(os.environ["RANK"])
@@ -27,18 +29,30 @@ PLAN = {
     "monitor": {"optimizer_state": True, "gradients": {"unreduced": True, "per_micro": True}, "activations": False},
     "audit": {"every": 1},
 }
+DUMPED = {"level": "L0", "step": 2}
+
+
+def engine_with(name: str) -> Any:
+    return pipe.engine_with(name) if name.startswith("pipe") else moe.engine_with(name)
+
+
+def train(engine: Any, steps: slice = slice(small.STEPS)) -> list[torch.Tensor]:
+    if hasattr(engine, "train_batch"):
+        return pipe.train(engine, steps)
+    first, last, _ = steps.indices(small.STEPS)
+    return small.train(engine, small.batches(RANK)[small.ACCUMULATE * first : small.ACCUMULATE * last])
 
 
 def compared(folder: Path, name: str) -> dict[str, Any]:
     """Train bare and watched; tell what differs, what was left on the engine, and what was found."""
-    bare = moe.engine_with(name)
-    plain = small.bits(bare, small.train(bare, small.batches(RANK)))
+    bare = engine_with(name)
+    plain = small.bits(bare, train(bare))
+    before = small.traces(bare)  # a pipeline engine sets attributes of its own when it trains
     bare.destroy()
-    engine = moe.engine_with(name)
-    before = small.traces(engine)
-    attach(engine, PLAN, output=folder / name)
+    engine = engine_with(name)
+    attach(engine, DUMPED if name.endswith("-dump") else PLAN, output=folder / name)
     probe: Any = probe_of(engine)
-    losses = small.train(engine, small.batches(RANK))
+    losses = train(engine)
     detach(engine)
     left = small.traces(engine)
     watched = small.bits(engine, losses)
@@ -52,29 +66,25 @@ def compared(folder: Path, name: str) -> dict[str, Any]:
 
 
 def spoiled(folder: Path, name: str, fault: str) -> dict[str, Any]:
-    """Train with something wrong in the second local expert of rank 1 from step FAULTY + 1 on."""
-    engine = moe.engine_with(name)
+    """Train with something wrong on rank 1 from step FAULTY + 1 on: in its second expert, or in the weight that is tied."""
+    engine = engine_with(name)
     attach(engine, PLAN, output=folder / f"{name} {fault}")
     probe: Any = probe_of(engine)
-    weight = dict(engine.module.named_parameters())[f"{moe.PATH}.1.down.weight"]
-    data = small.batches(RANK)
-    small.train(engine, data[: small.ACCUMULATE * FAULTY])
+    weight = dict(engine.module.named_parameters())[pipe.TIED if name.startswith("pipe") else f"{moe.PATH}.1.down.weight"]
+    train(engine, slice(0, FAULTY))
     if RANK == 1 and fault == "drift":
         with torch.no_grad():
             weight.view(-1)[1] += 0.1
     if RANK == 1 and fault == "nan":
         weight.register_hook(lambda g: g * float("nan"))
-    small.train(engine, data[small.ACCUMULATE * FAULTY :])
+    train(engine, slice(FAULTY, small.STEPS))
     detach(engine)
     engine.destroy()
     return {"found": findings(probe)}
 
 
 def findings(probe: Any) -> list[list[Any]]:
-    return [
-        [f.rule, f.step, f.place.rank, f.site.name if f.site else None, f.site.slot if f.site else None, f.message]
-        for f in probe.findings
-    ]
+    return [[f.rule, f.step, f.place.rank, f.site.name if f.site else None, f.message] for f in probe.findings]
 
 
 def main(folder: Path, names: list[str]) -> None:
