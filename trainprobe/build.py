@@ -202,7 +202,7 @@ def _unclipped(parts: Parts, parameters: list[Any]) -> None:
     if parts.states is not None:
         parts.states.unclipped(parameters)
     if parts.audit is not None:
-        parts.audit.unclipped()
+        parts.audit.unclipped(parameters)
 
 
 def _before(parts: Parts, with_ops: bool, optimizer: Any) -> None:

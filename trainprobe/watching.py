@@ -131,13 +131,16 @@ class Probe(EngineProbe):
 
         tap.fingerprints = lambda: tap.saves.awaits or costs("fingerprints")
         tap.keeps_saves = parts.audit_plan.interval("saved_and_loaded") > 0
-        tap.folder = lambda: self.plan.output / f"rank{self.place.rank}" if self.plan.on_existing == "continue" else None
+        tap.folder = lambda: self.plan.output / f"rank{self.place.rank}"
+        tap.goes_on = lambda: self.plan.on_existing == "continue"
+        tap.saves.world = lambda: self.place.world_size
         tap.step = lambda: self.step_number
         tap.saves.loaded = lambda: self._scheduled.clear()  # the next step is audited now
         tap.new_tape = lambda: self._new_tape(-1)
         tap.ordinal = lambda: self.begun
         tap.reruns = lambda: due("update_rule")
         tap.repeats = lambda: due("recomputed_forward")
+        tap.reduces = lambda: self.place.world_size > 1 and due("reduced_gradients")
         tap.sampled = lambda: costs("rerun")
         audit = Audit(parts.audit_plan, tap.take, self._gathering().gather)
         self.watchers.append(audit)

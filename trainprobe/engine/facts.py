@@ -106,11 +106,30 @@ class Projection:
 
 
 @dataclass(frozen=True, slots=True)
+class Reduction:
+    """One parameter's gradient as one linear number: arrived: of this rank's own, summed over the micro-batches. used: of the
+    one that is used, before clipping. norm: ‖g‖ of the latter.
+    """
+
+    name: str
+    arrived: float
+    used: float
+    norm: float
+
+
+@dataclass(frozen=True, slots=True)
 class SavedTensors:
-    """What this process held when it saved behind a step: (parameter, slot) → fingerprint."""
+    """What this process held when it saved behind a step: (parameter, slot) → fingerprint.
+
+    positions: class of a scheduler → where it stood. batches: the first and the last audited steps until then, and the
+    fingerprints of their data. world: how many ranks there were.
+    """
 
     step: int
     tensors: Mapping[tuple[str, str], int]
+    positions: Mapping[str, int] = field(default_factory=dict[str, int])
+    batches: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    world: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +182,12 @@ class StepFacts:
     of the optimizers that stepped, with a gradient and without. idle: parameters of optimizers that stepped at each audited
     step before and not in this one. discarded: backward passes whose gradients were cleared before an update used them.
     closure: an optimizer ran forward and backward within its step, more than once. differentiated: the losses of the backward
-    passes, empty where one began from more than a number. begun: name → fingerprint of a buffer before the first forward. ordinal: how many steps had begun with this one. clips: the calls that clipped.
-    random: fingerprint of the random state at the end of the step, and of that before the
-    first forward. region: that of the random state of what is split over tp, 0 where
-    none is told. recomputed: forwards that ran again. reruns: updates that were worked out again. saved: what was saved
-    last, where something was loaded since.
+    passes, empty where one began from more than a number. begun: name → fingerprint of a buffer before the first forward.
+    ordinal: how many steps had begun with this one. clips: the calls that clipped.
+    random: fingerprint of the random state at the end of the step, and of that before the first forward. region: that of the
+    random state of what is split over tp, 0 where none is told. reductions: gradients before and after they were joined over
+    the ranks. recomputed: forwards that ran again. reruns: updates that were worked out again. saved: what was saved last,
+    where something was loaded since.
     """
 
     set_up: ModelFacts
@@ -200,6 +220,7 @@ class StepFacts:
     evaluations: tuple[Evaluation, ...] = ()
     schedules: tuple[Schedule, ...] = ()
     projections: tuple[Projection, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
     recomputed: tuple[Repeat, ...] = ()
     reruns: tuple[Rerun, ...] = ()
     saved: tuple[SavedTensors, ...] = ()

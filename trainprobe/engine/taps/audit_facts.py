@@ -22,6 +22,7 @@ from trainprobe.engine.taps.gradient_use import GradientUse
 from trainprobe.engine.taps.model_calls import ModelCalls, unwrapped
 from trainprobe.engine.taps.parameter_states import ParameterStateTap
 from trainprobe.engine.taps.random_state import random_fingerprint
+from trainprobe.engine.taps.reduced_gradients import ReducedGradients
 from trainprobe.engine.taps.saved_states import SavedStates
 from trainprobe.engine.taps.schedules import ScheduleWatch
 from trainprobe.engine.taps.set_up import model_facts, optimizer_groups
@@ -37,7 +38,9 @@ class AuditTap:
     names: id of parameter → recorded name, as it is now. rescan: learn the names anew when the model has other parameters
     than before. fingerprints: whether this step's parameters, gradients and states are fingerprinted. sampled: whether the
     declared loss is run. ordinal: how many steps have begun. reruns: whether updates are worked out again. repeats: whether
-    forwards that run again are compared with the first. keeps_saves: whether what is saved is remembered, in folder().
+    forwards that run again are compared with the first. reduces: whether gradients are looked at before and after they are
+    joined over the ranks. keeps_saves: whether what is saved is remembered, in folder(), where an earlier process may have
+    left it when goes_on().
     """
 
     def __init__(
@@ -48,17 +51,20 @@ class AuditTap:
         self.ordinal: Callable[[], int] = lambda: 0
         self.reruns: Callable[[], bool] = lambda: False
         self.repeats: Callable[[], bool] = lambda: False
+        self.reduces: Callable[[], bool] = lambda: False
         self.declared = DeclaredGradient()
         self._rerun = UpdateRerun(names)
         self.step: Callable[[], int] = lambda: -1
         self.keeps_saves = False
         self.folder: Callable[[], Path | None] = lambda: None
+        self.goes_on: Callable[[], bool] = lambda: False
         self.new_tape: Callable[[], Tape] | None = None
-        self.saves = SavedStates(guard, self._held_now, lambda: self.step())
         self._calls = ModelCalls(guard)
         self._backward = BackwardStarts(guard, self._first_backward, self._backward_begins, self._clears)
         self._use = GradientUse(names)
+        self._reduced = ReducedGradients(guard, names, lambda: self.reduces() and states.source is None)
         self._schedules = ScheduleWatch(guard)
+        self.saves = SavedStates(guard, self._held_now, lambda: self.step(), self._schedules.positions)
         self._states = states
         self._names = names
         self._rescan = rescan
@@ -81,9 +87,10 @@ class AuditTap:
         self._models = list(model) if isinstance(model, list | tuple) else [model]
         self._optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer else []
         self._calls.open(self._models)
+        self._reduced.open(self._models)
         self._schedules.start()
         if self.keeps_saves:
-            self.saves.start(self.folder())
+            self.saves.start(self.folder(), self.goes_on())
         if self._set_up is None:
             self._set_up = self._facts()
 
@@ -96,6 +103,7 @@ class AuditTap:
         self._states.more = STATS | CHECKSUM if self.fingerprints() else STATS
         self._left, self._kept, self._buffers, self._begun = {}, {}, {}, {}
         self._use.begin()
+        self._reduced.begin(tape)
         self._updates, self._rates, self._repeated, self._stepped = 0, (), False, set()
         self.declared.begin()
         self._rerun.begin()
@@ -115,6 +123,7 @@ class AuditTap:
         self._states.more = 0
         self._calls.end()
         self._backward.end()
+        self._reduced.end()
 
     def close(self) -> None:
         """Leave nothing behind."""
@@ -125,8 +134,9 @@ class AuditTap:
 
     # ---- moments of the step -------------------------------------------------------------------------------------
 
-    def unclipped(self) -> None:
-        """Gradients are whole and not yet clipped."""
+    def unclipped(self, parameters: Sequence[Any]) -> None:
+        """The gradients of these parameters are whole and not yet clipped."""
+        self._reduced.used(parameters)
         if self._tape is not None and self.declared.loss is not None and self.sampled() and len(self._models) == 1:
             inner = list(unwrapped(self._models[0]))[-1]
             names = self._names()
@@ -143,7 +153,7 @@ class AuditTap:
             return
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
-        self.unclipped()
+        self.unclipped([p for group in optimizer.param_groups for p in group["params"]])
         self._use.before_update(optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._repeated |= bool(held & self._stepped)
@@ -240,6 +250,7 @@ class AuditTap:
             evaluations=calls.take_evaluations(),
             schedules=self._schedules.take(),
             projections=self.declared.take(),
+            reductions=self._reduced.take(),
             reruns=self._rerun.take(),
             saved=self.saves.take(),
             recomputed=tuple(
@@ -249,6 +260,8 @@ class AuditTap:
         )
         self._left, self._kept, self._buffers, self._begun = {}, {}, {}, {}
         self._use.begin()
+        if facts.batches:
+            self.saves.trained_on(reel.step, facts.batches)
         return facts
 
     def _held_now(self) -> dict[tuple[str, str], int]:

@@ -7,6 +7,7 @@ file of this rank beside the output, so that the process that resumes the run fi
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from trainprobe.engine.guard import Guard
 from trainprobe.engine.taps.replaced import Replaced
 
 KEPT = 3
+_FIRST, _LAST = 4, 28  # steps whose data is remembered
 FILE = "saved_states.json"
 Fingerprints = Callable[[], Mapping[tuple[str, str], int]]
 
@@ -26,11 +28,17 @@ class SavedStates:
     """Remembers saves from `start` to `stop`. awaits: something was loaded, or a run goes on, and nobody has compared yet.
 
     loaded: is told when something was loaded. look: returns (name, slot) → fingerprint of what this process holds now; step:
-    the number of the last step.
+    the number of the last step. positions: where schedulers stand. world: how many ranks there are.
     """
 
-    def __init__(self, guard: Guard, look: Fingerprints, step: Callable[[], int]) -> None:
+    def __init__(
+        self, guard: Guard, look: Fingerprints, step: Callable[[], int], positions: Callable[[], Mapping[str, int]]
+    ) -> None:
         self.awaits = False
+        self.world: Callable[[], int] = lambda: 1
+        self._positions = positions
+        self._first: list[tuple[int, tuple[int, ...]]] = []
+        self._last: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=_LAST)
         self.loaded: Callable[[], None] = lambda: None
         self._guard = guard
         self._look = look
@@ -39,14 +47,16 @@ class SavedStates:
         self._path: Path | None = None
         self._replaced: list[Replaced] = []
 
-    def start(self, folder: Path | None = None) -> None:
-        """Begin to remember. folder: of this rank, where an earlier process may have left what it saved."""
+    def start(self, folder: Path | None = None, goes_on: bool = False) -> None:
+        """Begin to remember. folder: of this rank. goes_on: an earlier process may have left there what it saved."""
         if self._replaced:
             return
         self._path = None if folder is None else folder / FILE
-        if self._path is not None and self._path.exists():
+        if goes_on and self._path is not None and self._path.exists():
             self._saved = self._guard.run(_read, self._path) or []
             self.awaits = bool(self._saved)
+            for seen in self._saved[-1].batches if self._saved else ():
+                self.trained_on(*seen)
         kind: Any = torch.optim.Optimizer
         self._replaced = [
             Replaced(kind, "state_dict", self._around_save(kind.state_dict)),
@@ -65,6 +75,13 @@ class SavedStates:
             return ()
         self.awaits = False
         return tuple(self._saved)
+
+    def trained_on(self, step: int, batches: tuple[int, ...]) -> None:
+        """Remember the data of a step."""
+        if len(self._first) < _FIRST:
+            self._first.append((step, batches))
+        else:
+            self._last.append((step, batches))
 
     def _around_save(self, original: Any) -> Any:
         def state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,13 +107,35 @@ class SavedStates:
         tensors = dict(self._look())
         if not tensors or (self._saved and self._saved[-1].tensors == tensors):
             return
-        self._saved = [*self._saved, SavedTensors(self._step(), tensors)][-KEPT:]
+        batches = (*self._first, *self._last)
+        now = SavedTensors(self._step(), tensors, dict(self._positions()), batches, self.world())
+        self._saved = [*self._saved, now][-KEPT:]
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             draft = self._path.with_name(f".{FILE}.partial")
-            draft.write_text(json.dumps([[s.step, [[*key, n] for key, n in s.tensors.items()]] for s in self._saved]))
+            draft.write_text(json.dumps([_written(saved) for saved in self._saved]))
             draft.replace(self._path)
 
 
+def _written(saved: SavedTensors) -> dict[str, Any]:
+    return {
+        "step": saved.step,
+        "tensors": [[*key, fingerprint] for key, fingerprint in saved.tensors.items()],
+        "positions": saved.positions,
+        "batches": saved.batches,
+        "world": saved.world,
+    }
+
+
 def _read(path: Path) -> list[SavedTensors]:
-    return [SavedTensors(step, {(name, slot): n for name, slot, n in rows}) for step, rows in json.loads(path.read_text())]
+    return [
+        SavedTensors(
+            told["step"],
+            {(name, slot): fingerprint for name, slot, fingerprint in told["tensors"]},
+            told["positions"],
+            tuple((step, tuple(batches)) for step, batches in told["batches"]),
+            told["world"],
+        )
+        for told in json.loads(path.read_text())
+        if isinstance(told, dict)
+    ]

@@ -67,6 +67,14 @@ class ScheduleWatch:
         self._taken.clear()
         return tuple(out)
 
+    def positions(self) -> dict[str, int]:
+        """Return class of each scheduler that was stepped → where it stands; of several of one class, the one farthest on."""
+        out: dict[str, int] = {}
+        for scheduler in self._alive():
+            kind = type(scheduler).__name__
+            out[kind] = max(int(scheduler.last_epoch), out.get(kind, 0))
+        return out
+
     def _alive(self) -> list[Any]:
         for key in [key for key, (reference, _) in self._known.items() if reference() is None]:
             del self._known[key]

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from trainprobe.engine.facts import StepFacts
+from trainprobe.engine.facts import SavedTensors, StepFacts
 from trainprobe.engine.gathering import Words
 from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.monitor.audit.evidence import Evidence, Peer, Share, Tensors, tensors_of
@@ -19,6 +19,7 @@ from trainprobe.monitor.audit.messages import decode, digest, encode, key_of, ou
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.relations import load_relation
 from trainprobe.monitor.audit.relations.reported_loss import differentiated
+from trainprobe.monitor.audit.relations.saved_and_loaded import came_back
 from trainprobe.monitor.audit.replication import (
     constants_beside_a_matrix,
     doubted_biases,
@@ -50,6 +51,7 @@ class Audit:
         self._replicated: dict[str, frozenset[str]] = {}
         self._batches: deque[tuple[int, ...]] = deque(maxlen=_REMEMBERED)
         self._reached: dict[str, int] = {}  # parameter → audited steps in a row at which it had a gradient; -1 once it had none
+        self._resumed: SavedTensors | None = None  # what was loaded, until its schedule has been looked at
         self._answered = -1  # the last step at which this rank took part in the collective
         self._violated: set[str] = set()  # relations that did not hold when they were last checked
 
@@ -59,8 +61,8 @@ class Audit:
         if not reel.complete or not ("audit" in reel.programs or due):
             return []
         facts = self._take(reel)
-        if facts.saved and "saved_and_loaded" not in due:
-            due = (*due, "saved_and_loaded")  # whenever something was loaded
+        if facts.saved or self._resumed is not None:  # whenever something was loaded
+            due = (*due, *(name for name in ("resumed", "saved_and_loaded") if self.plan.interval(name) and name not in due))
         if not due:
             return []
         evidence = self.evidence(reel, facts, due)
@@ -96,6 +98,8 @@ class Audit:
     def evidence(self, reel: Reel, facts: StepFacts, due: Sequence[str]) -> Evidence:
         """Gather all that the relations may look at, and remember it for the next step."""
         tensors = tensors_of(reel)
+        if facts.saved:
+            self._resumed = came_back(facts.saved, tensors)
         draft = Evidence(
             reel.step,
             reel.place,
@@ -107,6 +111,7 @@ class Audit:
             batches_before=tuple(self._batches),
             ever_reached=frozenset(self._reached),
             always_reached=frozenset(name for name, times in self._reached.items() if times >= _STEADY),
+            resumed=self._resumed,
         )
         peers: tuple[Peer, ...] = ()
         if self.exchanges(reel.step, reel.place.world_size):
@@ -116,6 +121,7 @@ class Audit:
         evidence = replace(evidence, norms=_norms(evidence))
         self._batches.append(facts.batches)
         self._count_reached(facts)
+        self._resumed = None if facts.schedules else self._resumed
         if any("fingerprints" in load_relation(name).COST for name in due) or self.last is None:
             self.last = replace(evidence, before=None)
         else:
@@ -196,6 +202,7 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
     }
     axes = {axis: index for axis, (index, _) in place.axes.items()}
     products = {key_of(p.name, "both"): p.both for p in facts.projections}
+    products |= {key_of(r.name, "arrived"): r.arrived for r in facts.reductions}
     return Peer(place.rank, axes, numbers, marks, facts.batches, rows, products, _shares(draft, replicated))
 
 

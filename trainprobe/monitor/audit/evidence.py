@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.facts import ModelFacts, StepFacts
+from trainprobe.engine.facts import ModelFacts, SavedTensors, StepFacts
 from trainprobe.engine.records import Finding, Place, Reel, Site
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
@@ -130,7 +130,7 @@ class Evidence:
     empty where ranks were not compared. replicated: parameter, or "buffer NAME" → axes over which its value is replicated;
     `over` answers for each tensor. norms: logical norm of all gradients, over all ranks, "unclipped" and "clipped", where it
     is known. ever_reached, always_reached: parameters that had a gradient at an audited step before, and at each of at least
-    three.
+    three. resumed: the save that was loaded before this step, or before no scheduler was seen since.
     """
 
     step: int
@@ -146,6 +146,7 @@ class Evidence:
     batches_before: tuple[tuple[int, ...], ...] = ()
     ever_reached: frozenset[str] = frozenset()
     always_reached: frozenset[str] = frozenset()
+    resumed: SavedTensors | None = None
 
     @property
     def model(self) -> ModelFacts:

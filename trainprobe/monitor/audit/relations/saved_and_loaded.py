@@ -4,17 +4,19 @@ Relation: the first update after a load begins with the weights and the optimize
 bit for bit under the name that it had. Which save it is follows from the tensors: one of which at least a quarter is there
 again, at whatever place (of Adam's training the weights are a third); where there is none (a fresh start, another checkpoint)
 nothing is judged. Fingerprints are taken when an optimizer's state dict is, and lie beside the output for the process that
-resumes. Tolerance zero. Usually caused by state that is matched by position and not by name, by tensors that were left out or
-cast on the way, or by weights that are initialised after they were loaded.
+resumes. Where another number of ranks saved, that is said and nothing judged. Tolerance zero. Usually caused by state that is
+matched by position and not by name, by tensors that were left out or cast on the way, or by weights that are initialised after
+they were loaded.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from trainprobe.engine.facts import SavedTensors
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, Key, and_more
+from trainprobe.monitor.audit.evidence import Evidence, Key, Tensors, and_more
 
 COST = frozenset({"fingerprints"})
 EVERY = 10
@@ -23,12 +25,10 @@ STAGE = "state"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find tensors that did not come back, or came back at another place."""
-    seen = evidence.tensors
-    now = {key: checksum for key in seen.rows if (checksum := seen.checksum(*key)) is not None and not _is_new(key)}
-    candidates = [(_in_common(saved, now), saved) for saved in evidence.facts.saved]
-    share, saved = max(candidates, key=lambda pair: pair[0], default=(0.0, None))
-    if saved is None or share < 0.25:
-        return []
+    seen, saved = evidence.tensors, evidence.resumed
+    if saved is None or not evidence.facts.saved:
+        return _of_another_world(evidence)
+    now = _held(seen)
     wrong = [key for key, fingerprint in saved.tensors.items() if now.get(key) != fingerprint and key[0] in set(seen.names)]
     if not wrong:
         return []
@@ -57,6 +57,30 @@ def check(evidence: Evidence) -> list[Finding]:
             next="save and load by name, and load after everything is initialised; `trainprobe ckpt` compares checkpoints",
         )
     ]
+
+
+def came_back(saves: Sequence[SavedTensors], seen: Tensors) -> SavedTensors | None:
+    """Return the save that was loaded, as far as the tensors tell: at least a quarter of it is there again."""
+    now = _held(seen)
+    candidates = [(_in_common(saved, now), saved) for saved in saves]
+    share, saved = max(candidates, key=lambda pair: pair[0], default=(0.0, None))
+    return saved if share >= 0.25 else None
+
+
+def _of_another_world(evidence: Evidence) -> list[Finding]:
+    """Say that nothing was judged where the tensors were cut for another number of ranks."""
+    worlds = {saved.world for saved in evidence.facts.saved} - {evidence.place.world_size}
+    if not worlds:
+        return []
+    text = (
+        f"what was saved by {max(worlds)} ranks is not judged on {evidence.place.world_size}: each rank holds other pieces; "
+        "`trainprobe ckpt` compares the checkpoints"
+    )
+    return [evidence.finding("saved_and_loaded", text, severity="info")]
+
+
+def _held(seen: Tensors) -> dict[Key, int]:
+    return {key: checksum for key in seen.rows if (checksum := seen.checksum(*key)) is not None and not _is_new(key)}
 
 
 def _is_new(key: Key) -> bool:

@@ -1,0 +1,75 @@
+"""Gradients as backward hands them over and as they are used, each as one number: what reduction makes of them is then known.
+
+The number is ⟨g, r⟩ with rᵢ = sin(i / φ), i the place in the tensor: linear in g, and the same weights on every rank. It stays
+on the device until `take`. No random number is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunction
+
+from trainprobe.engine.facts import Reduction
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps.unreduced import UnreducedTap
+
+_STEP = 0.6180339887498949
+
+
+class ReducedGradients:
+    """Looks at the gradients of a step that `wanted` asks for. names: id of parameter → recorded name."""
+
+    def __init__(self, guard: Guard, names: Callable[[], Mapping[int, str]], wanted: Callable[[], bool]) -> None:
+        self._names = names
+        self._tap = UnreducedTap(guard, self._arrived, wanted)
+        self._sums: dict[int, Tensor] = {}
+        self._told: list[tuple[str, Tensor]] = []
+
+    def open(self, model: Any) -> None:
+        """Remember whose gradients to look at."""
+        self._tap.open(model)
+
+    def begin(self, tape: Tape) -> None:
+        """Hook the accumulators where this step is wanted."""
+        self._sums, self._told = {}, []
+        self._tap.begin(tape)
+
+    def end(self) -> None:
+        """Remove the hooks."""
+        self._tap.end()
+
+    def used(self, parameters: Sequence[Any]) -> None:
+        """Look at the gradients of these parameters as they are used: whole, and not yet clipped. The first look counts."""
+        names = self._names()
+        with torch.no_grad(), DisableTorchFunction():
+            for p in parameters:
+                arrived = self._sums.pop(id(p), None)
+                if arrived is not None and type(p.grad) is Tensor and p.grad.dtype in (torch.float32, torch.float64):
+                    row = [arrived, _product(p.grad), p.grad.double().norm()]
+                    self._told.append((names[id(p)], torch.stack(row)))
+
+    def take(self) -> tuple[Reduction, ...]:
+        """Return what was seen; reads the device once."""
+        if not self._told:
+            return ()
+        rows = torch.stack([row for _, row in self._told]).cpu().tolist()
+        told, self._told = self._told, []
+        return tuple(Reduction(name, *row) for (name, _), row in zip(told, rows, strict=True))
+
+    def _arrived(self, p: Any, gradient: Any) -> None:
+        if id(p) not in self._names() or type(gradient) is not Tensor or gradient.layout is not torch.strided:
+            self._sums.pop(id(p), None)
+            return
+        with torch.no_grad(), DisableTorchFunction():
+            number, before = _product(gradient), self._sums.get(id(p))
+            self._sums[id(p)] = number if before is None else before + number
+
+
+def _product(t: Tensor) -> Tensor:
+    places = torch.arange(t.numel(), dtype=torch.float64, device=t.device)
+    return places.mul_(_STEP).sin_() @ t.detach().double().reshape(-1)
