@@ -138,12 +138,31 @@ def test_validation_between_micro_batches_is_not_recorded(tmp_path):
         assert len(forwards) == 2, "one for each micro-batch and none for validation"
 
 
-def test_validate_and_test_alone_record_nothing(tmp_path):
+def test_validate_alone_records_nothing_and_leaves_nothing_behind(tmp_path):
     from tests.integrations.lightning.small_lightning import loader, module, trainer
     from trainprobe.integrations.lightning import ProbeCallback
 
-    trainer([ProbeCallback(output=tmp_path / "out", level="L0")]).validate(module(), loader(), verbose=False)
-    assert not (tmp_path / "out").exists()
+    run = trainer([ProbeCallback(output=tmp_path / "out", level="L0")])
+    call = torch.nn.Module._call_impl
+    run.validate(module(), loader(), verbose=False)
+    assert not (tmp_path / "out").exists() and torch.nn.Module._call_impl is call
+
+
+def test_validate_between_two_fits_changes_and_records_nothing(tmp_path):
+    from tests.integrations.lightning.small_lightning import bits, loader, module, trainer
+    from trainprobe.integrations.lightning import ProbeCallback
+
+    found = []
+    for callbacks in ([], [ProbeCallback(output=tmp_path / "out", level="L0")]):
+        model, run = module(), trainer(callbacks)
+        torch.manual_seed(9)
+        run.fit(model, loader())
+        run.validate(model, loader(rank=1, count=2), verbose=False)
+        run.fit_loop.max_epochs = 2
+        run.fit(model, loader())
+        found.append(bits(model, run))
+    assert found[0] == found[1]
+    assert steps(tmp_path / "out") == list(range(16))
 
 
 @pytest.mark.parametrize("how", ["the module", "a part of it", "a part in place"])
@@ -246,6 +265,15 @@ def test_two_callbacks_that_write_to_one_place_are_refused(tmp_path):
 
     with pytest.raises((OutputError, RuntimeError)):
         fit(tmp_path / "out", callbacks=[ProbeCallback(output=tmp_path / "out")])
+
+
+def test_one_callback_added_twice_is_refused_by_lightning_before_training(tmp_path):
+    from tests.integrations.lightning.small_lightning import trainer
+    from trainprobe.integrations.lightning import ProbeCallback
+
+    twice = ProbeCallback(output=tmp_path / "out")
+    with pytest.raises(RuntimeError, match="more than one stateful callback"):
+        trainer([twice, twice])
 
 
 def test_a_second_fit_of_the_same_trainer_goes_on_with_its_steps(tmp_path):

@@ -11,9 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+)
 
 from tests.distributed.launch import ROOT, free_port
 from tests.integrations.records import recorded
+from tests.lockstep import bits_of
 from trainprobe.integrations.torch_loop import attach
 
 SCRIPT = str(Path(__file__).with_name("loop_script.py"))
@@ -77,6 +83,71 @@ def test_the_whole_model_is_among_what_is_recorded_of_its_first_call(tmp_path):
         if call.phase == "forward"
     ]
     assert names == ["root", "0", "1", "2"]
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
+    moments = [entries[key] for entries in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    return [bits_of(t) for t in (*model.parameters(), *moments, torch.get_rng_state())]
+
+
+@pytest.mark.parametrize("how", ["the model", "a part of it", "in place"])
+def test_a_compiled_model_trains_to_the_same_bits(tmp_path, how):
+    found = []
+    for watches in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(9)
+        model, optimizer = small()
+        called = model
+        if how == "the model":
+            called = torch.compile(model, backend="aot_eager")
+        elif how == "a part of it":
+            model[2] = torch.compile(model[2], backend="aot_eager")
+        else:
+            model.compile(backend="aot_eager")
+        loop = attach(called, optimizer, {"level": "mix", "monitor": True}, output=tmp_path / "out") if watches else None
+        losses = [bits_of(one_step(called, optimizer, seed)) for seed in range(3)]
+        if loop is not None:
+            loop.close()
+        found.append([*losses, *state_of(model, optimizer)])
+    assert found[0] == found[1]
+    assert {name for name in recorded(tmp_path / "out")[2] if name.endswith(" grad")} == {
+        f"{name} grad" for name in ("0.weight", "0.bias", "2.weight", "2.bias")
+    }
+
+
+def test_two_watchers_work_beside_each_other_and_a_third_takes_over_when_they_are_gone(tmp_path):
+    hooks = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    places = [torch.nn.Module._call_impl, torch.autograd.backward, torch.amp.GradScaler.scale, *map(dict, hooks)]
+    found = []
+    for watches in (False, True):
+        torch.manual_seed(9)
+        model, optimizer = small()
+        plans = {"one": {"level": "L0"}, "two": {"level": "mix", "step": 1, "monitor": True}} if watches else {}
+        loops = [attach(model, optimizer, plan, output=tmp_path / name) for name, plan in plans.items()]
+        losses = [bits_of(one_step(model, optimizer, seed)) for seed in range(3)]
+        for loop in loops:
+            loop.close()
+        third = attach(model, optimizer, output=tmp_path / "third", first_step=3) if watches else None
+        losses += [bits_of(one_step(model, optimizer, 3))]
+        if third is not None:
+            third.close()
+        found.append([*losses, *state_of(model, optimizer)])
+    assert found[0] == found[1]
+    assert [list(recorded(tmp_path / name)) for name in ("one", "two", "third")] == [[0, 1, 2], [0, 1, 2], [3]]
+    assert [torch.nn.Module._call_impl, torch.autograd.backward, torch.amp.GradScaler.scale, *map(dict, hooks)] == places
+
+
+def test_a_hook_that_somebody_else_has_on_every_update_is_called_as_before(tmp_path):
+    model, optimizer = small()
+    seen = []
+    loop = attach(model, optimizer, output=tmp_path / "out")
+    handle = register_optimizer_step_post_hook(lambda *_: seen.append(1))
+    one_step(model, optimizer)
+    one_step(model, optimizer)
+    handle.remove()
+    loop.close()
+    assert len(seen) == 2
+    assert list(recorded(tmp_path / "out")) == [0, 1]
 
 
 def test_another_models_updates_and_forwards_belong_to_no_step(tmp_path):

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps.step_hooks import StepListener
 
 
 class OptimizerStepTap:
@@ -24,15 +23,16 @@ class OptimizerStepTap:
         self._after = after
         self._depth = 0
         self._told = 0
-        self._handles: list[Any] = []
+        self._listener: StepListener | None = None
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Nothing to learn: the hooks are for every optimizer."""
 
     def begin(self, tape: Tape) -> None:
-        """Install the two global hooks."""
+        """Listen."""
+        self.end()
         self._depth = self._told = 0
-        self._handles = [register_optimizer_step_pre_hook(self._enter), register_optimizer_step_post_hook(self._leave)]
+        self._listener = StepListener(self._enter, self._leave)
 
     def pause(self) -> None:
         """Take no forward calls for a while."""
@@ -41,10 +41,10 @@ class OptimizerStepTap:
         """Take forward calls again."""
 
     def end(self, again: bool = False) -> None:
-        """Remove them."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Listen no more."""
+        if self._listener is not None:
+            self._listener.remove()
+        self._listener = None
 
     def _enter(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         self._depth += 1
@@ -62,7 +62,7 @@ class OptimizerStepTap:
     def _run_closure(self, closure: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward, which the optimizer calls for: only then do the gradients exist. The first call counts."""
         result = closure(*args, **kwargs)
-        if self._handles and self._told != id(optimizer):
+        if self._listener is not None and self._told != id(optimizer):
             self._told = id(optimizer)
             self._guard.run(self._before, optimizer)
         return result
