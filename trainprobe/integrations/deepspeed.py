@@ -1,5 +1,7 @@
 """DeepSpeed: `engine = trainprobe.integrations.deepspeed.attach(engine, "plan.yaml")` behind `deepspeed.initialize`.
 
+With no edit at all: `trainprobe run plan.yaml -- torchrun ... train.py` attaches to the first engine of each process.
+
 A step is numbered as DeepSpeed logs it and names its checkpoints: `engine.global_steps` once the step is done, 1 for the first.
 It spans all micro-batches up to the call of `engine.step` that updates the model, or one `train_batch` of a pipeline; one that
 DeepSpeed skips is a step with the scalar `skipped` 1. Forward passes in evaluation mode or without gradients belong to none.
@@ -23,10 +25,12 @@ from trainprobe.errors import StopTraining, UsageError
 from trainprobe.integrations import default_plan, say_what_is_watched
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.deepspeed_source import DeepSpeedSource, loss_scale, tensors_of
+from trainprobe.integrations.inject.begin import called_from
 from trainprobe.integrations.session import agreed
 from trainprobe.monitor.watcher import Watcher, load_state, save_state
 from trainprobe.watching import PlanSource, Probe
 
+CALLBACKS = ("lightning.pytorch", "pytorch_lightning", "transformers.trainer")  # their integrations find the engine themselves
 _PASSES: tuple[str, ...] = ("ForwardPass", "BackwardPass")  # instructions of a pipeline's schedule
 
 
@@ -55,6 +59,22 @@ def attach(engine: Any, plan: PlanSource = None, **overrides: Any) -> Any:
     atexit.register(probe.close)
     say_what_is_watched(probe)
     return engine
+
+
+def attach_to_script(plan: PlanSource) -> None:
+    """Attach to the first engine that a script makes, which `trainprobe run` started and which has just imported DeepSpeed."""
+    module = sys.modules["deepspeed"]
+    run = module.initialize
+
+    @functools.wraps(run)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        made = run(*args, **kwargs)
+        if not initialize.ended and _is_engine(made[0]) and not called_from(CALLBACKS):  # type: ignore[attr-defined]
+            replaced.back()
+            attach(made[0], plan)
+        return made
+
+    replaced = Replaced(module, "initialize", initialize)
 
 
 def detach(engine: Any) -> None:

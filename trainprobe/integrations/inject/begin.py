@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,3 +47,13 @@ def _attach(file: str, plan: str | None, imported: Any) -> None:
     attach = getattr(importlib.import_module(f"trainprobe.integrations.{file}"), "attach_to_script", None)
     if attach is not None:
         attach(plan)
+
+
+def called_from(packages: tuple[str, ...]) -> bool:
+    """Tell whether a module of one of these packages is among the callers of the function that asks."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith(packages):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
