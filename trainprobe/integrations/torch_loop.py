@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import atexit
 import logging
-import sys
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainprobe.engine.taps.replaced import Replaced
-from trainprobe.engine.taps.step_hooks import StepListener, settle
 from trainprobe.errors import StopTraining
+from trainprobe.integrations.inject.begin import called_from
 from trainprobe.integrations.session import Session, agreed
 from trainprobe.monitor.actions import sentence
 from trainprobe.watching import PlanSource
@@ -36,13 +36,12 @@ def attach(model: Any, optimizer: Any = None, plan: PlanSource = None, *, first_
     """
     loop = TorchLoop(Session(plan, **overrides), first_step)
     loop.watch(model, optimizer)
-    loop.wait()
     return loop
 
 
 def attach_to_script(plan: PlanSource) -> None:
     """Watch the first model that this process trains by a loop of its own."""
-    TorchLoop(Session(plan)).wait()
+    TorchLoop(Session(plan))
 
 
 class TorchLoop:
@@ -56,13 +55,14 @@ class TorchLoop:
         self._parameters: set[int] = set()
         self._within: list[Any] = []  # what is taken off when the step ends
         self._scaled = False
-        self._gates: list[Replaced] = []
+        self._gate: Replaced | None = None
         scaler = torch.amp.GradScaler
         self._always = [
             Replaced(scaler, "scale", self._scale(scaler.scale)),
             Replaced(scaler, "update", self._update(scaler.update)),
         ]
         atexit.register(self.close)
+        self._wait()
 
     @property
     def findings(self) -> Any:
@@ -81,16 +81,15 @@ class TorchLoop:
     def close(self) -> None:
         """Take everything off and write what is pending. Safe to call twice."""
         atexit.unregister(self.close)
-        self._open_gates()
+        self._open_gate()
         self._leave_step()
         for replaced in self._always:
             replaced.back()
         self.session.end(complete=False)
-        settle()
 
     # ---- where a step begins and ends ----------------------------------------------------------------------------------
 
-    def wait(self) -> None:
+    def _wait(self) -> None:
         """Let the next call of the model in training mode begin a step."""
         original = torch.nn.Module._call_impl
 
@@ -99,38 +98,27 @@ class TorchLoop:
                 return original(module, *args, **kwargs)
             return module._call_impl(*args, **kwargs)  # which by now is the probe's, where this step is collected
 
-        self._gates.append(Replaced(torch.nn.Module, "_call_impl", call))
-        compiled = getattr(self._model, "_compiled_call_impl", None)
-        if compiled is not None:  # `model.compile()`: its calls go there instead
-            self._gates.append(Replaced(self._model, "_compiled_call_impl", self._begin_and_call(compiled)))
+        self._gate = Replaced(torch.nn.Module, "_call_impl", call)
 
-    def _begin_and_call(self, compiled: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not call.ended and self._model.training:  # type: ignore[attr-defined]
-                self._begins(self._model)
-            return compiled(*args, **kwargs)
-
-        return call
-
-    def _open_gates(self) -> None:
-        for gate in self._gates:
-            gate.back()
-        self._gates.clear()
+    def _open_gate(self) -> None:
+        if self._gate is not None:
+            self._gate.back()
+        self._gate = None
 
     def _begins(self, module: Any) -> bool:
         """Begin a step if this call is the model's; return whether the gate is open now."""
         if self._model is None:
             if not any(p.requires_grad for p in module.parameters()):
                 return False
-            if _driven():
+            if _driven(module):
                 self.close()
                 return True
             self.watch(module)
         if id(module) not in self._owned:
             return False
-        self._open_gates()
+        self._open_gate()
         collected = self.session.step_begins(self._number)
-        self._within.append(StepListener(after=self._stepped))  # after the probe's own, which look at the update
+        self._within.append(register_optimizer_step_post_hook(self._stepped))  # after the probe's own, which look at the update
         if collected:
             self._within.append(_Handle(Replaced(torch.autograd, "backward", self._backward(torch.autograd.backward))))
         return True
@@ -148,7 +136,7 @@ class TorchLoop:
         if self.session.may_stop and agreed(stop is not None, next(self._model.parameters()).device):
             self.close()
             raise stop or StopTraining(f"a rule on another rank wants to stop after step {self._number - 1}")
-        self.wait()
+        self._wait()
 
     def _leave_step(self) -> None:
         for handle in self._within:
@@ -201,11 +189,6 @@ def _is_scalar(x: Any) -> bool:
         return isinstance(x, torch.Tensor) and x.numel() == 1
 
 
-def _driven() -> bool:
-    """Tell whether a framework with an integration of its own called this forward."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(DRIVERS):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+def _driven(module: Any) -> bool:
+    """Tell whether this is the forward of a framework with an integration of its own: its module, or one that it calls."""
+    return type(module).__module__.startswith(DRIVERS) or called_from(DRIVERS)
