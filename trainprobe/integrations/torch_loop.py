@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainprobe.engine.taps.replaced import Replaced
+from trainprobe.engine.taps.step_hooks import StepListener, settle
 from trainprobe.errors import StopTraining
 from trainprobe.integrations.inject.begin import called_from
 from trainprobe.integrations.session import Session, agreed
@@ -36,12 +36,13 @@ def attach(model: Any, optimizer: Any = None, plan: PlanSource = None, *, first_
     """
     loop = TorchLoop(Session(plan, **overrides), first_step)
     loop.watch(model, optimizer)
+    loop.wait()
     return loop
 
 
 def attach_to_script(plan: PlanSource) -> None:
     """Watch the first model that this process trains by a loop of its own."""
-    TorchLoop(Session(plan))
+    TorchLoop(Session(plan)).wait()
 
 
 class TorchLoop:
@@ -55,14 +56,13 @@ class TorchLoop:
         self._parameters: set[int] = set()
         self._within: list[Any] = []  # what is taken off when the step ends
         self._scaled = False
-        self._gate: Replaced | None = None
+        self._gates: list[Replaced] = []
         scaler = torch.amp.GradScaler
         self._always = [
             Replaced(scaler, "scale", self._scale(scaler.scale)),
             Replaced(scaler, "update", self._update(scaler.update)),
         ]
         atexit.register(self.close)
-        self._wait()
 
     @property
     def findings(self) -> Any:
@@ -81,15 +81,16 @@ class TorchLoop:
     def close(self) -> None:
         """Take everything off and write what is pending. Safe to call twice."""
         atexit.unregister(self.close)
-        self._open_gate()
+        self._open_gates()
         self._leave_step()
         for replaced in self._always:
             replaced.back()
         self.session.end(complete=False)
+        settle()
 
     # ---- where a step begins and ends ----------------------------------------------------------------------------------
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Let the next call of the model in training mode begin a step."""
         original = torch.nn.Module._call_impl
 
@@ -98,12 +99,23 @@ class TorchLoop:
                 return original(module, *args, **kwargs)
             return module._call_impl(*args, **kwargs)  # which by now is the probe's, where this step is collected
 
-        self._gate = Replaced(torch.nn.Module, "_call_impl", call)
+        self._gates.append(Replaced(torch.nn.Module, "_call_impl", call))
+        compiled = getattr(self._model, "_compiled_call_impl", None)
+        if compiled is not None:  # `model.compile()`: its calls go there instead
+            self._gates.append(Replaced(self._model, "_compiled_call_impl", self._begin_and_call(compiled)))
 
-    def _open_gate(self) -> None:
-        if self._gate is not None:
-            self._gate.back()
-        self._gate = None
+    def _begin_and_call(self, compiled: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not call.ended and self._model.training:  # type: ignore[attr-defined]
+                self._begins(self._model)
+            return compiled(*args, **kwargs)
+
+        return call
+
+    def _open_gates(self) -> None:
+        for gate in self._gates:
+            gate.back()
+        self._gates.clear()
 
     def _begins(self, module: Any) -> bool:
         """Begin a step if this call is the model's; return whether the gate is open now."""
@@ -116,9 +128,9 @@ class TorchLoop:
             self.watch(module)
         if id(module) not in self._owned:
             return False
-        self._open_gate()
+        self._open_gates()
         collected = self.session.step_begins(self._number)
-        self._within.append(register_optimizer_step_post_hook(self._stepped))  # after the probe's own, which look at the update
+        self._within.append(StepListener(after=self._stepped))  # after the probe's own, which look at the update
         if collected:
             self._within.append(_Handle(Replaced(torch.autograd, "backward", self._backward(torch.autograd.backward))))
         return True
@@ -136,7 +148,7 @@ class TorchLoop:
         if self.session.may_stop and agreed(stop is not None, next(self._model.parameters()).device):
             self.close()
             raise stop or StopTraining(f"a rule on another rank wants to stop after step {self._number - 1}")
-        self._wait()
+        self.wait()
 
     def _leave_step(self) -> None:
         for handle in self._within:
