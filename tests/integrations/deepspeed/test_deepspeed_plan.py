@@ -1,0 +1,19 @@
+"""One plan with dump, monitor, audit and configuration capture gives all four under DeepSpeed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import launch
+from tests.integrations.one_plan import assert_all_outputs, plan_file
+
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
+
+
+def test_attach_does_all_that_the_plan_says(require, tmp_path):
+    require("deepspeed")
+    plan_file(tmp_path, dumped=2)
+    launch(str(Path(__file__).with_name("train_planned.py")), 1, str(tmp_path), folder=tmp_path, timeout=300)
+    assert_all_outputs(tmp_path, dumped=2, steps=[1, 2, 3, 4, 5], layer="fc2", written=(4, "fc2.weight"))
