@@ -20,19 +20,23 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Loop:
-    """A loop of one optimizer. begins: the step at which the bug, if it is one, first does harm; ranks: how many it needs."""
+    """A loop of one optimizer.
+
+    begins: the step at which the bug, if it is one, first does harm. ranks: how many it needs. seed: of weights, data, dropout.
+    """
 
     begins = 3
     steps = 15
     ranks = 1
     micro = 1
+    seed = 21
     plan: dict[str, Any] = {"level": "off", "audit": {"every": 1}, "monitor": True, "sinks": []}  # noqa: RUF012
 
     def __init__(self, rank: int, world: int, probe_of: Any) -> None:
         self.rank, self.world, self.probe_of = rank, world, probe_of
         self.data = torch.Generator().manual_seed(self.data_seed())
-        self.make(21)
-        torch.manual_seed(500 + rank)
+        self.make(self.seed)
+        torch.manual_seed(500 + rank + 1000 * self.seed)
         self.open()
 
     def make(self, seed: int) -> None:
@@ -85,7 +89,7 @@ class Loop:
 
     def data_seed(self) -> int:
         """Return the seed of this rank's data."""
-        return 100 + self.rank
+        return 100 + self.rank + 1000 * self.seed
 
     def build(self) -> nn.Module:
         """Make the model."""

@@ -120,11 +120,11 @@ class Split(Loop):
     def make(self, seed: int) -> None:
         """Make all, then start one random stream for both ranks."""
         super().make(seed)
-        torch.manual_seed(77)
+        torch.manual_seed(77 + self.seed)
 
     def open(self) -> None:
         """Both ranks draw the same dropout, as what they drop out is replicated."""
-        torch.manual_seed(77)
+        torch.manual_seed(77 + self.seed)
         super().open()
 
     def place(self) -> Place:
@@ -133,7 +133,7 @@ class Split(Loop):
 
     def data_seed(self) -> int:
         """Both ranks work on the same data."""
-        return 100
+        return 100 + 1000 * self.seed
 
     def make_optimizer(self) -> Any:
         """Make the optimizer."""
@@ -203,7 +203,7 @@ class Pipeline(Loop):
 
     def data_seed(self) -> int:
         """Both ranks draw the same data: one takes the inputs, the other the targets."""
-        return 100
+        return 100 + 1000 * self.seed
 
     def step(self, step: int) -> None:
         """One update."""

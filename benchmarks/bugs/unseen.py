@@ -328,7 +328,7 @@ class Closure(Pair):
 
     def make_optimizer(self) -> Any:
         """Make it."""
-        return torch.optim.LBFGS(self.model.parameters(), lr=0.1, max_iter=3, history_size=4)
+        return torch.optim.LBFGS(self.model.parameters(), lr=0.1, max_iter=3, history_size=4, line_search_fn="strong_wolfe")
 
     def step(self, step: int) -> None:
         """One update."""

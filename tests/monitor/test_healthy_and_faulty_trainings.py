@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_training import train
 
+import trainprobe
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.watcher import Watcher
 
@@ -108,3 +109,24 @@ def test_a_diverging_loss_is_drift():
 
     found = judge(train(steps=220, tamper=tamper))
     assert any(f.rule == "drift" and f.site.name == "loss" for f in found)
+
+
+def test_a_nan_that_the_loss_makes_is_blamed_on_the_loss_whatever_else_is_collected(tmp_path):
+    for collected in ({}, {"activation_gradients": True, "gradients": {"unclipped": True}}):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        plan = {"level": "off", "sinks": [], "output": tmp_path / "out", "on_existing": "replace", "monitor": collected or True}
+        with trainprobe.watch(model, optimizer, plan=plan) as probe:
+            for step in range(3):
+                with probe.step(step):
+                    optimizer.zero_grad()
+                    out = model(torch.ones(2, 4)).square()
+                    loss = (out - (2 * out.detach() if step == 2 else 0)).mean().log()  # the logarithm of less than nothing
+                    loss.backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    probe.note("loss", loss.detach())
+        found = [f for f in probe.findings if f.rule == "nonfinite"]
+        assert [(f.step, f.site.name) for f in found] == [(2, "loss")]
+        assert "the forward pass was finite" in found[0].message

@@ -51,6 +51,8 @@ class Track(NamedTuple):
     statistic: str
 
     def __str__(self) -> str:
+        if self.spot.kind == "scalar":
+            return self.spot.name
         call = f".{self.spot.call}" if self.spot.call else ""
         return f"{self.spot.name}{call} {self.spot.slot} {self.statistic}"
 

@@ -76,6 +76,20 @@ def test_a_loss_that_alone_is_not_finite_is_its_own_origin():
     assert found.site.name == "loss"
 
 
+def test_a_loss_that_is_not_finite_after_a_finite_forward_pass_is_the_origin_of_the_gradients_that_follow():
+    backward = [*module("a", NAN, NAN, "backward"), grad("a.w", NAN)]
+    clipped = value("optimizer", "parameter", "a.w", "grad_unclipped", norm=NAN)
+    (found,) = Bench("nonfinite").feed(*module("a", 1.0, 1.0), *backward, clipped, loss=NAN)
+    assert found.site.name == "loss"
+    assert "the forward pass was finite" in found.message
+
+
+def test_without_a_loss_a_gradient_that_comes_back_bad_is_told_as_coming_from_what_follows():
+    (found,) = Bench("nonfinite").feed(*module("a", 1.0, 1.0), *module("a", NAN, NAN, "backward"), grad("a.w", NAN))
+    assert (found.site.name, found.site.slot) == ("a", "grad_output.0")
+    assert "the loss or the next pipeline stage" in found.message
+
+
 def test_minus_infinity_alone_is_a_mask_and_no_alarm():
     masked = value("forward", "op", "Tensor.masked_fill", "output", max=1.0, min=-math.inf, norm=math.inf)
     assert Bench("nonfinite").feed(masked) == []

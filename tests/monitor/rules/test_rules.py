@@ -124,6 +124,25 @@ def test_a_loss_that_falls_does_not_drift():
     assert bench.found == []
 
 
+def rates(period=100):
+    return (1e-2 * 0.5 * (1.01 + math.cos(math.pi * (step % period) / period)) for step in range(400))
+
+
+def test_a_loss_that_rises_after_a_warm_restart_is_no_drift():
+    bench, rng = Bench("drift"), np.random.default_rng(0)
+    for rate in rates():
+        bench.feed(loss=noisy(rng) * (1 + 200 * rate), lr=rate)  # three times as high while the rate is at its highest
+    assert bench.found == []
+
+
+def test_a_loss_that_goes_on_rising_after_a_warm_restart_is_drift():
+    bench, rng = Bench("drift"), np.random.default_rng(0)
+    for step, rate in enumerate(rates()):
+        bench.feed(loss=noisy(rng) * (1 if step < 200 else 1.02 ** (step - 200)), lr=rate)
+    assert [f.site.name for f in bench.found[:1]] == ["loss"]
+    assert 200 < bench.found[0].step < 290
+
+
 def test_a_single_outlier_is_no_drift():
     bench, rng = Bench("drift"), np.random.default_rng(0)
     for step in range(300):

@@ -4,9 +4,10 @@ With x = ln|value|, fast and slow exponential means f += (x - f)/`fast` and s +=
 
     f - s > ln `limit`        for `patience` collected steps in a row
 
-For the loss the limit is `loss_limit` and s is the lowest f so far, because a healthy loss never goes back. A single value
-enters clipped to a factor of three. After a finding s starts anew at f. Only upward drift is judged: a level that falls is
-what training does.
+For the loss the limit is `loss_limit` and s is the lowest f so far, because a healthy loss never goes back, but after a warm
+restart: for 2 · `fast` collected steps after the learning rate has more than doubled from one to the next s is f. A single
+value enters clipped to a factor of three. After a finding s starts anew at f. Only upward drift is judged: a level that falls
+is what training does.
 
 Source: moving average convergence/divergence as in process control (Roberts, 1959, for the exponential mean).
 """
@@ -19,7 +20,7 @@ from trainprobe.engine.records import Finding
 from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions
-from trainprobe.monitor.scalar_names import role_of
+from trainprobe.monitor.scalar_names import role_of, scalar
 
 ROLES = {"loss", "gradient norm"}
 
@@ -55,7 +56,8 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     size = np.abs(frame.values[places])
     usable = np.isfinite(size) & (size > 0) & (limits > 0)
     rows, places, limits = rows[usable], places[usable], limits[usable]
-    fast, slow = _means(memory, options, rows, np.log(size[usable]), _is_loss(frame, memory, places, rows))
+    loss, restarted = _is_loss(frame, memory, places, rows), _restarted(frame, memory, options)
+    fast, slow = _means(memory, options, rows, np.log(size[usable]), loss, restarted)
     left = (fast - slow > np.log(limits)) & (memory.array("count", fill=0)[rows] > options.warmup)
     ripe = memory.lasting("left", rows, left) >= options.patience
     if not ripe.any():
@@ -85,13 +87,24 @@ def _is_loss(frame: Frame, memory: Memory, places: I64, rows: I64) -> Bools:
     return loss[rows] == 1
 
 
-def _means(memory: Memory, options: Options, rows: I64, x: F64, loss: Bools) -> tuple[F64, F64]:
+def _restarted(frame: Frame, memory: Memory, options: Options) -> bool:
+    """Tell whether the learning rate jumped up a short while ago."""
+    rate, before = scalar(frame.scalars, "learning rate"), memory.numbers.get("rate", 0.0)
+    left = memory.numbers.get("restarted", 0.0) - 1
+    if rate is not None and 0 < 2 * before < rate:
+        left = 2.0 * options.fast
+    memory.numbers["restarted"] = max(left, 0.0)
+    memory.numbers["rate"] = before if rate is None else rate
+    return left > 0
+
+
+def _means(memory: Memory, options: Options, rows: I64, x: F64, loss: Bools, restarted: bool) -> tuple[F64, F64]:
     """Update and return the recent and the long-term level; until the warm-up is over both are plain means."""
     count, fast, slow = memory.array("count", fill=0), memory.array("fast", fill=0.0), memory.array("slow", fill=0.0)
     n = count[rows]
     moved = np.where(n == 0, x, fast[rows] + np.clip(x - fast[rows], -np.log(3), np.log(3)))
     fast[rows] += (moved - fast[rows]) / np.minimum(n + 1, options.fast)
-    lowest = np.where(n + 1 < options.fast, fast[rows], np.minimum(slow[rows], fast[rows]))
+    lowest = np.where((n + 1 < options.fast) | restarted, fast[rows], np.minimum(slow[rows], fast[rows]))
     mean = slow[rows] + (moved - slow[rows]) / np.minimum(n + 1, options.slow)
     slow[rows] = np.where(loss, lowest, mean)
     count[rows] = n + 1

@@ -2,9 +2,10 @@
 
 Walks the step in execution order. In the forward pass an origin is a call with finite inputs and parameters and a
 non-finite output; in the backward pass finite gradients of outputs and a non-finite gradient of inputs or of a
-parameter; in the optimizer finite gradients and a non-finite update, state or parameter. Of nested modules the innermost
-is named. Minus infinity alone is not counted, because attention masks are made of it. While a dynamic loss
-scale is in use, infinite gradients are how it finds its limit: a few such steps are only worth a note.
+parameter; in the optimizer finite gradients and a non-finite update, state or parameter. Where the forward pass was finite
+and the loss is not, or what comes back into the backward pass is not, it is the loss. Of nested modules the innermost is named.
+Minus infinity alone is not counted, because attention masks are made of it. While a dynamic loss scale is in use, infinite
+gradients are how it finds its limit: a few such steps are only worth a note.
 
 Source: the "first divergence" of TrainCheck and the overflow checks of mixed precision training (Micikevicius et al., 2018).
 """
@@ -20,7 +21,7 @@ from trainprobe.engine.records import Finding
 from trainprobe.monitor.frames import INFINITE, NOT_A_NUMBER, Frame, Spot
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions, Severity
-from trainprobe.monitor.scalar_names import scalar
+from trainprobe.monitor.scalar_names import role_of, scalar
 
 _ENTERS = {
     "forward": {"input", "kwargs", "value", "parameters"},
@@ -100,10 +101,27 @@ def find_origin(frame: Frame) -> tuple[Spot, str]:
     ordered = [(entered, result) for result, entered_bad, entered in _calls(spots, bad) if not entered_bad]
     if first_bad.kind == "parameter" and first_bad.phase == "forward":
         return first_bad, "it was not finite before the step began: the update of an earlier step wrote it"
+    between = _between_the_passes(list(zip(spots, bad, strict=True)), first_bad)
+    if between is not None:
+        return between
     if not ordered:
         return first_bad, "it was there when the step first looked, so it came in with the data or from an earlier step"
     inner = _innermost(ordered[0][1], [result for _, result in ordered])
     return inner, _how(inner, next(entered for entered, result in ordered if result == inner))
+
+
+def _between_the_passes(paired: list[tuple[Spot, bool]], first_bad: Spot) -> tuple[Spot, str] | None:
+    """Return the loss, or the first gradient that came back, when it arose between the forward and the backward pass."""
+    passes = [(spot, b) for spot, b in paired if spot.phase in ("forward", "recompute") and spot.kind != "scalar"]
+    if any(b for _, b in passes):
+        return None
+    seen = "the forward pass was finite" if passes else "the forward pass was not collected"
+    loss = next((spot for spot, b in paired if b and spot.kind == "scalar" and role_of(spot.name) == "loss"), None)
+    if loss is not None:
+        return loss, f"{seen} and the gradients come after it: it arose in the loss"
+    if first_bad.phase == "backward" and first_bad.slot.split(".")[0] in _ENTERS["backward"]:
+        return first_bad, f"{seen}: it came back with the gradient of what follows, the loss or the next pipeline stage"
+    return None
 
 
 def _calls(spots: list[Spot], bad: list[bool]) -> Iterable[tuple[Spot, bool, bool]]:
