@@ -10,6 +10,10 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.proofs import pytest_collection_modifyitems, pytest_runtest_logreport, pytest_sessionfinish
+
+__all__ = ["pytest_collection_modifyitems", "pytest_runtest_logreport", "pytest_sessionfinish", "require"]
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRAINPROBE_ON_ERROR", "raise")
 
