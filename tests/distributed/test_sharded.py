@@ -40,6 +40,7 @@ RUNS = [("ddp", 2, "L0"), ("ddp", 2, "mix"), ("fsdp2", 2, "L0"), ("fsdp2", 2, "m
 runs = pytest.mark.parametrize(("kind", "ranks", "level"), RUNS)
 
 
+@pytest.mark.proves("PyTorch", {"ddp": "DDP", "fsdp2": "FSDP2"}, ranks=(2, 4))
 @runs
 def test_every_rank_trains_to_the_same_bits_with_and_without_the_probe(kind, ranks, level):
     bare, watched = run(kind, ranks, None)[1], run(kind, ranks, level)[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import trainprobe
@@ -14,6 +15,7 @@ def write_to(parameter: torch.Tensor) -> None:
         parameter.view(-1)[0] += 1e-3
 
 
+@pytest.mark.proves("Lightning", "all four outputs of one plan")
 def test_the_callback_of_lightning_does_all_that_the_plan_says(tmp_path, require):
     require("lightning.pytorch")
     from lightning.pytorch import Callback
@@ -30,6 +32,7 @@ def test_the_callback_of_lightning_does_all_that_the_plan_says(tmp_path, require
     assert_all_outputs(tmp_path, dumped=2, steps=list(range(8)), layer="net.second", written=(5, "net.second.weight"))
 
 
+@pytest.mark.proves("Hugging Face Trainer", "all four outputs of one plan")
 def test_the_callback_of_the_trainer_does_all_that_the_plan_says(tmp_path, require):
     require("transformers")
     require("accelerate")
@@ -47,6 +50,7 @@ def test_the_callback_of_the_trainer_does_all_that_the_plan_says(tmp_path, requi
     assert_all_outputs(tmp_path, dumped=2, steps=[1, 2, 3, 4], layer="second", written=(4, "second.weight"))
 
 
+@pytest.mark.proves("PyTorch", "all four outputs of one plan")
 def test_the_context_of_a_plain_loop_does_all_that_the_plan_says(tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))

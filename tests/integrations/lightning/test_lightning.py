@@ -58,6 +58,17 @@ def steps(output: Path) -> list[int]:
 # ---- the same training -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves(
+    "Lightning",
+    {
+        "automatic": "automatic optimization",
+        "accumulated and clipped": "accumulation and clipping",
+        "clipped by value": "clipping by value",
+        "manual": "manual optimization",
+        "two optimizers": "two optimizers",
+        "half precision": "bf16-mixed",
+    },
+)
 @pytest.mark.parametrize("level", ["off", "L0", "mix"])
 @pytest.mark.parametrize("setup", SETUPS)
 def test_the_training_has_the_same_bits_with_and_without_the_probe(tmp_path, setup, level):
@@ -66,6 +77,9 @@ def test_the_training_has_the_same_bits_with_and_without_the_probe(tmp_path, set
     assert [name for name in bare if bare[name] != watched[name]] == []
 
 
+@pytest.mark.proves(
+    "Lightning", {"automatic": "automatic optimization", "accumulated and clipped": "accumulation and clipping"}
+)
 @pytest.mark.parametrize("setup", ["automatic", "accumulated and clipped"])
 def test_numbers_are_those_of_the_same_training_in_plain_torch(tmp_path, setup):
     from tests.integrations.lightning.small_lightning import CLIP, batches, plain_torch, recorded
@@ -148,6 +162,7 @@ def test_validate_alone_records_nothing_and_leaves_nothing_behind(tmp_path):
     assert not (tmp_path / "out").exists() and torch.nn.Module._call_impl is call
 
 
+@pytest.mark.proves("Lightning", "validate and a second fit")
 def test_validate_between_two_fits_changes_and_records_nothing(tmp_path):
     from tests.integrations.lightning.small_lightning import bits, loader, module, trainer
     from trainprobe.integrations.lightning import ProbeCallback
@@ -165,6 +180,7 @@ def test_validate_between_two_fits_changes_and_records_nothing(tmp_path):
     assert steps(tmp_path / "out") == list(range(16))
 
 
+@pytest.mark.proves("Lightning", "torch.compile")
 @pytest.mark.parametrize("how", ["the module", "a part of it", "a part in place"])
 def test_a_compiled_module_trains_to_the_same_bits(tmp_path, how):
     from tests.integrations.lightning.small_lightning import bits, loader, module, trainer
@@ -205,6 +221,7 @@ def test_a_nan_in_one_layer_is_found_at_its_step_and_named(tmp_path):
     assert (first.step, first.place.rank, first.site.name) == (2, 0, "net.second.weight")
 
 
+@pytest.mark.proves("Lightning", "a crash")
 def test_a_crash_passes_through_and_what_was_seen_of_the_step_is_on_disk(tmp_path):
     from tests.integrations.lightning.small_lightning import loader, module, trainer
     from trainprobe.engine.dumps.log import read_log
@@ -239,6 +256,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused_before_training(tmp_path):
 # ---- more than one ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("Lightning", "several callbacks")
 def test_two_callbacks_work_beside_each_other_and_leave_nothing_behind(tmp_path):
     from torch.nn.utils import clip_grad
 
@@ -276,6 +294,7 @@ def test_one_callback_added_twice_is_refused_by_lightning_before_training(tmp_pa
         trainer([twice, twice])
 
 
+@pytest.mark.proves("Lightning", "validate and a second fit")
 def test_a_second_fit_of_the_same_trainer_goes_on_with_its_steps(tmp_path):
     from tests.integrations.lightning.small_lightning import loader, module, trainer
     from trainprobe.integrations.lightning import ProbeCallback
@@ -298,6 +317,7 @@ def test_a_callback_is_copied_and_pickled_as_what_it_was_made_of(tmp_path):
 # ---- checkpoints and loggers -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("Lightning", "resume")
 def test_a_resumed_training_goes_on_with_its_steps_and_with_what_the_rules_remember(tmp_path):
     from tests.integrations.lightning.small_lightning import loader, module, trainer
     from trainprobe.integrations.lightning import ProbeCallback
@@ -319,6 +339,7 @@ def test_a_resumed_training_goes_on_with_its_steps_and_with_what_the_rules_remem
     assert [entry["rules"] for key, entry in saved.items() if key.startswith("ProbeCallback")] == [whole["rules"]]
 
 
+@pytest.mark.proves("Lightning", "loggers")
 def test_the_users_loggers_get_scalars_and_findings(tmp_path, require):
     require("tensorboard")
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -350,6 +371,7 @@ assert run.global_step == 8 and "lightning.pytorch" not in sys.modules
 """
 
 
+@pytest.mark.proves("Lightning", "pytorch_lightning")
 def test_the_older_namespace_is_served_without_importing_the_other(tmp_path, require):
     root = str(Path(__file__).parents[3])
     if subprocess.run([sys.executable, "-c", "import pytorch_lightning"], capture_output=True, timeout=100).returncode:

@@ -23,16 +23,19 @@ def of_parameters(numbers: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if " " in name and " rank" not in name}
 
 
+@pytest.mark.proves("Lightning", {"ddp": "DDP", "cut": "TP 2 × FSDP2 2"}, ranks=4)
 @pytest.mark.parametrize("kind", ["ddp", "cut"])
 def test_each_of_four_ranks_trains_to_the_same_bits_with_and_without_the_probe(four, kind):
     assert [told[f"{kind} different bits"] for told in four[1]] == [[]] * 4
 
 
+@pytest.mark.proves("Lightning", {"ddp": "DDP", "cut": "TP 2 × FSDP2 2"}, ranks=4)
 @pytest.mark.parametrize("kind", ["ddp", "cut"])
 def test_the_audit_finds_nothing_in_a_healthy_training_on_four_ranks(four, kind):
     assert [told[f"{kind} healthy"] for told in four[1]] == [[]] * 4
 
 
+@pytest.mark.proves("Lightning", "DDP", ranks=4)
 def test_numbers_under_ddp_of_four_are_those_of_one_process_of_plain_torch(four):
     from tests.integrations.lightning.small_lightning import CLIP, batches, plain_torch
 
@@ -47,6 +50,7 @@ def test_numbers_under_ddp_of_four_are_those_of_one_process_of_plain_torch(four)
             assert {name: found[step][name] for name in wanted} == pytest.approx(wanted, rel=5e-5, abs=1e-9), step
 
 
+@pytest.mark.proves("Lightning", "TP 2 × FSDP2 2", ranks=4)
 def test_pieces_that_are_cut_twice_join_to_the_numbers_of_one_process_of_plain_torch(four):
     """Pieces that lie at one place are the same and count once: `second.bias` is held by both tensor-parallel ranks."""
     from tests.integrations.lightning.small_lightning import batches, plain_torch
@@ -87,6 +91,7 @@ def places_of(folder: Path, rank: int) -> dict[str, tuple[int, ...]]:
     return found
 
 
+@pytest.mark.proves("Lightning", {"ddp": "DDP", "cut": "TP 2 × FSDP2 2"}, ranks=4)
 @pytest.mark.parametrize("kind", ["ddp", "cut"])
 def test_what_one_of_four_ranks_does_to_its_weights_is_named_on_that_rank(four, kind):
     ranks = [told[f"{kind} drifting"] for told in four[1]]

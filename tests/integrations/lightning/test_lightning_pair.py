@@ -18,6 +18,7 @@ def pair(require, tmp_path_factory) -> tuple[Path, list[dict]]:
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.proves("Lightning", {"ddp": "DDP", "fsdp2": "FSDP2", "fsdp": "FSDP1"}, ranks=2)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp", "dump", "audit", "sharded"])
 def test_each_rank_trains_to_the_same_bits_with_and_without_the_probe(pair, kind):
     assert [told[f"{kind} different bits"] for told in pair[1]] == [[], []]
@@ -29,6 +30,7 @@ def expected(clip: bool) -> list[dict[str, float]]:
     return plain_torch(2, CLIP if clip else None, [batches(rank) for rank in range(2)])
 
 
+@pytest.mark.proves("Lightning", "DDP", ranks=2)
 def test_numbers_under_ddp_are_those_of_one_process_of_plain_torch(pair):
     from tests.integrations.lightning.small_lightning import recorded
 
@@ -39,6 +41,7 @@ def test_numbers_under_ddp_are_those_of_one_process_of_plain_torch(pair):
             assert {name: found[step][name] for name in shared} == pytest.approx(shared, rel=5e-5, abs=1e-9)
 
 
+@pytest.mark.proves("Lightning", "DDP", ranks=2)
 def test_gradients_before_the_reduction_are_each_ranks_own(pair):
     from tests.integrations.lightning.small_lightning import recorded
 
@@ -62,6 +65,7 @@ def test_the_loss_of_each_rank_is_its_own_and_their_mean_that_of_one_process(pai
         assert sum(rank[step]["loss"] for rank in ranks) / 2 == pytest.approx(numbers["loss"], rel=1e-5)
 
 
+@pytest.mark.proves("Lightning", {"fsdp2": "FSDP2", "fsdp": "FSDP1"}, ranks=2)
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp"])
 def test_shards_join_to_the_norms_of_one_process_of_plain_torch(pair, kind):
     from tests.integrations.lightning.small_lightning import recorded
@@ -79,18 +83,21 @@ def test_the_audit_finds_nothing_in_a_healthy_training(pair, run):
     assert [told[run] for told in pair[1]] == [[], []]
 
 
+@pytest.mark.proves("Lightning", "FSDP1", ranks=2)
 def test_a_gradient_that_one_rank_of_fsdp_spoils_is_found_on_it_before_the_reduction_with_the_parameters_name(pair):
     ranks = [told["poisoned"] for told in pair[1]]
     assert ranks[1][0] == [2, 1, "net.second.weight", "grad_unreduced"]
     assert ranks[0][0][:3] == [2, 0, "net.second.weight"], "the other rank has it through the reduced gradient"
 
 
+@pytest.mark.proves("Lightning", "DDP", ranks=2)
 def test_a_replica_that_drifts_is_found_at_its_step_with_the_parameters_name(pair):
     for told in pair[1]:
         rule, step, message = told["drifting"][0]
         assert step == 2 and "net.second.weight" in message, (rule, message)
 
 
+@pytest.mark.proves("Lightning", "DDP", ranks=2)
 def test_a_nan_of_one_rank_is_found_with_its_rank_and_the_parameters_name(pair):
     ranks = [told["first not finite"] for told in pair[1]]
     assert ranks[1] == [2, 1, "net.second.weight"]

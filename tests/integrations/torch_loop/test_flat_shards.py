@@ -17,6 +17,7 @@ from tests.integrations.records import recorded
 KINDS = ("views", "flat")
 FAULTY = 2
 kinds = pytest.mark.parametrize("kind", KINDS)
+pytestmark = pytest.mark.proves("PyTorch", "FSDP1", ranks=2)
 
 
 @pytest.fixture(scope="module")

@@ -90,6 +90,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
     return [bits_of(t) for t in (*model.parameters(), *moments, torch.get_rng_state())]
 
 
+@pytest.mark.proves("PyTorch", "torch.compile")
 @pytest.mark.parametrize("how", ["the model", "a part of it", "in place"])
 def test_a_compiled_model_trains_to_the_same_bits(tmp_path, how):
     found = []
@@ -115,6 +116,7 @@ def test_a_compiled_model_trains_to_the_same_bits(tmp_path, how):
     }
 
 
+@pytest.mark.proves("PyTorch", "several watchers")
 def test_two_watchers_work_beside_each_other_and_a_third_takes_over_when_they_are_gone(tmp_path):
     hooks = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     places = [torch.nn.Module._call_impl, torch.autograd.backward, torch.amp.GradScaler.scale, *map(dict, hooks)]
@@ -160,6 +162,7 @@ def test_another_models_updates_and_forwards_belong_to_no_step(tmp_path):
     assert list(recorded(tmp_path / "out")) == [0, 1]
 
 
+@pytest.mark.proves("PyTorch", "accumulation and clipping")
 def test_a_script_is_run_unedited_with_the_same_output_and_its_steps_and_micro_batches_seen(tmp_path, plan):
     from trainprobe.engine.dumps.log import read_log
 
@@ -173,6 +176,7 @@ def test_a_script_is_run_unedited_with_the_same_output_and_its_steps_and_micro_b
         assert {"loss", "grad_norm", "lr"} <= set(reel.scalars)
 
 
+@pytest.mark.proves("PyTorch", "GradScaler")
 def test_a_step_that_the_loss_scaler_skips_is_a_step_and_says_so(tmp_path, plan):
     assert watched(plan, SCRIPT, "scaler", cwd=tmp_path) == run(SCRIPT, "scaler", cwd=tmp_path)
     found = recorded(tmp_path / "out")
@@ -181,6 +185,7 @@ def test_a_step_that_the_loss_scaler_skips_is_a_step_and_says_so(tmp_path, plan)
     assert [found[step]["loss_scale"] for step in (0, 2, 3)] == [4.0, 4.0, 2.0]
 
 
+@pytest.mark.proves("PyTorch", "a crash")
 def test_a_script_that_fails_keeps_its_error_and_its_exit_code_and_what_was_seen(tmp_path, plan):
     from trainprobe.engine.dumps.log import read_log
 
@@ -189,6 +194,7 @@ def test_a_script_that_fails_keeps_its_error_and_its_exit_code_and_what_was_seen
     assert [(reel.step, reel.complete) for reel in reels] == [(0, True), (1, True), (2, True), (3, False)]
 
 
+@pytest.mark.proves("PyTorch", "torchrun", ranks=2)
 def test_every_rank_that_a_launcher_starts_is_watched(tmp_path, plan):
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}", SCRIPT)
     assert sorted(watched(plan, *launcher, cwd=tmp_path).split()) == sorted(run(*launcher, cwd=tmp_path).split())
@@ -197,6 +203,7 @@ def test_every_rank_that_a_launcher_starts_is_watched(tmp_path, plan):
     assert one[4]["0.weight grad"] == two[4]["0.weight grad"] and one[4]["loss"] != two[4]["loss"]
 
 
+@pytest.mark.proves("Accelerate", "accumulation and clipping")
 def test_a_loop_of_accelerate_steps_where_its_accumulation_ends(tmp_path, require):
     accelerate = require("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)  # what an earlier Trainer of this process set

@@ -46,6 +46,10 @@ def steps(output) -> list[int]:
 # ---- the same training -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves(
+    "Hugging Face Trainer",
+    {"plain": "single process", "accumulated and clipped": "accumulation and clipping", "half precision": "bf16"},
+)
 @pytest.mark.parametrize("level", ["off", "L0", "mix"])
 @pytest.mark.parametrize("setup", SETUPS)
 def test_the_training_has_the_same_bits_with_and_without_the_probe(tmp_path, setup, level):
@@ -56,6 +60,7 @@ def test_the_training_has_the_same_bits_with_and_without_the_probe(tmp_path, set
     assert [name for name in bare if bare[name] != watched[name]] == []
 
 
+@pytest.mark.proves("Hugging Face Trainer", {"plain": "single process", "accumulated and clipped": "accumulation and clipping"})
 @pytest.mark.parametrize("setup", ["plain", "accumulated and clipped"])
 def test_numbers_are_those_of_the_same_training_in_plain_torch(tmp_path, setup):
     from tests.integrations.transformers.small_trainer import plain_torch, recorded
@@ -85,6 +90,7 @@ def test_what_the_trainer_reports_is_kept_as_it_reports_it_at_the_step_it_names(
     assert "reported/loss" not in found[1] and "loss" in found[1]
 
 
+@pytest.mark.proves("Hugging Face Trainer", "evaluation")
 def test_micro_batches_are_told_apart_and_evaluation_is_not_recorded(tmp_path):
     from trainprobe.engine.dumps.log import read_log
 
@@ -95,6 +101,7 @@ def test_micro_batches_are_told_apart_and_evaluation_is_not_recorded(tmp_path):
         assert [call.micro for call in forwards] == [0, 1]
 
 
+@pytest.mark.proves("Hugging Face Trainer", "torch.compile")
 def test_a_compiled_model_trains_to_the_same_bits(tmp_path):
     from tests.integrations.transformers.small_trainer import bits
 
@@ -126,6 +133,7 @@ def test_a_nan_in_one_layer_is_found_at_its_step_and_named(tmp_path, caplog):
     assert (first.step, first.place.rank, first.site.name) == (3, 0, "second.weight")
 
 
+@pytest.mark.proves("Hugging Face Trainer", "a crash")
 def test_a_crash_passes_through_and_nothing_is_left_installed(tmp_path):
     from tests.integrations.transformers.small_trainer import trainer
     from trainprobe.engine.dumps.log import read_log
@@ -154,6 +162,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused_before_training(tmp_path):
 # ---- more than one ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("Hugging Face Trainer", "several callbacks")
 def test_two_callbacks_work_beside_each_other_and_leave_nothing_behind(tmp_path):
     from torch.nn.utils import clip_grad
 
@@ -181,6 +190,7 @@ def test_a_callback_that_is_added_twice_works_once(tmp_path):
     assert recorded(tmp_path / "once") == recorded(tmp_path / "out")
 
 
+@pytest.mark.proves("Hugging Face Trainer", "a second train")
 def test_training_again_with_the_same_callback_goes_on_in_the_same_place(tmp_path):
     again = probe(tmp_path / "out")
     train(tmp_path, again)
@@ -192,6 +202,7 @@ def test_training_again_with_the_same_callback_goes_on_in_the_same_place(tmp_pat
 # ---- checkpoints and loggers -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("Hugging Face Trainer", "resume")
 @pytest.mark.parametrize("restores", [False, True])
 def test_a_resumed_training_goes_on_with_its_steps_and_with_what_the_rules_remember(tmp_path, restores):
     from tests.integrations.transformers.small_trainer import trainer
@@ -220,6 +231,7 @@ def test_a_checkpoint_that_was_saved_without_the_callback_can_be_resumed_and_sav
     assert steps(tmp_path / "out") == [3, 4]
 
 
+@pytest.mark.proves("Hugging Face Trainer", "report_to")
 def test_the_reporters_get_a_few_scalars(tmp_path, require):
     require("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -29,11 +29,13 @@ def trained(require, tmp_path_factory):
     return train
 
 
+@pytest.mark.proves("Hugging Face Trainer", "DDP", ranks=(2, 4))
 @pytest.mark.parametrize(("ranks", "run"), [(2, "out"), (2, "mix"), (2, "audit"), (4, "out")])
 def test_each_rank_trains_to_the_same_bits_with_and_without_the_probe(trained, ranks, run):
     assert [told[f"{run} different bits"] for told in trained(ranks)[1]] == [[]] * ranks
 
 
+@pytest.mark.proves("Hugging Face Trainer", "DDP", ranks=(2, 4))
 @ranks_of_both
 def test_numbers_are_those_of_one_process_of_plain_torch(trained, ranks):
     from tests.integrations.transformers.small_trainer import CLIP, plain_torch, recorded
@@ -50,6 +52,7 @@ def test_the_audit_finds_nothing_in_a_healthy_training(trained):
     assert [told["audit found"] for told in trained(2)[1]] == [[], []]
 
 
+@pytest.mark.proves("Hugging Face Trainer", "DDP", ranks=(2, 4))
 @ranks_of_both
 def test_a_nan_of_one_rank_is_found_with_its_rank_and_the_parameters_name(trained, ranks):
     found = [told["first not finite"] for told in trained(ranks)[1]]

@@ -31,11 +31,15 @@ def monkeypatch_module():
 RUNS = ("hf2", "hf3", "lightning2")
 
 
+@pytest.mark.proves("Hugging Face Trainer", {"hf2": "ZeRO 2", "hf3": "ZeRO 3"}, ranks=2)
+@pytest.mark.proves("Lightning", {"lightning2": "ZeRO 2"}, ranks=2)
 @pytest.mark.parametrize("run", RUNS)
 def test_the_losses_have_the_same_bits_with_and_without_the_probe(pair, run):
     assert [told[f"{run} same"] for told in pair[1]] == [True, True]
 
 
+@pytest.mark.proves("Hugging Face Trainer", {"hf2": "ZeRO 2", "hf3": "ZeRO 3"}, ranks=2)
+@pytest.mark.proves("Lightning", {"lightning2": "ZeRO 2"}, ranks=2)
 @pytest.mark.parametrize("run", RUNS)
 def test_pieces_of_all_ranks_join_to_the_norms_of_one_process_of_plain_torch(pair, run):
     if run.startswith("hf"):
