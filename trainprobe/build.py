@@ -36,10 +36,10 @@ from trainprobe.engine.taps.parameter_states import ParameterStateTap, StatesWan
 from trainprobe.engine.taps.routers import RouterFeature
 from trainprobe.engine.taps.saved import SavedTap
 from trainprobe.engine.taps.torch_modules import ModuleTap
-from trainprobe.engine.taps.torch_ops import OpsWanted, OpTap
+from trainprobe.engine.taps.torch_ops import OpTap
 from trainprobe.engine.taps.unreduced import UnreducedTap
 from trainprobe.engine.taps.weight_spectra import WeightSpectra
-from trainprobe.engine.wanted import ModulesWanted, flags_of, modules_of_plan
+from trainprobe.engine.wanted import ModulesWanted, flags_of, modules_of_plan, ops_of_plan
 from trainprobe.errors import PlanError
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.plan import validate as audit_plan
@@ -235,20 +235,6 @@ def _after(parts: Parts, optimizer: Any) -> None:
 
 
 # ---- what a plan wants, in the words of the taps -----------------------------------------------------------------------
-
-
-def ops_of_plan(plan: Plan, cuts: list[Detail]) -> OpsWanted:
-    """Return what the dump wants of ops."""
-    return OpsWanted(
-        flags=lambda name: flags_of(plan.detail_for("op", name), cuts),
-        selected=plan.op_selected,
-        data=frozenset(plan.data),
-        forward="forward" in plan.phases,
-        backward="backward" in plan.phases,
-        recompute=plan.recompute == "mark",
-        scope=plan.ops_scope,
-        micro=plan.wants_micro,
-    )
 
 
 def features_of_monitor(plan: Features, guard: Guard, naming: ModuleTap) -> FeatureTap:

@@ -331,7 +331,7 @@ def test_callbacks_are_copied_and_pickled_as_what_they_were_made_of(tmp_path: Pa
 @pytest.mark.parametrize(
     ("plan", "word"),
     [
-        ({"level": "L1"}, "L0"),
+        ({"level": "L0", "ops_scope": "core"}, "ops_scope"),
         ({"level": "L0", "histogram": "exponent"}, "histogram"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a plan wants of a value, as the tape's flags, and of the calls of modules, in the words of the taps of any framework."""
+"""What a plan wants of a value, as the tape's flags, and of the calls of modules and ops, for the taps of any framework."""
 
 from __future__ import annotations
 
@@ -24,6 +24,20 @@ class ModulesWanted:
     micro: Callable[[int], bool] = lambda micro: True
 
 
+@dataclass(frozen=True, slots=True)
+class OpsWanted:
+    """What a plan wants of ops. scope: "all", "focus" or "core" (engine.catalog); micro: is this one recorded."""
+
+    flags: Callable[[str], int]
+    selected: Callable[[str], bool]
+    data: frozenset[str]
+    forward: bool = True
+    backward: bool = True
+    recompute: bool = True
+    scope: str = "all"
+    micro: Callable[[int], bool] = lambda micro: True
+
+
 def modules_of_plan(plan: Plan, cuts: list[Detail]) -> ModulesWanted:
     """Return what the dump wants of modules."""
     return ModulesWanted(
@@ -34,6 +48,20 @@ def modules_of_plan(plan: Plan, cuts: list[Detail]) -> ModulesWanted:
         backward="backward" in plan.phases,
         recompute=plan.recompute == "mark",
         parameter=plan.parameter_selected,
+        micro=plan.wants_micro,
+    )
+
+
+def ops_of_plan(plan: Plan, cuts: list[Detail]) -> OpsWanted:
+    """Return what the dump wants of ops."""
+    return OpsWanted(
+        flags=lambda name: flags_of(plan.detail_for("op", name), cuts),
+        selected=plan.op_selected,
+        data=frozenset(plan.data),
+        forward="forward" in plan.phases,
+        backward="backward" in plan.phases,
+        recompute=plan.recompute == "mark",
+        scope=plan.ops_scope,
         micro=plan.wants_micro,
     )
 

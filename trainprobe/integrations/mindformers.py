@@ -70,6 +70,14 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         """What was found so far, in this process."""
         return self.session.findings
 
+    def save(self, value: Any, name: str, save_backward: bool = True) -> None:
+        """Record a value of the step under a name, at any level: a tensor, number, text, or nested lists, tuples and dicts.
+
+        Call it in a cell's `construct`, in PyNative mode. Gradients of its tensors are recorded too unless told otherwise.
+        """
+        if self.session.probe is not None:
+            self.session.probe.save(value, name, save_backward)
+
     # ---- a training: of a Model with (run_context), of the PyNative Trainer with (args, state, model=…, optimizer=…) ----
 
     def on_train_begin(self, *told: Any, **about: Any) -> None:

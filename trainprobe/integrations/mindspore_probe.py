@@ -22,12 +22,14 @@ from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import Tap
 from trainprobe.engine.taps.mindspore_audit import CellAuditTap
 from trainprobe.engine.taps.mindspore_calls import OptimizerTap
-from trainprobe.engine.taps.mindspore_cells import COMPILED, CellTap, is_graph_mode
+from trainprobe.engine.taps.mindspore_cells import COMPILED, CellTap, is_graph_mode, wait
 from trainprobe.engine.taps.mindspore_gathering import gathering
+from trainprobe.engine.taps.mindspore_ops import PrimitiveTap, ops_are_seen
+from trainprobe.engine.taps.mindspore_saved import SavedTensors
 from trainprobe.engine.taps.mindspore_states import CellStateTap, ValuesWanted
 from trainprobe.engine.taps.mindspore_tape import HostTape
-from trainprobe.engine.wanted import ModulesWanted, modules_of_plan
-from trainprobe.errors import PlanError, UsageError
+from trainprobe.engine.wanted import ModulesWanted, flags_of, modules_of_plan, ops_of_plan
+from trainprobe.errors import PlanError
 from trainprobe.monitor.audit.audit import Audit
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.plan import validate as audit_plan
@@ -66,6 +68,9 @@ class CellParts:
     audit_plan: AuditPlan | None = None
     dumps_when_asked: bool = False  # a plan of level off whose rules or black box may ask for a dump
     cuts: list[Detail] = field(default_factory=list[Detail])
+    ops: PrimitiveTap | None = None
+    saved: SavedTensors | None = None
+    with_ops: bool = False  # operators of the update are recorded too
     stepping: OptimizerTap = field(init=False)
 
     def __getattr__(self, name: str) -> None:
@@ -74,6 +79,9 @@ class CellParts:
 
     def before(self, optimizers: Sequence[Any], gradients: Any = ()) -> None:
         """Handle the beginning of a step of these optimizers."""
+        if self.ops is not None:
+            self.ops.parent = "optimizer"
+            self.ops.asleep |= not self.with_ops
         if self.audit is not None:
             self.audit.before_update(optimizers)
         if self.states is not None:
@@ -81,6 +89,9 @@ class CellParts:
 
     def after(self, optimizers: Sequence[Any]) -> None:
         """Handle its end."""
+        if self.ops is not None:
+            self.ops.parent = None
+            self.ops.resume()
         if self.states is not None:
             self.states.moment("after_step", optimizers)
         if self.audit is not None:
@@ -88,7 +99,9 @@ class CellParts:
 
     def notes(self) -> list[str]:
         """Return what could not be seen, and why."""
-        return list(dict.fromkeys(note for tap in (self.naming, self.modules, self.watched) if tap for note in tap.notes))
+        return list(
+            dict.fromkeys(note for tap in (self.naming, self.modules, self.watched, self.ops) if tap for note in tap.notes)
+        )
 
 
 class MindSporeProbe(Probe):
@@ -100,6 +113,12 @@ class MindSporeProbe(Probe):
     def cells(self) -> CellParts:
         """The taps."""
         return cast("CellParts", self.parts)
+
+    def save(self, value: Any, name: str, save_backward: bool = True) -> None:
+        """Record a value under a name; see `Probe.save`. In PyNative mode only: a graph does not call Python."""
+        if self.tape is not None:
+            wait()
+        super().save(value, name, save_backward)
 
     def moment(self, name: str, *values: Any) -> None:
         """Tell that something happens; "before_step" and "after_step" have parameters and optimizer state looked at."""
@@ -118,16 +137,12 @@ class MindSporeProbe(Probe):
     def tell_what_is_compiled(self) -> str:
         """Keep as a finding what a graph hides, and return the sentence; empty when the plan asks for nothing of it."""
         monitor = self.cells.monitor
-        hidden = self.cells.modules is not None or (
+        hidden = any((self.cells.modules, self.cells.ops)) or (
             monitor is not None and (monitor.gradients.on or monitor.activations.on or monitor.activation_gradients.on)
         )
         if hidden:
             self._tell(Finding("mindspore", "info", COMPILED))
         return COMPILED if hidden else ""
-
-    def save(self, value: Any, name: str, save_backward: bool = True) -> None:
-        """Raise UsageError: a MindSpore training is watched through its callback only."""
-        raise UsageError(f"save({name!r}) records torch tensors only; under MindSpore dump the cell that makes the value")
 
     def _gathering(self) -> Gathering:
         return gathering()
@@ -171,7 +186,10 @@ def refuse(plan: Plan) -> None:
     problems = {
         "monitor: collectives, features and batches are looked at by torch: leave them out": monitor is not None
         and any(getattr(kind, "on", False) for kind in (monitor.collectives, monitor.features, monitor.batches)),
-        f"level {plan.level!r} records torch operations: use L0, which records cells": plan.level in ("L1", "mix", "debug"),
+        f"level {plan.level!r} needs MindSpore 2.9 or newer, which hands over its operators: use L0": plan.level
+        in ("L1", "mix")
+        and not ops_are_seen(),
+        "ops_scope: its lists are of torch functions: leave it at all and select by `ops`": plan.ops_scope != "all",
         "config_check: it looks into a PyTorch process: use `trainprobe config_check` on the files of the run": bool(
             plan.config_check
         ),
@@ -188,13 +206,18 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, list[Program]]:
     cuts: list[Detail] = []
     monitor = monitor_plan(plan.monitor) if plan.monitor else None
     asked = plan.level == "off" and (bool(plan.black_box) or (monitor is not None and monitor.may_dump))
-    modules = CellTap(modules_of_plan(plan, cuts), guard) if plan.level == "L0" or asked else None
+    level = ("mix" if ops_are_seen() else "L0") if asked else plan.level
+    modules = CellTap(modules_of_plan(plan, cuts), guard) if level in ("L0", "mix") else None
     watched = CellTap(modules_of_monitor(monitor), guard) if monitor is not None else None
     naming = modules or watched or CellTap(ModulesWanted(_none, _nothing, frozenset()), guard)
     audit = audit_plan(plan.audit) if plan.audit else None
     states = CellStateTap(_states_of_monitor(monitor)) if monitor is not None or audit is not None else None
     parts = CellParts(naming, modules, watched, states, monitor, dumps_when_asked=asked, cuts=cuts)
     parts.stepping = OptimizerTap(guard, lambda o, gradients: parts.before([o], gradients), lambda o: parts.after([o]))
+    parts.saved = SavedTensors(flags_of(plan.base_detail, cuts), guard)
+    if level in ("L1", "mix"):
+        parts.ops = PrimitiveTap(ops_of_plan(plan, cuts), guard, modules.stack if modules is not None else [])
+        parts.with_ops = "optimizer" in plan.phases
     if audit is not None and states is not None:
         parts.audit_plan, parts.audit = audit, CellAuditTap(guard, states)
     return parts, _programs(plan, parts)
@@ -203,13 +226,13 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, list[Program]]:
 def _programs(plan: Plan, parts: CellParts) -> list[Program]:
     monitor, audit, states, watched = parts.monitor, parts.audit_plan, parts.states, parts.watched
     always: Wants = lambda n: True  # noqa: E731
-    dump: tuple[Tap, ...] = tuple(tap for tap in (parts.modules, parts.stepping) if tap is not None)
+    dump: tuple[Tap, ...] = tuple(tap for tap in (parts.saved, parts.modules, parts.ops, parts.stepping) if tap is not None)
     pairs = (*((tap, plan.wants_step) for tap in dump), (parts.naming, lambda n: False))
-    programs = [Program("dump", plan.wants_step, pairs, asked=dump, level="L0" if parts.dumps_when_asked else "")]
+    programs = [Program("dump", plan.wants_step, pairs, asked=dump, level=_level_when_asked(parts))]
     if monitor is not None and states is not None and watched is not None:
         light: list[tuple[Tap, Wants]] = [(states, always), (parts.stepping, always)]
         kinds = [kind.every for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
-        whole = plan.level == "L0"
+        whole = parts.modules is not None
         light.append((watched, lambda n: any(n % e == 0 for e in kinds) and not (whole and plan.wants_step(n))))
         beside = (watched,) if parts.modules else ()
         programs.append(Program("monitor", parse_steps(monitor.step).__contains__, tuple(light), beside=beside))
@@ -218,6 +241,11 @@ def _programs(plan: Plan, parts: CellParts) -> list[Program]:
         heavy: tuple[tuple[Tap, Wants], ...] = ((parts.audit, always), (states, reads), (parts.stepping, always))
         programs.append(Program("audit", audit.wants_step, heavy))
     return programs
+
+
+def _level_when_asked(parts: CellParts) -> str:
+    """Return the level of a dump that a rule or the black box asks for, empty where the plan has a level itself."""
+    return "" if not parts.dumps_when_asked else "L0" if parts.ops is None else "mix"
 
 
 def _states_of_monitor(monitor: MonitorPlan | None) -> ValuesWanted:

@@ -1,9 +1,9 @@
-"""What goes in and out of each MindSpore cell, and the gradients at its outputs, in PyNative mode.
+"""What goes in and out of each MindSpore cell, and the gradients there, in PyNative mode.
 
 While a step is collected, `mindspore.nn.Cell.__call__` is replaced for the class. No hook is put on a cell: it would be parsed
-and compiled with the cell. The gradient at an output is taken by a hook on the tensor, which leaves with the tensor; it is the
-whole gradient that arrives there. What MindSpore compiles, it does not call from Python: those cells are seen from outside
-only, and a note says so.
+and compiled with the cell. A gradient is taken by a hook on the tensor, which leaves with the tensor; it is the whole gradient
+that arrives there: at an input that of everything that used the tensor, the cell among others, and a note says so. What
+MindSpore compiles, it does not call from Python: those cells are seen from outside only, and a note says so.
 
 MindSpore raises errors of its kernels later, at whatever waits for them next. Before this tap reads a value it waits in the
 training's own place, so that such an error is raised in the training and not inside the tool.
@@ -11,6 +11,7 @@ training's own place, so that such an error is raised in the training and not in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,12 +29,15 @@ from trainprobe.engine.wanted import ModulesWanted
 
 COMPILED = (
     "MindSpore compiles this model into a graph (GRAPH_MODE, or ms.jit), and Python sees nothing inside one: inputs and "
-    "outputs of cells, their gradients and the gradients of parameters are not recorded; parameters, optimizer state and what "
-    "the framework reports are. To see the rest, run with mindspore.set_context(mode=mindspore.PYNATIVE_MODE) and the "
-    "environment variable MS_JIT=0"
+    "outputs of cells and operators, their gradients and the gradients of parameters are not recorded; parameters, optimizer "
+    "state and what the framework reports are. To see the rest, run with mindspore.set_context(mode=mindspore.PYNATIVE_MODE) "
+    "and the environment variable MS_JIT=0"
 )
 
-
+INPUTS = (
+    "under MindSpore the gradient at an input is taken at the tensor: it is that of everything that used the tensor, and the "
+    "share of one cell or operator only where nothing else did"
+)
 RECOMPUTING = "_recompute_cell"  # the name under which a cell that is recomputed holds what does it
 
 
@@ -47,6 +51,26 @@ def is_graph_mode() -> bool:
 def wait() -> None:
     """Wait for what PyNative mode has begun; raises what went wrong in it, which is the training's error."""
     _pynative_executor.sync()
+
+
+def hooked(t: Any, seen: Callable[[Any], Any]) -> Any:
+    """Have `seen` called with the gradient at a tensor once it has been computed.
+
+    Returns what has `remove()`; None for a tensor that has no gradient, which MindSpore refuses.
+    """
+    if "Float" not in str(t.dtype):
+        return None
+
+    def arrives(gradient: Any) -> None:
+        wait()
+        seen(gradient)
+
+    try:
+        return t.register_hook(arrives)
+    except RuntimeError as refused:
+        if "requires grad" not in str(refused):
+            raise
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +94,7 @@ class CellTap:
         self.parameter_names: dict[int, str] = {}
         self.notes: dict[str, None] = {}
         self._guard = guard
-        self._stack: list[Call] = []
+        self.stack: list[Call] = []  # the calls that are running, outermost first
         self._tape: Tape | None = None
         self._original: Replaced | None = None
         self._handles: list[Any] = []
@@ -104,7 +128,7 @@ class CellTap:
     def begin(self, tape: Tape) -> None:
         """Replace `Cell.__call__`."""
         self._tape = tape
-        self._stack.clear()
+        self.stack.clear()
         self._forwards.clear()
         self._recomputed.clear()
         self._called, self._paused = 0, False
@@ -139,7 +163,7 @@ class CellTap:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._stack.clear()
+        self.stack.clear()
         self._tape = None
 
     # ---- a call ------------------------------------------------------------------------------------------------
@@ -148,22 +172,22 @@ class CellTap:
         if self._tape is None or self._paused or self._guard.tripped is not None or is_graph_mode():
             return original(cell, *args, **kwargs)
         wait()
-        depth = len(self._stack)
+        depth = len(self.stack)
         call = self._guard.run(self._enter, info, args, kwargs)
         try:
             out = original(cell, *args, **kwargs)
             if call is not None:
                 wait()
-                self._guard.run(self._leave, info, call, out)
+                self._guard.run(self._leave, info, call, args, out)
             return out
         finally:
-            del self._stack[depth:]
+            del self.stack[depth:]
 
     def _enter(self, info: CellInfo, args: Any, kwargs: Any) -> Call:
         tape, wanted = self._tape, self.wanted
         assert tape is not None
         self._called += 1
-        parent = self._stack[-1] if self._stack else None
+        parent = self.stack[-1] if self.stack else None
         again = info.repeats and (parent.phase == "recompute" if parent is not None else info.name in self._forwards)
         if parent is None and not again:
             tape.forward_begins(info.name)
@@ -179,7 +203,7 @@ class CellTap:
                 if info.parameters and "parameters" in wanted.data:
                     call.params = {n: tape.tree(p, info.flags, at and f"{at}.parameters.{n}") for n, p in info.parameters}
             tape.calls.append(call)
-        self._stack.append(call)
+        self.stack.append(call)
         return call
 
     def _number(self, name: str, again: bool) -> int:
@@ -191,46 +215,46 @@ class CellTap:
         self._forwards[name] = number + 1
         return number
 
-    def _leave(self, info: CellInfo, call: Call, out: Any) -> None:
+    def _leave(self, info: CellInfo, call: Call, args: Any, out: Any) -> None:
         tape, wanted = self._tape, self.wanted
         if tape is None or not info.selected or not wanted.micro(call.micro or 0):
             return
         if wanted.forward and "output" in wanted.data and (wanted.recompute or call.phase != "recompute"):
             at = self._path(info, call)
             call.out = tape.tree(out, info.flags, at and f"{at}.output")
-        if wanted.backward and "output" in wanted.data:
+        if wanted.backward:
             back = Call("module", info.name, call.call, "backward", cls=info.cls, micro=call.micro, parent=call.parent)
-            tensors = [out] if isinstance(out, mindspore.Tensor) else list(out) if isinstance(out, tuple | list) else []
-            for i, t in enumerate(tensors):
-                if isinstance(t, mindspore.Tensor) and "Float" in str(t.dtype):
-                    self._watch(info, back, i, t)
+            told = {"input": out, "output": args}  # of backward: what goes into it arrives at the outputs
+            for part in ("input", "output"):
+                if part in wanted.data:
+                    for i, t in enumerate(told[part] if isinstance(told[part], tuple | list) else [told[part]]):
+                        if isinstance(t, mindspore.Tensor):
+                            self._watch(info, back, part, i, t)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
-    def _watch(self, info: CellInfo, back: Call, i: int, t: Any) -> None:
-        """Take the gradient at output i when it arrives; a tensor that needs none is refused by MindSpore and left alone."""
-        arrive = partial(self._arrive, info, back, i)
+    def _watch(self, info: CellInfo, back: Call, part: str, i: int, t: Any) -> None:
+        """Take the gradient at a tensor when it arrives."""
+        arrive = partial(self._arrive, info, back, part, i)
 
-        def seen(gradient: Any) -> None:
-            wait()
-            self._guard.run(arrive, gradient)
+        handle = hooked(t, lambda gradient: self._guard.run(arrive, gradient))
+        if handle is not None:
+            self._handles.append(handle)
 
-        try:
-            self._handles.append(t.register_hook(seen))
-        except RuntimeError as refused:
-            if "requires grad" not in str(refused):
-                raise
-
-    def _arrive(self, info: CellInfo, back: Call, i: int, gradient: Any) -> None:
+    def _arrive(self, info: CellInfo, back: Call, part: str, i: int, gradient: Any) -> None:
         tape = self._tape
         if tape is None:
             return
         if back.args is None:
-            back.args = []
+            back.args, back.out = [], []
             tape.calls.append(back)
-        back.args += [None] * (i + 1 - len(back.args))
         at = self._path(info, back)
-        back.args[i] = tape.tree(gradient, info.flags, at and f"{at}.input.{i}")
+        value = tape.tree(gradient, info.flags, at and f"{at}.{part}.{i}")
+        if part == "output":
+            self.notes[INPUTS] = None
+        places = back.args if part == "input" else back.out
+        places += [None] * (i + 1 - len(places))
+        places[i] = value
 
     def _path(self, info: CellInfo, call: Call) -> str | None:
         return f"Cell.{info.name}.{info.cls}.{call.phase}.{call.call}" if info.flags & SAVE else None

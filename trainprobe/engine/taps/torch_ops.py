@@ -8,8 +8,6 @@ made, read by a hook on that node.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -27,24 +25,11 @@ from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps.gradients import node_of, sequence_number
 from trainprobe.engine.taps.native_torch import learned
 from trainprobe.engine.taps.torch_modules import ModuleTap
+from trainprobe.engine.wanted import OpsWanted
 
 # Files whose frames on the stack, during backward, mean that a forward is being run again.
 _RECOMPUTING = ("torch/utils/checkpoint.py", "activation_checkpointing/checkpointing.py", "tensor_parallel/random.py")
 _Wanted = tuple[OpName, int]
-
-
-@dataclass(frozen=True, slots=True)
-class OpsWanted:
-    """What a plan wants of ops. scope: "all", "focus" or "core" (engine.catalog); micro: is this one recorded."""
-
-    flags: Callable[[str], int]
-    selected: Callable[[str], bool]
-    data: frozenset[str]
-    forward: bool = True
-    backward: bool = True
-    recompute: bool = True
-    scope: str = "all"
-    micro: Callable[[int], bool] = lambda micro: True
 
 
 class OpTap:
