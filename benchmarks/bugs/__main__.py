@@ -3,6 +3,7 @@
 python -m benchmarks.bugs
 python -m benchmarks.bugs --held-out
 python -m benchmarks.bugs --unseen
+python -m benchmarks.bugs --unseen-again
 python -m benchmarks.bugs --only "2 norm not reduced" --why
 """
 
@@ -16,6 +17,7 @@ from benchmarks.bugs.held_out import HELD_OUT
 from benchmarks.bugs.published import PUBLISHED, Bug
 from benchmarks.bugs.two_ranks import launch
 from benchmarks.bugs.unseen import UNSEEN
+from benchmarks.bugs.unseen_again import UNSEEN_AGAIN
 from trainprobe.engine.records import Finding, Site
 
 ALARMS = ("warning", "error")
@@ -55,18 +57,20 @@ def _first(findings: list[dict[str, Any]]) -> Finding | None:
 def main(
     held_out: Annotated[bool, typer.Option(help="the bugs that the detectors were not built against")] = False,
     unseen: Annotated[bool, typer.Option(help="bugs in loops of many styles, which declare nothing")] = False,
+    unseen_again: Annotated[bool, typer.Option(help="a second set of those")] = False,
     only: Annotated[list[str] | None, typer.Option(help="names of bugs, as they are printed")] = None,
     why: Annotated[bool, typer.Option(help="print every finding too")] = False,
 ) -> None:
     """Print one line a bug; the exit code is 1 when the bar is missed."""
-    bugs = [bug for bug in (UNSEEN if unseen else HELD_OUT if held_out else PUBLISHED) if not only or bug.name in only]
+    chosen = HELD_OUT if held_out else UNSEEN if unseen else UNSEEN_AGAIN if unseen_again else PUBLISHED
+    bugs = [bug for bug in chosen if not only or bug.name in only]
     ranks = launch(bugs)
     lines = [judge(bug, ranks) for bug in bugs]
-    print(f"{'bug':60} {'detected':9} {'steps':>5} {'located':8} {'alarms':>6} {'overhead':>8}  named first")
+    print(f"{'bug':32} {'detected':9} {'steps':>5} {'located':8} {'alarms':>6} {'overhead':>8}  named first")
     for line in lines:
         words = ["yes" if line[key] else "NO" for key in ("detected", "located")]
         print(
-            f"{line['bug']:60} {words[0]:9} {line['steps'] or '-'!s:>5} {words[1]:8} "
+            f"{line['bug']:32} {words[0]:9} {line['steps'] or '-'!s:>5} {words[1]:8} "
             f"{line['alarms']:>6} {line['overhead']:>8.2f}  {line['named']}"
         )
         for message in line["why"] if why else ():

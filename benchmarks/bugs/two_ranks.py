@@ -22,9 +22,10 @@ import torch.distributed as dist
 from benchmarks.bugs.held_out import HELD_OUT
 from benchmarks.bugs.published import PUBLISHED, Bug
 from benchmarks.bugs.unseen import UNSEEN
+from benchmarks.bugs.unseen_again import UNSEEN_AGAIN
 from trainprobe.watching import Probe
 
-ALL = {bug.name: bug for bug in (*PUBLISHED, *HELD_OUT, *UNSEEN)}
+ALL = {bug.name: bug for bug in (*PUBLISHED, *HELD_OUT, *UNSEEN, *UNSEEN_AGAIN)}
 RANKS = 2
 PLAN: dict[str, Any] = {"level": "off", "audit": {"every": 1}, "sinks": []}
 

@@ -6,6 +6,7 @@ The loops declare nothing: what finds these bugs finds them in a plain loop.
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.bugs.loops import Averaged, Batch, ByHand, Loop, Recurrent, Vision, Wrapped, counting
-from benchmarks.bugs.parallel_loops import Copied, Experts, Pipeline, Split
+from benchmarks.bugs.loops import Averaged, Batch, ByHand, Loop, Recurrent, Vision, Wrapped
+from benchmarks.bugs.parallel_loops import Experts, Pipeline, Split
 from benchmarks.bugs.published import Bug, at
 
 
@@ -522,11 +523,10 @@ class RouterNotReduced(Experts):
 
 
 def bug(run: type[Loop], twin: type[Loop], where: Any, within: int = 1) -> Bug:
-    """Name a bug by what its class says of itself."""
-    return Bug((run.__doc__ or "").split(".")[0].split(":")[0][:60], "unseen", run, twin, where, within)
+    """Name a bug as its class is named."""
+    return Bug(re.sub(r"(?<!^)(?=[A-Z])", " ", run.__name__).lower(), "unseen", run, twin, where, within)
 
 
-COPIED, COUNTING = Copied, counting  # what the second set builds on too
 UNSEEN = (
     bug(SumOfMicroBatches, Vision, at(rules=("declared_loss", "reported_loss")), 10),
     bug(ClearedInAccumulation, Vision, at(rules=("cleared_gradients", "declared_loss")), 10),
