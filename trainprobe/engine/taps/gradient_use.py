@@ -52,6 +52,8 @@ class GradientUse:
         names = self._names()
         for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in names and p.requires_grad):
             name, grad = names[id(p)], p.grad
+            if grad is None and p.numel() == 0:
+                continue  # other ranks hold it (FSDP1)
             if grad is None:
                 self.unreached[name] = None
                 continue
