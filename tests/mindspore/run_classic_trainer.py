@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import mindspore as ms
@@ -21,6 +23,7 @@ from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback
 
 from trainprobe.integrations.mindformers import ProbeCallback
+from trainprobe.integrations.mindspore_place import told_place
 
 WORDS, LENGTH, BATCH = 64, 8, 2
 
@@ -104,6 +107,10 @@ def main(folder: str, mode: str) -> None:
     if mode == "graph":
         listed = train(mode, listed=[{"type": "ProbeCallback", "plan": {**plan, "output": f"{folder}/listed"}}])
         told["equal"] = told["equal"] and listed.held == bare.held
+    os.environ |= {"RANK_ID": "5", "RANK_SIZE": "8"}
+    parallel = LlamaConfig(parallel_config={"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2})
+    place = told_place(SimpleNamespace(config=parallel))
+    told["axes"] = None if place is None else place.axes
     print("\n" + json.dumps({**told, "numbers": on.numbers, "parameters": len(on.held)}), flush=True)
 
 

@@ -2,7 +2,8 @@
 
 Argument: the folder for what is written. Trainings follow each other: bare; watched; watched with a NaN that rank 1 reads in
 step 3; and with one thing planted on rank 1 for the audit to find: a weight that is written to, another learning rate, the
-data of rank 0, a gradient that is not reduced.
+data of rank 0, a gradient that is not reduced. In "tensor" both ranks compute one model together, and in "other tokens" they
+get different data all the same.
 """
 
 from __future__ import annotations
@@ -74,10 +75,11 @@ def train(name: str, output: str | None) -> None:
     cell = OwnGradient if name == "unreduced" else Step
     model = Model(cell(nn.WithLossCell(net, tiny.Loss()), optimizer))
     plan = {"output": output, "level": "off", "monitor": {"optimizer_state": True}, "sinks": ["jsonl"], "audit": {"every": 1}}
-    callbacks: list[Any] = [ProbeCallback(plan)] if output else []
+    axes = {"tp": (get_rank(), 2)} if name in ("tensor", "other tokens") else None
+    callbacks: list[Any] = [ProbeCallback(plan, axes=axes)] if output else []
     if name in ("broken", "written"):
         callbacks.insert(0, Writes(net, np.nan if name == "broken" else 1e-3))
-    seed = 0 if name == "data" else get_rank()
+    seed = 0 if name in ("data", "tensor") else get_rank()
     data = GeneratorDataset(tiny.Data(seed=seed), ["x", "y"], shuffle=False).batch(tiny.BATCH)
     model.train(1, data, callbacks=callbacks, dataset_sink_mode=False)
     held = [p.asnumpy().tobytes() for p in (*net.get_parameters(), *optimizer.get_parameters())]
@@ -96,7 +98,7 @@ def main(folder: str) -> None:
     ms.set_context(mode=ms.PYNATIVE_MODE)
     init()
     train("bare", None)
-    for name in ("on", "broken", "written", "rate", "data", "unreduced"):
+    for name in ("on", "broken", "written", "rate", "data", "unreduced", "tensor", "other tokens"):
         train(name, f"{folder}/{name}")
 
 

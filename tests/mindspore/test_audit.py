@@ -53,6 +53,7 @@ def grave(findings: list[Finding]) -> list[tuple[str, int | None, str | None]]:
     return [(f.rule, f.step, f.site.name if f.site else None) for f in findings if f.severity != "info"]
 
 
+@pytest.mark.proves("MindSpore", "the audit")
 @pytest.mark.parametrize("mode", [PYNATIVE, GRAPH], ids=["pynative", "graph"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_healthy_training_is_quiet_and_keeps_its_bits(mode: int, optimizer: str, tmp_path: Path) -> None:

@@ -26,11 +26,13 @@ def check_scalars(rows: list[dict[str, Any]], reports: list[list[float]]) -> Non
     assert [[row["scalars"][name] for name in names] for row in rows] == reports
 
 
+@pytest.mark.proves("MindFormers", "the classic trainer in graph mode")
 def test_the_classic_trainer_in_graph_mode(tmp_path: Path) -> None:
     told = run("run_classic_trainer", str(tmp_path), "graph", cwd=tmp_path)
     assert told["equal"] is True
     assert told["numbers"] == [1, 2, 3]
     assert told["quiet"] == []
+    assert told["axes"] == {"dp": [0, 2], "tp": [1, 2], "pp": [1, 2]}  # of rank 5 of 8, by a configuration of MindFormers
     given, listed = written(tmp_path / "given"), written(tmp_path / "listed")
     for rows in (given, listed):
         assert [row["step"] for row in rows] == [1, 2, 3]
@@ -41,6 +43,7 @@ def test_the_classic_trainer_in_graph_mode(tmp_path: Path) -> None:
     assert given[0]["partials"] == listed[0]["partials"]
 
 
+@pytest.mark.proves("MindFormers", "the classic trainer in PyNative mode")
 def test_the_classic_trainer_in_pynative_mode(tmp_path: Path) -> None:
     told = run("run_classic_trainer", str(tmp_path), "pynative", cwd=tmp_path)
     assert told["equal"] is True
@@ -63,6 +66,7 @@ def gradient_norm(row: dict[str, Any]) -> float:
     return float(np.sqrt(np.sum(squares)))
 
 
+@pytest.mark.proves("MindFormers", "the PyNative trainer")
 def test_the_pynative_trainer_and_a_step_that_it_skips(tmp_path: Path) -> None:
     told = run("run_pynative_trainer", str(tmp_path), cwd=tmp_path)
     assert told["equal"] == [True, True]

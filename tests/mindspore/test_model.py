@@ -49,6 +49,7 @@ def watched(mode: int, output: Path, plan: dict[str, Any], **how: Any) -> tuple[
     return train(mode, [callback], **how), callback, keep.steps
 
 
+@pytest.mark.proves("MindSpore", "Model in PyNative and in graph mode")
 @pytest.mark.parametrize("mode", [PYNATIVE, GRAPH], ids=["pynative", "graph"])
 @pytest.mark.parametrize(
     "plan", [{"level": "off", "monitor": ALL}, {"level": "L0", "task": "tensor", "monitor": ALL}], ids=["monitor", "dump"]
@@ -76,6 +77,7 @@ def numbers(records: list[Record], slot: str) -> dict[str, Record]:
     return {record.site.name: record for record in records if record.site.kind == "parameter" and record.site.slot == slot}
 
 
+@pytest.mark.proves("MindSpore", "real gradients and moments")
 def test_gradients_and_moments_are_those_that_mindspore_holds(tmp_path: Path) -> None:
     held = train(PYNATIVE, hold=True).held
     _, _, steps = watched(PYNATIVE, tmp_path / "out", {"level": "off", "monitor": ALL})
@@ -289,6 +291,7 @@ def test_a_rule_may_stop_the_training(tmp_path: Path) -> None:
     assert callback.findings[0].rule == "threshold"
 
 
+@pytest.mark.proves("MindSpore", "several callbacks")
 def test_two_callbacks_and_one_added_twice(tmp_path: Path) -> None:
     first, second = (ProbeCallback({"output": str(tmp_path / name), "level": "L0", "stacks": False}) for name in "ab")
     before = nn.Cell.__call__
@@ -299,6 +302,7 @@ def test_two_callbacks_and_one_added_twice(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.proves("MindSpore", "a second training")
 def test_a_second_training_goes_on_in_the_folder_with_the_frameworks_numbers(tmp_path: Path) -> None:
     callback = ProbeCallback({"output": str(tmp_path / "out"), "level": "off", "monitor": True, "sinks": ["jsonl"]})
     train(PYNATIVE, [callback])
@@ -349,6 +353,7 @@ def test_the_default_plan_says_one_line_and_trains_the_same(tmp_path: Path, capf
     assert (tmp_path / "probe_out/rank0/records.jsonl").exists()
 
 
+@pytest.mark.proves("MindSpore", "a script that is not edited")
 def test_a_program_that_knows_nothing_of_the_probe_is_watched(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(

@@ -47,11 +47,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     """Run all trainings of `run_two_ranks` once."""
     folder = tmp_path_factory.mktemp("two_ranks")
     told = told_by(msrun("run_two_ranks", str(folder), workers=2, port=free_port(), cwd=folder))
-    assert list(told) == ["bare", "on", "broken", "written", "rate", "data", "unreduced"]
+    assert list(told) == ["bare", "on", "broken", "written", "rate", "data", "unreduced", "tensor", "other tokens"]
     assert all(set(rows) == {0, 1} for rows in told.values())
     return folder, told
 
 
+@pytest.mark.proves("MindSpore", "data parallel under msrun", ranks=2)
 def test_two_ranks_know_their_place_change_no_bit_and_find_a_nan_where_it_is(two_ranks: Any) -> None:
     tmp_path, told = two_ranks
     bare, on, broken = told["bare"], told["on"], told["broken"]
@@ -75,11 +76,18 @@ PLANTED = {
     "rate": (("shared_scalars", 1, "lr", "0.0199999996 on rank 1"),) * 2,
     "data": (("distinct_data", 1, "batch", "ranks 0, 1 train on the same data"),) * 2,
     "unreduced": (("replicas", 1, "head.bias", "a reduction over this group is missing"),) * 2,
+    "other tokens": (("distinct_data", 1, "batch", "the tp group of ranks 0, 1 trains on different tokens"),) * 2,
 }
 
 
 def test_healthy_replicas_are_quiet_under_every_relation(two_ranks: Any) -> None:
-    assert [row["findings"] for row in two_ranks[1]["on"].values()] == [[], []]
+    for name in ("on", "tensor"):
+        assert [row["findings"] for row in two_ranks[1][name].values()] == [[], []]
+
+
+def test_axes_that_are_told_are_in_the_records(two_ranks: Any) -> None:
+    rows = [orjson.loads((two_ranks[0] / f"tensor/rank{r}/records.jsonl").open("rb").readline()) for r in (0, 1)]
+    assert [row["place"]["axes"] for row in rows] == [{"tp": [0, 2]}, {"tp": [1, 2]}]
 
 
 @pytest.mark.parametrize("planted", PLANTED)

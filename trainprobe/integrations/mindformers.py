@@ -23,10 +23,11 @@ except ImportError as missing:  # pragma: no cover
     raise MissingExtra("mindspore", "mindspore", "the callback for MindSpore and MindFormers") from missing
 
 from trainprobe.config_check.capture.on_import import ImportWatch
-from trainprobe.engine.records import Finding
+from trainprobe.engine.records import Finding, Place
 from trainprobe.engine.taps.mindspore_cells import is_graph_mode, wait
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.errors import StopTraining
+from trainprobe.integrations.mindspore_place import place_of_process, told_place
 from trainprobe.integrations.mindspore_probe import MindSporeProbe, agreed, number_of
 from trainprobe.integrations.session import Session
 from trainprobe.monitor.actions import sentence
@@ -51,11 +52,13 @@ class MindSporeSession(Session):
 class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
     """Watches a training of MindSpore. plan: path, dict, Plan or None for the default; `overrides` are plan fields on top.
 
-    Raises PlanError for a plan that cannot be carried out.
+    axes: parallel axis → (index of this rank, size), for a training that is parallel by groups of its own; what MindFormers
+    and MindSpore are configured with is known. Raises PlanError for a plan that cannot be carried out.
     """
 
-    def __init__(self, plan: PlanSource = None, **overrides: Any) -> None:
-        self._made_of = (plan, overrides)
+    def __init__(self, plan: PlanSource = None, *, axes: Mapping[str, tuple[int, int]] | None = None, **overrides: Any) -> None:
+        self._made_of = (plan, overrides if axes is None else {"axes": axes, **overrides})
+        self._axes = axes
         self.session = MindSporeSession(dict(plan) if isinstance(plan, Mapping) else plan, **overrides)
         self._done = 0  # steps of the run that this training resumes
         self._waits = False  # training has begun and its first epoch has not
@@ -110,7 +113,7 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         if isinstance(model, list | tuple) and len(model) == 1:
             model = model[0]
         optimizers = [] if optimizer is None else [optimizer]
-        self.session.begin(model, optimizers, step=step, say=_say)
+        self.session.begin(model, optimizers, step=step, place=self._place(model), say=_say)
         probe = self.session.probe
         if not isinstance(probe, MindSporeProbe):
             return
@@ -121,6 +124,11 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
             line = probe.tell_what_is_compiled()
             if line and probe.place.rank == 0:
                 _say(f"trainprobe: {line}")
+
+    def _place(self, model: Any) -> Place | None:
+        """Return where this process stands, if it was told or is configured."""
+        here = place_of_process()
+        return told_place(model) if self._axes is None else Place(here.rank, here.world_size, dict(self._axes))
 
     def _end(self, complete: bool = True) -> None:
         self.session.end(complete=complete)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -30,6 +29,7 @@ from trainprobe.engine.taps.mindspore_states import CellStateTap, ValuesWanted
 from trainprobe.engine.taps.mindspore_tape import HostTape
 from trainprobe.engine.wanted import ModulesWanted, flags_of, modules_of_plan, ops_of_plan
 from trainprobe.errors import PlanError
+from trainprobe.integrations.mindspore_place import place_of_process
 from trainprobe.monitor.audit.audit import Audit
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.plan import validate as audit_plan
@@ -271,17 +271,6 @@ def _none(name: str) -> int:
 
 def _nothing(name: str) -> bool:
     return False
-
-
-def place_of_process() -> Place:
-    """Return this process's Place: from mindspore.communication once it is initialised, else from what msrun set.
-
-    The whole world is taken as data parallel.
-    """
-    rank, world = int(os.environ.get("RANK_ID", "0")), int(os.environ.get("RANK_SIZE", "1"))
-    if mindspore.communication.GlobalComm.INITED:
-        rank, world = mindspore.communication.get_rank(), mindspore.communication.get_group_size()
-    return Place(rank=rank, world_size=world, axes={"dp": (rank, world)} if world > 1 else {})
 
 
 def number_of(value: Any) -> float | None:
