@@ -44,6 +44,23 @@ def joined(pair, configuration: str) -> list[dict[str, float]]:
     return steps
 
 
+@pytest.mark.proves(
+    "DeepSpeed",
+    {
+        "zero0-fp32": "ZeRO 0",
+        "zero1-fp32": "ZeRO 1",
+        "zero2-fp32": "ZeRO 2",
+        "zero3-fp32": "ZeRO 3",
+        "zero2-fp32-offload": "offload",
+        "zero3-fp32-offload": "offload",
+        "zero0-bf16": "bf16",
+        "zero1-bf16": "bf16",
+        "zero2-bf16": "bf16",
+        "zero3-bf16": "bf16",
+        "zero2-fp16": "fp16",
+    },
+    ranks=2,
+)
 @pytest.mark.parametrize("configuration", [*CONFIGURATIONS, "zero3-fp32-dump"])
 def test_each_rank_trains_to_the_same_bits_with_and_without_the_probe(pair, configuration):
     assert [told[f"{configuration} different bits"] for told in pair[1]] == [[], []]
@@ -54,6 +71,9 @@ def test_nothing_is_left_on_the_engine(pair, configuration):
     assert [told[f"{configuration} left"] for told in pair[1]] == [[], []]
 
 
+@pytest.mark.proves(
+    "DeepSpeed", {"zero0-fp32": "ZeRO 0", "zero1-fp32": "ZeRO 1", "zero2-fp32": "ZeRO 2", "zero3-fp32": "ZeRO 3"}, ranks=2
+)
 @pytest.mark.parametrize("configuration", EXACT)
 def test_pieces_join_to_the_numbers_of_one_process_of_plain_torch(pair, configuration):
     slots = ("value", "grad_unclipped", "grad", *(f"{slot}_after" for slot in STATE), "value_after")
@@ -113,6 +133,7 @@ def test_a_nan_of_one_rank_is_named_with_its_step_rank_and_parameter(pair, confi
     )
 
 
+@pytest.mark.proves("DeepSpeed", "skipped steps", ranks=2)
 @pytest.mark.parametrize("configuration", ["zero0-bf16", "zero2-fp32", "zero3-fp32"])
 def test_a_step_that_deepspeed_skips_says_so_and_shows_the_gradient_that_made_it_so(pair, configuration):
     ranks = [recorded(pair[0] / f"poisoned{configuration[4:]}", rank) for rank in range(2)]
@@ -121,6 +142,7 @@ def test_a_step_that_deepspeed_skips_says_so_and_shows_the_gradient_that_made_it
     assert any(rank[2].get(f"fc2.weight {slot}", 0.0) != rank[2].get(f"fc2.weight {slot}", 0.0) for rank in ranks)
 
 
+@pytest.mark.proves("DeepSpeed", "resume", ranks=2)
 def test_a_resumed_run_goes_on_with_the_numbers_of_its_steps(pair):
     assert list(recorded(pair[0] / "resumed")) == [1, 2, 3]
 

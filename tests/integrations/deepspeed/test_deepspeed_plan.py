@@ -12,6 +12,7 @@ from tests.integrations.one_plan import assert_all_outputs, plan_file
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 
 
+@pytest.mark.proves("DeepSpeed", "all four outputs of one plan")
 def test_attach_does_all_that_the_plan_says(require, tmp_path):
     require("deepspeed")
     plan_file(tmp_path, dumped=2)

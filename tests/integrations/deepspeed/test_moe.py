@@ -13,12 +13,14 @@ BROKEN = f"{PATH}.3.down.weight"  # of the second expert of rank 1
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 
 
+@pytest.mark.proves("DeepSpeed", "experts (MoE)", ranks=(2, 4))
 @pytest.mark.parametrize(("ranks", "name"), LAYOUTS)
 def test_each_rank_trains_to_the_same_bits_with_and_without_the_probe(trained, ranks, name):
     assert [told["different bits"] for told in trained.told(ranks, name)] == [[]] * ranks
     assert [told["left"] for told in trained.told(ranks, name)] == [[]] * ranks
 
 
+@pytest.mark.proves("DeepSpeed", "experts (MoE)", ranks=(2, 4))
 @pytest.mark.parametrize(("ranks", "name"), LAYOUTS)
 def test_experts_carry_the_numbers_that_they_have_over_all_ranks(trained, ranks, name):
     for rank, recorded in enumerate(trained.recorded(ranks, name)):
@@ -33,6 +35,7 @@ def test_the_place_of_each_process_is_known(trained, ranks, name):
     assert axes == [{"dp": [rank, ranks], "ep": [rank % 2, 2]} for rank in range(ranks)]
 
 
+@pytest.mark.proves("DeepSpeed", "experts (MoE)", ranks=(2, 4))
 @pytest.mark.parametrize(("ranks", "name"), [layout for layout in LAYOUTS if "fp32" in layout[1]])
 def test_all_experts_have_the_numbers_of_one_process_of_plain_torch(trained, ranks, name):
     recorded, stage = trained.recorded(ranks, name), int(name[4])

@@ -14,12 +14,14 @@ LAYERS = (("1.lin", "2.lin"), ("3.lin",))  # of each stage, besides the tied one
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 
 
+@pytest.mark.proves("DeepSpeed", "pipeline", ranks=(2, 4))
 @pytest.mark.parametrize(("ranks", "name"), [*LAYOUTS, (2, "pipe-zero0-fp32-dump")])
 def test_each_rank_trains_to_the_same_bits_with_and_without_the_probe(trained, ranks, name):
     assert [told["different bits"] for told in trained.told(ranks, name)] == [[]] * ranks
     assert [told["left"] for told in trained.told(ranks, name)] == [[]] * ranks
 
 
+@pytest.mark.proves("DeepSpeed", "pipeline", ranks=(2, 4))
 @pytest.mark.parametrize(("ranks", "name"), LAYOUTS)
 def test_stages_hold_their_layers_under_global_numbers_and_the_tied_one_each(trained, ranks, name):
     for rank, recorded in enumerate(trained.recorded(ranks, name)):
@@ -35,6 +37,7 @@ def test_the_place_of_each_process_is_known(trained, ranks, name):
         assert told["axes"] == (stage if replicas == 1 else {"dp": [rank % replicas, replicas], **stage})
 
 
+@pytest.mark.proves("DeepSpeed", "pipeline", ranks=(2, 4))
 @pytest.mark.parametrize(("ranks", "name"), [layout for layout in LAYOUTS if layout[1].endswith("fp32")])
 def test_all_layers_have_the_numbers_of_one_process_of_plain_torch(trained, ranks, name):
     recorded, stage = trained.recorded(ranks, name), int(name[9])

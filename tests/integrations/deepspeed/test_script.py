@@ -36,6 +36,7 @@ def run(*command: str, cwd: Path, code: int = 0) -> list[str]:
     return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
 
 
+@pytest.mark.proves("DeepSpeed", "a script that is not edited")
 def test_a_script_is_run_unedited_with_the_same_output_and_its_steps_and_micro_batches_seen(folder):
     assert run(*WATCH, SCRIPT, cwd=folder) == run(SCRIPT, cwd=folder) != []
     found = recorded(folder / "out")
@@ -47,6 +48,7 @@ def test_a_script_is_run_unedited_with_the_same_output_and_its_steps_and_micro_b
     assert [call.micro for call in reel.calls if call.name == "0" and call.phase == "forward"] == [0, 1]
 
 
+@pytest.mark.proves("DeepSpeed", "torchrun", ranks=2)
 def test_every_rank_that_torchrun_starts_is_watched(folder):
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}", SCRIPT)
     assert run(*WATCH, *launcher, cwd=folder) == run(*launcher, cwd=folder) != []

@@ -53,6 +53,23 @@ def shards(folder: Path, layout: str) -> dict[tuple, dict[str, list]]:
     return found
 
 
+@pytest.mark.proves("Megatron-core", {"alone": "one process", "alone moe": "one process with experts"})
+@pytest.mark.proves(
+    "Megatron-core",
+    {
+        "tp2": "TP 2 with sequence parallel and recompute",
+        "pp2": "PP 2",
+        "vpp2": "PP 2 with virtual stages",
+        "dp2": "DP 2",
+        "dp2 distributed": "distributed optimizer",
+        "ep2": "EP 2",
+    },
+    ranks=2,
+)
+@pytest.mark.proves(
+    "Megatron-core", {"dp2 bf16": "bf16", "dp2 fp16": "fp16", "dp2 precise": "precision-aware optimizer"}, ranks=2
+)
+@pytest.mark.proves("Megatron-core", {"tp2 dp2": "TP 2 × DP 2", "tp2 pp2": "TP 2 × PP 2"}, ranks=4)
 @pytest.mark.parametrize("layout", EVERY)
 def test_the_bits_are_those_of_a_training_without_the_probe(folder, layout):
     for told in ranks(folder, layout):
@@ -64,6 +81,20 @@ def test_nothing_is_left_behind(folder, layout):
     assert [told["left"] for told in ranks(folder, layout)] == [[]] * RANKS.get(layout, 2)
 
 
+@pytest.mark.proves("Megatron-core", {"alone": "one process", "alone moe": "one process with experts"})
+@pytest.mark.proves(
+    "Megatron-core",
+    {
+        "tp2": "TP 2 with sequence parallel and recompute",
+        "pp2": "PP 2",
+        "vpp2": "PP 2 with virtual stages",
+        "dp2": "DP 2",
+        "dp2 distributed": "distributed optimizer",
+        "ep2": "EP 2",
+    },
+    ranks=2,
+)
+@pytest.mark.proves("Megatron-core", {"tp2 pp2": "TP 2 × PP 2"}, ranks=4)
 @pytest.mark.parametrize("layout", EXACT)
 def test_every_logical_tensor_has_the_norm_that_torch_alone_gives(folder, layout):
     """Values, gradients before and after clipping, Adam's state, around each step; the shards of a tensor are put together."""

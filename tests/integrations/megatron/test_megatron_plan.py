@@ -13,6 +13,7 @@ FC2 = "decoder.layers.1.mlp.linear_fc2"
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 
 
+@pytest.mark.proves("Megatron-core", "all four outputs of one plan")
 def test_attach_does_all_that_the_plan_says(require, tmp_path):
     require("megatron.core")
     plan_file(tmp_path, dumped=2)

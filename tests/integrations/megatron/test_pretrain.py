@@ -27,6 +27,7 @@ def told(require, tmp_path_factory) -> dict[str, dict]:
     return {way: json.loads((folder / f"{way}.json").read_text()) for way in WAYS}
 
 
+@pytest.mark.proves("Megatron-core", {"flag": "--probe-plan", "script": "a script that is not edited", "install": "attach"})
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "flag resumed"])
 def test_the_training_is_the_same_whoever_watches(told, way):
     assert (told[way]["log"], told[way]["weights"]) == (told["off"]["log"], told["off"]["weights"])
@@ -59,6 +60,7 @@ def test_without_the_flag_and_the_line_nothing_is_watched(told, way):
     assert told[way]["records"] == []
 
 
+@pytest.mark.proves("MindSpeed", "its rules of patching only (MindSpeed itself needs an NPU)")
 @pytest.mark.parametrize("way", PATCHED)
 def test_an_adaptor_that_patches_by_name_keeps_its_patches_in_either_order(told, way):
     assert told[way]["called"] == told["patched"]["called"] != []
@@ -70,6 +72,7 @@ def test_the_trainer_has_its_own_functions_back_when_it_has_trained(told, way):
     assert told[way]["own"] == told["off"]["own"]
 
 
+@pytest.mark.proves("Megatron-core", "resume")
 def test_a_resumed_run_goes_on_with_its_numbers(told):
     assert [decode(line.encode()).step for line in told["flag resumed"]["records"]] == [2, 3]
 
