@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mindspore import nn
 from mindspore.dataset import GeneratorDataset
-from mindspore.train import Callback, Model
+from mindspore.train import Callback, CheckpointConfig, Model, ModelCheckpoint
 from safetensors.numpy import load_file
 
 from tests.mindspore.launch import ENVIRONMENT
@@ -309,6 +309,34 @@ def test_a_second_training_goes_on_in_the_folder_with_the_frameworks_numbers(tmp
     train(PYNATIVE, [callback], epochs=2, first_epoch=1)
     rows = (tmp_path / "out/rank0/records.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_what_rules_remember_goes_with_the_frameworks_checkpoints(tmp_path: Path) -> None:
+    """A weight that stands still for six steps, of which four lie before a checkpoint from which another process goes on."""
+
+    def stands_still(net: Any) -> Any:
+        kept = [p for p in net.trainable_params() if p.name != "blocks.1.up.weight"]
+        return nn.AdamWeightDecay([{"params": kept}, {"params": [net.blocks[1].up.weight], "lr": 0.0}], 1e-2)
+
+    plan = {
+        "output": str(tmp_path / "out"),
+        "level": "off",
+        "monitor": {"rules": {"frozen": {"patience": 6}}},
+        "on_existing": "continue",
+    }
+    saves = ModelCheckpoint("tiny", str(tmp_path / "saved"), CheckpointConfig(save_checkpoint_steps=2))
+    first = ProbeCallback(plan)
+    train(PYNATIVE, [first, saves], make_optimizer=stands_still)
+    assert [finding.rule for finding in first.findings if finding.rule == "frozen"] == []
+    folder = tmp_path / "out/rank0"
+    assert sorted(path.name for path in folder.glob("rules_step*.json")) == ["rules_step2.json", "rules_step4.json"]
+    (folder / "monitor_state.json").unlink()  # as if the process had been killed: only what went with a checkpoint is left
+    second = ProbeCallback(plan)
+    train(PYNATIVE, [second], make_optimizer=stands_still, epochs=2, first_epoch=1)
+    whole = ProbeCallback({**plan, "output": str(tmp_path / "whole")})
+    train(PYNATIVE, [whole], make_optimizer=stands_still, epochs=2)
+    told = [[f.step for f in callback.findings if f.rule == "frozen"] for callback in (second, whole)]
+    assert told == [[7], [7]]
 
 
 def test_evaluation_is_left_out(tmp_path: Path) -> None:

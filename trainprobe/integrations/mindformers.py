@@ -60,6 +60,7 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         self._made_of = (plan, overrides if axes is None else {"axes": axes, **overrides})
         self._axes = axes
         self.session = MindSporeSession(dict(plan) if isinstance(plan, Mapping) else plan, **overrides)
+        self._checkpoints: tuple[str, ...] = ()  # the latest of each callback that writes them
         self._done = 0  # steps of the run that this training resumes
         self._waits = False  # training has begun and its first epoch has not
         know_mindformers()
@@ -102,6 +103,8 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
 
     def on_train_end(self, *told: Any, **about: Any) -> None:
         """Write everything."""
+        if len(told) == 1:
+            self._keep_with_checkpoints(told[0].original_args())
         self._end()
 
     def __exit__(self, *error: object) -> None:
@@ -138,7 +141,9 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
 
     def on_train_step_begin(self, run_context: Any) -> None:
         """Begin a step."""
-        self._step_begins(self._done + int(run_context.original_args().cur_step_num))
+        p = run_context.original_args()
+        self._keep_with_checkpoints(p)
+        self._step_begins(self._done + int(p.cur_step_num))
 
     def on_train_step_end(self, run_context: Any) -> None:
         """Take what the framework reports and end the step."""
@@ -147,6 +152,13 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
             return
         if self._step_ends(reported(p.get("net_outputs"), _step_cell(p.train_network))) is not None:
             run_context.request_stop()
+
+    def _keep_with_checkpoints(self, p: Any) -> None:
+        """Keep what the rules remember where a checkpoint was written after the last step, by whatever callback writes them."""
+        latest = tuple(str(getattr(callback, "latest_ckpt_file_name", "")) for callback in p.list_callback)
+        if any(latest) and latest != self._checkpoints:
+            self.session.keep()
+        self._checkpoints = latest
 
     # ---- a step of the PyNative Trainer -----------------------------------------------------------------------------
 

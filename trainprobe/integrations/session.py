@@ -183,12 +183,19 @@ class Session:
             return dict(self.inherited or {})
         step = -1 if self._last is None else self._last
         if place.rank:
-            path = self._state_file(place.rank, step)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_state(watcher, path)
-            for old in sorted(path.parent.glob("rules_step*.json"), key=lambda p: p.stat().st_mtime)[:-KEPT]:
-                old.unlink(missing_ok=True)
+            self.keep()
         return {"step": step, "rank": place.rank, "output": str(self.plan.output), "rules": watcher.state()}
+
+    def keep(self) -> None:
+        """Write what the rules of this rank remember beside the output, for the run that goes on after the last step."""
+        watcher, place = self._watcher, self._place
+        if watcher is None or place is None:
+            return
+        path = self._state_file(place.rank, -1 if self._last is None else self._last)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_state(watcher, path)
+        for old in sorted(path.parent.glob("rules_step*.json"), key=lambda p: p.stat().st_mtime)[:-KEPT]:
+            old.unlink(missing_ok=True)
 
     def _inherit(self, probe: Probe, step: int) -> None:
         """Let the rules go on from the checkpoint, or from the training before when this one continues it."""
@@ -203,6 +210,8 @@ class Session:
                 probe.guard.run(load_state, watcher, self._state_file(probe.place.rank, int(inherited["step"])))
         elif self._watcher is not None and self._last is not None and step > self._last:
             probe.guard.run(watcher.restore, self._watcher.state())
+        elif step > 1:
+            probe.guard.run(load_state, watcher, self._state_file(probe.place.rank, step - 1))  # where it was kept
         self._watcher = watcher
 
     def _state_file(self, rank: int, step: int) -> Path:
