@@ -187,7 +187,7 @@ class StepFacts:
     random: fingerprint of the random state at the end of the step, and of that before the first forward. region: that of the
     random state of what is split over tp, 0 where none is told. reductions: gradients before and after they were joined over
     the ranks. recomputed: forwards that ran again. reruns: updates that were worked out again. saved: what was saved last,
-    where something was loaded since.
+    where something was loaded since. same_epochs: epochs that a shuffling sampler began in the order of the one before.
     """
 
     set_up: ModelFacts
@@ -224,6 +224,7 @@ class StepFacts:
     recomputed: tuple[Repeat, ...] = ()
     reruns: tuple[Rerun, ...] = ()
     saved: tuple[SavedTensors, ...] = ()
+    same_epochs: int = 0
 
     @property
     def updated_once(self) -> bool:

@@ -57,6 +57,9 @@ class Track(NamedTuple):
         return f"{self.spot.name}{call} {self.spot.slot} {self.statistic}"
 
 
+_SHORT_DTYPES = ("bfloat16", "float16", "half", "bf16", "f16", "float8")
+
+
 class Tracks:
     """Numbers tracks in the order in which they were first seen; grows, never forgets."""
 
@@ -64,6 +67,7 @@ class Tracks:
         self.tracks: list[Track] = []
         self.spots: list[Spot] = []
         self.dimensions: list[int] = []  # of each spot's tensor; 0 for a scalar
+        self.short: list[bool] = []  # whether each spot's tensor is of 16 bits or less
         self.known: dict[tuple[str, str, str, int, str], tuple[int, int]] = {}  # as a reel says it → stage, spot
         self._spot_at: dict[Spot, int] = {}
         self._track_at: dict[tuple[int, str], int] = {}
@@ -71,13 +75,14 @@ class Tracks:
         self._spot_array: I64 = np.zeros(0, dtype=np.int64)
         self._layouts: dict[tuple[bytes, tuple[str, ...]], I64] = {}
 
-    def spot(self, spot: Spot, dimensions: int = 0) -> int:
+    def spot(self, spot: Spot, dimensions: int = 0, dtype: str = "") -> int:
         """Return the number of a spot."""
         found = self._spot_at.get(spot)
         if found is None:
             found = self._spot_at[spot] = len(self.spots)
             self.spots.append(spot)
             self.dimensions.append(dimensions)
+            self.short.append(dtype.rpartition(".")[2].lower().startswith(_SHORT_DTYPES))
         return found
 
     def track(self, spot: int, statistic: str) -> int:
@@ -188,13 +193,13 @@ def _entries(reel: Reel, tracks: Tracks) -> list[_Entry]:
             key = (call.phase, kind, call.name, call.call, slot)
             known = tracks.known.get(key)
             if known is None:
-                known = tracks.known[key] = _learn(tracks, call, slot, len(value.shape))
+                known = tracks.known[key] = _learn(tracks, call, slot, len(value.shape), value.dtype)
             stage, spot = known
             entries.append(((stage, i if stage == 4 or stage < 1 else -i), spot, value.row))
     return sorted(entries, key=itemgetter(0)) if mixed else entries
 
 
-def _learn(tracks: Tracks, call: Call, slot: str, dimensions: int) -> tuple[int, int]:
+def _learn(tracks: Tracks, call: Call, slot: str, dimensions: int, dtype: str) -> tuple[int, int]:
     """Return the stage and the spot of a value that is seen for the first time."""
     stage, phase, name = 0, call.phase, call.name
     if call.kind == "state":
@@ -202,7 +207,7 @@ def _learn(tracks: Tracks, call: Call, slot: str, dimensions: int) -> tuple[int,
     elif call.kind == "parameter":
         name, slot = f"{name}.{slot}" if name else slot, "grad"
     kind = "parameter" if call.kind == "state" else call.kind
-    return stage, tracks.spot(_spot(phase, kind, name, call.call, slot), dimensions)
+    return stage, tracks.spot(_spot(phase, kind, name, call.call, slot), dimensions, dtype)
 
 
 _GRADIENTS = {"grad_unreduced": 1, "grad_unclipped": 2, "grad": 3}
@@ -239,7 +244,7 @@ def frame_of_records(step: int, place: Place, records: Iterable[Record], tracks:
         phase = record.step.phase
         if site.kind == "parameter" and phase == "optimizer":
             phase = _arose(site.slot)[1]
-        spot = tracks.spot(_spot(phase, site.kind, site.name, site.call, site.slot), len(record.shape))
+        spot = tracks.spot(_spot(phase, site.kind, site.name, site.call, site.slot), len(record.shape), record.dtype)
         spots.append(spot)
         bad.append(_badness(numbers))
         for statistic, value in _watched(numbers).items():

@@ -23,6 +23,7 @@ from trainprobe.engine.taps.model_calls import ModelCalls, unwrapped
 from trainprobe.engine.taps.parameter_states import ParameterStateTap
 from trainprobe.engine.taps.random_state import random_fingerprint
 from trainprobe.engine.taps.reduced_gradients import ReducedGradients
+from trainprobe.engine.taps.samplers import SamplerWatch
 from trainprobe.engine.taps.saved_states import SavedStates
 from trainprobe.engine.taps.schedules import ScheduleWatch
 from trainprobe.engine.taps.set_up import model_facts, optimizer_groups
@@ -62,6 +63,7 @@ class AuditTap:
         self._calls = ModelCalls(guard)
         self._backward = BackwardStarts(guard, self._first_backward, self._backward_begins, self._clears)
         self._use = GradientUse(names)
+        self._samplers = SamplerWatch(guard)
         self._reduced = ReducedGradients(guard, names, lambda: self.reduces() and states.source is None)
         self._schedules = ScheduleWatch(guard)
         self.saves = SavedStates(guard, self._held_now, lambda: self.step(), self._schedules.positions)
@@ -89,6 +91,7 @@ class AuditTap:
         self._calls.open(self._models)
         self._reduced.open(self._models)
         self._schedules.start()
+        self._samplers.start()
         if self.keeps_saves:
             self.saves.start(self.folder(), self.goes_on())
         if self._set_up is None:
@@ -130,6 +133,7 @@ class AuditTap:
         self.end()
         self._calls.close()
         self._schedules.stop()
+        self._samplers.stop()
         self.saves.stop()
 
     # ---- moments of the step -------------------------------------------------------------------------------------
@@ -253,6 +257,7 @@ class AuditTap:
             reductions=self._reduced.take(),
             reruns=self._rerun.take(),
             saved=self.saves.take(),
+            same_epochs=self._samplers.take(),
             recomputed=tuple(
                 Repeat(name, order, _outputs(reel, again), tuple(_outputs(reel, f) for f in first))
                 for name, order, again, first in calls.repeated()

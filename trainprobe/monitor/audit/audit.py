@@ -50,6 +50,7 @@ class Audit:
         self.gather = gather
         self._replicated: dict[str, frozenset[str]] = {}
         self._batches: deque[tuple[int, ...]] = deque(maxlen=_REMEMBERED)
+        self._moving, self._stalled = 0, 0  # audited steps that updated, and those in a row since that did not
         self._reached: dict[str, int] = {}  # parameter → audited steps in a row at which it had a gradient; -1 once it had none
         self._resumed: SavedTensors | None = None  # what was loaded, until its schedule has been looked at
         self._answered = -1  # the last step at which this rank took part in the collective
@@ -112,6 +113,7 @@ class Audit:
             ever_reached=frozenset(self._reached),
             always_reached=frozenset(name for name, times in self._reached.items() if times >= _STEADY),
             resumed=self._resumed,
+            stalled=self._count_stalled(facts),
         )
         peers: tuple[Peer, ...] = ()
         if self.exchanges(reel.step, reel.place.world_size):
@@ -127,6 +129,16 @@ class Audit:
         else:
             self.last = replace(self.last, step=evidence.step, facts=facts, tensors=Tensors(), scalars=evidence.scalars)
         return evidence
+
+    def _count_stalled(self, facts: StepFacts) -> int:
+        """Return how many audited steps in a row have run backward and not updated, after some that did."""
+        if facts.updates:
+            self._moving, self._stalled = self._moving + 1, 0
+        elif facts.backwards and self._moving >= _STEADY:
+            self._stalled += 1
+        elif facts.backwards:
+            self._moving = -1 << 30  # not every step updates: gradients are accumulated over several
+        return self._stalled
 
     def _count_reached(self, facts: StepFacts) -> None:
         """Learn which parameters have a gradient at each audited step."""
@@ -155,10 +167,11 @@ class Audit:
         doubted = doubted_biases(draft.model.parameters, draft.tensors, {n: seen[key] for n, key in new.items()}, draft.axes)
         for name, key in new.items():
             said, over = draft.tensors.replicas.get((name, "value")), seen[key]
-            if said is None and name in doubted:
+            unsure = draft.axes if name in doubted else draft.axes & {"pp"}  # other stages may have the same names and seeds
+            if said is None and over & unsure:
                 if (name, "grad") not in draft.tensors:
                     continue  # once it has a gradient, that tells
-                over &= seen[key_of(name, "grad")]
+                over -= unsure - seen[key_of(name, "grad")]
             self._replicated[name] = said if said is not None else over | (self.certain & set(draft.axes))
         fresh = {f"buffer {name}": key_of(name, "buffer") for name in draft.facts.buffers}
         fresh = {name: key for name, key in fresh.items() if name not in self._replicated}
@@ -222,7 +235,7 @@ def _shares(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> dict[i
         clipped = seen.number(name, "grad", "norm")
         unclipped = seen.number(name, "grad_unclipped", "norm") if (name, "grad_unclipped") in seen else clipped
         over = seen.replicas.get((name, "grad"), replicated.get(name, seen.replicas.get((name, "value"))))
-        doubted = over is None and name in beside
+        doubted = over is None and (name in beside or "pp" in draft.axes)
         shares[key_of(name, "grad")] = Share(key_of(name, "value"), over, unclipped, clipped, doubted)
     return shares
 

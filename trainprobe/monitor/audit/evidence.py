@@ -130,7 +130,8 @@ class Evidence:
     empty where ranks were not compared. replicated: parameter, or "buffer NAME" → axes over which its value is replicated;
     `over` answers for each tensor. norms: logical norm of all gradients, over all ranks, "unclipped" and "clipped", where it
     is known. ever_reached, always_reached: parameters that had a gradient at an audited step before, and at each of at least
-    three. resumed: the save that was loaded before this step, or before no scheduler was seen since.
+    three. resumed: the save that was loaded before this step, or before no scheduler was seen since. stalled: audited steps in
+    a row, this one included, that ran backward and did not update, after at least three that did.
     """
 
     step: int
@@ -147,6 +148,7 @@ class Evidence:
     ever_reached: frozenset[str] = frozenset()
     always_reached: frozenset[str] = frozenset()
     resumed: SavedTensors | None = None
+    stalled: int = 0
 
     @property
     def model(self) -> ModelFacts:

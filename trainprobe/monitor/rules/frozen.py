@@ -3,7 +3,8 @@
 A parameter is frozen when its value is bit-equal (by checksum; without one, when norm, largest magnitude and mean are
 all equal) at `patience` collected steps in a row, while its gradient was not zero and the learning rate is not zero.
 Where gradients are not collected, a parameter counts only if it has moved before. A parameter that is frozen on purpose has
-no gradient and is not judged.
+no gradient and is not judged. For one of 16 bits that has moved before it takes `patience_short` steps, because small updates
+round away for a while in a healthy training.
 
 Typical causes: the optimizer holds other tensors than the model (accelerate issue 2665), or the update is smaller than half
 a unit in the last place of a bfloat16 weight and rounds away.
@@ -25,6 +26,8 @@ class Options(RuleOptions):
 
     patience: int = 10
     """At how many collected steps in a row nothing may have moved."""
+    patience_short: int = 100
+    """The same for parameters of 16 bits that have moved before."""
 
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
@@ -44,10 +47,12 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     ever[keys] |= ~stays & (np.bincount(member, new, spots.size) == 0)
     pulled = _pulled(frame, addresses, stays, ever[keys])
     held = memory.lasting("still", keys, stays & pulled)
-    ripe = memory.newly("frozen", keys, held >= options.patience)
+    short = np.array([frame.tracks.short[s] for s in spots.tolist()])
+    ripe = memory.newly("frozen", keys, held >= np.where(short & ever[keys], options.patience_short, options.patience))
     if not ripe.any():
         return []
-    return [_finding(frame, options, [addresses[i] for i in np.flatnonzero(ripe).tolist()], len(spots))]
+    found = np.flatnonzero(ripe).tolist()
+    return [_finding(frame, options, [addresses[i] for i in found], len(spots), int(held[found[0]]))]
 
 
 def _per_spot(frame: Frame, places: I64, member: I64, n: int, same: Bools) -> Bools:
@@ -73,12 +78,12 @@ def _pulled(frame: Frame, spots: list[Spot], stays: Bools, ever: Bools) -> Bools
     return np.array([gradients.get(spot.name, 0.0) > 0 for spot in spots])
 
 
-def _finding(frame: Frame, options: Options, spots: list[Spot], of: int) -> Finding:
+def _finding(frame: Frame, options: Options, spots: list[Spot], of: int, held: int) -> Finding:
     others = f" and {len(spots) - 1} more of {of} parameters" if len(spots) > 1 else ""
     return Finding(
         rule="frozen",
         severity=options.severity,
-        message=f"{spots[0].name}{others} did not change over {options.patience} collected steps although it has a gradient",
+        message=f"{spots[0].name}{others} did not change over {held} collected steps although it has a gradient",
         step=frame.step,
         place=frame.place,
         site=spots[0].site(),

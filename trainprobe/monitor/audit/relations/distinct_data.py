@@ -2,7 +2,7 @@
 
 Relation: fingerprints of what the model is called with differ over dp (and cp) and between the micro-batches of a step, and
 whole numbers (tokens) agree over tp; a step does not repeat the data of the step before, nor a later pipeline stage any
-activations. Tolerance none. Micro-batches or
+activations, nor an epoch of a shuffling `DistributedSampler` the order of the one before. Tolerance none. Micro-batches or
 steps that were alike before are taken for meant.
 Usually caused by the same seed or the same sampler on all ranks (pytorch issue 56488), or by an iterator that is made anew.
 """
@@ -21,11 +21,32 @@ def check(evidence: Evidence) -> list[Finding]:
     """Find batches that are alike where they must differ, and the other way round."""
     stale = _stale(evidence)
     return [
+        *_same_epochs(evidence),
         *_over(evidence, "dp"),
         *_over(evidence, "cp"),
         *_same_over_tp(evidence),
         *(stale or _micro(evidence)),
         *_again(evidence),
+    ]
+
+
+def _same_epochs(evidence: Evidence) -> list[Finding]:
+    if not evidence.facts.same_epochs:
+        return []
+    text = "a new epoch has the order of the one before: the DistributedSampler shuffles, and was not told of the new epoch"
+    hint = "call sampler.set_epoch(epoch) before each epoch"
+    return [
+        evidence.finding(
+            "distinct_data",
+            text,
+            "batch",
+            "input",
+            measured="equal",
+            expected="different",
+            kind="scalar",
+            severity="warning",
+            next=hint,
+        )
     ]
 
 

@@ -1,10 +1,11 @@
 """A parameter with a gradient moves in an update, and one without does not; every optimizer steps.
 
-Relation: after an update with a learning rate above zero the fingerprint of every stepped parameter whose gradient is not
-zero is another one, unless the largest possible change lies below the resolution of its dtype: lr · min(max|g|, 1) <= ε ·
-max|w|. A parameter without a gradient keeps its fingerprint. Tolerance zero. Of a parameter
-that is copied from a master weight of another dtype the same holds from one update to the next. Where there is no loss scale,
-an optimizer that stepped at each of three or more audited steps steps when others do.
+Relation: after an update with a learning rate above zero the fingerprint of every stepped parameter whose gradient is not zero
+is another one, unless the largest possible change lies below the resolution of its dtype: lr · min(max|g|, 1) <= ε · max|w|. A
+parameter without a gradient keeps its fingerprint. Tolerance zero. Of a parameter that is copied from a master weight of
+another dtype the same holds from one update to the next. Where there is no loss scale, an optimizer that stepped at each of
+three or more audited steps steps when others do. Where every step updated, no eight audited steps in a row go without an
+update.
 Usually caused by an optimizer that holds other tensors, by a step that was skipped on some ranks, or by something that writes
 to weights beside the optimizer.
 """
@@ -18,6 +19,7 @@ from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"fingerprints"})
 EVERY = 10
+_STALLED = 8
 STAGE = "update"
 _EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -61,6 +63,13 @@ def check(evidence: Evidence) -> list[Finding]:
         hint = "call step() on every optimizer"
         told = evidence.finding("movement", text, idle[0], measured="no step", expected="a step", severity="warning", next=hint)
         found.append(told)
+    if evidence.stalled == _STALLED:
+        name = next((p.name for p in evidence.model.parameters if p.trainable), "")
+        text = (
+            f"{_STALLED} audited steps in a row ran backward and made no update, as every step did before: {name} stands still"
+        )
+        hint = "look at the loss scaler: update() lowers a scale that overflows; and at what decides that a step is skipped"
+        found.append(evidence.finding("movement", text, name, measured="no update", expected="an update", next=hint))
     copied = _not_copied(evidence, mastered)
     if copied:
         text = (

@@ -2,8 +2,9 @@
 
 Relation: where a module ran in training, the optimizer that steps holds its parameters, and they require a gradient, they have
 one when it steps. Told at once where they had one at each of the audited steps before, of which there were three or more; and
-where they never had one although the module ran with gradients enabled. Tolerance none. Experts and layers that did not run
-are not judged.
+where they never had one although the module ran with gradients enabled. A gradient that is all zeros is none where it was not
+at the audited step before and that of another parameter of the module is not. Tolerance none. Experts and layers that did not
+run are not judged.
 Usually caused by a `detach`, an `item`, an index or a `no_grad` between the module and the loss, or by an output that the loss
 does not use: the parameters then never train, and no number looks wrong.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
-COST = frozenset({"host"})
+COST = frozenset({"fingerprints"})
 EVERY = 10
 STAGE = "backward"
 
@@ -25,6 +26,7 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     ran = [name for name in facts.unreached if name.rpartition(".")[0] in facts.called]
     lost = [name for name in ran if name in evidence.always_reached]
+    lost += [name for name in evidence.always_reached if _is_masked(evidence, name)]
     never = [name for name in ran if name not in evidence.ever_reached and facts.called[name.rpartition(".")[0]]]
     if lost:
         text = (
@@ -35,6 +37,16 @@ def check(evidence: Evidence) -> list[Finding]:
         text = f"no gradient reaches {and_more(never)}, though its module ran and the optimizer holds it: it never trains"
         return [_finding(evidence, text, never[0], "warning")]
     return []
+
+
+def _is_masked(evidence: Evidence, name: str) -> bool:
+    """Tell whether a gradient became all zeros by itself."""
+    seen, before = evidence.tensors, evidence.before
+    if seen.number(name, "grad", "absmax") != 0 or before is None or not before.tensors.number(name, "grad", "absmax") > 0:
+        return False
+    module = name.rpartition(".")[0]
+    beside = (n for n in seen.names if n != name and n.rpartition(".")[0] == module)
+    return any(seen.number(other, "grad", "absmax") > 0 for other in beside)
 
 
 def _finding(evidence: Evidence, text: str, name: str, severity: str) -> Finding:

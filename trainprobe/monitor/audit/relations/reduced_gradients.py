@@ -2,8 +2,9 @@
 
 Relation: with uᵣ the gradient that backward gives on rank r, summed over the micro-batches, and g the one that is used, before
 clipping, ⟨g, w⟩ = c Σᵣ⟨uᵣ, w⟩ for fixed weights w and one factor c over all parameters (1 / ranks for a mean, 1 for a sum; a
-loss scale is in it too). Judged where the ranks differ in dp and cp alone. Floor: 0.05 ‖g‖ and 0.05 of the product, because
-gradients may travel in 16 bits.
+loss scale is in it too). The sum is over the ranks that differ in dp and cp and in what the parameter is replicated over.
+Judged where the ranks differ in dp, cp and pp alone. Floor: 0.05 ‖g‖ and 0.05 of the product, because gradients may travel in
+16 bits.
 Usually caused by a parameter that is divided twice or not at all, that is reduced in another group, or whose last micro-batch
 comes after its reduction; all ranks agree on the result, so that no comparison of replicas shows it.
 """
@@ -13,8 +14,9 @@ from __future__ import annotations
 import numpy as np
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.monitor.audit.evidence import Evidence, along, and_more
 from trainprobe.monitor.audit.messages import key_of
+from trainprobe.monitor.audit.relations.replicas import differs
 
 COST = frozenset({"rerun", "ranks"})
 EVERY = 50
@@ -25,13 +27,14 @@ _FLOOR = 0.05
 def check(evidence: Evidence) -> list[Finding]:
     """Find gradients that were reduced by a factor of their own."""
     mine = evidence.facts.reductions
-    if len(mine) < 3 or len(evidence.peers) < 2 or not evidence.axes <= {"dp", "cp"}:
+    if len(mine) < 3 or len(evidence.peers) < 2 or not evidence.axes <= {"dp", "cp", "pp"}:
         return []
     ratios: dict[str, float] = {}
     totals: dict[str, float] = {}
     for seen in mine:
         key = key_of(seen.name, "arrived")
-        totals[seen.name] = sum(peer.projections.get(key, 0.0) for peer in evidence.peers)
+        group = along(evidence, evidence.over(seen.name, "grad") | {"dp", "cp"})
+        totals[seen.name] = sum(peer.projections.get(key, 0.0) for peer in group)
         if abs(seen.used) > _FLOOR * seen.norm and totals[seen.name]:
             ratios[seen.name] = seen.used / totals[seen.name]
     if len(ratios) < 3:
@@ -42,8 +45,8 @@ def check(evidence: Evidence) -> list[Finding]:
         for seen in mine
         if abs(seen.used - factor * totals[seen.name]) > _FLOOR * (seen.norm + abs(factor * totals[seen.name]))
     ]
-    if not apart or 2 * len(apart) > len(mine):
-        return []
+    if not apart or 2 * len(apart) > len(mine) or any(differs(evidence, name, "grad") for name in evidence.tensors.names):
+        return []  # what differs between replicas is told by `replicas`
     own = ratios.get(apart[0], float("nan")) / factor
     text = (
         f"the gradient of {and_more(apart, len(mine))} is not what the ranks' own gradients make of it: it is {own:.4g} times "
