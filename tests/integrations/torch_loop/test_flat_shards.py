@@ -17,11 +17,11 @@ from tests.integrations.records import recorded
 KINDS = ("views", "flat")
 FAULTY = 2
 kinds = pytest.mark.parametrize("kind", KINDS)
-pytestmark = pytest.mark.proves("PyTorch", "FSDP1", ranks=2)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> tuple[Path, list[dict]]:
+def pair(require, tmp_path_factory) -> tuple[Path, list[dict]]:
+    require("accelerate")
     folder = tmp_path_factory.mktemp("flat")
     launch(str(Path(__file__).with_name("train_flat_shards.py")), 2, str(folder), folder=folder, timeout=280)
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
@@ -32,16 +32,23 @@ def parameters(numbers: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if " " in name and " rank" not in name}
 
 
+@pytest.mark.proves("PyTorch", "FSDP1", ranks=2)
 @kinds
 @pytest.mark.parametrize("run", ["shards", "whole", "accumulated", "dump", "audit"])
 def test_each_rank_trains_to_the_same_bits_with_and_without_the_probe(pair, kind, run):
     assert [told[f"{kind} {run} different bits"] for told in pair[1]] == [[], []]
 
 
+@pytest.mark.proves("PyTorch", "FSDP1", ranks=2)
 @kinds
 @pytest.mark.parametrize(("run", "accumulate"), [("shards", 1), ("accumulated", 2)])
 def test_pieces_of_both_ranks_join_to_the_numbers_of_one_process_of_plain_torch(pair, kind, run, accumulate):
-    ranks = [recorded(pair[0] / f"{kind} {run}", rank) for rank in range(2)]
+    assert_joined(pair[0] / f"{kind} {run}", accumulate)
+
+
+def assert_joined(output: Path, accumulate: int = 1) -> None:
+    """Assert that the pieces of both ranks have the norms of the same training in one process of plain torch."""
+    ranks = [recorded(output, rank) for rank in range(2)]
     for step, numbers in enumerate(plain_torch(accumulate, CLIP, [batches(0), batches(1)])):
         for name, value in parameters(numbers).items():
             joined = sum(found[step].get(name, 0.0) ** 2 for found in ranks) ** 0.5
@@ -51,6 +58,7 @@ def test_pieces_of_both_ranks_join_to_the_numbers_of_one_process_of_plain_torch(
             assert found[step]["lr"] == numbers["lr"]
 
 
+@pytest.mark.proves("PyTorch", "FSDP1", ranks=2)
 @kinds
 def test_without_sharding_every_rank_holds_all(pair, kind):
     for step, numbers in enumerate(plain_torch(1, CLIP, [batches(0), batches(1)])):
@@ -60,6 +68,7 @@ def test_without_sharding_every_rank_holds_all(pair, kind):
             assert {name: found[name] for name in expected} == pytest.approx(expected, rel=5e-5, abs=1e-9), step
 
 
+@pytest.mark.proves("PyTorch", "FSDP1", ranks=2)
 @kinds
 @pytest.mark.parametrize("run", ["shards", "whole"])
 def test_gradients_before_the_reduction_are_each_ranks_own_and_whole(pair, kind, run):
@@ -71,6 +80,7 @@ def test_gradients_before_the_reduction_are_each_ranks_own_and_whole(pair, kind,
             assert {name: found[f"{name} grad_unreduced"] for name in own} == pytest.approx(own, rel=5e-5, abs=1e-9)
 
 
+@pytest.mark.proves("PyTorch", "FSDP1", ranks=2)
 @kinds
 def test_pieces_tell_their_place_in_the_original_parameter(pair, kind):
     """The stretches of the ranks lie end to end and are the whole parameter, for values, gradients and states alike."""
@@ -103,6 +113,7 @@ def test_pieces_tell_their_place_in_the_original_parameter(pair, kind):
         assert end == sizes[name], (name, slot)
 
 
+@pytest.mark.proves("PyTorch", "FSDP1", ranks=2)
 @kinds
 def test_modules_are_recorded_once_and_under_their_own_names(pair, kind):
     data = json.loads((pair[0] / f"{kind} dump" / "step1" / "rank0" / "dump.json").read_text())["data"]
@@ -111,12 +122,14 @@ def test_modules_are_recorded_once_and_under_their_own_names(pair, kind):
     assert not any("Fully" in key or "_fsdp" in key for key in data)
 
 
+@pytest.mark.proves("PyTorch", "FSDP1", ranks=2)
 @kinds
 def test_the_audit_finds_nothing_in_a_healthy_training(pair, kind):
     for run in ("audit", "shards", "whole", "accumulated"):
         assert [told[f"{kind} {run} found"] for told in pair[1]] == [[], []], run
 
 
+@pytest.mark.proves("PyTorch", "FSDP1", ranks=2)
 @kinds
 def test_a_nan_that_one_rank_makes_is_found_with_its_rank_and_the_original_name(pair, kind):
     for rank, told in enumerate(pair[1]):
@@ -127,8 +140,16 @@ def test_a_nan_that_one_rank_makes_is_found_with_its_rank_and_the_original_name(
     assert own[1] != own[1]
 
 
+@pytest.mark.proves("PyTorch", "FSDP1", ranks=2)
 @kinds
 def test_a_shard_that_is_written_to_between_two_updates_is_named_on_its_rank(pair, kind):
     found = [told[f"{kind} drift found"] for told in pair[1]]
     assert found[0] == []
     assert found[1][0][:4] == ["untouched_between_steps", FAULTY, 1, "second.weight"]
+
+
+@pytest.mark.proves("Accelerate", "FSDP1", ranks=2)
+def test_a_loop_of_accelerate_under_fsdp_is_a_plain_loop(pair):
+    assert [told["accelerate same"] for told in pair[1]] == [True, True]
+    assert [told["accelerate found"] for told in pair[1]] == [[], []]
+    assert_joined(pair[0] / "accelerate")

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 import trainprobe
 from tests.integrations.lightning.small_lightning import CLIP, LR, Net, batches
 from tests.lockstep import bits_of
+from trainprobe.integrations.torch_loop import attach
 
 RANK = int(os.environ["RANK"])
 FAULTY, STRATEGIES = 2, {"shards": ShardingStrategy.FULL_SHARD, "whole": ShardingStrategy.NO_SHARD}
@@ -75,6 +76,38 @@ def train(
     return bits, [[f.rule, f.step, f.place.rank, f.site and f.site.name, f.message] for f in probe.findings] if probe else []
 
 
+def train_accelerated(plan: dict | None) -> tuple[list[bytes], list[str]]:
+    """Train by Accelerate, which makes DDP of FSDP on a CPU: it is told after each `prepare` that it has not."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    accelerator = Accelerator(cpu=True)
+    told = {"distributed_type": DistributedType.FSDP, "device": torch.device("cpu")}
+    told["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True, sync_module_states=False)
+    AcceleratorState._shared_state |= told
+    PartialState._shared_state["device"] = torch.device("cpu")
+    torch.manual_seed(5)
+    model = accelerator.prepare(Net(0.0))
+    bare = torch.optim.AdamW(model.parameters(), lr=LR)
+    schedule = torch.optim.lr_scheduler.StepLR(bare, 2)
+    optimizer = accelerator.prepare(bare)
+    AcceleratorState._shared_state |= told
+    loop = attach(model, optimizer, plan) if plan else None
+    losses = []
+    for x in batches(RANK):
+        loss = model(x)
+        losses.append(bits_of(loss))
+        accelerator.backward(loss)
+        losses.append(bits_of(accelerator.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    if loop is not None:
+        loop.close()
+    return losses, [f.message for f in loop.findings] if loop is not None else []
+
+
 def main(folder: Path) -> None:
     told: dict[str, list] = {}
 
@@ -93,6 +126,8 @@ def main(folder: Path) -> None:
         for fault in ("nan", "drift"):
             plan = {**(AUDITED if fault == "drift" else EVERYTHING), "output": str(folder / f"{kind} {fault}")}
             told[f"{kind} {fault} found"] = train(plan, original, fault=fault)[1]
+    losses, found = train_accelerated({**EVERYTHING, "audit": {"every": 1}, "output": str(folder / "accelerate")})
+    told |= {"accelerate same": losses == train_accelerated(None)[0], "accelerate found": found}
     (folder / f"rank{RANK}.json").write_text(json.dumps(told))
 
 
