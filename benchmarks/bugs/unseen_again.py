@@ -69,12 +69,12 @@ class GradientMasked(Averaged):
 
 
 class ScaleNotRenewed(Recurrent):
-    """The scale is far too large, and scaler.update is not called: every update is skipped from now on."""
+    """The scale has grown to infinity, and scaler.update is not called: every update is skipped from now on."""
 
     def before(self, step: int) -> None:
         """Raise it."""
         if step == self.begins:
-            self.scaler._scale = torch.tensor(3.3e38)
+            self.scaler._scale = torch.tensor(float("inf"))
 
     def update(self, step: int) -> None:
         """Leave update out; what unscale_ remembers is forgotten by hand."""

@@ -1,0 +1,94 @@
+"""What becomes of gradients, masters, schedules and data: faults in plain loops of one process are found where they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import trainprobe
+from benchmarks.bugs import unseen, unseen_again
+from trainprobe.watching import Probe
+
+torch.set_num_threads(1)
+PLAN = {"level": "off", "sinks": [], "audit": {"every": 1}}
+
+
+def findings(kind, folder):
+    """Train under the audit of every step; return what was found of all probes of the run."""
+    probes = []
+
+    def probe_of(model, optimizer, place):
+        probes.append(Probe(PLAN, output=folder, on_existing="continue" if probes else "refuse").open(model, optimizer))
+        return probes[-1]
+
+    kind(0, 1, probe_of).run()
+    probes[-1].close()
+    return [f for probe in probes for f in probe.findings if f.severity != "info"]
+
+
+@pytest.mark.parametrize(
+    ("bug", "rule", "name"),
+    [
+        (unseen.SumOfMicroBatches, "reported_loss", "loss"),
+        (unseen.ClearedInAccumulation, "cleared_gradients", "0.0.weight"),
+        (unseen.SteppedTwice, "step_counters", "0.0.weight"),
+        (unseen.NormalisedByEvaluation, "untouched_between_steps", "0.1.running_mean"),
+        (unseen.WithoutGradient, "reached_parameters", "0.0.weight"),
+        (unseen.Detached, "reached_parameters", "embedding.weight"),
+        (unseen.OptimizerNotLoaded, "saved_and_loaded", "wte.weight"),
+        (unseen.SchedulerNotLoaded, "resumed", "lr"),
+        (unseen.WeightsNotMatched, "saved_and_loaded", "wte.weight"),
+        (unseen.DataFromTheBeginning, "resumed", "batch"),
+        (unseen.MasterNotCopied, "movement", "2.weight"),
+        (unseen.SecondNotStepped, "movement", "1.0.weight"),
+        (unseen.OwnedTwice, "step_counters", "0.0.weight"),
+        (unseen.ClosureNotCleared, "cleared_gradients", "0.0.weight"),
+        (unseen_again.GradientMasked, "reached_parameters", "blocks.1.linear1.weight"),
+        (unseen_again.ScaleNotRenewed, "movement", "embedding.weight"),
+    ],
+)
+def test_a_fault_is_found_at_its_step_and_named(tmp_path, bug, rule, name):
+    first = findings(bug, tmp_path / "out")[0]
+    late = 7 if bug is unseen_again.ScaleNotRenewed else 0  # eight steps without an update
+    assert (first.rule, first.site.name, first.step) == (rule, name, bug.begins + late)
+
+
+@pytest.mark.parametrize(
+    "twin", [unseen.Vision, unseen.Recurrent, unseen.Averaged, unseen.Resumed, unseen.Masters, unseen.Pair, unseen.Closure]
+)
+def test_their_healthy_twins_raise_no_alarm(tmp_path, twin):
+    assert [f.message for f in findings(twin, tmp_path / "out")] == []
+
+
+def test_a_parameter_whose_output_the_loss_does_not_use_is_told_at_once_and_an_expert_that_did_not_run_is_not(tmp_path):
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in ("used", "unused", "expert")})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trainprobe.watch(model, optimizer, plan=PLAN, output=tmp_path / "out") as probe, probe.step(0):
+        x = torch.ones(2, 3)
+        model["unused"](x)
+        model["used"](x).sum().backward()
+        optimizer.step()
+    assert [(f.rule, f.severity, f.site.name) for f in probe.findings] == [("reached_parameters", "warning", "unused.weight")]
+    assert "unused.weight and 1 more" in probe.findings[0].message
+
+
+def test_a_sampler_that_was_told_of_no_new_epoch_is_found_and_left_as_it_was(tmp_path):
+    original = DistributedSampler.__iter__
+    sampler = DistributedSampler(TensorDataset(torch.arange(8)), 1, 0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = []
+    with trainprobe.watch(model, optimizer, plan=PLAN, output=tmp_path / "out") as probe:
+        for step, epoch in enumerate((0, 1, None)):
+            if epoch is not None:
+                sampler.set_epoch(epoch)
+            with probe.step(step):
+                optimizer.zero_grad()
+                model(torch.tensor([[float(i)] for i in sampler])).sum().backward()
+                optimizer.step()
+            told.append(len([f for f in probe.findings if "set_epoch" in (f.next or "")]))
+    assert told == [0, 0, 1]
+    assert DistributedSampler.__iter__ is original
