@@ -1,7 +1,7 @@
 """The PyNative Trainer of MindFormers on a tiny model of one's own, without and with the callback.
 
-Argument: the folder for what is written. The configuration fills what the trainer insists on; the callback that prints the loss
-asks the model for a Megatron configuration, and is taken out.
+Argument: the folder for what is written, which holds a `plan.yaml`. The configuration fills what the trainer insists on; the
+callback that prints the loss asks the model for a Megatron configuration, and is taken out.
 """
 
 from __future__ import annotations
@@ -66,6 +66,15 @@ class Watch(TrainerCallback):
         self.held = sorted(f"{p.name} {hashlib.sha256(p.asnumpy().tobytes()).hexdigest()}" for p in held)
 
 
+class Writes(TrainerCallback):
+    """Writes to a weight behind step 3."""
+
+    def on_step_end(self, args: Any, state: Any, **about: Any) -> None:
+        if state.global_step == 3:
+            weight = about["model"].up.weight
+            ms.ops.assign(weight, weight * 1.5)
+
+
 CONFIG: dict[str, Any] = {
     "training": {"steps": STEPS, "local_batch_size": BATCH, "global_batch_size": BATCH},
     "checkpoint": {"enable_save": False},
@@ -123,6 +132,7 @@ def main(folder: str) -> None:
     bare_broken = train(broken=True)
     lost = ProbeCallback({**plan, "level": "off", "output": f"{folder}/lost"})
     train([lost], leaves_out="down.weight")
+    train([ProbeCallback(f"{folder}/plan.yaml"), Writes()])
     attach_to_script({**plan, "level": "off", "output": f"{folder}/unedited"})
     unedited = train()
     told = {

@@ -121,8 +121,7 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         if not isinstance(probe, MindSporeProbe):
             return
         probe.tell_what_is_not_judged()
-        if probe.cells.audit is not None:
-            probe.cells.audit.training_cell = training_cell
+        probe.train_with(training_cell)
         if is_graph_mode():
             line = probe.tell_what_is_compiled()
             if line and probe.place.rank == 0:

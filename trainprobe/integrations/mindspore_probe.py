@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import mindspore
 
+from trainprobe.config_check.capture.mindspore_capture import CellCapture
 from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_out
 from trainprobe.engine.detail import Detail
 from trainprobe.engine.gathering import Gathering
@@ -68,6 +69,7 @@ class CellParts:
     audit_plan: AuditPlan | None = None
     dumps_when_asked: bool = False  # a plan of level off whose rules or black box may ask for a dump
     cuts: list[Detail] = field(default_factory=list[Detail])
+    config: CellCapture | None = None
     ops: PrimitiveTap | None = None
     saved: SavedTensors | None = None
     with_ops: bool = False  # operators of the update are recorded too
@@ -125,6 +127,20 @@ class MindSporeProbe(Probe):
         super().moment(name, *values)
         if self.tape is not None and name in ("before_step", "after_step"):
             self.guard.run(self.cells.before if name == "before_step" else self.cells.after, self.cells.stepping.cells)
+
+    def train_with(self, cell: Any) -> None:
+        """Tell which cell trains; in graph mode its arguments are the data."""
+        if self.cells.audit is not None:
+            self.cells.audit.training_cell = cell
+        if self.cells.config is not None:
+            self.cells.config.place = self.place
+            self.cells.config.watch(cell)
+
+    def close(self) -> None:
+        """Write everything that is pending."""
+        super().close()
+        if self.cells.config is not None:
+            self.cells.config.close()
 
     def tell_what_is_not_judged(self) -> None:
         """Keep as findings, one a relation, which relations of the plan's audit cannot be judged here, and why."""
@@ -190,9 +206,6 @@ def refuse(plan: Plan) -> None:
         in ("L1", "mix")
         and not ops_are_seen(),
         "ops_scope: its lists are of torch functions: leave it at all and select by `ops`": plan.ops_scope != "all",
-        "config_check: it looks into a PyTorch process: use `trainprobe config_check` on the files of the run": bool(
-            plan.config_check
-        ),
         "histogram and quantiles are computed by torch: leave them out": plan.histogram is not None or bool(plan.quantiles),
         "tensor_format 'pt' is written by torch: use safetensors or npy": plan.tensor_format == "pt",
     }
@@ -218,6 +231,8 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, list[Program]]:
     if level in ("L1", "mix"):
         parts.ops = PrimitiveTap(ops_of_plan(plan, cuts), guard, modules.stack if modules is not None else [])
         parts.with_ops = "optimizer" in plan.phases
+    if plan.config_check:
+        parts.config = CellCapture(plan.config_check, plan.output, guard, plan.on_error)
     if audit is not None and states is not None:
         parts.audit_plan, parts.audit = audit, CellAuditTap(guard, states)
     return parts, _programs(plan, parts)
@@ -227,7 +242,8 @@ def _programs(plan: Plan, parts: CellParts) -> list[Program]:
     monitor, audit, states, watched = parts.monitor, parts.audit_plan, parts.states, parts.watched
     always: Wants = lambda n: True  # noqa: E731
     dump: tuple[Tap, ...] = tuple(tap for tap in (parts.saved, parts.modules, parts.ops, parts.stepping) if tap is not None)
-    pairs = (*((tap, plan.wants_step) for tap in dump), (parts.naming, lambda n: False))
+    resting: tuple[Tap, ...] = tuple(tap for tap in (parts.naming, parts.config) if tap is not None)  # opened, and no more
+    pairs = (*((tap, plan.wants_step) for tap in dump), *((tap, lambda n: False) for tap in resting))
     programs = [Program("dump", plan.wants_step, pairs, asked=dump, level=_level_when_asked(parts))]
     if monitor is not None and states is not None and watched is not None:
         light: list[tuple[Tap, Wants]] = [(states, always), (parts.stepping, always)]

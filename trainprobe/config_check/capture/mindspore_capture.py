@@ -1,0 +1,207 @@
+"""Captures what decides the numbers of a MindSpore training: environment, packages, settings, data, weights.
+
+A micro-step is a call of the model from Python while it is in training mode; in graph mode, where the model is not called from
+Python, one of the cell that trains. Tensors are read and reduced on the host. Random calls are not captured: MindSpore's
+operators draw inside their kernels. After `micro_steps` nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mindspore
+
+from trainprobe.config_check.capture.environment import capture_environment
+from trainprobe.config_check.capture.hyperparameters import SettingsWatch
+from trainprobe.config_check.capture.packages import capture_packages
+from trainprobe.config_check.capture.plain_values import plain
+from trainprobe.config_check.capture.setting_files import flat, read_settings, source
+from trainprobe.config_check.merge import merge_ranks
+from trainprobe.config_check.pack_writer import PackWriter
+from trainprobe.config_check.plan import PACK
+from trainprobe.config_check.settings import make_settings
+from trainprobe.engine.arrays.mindspore_library import HostStrip, host_array, plain_dtype, without_data
+from trainprobe.engine.arrays.numpy_rows import NumpyStrip
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.records import Place
+from trainprobe.engine.stats import finish
+from trainprobe.engine.stats.checksum import fingerprint
+from trainprobe.engine.tape import CHECKSUM, STATS
+from trainprobe.engine.taps.mindspore_calls import KnownCalls, listed
+from trainprobe.engine.taps.mindspore_cells import is_graph_mode
+from trainprobe.engine.taps.mindspore_states import rates_of
+
+STATISTICS = ("min", "max", "mean", "norm")
+MOST_ROWS, LARGEST_ROWS = 4096, 1 << 22  # samples of a batch that get a fingerprint of their own; elements of such a batch
+UNSEEN = "random calls are not captured under MindSpore: its operators draw inside their kernels"
+
+
+class CellCapture:
+    """Carries out the `config_check` section of a plan, from `open` on; it needs no collected step.
+
+    section: the plan's `config_check`, true for its defaults. folder: the plan's `output`; the pack lies there unless the
+    section names another `output`. place: of this process, known by the time of `open`.
+    """
+
+    def __init__(self, section: Mapping[str, Any] | bool, folder: Path, guard: Guard, on_error: str = "continue") -> None:
+        given = {} if isinstance(section, bool) else dict(section)
+        output = given.pop("output", folder / PACK)
+        self.settings = make_settings({"on_error": on_error, "output": output, **given})
+        self.place = Place()
+        self.micro = 0
+        self._guard = guard
+        self._calls = KnownCalls(guard, self._called)
+        self._models: list[Any] = []
+        self._optimizers: list[Any] = []
+        self._writer: PackWriter | None = None
+        self._ending: threading.Thread | None = None
+        self._started = time.time()
+
+    def open(self, model: Any, optimizer: Any = None) -> None:
+        """Remember the model; a second one is not looked at."""
+        if not self._models:
+            self._models, self._optimizers = listed(model), listed(optimizer)
+
+    def watch(self, training_cell: Any) -> None:
+        """Begin to look at calls: of the model, or, in graph mode, of the cell that trains."""
+        if self._writer is None and self._ending is None:
+            self._guard.run(self._start)
+            self._calls.know(listed(training_cell) if is_graph_mode() else self._models)
+            self._calls.begin()
+
+    def begin(self, tape: Any) -> None:
+        """Nothing depends on which steps are collected."""
+
+    def pause(self) -> None:
+        """Nothing to pause."""
+
+    def resume(self) -> None:
+        """Nothing to resume."""
+
+    def end(self, again: bool = False) -> None:
+        """Nothing to remove."""
+
+    def close(self) -> None:
+        """Write what there is, and wait until it is written."""
+        if self._writer is not None:
+            self._finish()
+        if self._ending is not None:
+            self._ending.join(self.settings.wait + 30)
+
+    # ---- captures --------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        wanted, place = self.settings.captures, self.place
+        writer = self._writer = PackWriter(
+            self.settings.output, place.rank, place.world_size, tuple(c for c in wanted if c != "randomness")
+        )
+        if place.world_size > 1 and place.rank == 0:
+            self.settings.output.unlink(missing_ok=True)
+        if "environment" in wanted:
+            writer.put("environment", capture_environment())
+        if "packages" in wanted:
+            writer.put("packages", capture_packages)
+        if "hyperparameters" in wanted:
+            scripts = [read_settings(path) for path in self.settings.scripts]
+            given = SettingsWatch().sources([], dict(self.settings.settings))
+            models = [told for model in self._models for told in _of_model(model)]
+            optimizers = [_of_optimizer(i, optimizer) for i, optimizer in enumerate(self._optimizers)]
+            writer.put("hyperparameters", {"sources": [*scripts, *given, *models, *optimizers]})
+        if "randomness" in wanted:
+            writer.note(UNSEEN)
+
+    def _called(self, cell: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        writer = self._writer
+        if writer is None or not cell.training:
+            return
+        wanted, micro = self.settings.captures, self.micro
+        if "dataset" in wanted:
+            writer.put("dataset", _inputs(cell, args, kwargs, micro, self.settings.tokens), micro)
+        if "weights" in wanted:
+            named = ((p.name, p, "parameter") for model in self._models for p in model.get_parameters())
+            writer.put("weights", {"step": micro, "parameters": entries(named)}, micro)
+        self.micro += 1
+        if self.micro >= self.settings.micro_steps:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._calls.end()
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        if self.micro < self.settings.micro_steps:
+            writer.note(f"the training ended after {self.micro} of {self.settings.micro_steps} micro-steps")
+        self._ending = threading.Thread(
+            target=self._guard.run, args=(self._write, writer), name="trainprobe-config-check-merge", daemon=True
+        )
+        self._ending.start()
+
+    def _write(self, writer: PackWriter) -> None:
+        writer.close()
+        if self.place.rank == 0 and self.place.world_size > 1:
+            merge_ranks(self.settings.output, self.place.world_size, self.settings.wait, self._started)
+
+
+def entries(named: Iterable[tuple[str, Any, str]], tokens: int = 0) -> dict[str, dict[str, Any]]:
+    """Return name → shape, dtype, checksum (16 hexadecimal digits), min, max, mean, norm of tensors, as torch packs hold them.
+
+    named: name, tensor, and its kind; one of kind "input" also gets a fingerprint of each index of dimension 0, and a whole
+    one its first `tokens` elements.
+    """
+    strip = HostStrip(NumpyStrip(STATS | CHECKSUM))
+    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, int] = {}
+    for name, t, kind in named:
+        entry: dict[str, Any] = {"shape": list(t.shape), "dtype": plain_dtype(str(t.dtype)), "kind": kind}
+        found[name] = entry
+        note = without_data(t)
+        array = None if note else host_array(t)
+        row = -1 if array is None else strip.add(array)
+        if array is None or row < 0:
+            entry["note"] = note or "cannot be read"
+            continue
+        rows[name] = row
+        if kind == "input":
+            del entry["kind"]
+            if array.data.ndim and 0 < array.shape[0] <= MOST_ROWS and 0 < array.data.size <= LARGEST_ROWS:
+                entry["samples"] = [f"{fingerprint(sample):016x}" for sample in array.data]
+            if tokens and array.data.dtype.kind in "iu":
+                entry["tokens"] = array.data.reshape(-1)[:tokens].tolist()
+    partials, sums, _ = strip.harvest()
+    numbers = finish(partials, STATISTICS)
+    for name, row in rows.items():
+        found[name]["checksum"] = f"{int(sums[row]) if sums is not None else 0:016x}"
+        found[name] |= {key: float(numbers[key][row]) for key in STATISTICS}
+    return found
+
+
+def _inputs(cell: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], step: int, tokens: int) -> dict[str, Any]:
+    parameters = inspect.signature(cell.construct).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    given = {names[i] if i < len(names) else f"args.{i}": value for i, value in enumerate(args)} | dict(kwargs)
+    leaves = flat(given)
+    tensors = {name: value for name, value in leaves.items() if isinstance(value, mindspore.Tensor)}
+    scalars = {name: v for name, v in leaves.items() if isinstance(v, bool | int | float | str) or v is None}
+    return {"step": step, "tensors": entries(((n, t, "input") for n, t in tensors.items()), tokens), "scalars": scalars}
+
+
+def _of_model(model: Any) -> list[dict[str, Any]]:
+    """Return the classes of a model's cells, and the configuration of a model of MindFormers, as sources of settings."""
+    found = [source("model", "model", {name: type(cell).__name__ for name, cell in model.cells_and_names() if name})]
+    config: Any = getattr(model, "config", None)
+    values = plain(config.to_dict()) if hasattr(config, "to_dict") else None
+    return [*found, source("model settings", "model.config", flat(values))] if isinstance(values, Mapping) else found
+
+
+def _of_optimizer(number: int, optimizer: Any) -> dict[str, Any]:
+    """Return class, learning rates and plain numbers of an optimizer as a source of settings."""
+    names = ("beta1", "beta2", "eps", "momentum", "loss_scale", "weight_decay")
+    values = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
+    numbers = {k: v.asnumpy().reshape(-1).tolist() if isinstance(v, mindspore.Tensor) else plain(v) for k, v in values.items()}
+    group = {"lr": list(dict.fromkeys(rates_of(optimizer))), "parameters": [str(p.name) for p in optimizer.parameters]}
+    return source("optimizer", str(number), flat({"class": type(optimizer).__name__, **numbers, "group0": group}))
