@@ -22,7 +22,17 @@ EXACT = {  # layout → the layout of one process that is the same mathematics
 RANKS = {"alone": 1, "alone moe": 1, "tp2 dp2": 4, "tp2 pp2": 4}
 LOW = ["ep2 grouped", "dp2 bf16", "dp2 precise", "dp2 fp16", "dp2 fp16 low", "tp2 dp2"]
 EVERY = [*EXACT, *LOW]
-NAN = "decoder.layers.3.mlp.linear_fc2.weight"
+EXPERT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"
+NANS = {  # layout → the weight that becomes a NaN behind the first step, and the ranks that hold it
+    "pp2": ("decoder.layers.3.mlp.linear_fc2.weight", [1]),
+    "vpp2": ("decoder.layers.2.self_attention.linear_proj.weight", [0]),  # of the second chunk
+    "tp2": ("decoder.layers.1.mlp.linear_fc1.weight", [0, 1]),
+    "tp2 selective": ("decoder.layers.2.mlp.linear_fc2.weight", [0, 1]),
+    "ep2": (EXPERT, [1]),
+    "dp2 distributed": ("decoder.layers.0.mlp.linear_fc2.weight", [0, 1]),
+    "dp2 precise": ("decoder.layers.3.mlp.linear_fc1.weight", [0, 1]),
+    "tp2 pp2": ("decoder.layers.2.mlp.linear_fc2.weight", [2, 3]),
+}
 DRIFT = "decoder.layers.2.self_attention.linear_proj.weight"
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 
@@ -33,8 +43,9 @@ def folder(require, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("megatron")
     two = [layout for layout in EVERY if RANKS.get(layout, 2) == 2]
     launch(1, SCRIPT, str(folder), "alone", "alone moe", "alone oracle", "alone moe oracle")
-    launch(2, SCRIPT, str(folder), *two, f"pp2@nan@{NAN}", f"dp2@drift@{DRIFT}", "dp2 behaviour")
-    launch(4, SCRIPT, str(folder), "tp2 dp2", "tp2 pp2")
+    nans = [f"{layout}@nan@{name}" for layout, (name, _) in NANS.items()]
+    launch(2, SCRIPT, str(folder), *two, *nans[:-1], f"dp2@drift@{DRIFT}", "dp2 behaviour", timeout=600)
+    launch(4, SCRIPT, str(folder), "tp2 dp2", "tp2 pp2", nans[-1], timeout=400)
     return folder
 
 
@@ -254,13 +265,15 @@ def test_the_place_of_each_process_is_known_on_every_axis(folder, layout, axes):
     assert len({json.dumps(place) for place in places}) == len(places)
 
 
-def test_a_planted_nan_is_named_with_its_global_name_on_its_rank(folder):
-    """The third layer lies on the second stage, where it is number 1."""
-    first, last = (json.loads((folder / f"pp2 nan.{rank}.json").read_text()) for rank in range(2))
-    assert (first["owner"], last["owner"]) == (False, True)
-    rule, severity, step, message = last["findings"][0]
-    assert (rule, severity, step) == ("nonfinite", "error", 101)
-    assert NAN in message or NAN.rpartition(".")[0] in message
+@pytest.mark.parametrize("layout", NANS)
+def test_a_planted_nan_is_named_with_its_global_name_on_its_ranks(folder, layout):
+    name, owners = NANS[layout]
+    told = [json.loads((folder / f"{layout} nan.{rank}.json").read_text()) for rank in range(RANKS.get(layout, 2))]
+    assert [rank for rank, found in enumerate(told) if found["owner"]] == owners
+    for rank in owners:
+        rule, severity, step, message = told[rank]["findings"][0]
+        assert (rule, severity, step) == ("nonfinite", "error", 101)
+        assert name in message or name.rpartition(".")[0] in message, message
 
 
 def test_a_replica_that_drifts_is_found_by_the_groups_that_are_told(folder):
