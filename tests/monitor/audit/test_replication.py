@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from trainprobe.monitor.audit.evidence import Peer, Share
+from trainprobe.engine.facts import ParameterFact
+from trainprobe.monitor.audit.evidence import Peer, Share, Tensors
 from trainprobe.monitor.audit.messages import decode, encode
-from trainprobe.monitor.audit.replication import logical_norms, replicas_at_first, with_known_shares
+from trainprobe.monitor.audit.replication import (
+    constants_beside_a_matrix,
+    doubted_biases,
+    logical_norms,
+    replicas_at_first,
+    with_known_shares,
+)
 
 DENSE, EXPERT = frozenset({"dp", "ep"}), frozenset({"dp"})
 
@@ -61,3 +68,42 @@ def test_a_message_comes_back_as_it_was_sent():
         3, (7, 8), sent.rows, sent.projections, shares,
     )  # fmt: skip
     assert {axis: index for axis, index in back.axes.items() if index} == {"dp": 1, "etp": 1}
+
+
+class Numbers(Tensors):
+    """The numbers of a few tensors, of which all but those in `constant` vary."""
+
+    def __init__(self, constant):
+        object.__setattr__(self, "constant", constant)
+
+    def number(self, name, slot, statistic):
+        return 0.0 if name in self.constant or statistic == "min" else 1.0
+
+
+def fact(name, *shape):
+    return ParameterFact((name,), 0, 0, True, shape, "float32")
+
+
+SPLIT = [fact("mlp.up", 8, 4), fact("mlp.up_bias", 8), fact("mlp.down_bias", 4), fact("ln.weight", 8), fact("fc.weight", 8, 2)]
+
+
+def test_a_constant_bias_beside_a_matrix_of_as_many_rows_may_be_a_part():
+    seen = Numbers({"mlp.up_bias", "mlp.down_bias", "ln.weight"})
+    assert constants_beside_a_matrix(SPLIT, seen) == {"mlp.up_bias": ["mlp.up"]}
+    assert constants_beside_a_matrix(SPLIT, Numbers(set())) == {}
+
+
+def test_it_is_doubted_where_that_matrix_is_split_and_else_not():
+    seen, axes = Numbers({"mlp.up_bias"}), frozenset({"tp"})
+    assert doubted_biases(SPLIT, seen, {"mlp.up": frozenset()}, axes) == {"mlp.up_bias"}
+    assert doubted_biases(SPLIT, seen, {"mlp.up": axes}, axes) == frozenset()
+
+
+@pytest.mark.parametrize(("gradients", "over"), [((5, 5), {"tp"}), ((5, 6), set())])
+def test_a_doubted_share_is_replicated_only_where_the_gradients_are_equal_too(gradients, over):
+    ranks = [
+        peer(r, {"tp": r}, {10: Share(2, None, 3.0, 3.0, doubted=True)}, {2: (99, 1.0), 10: (gradients[r], 3.0)})
+        for r in range(2)
+    ]
+    told = [decode(encode(rank, 0))[0] for rank in ranks]
+    assert [share.over for share in with_known_shares(told, {"tp"}, frozenset())[0].gradients.values()] == [frozenset(over)]

@@ -98,3 +98,22 @@ def test_parameters_take_turns_where_they_are_too_many_for_one_step(tmp_path, mo
     found = audited(tmp_path / "out", lambda ps: after_the_kernel(ps, lambda p: p[2].add_(1e-3)), steps=6)
     assert (found[0].rule, found[0].site.name) == ("update_rule", "2.weight")
     assert found[0].step in (2, 3, 4)
+
+
+@pytest.mark.parametrize("spoilt", ["0.weight", "0.bias", "2.weight", "2.bias"])
+def test_of_a_flat_buffer_the_parameter_is_named_that_holds_the_wrong_element(tmp_path, spoilt):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    flat = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    flat.grad, at = torch.zeros_like(flat), 0
+    for p in model.parameters():
+        p.data, p.grad = (t[at : at + p.numel()].view_as(p) for t in (flat.data, flat.grad))
+        at += p.numel()
+    optimizer = torch.optim.AdamW([flat], lr=1e-2)
+    wrong = optimizer.register_step_post_hook(lambda *_: dict(model.named_parameters())[spoilt].data.view(-1)[1:2].add_(0.1))
+    plan = {"level": "off", "sinks": [], "audit": {"every": 1, "relations": {"update_rule": True}}}
+    with trainprobe.watch(model, optimizer, plan=plan, output=tmp_path / "out") as probe, probe.step(0):
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+    wrong.remove()
+    assert [f.site.name for f in probe.findings if f.rule == "update_rule"] == [spoilt]

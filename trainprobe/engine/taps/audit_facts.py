@@ -54,7 +54,7 @@ class AuditTap:
         self.repeats: Callable[[], bool] = lambda: False
         self.reduces: Callable[[], bool] = lambda: False
         self.declared = DeclaredGradient()
-        self._rerun = UpdateRerun(names)
+        self._rerun = UpdateRerun(names, states.at_address)
         self.step: Callable[[], int] = lambda: -1
         self.keeps_saves = False
         self.folder: Callable[[], Path | None] = lambda: None
@@ -158,7 +158,8 @@ class AuditTap:
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         self.unclipped([p for group in optimizer.param_groups for p in group["params"]])
-        self._use.before_update(optimizer)
+        if self._plain():
+            self._use.before_update(optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._repeated |= bool(held & self._stepped)
         self._stepped |= held

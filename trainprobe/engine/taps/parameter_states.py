@@ -208,6 +208,16 @@ class ParameterStateTap:
         if scale is not None:
             self._multiplied.append((call, slot, scale))
 
+    def at_address(self, address: int) -> str:
+        """Return the parameter whose value, or master weight, lies at an address; empty where none does."""
+        source = self.source or self._plain
+        with DisableTorchFunction():
+            for part in source.parts("after_step") if source is not None else ():
+                t = getattr(part.tensor, "_local_tensor", part.tensor)
+                if part.slot in ("value", "main_value") and 0 <= address - t.data_ptr() < t.numel() * t.element_size():
+                    return part.name
+        return ""
+
     def held(self, tape: Tape) -> Iterator[tuple[tuple[str, str], Value]]:
         """Yield (parameter, slot) and the fingerprinted value of all that the source holds now, gradients left out."""
         source = self.source or self._plain

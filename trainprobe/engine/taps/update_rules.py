@@ -67,13 +67,15 @@ def rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule | None:
 class UpdateRerun:
     """Runs updates again. `before` and `after` stand around an optimizer's step; numbers stay on the device until `take`.
 
-    names: id of parameter → recorded name.
+    names: id of parameter → recorded name. at_address: name of the parameter that lies at an address, of the pieces of a flat
+    buffer that an optimizer steps.
     """
 
-    def __init__(self, names: Callable[[], Mapping[int, str]]) -> None:
+    def __init__(self, names: Callable[[], Mapping[int, str]], at_address: Callable[[int], str]) -> None:
         self._names = names
+        self._at_address = at_address
         self._expected: list[tuple[str, Any, Tensor, Tensor, float]] = []
-        self._told: list[tuple[str, Tensor]] = []
+        self._told: list[tuple[str, Any, Tensor]] = []
         self._turn = 0
 
     def begin(self) -> None:
@@ -108,16 +110,22 @@ class UpdateRerun:
                 error, change = (held.double() - expected).abs(), (expected - was).abs()
                 floor = 8 * torch.finfo(held.dtype).eps * expected.abs() + relative * change + 1e-30
                 if error.numel():
-                    told = [(error / floor).max(), (held.double() - was).norm(), change.norm()]
-                    self._told.append((name, torch.stack(told)))
+                    worst, at = (error / floor).reshape(-1).max(0)
+                    told = [worst, (held.double() - was).norm(), change.norm(), at.double()]
+                    self._told.append((name, held, torch.stack(told)))
         self._expected = []
 
     def take(self) -> tuple[Rerun, ...]:
         """Return what was found; reads the device once."""
         if not self._told:
             return ()
-        rows = torch.stack([row for _, row in self._told]).cpu().tolist()
-        return tuple(Rerun(name, *row) for (name, _), row in zip(self._told, rows, strict=True))
+        rows = torch.stack([row for *_, row in self._told]).cpu().tolist()
+        told, self._told = self._told, []
+        return tuple(Rerun(name or self._piece(p, int(at)), *row) for (name, p, _), (*row, at) in zip(told, rows, strict=True))
+
+    def _piece(self, p: Tensor, at: int) -> str:
+        """Name the parameter that holds an element of a flat buffer."""
+        return self._at_address(p.data_ptr() + at * p.element_size()) if p.is_contiguous() else ""
 
 
 def _local(t: Any) -> Tensor:
