@@ -19,7 +19,7 @@ from trainprobe.integrations.mindformers import ProbeCallback
 
 NEVER = {
     *("cleared_gradients", "clipping", "declared_loss", "random_regions", "random_streams", "recomputed_forward"),
-    *("saved_and_loaded", "update_rule"),
+    *("reached_parameters", "reduced_gradients", "reported_loss", "resumed", "saved_and_loaded", "update_rule"),
 }
 WITHOUT_GRADIENTS = {
     "finite_together",

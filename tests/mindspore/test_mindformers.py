@@ -11,11 +11,11 @@ import orjson
 import pytest
 
 from tests.mindspore.all_outputs import assert_all_outputs, plan_file
-from tests.mindspore.launch import run
+from tests.mindspore.launch import free_port, msrun, run
 
 
-def written(folder: Path) -> list[dict[str, Any]]:
-    return [orjson.loads(line) for line in (folder / "rank0/records.jsonl").open("rb")]
+def written(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return [orjson.loads(line) for line in (folder / f"rank{rank}/records.jsonl").open("rb")]
 
 
 def slots(row: dict[str, Any]) -> set[str]:
@@ -45,18 +45,22 @@ def test_the_classic_trainer_in_graph_mode(tmp_path: Path) -> None:
 
 
 @pytest.mark.proves("MindFormers", "the classic trainer in PyNative mode")
-def test_the_classic_trainer_in_pynative_mode(tmp_path: Path) -> None:
-    told = run("run_classic_trainer", str(tmp_path), "pynative", cwd=tmp_path)
-    assert told["equal"] is True
-    assert told["quiet"] == []
-    rows = written(tmp_path / "given")
-    assert [row["step"] for row in rows] == [1, 2]
-    check_scalars(rows, told["reports"])
-    for row in rows:
-        names = {call["name"] for call in row["calls"] if call["kind"] == "module"}
-        assert {"root", "model.layers.0.attention.wq", "lm_head"} <= names
-        assert gradient_norm(row) == pytest.approx(1.0, rel=1e-5)  # clipped to 1, as the optimizer gets them
-        assert row["scalars"]["grad_norm"] > 1.5  # what the trainer reports is the norm before
+def test_the_classic_trainer_in_pynative_mode_on_two_ranks(tmp_path: Path) -> None:
+    logs = msrun("run_classic_trainer", str(tmp_path), "pynative", workers=2, port=free_port(), cwd=tmp_path)
+    ranks = [json.loads(line) for log in logs for line in log.splitlines() if line.startswith('{"equal"')]
+    assert len({told["held"] for told in ranks}) == 1
+    for rank, told in enumerate(ranks):
+        assert told["equal"] is True
+        assert told["quiet"] == []
+        rows = written(tmp_path / "given", rank)
+        assert [row["step"] for row in rows] == [1, 2]
+        assert rows[0]["place"]["axes"] == {"dp": [rank, 2]}
+        check_scalars(rows, told["reports"])
+        for row in rows:
+            names = {call["name"] for call in row["calls"] if call["kind"] == "module"}
+            assert {"root", "model.layers.0.attention.wq", "lm_head"} <= names
+            assert gradient_norm(row) == pytest.approx(1.0, rel=1e-5)  # averaged and clipped, as the optimizer gets them
+            assert row["scalars"]["grad_norm"] > 1.2  # what the trainer reports is the norm before
 
 
 def gradient_norm(row: dict[str, Any]) -> float:

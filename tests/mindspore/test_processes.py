@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from tests.mindspore.launch import msrun, run
+from tests.mindspore.launch import free_port, msrun, run
 
 
 def test_an_error_of_the_training_is_the_trainings_own(tmp_path: Path) -> None:
@@ -23,16 +21,6 @@ def test_an_error_of_the_training_is_the_trainings_own(tmp_path: Path) -> None:
     dump = json.loads((tmp_path / "out/step1/rank0/dump.json").read_text())
     assert dump["trainprobe"]["complete"] is False
     assert "Cell.head.Dense.forward.0" in dump["data"]  # what was collected before the error
-
-
-def free_port() -> int:
-    """Return a port that nobody holds, below those that the system hands out by itself."""
-    first = 20000 + os.getpid() % 10000
-    for port in range(first, first + 1000):
-        with socket.socket() as s:
-            if s.connect_ex(("127.0.0.1", port)):
-                return port
-    raise AssertionError(f"no free port from {first} on")
 
 
 def told_by(logs: list[str]) -> dict[str, dict[int, dict[str, Any]]]:

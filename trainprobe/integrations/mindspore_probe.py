@@ -34,6 +34,7 @@ from trainprobe.integrations.mindspore_place import place_of_process
 from trainprobe.monitor.audit.audit import Audit
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.plan import validate as audit_plan
+from trainprobe.monitor.audit.relations import relation_names
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
 from trainprobe.monitor.wanted import flags_where, modules_of_monitor
@@ -46,7 +47,11 @@ NOT_JUDGED = {
     "declared_loss": "a loss can be declared to a PyTorch training only",
     "random_regions": "operators of MindSpore draw from seeds of their own, which nobody tells",
     "random_streams": "operators of MindSpore draw from seeds of their own, which nobody tells",
+    "reached_parameters": "MindSpore hands zeros to the optimizer where no gradient arrives",
     "recomputed_forward": "recomputed cells are recorded by level L0, and not compared with the first forward",
+    "reduced_gradients": "the gradients of one rank are not seen before they are reduced",
+    "reported_loss": "it is not told where a backward pass begins",
+    "resumed": "MindSpore tells nobody when a checkpoint is loaded",
     "saved_and_loaded": "MindSpore tells nobody when a checkpoint is loaded",
     "update_rule": "updates are worked out again for optimizers of torch only",
 }
@@ -146,9 +151,9 @@ class MindSporeProbe(Probe):
         """Keep as findings, one a relation, which relations of the plan's audit cannot be judged here, and why."""
         plan = self.cells.audit_plan
         why = {**NOT_JUDGED, **(NOT_JUDGED_IN_A_GRAPH if is_graph_mode() else {})}
-        for relation, reason in why.items() if plan is not None else ():
-            if plan is not None and plan.interval(relation):
-                self._tell(Finding(relation, "info", f"{relation} is not judged under MindSpore: {reason}"))
+        for relation in relation_names() if plan is not None else ():
+            if plan is not None and relation in why and plan.interval(relation):
+                self._tell(Finding(relation, "info", f"{relation} is not judged under MindSpore: {why[relation]}"))
 
     def tell_what_is_compiled(self) -> str:
         """Keep as a finding what a graph hides, and return the sentence; empty when the plan asks for nothing of it."""
