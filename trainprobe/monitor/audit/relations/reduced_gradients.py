@@ -2,9 +2,9 @@
 
 Relation: with uᵣ the gradient that backward gives on rank r, summed over the micro-batches, and g the one that is used, before
 clipping, ⟨g, w⟩ = c Σᵣ⟨uᵣ, w⟩ for fixed weights w and one factor c over all parameters (1 / ranks for a mean, 1 for a sum; a
-loss scale is in it too). The sum is over the ranks that differ in dp and cp and in what the parameter is replicated over.
-Judged where the ranks differ in dp, cp and pp alone. Floor: 0.05 ‖g‖ and 0.05 of the product, because gradients may travel in
-16 bits.
+loss scale is in it too). The sum is over the ranks that hold the parameter. Judged where ranks differ in dp, cp and pp alone,
+and what has one name on several of them is replicated. Floor: 0.05 ‖g‖ and 0.05 of the product, because gradients may travel
+in 16 bits.
 Usually caused by a parameter that is divided twice or not at all, that is reduced in another group, or whose last micro-batch
 comes after its reduction; all ranks agree on the result, so that no comparison of replicas shows it.
 """
@@ -33,8 +33,10 @@ def check(evidence: Evidence) -> list[Finding]:
     totals: dict[str, float] = {}
     for seen in mine:
         key = key_of(seen.name, "arrived")
-        group = along(evidence, evidence.over(seen.name, "grad") | {"dp", "cp"})
-        totals[seen.name] = sum(peer.projections.get(key, 0.0) for peer in group)
+        group = [peer for peer in along(evidence, evidence.over(seen.name, "grad")) if key in peer.projections]
+        if len(group) < sum(key in peer.projections for peer in evidence.peers):
+            return []  # ranks hold different tensors under one name: parts, or layers of other stages
+        totals[seen.name] = sum(peer.projections[key] for peer in group)
         if abs(seen.used) > _FLOOR * seen.norm and totals[seen.name]:
             ratios[seen.name] = seen.used / totals[seen.name]
     if len(ratios) < 3:
