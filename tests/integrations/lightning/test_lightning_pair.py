@@ -78,6 +78,7 @@ def test_shards_join_to_the_norms_of_one_process_of_plain_torch(pair, kind):
                 assert joined == pytest.approx(value, rel=5e-5, abs=1e-9), (step, name)
 
 
+@pytest.mark.proves("Lightning", {"healthy": "DDP", "sharded": "FSDP1"}, ranks=2)
 @pytest.mark.parametrize("run", ["healthy", "sharded"])
 def test_the_audit_finds_nothing_in_a_healthy_training(pair, run):
     assert [told[run] for told in pair[1]] == [[], []]
