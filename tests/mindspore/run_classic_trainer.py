@@ -1,8 +1,8 @@
 """MindFormers' classic Trainer on a tiny Llama, without and with the callback.
 
 Arguments: the folder for what is written, and "graph" or "pynative"; the latter is started as two ranks by msrun, each with
-data of its own: MindSpore does not compile this model for several ranks on a CPU. Two attributes and three settings let it run on
-a CPU, for want of kernels: no fused norm, attention or rotation, float32 throughout, and overflow told by `isfinite`, as on
+data of its own: MindSpore does not compile this model for several ranks on a CPU. Two attributes and three settings let it run
+on a CPU, for want of kernels: no fused norm, attention or rotation, float32 throughout, and overflow told by `isfinite`, as on
 devices with infinities. No code of the framework is replaced.
 """
 

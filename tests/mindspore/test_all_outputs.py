@@ -28,6 +28,7 @@ class Writes(Callback):
             ops.assign(weight, weight * 1.5)
 
 
+@pytest.mark.proves("MindSpore", "all four outputs of one plan")
 def test_the_callback_of_a_model_does_all_that_the_plan_says(tmp_path: Path) -> None:
     train(PYNATIVE, [ProbeCallback(plan_file(tmp_path, dumped=2)), Writes()])
     written = ("untouched_between_steps", 4, "blocks.0.up.weight")

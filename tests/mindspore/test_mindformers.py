@@ -44,7 +44,7 @@ def test_the_classic_trainer_in_graph_mode(tmp_path: Path) -> None:
     assert given[0]["partials"] == listed[0]["partials"]
 
 
-@pytest.mark.proves("MindFormers", "the classic trainer in PyNative mode")
+@pytest.mark.proves("MindFormers", "the classic trainer in PyNative mode", ranks=2)
 def test_the_classic_trainer_in_pynative_mode_on_two_ranks(tmp_path: Path) -> None:
     logs = msrun("run_classic_trainer", str(tmp_path), "pynative", workers=2, port=free_port(), cwd=tmp_path)
     ranks = [json.loads(line) for log in logs for line in log.splitlines() if line.startswith('{"equal"')]
@@ -71,7 +71,7 @@ def gradient_norm(row: dict[str, Any]) -> float:
     return float(np.sqrt(np.sum(squares)))
 
 
-@pytest.mark.proves("MindFormers", "the PyNative trainer")
+@pytest.mark.proves("MindFormers", "the PyNative trainer", "all four outputs of one plan")
 def test_the_pynative_trainer_and_a_step_that_it_skips(tmp_path: Path) -> None:
     plan_file(tmp_path, dumped=2)
     told = run("run_pynative_trainer", str(tmp_path), cwd=tmp_path)

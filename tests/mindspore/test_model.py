@@ -311,6 +311,7 @@ def test_a_second_training_goes_on_in_the_folder_with_the_frameworks_numbers(tmp
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.proves("MindSpore", "resume")
 def test_what_rules_remember_goes_with_the_frameworks_checkpoints(tmp_path: Path) -> None:
     """A weight that stands still for six steps, of which four lie before a checkpoint from which another process goes on."""
 

@@ -52,6 +52,7 @@ class Listens(Callback):
             self.mode.__exit__(None, None, None)
 
 
+@pytest.mark.proves("MindSpore", "operators")
 @pytest.mark.parametrize("level", ["L1", "mix"])
 def test_every_forward_primitive_is_there_in_order_and_no_bit_changes(level: str, tmp_path: Path) -> None:
     own = Listens()

@@ -68,6 +68,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.proves("MindSpore", "the audit", ranks=2)
 def test_healthy_replicas_are_quiet_under_every_relation(two_ranks: Any) -> None:
     for name in ("on", "tensor"):
         assert [row["findings"] for row in two_ranks[1][name].values()] == [[], []]
