@@ -219,7 +219,7 @@ def _before(parts: Parts, with_ops: bool, optimizer: Any) -> None:
             parts.states.moment("before_step")
     if parts.ops is not None:
         parts.ops.parent = "optimizer"
-        parts.ops_were_on = parts.ops._entered  # a paused debugger stays paused
+        parts.ops_were_on = parts.ops.on  # a paused debugger stays paused
         parts.ops.switch(with_ops and parts.ops_were_on)
 
 
@@ -259,7 +259,7 @@ def features_of_monitor(plan: Features, guard: Guard, naming: ModuleTap) -> Feat
         kinds.append(lost)
     if (d := plan.dead_units).on:
         kinds.append(DeadUnits(names(d), d.every, d.limit))
-    known = lambda: {key: (info.name, info.compiled) for key, info in naming.known.items()}  # noqa: E731
+    known = lambda: {key: info.name for key, info in naming.known.items()}  # noqa: E731
     return FeatureTap(kinds, guard, known, inside)
 
 

@@ -99,7 +99,7 @@ class TorchLoop:
                 return original(module, *args, **kwargs)
             return module._call_impl(*args, **kwargs)  # which by now is the probe's, where this step is collected
 
-        self._gates.append(Replaced(torch.nn.Module, "_call_impl", call))
+        self._gates.append(Replaced(torch.nn.Module, "_call_impl", call, traced=True))
         compiled = getattr(self._model, "_compiled_call_impl", None)
         if compiled is not None:  # `model.compile()`: its calls go there instead
             self._gates.append(Replaced(self._model, "_compiled_call_impl", self._begin_and_call(compiled)))

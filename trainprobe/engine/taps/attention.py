@@ -78,7 +78,7 @@ class AttentionFeature(Quiet):
                 replaced.back()
             self._replaced.clear()
         elif not self._replaced:
-            self._replaced = [Replaced(owner, name, ours) for owner, name, ours in self._ours]
+            self._replaced = [Replaced(owner, name, ours, traced=True) for owner, name, ours in self._ours]
 
     def end(self) -> None:
         """Put everything back; say it when nothing was seen."""

@@ -53,7 +53,7 @@ class BatchTap:
     def resume(self) -> None:
         """Take calls again."""
         if self._replaced is None:
-            self._replaced = Replaced(torch.nn.Module, "_call_impl", self._watched(torch.nn.Module._call_impl))
+            self._replaced = Replaced(torch.nn.Module, "_call_impl", self._watched(torch.nn.Module._call_impl), traced=True)
 
     def end(self, again: bool = False) -> None:
         """Put the call back."""

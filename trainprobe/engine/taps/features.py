@@ -20,7 +20,7 @@ from trainprobe.engine.guard import Guard
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.replaced import Replaced
 
-Entry = tuple[str, tuple["FeatureKind", ...], bool]  # name, features that look at the module, whether it is compiled
+Entry = tuple[str, tuple["FeatureKind", ...]]  # name, features that look at the module
 
 
 class FeatureKind(Protocol):
@@ -50,7 +50,7 @@ class FeatureKind(Protocol):
         ...
 
     def sleep(self, asleep: bool) -> None:
-        """Take away, or put back, what stands in torch's place: a compiled region runs as it would without the tool."""
+        """Take away, or put back, what stands in torch's place: while a probe is paused."""
         ...
 
     def end(self) -> None:
@@ -59,7 +59,7 @@ class FeatureKind(Protocol):
 
 
 class FeatureTap:
-    """See the module text. names: id of module → (recorded name, whether it is compiled), as it is now.
+    """See the module text. names: id of module → recorded name, as it is now.
 
     `inside` holds (name, module) of the calls that are running, outermost first.
     """
@@ -68,7 +68,7 @@ class FeatureTap:
         self,
         kinds: Sequence[FeatureKind],
         guard: Guard,
-        names: Callable[[], Mapping[int, tuple[str, bool]]],
+        names: Callable[[], Mapping[int, str]],
         inside: list[tuple[str, Any]],
     ) -> None:
         self._kinds = tuple(kinds)
@@ -119,7 +119,7 @@ class FeatureTap:
     def resume(self) -> None:
         """Take forward calls again."""
         if self._replaced is None and self._due:
-            self._replaced = Replaced(torch.nn.Module, "_call_impl", self._watched(torch.nn.Module._call_impl))
+            self._replaced = Replaced(torch.nn.Module, "_call_impl", self._watched(torch.nn.Module._call_impl), traced=True)
             for kind in self._due:
                 kind.sleep(False)
 
@@ -146,10 +146,10 @@ class FeatureTap:
         self._table.clear()
         for model in self._models:
             for module in model.modules():
-                name, compiled = names.get(id(module), ("", False))
+                name = names.get(id(module), "")
                 if name:
                     kinds = tuple(kind for kind in self._kinds if kind.wants(name, module))
-                    self._table[id(module)] = (name, kinds, compiled)
+                    self._table[id(module)] = (name, kinds)
 
     def _watched(self, original: Any) -> Any:
         table, run = self._table, self._run
@@ -170,13 +170,6 @@ class FeatureTap:
             or _current_graph_task_id() != -1  # a forward that is run again
         ):
             return original(module, *args, **kwargs)
-        if entry[2]:
-            self.pause()
-            try:
-                return original(module, *args, **kwargs)
-            finally:
-                if self._due:
-                    self.resume()
         depth = len(self._inside)
         self._inside.append((entry[0], module))
         try:

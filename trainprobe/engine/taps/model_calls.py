@@ -131,7 +131,7 @@ class ModelCalls:
                 return original(module, *args, **kwargs)
             return run(original, module, args, kwargs)
 
-        self._replaced = Replaced(torch.nn.Module, "_call_impl", call)
+        self._replaced = Replaced(torch.nn.Module, "_call_impl", call, traced=True)
 
     def _uninstall(self) -> None:
         if self._replaced is not None:

@@ -8,7 +8,6 @@ visit every subclass of Module, twice a step.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
@@ -52,7 +51,6 @@ class ModuleInfo:
     parameters: tuple[tuple[str, Any], ...]
     flags: int
     selected: bool
-    compiled: bool
 
 
 def _shim(known: dict[int, ModuleInfo], original: Any, run: Any) -> Any:
@@ -79,12 +77,10 @@ class ModuleTap:
     def __init__(self, wanted: ModulesWanted, guard: Guard, stacks: Stacks | None, rename: Rename | None = None) -> None:
         self.wanted = wanted
         self.stack: list[Call] = []
-        self.paused = 0
         self.known: dict[int, ModuleInfo] = {}
         self.parameter_names: dict[int, str] = {}
         self._wrappers: set[int] = set()
         self.notes: dict[str, None] = {}
-        self.on_compiled: list[Callable[[bool], None]] = []
         self.code = _CALL_CODE  # the op tap stops walking there
         self._guard = guard
         self._stacks = stacks
@@ -107,7 +103,6 @@ class ModuleTap:
         return learned(native).ModuleWatch(
             guard=self._guard,
             fault=self._guard.take,
-            run_compiled=self._run_compiled,
             other_thread=self._note_other_thread,
             odd_edges=self._odd_edges,
             edge_of=edge_of,
@@ -158,12 +153,11 @@ class ModuleTap:
                 for _, p, whole in every:
                     self.parameter_names.setdefault(id(p), whole)
                 own = tuple((n, p) for n, p, whole in every if self.wanted.parameter(whole))
-                compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
                 shown = name or ROOT
-                if compiled:
+                if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
                     self._note_compiled(shown)
                 self.known[id(module)] = ModuleInfo(
-                    shown, type(module).__name__, own, self.wanted.flags(shown), self.wanted.selected(shown), compiled
+                    shown, type(module).__name__, own, self.wanted.flags(shown), self.wanted.selected(shown)
                 )
 
     def begin(self, tape: Tape) -> None:
@@ -187,7 +181,9 @@ class ModuleTap:
         if self._original is not None:
             return
         run = self._run if self._in_python() else self._watch.run
-        self._original = Replaced(torch.nn.Module, "_call_impl", _shim(self.known, torch.nn.Module._call_impl, run))
+        self._original = Replaced(
+            torch.nn.Module, "_call_impl", _shim(self.known, torch.nn.Module._call_impl, run), traced=True
+        )
 
     def _in_python(self) -> bool:
         return self._watch is None or self._tape is None or self._tape.eye is None
@@ -225,8 +221,6 @@ class ModuleTap:
     # ---- a call ------------------------------------------------------------------------------------------------
 
     def _run(self, info: ModuleInfo, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
-        if info.compiled:
-            return self._run_compiled(info, original, module, args, kwargs)
         if self._tape is None or self._guard.tripped is not None:
             return original(module, *args, **kwargs)
         if get_ident() != self._thread and _current_graph_task_id() == -1:
@@ -387,30 +381,11 @@ class ModuleTap:
                         record = self._record_parameter if self._in_python() else self._watch.parameter
                         record(info, short, id(p), p.grad)
 
-    # ---- compiled regions --------------------------------------------------------------------------------------
-
     def _note_compiled(self, name: str) -> None:
         self.notes[
             f"{name} is compiled: what happens inside it cannot be seen. To see it, run the step uncompiled "
             "(torch.compiler.set_stance('force_eager') around the collected step, or compile less of the model)."
         ] = None
-
-    def _run_compiled(self, info: ModuleInfo, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
-        """Run a compiled module exactly as it would run without the tool: what it was compiled from must not change."""
-        outermost = self.paused == 0
-        if outermost:
-            for switch in self.on_compiled:
-                switch(False)
-            self.uninstall()
-        self.paused += 1
-        try:
-            return original(module, *args, **kwargs)
-        finally:
-            self.paused -= 1
-            if outermost and self._tape is not None:
-                self.install()
-                for switch in reversed(self.on_compiled):
-                    switch(True)
 
 
 def _recomputed(calls: list[int | None], micro: int) -> int:

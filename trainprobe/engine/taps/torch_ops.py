@@ -7,8 +7,6 @@ made, read by a hook on that node.
 
 from __future__ import annotations
 
-import sys
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -22,13 +20,15 @@ from trainprobe.engine.guard import Guard
 from trainprobe.engine.records import Call
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import SAVE, Tape
+from trainprobe.engine.taps.compiled_regions import forget, keep_apart
+from trainprobe.engine.taps.function_modes import is_on, put_on, take_off
 from trainprobe.engine.taps.gradients import node_of, sequence_number
 from trainprobe.engine.taps.native_torch import learned
+from trainprobe.engine.taps.repeated_ops import RepeatedOps
+from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.taps.torch_modules import ModuleTap
 from trainprobe.engine.wanted import OpsWanted
 
-# Files whose frames on the stack, during backward, mean that a forward is being run again.
-_RECOMPUTING = ("torch/utils/checkpoint.py", "activation_checkpointing/checkpointing.py", "tensor_parallel/random.py")
 _Wanted = tuple[OpName, int]
 
 
@@ -50,12 +50,12 @@ class OpTap:
         self._forward = wanted.forward
         self._backward = wanted.backward
         self._inputs, self._kwargs, self._outputs = (part in wanted.data for part in ("input", "kwargs", "output"))
-        if modules is not None:
-            modules.on_compiled.append(self.switch)
         self._names: dict[Any, _Wanted | None] = {}
         self._tape: Tape | None = None
         self._mode: _Mode | None = None
-        self._entered = False
+        self._on = False
+        self._engine: Replaced | None = None
+        self._repeated = RepeatedOps()
         self._hooks: list[_OpBackward] = []
         self._parent: str | None = None
         self._specs: dict[Any, tuple[str, int, bool, bool] | None] = {}  # what `wanted` says, as the compiled watch reads it
@@ -66,10 +66,8 @@ class OpTap:
         return learned(native).OpWatch(
             names=self._specs,
             learn=self._learn,
-            run_backward=self._run_backward,
-            backward_method=_BACKWARD,
             fault=self._guard.take,
-            recomputing=partial(_recomputing, depth=1),
+            repeats=self._repeated.number,
             micro=wanted.micro,
             stacks=None if self._stacks is None else self._stacks.table,
             inside=self._inside,
@@ -88,10 +86,6 @@ class OpTap:
         self._specs[func] = spec
         return spec
 
-    def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        mode = self._mode
-        return torch.autograd.backward(*args, **kwargs) if mode is None else mode.run_backward(*args, **kwargs)
-
     @property
     def parent(self) -> str | None:
         """Where calls outside every module belong: "optimizer", "clip_grad"."""
@@ -106,29 +100,61 @@ class OpTap:
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Nothing to learn: ops have no owner."""
 
+    @property
+    def on(self) -> bool:
+        """Whether calls are taken, apart from compiled code and the moments at which torch itself holds the mode back."""
+        return self._on
+
     def begin(self, tape: Tape) -> None:
-        """Enter the mode."""
-        self.switch(False)  # where a fault ended a step inside a torch call, the mode stayed asleep
+        """Put the mode on, and have it put on in backward passes."""
+        if self._mode is not None:
+            take_off(self._mode)  # where a fault ended a step inside a torch call, torch put the mode back after that
         self._tape = tape
+        self._repeated.begin(tape)
         watch: Any = self._watch if tape.eye is not None else None
         if watch is not None:
             watch.begin(tape, tape.eye, tape.calls)
         self._mode = _Mode(self, watch)
-        self._mode.__enter__()
-        self._entered = True
+        autograd: Any = torch.autograd
+        self._engine = Replaced(autograd, "_engine_run_backward", self._with_mode(autograd._engine_run_backward))
+        keep_apart(self)
+        self.switch(True)
 
     def switch(self, on: bool) -> None:
-        """Leave the mode for a while (compiled regions) and enter it again."""
-        if self._mode is None or on == self._entered:
-            return
-        if on:
-            self._mode.__enter__()
-        else:
-            self._mode.__exit__(None, None, None)
-        self._entered = on
+        """Take no calls for a while, or take them again."""
+        if self._mode is not None and on != self._on:
+            self._on = on
+            put_on(self._mode) if on else take_off(self._mode)
+
+    def step_aside(self) -> bool:
+        """Take the mode away from compiled code; False where it is not on."""
+        return self._mode is not None and take_off(self._mode)
+
+    def step_back(self) -> None:
+        """Put the mode on again."""
+        if self._mode is not None and self._on:
+            put_on(self._mode)
+
+    def _with_mode(self, original: Any) -> Any:
+        """Return the run of autograd's engine with the mode on, so that forwards run again inside it are seen.
+
+        Torch takes a mode off while it handles `Tensor.backward`, and what that calls would be unseen.
+        """
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            mode = self._mode
+            if run_backward.ended or not self._on or mode is None or is_on(mode):  # type: ignore[attr-defined]
+                return original(*args, **kwargs)
+            put_on(mode)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                take_off(mode)
+
+        return run_backward
 
     def pause(self) -> None:
-        """Take no forward calls for a while (compiled regions call `switch`)."""
+        """Take no forward calls for a while."""
         self.switch(False)
 
     def resume(self) -> None:
@@ -136,19 +162,27 @@ class OpTap:
         self.switch(True)
 
     def end(self, again: bool = False) -> None:
-        """Leave the mode and let go of the hooks on autograd nodes.
+        """Take the mode off and let go of the hooks on autograd nodes.
 
         Inside a torch call, where a fault of the tool ends the step, torch itself has taken the mode off for that
         long and will put it back: it stays, asleep, until the next `end` or `begin`.
         """
         self._tape = None
+        self._repeated.end()
+        forget(self)
+        if self._engine is not None:
+            self._engine.back()
+            self._engine = None
         if self._watch is not None:
             self._watch.end()
         for hook in self._hooks:
             hook.forget()
         self._hooks.clear()
-        if self._mode is not None and not self._mode.handling():
-            self.switch(False)
+        self._on = False
+        if self._mode is None:
+            return
+        take_off(self._mode)
+        if not self._mode.handling():
             self._mode.__dict__.pop("__torch_function__", None)
             self._mode = None
 
@@ -172,12 +206,18 @@ class OpTap:
         assert tape is not None
         inside = self._inside
         parent: Call | str | None = inside[-1] if inside else self.parent
-        phase = "recompute" if _current_graph_task_id() != -1 and _recomputing(parent) else "forward"
+        again = None
+        if _current_graph_task_id() != -1:
+            again = self._repeated.number(name.name, parent)
+            if again is None:
+                return None  # what Python does in a backward pass is no forward
+        phase = "forward" if again is None else "recompute"
         micro = parent.micro if phase == "recompute" and isinstance(parent, Call) else tape.micro
         if not self._plan.micro(micro or 0):
             return None
         text = name.name
-        call = Call("op", text, tape.count(text, phase), phase, micro=micro, parent=parent)
+        number = tape.count(text, "forward") if again is None or again < 0 else again
+        call = Call("op", text, number, phase, micro=micro, parent=parent)
         if self._stacks is not None:
             call.stack = self._stacks.capture(inside[-1].stack if inside else -1, self._module_code, 5)
         if self._forward:
@@ -282,8 +322,6 @@ class _Mode(TorchFunctionMode):
         except KeyError:
             wanted = self._guard.run(self._tap.wanted, func)
         if wanted is None or self._tap._tape is None:
-            if func is _BACKWARD:
-                return self.run_backward(*args, **(kwargs or {}))
             return func(*args, **kwargs) if kwargs else func(*args)
         name, flags = wanted
         guard = self._guard
@@ -293,24 +331,3 @@ class _Mode(TorchFunctionMode):
         if call is not None:
             guard.run(self._tap.after, name, flags, call, floor, args, out)
         return out
-
-    def run_backward(
-        self, tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-    ) -> Any:
-        """Run `Tensor.backward` with the mode on, so that forwards run again inside it are seen."""
-        with self:
-            return torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
-
-
-_BACKWARD = torch.Tensor.backward
-
-
-def _recomputing(parent: Call | str | None, depth: int = 5) -> bool:
-    if isinstance(parent, Call):
-        return parent.phase == "recompute"
-    frame = sys._getframe(depth)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_RECOMPUTING):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

@@ -27,7 +27,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *guard, *fault, *run_compiled, *other_thread, *odd_edges, *edge_of, *places, *contribution, *grad_enabled, *stacks, *stack;
+    PyObject *guard, *fault, *other_thread, *odd_edges, *edge_of, *places, *contribution, *grad_enabled, *stacks, *stack;
     PyObject *untouched, *graph;
     PyObject *tape, *calls, *forwards, *arrived, *gradient_calls, *open; /* of the step, NULL otherwise */
     PyObject *backward_micro; /* the micro-batch whose gradients passed last: under 1F1B it is not the one that ran forward last */

@@ -4,7 +4,7 @@
 
 static PyTypeObject *watch_type, *parameter_type;
 static PyObject *t_module, *t_parameter, *t_forward, *t_recompute, *t_backward, *t_micro, *t_name, *t_cls, *t_flags, *t_selected,
-    *t_compiled, *t_parameters, *t_tripped, *t_begins, *t_flush;
+    *t_parameters, *t_tripped, *t_begins, *t_flush;
 
 PyObject *joined_name(PyObject *name, PyObject *cls, PyObject *phase, Py_ssize_t number, const char *rest) {
     return PyUnicode_FromFormat("Module.%U.%U.%U.%zd.%s", name, cls, phase, number, rest);
@@ -220,11 +220,6 @@ static PyObject *run_recorded(ModuleWatch *self, Info *info, PyObject *const *ar
 
 static PyObject *run(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 5) return PyErr_Format(PyExc_TypeError, "run takes info, original, module, args, kwargs; got %zd", nargs);
-    PyObject *compiled = PyObject_GetAttr(args[0], t_compiled);
-    int other = compiled ? compiled == Py_True : -1;
-    Py_XDECREF(compiled);
-    if (other < 0) return NULL;
-    if (other) return PyObject_CallFunctionObjArgs(self->run_compiled, args[0], args[1], args[2], args[3], args[4], NULL);
     int on = recording(self);
     if (on < 0) return NULL;
     if (!on) return call_original(args[1], args[2], args[3], args[4]);
@@ -363,21 +358,21 @@ static PyObject *watch_begin(ModuleWatch *self, PyObject *args) {
     return self->forwards && self->gradient_calls && self->open && self->by_node ? Py_NewRef(Py_None) : NULL;
 }
 
-#define HELD 12
+#define HELD 11
 static void held(ModuleWatch *self, PyObject **places[HELD]) {
-    PyObject **all[HELD] = {&self->guard, &self->fault, &self->run_compiled, &self->other_thread, &self->odd_edges, &self->edge_of,
+    PyObject **all[HELD] = {&self->guard, &self->fault, &self->other_thread, &self->odd_edges, &self->edge_of,
                             &self->places, &self->contribution, &self->gate.function, &self->grad_enabled, &self->stacks, &self->stack};
     for (int i = 0; i < HELD; i++) places[i] = all[i];
 }
 
 static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"guard", "fault", "run_compiled", "other_thread", "odd_edges", "edge_of", "places", "contribution", "micro",
+    static char *names[] = {"guard", "fault", "other_thread", "odd_edges", "edge_of", "places", "contribution", "micro",
                             "grad_enabled", "stacks", "stack", "plain", "untouched", "stop", "forward", "backward", "inputs", "kwargs",
                             "parameters", "outputs", "recompute", NULL};
     PyObject *o[HELD], *plain[2], *untouched, *stop, **places[HELD];
     ModuleWatch w;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOOOOOO!(OO)UOppppppp", names, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6],
-                                     &o[7], &o[8], &o[9], &o[10], &PyList_Type, &o[11], &plain[0], &plain[1], &untouched, &stop, &w.forward,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOOOOO!(OO)UOppppppp", names, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6],
+                                     &o[7], &o[8], &o[9], &PyList_Type, &o[10], &plain[0], &plain[1], &untouched, &stop, &w.forward,
                                      &w.backward, &w.inputs, &w.kwargs, &w.parameters, &w.outputs, &w.recompute))
         return NULL;
     ModuleWatch *self = (ModuleWatch *)PyType_GenericAlloc(type, 0);
@@ -449,7 +444,7 @@ int modules_fill(PyObject *module) {
         const char *text;
     } names[] = {{&t_module, "module"}, {&t_parameter, "parameter"}, {&t_forward, "forward"}, {&t_recompute, "recompute"},
                  {&t_backward, "backward"}, {&t_micro, "micro"}, {&t_name, "name"}, {&t_cls, "cls"}, {&t_flags, "flags"},
-                 {&t_selected, "selected"}, {&t_compiled, "compiled"}, {&t_parameters, "parameters"}, {&t_tripped, "tripped"},
+                 {&t_selected, "selected"}, {&t_parameters, "parameters"}, {&t_tripped, "tripped"},
                  {&t_begins, "forward_begins"}, {&t_flush, "flush"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;

@@ -8,8 +8,8 @@ typedef struct OpHook OpHook;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *names, *learn, *run_backward, *backward_method, *fault, *recomputing, *stacks, *inside, *parent;
-    PyObject *tape, *calls, *counts[2]; /* of the step that is being collected, NULL otherwise */
+    PyObject *names, *learn, *fault, *repeats, *stacks, *inside, *parent;
+    PyObject *tape, *calls, *counts; /* of the step that is being collected, NULL otherwise */
     Tape *eye;
     MicroGate gate;
     OpHook **hooks;
@@ -88,12 +88,12 @@ int give_to_guard(PyObject *fault) {
 
 /* ---- before and after a call --------------------------------------------------------------------------------------------- */
 
-static Py_ssize_t counted(OpWatch *self, PyObject *name, int recompute) {
-    PyObject *counts = self->counts[recompute], *known = PyDict_GetItemWithError(counts, name);
+static Py_ssize_t counted(OpWatch *self, PyObject *name) {
+    PyObject *known = PyDict_GetItemWithError(self->counts, name);
     if (!known && PyErr_Occurred()) return -1;
     Py_ssize_t n = known ? PyLong_AsSsize_t(known) : 0;
     PyObject *next = PyLong_FromSsize_t(n + 1);
-    int failed = !next || PyDict_SetItem(counts, name, next);
+    int failed = !next || PyDict_SetItem(self->counts, name, next);
     Py_XDECREF(next);
     return failed ? -1 : n;
 }
@@ -135,19 +135,20 @@ static int look_at_inputs(OpWatch *self, Call *call, long flags, PyObject *args,
 static Call *before(OpWatch *self, PyObject *name, long flags, PyObject *args, PyObject *kwargs) {
     Py_ssize_t running = PyList_Size(self->inside);
     PyObject *above = running > 0 ? PyList_GetItem(self->inside, running - 1) : NULL, *parent = above ? above : self->parent;
-    PyObject *micro = NULL;
-    int recompute = 0;
+    PyObject *micro = NULL, *again = NULL;
+    Py_ssize_t number = -1, stack = -1;
     Call *call = NULL;
     if (graph_task_now() != -1) {
-        PyObject *again = PyObject_CallFunctionObjArgs(self->recomputing, parent ? parent : Py_None, NULL);
-        recompute = again ? PyObject_IsTrue(again) : -1;
-        Py_XDECREF(again);
+        again = PyObject_CallFunctionObjArgs(self->repeats, name, parent ? parent : Py_None, NULL);
+        if (!again || again == Py_None) goto done; /* what Python does in a backward pass is no forward */
+        number = PyLong_AsSsize_t(again);
     }
-    if (recompute < 0 || PyErr_Occurred()) goto done;
+    if (PyErr_Occurred()) goto done;
+    int recompute = again != NULL;
     if (recompute && parent && Py_TYPE(parent) == call_type) micro = Py_XNewRef(((Call *)parent)->micro);
     if (!micro) micro = PyObject_GetAttr(self->tape, t_micro);
     if (!micro || micro_is_wanted(&self->gate, micro) <= 0) goto done;
-    Py_ssize_t number = counted(self, name, recompute), stack = -1;
+    if (number < 0) number = counted(self, name);
     if (number < 0) goto done;
     if (self->stacks != Py_None) {
         Py_ssize_t base = above && Py_TYPE(above) == call_type ? ((Call *)above)->stack : -1;
@@ -162,6 +163,7 @@ static Call *before(OpWatch *self, PyObject *name, long flags, PyObject *args, P
         call = NULL;
     }
 done:
+    Py_XDECREF(again);
     Py_XDECREF(micro);
     return call;
 }
@@ -293,9 +295,7 @@ static PyObject *handle(OpWatch *self, PyObject *const *args, Py_ssize_t nargs) 
     if (!spec) {
         out = NULL;
     } else if (spec == Py_None) {
-        out = func == self->backward_method && self->eye && PyTuple_Check(args[2])
-                  ? PyObject_Call(self->run_backward, args[2], kwargs == Py_None ? NULL : kwargs)
-                  : call_it(func, args[2], kwargs);
+        out = call_it(func, args[2], kwargs);
     } else {
         out = handle_wanted(self, spec, func, args[2], kwargs);
     }
@@ -380,8 +380,7 @@ static PyObject *watch_end(OpWatch *self, PyObject *unused) {
     Py_CLEAR(self->tape);
     Py_CLEAR(self->eye);
     Py_CLEAR(self->calls);
-    Py_CLEAR(self->counts[0]);
-    Py_CLEAR(self->counts[1]);
+    Py_CLEAR(self->counts);
     Py_CLEAR(self->gate.micro);
     return Py_NewRef(Py_None);
 }
@@ -392,24 +391,23 @@ static PyObject *watch_begin(OpWatch *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OO!O!", &tape, tape_type, &eye, &PyList_Type, &calls)) return NULL;
     Py_XDECREF(watch_end(self, NULL));
     self->tape = Py_NewRef(tape), self->eye = (Tape *)Py_NewRef(eye), self->calls = Py_NewRef(calls);
-    self->counts[0] = PyDict_New(), self->counts[1] = PyDict_New();
-    return self->counts[0] && self->counts[1] ? Py_NewRef(Py_None) : NULL;
+    self->counts = PyDict_New();
+    return self->counts ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"names", "learn", "run_backward", "backward_method", "fault", "recomputing", "micro", "stacks", "inside",
-                            "stop", "forward", "backward", "inputs", "kwargs", "outputs", "recompute", NULL};
-    PyObject *o[9], *stop;
+    static char *names[] = {"names", "learn", "fault", "repeats", "micro", "stacks", "inside", "stop",
+                            "forward", "backward", "inputs", "kwargs", "outputs", "recompute", NULL};
+    PyObject *o[7], *stop;
     OpWatch w;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOOOOO!Opppppp", names, &PyDict_Type, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5],
-                                     &o[6], &o[7], &PyList_Type, &o[8], &stop, &w.forward, &w.backward, &w.inputs, &w.kwargs, &w.outputs,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOOO!Opppppp", names, &PyDict_Type, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5],
+                                     &PyList_Type, &o[6], &stop, &w.forward, &w.backward, &w.inputs, &w.kwargs, &w.outputs,
                                      &w.recompute))
         return NULL;
     OpWatch *self = (OpWatch *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
-    PyObject **places[] = {&self->names, &self->learn, &self->run_backward, &self->backward_method, &self->fault, &self->recomputing,
-                           &self->gate.function, &self->stacks, &self->inside};
-    for (int i = 0; i < 9; i++) *places[i] = Py_NewRef(o[i]);
+    PyObject **places[] = {&self->names, &self->learn, &self->fault, &self->repeats, &self->gate.function, &self->stacks, &self->inside};
+    for (int i = 0; i < 7; i++) *places[i] = Py_NewRef(o[i]);
     self->stop = PyLong_AsVoidPtr(stop);
     if (!self->stop) self->stop = self; /* no frame and no code object */
     self->forward = w.forward, self->backward = w.backward, self->inputs = w.inputs, self->kwargs = w.kwargs;
@@ -419,7 +417,7 @@ static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static int watch_traverse(OpWatch *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)self));
-    PyObject *held[] = {self->names, self->learn, self->run_backward, self->fault, self->recomputing, self->gate.function, self->inside,
+    PyObject *held[] = {self->names, self->learn, self->fault, self->repeats, self->gate.function, self->inside,
                         self->parent, self->tape, (PyObject *)self->eye, self->calls};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_VISIT(held[i]);
     return 0;
@@ -427,8 +425,8 @@ static int watch_traverse(OpWatch *self, visitproc visit, void *arg) {
 
 static int watch_clear(OpWatch *self) {
     Py_XDECREF(watch_end(self, NULL));
-    PyObject **held[] = {&self->names, &self->learn, &self->run_backward, &self->backward_method, &self->fault, &self->recomputing,
-                         &self->gate.function, &self->stacks, &self->inside, &self->parent};
+    PyObject **held[] = {&self->names, &self->learn, &self->fault, &self->repeats, &self->gate.function, &self->stacks, &self->inside,
+                         &self->parent};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);
     return 0;
 }
