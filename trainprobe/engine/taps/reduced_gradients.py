@@ -19,6 +19,7 @@ from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.unreduced import UnreducedTap
 
 _STEP = 0.6180339887498949
+_BLOCK = 1 << 22  # elements at a time: the weights of a whole embedding would not fit beside it
 
 
 class ReducedGradients:
@@ -50,7 +51,7 @@ class ReducedGradients:
             for p in parameters:
                 arrived = self._sums.pop(id(p), None)
                 if arrived is not None and type(p.grad) is Tensor and p.grad.dtype in (torch.float32, torch.float64):
-                    row = [arrived, _product(p.grad), p.grad.double().norm()]
+                    row = [arrived, _product(p.grad), torch.linalg.vector_norm(p.grad, dtype=torch.float64)]
                     self._told.append((names[id(p)], torch.stack(row)))
 
     def take(self) -> tuple[Reduction, ...]:
@@ -71,5 +72,10 @@ class ReducedGradients:
 
 
 def _product(t: Tensor) -> Tensor:
-    places = torch.arange(t.numel(), dtype=torch.float64, device=t.device)
-    return places.mul_(_STEP).sin_() @ t.detach().double().reshape(-1)
+    flat = t.detach().reshape(-1)
+    total = torch.zeros((), dtype=torch.float64, device=t.device)
+    for begin in range(0, flat.numel(), _BLOCK):
+        piece = flat[begin : begin + _BLOCK].double()
+        places = torch.arange(begin, begin + piece.numel(), dtype=torch.float64, device=t.device)
+        total += places.mul_(_STEP).sin_() @ piece
+    return total
