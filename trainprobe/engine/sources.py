@@ -6,14 +6,25 @@ that knows; the taps and the audit ask only Sources. A Source hands out tensors 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trainprobe.engine.topology import axis_of
 
 if TYPE_CHECKING:
     from trainprobe.engine.flat_parameters import Stretch
+
+SORTS = frozenset({"value", "gradient", "state"})
+GRADIENTS = frozenset({"grad", "grad_unreduced", "grad_unclipped"})
+
+
+def sort_of(slot: str) -> str:
+    """Return the sort of tensor that stands in a slot of a part: "value", "gradient" or "state"."""
+    if slot in ("value", "main_value"):
+        return "value"
+    return "gradient" if slot in GRADIENTS else "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +44,7 @@ class Shard:
     within: Shard | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One tensor of one parameter in this process.
 
     name: the parameter's logical name. slot: "value", "grad" (as the optimizer sees it), "grad_unreduced", "grad_unclipped",
@@ -90,16 +100,20 @@ class PlainSource:
         others = [other for other in self.optimizers if other is not optimizer]
         self._others = {id(p) for other in others for group in other.param_groups for p in group["params"]} - own
 
-    def parts(self, moment: str) -> Iterator[Part]:
-        """Yield value, grad and state of each parameter."""
-        for p in self.parameters:
+    def parts(self, moment: str, sorts: Collection[str] = SORTS) -> Iterator[Part]:
+        """Yield value, grad and state of each parameter. sorts: which of these are asked for; the others are not looked for."""
+        values, gradients = "value" in sorts, moment == "before_step" and "gradient" in sorts
+        asked = self.optimizers if "state" in sorts else ()  # by id, because a tensor is slow as the key of a look-up
+        states = [{id(p): state for p, state in optimizer.state.items()} for optimizer in asked]
+        for p in self.parameters if values or gradients or states else ():
             if id(p) in self._others:
                 continue
-            yield from self._pieces(p, "value", p)
-            if moment == "before_step":
+            if values:
+                yield from self._pieces(p, "value", p)
+            if gradients:
                 yield from self.gradients(p, "grad")
-            for optimizer in self.optimizers:
-                for slot, tensor in (optimizer.state.get(p) or {}).items() if p in optimizer.state else ():
+            for state in states:
+                for slot, tensor in (state.get(id(p)) or {}).items():
                     if hasattr(tensor, "shape"):
                         yield from self._pieces(p, str(slot), tensor)
 
@@ -108,11 +122,13 @@ class PlainSource:
         if p.grad is not None:
             yield from self._pieces(p, slot, p.grad)
 
-    def _pieces(self, p: Any, slot: str, tensor: Any) -> Iterator[Part]:
+    def _pieces(self, p: Any, slot: str, tensor: Any) -> Iterable[Part]:
         stretches = self.stretches.get(id(p))
         if stretches is None:
-            yield Part(self.names[id(p)], slot, tensor, mesh_shard(p) if slot == "value" else None)
-            return
+            return (Part(self.names[id(p)], slot, tensor, mesh_shard(p) if slot == "value" and _spread(type(p)) else None),)
+        return self._stretched(p, slot, tensor, stretches)
+
+    def _stretched(self, p: Any, slot: str, tensor: Any, stretches: list[Stretch]) -> Iterator[Part]:
         for stretch in stretches:
             if stretch.count and tensor.shape == p.shape:
                 yield Part(stretch.name, slot, stretch.of(tensor), stretch.shard)
@@ -128,6 +144,12 @@ class PlainSource:
                 if isinstance(lr, float | int):
                     out["lr" if i == j == 0 else f"lr/{i}.{j}" if i else f"lr/{j}"] = float(lr)
         return out
+
+
+@cache
+def _spread(kind: type) -> bool:
+    """Tell whether tensors of a kind say how they are spread over processes, as DTensor does."""
+    return hasattr(kind, "placements")
 
 
 def mesh_shard(t: Any) -> Shard | None:

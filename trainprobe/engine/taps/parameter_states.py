@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.flat_parameters import Stretch, handles_of, stretches_of
 from trainprobe.engine.records import Call, Reel, Value
-from trainprobe.engine.sources import Part, PlainSource, Shard, Source
+from trainprobe.engine.sources import SORTS, Part, PlainSource, Shard, Source, sort_of
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.unscaling import Scaled, unscale
-
-GRADIENTS = frozenset({"grad", "grad_unreduced", "grad_unclipped"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +34,15 @@ class StatesWanted:
     every: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
+class _Asked(NamedTuple):
+    """What is wanted of one slot of one parameter: flags of the tape, those of its update, and its name after the step."""
+
+    flags: int
+    update: int
+    sort: str
+    after: str
+
+
 class ParameterStateTap:
     """Asks its Source at each moment for what this process holds and hands it to the tape.
 
@@ -49,7 +56,8 @@ class ParameterStateTap:
         self.more = 0
         self._wanted = wanted
         self._names = names
-        self._flags: dict[tuple[str, str], int] = {}
+        self._known: dict[tuple[str, str], _Asked] = {}
+        self._anywhere: tuple[set[str], bool] | None = None  # sorts that are wanted of any parameter, and whether updates are
         self._plain: PlainSource | None = None
         self._tape: Tape | None = None
         self._calls: dict[tuple[str, str, int], Call] = {}
@@ -73,11 +81,13 @@ class ParameterStateTap:
                     seen.add(id(p))
                     parameters.append(p)
         self._plain = PlainSource(names, parameters, optimizers, *_flattened(models, names))
+        self._anywhere = None
 
     def change(self, wanted: StatesWanted) -> None:
         """Take these from the next step on."""
         self._wanted = wanted
-        self._flags.clear()
+        self._known.clear()
+        self._anywhere = None
 
     @property
     def parameters(self) -> list[Any]:
@@ -163,20 +173,22 @@ class ParameterStateTap:
             return
         if self.more:
             tape.forget_all()  # a write through `.data`, or by a collective, leaves no trace: the audit looks again
-        if name == "after_step":
+        after = name == "after_step"
+        if after:
             tape.forget_all()  # fused optimizers write without a trace in the version counters
+        due = self._due()
+        plain = self._plain if source is self._plain else None
         with DisableTorchFunction():
-            for part in source.parts(name):
-                slot = f"{part.slot}_after" if name == "after_step" else part.slot
-                flags = self._flags.get((part.name, part.slot))
-                if flags is None:
-                    flags = self._flags[part.name, part.slot] = self._wanted_of(part.slot)(part.name)
-                flags = (flags if self._due(_sort(part.slot)) else 0) | self.more
-                self._update(tape, name, part)
+            for part in source.parts(name) if plain is None else plain.parts(name, self._asked(due)):
+                asked = self._known.get((part.name, part.slot)) or self._learn(part.name, part.slot)
+                if asked.update and "update" in due:
+                    self._update(tape, name, part, asked.update)
+                flags = (asked.flags if asked.sort in due else 0) | self.more
                 if flags:
+                    slot = asked.after if after else part.slot
                     call = self._keep(tape, name, part, slot, flags)
-                    plain = self._scale if part.slot == "grad" and source is self._plain else None
-                    self._divide(call, slot, part.scale if part.scale != 1.0 else plain)
+                    scale = self._scale if part.slot == "grad" and plain is not None else None
+                    self._divide(call, slot, part.scale if part.scale != 1.0 else scale)
             if name == "before_step":
                 for key, number in source.scalars().items():
                     tape.scalars.setdefault(key, number)
@@ -225,16 +237,33 @@ class ParameterStateTap:
             for part in source.parts("after_step") if source is not None else ():
                 yield (part.name, part.slot), tape.tree(part.tensor, STATS | CHECKSUM)
 
-    def _due(self, sort: str) -> bool:
-        return self._collected % self._wanted.every.get(sort, 1) == 0
+    def _due(self) -> frozenset[str]:
+        """Return what this step is one of the steps for: sorts of tensors, and "update"."""
+        every = self._wanted.every
+        return frozenset(sort for sort in (*SORTS, "update") if self._collected % every.get(sort, 1) == 0)
 
-    def _update(self, tape: Tape, moment: str, part: Part) -> None:
+    def _asked(self, due: frozenset[str]) -> frozenset[str]:
+        """Return the sorts of tensors that are wanted of any parameter now; of the others none needs to be found."""
+        if self.more:
+            return SORTS
+        if self._anywhere is None and self._plain is not None:
+            stretches = [stretch.name for held in self._plain.stretches.values() for stretch in held]
+            names = dict.fromkeys([*self._plain.names.values(), *stretches])
+            known = [self._learn(name, slot) for name in names for slot in ("value", "grad", "")]
+            self._anywhere = {asked.sort for asked in known if asked.flags}, any(asked.update for asked in known)
+        sorts, updates = self._anywhere or (set[str](), False)
+        return frozenset((sorts & due) | ({"value"} if updates and "update" in due else set[str]()))
+
+    def _learn(self, name: str, slot: str) -> _Asked:
+        sort = sort_of(slot)
+        update = self._wanted.update(name) if sort == "value" else 0
+        asked = self._known[name, slot] = _Asked(self._wanted_of(slot)(name), update, sort, f"{slot}_after")
+        return asked
+
+    def _update(self, tape: Tape, moment: str, part: Part, flags: int) -> None:
         """Record value after the step minus value before it, in the tensor's own dtype; the master weight's too."""
-        if part.slot not in ("value", "main_value") or not self._due("update"):
-            return
-        flags = self._wanted.update(part.name)
         key = f"{part.name}|{part.slot}"
-        if not flags or (moment == "after_step" and key not in self._before):
+        if moment == "after_step" and key not in self._before:
             return
         inner = part.tensor if type(part.tensor) in tape.library.plain else tape.library.special(part.tensor)[0]
         if inner is None:
@@ -250,7 +279,7 @@ class ParameterStateTap:
     def _wanted_of(self, slot: str) -> Callable[[str], int]:
         if slot in self._wanted.without:
             return lambda name: 0
-        return {"value": self._wanted.value, "gradient": self._wanted.gradient, "state": self._wanted.state}[_sort(slot)]
+        return {"value": self._wanted.value, "gradient": self._wanted.gradient, "state": self._wanted.state}[sort_of(slot)]
 
     def _call(self, tape: Tape, moment: str, name: str, number: int = 0) -> Call:
         call = self._calls.get((moment, name, number))
@@ -269,12 +298,6 @@ def _flattened(models: list[Any], names: dict[int, str]) -> tuple[dict[int, list
         for stretch in own:
             stepped.setdefault(id(stretch.owner), []).append(stretch)
     return stepped, flat
-
-
-def _sort(slot: str) -> str:
-    if slot in ("value", "main_value"):
-        return "value"
-    return "gradient" if slot in GRADIENTS else "state"
 
 
 def _shard(shard: Shard) -> dict[str, Any]:
