@@ -74,6 +74,7 @@ class Tracks:
         self._spot_of: list[int] = []
         self._spot_array: I64 = np.zeros(0, dtype=np.int64)
         self._layouts: dict[tuple[bytes, tuple[str, ...]], I64] = {}
+        self._arrays: dict[bytes, I64] = {}
 
     def spot(self, spot: Spot, dimensions: int = 0, dtype: str = "") -> int:
         """Return the number of a spot."""
@@ -110,6 +111,15 @@ class Tracks:
             flat = [self.track(s, name) for s in spots.tolist() for name in statistics]
             found = self._layouts[key] = np.array(flat, dtype=np.int64)
         return found
+
+    def same(self, at: I64) -> I64:
+        """Return an equal array that was handed in before, or this one: steps repeat, and what is worked out of an array, such
+        as the places that a rule looks at, is remembered by the array itself. It must not be written to.
+        """
+        if len(self._arrays) > 16:
+            self._arrays.clear()
+        at.flags.writeable = False
+        return self._arrays.setdefault(at.tobytes(), at)
 
     def __len__(self) -> int:
         return len(self.tracks)
@@ -313,7 +323,7 @@ def _with_scalars(
         step,
         place,
         tracks,
-        np.concatenate([at, np.array([tracks.track(s, "value") for s in extra], dtype=np.int64)]),
+        tracks.same(np.concatenate([at, np.array([tracks.track(s, "value") for s in extra], dtype=np.int64)])),
         np.concatenate([values, numbers]),
         np.concatenate([spots, np.array(extra, dtype=np.int64)]),
         np.concatenate([bad, worse]),

@@ -7,8 +7,8 @@ on restarts.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import I64, Bools, Frame, Picker, Selection, Spot, Track, Tracks
 
+T = TypeVar("T")
 _DTYPES = {"float64", "int64", "bool"}
 
 
@@ -27,16 +28,37 @@ class Memory:
         self.arrays: dict[str, npt.NDArray[Any]] = {}
         self.numbers: dict[str, float] = {}
         self.scratch: dict[Any, Any] = {}  # what can be worked out again: never written
+        self._watched: dict[Any, tuple[I64, I64, I64]] = {}  # answers of `watch` by what it was asked
         self._rows: I64 = np.zeros(0, dtype=np.int64)  # track number → row, for one Tracks table
         self._table: Tracks | None = None
 
     def watch(self, frame: Frame, selections: Sequence[Selection]) -> tuple[I64, I64]:
-        """Return the places in `frame.at` that the selections want, [k], and their rows, [k]."""
-        picker = self.scratch.setdefault((id(frame.tracks), tuple(selections)), None)
+        """Return the places in `frame.at` that the selections want, [k], and their rows, [k].
+
+        For one and the same `frame.at` they are the same arrays again, so that more can be remembered with them (`worked_out`).
+        """
+        chosen = tuple(selections)
+        known = self._watched.get((id(frame.at), chosen))
+        if known is not None and known[0] is frame.at:
+            return known[1:]
+        picker = self.scratch.setdefault((id(frame.tracks), chosen), None)
         if picker is None:
-            picker = self.scratch[id(frame.tracks), tuple(selections)] = Picker(selections)
+            picker = self.scratch[id(frame.tracks), chosen] = Picker(selections)
         places = picker.pick(frame)
-        return places, self.rows(frame.tracks, frame.at[places])
+        rows = self.rows(frame.tracks, frame.at[places])
+        if len(self._watched) > 16:
+            self._watched.clear()
+        self._watched[id(frame.at), chosen] = frame.at, places, rows
+        return places, rows
+
+    def worked_out(self, name: str, places: I64, work: Callable[[], T]) -> T:
+        """Return what `work` makes of places that `watch` returned; it is asked once for each array of places."""
+        known = self.scratch.get((name, id(places)))
+        if known is None or known[0] is not places:
+            if len(self.scratch) > 64:
+                self.scratch.clear()
+            known = self.scratch[name, id(places)] = places, work()
+        return known[1]
 
     def rows(self, tracks: Tracks, at: I64) -> I64:
         """Return the row of each track number, [n], making rows for new ones."""

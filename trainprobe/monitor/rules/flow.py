@@ -11,6 +11,7 @@ Sources: Hochreiter (1991), Bengio, Simard and Frasconi (1994); the log-linear f
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -37,37 +38,66 @@ class Options(RuleOptions):
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Fit each family of layers and find the ones whose gradient explodes or vanishes."""
     places, _ = memory.watch(frame, [Selection(("parameter",), ("grad",), ("norm",), options.names)])
-    families = _families(frame, memory, places)
-    deep = {name: family for name, family in families.items() if len(family[1]) >= options.layers}
-    fits = {name: _fit(frame.values[where], layers) for name, (where, layers) in deep.items()}
-    if not fits:
+    families = memory.worked_out(f"families {options.layers}", places, lambda: _families(frame, memory, places, options.layers))
+    if families is None:
         return []
-    rows = np.array([memory.row(name) for name in fits])
-    broken = np.array([abs(slope) * depth > np.log(options.limit) and fit > 0.7 for slope, depth, fit in fits.values()])
-    ripe = memory.newly("flow", rows, memory.lasting("broken", rows, broken) >= options.patience)
+    limit = np.log(options.limit)
+    fits: dict[int, Fit] = {}
+    for i in np.flatnonzero(_changes(frame.values[families.places], families) > limit * 0.999).tolist():
+        fits[i] = _fit(frame.values[families.members[i][0]], families.members[i][1])
+    broken = np.zeros(len(families.names), dtype=bool)
+    broken[[i for i, (slope, depth, fit) in fits.items() if abs(slope) * depth > limit and fit > 0.7]] = True
+    ripe = memory.newly("flow", families.rows, memory.lasting("broken", families.rows, broken) >= options.patience)
     if not ripe.any():
         return []
-    found = [name for name, is_ripe in zip(fits, ripe, strict=True) if is_ripe]
-    worst = max(found, key=lambda name: abs(fits[name][0]) * fits[name][1])
-    return [_finding(frame, options, worst, fits[worst], int(families[worst][0][0]), len(found))]
+    found = np.flatnonzero(ripe).tolist()
+    worst = max(found, key=lambda i: abs(fits[i][0]) * fits[i][1])
+    return [_finding(frame, options, families.names[worst], fits[worst], int(families.members[worst][0][0]), len(found))]
 
 
-def _families(frame: Frame, memory: Memory, places: I64) -> dict[str, tuple[I64, I64]]:
-    """Return family → (places in the frame, layer numbers); remembered as long as steps look alike."""
-    key = (id(frame.tracks), places.tobytes(), frame.at[places].tobytes())
-    if memory.scratch.get("key") == key:
-        return memory.scratch["families"]
+@dataclass(frozen=True, slots=True, eq=False)
+class Families:
+    """names, rows: of each family, and its row in the memory. members: (places in the frame, layer numbers) of each.
+
+    places: those of all families, one after the other; begins: where each begins. reach: see `_changes`.
+    """
+
+    names: list[str]
+    rows: I64
+    members: list[tuple[I64, I64]]
+    places: I64
+    begins: I64
+    reach: F64
+
+
+def _changes(norms: F64, families: Families) -> F64:
+    """Return for each family a number that |b|·(L-1) cannot exceed, +inf where not all gradients are finite and not zero.
+
+    |b| = |x·y| / x·x ≤ ‖y‖ / ‖x‖ with x and y about their means, and ‖y‖ ≤ √n · (max y - min y) / 2.
+    """
+    with np.errstate(all="ignore"):
+        y = np.log(norms)
+        change = (np.maximum.reduceat(y, families.begins) - np.minimum.reduceat(y, families.begins)) * families.reach
+    return np.where(np.isfinite(change), change, np.inf)
+
+
+def _families(frame: Frame, memory: Memory, places: I64, least: int) -> Families | None:
+    """Join the gradients at `places` to families of at least so many layers, or return None where there is none."""
     groups: dict[str, list[tuple[int, int]]] = {}
     for place in places.tolist():
         name = frame.tracks.tracks[frame.at[place]].spot.name
         if match := _NUMBER.search(name):
             groups.setdefault(f"{name[: match.start()]}*{name[match.end() :]}", []).append((int(match[1]), place))
-    families = {
-        name: (np.array([p for _, p in sorted(members)]), np.array([layer for layer, _ in sorted(members)]))
-        for name, members in groups.items()
-    }
-    memory.scratch["key"], memory.scratch["families"] = key, families
-    return families
+    groups = {name: sorted(members) for name, members in groups.items() if len(members) >= max(least, 1)}
+    if not groups:
+        return None
+    members = [(np.array([p for _, p in g]), np.array([layer for layer, _ in g])) for g in groups.values()]
+    sizes = np.array([len(layers) for _, layers in members])
+    with np.errstate(all="ignore"):  # of one layer nothing can be said: its reach is NaN
+        reach = [np.ptp(x) / np.linalg.norm(x - x.mean()) * np.sqrt(x.size) / 2 for _, x in members]
+    rows = np.array([memory.row(name) for name in groups])
+    begins = np.cumsum(sizes) - sizes
+    return Families(list(groups), rows, members, np.concatenate([p for p, _ in members]), begins, np.array(reach))
 
 
 def _fit(norms: F64, layers: I64) -> Fit:

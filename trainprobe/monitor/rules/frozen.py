@@ -39,25 +39,32 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     last, values = memory.array("last", fill=np.nan), frame.values[places]
     same, new = last[rows] == values, np.isnan(last[rows])
     last[rows] = values
-    spots, member = np.unique(frame.tracks.spots_of(frame.at[places]), return_inverse=True)
-    stays = _per_spot(frame, places, member, spots.size, same)
-    addresses = [frame.tracks.spots[s] for s in spots.tolist()]
-    keys = np.array([memory.row(f"parameter\t{spot.name}\t{spot.call}") for spot in addresses])
+    addresses, keys, member, exact, short = memory.worked_out("parameters", places, lambda: _parameters(frame, memory, places))
+    stays = _per_spot(member, len(addresses), exact, same)
     ever = memory.array("ever", fill=False)
-    ever[keys] |= ~stays & (np.bincount(member, new, spots.size) == 0)
+    ever[keys] |= ~stays & (np.bincount(member, new, len(addresses)) == 0)
     pulled = _pulled(frame, addresses, stays, ever[keys])
     held = memory.lasting("still", keys, stays & pulled)
-    short = np.array([frame.tracks.short[s] for s in spots.tolist()])
     ripe = memory.newly("frozen", keys, held >= np.where(short & ever[keys], options.patience_short, options.patience))
     if not ripe.any():
         return []
     found = np.flatnonzero(ripe).tolist()
-    return [_finding(frame, options, [addresses[i] for i in found], len(spots), int(held[found[0]]))]
+    return [_finding(frame, options, [addresses[i] for i in found], len(addresses), int(held[found[0]]))]
 
 
-def _per_spot(frame: Frame, places: I64, member: I64, n: int, same: Bools) -> Bools:
-    """Tell for each parameter whether all its statistics stayed; its checksum alone decides where there is one."""
+def _parameters(frame: Frame, memory: Memory, places: I64) -> tuple[list[Spot], I64, I64, Bools, Bools]:
+    """Return the parameters at `places`, their rows; for each place its parameter, and whether a checksum stands there; and
+    which parameters are of 16 bits.
+    """
+    spots, member = np.unique(frame.tracks.spots_of(frame.at[places]), return_inverse=True)
+    addresses = [frame.tracks.spots[s] for s in spots.tolist()]
+    keys = np.array([memory.row(f"parameter\t{spot.name}\t{spot.call}") for spot in addresses])
     exact = np.array([frame.tracks.tracks[t].statistic == "checksum" for t in frame.at[places].tolist()])
+    return addresses, keys, member, exact, np.array([frame.tracks.short[s] for s in spots.tolist()])
+
+
+def _per_spot(member: I64, n: int, exact: Bools, same: Bools) -> Bools:
+    """Tell for each parameter whether all its statistics stayed; its checksum alone decides where there is one."""
     has_exact = np.bincount(member, exact, n) > 0
     moved = np.bincount(member, ~same & (exact | ~has_exact[member]), n) > 0
     return ~moved

