@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.records import Call, Phase, Place, Record, Reel, Site
+from trainprobe.engine.dumps.record_log import logged_calls, numbers_of_values
+from trainprobe.engine.records import Call, Phase, Place, Record, Reel, Site, Value
 from trainprobe.engine.reel import slots
 from trainprobe.engine.selection import Names
 from trainprobe.engine.stats import finish
@@ -75,6 +76,10 @@ class Tracks:
         self._spot_array: I64 = np.zeros(0, dtype=np.int64)
         self._layouts: dict[tuple[bytes, tuple[str, ...]], I64] = {}
         self._arrays: dict[bytes, I64] = {}
+        self.alike: dict[
+            bytes, tuple[I64, I64]
+        ] = {}  # calls as text → spots in the order of execution, numbers of their values
+        self.strange = 0
 
     def spot(self, spot: Spot, dimensions: int = 0, dtype: str = "") -> int:
         """Return the number of a spot."""
@@ -155,9 +160,8 @@ def frame_of_reel(reel: Reel, tracks: Tracks) -> Frame:
 
     They come from the partials, whatever statistics the reel was to be written with. An empty tensor is absent.
     """
-    entries = _entries(reel, tracks)
-    found, rows = [spot for _, spot, _ in entries], [row for _, _, row in entries]
-    partials, spots = reel.partials[rows], np.array(found, dtype=np.int64)
+    spots, rows = _entries(reel, tracks)
+    partials = reel.partials[rows]
     numbers = finish(partials, STATISTICS)
     numbers["zero_share"] = column(partials, "zero") / np.maximum(column(partials, "count"), 1)
     if reel.checksums is not None:
@@ -183,29 +187,58 @@ def _with_features(tracks: Tracks, at: I64, values: F64, features: Sequence[tupl
     return np.concatenate([at, np.array(more, np.int64)]), np.concatenate([values, [number for _, number in features]])
 
 
-_Entry = tuple[tuple[int, int], int, int]  # (place in the order of execution), spot, row of the partials
+def _entries(reel: Reel, tracks: Tracks) -> tuple[I64, I64]:
+    """Return the spot and the row of every value of a reel that has elements, in the order of execution, [n] each.
+
+    Steps whose calls are the same text (see `Logged`) have the same values at the same places: only their rows differ.
+    """
+    logged = logged_calls(reel) if tracks.strange < STRANGE else None
+    if logged is None:
+        entries = _walk(reel, tracks)
+        spots, rows = np.array([e[1] for e in entries], np.int64), np.array([e[2].row for e in entries], np.int64)
+    else:
+        known = tracks.alike.get(logged.text)
+        tracks.strange = 0 if known is not None else tracks.strange + 1
+        spots, numbers = known or _learn_order(reel, tracks, logged.text)
+        rows = np.fromstring(logged.rows.decode(), np.int64, sep=",")[numbers]
+    there = rows >= 0
+    there[there] = column(reel.partials, "count")[rows[there]] > 0
+    return (spots, rows) if there.all() else (spots[there], rows[there])
 
 
-def _entries(reel: Reel, tracks: Tracks) -> list[_Entry]:
+STRANGE = 64  # after so many steps in a row that are like none before, it is no longer asked which one they are like
+
+
+def _learn_order(reel: Reel, tracks: Tracks, text: bytes) -> tuple[I64, I64]:
+    """Return the spots of a reel's values in the order of execution, and the numbers that its record log has for them."""
+    if len(tracks.alike) > 16:
+        tracks.alike.clear()
+    numbers, entries = numbers_of_values(reel), _walk(reel, tracks)
+    spots = np.array([e[1] for e in entries], np.int64)
+    found = tracks.alike[text] = spots, np.array([numbers[id(e[2])] for e in entries], np.int64)
+    return found
+
+
+_Entry = tuple[tuple[int, int], int, Value]  # (place in the order of execution), spot, value
+
+
+def _walk(reel: Reel, tracks: Tracks) -> list[_Entry]:
     """Return every value of a reel in the order of execution.
 
     What was looked at around the optimizer step comes parameter by parameter; it is sorted in where it arose.
     """
     entries: list[_Entry] = []
     mixed = False
-    counts = (column(reel.partials, "count") > 0).tolist()
     for i, call in enumerate(reel.calls):
         kind = call.kind
         mixed |= kind == "state"
         for slot, value in slots(call):
-            if value.row < 0 or not counts[value.row]:
-                continue
             key = (call.phase, kind, call.name, call.call, slot)
             known = tracks.known.get(key)
             if known is None:
                 known = tracks.known[key] = _learn(tracks, call, slot, len(value.shape), value.dtype)
             stage, spot = known
-            entries.append(((stage, i if stage == 4 or stage < 1 else -i), spot, value.row))
+            entries.append(((stage, i if stage == 4 or stage < 1 else -i), spot, value))
     return sorted(entries, key=itemgetter(0)) if mixed else entries
 
 

@@ -28,19 +28,20 @@ class Memory:
         self.arrays: dict[str, npt.NDArray[Any]] = {}
         self.numbers: dict[str, float] = {}
         self.scratch: dict[Any, Any] = {}  # what can be worked out again: never written
-        self._watched: dict[Any, tuple[I64, I64, I64]] = {}  # answers of `watch` by what it was asked
+        self._watched: dict[tuple[int, int], tuple[I64, Sequence[Selection], I64, I64]] = {}  # answers of `watch`
         self._rows: I64 = np.zeros(0, dtype=np.int64)  # track number → row, for one Tracks table
         self._table: Tracks | None = None
 
     def watch(self, frame: Frame, selections: Sequence[Selection]) -> tuple[I64, I64]:
         """Return the places in `frame.at` that the selections want, [k], and their rows, [k].
 
-        For one and the same `frame.at` they are the same arrays again, so that more can be remembered with them (`worked_out`).
+        For the same `frame.at` and the same selections, as objects, they are the same arrays again, so that more can be
+        remembered with them (`worked_out`).
         """
+        known = self._watched.get((id(frame.at), id(selections)))
+        if known is not None and known[0] is frame.at and known[1] is selections:
+            return known[2:]
         chosen = tuple(selections)
-        known = self._watched.get((id(frame.at), chosen))
-        if known is not None and known[0] is frame.at:
-            return known[1:]
         picker = self.scratch.setdefault((id(frame.tracks), chosen), None)
         if picker is None:
             picker = self.scratch[id(frame.tracks), chosen] = Picker(selections)
@@ -48,7 +49,7 @@ class Memory:
         rows = self.rows(frame.tracks, frame.at[places])
         if len(self._watched) > 16:
             self._watched.clear()
-        self._watched[id(frame.at), chosen] = frame.at, places, rows
+        self._watched[id(frame.at), id(selections)] = frame.at, selections, places, rows
         return places, rows
 
     def worked_out(self, name: str, places: I64, work: Callable[[], T]) -> T:

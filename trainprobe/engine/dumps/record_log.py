@@ -7,7 +7,7 @@ A tree of values is written with a value as its number, a whole number as {"i": 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -88,9 +88,10 @@ def _calls_text(reel: Reel) -> tuple[Any, dict[str, Any]]:
 
 
 def _calls_natively(reel: Reel) -> tuple[Any, dict[str, Any]] | None:
-    if native is None or not hasattr(orjson, "Fragment") or not set(map(type, reel.calls)) <= {native.Call}:
+    logged = logged_calls(reel) if hasattr(orjson, "Fragment") else None
+    if logged is None:
         return None
-    text, heads, head_of, rows, sparse = native.log_calls(reel.calls, _quoted, _leaf_text)
+    _, text, heads, head_of, rows, sparse = logged
     about: dict[str, dict[int, Any]] = {}
     for number, value in sparse:
         for name in _SPARSE:
@@ -99,6 +100,39 @@ def _calls_natively(reel: Reel) -> tuple[Any, dict[str, Any]] | None:
                 about.setdefault(name, {})[number] = thing
     columns = {"heads": list(heads), "head": _list_of(head_of), "row": _list_of(rows), "about": about}
     return _fragment(text), columns
+
+
+class Logged(NamedTuple):
+    """The calls of a reel as the record log has them; values are numbered as they are first met in it.
+
+    calls: the very list. text: its JSON, equal for calls that are alike, whatever their numbers are. head_of, rows: of each
+    value, as text with commas. sparse: the values that have a note, a key or more, with their numbers.
+    """
+
+    calls: list[Call]
+    text: bytes
+    heads: Mapping[tuple[Any, ...], int]
+    head_of: bytes
+    rows: bytes
+    sparse: list[tuple[int, Value]]
+
+
+def logged_calls(reel: Reel) -> Logged | None:
+    """Return the calls of a reel as text, made once; None where the compiled parts are not there."""
+    if native is None or not set(map(type, reel.calls)) <= {native.Call}:
+        return None
+    logged: Logged | None = reel.logged
+    if logged is None or logged.calls is not reel.calls:
+        logged = reel.logged = Logged(reel.calls, *native.log_calls(reel.calls, _quoted, _leaf_text))
+    return logged
+
+
+def numbers_of_values(reel: Reel) -> dict[int, int]:
+    """Return id of a value → its number in the record log."""
+    values, numbers = _Values(), dict[int, int]()
+    for call in reel.calls:
+        _call_text(call, numbers, values)
+    return values.numbers
 
 
 def _fragment(text: bytes) -> Any:
@@ -121,18 +155,18 @@ class _Values:
     """Numbers the values as they are met; heads (type, dtype, shape, device, requires_grad) are written once each."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
         self._heads: dict[Any, int] = {}
         self._head_of: list[int] = []
         self._rows: list[int] = []
         self._sparse: dict[str, dict[int, Any]] = {name: {} for name in _SPARSE}
 
     def number(self, value: Value) -> int:
-        found = self._numbers.get(id(value))
+        found = self.numbers.get(id(value))
         return self._add(value) if found is None else found
 
     def _add(self, value: Value) -> int:
-        number = self._numbers[id(value)] = len(self._rows)
+        number = self.numbers[id(value)] = len(self._rows)
         self._rows.append(value.row)
         head = (value.type, value.dtype, value.shape, value.device, value.requires_grad)
         self._head_of.append(self._heads.setdefault(head, len(self._heads)))

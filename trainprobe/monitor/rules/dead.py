@@ -8,12 +8,14 @@ Source: dying rectifiers as described by Lu et al. (2019), "Dying ReLU and initi
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.frames import Frame, Selection
 from trainprobe.monitor.memory import Memory
-from trainprobe.monitor.rules import RuleOptions
+from trainprobe.monitor.rules import Patterns, RuleOptions
 
 
 class Options(RuleOptions):
@@ -27,11 +29,7 @@ class Options(RuleOptions):
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Find outputs and gradients that have been zero for too long."""
-    chosen = (
-        Selection(("module",), ("output",), ("zero_share", "norm"), options.names),
-        Selection(("parameter",), ("grad",), ("norm",), options.names),
-    )
-    places, rows = memory.watch(frame, chosen)
+    places, rows = memory.watch(frame, _chosen(options.names))
     if not places.size:
         return []
     share = memory.array("share", fill=-1)
@@ -59,3 +57,11 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
             next="look at what feeds it: a dead activation, a mask, a detached tensor, or a branch that is never taken",
         )
     ]
+
+
+@cache
+def _chosen(names: Patterns) -> tuple[Selection, ...]:
+    return (
+        Selection(("module",), ("output",), ("zero_share", "norm"), names),
+        Selection(("parameter",), ("grad",), ("norm",), names),
+    )

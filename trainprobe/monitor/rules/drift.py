@@ -14,12 +14,14 @@ Source: moving average convergence/divergence as in process control (Roberts, 19
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
 from trainprobe.monitor.memory import Memory
-from trainprobe.monitor.rules import RuleOptions
+from trainprobe.monitor.rules import Patterns, RuleOptions
 from trainprobe.monitor.scalar_names import role_of, scalar
 
 ROLES = {"loss", "gradient norm"}
@@ -44,12 +46,7 @@ class Options(RuleOptions):
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Find the series whose recent level has left its long-term level."""
-    chosen = (
-        Selection(("scalar",), (), ("value",), options.names),
-        Selection(("module",), ("output",), ("norm",), options.names),
-        Selection(("parameter",), ("value",), ("norm",), options.names),
-    )
-    places, rows = memory.watch(frame, chosen)
+    places, rows = memory.watch(frame, _chosen(options.names))
     if not places.size:
         return []
     limits = _limits(frame, memory, options, places, rows)
@@ -67,6 +64,15 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     return [
         _finding(frame, options, int(places[worst]), float(np.exp(fast[worst])), float(np.exp(slow[worst])), int(ripe.sum()))
     ]
+
+
+@cache
+def _chosen(names: Patterns) -> tuple[Selection, ...]:
+    return (
+        Selection(("scalar",), (), ("value",), names),
+        Selection(("module",), ("output",), ("norm",), names),
+        Selection(("parameter",), ("value",), ("norm",), names),
+    )
 
 
 def _limits(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64) -> F64:

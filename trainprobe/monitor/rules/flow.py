@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.frames import F64, I64, Frame, Selection
 from trainprobe.monitor.memory import Memory
-from trainprobe.monitor.rules import RuleOptions
+from trainprobe.monitor.rules import Patterns, RuleOptions
 
 Fit = tuple[float, float, float]  # slope, depth, r²
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
@@ -37,7 +38,7 @@ class Options(RuleOptions):
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Fit each family of layers and find the ones whose gradient explodes or vanishes."""
-    places, _ = memory.watch(frame, [Selection(("parameter",), ("grad",), ("norm",), options.names)])
+    places, _ = memory.watch(frame, _chosen(options.names))
     families = memory.worked_out(f"families {options.layers}", places, lambda: _families(frame, memory, places, options.layers))
     if families is None:
         return []
@@ -53,6 +54,11 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     found = np.flatnonzero(ripe).tolist()
     worst = max(found, key=lambda i: abs(fits[i][0]) * fits[i][1])
     return [_finding(frame, options, families.names[worst], fits[worst], int(families.members[worst][0][0]), len(found))]
+
+
+@cache
+def _chosen(names: Patterns) -> tuple[Selection, ...]:
+    return (Selection(("parameter",), ("grad",), ("norm",), names),)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

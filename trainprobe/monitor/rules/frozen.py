@@ -12,12 +12,14 @@ a unit in the last place of a bfloat16 weight and rounds away.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.frames import I64, Bools, Frame, Selection, Spot
 from trainprobe.monitor.memory import Memory
-from trainprobe.monitor.rules import RuleOptions
+from trainprobe.monitor.rules import Patterns, RuleOptions
 from trainprobe.monitor.scalar_names import scalar
 
 
@@ -32,8 +34,7 @@ class Options(RuleOptions):
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Find parameters that have not moved for too long."""
-    statistics = ("checksum", "norm", "absmax", "mean")
-    places, rows = memory.watch(frame, [Selection(("parameter",), ("value",), statistics, options.names)])
+    places, rows = memory.watch(frame, _chosen(options.names))
     if not places.size:
         return []
     last, values = memory.array("last", fill=np.nan), frame.values[places]
@@ -43,13 +44,19 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     stays = _per_spot(member, len(addresses), exact, same)
     ever = memory.array("ever", fill=False)
     ever[keys] |= ~stays & (np.bincount(member, new, len(addresses)) == 0)
-    pulled = _pulled(frame, addresses, stays, ever[keys])
+    gradients = memory.worked_out("gradients", places, lambda: _gradients(frame, addresses))
+    pulled = _pulled(frame, gradients, stays, ever[keys])
     held = memory.lasting("still", keys, stays & pulled)
     ripe = memory.newly("frozen", keys, held >= np.where(short & ever[keys], options.patience_short, options.patience))
     if not ripe.any():
         return []
     found = np.flatnonzero(ripe).tolist()
     return [_finding(frame, options, [addresses[i] for i in found], len(addresses), int(held[found[0]]))]
+
+
+@cache
+def _chosen(names: Patterns) -> tuple[Selection, ...]:
+    return (Selection(("parameter",), ("value",), ("checksum", "norm", "absmax", "mean"), names),)
 
 
 def _parameters(frame: Frame, memory: Memory, places: I64) -> tuple[list[Spot], I64, I64, Bools, Bools]:
@@ -70,19 +77,27 @@ def _per_spot(member: I64, n: int, exact: Bools, same: Bools) -> Bools:
     return ~moved
 
 
-def _pulled(frame: Frame, spots: list[Spot], stays: Bools, ever: Bools) -> Bools:
+def _gradients(frame: Frame, addresses: list[Spot]) -> tuple[bool, I64, I64, I64]:
+    """Return whether there are gradients, the places of those of the parameters in question, whose they are, and whose each
+    address is: several have one name where a module is called more than once.
+    """
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(spot.name for spot in addresses))}
+    found: list[tuple[int, int]] = []
+    for place, track in enumerate(frame.at.tolist()):
+        spot, statistic = frame.tracks.tracks[track]
+        if spot.kind == "parameter" and spot.slot == "grad" and statistic in ("norm", "absmax"):
+            found.append((place, numbers.get(spot.name, -1)))
+    places, whose = np.array([f for f in found if f[1] >= 0], np.int64).reshape(-1, 2).T
+    return bool(found), places, whose, np.array([numbers[spot.name] for spot in addresses], np.int64)
+
+
+def _pulled(frame: Frame, gradients: tuple[bool, I64, I64, I64], stays: Bools, ever: Bools) -> Bools:
     """Tell whether something should have moved each parameter: a gradient, or where none is seen, that it moved before."""
     rate = scalar(frame.scalars, "learning rate")
     if (rate is not None and rate == 0) or not stays.any():
-        return np.zeros(len(spots), dtype=bool)
-    gradients: dict[str, float] = {}
-    for t, value in zip(frame.at.tolist(), frame.values.tolist(), strict=True):
-        spot, statistic = frame.tracks.tracks[t]
-        if spot.kind == "parameter" and spot.slot == "grad" and statistic in ("norm", "absmax"):
-            gradients[spot.name] = max(gradients.get(spot.name, 0.0), value)
-    if not gradients:
-        return ever
-    return np.array([gradients.get(spot.name, 0.0) > 0 for spot in spots])
+        return np.zeros(stays.size, dtype=bool)
+    some, places, whose, own = gradients
+    return (np.bincount(whose, frame.values[places] > 0, stays.size) > 0)[own] if some else ever
 
 
 def _finding(frame: Frame, options: Options, spots: list[Spot], of: int, held: int) -> Finding:

@@ -19,12 +19,14 @@ and ZClip (Kumar et al., 2025), here with robust estimates.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
 from trainprobe.monitor.memory import Memory
-from trainprobe.monitor.rules import RuleOptions
+from trainprobe.monitor.rules import Patterns, RuleOptions
 from trainprobe.monitor.scalar_names import role_of
 
 RENEW = 8
@@ -52,12 +54,7 @@ class Options(RuleOptions):
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Find the series that jumped in this step; one finding an event, with the largest jump and how many rose with it."""
-    chosen = (
-        Selection(("scalar",), (), ("value",), options.names),
-        Selection(("module",), ("output", "grad_input", "grad_output"), ("norm",), options.names),
-        Selection(("parameter",), ("grad", "update"), ("norm",), options.names),
-    )
-    places, rows = memory.watch(frame, chosen)
+    places, rows = memory.watch(frame, _chosen(options.names))
     if not places.size:
         return []
     ratios = _ratios(frame, memory, options, places, rows)
@@ -81,6 +78,15 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
         return []
     memory.numbers["height"] = float(x[worst] - middle[worst])
     return [_finding(frame, options, int(places[worst]), float(np.exp(middle[worst])), float(z[worst]), risen)]
+
+
+@cache
+def _chosen(names: Patterns) -> tuple[Selection, ...]:
+    return (
+        Selection(("scalar",), (), ("value",), names),
+        Selection(("module",), ("output", "grad_input", "grad_output"), ("norm",), names),
+        Selection(("parameter",), ("grad", "update"), ("norm",), names),
+    )
 
 
 def _ratios(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64) -> F64:

@@ -11,12 +11,14 @@ et al., 2020).
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.frames import F64, I64, Frame, Selection
 from trainprobe.monitor.memory import Memory
-from trainprobe.monitor.rules import RuleOptions
+from trainprobe.monitor.rules import Patterns, RuleOptions
 from trainprobe.monitor.scalar_names import scalar
 
 
@@ -35,7 +37,7 @@ class Options(RuleOptions):
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Find parameters whose update is out of range."""
-    places, _ = memory.watch(frame, [Selection(("parameter",), ("value", "update"), ("norm",), options.names)])
+    places, _ = memory.watch(frame, _chosen(options.names))
     values, updates = memory.worked_out("pairs", places, lambda: _pairs(frame, places))
     if not values.size:
         return []
@@ -54,6 +56,11 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
         return []
     worst = int(np.argmax(np.where(ripe, np.abs(np.log(np.maximum(ratio, 1e-30)) - np.log(1e-3)), -1.0)))
     return [_finding(frame, options, int(values[worst]), float(ratio[worst]), int(ripe.sum()))]
+
+
+@cache
+def _chosen(names: Patterns) -> tuple[Selection, ...]:
+    return (Selection(("parameter",), ("value", "update"), ("norm",), names),)
 
 
 def _pairs(frame: Frame, places: I64) -> tuple[I64, I64]:
