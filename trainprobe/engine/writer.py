@@ -90,7 +90,7 @@ class Writer:
     ) -> None:
         self.sinks = dict(sinks)
         self.tensors_wanted = any(isinstance(sink, TensorSink) for sink in sinks.values())
-        self._complaining = [(name, sink) for name, sink in sinks.items() if isinstance(sink, ComplainingSink)]
+        self._complaining = {name: sink for name, sink in sinks.items() if isinstance(sink, ComplainingSink)}
         self._place = place
         self._raise = on_error == "raise"
         self._tell = tell
@@ -215,8 +215,7 @@ class Writer:
         self._summarise()
         for name, sink in self.sinks.items():
             self._guarded(name, sink.close, -1)
-            if (name, sink) in self._complaining:
-                self._collect(name, sink)
+            self._collect(name)
 
     def _carry_out(self, job: _Job) -> None:
         verb, arguments, _, step = job
@@ -227,8 +226,8 @@ class Writer:
         else:
             for name, sink in self.sinks.items():
                 self._guarded(name, getattr(sink, verb), step, *arguments)
-        for name, sink in self._complaining:
-            self._collect(name, sink)
+        for name in self._complaining:
+            self._collect(name)
 
     def _store(self, step: int, key: str, data: Any) -> None:
         more = False
@@ -268,8 +267,9 @@ class Writer:
             self._say("error", message, step if step >= 0 else None)
         return answer
 
-    def _collect(self, name: str, sink: ComplainingSink) -> None:
-        if self._guards[name].tripped is None:
+    def _collect(self, name: str) -> None:
+        sink = self._complaining.get(name)
+        if sink is not None and self._guards[name].tripped is None:
             for finding in sink.complaints():
                 self._keep(finding)
 
