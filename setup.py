@@ -13,7 +13,18 @@ from setuptools import Extension, setup
 
 NATIVE = Path("trainprobe/engine/arrays/native")
 KERNEL = ("module.c", "rows.c", "kernels.c", "crc32.c", "pool.c")
-TAPE = ("objects.c", "tape.c", "stacks.c", "ops.c", "graph.c", "modules.c", "module_gradients.c", "arena.c", "text.c")
+TAPE = (
+    "objects.c",
+    "tape.c",
+    "stacks.c",
+    "ops.c",
+    "graph.c",
+    "modules.c",
+    "module_gradients.c",
+    "arena.c",
+    "text.c",
+    "parts.c",
+)
 FLAGS = [] if sys.platform == "win32" else ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]
 
 setup(

@@ -84,7 +84,7 @@ class PlainSource:
 
     DTensor shards are handed on as they are. Of parameters that `FullyShardedDataParallel` flattened, the stretches that this
     process holds. names: id of parameter → logical name. stretches: id of what the optimizer steps → those stretches.
-    flat: id of a flat parameter → all of its own.
+    flat: id of a flat parameter → all of its own. others: ids of what other optimizers step, which is left out.
     """
 
     names: Mapping[int, str]
@@ -92,22 +92,19 @@ class PlainSource:
     optimizers: list[Any] = field(default_factory=list[Any])
     stretches: Mapping[int, list[Stretch]] = field(default_factory=dict[int, "list[Stretch]"])
     flat: Mapping[int, list[Stretch]] = field(default_factory=dict[int, "list[Stretch]"])
-    _others: set[int] = field(default_factory=set[int])
+    others: set[int] = field(default_factory=set[int])
 
     def step_of(self, optimizer: Any) -> None:
         """Leave out, from now on, what other optimizers than this one own: they step at another moment of the same step."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         others = [other for other in self.optimizers if other is not optimizer]
-        self._others = {id(p) for other in others for group in other.param_groups for p in group["params"]} - own
+        self.others = {id(p) for other in others for group in other.param_groups for p in group["params"]} - own
 
     def parts(self, moment: str, sorts: Collection[str] = SORTS) -> Iterator[Part]:
         """Yield value, grad and state of each parameter. sorts: which of these are asked for; the others are not looked for."""
         values, gradients = "value" in sorts, moment == "before_step" and "gradient" in sorts
-        asked = self.optimizers if "state" in sorts else ()  # by id, because a tensor is slow as the key of a look-up
-        states = [{id(p): state for p, state in optimizer.state.items()} for optimizer in asked]
-        for p in self.parameters if values or gradients or states else ():
-            if id(p) in self._others:
-                continue
+        states = self.states() if "state" in sorts else []
+        for p in self.stepped() if values or gradients or states else ():
             if values:
                 yield from self._pieces(p, "value", p)
             if gradients:
@@ -116,6 +113,14 @@ class PlainSource:
                 for slot, tensor in (state.get(id(p)) or {}).items():
                     if hasattr(tensor, "shape"):
                         yield from self._pieces(p, str(slot), tensor)
+
+    def stepped(self) -> list[Any]:
+        """Return the parameters that are not left to another optimizer's step."""
+        return [p for p in self.parameters if id(p) not in self.others] if self.others else self.parameters
+
+    def states(self) -> list[dict[int, Any]]:
+        """Return what each optimizer keeps, by id of the parameter: a tensor is slow as the key of a look-up."""
+        return [{id(p): state for p, state in optimizer.state.items()} for optimizer in self.optimizers]
 
     def gradients(self, p: Any, slot: str) -> Iterator[Part]:
         """Yield what is in `p.grad`, under a slot."""

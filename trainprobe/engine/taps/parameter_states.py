@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch._C import DisableTorchFunction
 
+from trainprobe.compiled import native
 from trainprobe.engine.flat_parameters import Stretch, handles_of, stretches_of
 from trainprobe.engine.records import Call, Reel, Value
 from trainprobe.engine.sources import SORTS, Part, PlainSource, Shard, Source, sort_of
@@ -34,6 +35,9 @@ class StatesWanted:
     every: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
+_VALUES = frozenset({"value"})
+
+
 class _Asked(NamedTuple):
     """What is wanted of one slot of one parameter: flags of the tape, those of its update, and its name after the step."""
 
@@ -57,7 +61,9 @@ class ParameterStateTap:
         self._wanted = wanted
         self._names = names
         self._known: dict[tuple[str, str], _Asked] = {}
-        self._anywhere: tuple[set[str], bool] | None = None  # sorts that are wanted of any parameter, and whether updates are
+        self._anywhere: tuple[frozenset[str], bool] | None = None  # sorts that are wanted of any parameter; whether updates are
+        self._listed: dict[Any, list[tuple[Any, str, int, int, int]]] = {}  # what the compiled parts look at, by when they do
+        self._after: dict[str, str] = {}  # slot → slot after the step
         self._plain: PlainSource | None = None
         self._tape: Tape | None = None
         self._calls: dict[tuple[str, str, int], Call] = {}
@@ -81,12 +87,14 @@ class ParameterStateTap:
                     seen.add(id(p))
                     parameters.append(p)
         self._plain = PlainSource(names, parameters, optimizers, *_flattened(models, names))
+        self._listed.clear()
         self._anywhere = None
 
     def change(self, wanted: StatesWanted) -> None:
         """Take these from the next step on."""
         self._wanted = wanted
         self._known.clear()
+        self._listed.clear()
         self._anywhere = None
 
     @property
@@ -179,7 +187,7 @@ class ParameterStateTap:
         due = self._due()
         plain = self._plain if source is self._plain else None
         with DisableTorchFunction():
-            for part in source.parts(name) if plain is None else plain.parts(name, self._asked(due)):
+            for part in source.parts(name) if plain is None else self._plain_parts(tape, plain, name, due):
                 asked = self._known.get((part.name, part.slot)) or self._learn(part.name, part.slot)
                 if asked.update and "update" in due:
                     self._update(tape, name, part, asked.update)
@@ -192,6 +200,26 @@ class ParameterStateTap:
             if name == "before_step":
                 for key, number in source.scalars().items():
                     tape.scalars.setdefault(key, number)
+
+    def _plain_parts(self, tape: Tape, plain: PlainSource, moment: str, due: frozenset[str]) -> Iterable[Part]:
+        """Return the parts of the plain source that are still to be looked at: none where the compiled parts have done it."""
+        sorts, updates = self._asked(due)
+        if native is None or tape.eye is None or updates or plain.stretches or self._scale is not None:
+            return plain.parts(moment, sorts)
+        after = moment == "after_step"
+        key = sorts, after, self.more, frozenset(plain.others)
+        entries = self._listed.get(key)
+        if entries is None:
+            entries = self._listed[key] = [self._entry(p, plain.names[id(p)], sorts, after) for p in plain.stepped()]
+        states, slots = plain.states() if "state" in sorts else [], self._after if after else None
+        done = native.look_at_parts(tape.eye, tape.calls, self._calls, entries, states, moment, tape.micro, slots)
+        return () if done else plain.parts(moment, sorts)
+
+    def _entry(self, p: Any, name: str, sorts: frozenset[str], after: bool) -> tuple[Any, str, int, int, int]:
+        """Return a parameter, its name, and the flags of its value, gradient and state."""
+        asked = [self._known.get((name, slot)) or self._learn(name, slot) for slot in ("value", "grad", "")]
+        value, gradient, state = [(a.flags if a.sort in sorts else 0) | self.more for a in asked]
+        return p, name, value, 0 if after else gradient, state
 
     def scaled(self, scale: Any) -> None:
         """Learn that gradients arrive multiplied from now on. scale: a tensor of one element, looked at as it is now."""
@@ -242,17 +270,16 @@ class ParameterStateTap:
         every = self._wanted.every
         return frozenset(sort for sort in (*SORTS, "update") if self._collected % every.get(sort, 1) == 0)
 
-    def _asked(self, due: frozenset[str]) -> frozenset[str]:
-        """Return the sorts of tensors that are wanted of any parameter now; of the others none needs to be found."""
-        if self.more:
-            return SORTS
+    def _asked(self, due: frozenset[str]) -> tuple[frozenset[str], bool]:
+        """Return the sorts of tensors that are wanted of any parameter now, and whether updates are; more need not be found."""
         if self._anywhere is None and self._plain is not None:
             stretches = [stretch.name for held in self._plain.stretches.values() for stretch in held]
             names = dict.fromkeys([*self._plain.names.values(), *stretches])
             known = [self._learn(name, slot) for name in names for slot in ("value", "grad", "")]
-            self._anywhere = {asked.sort for asked in known if asked.flags}, any(asked.update for asked in known)
-        sorts, updates = self._anywhere or (set[str](), False)
-        return frozenset((sorts & due) | ({"value"} if updates and "update" in due else set[str]()))
+            self._anywhere = frozenset(asked.sort for asked in known if asked.flags), any(asked.update for asked in known)
+        sorts, updates = self._anywhere or (SORTS, False)
+        updates = updates and "update" in due
+        return SORTS if self.more else (sorts & due) | (_VALUES if updates else frozenset()), updates
 
     def _learn(self, name: str, slot: str) -> _Asked:
         sort = sort_of(slot)

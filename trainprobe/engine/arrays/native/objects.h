@@ -47,6 +47,8 @@ typedef struct Tape Tape;
 /* The tree of Values and scalars of an argument or result; path: where its values are saved, or NULL. A new reference. */
 PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth);
 
+int tape_is_plain(const Tape *self, PyObject *x); /* a tensor that needs no describing */
+
 /* Copies of small values on the host (arena.c). */
 typedef struct Arena Arena;
 int arena_check(PyObject *x);
@@ -93,5 +95,6 @@ int graph_fill(PyObject *module);
 int modules_fill(PyObject *module);
 int gradients_fill(PyObject *module);
 int arena_fill(PyObject *module);
+int parts_fill(PyObject *module);
 
 #endif

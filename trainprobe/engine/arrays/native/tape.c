@@ -218,8 +218,10 @@ static Value *reduced(Tape *self, PyObject *t, PyObject *shape, void *data, long
     return value;
 }
 
+int tape_is_plain(const Tape *self, PyObject *x) { return Py_TYPE(x) == self->plain[0] || Py_TYPE(x) == self->plain[1]; }
+
 static PyObject *look(Tape *self, PyObject *t, long flags) {
-    if (Py_TYPE(t) != self->plain[0] && Py_TYPE(t) != self->plain[1]) return by_python(self->special, t, flags);
+    if (!tape_is_plain(self, t)) return by_python(self->special, t, flags);
     PyObject *number = PyObject_GetAttr(t, n_version), *address = NULL, *shape = NULL, *answer = NULL;
     int reuse = self->reuse;
     if (!number) { /* an inference tensor has no version counter: it is looked at each time */
