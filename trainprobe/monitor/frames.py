@@ -21,7 +21,7 @@ from trainprobe.engine.records import Call, Phase, Place, Record, Reel, Site, Va
 from trainprobe.engine.reel import slots
 from trainprobe.engine.selection import Names
 from trainprobe.engine.stats import finish
-from trainprobe.engine.stats.partials import column
+from trainprobe.engine.stats.partials import all_finite, column
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -172,11 +172,15 @@ def frame_of_reel(reel: Reel, tracks: Tracks) -> Frame:
         there = np.ones((len(rows), len(numbers)), dtype=bool)
         there[:, -1] = taken  # of a value whose checksum was not asked for, there is none
         at, values = at[there.reshape(-1)], values[there.reshape(-1)]
-    masked, infinite, nan = (column(partials, name) > 0 for name in ("neginf", "posinf", "nan"))
-    bad = np.where(nan, NOT_A_NUMBER, np.where(infinite, INFINITE, np.where(masked, MASKED, FINE))).astype(np.uint8)
+    bad = np.full(len(partials), FINE, np.uint8) if all_finite(partials) else _bad(partials)
     features = [(Spot("forward", "feature", f.name, f.call, slot), x) for f in reel.features for slot, x in f.each()]
     at, values = _with_features(tracks, at, values, features)
     return _with_scalars(reel.step, reel.place, tracks, (at, values, spots, bad), reel.scalars, reel.complete)
+
+
+def _bad(partials: F64) -> U8:
+    masked, infinite, nan = (column(partials, name) > 0 for name in ("neginf", "posinf", "nan"))
+    return np.where(nan, NOT_A_NUMBER, np.where(infinite, INFINITE, np.where(masked, MASKED, FINE))).astype(np.uint8)
 
 
 def _with_features(tracks: Tracks, at: I64, values: F64, features: Sequence[tuple[Spot, float]]) -> tuple[I64, F64]:

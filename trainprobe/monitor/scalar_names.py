@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Literal
 
 Role = Literal["loss", "gradient norm", "learning rate", "loss scale"]
@@ -17,6 +18,7 @@ _ROLES: tuple[tuple[Role, re.Pattern[str]], ...] = (
 )
 
 
+@lru_cache(4096)
 def role_of(name: str) -> Role | None:
     """Return what the scalar `name` is, or None."""
     lower = name.lower()

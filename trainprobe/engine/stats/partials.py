@@ -118,6 +118,29 @@ STATISTICS: dict[str, Any] = {
 }
 
 
+def _plain_norm(p: F64) -> F64:
+    root = np.sqrt(column(p, "sumsq"))
+    with np.errstate(over="ignore"):
+        return root * np.exp2(column(p, "exponent")) if column(p, "exponent").any() else root
+
+
+# the same numbers where every row has elements and all of them are finite
+_PLAIN: dict[str, Any] = {
+    **STATISTICS,
+    "max": lambda p: column(p, "max").copy(),
+    "min": lambda p: column(p, "min").copy(),
+    "mean": lambda p: column(p, "sum") / column(p, "count"),
+    "norm": _plain_norm,
+    "absmax": lambda p: np.maximum(np.abs(column(p, "max")), np.abs(column(p, "min"))),
+}
+
+
+def all_finite(partials: F64) -> bool:
+    """Tell whether no element of any row was a NaN or an infinity."""
+    return not partials[:, _AT["nan"] : _AT["neginf"] + 1].any()
+
+
 def finish(partials: F64, wanted: Iterable[str] = ("max", "min", "mean", "norm")) -> dict[str, npt.NDArray[Any]]:
     """Return statistic name → float64 [rows]. A NaN or infinity in the tensor shows in max, min, mean, norm and std."""
-    return {name: STATISTICS[name](partials) for name in wanted}
+    table = _PLAIN if all_finite(partials) and column(partials, "count").all() else STATISTICS
+    return {name: table[name](partials) for name in wanted}
