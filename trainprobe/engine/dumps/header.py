@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -13,9 +13,8 @@ from trainprobe.engine.records import Call, Place, Reel
 FORMAT = 1
 
 
-def header(reel: Reel, names: Sequence[tuple[str, Call]]) -> dict[str, Any]:
-    """Return the header of a reel. micro, phase, kind: run lengths over the entries, [[value, how many], …]."""
-    calls = [call for _, call in names]
+def header(reel: Reel, about_calls: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the header of a reel, with what `about_calls` says of its calls."""
     return {
         "format": FORMAT,
         "step": reel.step,
@@ -24,6 +23,14 @@ def header(reel: Reel, names: Sequence[tuple[str, Call]]) -> dict[str, Any]:
         "complete": reel.complete,
         "scalars": {name: _scalar(x) for name, x in reel.scalars.items()},
         "notes": list(reel.notes),
+        **about_calls,
+    }
+
+
+def about_calls(reel: Reel, names: Sequence[tuple[str, Call]]) -> dict[str, Any]:
+    """Return what a header says of calls. micro, phase, kind: run lengths over the entries, [[value, how many], …]."""
+    calls = [call for _, call in names]
+    return {
         "recomputed": list(map(attrgetter("phase"), reel.calls)).count("recompute"),
         **{about: run_lengths(map(attrgetter(about), calls)) for about in ("micro", "phase", "kind")},
         "nodes": {name: call.node for name, call in names if call.node is not None},

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from trainprobe.errors import OutputError
@@ -23,24 +24,26 @@ class RankFolder:
     """
 
     def __init__(self, root: Path, step: int, rank: int) -> None:
-        self.final = root / f"step{step}" / f"rank{rank}"
-        self.hidden = self.final.with_name(f".rank{rank}.partial")
-        self.final.parent.mkdir(parents=True, exist_ok=True)
+        folder = root / f"step{step}"
+        self.final, self.hidden = folder / f"rank{rank}", folder / f".rank{rank}.partial"
+        folder.mkdir(parents=True, exist_ok=True)
         try:
             self.hidden.mkdir()
         except FileExistsError:  # left over from a run that was killed
             shutil.rmtree(self.hidden)
             self.hidden.mkdir()
 
-    def write(self, name: str, parts: Iterable[bytes]) -> None:
+    def write(self, name: str, text: bytes) -> None:
         """Write a file of the folder."""
         path = self.hidden / name
         partial = partial_name(path)
-        with partial.open("wb", buffering=0) as file:
-            for part in parts:
-                left = memoryview(part)
-                while left:
-                    left = left[file.write(left) :]
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+        try:
+            left = memoryview(text)
+            while left:
+                left = left[os.write(file, left) :]
+        finally:
+            os.close(file)
         partial.rename(path)
 
     def publish(self, replace: bool) -> None:

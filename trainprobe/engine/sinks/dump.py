@@ -7,14 +7,14 @@ infinities are the strings "nan", "inf" and "-inf", which Python's `float` and e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from trainprobe.engine.dumps.entry_text import EntryText, construct_text, dumps, quote, stacks
-from trainprobe.engine.dumps.header import header
+from trainprobe.engine.dumps.header import about_calls, header
 from trainprobe.engine.dumps.layout import (
     CONSTRUCT_FILE,
     DEBUG_FILE,
@@ -25,10 +25,21 @@ from trainprobe.engine.dumps.layout import (
     existing_of_rank,
     remove,
 )
+from trainprobe.engine.dumps.record_log import logged_calls
 from trainprobe.engine.dumps.tensor_files import DATA_FOLDER, SavedTensor, SeparateFiles, TensorFiles, open_tensor_files
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Call, Finding, Place, Reel
 from trainprobe.errors import OutputError
+
+
+class _Beside(NamedTuple):
+    """What a dump holds beside its entries. key: the calls that it is of, as text. of: the stacks that there were."""
+
+    key: Any
+    of: Sequence[Sequence[str]]
+    header: Mapping[str, Any]
+    stacks: bytes
+    construct: bytes
 
 
 class DumpSink:
@@ -44,6 +55,7 @@ class DumpSink:
         self._stored: set[str] = set()
         self._bytes = 0
         self._full = False
+        self._last: _Beside | None = None
         self._complaints: list[Finding] = []
 
     def tensor(self, step: int, saved: SavedTensor) -> bool:
@@ -117,17 +129,27 @@ class DumpSink:
         data_folder = self._data_folder(folder)
         main = DEBUG_FILE if reel.level == "debug" else DUMP_FILE
         entries, names, calls = text.document()
-        pairs = list(zip(names, calls, strict=True))
-        folder.write(main, _document(reel, entries, pairs, data_folder))
+        beside = self._beside(reel, names, calls)
+        folder.write(main, b"".join(_document(reel, entries, beside.header, data_folder)))
         if isinstance(self._files, SeparateFiles):
             self._files.place(text.links)
         if reel.level != "debug":
-            tree = construct_text(reel, names, calls) if self._plan.construct else b"{}"
-            folder.write(STACK_FILE, [orjson.dumps(stacks(reel, pairs), option=orjson.OPT_INDENT_2)])
-            folder.write(CONSTRUCT_FILE, [tree])
+            folder.write(STACK_FILE, beside.stacks)
+            folder.write(CONSTRUCT_FILE, beside.construct)
         folder.publish(self._plan.on_existing == "replace")
         self._folder = self._files = self._step = None
         self._stored.clear()
+
+    def _beside(self, reel: Reel, names: list[str], calls: list[Call]) -> _Beside:
+        """Return what goes with the entries; that of the step before where the record log has the same text for the calls."""
+        logged = logged_calls(reel) if "jsonl" in self._plan.sinks else None
+        key = None if logged is None else (logged.text, reel.level, reel.framework)
+        if self._last is None or key is None or self._last.key != key or self._last.of != reel.stacks:
+            pairs = list(zip(names, calls, strict=True))
+            tree = construct_text(reel, names, calls) if self._plan.construct else b"{}"
+            stack = orjson.dumps(stacks(reel, pairs), option=orjson.OPT_INDENT_2)
+            self._last = _Beside(key, reel.stacks, about_calls(reel, pairs), stack, tree)
+        return self._last
 
     def _data_folder(self, folder: RankFolder) -> str | None:
         if self._files is None:
@@ -155,12 +177,12 @@ class DumpSink:
         self._stored.clear()
 
 
-def _document(reel: Reel, entries: bytes, names: list[tuple[str, Call]], data_folder: str | None) -> Iterator[bytes]:
+def _document(reel: Reel, entries: bytes, about: Mapping[str, Any], data_folder: str | None) -> Iterator[bytes]:
     top: dict[str, Any] = {"task": reel.task, "level": reel.level, "framework": reel.framework, "dump_data_dir": data_folder}
     yield ("{" + ",\n ".join(f"{quote(k)}: {dumps(v)}" for k, v in top.items())).encode()
     yield b',\n "data": {'
     yield entries
-    yield b'\n },\n "' + HEADER.encode() + b'": ' + dumps(header(reel, names)).encode() + b"\n}\n"
+    yield b'\n },\n "' + HEADER.encode() + b'": ' + dumps(header(reel, about)).encode() + b"\n}\n"
 
 
 def open(folder: Path, plan: Plan, place: Place) -> DumpSink:
