@@ -32,13 +32,17 @@ class ClippingTap:
         self._unclipped = unclipped
         self._norm = norm
         self._replaced: list[Replaced] = []
+        self._awake = False
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Nothing to learn: the functions are for every parameter."""
 
     def begin(self, tape: Tape) -> None:
         """Replace the functions."""
-        self._replaced = [Replaced(module, name, self._watched(getattr(module, name))) for module, name in _PLACES]
+        self._awake = True
+        self._replaced = self._replaced or [
+            Replaced(module, name, self._watched(getattr(module, name))) for module, name in _PLACES
+        ]
         kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
         if kind is not None:
             self._replaced.append(Replaced(kind, "clip_grad_norm_", self._of_shards(kind.clip_grad_norm_)))
@@ -50,14 +54,17 @@ class ClippingTap:
         """Clipping belongs to no forward call."""
 
     def end(self, again: bool = False) -> None:
-        """Put the functions back."""
+        """Put the functions back, or with `again` let ours rest in their place."""
+        self._awake = False
+        if again:
+            return
         for replaced in self._replaced:
             replaced.back()
         self._replaced.clear()
 
     def _watched(self, original: Any) -> Any:
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            if clip.ended or torch.compiler.is_compiling():  # type: ignore[attr-defined]
+            if clip.ended or not self._awake or torch.compiler.is_compiling():  # type: ignore[attr-defined]
                 return original(parameters, *args, **kwargs)
             # what is handed over may be an iterator that can be read once
             chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

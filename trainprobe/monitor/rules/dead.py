@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.frames import Frame, Selection
+from trainprobe.monitor.frames import I64, Bools, Frame, Selection
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import Patterns, RuleOptions
 
@@ -32,11 +32,9 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     places, rows = memory.watch(frame, _chosen(options.names))
     if not places.size:
         return []
-    share = memory.array("share", fill=-1)
-    for place, row in zip(places[share[rows] < 0].tolist(), rows[share[rows] < 0].tolist(), strict=True):
-        share[row] = frame.tracks.tracks[frame.at[place]].statistic == "zero_share"
+    is_share = memory.worked_out("share", places, lambda: _is_share(frame, memory, places, rows))
     values = frame.values[places]
-    dead = np.where(share[rows] == 1, values >= options.share, values == 0)
+    dead = np.where(is_share, values >= options.share, values == 0)
     ripe = memory.newly("dead", rows, memory.lasting("zero", rows, dead) >= options.patience)
     if not ripe.any():
         return []
@@ -57,6 +55,14 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
             next="look at what feeds it: a dead activation, a mask, a detached tensor, or a branch that is never taken",
         )
     ]
+
+
+def _is_share(frame: Frame, memory: Memory, places: I64, rows: I64) -> Bools:
+    """Tell for each place whether it holds a share of zeros; otherwise it holds a norm."""
+    share = memory.array("share", fill=-1)
+    for place, row in zip(places[share[rows] < 0].tolist(), rows[share[rows] < 0].tolist(), strict=True):
+        share[row] = frame.tracks.tracks[frame.at[place]].statistic == "zero_share"
+    return share[rows] == 1
 
 
 @cache

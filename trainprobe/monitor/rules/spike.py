@@ -57,15 +57,14 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     places, rows = memory.watch(frame, _chosen(options.names))
     if not places.size:
         return []
-    ratios = _ratios(frame, memory, options, places, rows)
+    judged, least = memory.worked_out("least", places, lambda: _least(_ratios(frame, memory, options, places, rows)))
     size = np.abs(frame.values[places])
-    usable = np.isfinite(size) & (size > 0) & (ratios > 0)
+    usable = np.isfinite(size) & (size > 0) & judged
     x = np.log(np.where(usable, size, 1.0))
     count = memory.array("count", fill=0)[rows]
     middle, spread = memory.array("middle", fill=0.0)[rows], memory.array("spread", fill=1.0)[rows]
     z = (x - middle) / spread
     known = count >= options.warmup
-    least = np.log(np.maximum(ratios, 1e-9))
     jumped = usable & known & (z > options.z) & (x - middle > least) & (x - _recent(memory, rows) > least / 2)
     risen = int(jumped.sum())
     jumped = _above_the_largest(frame, memory, options, places, rows, x, jumped)
@@ -97,6 +96,11 @@ def _ratios(frame: Frame, memory: Memory, options: Options, places: I64, rows: I
         by_role = {"loss": options.loss_ratio, "gradient norm": options.ratio}
         ratio[row] = options.ratio if spot.kind != "scalar" else by_role.get(role_of(spot.name) or "", 0.0)
     return ratio[rows]
+
+
+def _least(ratios: F64) -> tuple[Bools, F64]:
+    """Return which series are judged, and by how much each must rise on the log scale, [n]."""
+    return ratios > 0, np.log(np.maximum(ratios, 1e-9))
 
 
 def _above_the_largest(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64, x: F64, jumped: Bools) -> Bools:
