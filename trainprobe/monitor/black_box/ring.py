@@ -36,18 +36,20 @@ class Ring:
         self.slot_bytes = (max_bytes - _HEADER.size) // slots
         size = _HEADER.size + self.slot_bytes * slots
         path.unlink(missing_ok=True)
-        with path.open("w+b") as file:
+        draft = path.with_name(f".{path.name}.partial")  # a reader finds a ring there, or nothing
+        with draft.open("w+b") as file:
             try:
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(file.fileno(), 0, size)
                 file.truncate(size)
             except OSError as error:
-                path.unlink(missing_ok=True)
+                draft.unlink(missing_ok=True)
                 raise OutputError(
                     f"the black box {path} needs {size} bytes: {error}; make room, or lower `max_bytes` of `black_box`"
                 ) from error
             self._map = mmap.mmap(file.fileno(), size)
         self._map[: _HEADER.size] = _HEADER.pack(MAGIC, slots, self.slot_bytes)
+        draft.replace(path)
         self._sequence = 0
 
     def put(self, piece: bytes) -> bool:
