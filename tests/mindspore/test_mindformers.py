@@ -61,11 +61,12 @@ def test_the_classic_trainer_in_pynative_mode_on_two_ranks(tmp_path: Path) -> No
             assert {"root", "model.layers.0.attention.wq", "lm_head"} <= names
             assert gradient_norm(row) == pytest.approx(1.0, rel=1e-5)  # averaged and clipped, as the optimizer gets them
             assert row["scalars"]["grad_norm"] > 1.2  # what the trainer reports is the norm before
+            assert gradient_norm(row, "grad_unclipped") == pytest.approx(row["scalars"]["grad_norm"], rel=1e-5)
 
 
-def gradient_norm(row: dict[str, Any]) -> float:
-    """The norm over all gradients that the optimizer was given, from the partials of their squares."""
-    found = [call["params"]["d"]["grad"] for call in row["calls"] if "grad" in (call.get("params") or {}).get("d", {})]
+def gradient_norm(row: dict[str, Any], slot: str = "grad") -> float:
+    """The norm over all gradients, as the optimizer was given them or before clipping, from the partials of their squares."""
+    found = [call["params"]["d"][slot] for call in row["calls"] if slot in (call.get("params") or {}).get("d", {})]
     assert len(found) == 12
     squares = [row["partials"]["sumsq"][row["row"][value]] for value in found]
     return float(np.sqrt(np.sum(squares)))

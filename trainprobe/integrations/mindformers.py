@@ -120,8 +120,8 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         probe = self.session.probe
         if not isinstance(probe, MindSporeProbe):
             return
-        probe.tell_what_is_not_judged()
         probe.train_with(training_cell)
+        probe.tell_what_is_not_judged()
         if is_graph_mode():
             line = probe.tell_what_is_compiled()
             if line and probe.place.rank == 0:

@@ -21,7 +21,7 @@ from trainprobe.engine.selection import parse_steps
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import Tap
 from trainprobe.engine.taps.mindspore_audit import CellAuditTap
-from trainprobe.engine.taps.mindspore_calls import OptimizerTap
+from trainprobe.engine.taps.mindspore_calls import KnownCalls, OptimizerTap
 from trainprobe.engine.taps.mindspore_cells import COMPILED, CellTap, is_graph_mode, wait
 from trainprobe.engine.taps.mindspore_gathering import gathering
 from trainprobe.engine.taps.mindspore_ops import PrimitiveTap, ops_are_seen
@@ -43,7 +43,7 @@ from trainprobe.watching import Probe
 # relation → why it is not judged under MindSpore
 NOT_JUDGED = {
     "cleared_gradients": "MindSpore keeps no gradient from one step to the next, so none can be left over",
-    "clipping": "gradients are seen once, as the optimizer gets them",
+    "clipping": "no cell is known that clips: gradients are seen once, as the optimizer gets them",
     "declared_loss": "a loss can be declared to a PyTorch training only",
     "random_regions": "operators of MindSpore draw from seeds of their own, which nobody tells",
     "random_streams": "operators of MindSpore draw from seeds of their own, which nobody tells",
@@ -78,6 +78,7 @@ class CellParts:
     ops: PrimitiveTap | None = None
     saved: SavedTensors | None = None
     with_ops: bool = False  # operators of the update are recorded too
+    clipping: KnownCalls | None = None  # of the cell that clips gradients, where there is one
     stepping: OptimizerTap = field(init=False)
 
     def __getattr__(self, name: str) -> None:
@@ -93,6 +94,11 @@ class CellParts:
             self.audit.before_update(optimizers)
         if self.states is not None:
             self.states.moment("before_step", optimizers, gradients)
+
+    def clips(self, cell: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle a call of the cell that clips gradients: what it is given are those before."""
+        if self.states is not None and args:
+            self.states.unclipped(self.stepping.cells, args[0])
 
     def after(self, optimizers: Sequence[Any]) -> None:
         """Handle its end."""
@@ -133,8 +139,15 @@ class MindSporeProbe(Probe):
         if self.tape is not None and name in ("before_step", "after_step"):
             self.guard.run(self.cells.before if name == "before_step" else self.cells.after, self.cells.stepping.cells)
 
+    def change(self, **fields: Any) -> None:
+        """Raise PlanError: a plan cannot change while a MindSpore training goes on."""
+        raise PlanError(f"{', '.join(fields)}: under MindSpore a plan stays while a run goes on: resume it with another one")
+
     def train_with(self, cell: Any) -> None:
-        """Tell which cell trains; in graph mode its arguments are the data."""
+        """Tell which cell trains: in graph mode its arguments are the data; MindFormers' holds the cell that clips."""
+        clips = getattr(cell, "clip_grad_norm", None) if getattr(cell, "use_clip_grad", False) else None
+        if self.cells.clipping is not None:
+            self.cells.clipping.know([] if clips is None or is_graph_mode() else [clips])
         if self.cells.audit is not None:
             self.cells.audit.training_cell = cell
         if self.cells.config is not None:
@@ -151,6 +164,8 @@ class MindSporeProbe(Probe):
         """Keep as findings, one a relation, which relations of the plan's audit cannot be judged here, and why."""
         plan = self.cells.audit_plan
         why = {**NOT_JUDGED, **(NOT_JUDGED_IN_A_GRAPH if is_graph_mode() else {})}
+        if self.cells.clipping is not None and self.cells.clipping.cells:
+            why.pop("clipping", None)
         for relation in relation_names() if plan is not None else ():
             if plan is not None and relation in why and plan.interval(relation):
                 self._tell(Finding(relation, "info", f"{relation} is not judged under MindSpore: {why[relation]}"))
@@ -236,6 +251,8 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, list[Program]]:
     if level in ("L1", "mix"):
         parts.ops = PrimitiveTap(ops_of_plan(plan, cuts), guard, modules.stack if modules is not None else [])
         parts.with_ops = "optimizer" in plan.phases
+    if audit is not None or (monitor is not None and monitor.gradients.on and monitor.gradients.unclipped):
+        parts.clipping = KnownCalls(guard, parts.clips)
     if plan.config_check:
         parts.config = CellCapture(plan.config_check, plan.output, guard, plan.on_error)
     if audit is not None and states is not None:
@@ -252,6 +269,7 @@ def _programs(plan: Plan, parts: CellParts) -> list[Program]:
     programs = [Program("dump", plan.wants_step, pairs, asked=dump, level=_level_when_asked(parts))]
     if monitor is not None and states is not None and watched is not None:
         light: list[tuple[Tap, Wants]] = [(states, always), (parts.stepping, always)]
+        light += [(parts.clipping, always)] if parts.clipping is not None else []
         kinds = [kind.every for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
         whole = parts.modules is not None
         light.append((watched, lambda n: any(n % e == 0 for e in kinds) and not (whole and plan.wants_step(n))))
@@ -259,8 +277,9 @@ def _programs(plan: Plan, parts: CellParts) -> list[Program]:
         programs.append(Program("monitor", parse_steps(monitor.step).__contains__, tuple(light), beside=beside))
     if audit is not None and parts.audit is not None and states is not None:
         reads: Wants = lambda n: audit.wants(n, "fingerprints")  # noqa: E731
-        heavy: tuple[tuple[Tap, Wants], ...] = ((parts.audit, always), (states, reads), (parts.stepping, always))
-        programs.append(Program("audit", audit.wants_step, heavy))
+        heavy: list[tuple[Tap, Wants]] = [(parts.audit, always), (states, reads), (parts.stepping, always)]
+        heavy += [(parts.clipping, always)] if parts.clipping is not None else []
+        programs.append(Program("audit", audit.wants_step, tuple(heavy)))
     return programs
 
 

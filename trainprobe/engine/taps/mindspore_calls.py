@@ -29,6 +29,9 @@ class KnownCalls:
         self._original: Replaced | None = None
         self._asleep = True
 
+    def open(self, model: Any, optimizer: Any = None) -> None:
+        """Nothing to learn: `know` tells."""
+
     def know(self, cells: Iterable[Any]) -> None:
         """Tell of calls of these cells from now on."""
         self.cells = tuple(cells)

@@ -142,6 +142,16 @@ class CellStateTap:
                 for key, rate in learning_rates(optimizer).items():
                     self._tape.scalars.setdefault(key, rate)
 
+    def unclipped(self, optimizers: Sequence[Any], gradients: Any) -> None:
+        """Look at the gradients of one optimizer, which are about to be clipped."""
+        if self._tape is None or len(optimizers) != 1 or not isinstance(gradients, tuple | list):
+            return
+        due = self._collected % self._wanted.every.get("gradient", 1) == 0
+        for p, gradient in zip(optimizers[0].parameters, gradients, strict=False):
+            flags = (self._wanted.gradient(p.name) if due else 0) | self.more
+            if flags and gradient is not None:
+                self._call("unclipped", p.name).params["grad_unclipped"] = self._tape.tree(gradient, flags)
+
     def _count(self, moment: str, optimizers: Sequence[Any]) -> None:
         assert self._tape is not None
         for optimizer in optimizers:
