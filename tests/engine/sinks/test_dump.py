@@ -185,3 +185,14 @@ def test_what_a_killed_run_left_hidden_is_cleared_away(tmp_path):
     (tmp_path / "step3/.rank0.partial").mkdir(parents=True)
     write(tmp_path)
     assert not (tmp_path / "step3").exists()
+
+
+def test_steps_one_after_the_other_are_written_as_each_alone(tmp_path):
+    reels = [small_reel(step=step) for step in range(3)]
+    reels[2].calls[0].name = "layers.1"
+    together = tmp_path / "together"
+    write(together, *reels)
+    for reel in reels:
+        alone = write(tmp_path / f"alone{reel.step}", reel)
+        for name in ("dump.json", "stack.json", "construct.json"):
+            assert (together / f"step{reel.step}/rank0/{name}").read_bytes() == (alone / name).read_bytes(), name
