@@ -124,6 +124,14 @@ def test_a_loss_that_falls_does_not_drift():
     assert bench.found == []
 
 
+def test_the_noise_of_small_batches_is_no_drift():
+    for seed in range(20):
+        bench, rng = Bench("drift"), np.random.default_rng(seed)
+        for _ in range(600):
+            bench.feed(loss=math.exp(0.4 * rng.standard_normal()))
+        assert bench.found == []
+
+
 def rates(period=100):
     return (1e-2 * 0.5 * (1.01 + math.cos(math.pi * (step % period) / period)) for step in range(400))
 

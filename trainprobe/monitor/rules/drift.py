@@ -2,8 +2,9 @@
 
 With x = ln|value|, fast and slow exponential means f += (x - f)/`fast` and s += (x - s)/`slow`, a series drifts when
 
-    f - s > ln `limit`        for `patience` collected steps in a row
+    f - s > max(ln `limit`, 6 σ / √(2 · `fast`))        for `patience` collected steps in a row
 
+with σ² the mean of (x - f)², so that the second term is what the noise of single batches moves f, and its lowest value, by.
 For the loss the limit is `loss_limit` and s is the lowest f so far, because a healthy loss never goes back, but after a warm
 restart: for 2 · `fast` collected steps after the learning rate has more than doubled from one to the next s is f. A single
 value enters clipped to a factor of three. After a finding s starts anew at f. Only upward drift is judged: a level that falls
@@ -54,8 +55,9 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     usable = np.isfinite(size) & (size > 0) & (limits > 0)
     rows, places, limits = rows[usable], places[usable], limits[usable]
     loss, restarted = _is_loss(frame, memory, places, rows), _restarted(frame, memory, options)
-    fast, slow = _means(memory, options, rows, np.log(size[usable]), loss, restarted)
-    left = (fast - slow > np.log(limits)) & (memory.array("count", fill=0)[rows] > options.warmup)
+    fast, slow, noise = _means(memory, options, rows, np.log(size[usable]), loss, restarted)
+    least = np.maximum(np.log(limits), 6 * noise / np.sqrt(2 * options.fast))
+    left = (fast - slow > least) & (memory.array("count", fill=0)[rows] > options.warmup)
     ripe = memory.lasting("left", rows, left) >= options.patience
     if not ripe.any():
         return []
@@ -104,17 +106,19 @@ def _restarted(frame: Frame, memory: Memory, options: Options) -> bool:
     return left > 0
 
 
-def _means(memory: Memory, options: Options, rows: I64, x: F64, loss: Bools, restarted: bool) -> tuple[F64, F64]:
-    """Update and return the recent and the long-term level; until the warm-up is over both are plain means."""
+def _means(memory: Memory, options: Options, rows: I64, x: F64, loss: Bools, restarted: bool) -> tuple[F64, F64, F64]:
+    """Update and return the recent and the long-term level, plain means at first, and the noise of a single value."""
     count, fast, slow = memory.array("count", fill=0), memory.array("fast", fill=0.0), memory.array("slow", fill=0.0)
     n = count[rows]
     moved = np.where(n == 0, x, fast[rows] + np.clip(x - fast[rows], -np.log(3), np.log(3)))
+    noise = memory.array("noise", fill=0.0)
+    noise[rows] += (np.where(n == 0, 0.0, moved - fast[rows]) ** 2 - noise[rows]) / np.minimum(n + 1, options.slow)
     fast[rows] += (moved - fast[rows]) / np.minimum(n + 1, options.fast)
     lowest = np.where((n + 1 < options.fast) | restarted, fast[rows], np.minimum(slow[rows], fast[rows]))
     mean = slow[rows] + (moved - slow[rows]) / np.minimum(n + 1, options.slow)
     slow[rows] = np.where(loss, lowest, mean)
     count[rows] = n + 1
-    return fast[rows], slow[rows]
+    return fast[rows], slow[rows], np.sqrt(noise[rows])
 
 
 def _finding(frame: Frame, options: Options, place: int, recent: float, usual: float, how_many: int) -> Finding:
