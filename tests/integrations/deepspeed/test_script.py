@@ -62,3 +62,13 @@ def test_a_script_that_fails_keeps_its_error_and_what_was_seen(folder):
     run(*WATCH, SCRIPT, "crash", cwd=folder, code=1)
     reels = list(read_log(folder / "out" / "rank0" / "records.jsonl"))
     assert [(reel.step, reel.complete) for reel in reels] == [(1, True), (2, True), (3, False)]
+
+
+def test_beneath_a_trainer_its_callback_alone_finds_the_engine(folder, require):
+    require("transformers")
+    require("accelerate")
+    run(*WATCH, str(Path(__file__).with_name("trainer_script.py")), cwd=folder)
+    found = recorded(folder / "out")
+    assert list(found) == [1, 2, 3, 4]
+    assert all({"loss", "grad_norm", "skipped"} <= set(numbers) for numbers in found.values())
+    assert any(key.endswith(" exp_avg_after") for key in found[1])
