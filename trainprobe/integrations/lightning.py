@@ -18,7 +18,8 @@ from trainprobe.engine.records import Finding, Place
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.topology import axes_from_mesh, place_from_environment
 from trainprobe.errors import MissingExtra
-from trainprobe.integrations.deepspeed import engine_of, follow, place_of
+from trainprobe.integrations.deepspeed import engine_of, follow
+from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.session import Session
 from trainprobe.monitor.actions import sentence
 from trainprobe.watching import PlanSource
@@ -69,6 +70,7 @@ class ProbeCallback:
             trainer.optimizers,
             step=trainer.global_step,
             place=_place(trainer) if engine is None else place_of(engine),
+            rename=None if engine is None else renaming(engine.module),
             say=_log().warning,
             follow=partial(follow, engine=engine),
         )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainprobe.engine.naming import Rename
 from trainprobe.engine.plan import load_plan
 from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.engine.stats import finish
@@ -61,13 +62,15 @@ class Session:
         *,
         step: int,
         place: Place | None = None,
+        rename: Rename | None = None,
         say: Say | None = None,
         follow: Follow | None = None,
     ) -> None:
         """Training begins. Raises what `Probe.open` raises.
 
-        step: the number of its first step, 0 or 1 in a new run. say: prints the one line at the start. follow: lets the open
-        probe take what an engine holds that trains by its own rules, and returns what has `end()`, or None.
+        step: the number of its first step, 0 or 1 in a new run. rename: gives modules their names over all ranks. say: prints
+        the one line at the start. follow: lets the open probe take what an engine holds that trains by its own rules, and
+        returns what has `end()`, or None.
         """
         if self.probe is not None and self._model is model and self._last is None:
             return  # the callback was added twice: each event comes twice
@@ -75,7 +78,7 @@ class Session:
         plan = self.plan
         if self._trainings or step > 1:  # what this run or the one that it resumes wrote stays
             plan = load_plan(plan, on_existing="continue")
-        probe = self.probe_kind(plan, place=place)
+        probe = self.probe_kind(plan, place=place, rename=rename)
         probe.open(model, list(optimizers))
         self.probe, self._model, self._place = probe, model, probe.place
         self._follower = follow(probe) if follow is not None else None

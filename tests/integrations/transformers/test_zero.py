@@ -63,3 +63,10 @@ def test_pieces_of_all_ranks_join_to_the_norms_of_one_process_of_plain_torch(pai
             assert found[step]["grad_norm"] == pytest.approx(numbers["grad_norm"], rel=1e-4)
             assert found[step]["lr"] == pytest.approx(numbers["lr"])
         assert sum(found[step]["loss"] for found in ranks) / 2 == pytest.approx(numbers["loss"], rel=1e-4)
+
+
+@pytest.mark.proves("Lightning", "DeepSpeed experts (MoE)", ranks=2)
+def test_an_expert_beneath_lightning_is_named_by_its_global_number_on_its_rank(pair):
+    layer = "net.moe.deepspeed_moe"
+    assert pair[1][1]["experts"] == [["nonfinite", 1, f"{layer}.experts.deepspeed_experts.2.bias"]]
+    assert pair[1][0]["experts"] == [["nonfinite", 1, layer]], "it holds nothing of that expert, and sees what comes back of it"

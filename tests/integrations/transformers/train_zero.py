@@ -12,6 +12,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from deepspeed.moe.layer import MoE
 from lightning.pytorch.strategies import deepspeed as lightning_deepspeed
 
 from tests.integrations.lightning import small_lightning
@@ -71,6 +72,40 @@ def lightning(stage: int, callbacks: list) -> list[float]:
     return [float(loss) for loss in model.losses]
 
 
+class Mixed(torch.nn.Module):
+    """Two experts on each rank; that of number 2 breaks in the second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        room = {"capacity_factor": 4, "eval_capacity_factor": 4, "use_rts": False}
+        self.first, self.second = torch.nn.Linear(6, 12), torch.nn.Linear(12, 1)
+        self.moe = MoE(12, torch.nn.Linear(12, 12), 4, ep_size=2, **room)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if RANK == 1 and self.calls == 3:
+            with torch.no_grad():
+                self.moe.deepspeed_moe.experts.deepspeed_experts[0].bias.fill_(float("nan"))
+        hidden = torch.tanh(self.first(x))
+        return self.second(hidden + self.moe(hidden)[0]).square().mean()
+
+
+def lightning_with_experts(callbacks: list) -> None:
+    model = small_lightning.module(quiet=True)
+    model.net = Mixed()
+    strategy = OnCpu(config={**settings(0), "train_micro_batch_size_per_gpu": 4}, process_group_backend="gloo")
+    run = small_lightning.trainer(
+        callbacks,
+        strategy=strategy,
+        devices=2,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=2,
+        gradient_clip_val=CLIP,
+    )
+    run.fit(model, small_lightning.loader(rank=RANK))
+
+
 def main(folder: Path) -> None:
     told: dict[str, object] = {}
     for stage in (2, 3):
@@ -78,6 +113,9 @@ def main(folder: Path) -> None:
         told[f"hf{stage} same"] = bare == trainer(folder, stage, [ProbeCallback(PLAN, output=folder / f"hf{stage}")])
     bare = lightning(2, [])
     told["lightning2 same"] = bare == lightning(2, [LightningProbe(PLAN, output=folder / "lightning2")])
+    probe = LightningProbe({"level": "off", "monitor": {"activations": True}}, output=folder / "experts")
+    lightning_with_experts([probe])
+    told["experts"] = [[found.rule, found.step, found.site.name if found.site else None] for found in probe.findings]
     (folder / f"rank{RANK}.json").write_text(json.dumps(told))
 
 
