@@ -12,7 +12,7 @@ import pytest
 from tests.distributed.launch import launch
 
 SCRIPT = str(Path(__file__).with_name("train_shards.py"))
-FAULTS = ("healthy", "drift", "data", "norm", "moments")
+FAULTS = ("healthy", "hybrid", "drift", "data", "norm", "moments")
 pytestmark = pytest.mark.slow
 
 
@@ -24,9 +24,10 @@ def found(ranks: int) -> dict[str, list[list]]:
     return {fault: [json.loads((folder / f"{fault}.{rank}.json").read_text()) for rank in range(ranks)] for fault in FAULTS}
 
 
+@pytest.mark.parametrize("layout", ["healthy", "hybrid"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_healthy_training_on_shards_raises_no_alarm(ranks):
-    assert found(ranks)["healthy"] == [[]] * ranks
+def test_a_healthy_training_on_shards_raises_no_alarm(ranks, layout):
+    assert found(ranks)[layout] == [[]] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

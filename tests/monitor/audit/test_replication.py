@@ -37,6 +37,13 @@ def test_pieces_that_a_distributed_optimizer_cuts_add_up():
     assert logical_norms(ranks, {"dp"}) == pytest.approx((5.0, 5.0))
 
 
+def test_replicas_of_pieces_count_once_where_both_lie_on_the_data_parallel_axis():
+    """Two replicas of what two ranks shard; the messages carry which piece is whose."""
+    norms = (3.0, 4.0)
+    ranks = [peer(r, {"dp": r}, {1: Share(2, frozenset(), norms[r % 2], norms[r % 2], piece=5 + r % 2)}) for r in range(4)]
+    assert logical_norms([decode(encode(rank, 7))[0] for rank in ranks], {"dp"}) == pytest.approx((5.0, 5.0))
+
+
 def test_a_tied_weight_on_the_first_and_the_last_of_three_stages_counts_once():
     shares = {0: {1: Share(2, frozenset({"pp"}), 3.0, 3.0)}, 1: {4: Share(5, frozenset(), 4.0, 4.0)}}
     ranks = [peer(r, {"pp": r}, shares.get(r % 2, {})) for r in range(3)]

@@ -1,7 +1,7 @@
 """One rank of an FSDP2 training under the audit of every step; writes FOLDER/FAULT.RANK.json: what was found.
 
 train_shards.py FOLDER FAULT…    faults: healthy, drift (a shard is written to), data (the same on all ranks), norm (of the own
-shards alone), moments (lost). They begin at step 2.
+shards alone), moments (lost). They begin at step 2. hybrid: healthy, on two replicas of what the other ranks shard.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def train(fault: str, folder: Path) -> list[list]:
     torch.manual_seed(3)
     case = load("residual_gpt")
     model = case.build()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    shape, names = ((2, world // 2), ("replicate", "shard")) if fault == "hybrid" else ((world,), ("dp",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -236,7 +236,9 @@ def _shares(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> dict[i
         unclipped = seen.number(name, "grad_unclipped", "norm") if (name, "grad_unclipped") in seen else clipped
         over = seen.replicas.get((name, "grad"), replicated.get(name, seen.replicas.get((name, "value"))))
         doubted = over is None and (name in beside or "pp" in draft.axes)
-        shares[key_of(name, "grad")] = Share(key_of(name, "value"), over, unclipped, clipped, doubted)
+        rectangle = seen.pieces.get((name, "grad"), seen.pieces.get((name, "value"), ""))
+        piece = digest(rectangle) if rectangle else 0
+        shares[key_of(name, "grad")] = Share(key_of(name, "value"), over, unclipped, clipped, doubted, piece)
     return shares
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,8 @@ class Tensors:
 
     Slots: value, main_value, grad_unclipped, grad, exp_avg …, and each but gradients with `_after` behind it for after the
     update. dtypes: plain names, `float32`. replicas: (name, slot) → axes over which its source says that this tensor is
-    replicated (only where it says): a gradient may be cut over ranks that all hold the whole value.
+    replicated (only where it says): a gradient may be cut over ranks that all hold the whole value. pieces: (name, slot) → the
+    rectangle of it that is here, as text, empty for the whole (only where it says).
     """
 
     rows: Mapping[Key, int] = field(default_factory=dict[Key, int])
@@ -36,6 +37,7 @@ class Tensors:
     dtypes: Mapping[Key, str] = field(default_factory=dict[Key, str])
     replicas: Mapping[Key, frozenset[str]] = field(default_factory=dict[Key, frozenset[str]])
     names: tuple[str, ...] = ()
+    pieces: Mapping[Key, str] = field(default_factory=dict[Key, str])
     _numbers: dict[str, F64] = field(default_factory=dict[str, F64])
 
     def __contains__(self, key: Key) -> bool:
@@ -76,6 +78,7 @@ def tensors_of(reel: Reel) -> Tensors:
     dtypes: dict[Key, str] = {}
     replicas: dict[Key, frozenset[str]] = {}
     names: dict[str, None] = {}
+    pieces: dict[Key, str] = {}
     for call in reel.calls:
         if call.kind != "state":
             continue
@@ -88,14 +91,22 @@ def tensors_of(reel: Reel) -> Tensors:
             shard = (value.extra or {}).get("shard")
             if shard is not None:
                 replicas[call.name, slot] = frozenset(shard["replicas"])
-    return Tensors(rows, reel.partials, reel.checksums, dtypes, replicas, tuple(names))
+                pieces[call.name, slot] = _rectangle(shard)
+    return Tensors(rows, reel.partials, reel.checksums, dtypes, replicas, tuple(names), pieces)
+
+
+def _rectangle(shard: Mapping[str, Any]) -> str:
+    if shard["shape"] == shard["whole"]:
+        return ""
+    within = shard.get("within")
+    return f"{shard['offset']}{shard['shape']}{_rectangle(within) if within is not None else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """A rank's piece of one gradient. value: key of the parameter's value. over: axes over which others hold the same piece,
     None where nobody knows yet. unclipped, clipped: its norm before and after clipping. doubted: equal values alone do not show
-    that it is replicated.
+    that it is replicated. piece: a digest of the rectangle that it is, the same for the same one; 0 where it is the whole.
     """
 
     value: int
@@ -103,6 +114,7 @@ class Share:
     unclipped: float
     clipped: float
     doubted: bool = False
+    piece: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 words 0 …      rank, step, counts; then NUMBERS as the bits of float64, MARKS, the axes, the batches
 rows           three words each: key, fingerprint, bits of the norm
 projections    two words each: key, bits of the number
-gradients      five words each: key, key of the value, axes of its replicas as bits, bits of both norms
+gradients      six words each: key, key of the value, axes of its replicas as bits, bits of both norms, digest of the piece
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def encode(peer: Peer, step: int) -> Words:
     shares = [
         word
         for key, s in peer.gradients.items()
-        for word in (key, s.value, _axes_bits(s.over) | _DOUBTED * s.doubted, _bits(s.unclipped), _bits(s.clipped))
+        for word in (key, s.value, _axes_bits(s.over) | _DOUBTED * s.doubted, _bits(s.unclipped), _bits(s.clipped), s.piece)
     ]
     return np.array([*head, *peer.batches, *rows, *told, *shares], dtype=np.uint64)
 
@@ -72,7 +72,7 @@ def decode(words: Words) -> tuple[Peer, int]:
     at += 3 * rows
     products = {flat[i]: _number(flat[i + 1]) for i in range(at, at + 2 * projections, 2)}
     at += 2 * projections
-    shares = {flat[i]: _share(flat[i + 1 : i + 5]) for i in range(at, at + 5 * gradients, 5)}
+    shares = {flat[i]: _share(flat[i + 1 : i + 6]) for i in range(at, at + 6 * gradients, 6)}
     return Peer(rank, axes, numbers, marks, told, table, products, shares), step
 
 
@@ -86,9 +86,9 @@ def _axes_bits(over: frozenset[str] | None) -> int:
 
 
 def _share(words: Sequence[int]) -> Share:
-    value, bits, unclipped, clipped = words
+    value, bits, unclipped, clipped, piece = words
     over = None if bits & _UNKNOWN else frozenset(axis for i, axis in enumerate(AXES) if bits >> i & 1)
-    return Share(value, over, _number(unclipped), _number(clipped), bool(bits & _DOUBTED))
+    return Share(value, over, _number(unclipped), _number(clipped), bool(bits & _DOUBTED), piece)
 
 
 def _bits(number: float) -> int:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from trainprobe.engine.facts import ParameterFact
 from trainprobe.monitor.audit.evidence import Peer, Share, Tensors
 
+_DATA = frozenset({"dp"})
+
 
 def replicas_at_first(
     keys: Collection[int], axes: Collection[str], peers: Sequence[Peer], rank: int
@@ -88,16 +90,16 @@ def doubted_biases(
 def logical_norms(peers: Sequence[Peer], axes: Collection[str], keys: Collection[int] | None = None) -> tuple[float, float]:
     """Return the norm of all gradients before and after clipping, √Σ‖g‖² over the unsharded model.
 
-    Shares of one gradient whose ranks differ in replicated axes alone count as one, by their mean square. keys: only these
-    gradients.
+    Shares of one gradient whose ranks differ in replicated axes alone count as one, by their mean square; so do equal pieces
+    on ranks that differ in `dp` (hybrid sharding: both dimensions of its mesh are data parallel). keys: only these gradients.
     """
-    groups: dict[tuple[int, tuple[int, ...]], list[Share]] = {}
+    groups: dict[tuple[int, int, tuple[int, ...]], list[Share]] = {}
     for peer in peers:
         for key, share in peer.gradients.items():
             if keys is None or key in keys:
-                over = share.over or frozenset()
+                over = (share.over or frozenset()) | (_DATA if share.piece else frozenset())
                 place = tuple(-1 if axis in over else peer.axes.get(axis, 0) for axis in axes)
-                groups.setdefault((key, place), []).append(share)
+                groups.setdefault((key, share.piece, place), []).append(share)
     before = sum(sum(s.unclipped**2 for s in shares) / len(shares) for shares in groups.values())
     after = sum(sum(s.clipped**2 for s in shares) / len(shares) for shares in groups.values())
     return float(before**0.5), float(after**0.5)
