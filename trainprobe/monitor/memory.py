@@ -28,6 +28,7 @@ class Memory:
         self.arrays: dict[str, npt.NDArray[Any]] = {}
         self.numbers: dict[str, float] = {}
         self.scratch: dict[Any, Any] = {}  # what can be worked out again: never written
+        self._fills: dict[str, float | int | bool] = {}  # what new rows of an array hold
         self._watched: dict[tuple[int, int], tuple[I64, Sequence[Selection], I64, I64]] = {}  # answers of `watch`
         self._rows: I64 = np.zeros(0, dtype=np.int64)  # track number → row, for one Tracks table
         self._table: Tracks | None = None
@@ -80,12 +81,12 @@ class Memory:
         """Return the array `name` [rows] or [rows, width], which may be written to; new rows hold `fill`."""
         have = self.arrays.get(name)
         need = len(self.keys)
+        self._fills[name] = fill
         if have is None:
             kind = np.bool_ if isinstance(fill, bool) else np.int64 if isinstance(fill, int) else np.float64
             have = np.full((0, width) if width else (0,), fill, dtype=kind)
         if have.shape[0] < need:
-            room = max(need - have.shape[0], have.shape[0] // 2)
-            have = np.concatenate([have, np.full((room, *have.shape[1:]), fill, dtype=have.dtype)])
+            have = _grown(have, max(need, have.shape[0] * 3 // 2), fill)
         self.arrays[name] = have
         return have
 
@@ -105,7 +106,8 @@ class Memory:
     def to_json(self) -> dict[str, Any]:
         """Return the memory as JSON values."""
         n = len(self.keys)
-        arrays = {name: _pack(a[:n]) for name, a in self.arrays.items()}
+        whole = {name: _grown(a, n, self._fills[name]) if name in self._fills else a for name, a in self.arrays.items()}
+        arrays = {name: _pack(a[:n]) for name, a in whole.items()}
         return {"keys": list(self.keys), "arrays": arrays, "numbers": {k: repr(v) for k, v in self.numbers.items()}}
 
     @classmethod
@@ -131,6 +133,12 @@ def text_track(text: str) -> Track:
     """Return the track that `track_text` wrote."""
     phase, kind, name, call, slot, statistic = text.split("\t")
     return Track(Spot(phase, kind, name, int(call), slot), statistic)  # pyright: ignore[reportArgumentType]
+
+
+def _grown(array: npt.NDArray[Any], rows: int, fill: float | int | bool) -> npt.NDArray[Any]:
+    """Return an array with at least so many rows; new ones hold `fill`."""
+    missing = max(rows - array.shape[0], 0)
+    return np.concatenate([array, np.full((missing, *array.shape[1:]), fill, dtype=array.dtype)]) if missing else array
 
 
 def _pack(array: npt.NDArray[Any]) -> dict[str, Any]:
