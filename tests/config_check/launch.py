@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from tests.distributed.launch import free_port
 from trainprobe.config_check.compare import compare_packs
 from trainprobe.config_check.compare.verdicts import Comparison
 from trainprobe.config_check.pack_reader import read_pack
@@ -51,12 +51,6 @@ def run(*command: str | Path, ranks: int = 1, distributed: bool = False, timeout
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output[-4000:]
     return outputs[0]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def compared(folder: Path, change: str, base: str = "base") -> Comparison:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -58,7 +60,12 @@ def wait_for(running: list[subprocess.Popen[bytes]], timeout: float) -> list[int
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Return a TCP port that nothing listens on, below those that the system gives to outgoing connections.
+
+    One of those could be taken by another test's processes before the one that it is meant for has started.
+    """
+    while True:
+        port = secrets.choice(range(10_000, 32_000))
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("", port))
+            return port

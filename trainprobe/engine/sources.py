@@ -175,5 +175,5 @@ def mesh_shard(t: Any) -> Shard | None:
         begin = min(mesh.get_coordinate()[i] * size, shape[dim])
         offset[dim] += begin
         shape[dim] = min(size, shape[dim] - begin)
-    cut = {axes[i] for i in cuts}
+    cut = {axes[i] for i in cuts if mesh.shape[i] > 1}
     return Shard(tuple(offset), tuple(shape), tuple(t.shape), tuple(axis for axis in axes if axis not in cut))
