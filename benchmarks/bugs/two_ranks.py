@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from benchmarks.bugs.held_out import HELD_OUT
 from benchmarks.bugs.published import PUBLISHED, Bug
 from benchmarks.bugs.unseen import UNSEEN
 from benchmarks.bugs.unseen_again import UNSEEN_AGAIN
+from tests.distributed.launch import free_port
+from tests.distributed.one_rank import settle
 from trainprobe.watching import Probe
 
 ALL = {bug.name: bug for bug in (*PUBLISHED, *HELD_OUT, *UNSEEN, *UNSEEN_AGAIN)}
@@ -83,14 +84,11 @@ def launch(bugs: list[Bug], timeout: float = 1500) -> list[dict[str, Any]]:
 
 def _launch(bugs: list[Bug], ranks: int, timeout: float) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="trainprobe_bugs_") as folder:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
         environment = {
             **os.environ,
             "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, "-m", "benchmarks.bugs.two_ranks", json.dumps([bug.name for bug in bugs]), folder]
@@ -123,6 +121,7 @@ def main() -> None:
     (Path(sys.argv[2]) / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
     if not alone:
         dist.destroy_process_group()
+        settle()
 
 
 if __name__ == "__main__":

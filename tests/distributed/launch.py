@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+ONE_RANK = Path(__file__).with_name("one_rank.py")
 
 
 def launch(script: str, ranks: int, *arguments: str, folder: Path, timeout: float = 120) -> None:
@@ -26,7 +27,7 @@ def launch(script: str, ranks: int, *arguments: str, folder: Path, timeout: floa
         "PYTHONPATH": str(ROOT),
         "TRAINPROBE_ON_ERROR": "raise",
     }
-    command = [sys.executable, str(Path(__file__).parent / script), *arguments]
+    command = [sys.executable, str(ONE_RANK), str(ONE_RANK.parent / script), *arguments]
     logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
     running = [
         subprocess.Popen(

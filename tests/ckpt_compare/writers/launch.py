@@ -9,12 +9,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.distributed.launch import free_port
+from tests.distributed.launch import ONE_RANK, free_port
 
 
 def launch(n: int, script: Path, *arguments: str, timeout: float = 240) -> str:
     """Run `script` in n ranks and return rank 0's output; raise RuntimeError with all output when a rank fails."""
     port = str(free_port())
+    command = [sys.executable, str(ONE_RANK), str(script), *arguments]
     ranks = []
     for rank in range(n):
         env = {
@@ -23,9 +24,7 @@ def launch(n: int, script: Path, *arguments: str, timeout: float = 240) -> str:
             "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "TRANSFORMERS_VERBOSITY": "error",
         }  # fmt: skip
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed below, after the process has ended)
-        ranks.append(
-            (subprocess.Popen([sys.executable, str(script), *arguments], env=env, stdout=log, stderr=subprocess.STDOUT), log)
-        )
+        ranks.append((subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT), log))
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and any(p.poll() is None for p, _ in ranks):
         if any(p.poll() not in (None, 0) for p, _ in ranks):

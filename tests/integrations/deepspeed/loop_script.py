@@ -10,6 +10,8 @@ import torch
 from deepspeed import initialize
 from torch import nn
 
+from tests.distributed.one_rank import settle
+
 ACCUMULATE, STEPS = 2, 4
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
 torch.set_num_threads(1)
@@ -38,3 +40,4 @@ for micro in range(STEPS * ACCUMULATE):
     sys.stdout.write(f"rank {rank} loss {micro} {float(loss):.17g}\n")
 sys.stdout.write(f"rank {rank} weights {float(sum(p.double().sum() for p in net.parameters())):.17g}\n")
 torch.distributed.destroy_process_group()
+settle()

@@ -9,6 +9,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.distributed.one_rank import settle
+
 kind = sys.argv[1] if len(sys.argv) > 1 else "plain"
 rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 torch.set_num_threads(1)
@@ -41,3 +43,4 @@ for step in range(5):
 sys.stdout.write(f"weights {sum(float(p.double().sum()) for p in model.parameters()).hex()}\n")
 if ranks > 1:
     torch.distributed.destroy_process_group()
+    settle()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -23,7 +26,20 @@ def _all_gather(words: Words) -> list[Words]:
     mine = torch.from_numpy(words.view(np.int64)).to(device)
     received = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(received, mine)
+    released((mine, *received))
     return [row.cpu().numpy().view(np.uint64) for row in received]
+
+
+def released(tensors: Iterable[torch.Tensor], timeout: float = 1.0) -> None:
+    """Wait until a collective that has ended no longer holds these tensors, at most `timeout` seconds.
+
+    A thread of gloo lets go of them after the collective has returned, and needs the interpreter's lock for that. A program
+    that ends meanwhile is aborted (pytorch issue 190489); the probe's collective is often a training's last.
+    """
+    end = time.monotonic() + timeout
+    for tensor in (tensor for tensor in tensors if tensor.device.type == "cpu"):
+        while tensor._use_count() > 1 and time.monotonic() < end:  # pyright: ignore[reportAttributeAccessIssue]
+            time.sleep(0)
 
 
 def _device() -> torch.device:
