@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -53,13 +52,3 @@ def msrun(program: str, *arguments: str, workers: int, port: int, cwd: Path, tim
         log[-3000:] for log in logs
     )
     return logs
-
-
-def free_port() -> int:
-    """Return a port that nobody holds, below those that the system hands out by itself."""
-    first = 20000 + os.getpid() % 10000
-    for port in range(first, first + 1000):
-        with socket.socket() as s:
-            if s.connect_ex(("127.0.0.1", port)):
-                return port
-    raise AssertionError(f"no free port from {first} on")

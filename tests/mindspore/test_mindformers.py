@@ -10,8 +10,9 @@ import numpy as np
 import orjson
 import pytest
 
+from tests.distributed.launch import free_port
 from tests.mindspore.all_outputs import assert_all_outputs, plan_file
-from tests.mindspore.launch import free_port, msrun, run
+from tests.mindspore.launch import msrun, run
 
 
 def written(folder: Path, rank: int = 0) -> list[dict[str, Any]]:

@@ -9,7 +9,8 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.mindspore.launch import free_port, msrun, run
+from tests.distributed.launch import free_port
+from tests.mindspore.launch import msrun, run
 
 
 def test_an_error_of_the_training_is_the_trainings_own(tmp_path: Path) -> None:

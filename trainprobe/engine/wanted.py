@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from trainprobe.engine import tape
 from trainprobe.engine.detail import Detail
@@ -11,8 +12,8 @@ from trainprobe.engine.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class ModulesWanted:
-    """What a plan wants of modules. parameter, micro: whether a parameter of this name, and this micro-batch, is recorded."""
+class CallsWanted:
+    """What a plan wants of calls of one kind. micro: whether this micro-batch is recorded."""
 
     flags: Callable[[str], int]
     selected: Callable[[str], bool]
@@ -20,50 +21,44 @@ class ModulesWanted:
     forward: bool = True
     backward: bool = True
     recompute: bool = True
-    parameter: Callable[[str], bool] = lambda name: True
     micro: Callable[[int], bool] = lambda micro: True
 
 
 @dataclass(frozen=True, slots=True)
-class OpsWanted:
-    """What a plan wants of ops. scope: "all", "focus" or "core" (engine.catalog); micro: is this one recorded."""
+class ModulesWanted(CallsWanted):
+    """What a plan wants of modules. parameter: whether a parameter of this name is recorded."""
 
-    flags: Callable[[str], int]
-    selected: Callable[[str], bool]
-    data: frozenset[str]
-    forward: bool = True
-    backward: bool = True
-    recompute: bool = True
+    parameter: Callable[[str], bool] = lambda name: True
+
+
+@dataclass(frozen=True, slots=True)
+class OpsWanted(CallsWanted):
+    """What a plan wants of ops. scope: "all", "focus" or "core" (engine.catalog)."""
+
     scope: str = "all"
-    micro: Callable[[int], bool] = lambda micro: True
 
 
 def modules_of_plan(plan: Plan, cuts: list[Detail]) -> ModulesWanted:
     """Return what the dump wants of modules."""
-    return ModulesWanted(
-        flags=lambda name: flags_of(plan.detail_for("module", name), cuts),
-        selected=plan.module_selected,
-        data=frozenset(plan.data),
-        forward="forward" in plan.phases,
-        backward="backward" in plan.phases,
-        recompute=plan.recompute == "mark",
-        parameter=plan.parameter_selected,
-        micro=plan.wants_micro,
-    )
+    return ModulesWanted(**_of_plan("module", plan.module_selected, plan, cuts), parameter=plan.parameter_selected)
 
 
 def ops_of_plan(plan: Plan, cuts: list[Detail]) -> OpsWanted:
     """Return what the dump wants of ops."""
-    return OpsWanted(
-        flags=lambda name: flags_of(plan.detail_for("op", name), cuts),
-        selected=plan.op_selected,
-        data=frozenset(plan.data),
-        forward="forward" in plan.phases,
-        backward="backward" in plan.phases,
-        recompute=plan.recompute == "mark",
-        scope=plan.ops_scope,
-        micro=plan.wants_micro,
-    )
+    return OpsWanted(**_of_plan("op", plan.op_selected, plan, cuts), scope=plan.ops_scope)
+
+
+def _of_plan(kind: Literal["module", "op"], selected: Callable[[str], bool], plan: Plan, cuts: list[Detail]) -> dict[str, Any]:
+    """Return the fields of CallsWanted by name."""
+    return {
+        "flags": lambda name: flags_of(plan.detail_for(kind, name), cuts),
+        "selected": selected,
+        "data": frozenset(plan.data),
+        "forward": "forward" in plan.phases,
+        "backward": "backward" in plan.phases,
+        "recompute": plan.recompute == "mark",
+        "micro": plan.wants_micro,
+    }
 
 
 def flags_of(detail: Detail, cuts: list[Detail] | None = None) -> int:

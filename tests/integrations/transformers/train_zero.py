@@ -57,8 +57,10 @@ def trainer(folder: Path, stage: int, callbacks: list) -> list[float]:
     return [float(loss) for loss in run.model.losses]
 
 
-def lightning(stage: int, callbacks: list) -> list[float]:
+def lightning(stage: int, callbacks: list, net: torch.nn.Module | None = None) -> list[float]:
     model = small_lightning.module(drop=0.0, quiet=True)
+    if net is not None:
+        model.net = net
     strategy = OnCpu(config={**settings(stage), "train_micro_batch_size_per_gpu": 4}, process_group_backend="gloo")
     run = small_lightning.trainer(
         callbacks,
@@ -91,21 +93,6 @@ class Mixed(torch.nn.Module):
         return self.second(hidden + self.moe(hidden)[0]).square().mean()
 
 
-def lightning_with_experts(callbacks: list) -> None:
-    model = small_lightning.module(quiet=True)
-    model.net = Mixed()
-    strategy = OnCpu(config={**settings(0), "train_micro_batch_size_per_gpu": 4}, process_group_backend="gloo")
-    run = small_lightning.trainer(
-        callbacks,
-        strategy=strategy,
-        devices=2,
-        use_distributed_sampler=False,
-        accumulate_grad_batches=2,
-        gradient_clip_val=CLIP,
-    )
-    run.fit(model, small_lightning.loader(rank=RANK))
-
-
 def main(folder: Path) -> None:
     told: dict[str, object] = {}
     for stage in (2, 3):
@@ -114,7 +101,7 @@ def main(folder: Path) -> None:
     bare = lightning(2, [])
     told["lightning2 same"] = bare == lightning(2, [LightningProbe(PLAN, output=folder / "lightning2")])
     probe = LightningProbe({"level": "off", "monitor": {"activations": True}}, output=folder / "experts")
-    lightning_with_experts([probe])
+    lightning(0, [probe], Mixed())
     told["experts"] = [[found.rule, found.step, found.site.name if found.site else None] for found in probe.findings]
     (folder / f"rank{RANK}.json").write_text(json.dumps(told))
 

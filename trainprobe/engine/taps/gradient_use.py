@@ -50,7 +50,7 @@ class GradientUse:
         self._stepped.add(id(optimizer))
         self._dropped = []
         names = self._names()
-        for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in names and p.requires_grad):
+        for p in (p for p in _of_groups(optimizer.param_groups) if id(p) in names and p.requires_grad):
             name, grad = names[id(p)], p.grad
             if grad is None and p.numel() == 0:
                 continue  # other ranks hold it (FSDP1)

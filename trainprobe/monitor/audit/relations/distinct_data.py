@@ -9,6 +9,8 @@ Usually caused by the same seed or the same sampler on all ranks (pytorch issue 
 
 from __future__ import annotations
 
+from typing import Any
+
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 
@@ -34,20 +36,7 @@ def _same_epochs(evidence: Evidence) -> list[Finding]:
     if not evidence.facts.same_epochs:
         return []
     text = "a new epoch has the order of the one before: the DistributedSampler shuffles, and was not told of the new epoch"
-    hint = "call sampler.set_epoch(epoch) before each epoch"
-    return [
-        evidence.finding(
-            "distinct_data",
-            text,
-            "batch",
-            "input",
-            measured="equal",
-            expected="different",
-            kind="scalar",
-            severity="warning",
-            next=hint,
-        )
-    ]
+    return [_alike(evidence, text, severity="warning", next="call sampler.set_epoch(epoch) before each epoch")]
 
 
 def _stale(evidence: Evidence) -> list[Finding]:
@@ -60,12 +49,7 @@ def _stale(evidence: Evidence) -> list[Finding]:
     text = (
         f"pipeline stage {stage} ran micro-batch {again} of step {evidence.step} on activations that it had been handed before"
     )
-    hint = "receive into a buffer of its own, and wait for it before the forward"
-    return [
-        evidence.finding(
-            "distinct_data", text, "batch", "input", measured="equal", expected="different", kind="scalar", next=hint
-        )
-    ]
+    return [_alike(evidence, text, next="receive into a buffer of its own, and wait for it before the forward")]
 
 
 def _over(evidence: Evidence, axis: str) -> list[Finding]:
@@ -84,18 +68,7 @@ def _over(evidence: Evidence, axis: str) -> list[Finding]:
         f"ranks {', '.join(map(str, alike))} train on the same data "
         f"({group_words(evidence, axes, group)}): equal fingerprints of the batch"
     )
-    return [
-        evidence.finding(
-            "distinct_data",
-            text,
-            "batch",
-            "input",
-            measured="equal",
-            expected="different",
-            kind="scalar",
-            next="give each rank its own part: a DistributedSampler, or a seed that holds the rank",
-        )
-    ]
+    return [_alike(evidence, text, next="give each rank its own part: a DistributedSampler, or a seed that holds the rank")]
 
 
 def _tensor_parallel_guess(evidence: Evidence) -> bool:
@@ -120,7 +93,7 @@ def _again(evidence: Evidence) -> list[Finding]:
     if not now or not evidence.follows or len(seen) < 3 or now != seen[-1] or len(set(seen)) < len(seen):
         return []
     text = f"step {evidence.step} trains on the data of step {evidence.step - 1} again, though no step before did so"
-    return [evidence.finding("distinct_data", text, "batch", "input", measured="equal", expected="different", kind="scalar")]
+    return [_alike(evidence, text)]
 
 
 def _micro(evidence: Evidence) -> list[Finding]:
@@ -130,4 +103,11 @@ def _micro(evidence: Evidence) -> list[Finding]:
         return []
     again = next(i for i, fingerprint in enumerate(now) if fingerprint in now[:i])
     text = f"micro-batch {again} is the same as micro-batch {now.index(now[again])} of this step"
-    return [evidence.finding("distinct_data", text, "batch", "input", measured="equal", expected="different", kind="scalar")]
+    return [_alike(evidence, text)]
+
+
+def _alike(evidence: Evidence, text: str, **more: Any) -> Finding:
+    """Return the finding that data is equal which should differ."""
+    return evidence.finding(
+        "distinct_data", text, "batch", "input", measured="equal", expected="different", kind="scalar", **more
+    )
