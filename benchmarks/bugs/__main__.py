@@ -4,6 +4,7 @@ python -m benchmarks.bugs
 python -m benchmarks.bugs --held-out
 python -m benchmarks.bugs --unseen
 python -m benchmarks.bugs --unseen-again
+python -m benchmarks.bugs --unseen-third
 python -m benchmarks.bugs --only "2 norm not reduced" --why
 """
 
@@ -18,6 +19,7 @@ from benchmarks.bugs.published import PUBLISHED, Bug
 from benchmarks.bugs.two_ranks import launch
 from benchmarks.bugs.unseen import UNSEEN
 from benchmarks.bugs.unseen_again import UNSEEN_AGAIN
+from benchmarks.bugs.unseen_third import UNSEEN_THIRD
 from trainprobe.engine.records import Finding, Site
 
 ALARMS = ("warning", "error")
@@ -58,11 +60,13 @@ def main(
     held_out: Annotated[bool, typer.Option(help="the bugs that the detectors were not built against")] = False,
     unseen: Annotated[bool, typer.Option(help="bugs in loops of many styles, which declare nothing")] = False,
     unseen_again: Annotated[bool, typer.Option(help="a second set of those")] = False,
+    unseen_third: Annotated[bool, typer.Option(help="a third set, in loops of further styles")] = False,
     only: Annotated[list[str] | None, typer.Option(help="names of bugs, as they are printed")] = None,
     why: Annotated[bool, typer.Option(help="print every finding too")] = False,
 ) -> None:
     """Print one line a bug; the exit code is 1 when the bar is missed."""
-    chosen = HELD_OUT if held_out else UNSEEN if unseen else UNSEEN_AGAIN if unseen_again else PUBLISHED
+    sets = {HELD_OUT: held_out, UNSEEN: unseen, UNSEEN_AGAIN: unseen_again, UNSEEN_THIRD: unseen_third}
+    chosen = next((bugs for bugs, asked in sets.items() if asked), PUBLISHED)
     bugs = [bug for bug in chosen if not only or bug.name in only]
     ranks = launch(bugs)
     lines = [judge(bug, ranks) for bug in bugs]

@@ -80,10 +80,7 @@ class Loop:
         norm = self.clip(step)
         self.update(step)
         self.schedule(step)
-        if self.probe:
-            self.probe.note("loss", total)
-            if norm is not None:
-                self.probe.note("grad_norm", norm)
+        self.report(step, total, norm)
 
     # ---- what a style or a bug may override ----------------------------------------------------------------------
 
@@ -158,6 +155,13 @@ class Loop:
     def schedule(self, step: int) -> None:
         """Step the scheduler."""
         self.scheduler.step()
+
+    def report(self, step: int, loss: Tensor, norm: Tensor | None) -> None:
+        """Note what a plain loop would print."""
+        if self.probe:
+            self.probe.note("loss", loss)
+            if norm is not None:
+                self.probe.note("grad_norm", norm)
 
 
 def images(generator: torch.Generator, count: int = 8) -> Batch:
