@@ -17,6 +17,7 @@ from trainprobe.engine.detail import Detail
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.naming import Rename
 from trainprobe.engine.plan import Plan
+from trainprobe.engine.position import OPTIMIZER, UPDATED, Position
 from trainprobe.engine.probe import Program, Wants
 from trainprobe.engine.records import Call
 from trainprobe.engine.selection import Names, parse_steps
@@ -73,6 +74,14 @@ class Parts:
     cuts: list[Detail] = field(default_factory=list[Detail])
     stepping: OptimizerStepTap | None = None
     dumps_when_asked: bool = False  # a plan of level off whose rules or black box may ask for a dump
+    position: Position | None = None
+
+    def tell(self, position: Position) -> None:
+        """Have `position` told where the training is, as far as the taps that run see it."""
+        self.position = position
+        for tap in (self.modules, self.watched, self.batches):
+            if tap is not None:
+                tap.position = position
 
     def notes(self) -> list[str]:
         """Return what could not be seen, and why."""
@@ -207,6 +216,8 @@ def _unclipped(parts: Parts, parameters: list[Any]) -> None:
 
 def _before(parts: Parts, with_ops: bool, optimizer: Any) -> None:
     """Handle the beginning of an optimizer step."""
+    if parts.position is not None:
+        parts.position.is_in(OPTIMIZER)
     if parts.modules is not None:
         parts.modules.unwatched_parameters()
     if parts.audit is not None:
@@ -225,6 +236,8 @@ def _before(parts: Parts, with_ops: bool, optimizer: Any) -> None:
 
 def _after(parts: Parts, optimizer: Any) -> None:
     """Handle the end of an optimizer step."""
+    if parts.position is not None:
+        parts.position.is_in(UPDATED)
     if parts.ops is not None:
         parts.ops.parent = None
         parts.ops.switch(parts.ops_were_on)

@@ -15,6 +15,7 @@ from trainprobe.engine.dumps.tensor_files import SAFETENSORS_NAMES
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.naming import Rename
 from trainprobe.engine.plan import Plan, load_plan
+from trainprobe.engine.position import BETWEEN, Position
 from trainprobe.engine.probe import Probe as EngineProbe
 from trainprobe.engine.probe import Program
 from trainprobe.engine.records import Finding, Place, Reel
@@ -83,10 +84,10 @@ class Probe(EngineProbe):
         self._audit = self._make_audit()
         self._control: ControlFile | None = None
         self._box: BlackBox | None = None
+        self._position: Position | None = None
         self._dumped_after = False
         if self.plan.black_box:
-            self.watchers.append(self._remember)
-            self.deciders.append(self._dump_after)
+            self._fill_box()
 
     def _compose(self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None) -> tuple[Parts, list[Program]]:
         """Return the taps that the plan asks for and the programs that run them."""
@@ -182,6 +183,8 @@ class Probe(EngineProbe):
                     self._tell(Finding("plan", "info", f"control.yaml changed the plan from step {step} on", step=step))
             except PlanError as error:
                 self._tell(Finding("plan", "warning", f"control.yaml cannot be used, the plan stays: {error}", step=step))
+        if self._position is not None:
+            self._position.begins(step)
         return super().begin_step(number)
 
     def declare_loss(self, loss: Callable[[Any], Any]) -> None:
@@ -268,6 +271,8 @@ class Probe(EngineProbe):
         try:
             return super().end_step(complete=complete)
         finally:
+            if self._position is not None:
+                self._position.is_in(BETWEEN)
             if self._audit is not None and self.guard.tripped is not None and complete:
                 self._audit.answer_for_stopped(self.step_number, self.place)
 
@@ -305,7 +310,21 @@ class Probe(EngineProbe):
         from trainprobe.monitor.black_box.box import BlackBox
         from trainprobe.monitor.black_box.plan import validate
 
-        return BlackBox(validate(self.plan.black_box), self.plan.output, place.rank)
+        plan = validate(self.plan.black_box)
+        return BlackBox(plan, self.plan.output, place.rank, self._position, partial(self.guard.run, self._hold_unfinished))
+
+    def _fill_box(self) -> None:
+        """Have each step remembered, and told where in it the training is."""
+        self.watchers.append(self._remember)
+        self.deciders.append(self._dump_after)
+        self._position = Position()
+        if hasattr(self.parts, "tell"):
+            self.parts.tell(self._position)
+
+    def _hold_unfinished(self) -> None:
+        reel = self.unfinished()
+        if reel is not None:
+            self._remember(reel)
 
     def _remember(self, reel: Reel) -> list[Finding]:
         """Keep with a step what its reel does not hold: batch ids and the random state."""

@@ -24,6 +24,7 @@ from trainprobe.engine.scope import within
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import Tap
+from trainprobe.engine.unfinished import harvest_unfinished
 from trainprobe.errors import StopTraining, UsageError
 
 
@@ -282,25 +283,34 @@ class Probe:
         if self.guard.tripped is not None:
             self.tape = None
 
-    def _finish(self, complete: bool) -> Reel:
+    def unfinished(self) -> Reel | None:
+        """Return what the running step has brought so far, for a process that is about to die; nothing is collected after that.
+
+        Another thread may ask while the training goes on.
+        """
         tape, self.tape = self.tape, None
-        assert tape is not None
-        assert self._recorder is not None
+        return None if tape is None else harvest_unfinished(tape, self.step_number, self.place, **self._about_step())
+
+    def _about_step(self) -> dict[str, Any]:
         notes = [note for source in self._notes for note in source() if note not in self._said]
         self._said.update(notes)
         detail = self.plan.base_detail
-        reel = tape.harvest(
-            self.step_number,
-            self.place,
-            framework=self._framework,
-            level=next((program.level for program in self._running if program.level), self.plan.level),
-            task=self.plan.task,
-            wanted=detail.statistics if detail.wants_statistics else (),
-            stacks=self._stacks.text() if self._stacks is not None else (),
-            notes=tuple(notes),
-            programs=tuple(program.name for program in self._running),
-            complete=complete,
-        )
+        return {
+            "framework": self._framework,
+            "level": next((program.level for program in self._running if program.level), self.plan.level),
+            "task": self.plan.task,
+            "wanted": detail.statistics if detail.wants_statistics else (),
+            "stacks": self._stacks.text() if self._stacks is not None else (),
+            "notes": tuple(notes),
+            "programs": tuple(program.name for program in self._running),
+        }
+
+    def _finish(self, complete: bool) -> Reel | None:
+        tape, self.tape = self.tape, None
+        if tape is None:
+            return None  # `unfinished` took it
+        assert self._recorder is not None
+        reel = tape.harvest(self.step_number, self.place, complete=complete, **self._about_step())
         if self.plan.scope is not None:
             reel.calls, why = within(reel.calls, *self.plan.scope, self._framework)
             if why:

@@ -6,12 +6,14 @@ whole numbers (`input_ids`, `tokens` or the first one there is) among the argume
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction, _current_graph_task_id
 
 from trainprobe.engine.guard import Guard
+from trainprobe.engine.position import AFTER_FORWARD, Position
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.features import tensors_of
 from trainprobe.engine.taps.replaced import Replaced
@@ -27,6 +29,8 @@ class BatchTap:
         self._roots: set[int] = set()
         self._tape: Tape | None = None
         self._running = False
+        self.position: Position | None = None  # is told when forward passes begin and end
+        self._forwards: Counter[int] = Counter()  # id of a model → forward passes of this step
         self._replaced: Replaced | None = None
 
     def open(self, model: Any, optimizer: Any = None) -> None:
@@ -42,6 +46,7 @@ class BatchTap:
         """Look at the calls of a step."""
         self._tape = tape
         self._running = False
+        self._forwards.clear()
         self.resume()
 
     def pause(self) -> None:
@@ -68,13 +73,24 @@ class BatchTap:
                 return original(module, *args, **kwargs)
             self._running = True
             try:
-                if torch.is_grad_enabled() and module.training and _current_graph_task_id() == -1:
+                trains = torch.is_grad_enabled() and module.training and _current_graph_task_id() == -1
+                if trains:
                     self._guard.run(self._take, args, kwargs)
-                return original(module, *args, **kwargs)
+                    self._tell(module)
+                out = original(module, *args, **kwargs)
+                if trains and self.position is not None:
+                    self.position.is_in(AFTER_FORWARD)
+                return out
             finally:
                 self._running = False
 
         return call
+
+    def _tell(self, module: Any) -> None:
+        if self.position is not None and self._tape is not None:
+            micro = self._tape.micro if self._tape.micro_told else self._forwards[id(module)]
+            self._forwards[id(module)] += 1
+            self.position.forward(micro)
 
     def _take(self, args: Any, kwargs: Any) -> None:
         tape = self._tape

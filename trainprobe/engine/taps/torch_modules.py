@@ -21,6 +21,7 @@ from trainprobe.compiled import native
 from trainprobe.engine.flat_parameters import is_flattened
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.naming import INNER, ROOT, Rename, count_outer_wrappers, is_outer_wrapper, logical_name
+from trainprobe.engine.position import Position
 from trainprobe.engine.records import Call
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import SAVE, Tape
@@ -77,6 +78,7 @@ class ModuleTap:
     def __init__(self, wanted: ModulesWanted, guard: Guard, stacks: Stacks | None, rename: Rename | None = None) -> None:
         self.wanted = wanted
         self.stack: list[Call] = []
+        self.position: Position | None = None  # is told which module runs
         self.known: dict[int, ModuleInfo] = {}
         self.parameter_names: dict[int, str] = {}
         self._wrappers: set[int] = set()
@@ -181,6 +183,7 @@ class ModuleTap:
         if self._original is not None:
             return
         run = self._run if self._in_python() else self._watch.run
+        run = run if self.position is None else self.position.around(run)
         self._original = Replaced(
             torch.nn.Module, "_call_impl", _shim(self.known, torch.nn.Module._call_impl, run), traced=True
         )

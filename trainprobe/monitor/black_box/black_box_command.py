@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from trainprobe.errors import FormatError
 from trainprobe.monitor.black_box.box import BOX_FILE, RING_FILE
 from trainprobe.monitor.black_box.kept_replicas import kept_differences
 from trainprobe.monitor.black_box.last_words import last_words
-from trainprobe.monitor.black_box.ring import read_ring
+from trainprobe.monitor.black_box.ring import read_ring, read_where
 
 
 def black_box(
@@ -36,12 +37,17 @@ def black_box(
     for path in find_boxes(file):
         head, steps = read_box(path)
         if json:
+            if path.suffix == ".ring":
+                typer.echo(orjson.dumps({"where": dataclasses.asdict(read_where(path))}).decode())
             for step in steps:
                 typer.echo(orjson.dumps(step).decode())
             continue
         words = last_words(path.parent)
         why = head.get("why") or (words.split("\n")[0] if words else "the process was killed while it ran")
         console.print(f"[bold]{path}[/bold]: {why}")
+        where = head.get("where") if head else _where(path, words)
+        if where:
+            console.print(f"It was at {where}.", markup=False)
         console.print(_table(steps))
         for finding in head.get("findings", ()):
             console.print(
@@ -50,6 +56,9 @@ def black_box(
         if words:
             console.print(f"At the signal:\n{words}", markup=False)
     return 0
+
+
+_BACKWARD = "in _engine_run_backward"  # the frame of torch that runs it
 
 
 def find_boxes(file: Path) -> list[Path]:
@@ -73,6 +82,13 @@ def read_box(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         return (heads[0] if heads else {}), [value for value in values if "reel" in value]
     except (orjson.JSONDecodeError, TypeError) as error:
         raise FormatError(f"{path} is not a black box: {error}") from error
+
+
+def _where(path: Path, words: str | None) -> str:
+    """Return where the process was that left a ring; the stacks tell a backward pass."""
+    where = read_where(path)
+    text = "" if where.step < 0 else str(where)
+    return text.replace("the loss or the backward pass", "the backward pass") if _BACKWARD in (words or "") else text
 
 
 def _table(steps: list[dict[str, Any]]) -> Table:

@@ -1,16 +1,16 @@
 """Keeps the last collected steps of one rank, and writes them out when something happens.
 
 Each step goes into a `Ring` before the next one begins, on the training's own thread (about a millisecond for 1,600 values):
-whatever ends the process then, be it `kill -9` or a fault in C, the last steps are in the file. `LastWords` adds the stacks of
-all threads at a fatal signal. A grave finding, or an error, writes the box out as `black_box.jsonl`; a run that ends well
-leaves nothing behind.
+whatever ends the process then, be it `kill -9` or a fault in C, the last steps are in the file, and beside them the `Position`
+in the step in progress. `LastWords` adds the stacks of all threads at a fatal signal, and at SIGTERM what that step brought.
+A grave finding, or an error, writes the box out as `black_box.jsonl`; a run that ends well leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import orjson
 
 from trainprobe.engine.dumps.layout import log_folder
 from trainprobe.engine.dumps.record_log import encode
+from trainprobe.engine.position import Position
 from trainprobe.engine.records import Finding, Reel
 from trainprobe.monitor.black_box.last_words import FAULT_FILE, TERMINATED_FILE, LastWords
 from trainprobe.monitor.black_box.plan import GRAVITY, BlackBoxPlan
@@ -32,16 +33,29 @@ LAG = 5  # so many steps may have come when the writer's thread gets to a findin
 
 
 class BlackBox:
-    """See the module text. A sink too: the writer's thread tells it findings, and when all of a step is written."""
+    """See the module text. A sink too: the writer's thread tells it findings, and when all of a step is written.
 
-    def __init__(self, plan: BlackBoxPlan, output: Path, rank: int) -> None:
+    position: of this process. before_death: is called before SIGTERM kills, to `hold` the step in progress.
+    """
+
+    def __init__(
+        self,
+        plan: BlackBoxPlan,
+        output: Path,
+        rank: int,
+        position: Position | None = None,
+        before_death: Callable[[], object] = lambda: None,
+    ) -> None:
         self.plan = plan
+        self.position = position or Position()
         self.folder = log_folder(output, rank)
         self.written: Path | None = None
         self._rank = rank
         _set_aside(self.folder)
         self._ring = Ring(self.folder / RING_FILE, plan.steps + LAG, plan.max_bytes)
-        self._words = LastWords(self.folder)
+        self.position.keep_in(self._ring.room_for_position())
+        self._words = LastWords(self.folder, before_death)
+        self._where = ""  # the position when something happened
         self._earlier = last_error()
         self._found: list[Finding] = []
         self._pending: str | None = None
@@ -53,6 +67,8 @@ class BlackBox:
 
     def hold(self, reel: Reel, facts: Facts) -> None:
         """Store a step with what its reel does not hold: batch ids, random state. It is in the file when this returns."""
+        if not reel.complete:
+            self._where = str(self.position.where())
         line = encode(reel)
         if not self._ring.put(_piece(facts, line)):
             thin = dataclasses.replace(
@@ -85,18 +101,20 @@ class BlackBox:
 
     def close(self) -> None:
         """Write the box out if something happened since the last step; after a run that ended well leave nothing behind."""
+        self._words.close()
         error = last_error()
         if error is not None and error is not self._earlier:
             self.interrupted(f"{type(error).__name__} ended the program")
         if self._pending is not None:
             self._write_out(self._pending)
+        self.position.keep_in(None)
         self._ring.close()
         self._ring.path.unlink(missing_ok=True)
-        self._words.close()
 
     def _write_out(self, why: str, upto: int | None = None) -> None:
         path = self.folder / BOX_FILE
-        head = {"black_box": 1, "rank": self._rank, "why": why, "findings": [dataclasses.asdict(f) for f in self._found]}
+        findings = [dataclasses.asdict(finding) for finding in self._found]
+        head = {"black_box": 1, "rank": self._rank, "why": why, "where": self._where, "findings": findings}
         draft = path.with_name(f".{BOX_FILE}.partial")
         pieces = read_ring(self._ring.path)
         if upto is not None:  # the training may have gone on meanwhile

@@ -1,6 +1,7 @@
 """A file of a fixed size that holds the last pieces written to it, readable at any moment, also after the writer was killed.
 
     header     MAGIC, format, number of slots, bytes of a slot
+    position   where the process is in its training (engine.position)
     slot       sequence number from 1 (0: empty), length (top bit: not compressed), CRC-32, then the piece, compressed by zlib
                where it would not fit otherwise
 
@@ -17,10 +18,12 @@ import struct
 import zlib
 from pathlib import Path
 
+from trainprobe.engine.position import BYTES, Where, read_position
 from trainprobe.errors import FormatError, OutputError
 
-MAGIC = b"TPBOX\0\0\1"
+MAGIC = b"TPBOX\0\0\2"
 _HEADER = struct.Struct("<8sQQ")
+_FIRST = _HEADER.size + BYTES  # where the slots begin
 _SLOT = struct.Struct("<QQQ")
 _PLAIN = 1 << 63
 
@@ -33,8 +36,8 @@ class Ring:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.slots = slots
-        self.slot_bytes = (max_bytes - _HEADER.size) // slots
-        size = _HEADER.size + self.slot_bytes * slots
+        self.slot_bytes = (max_bytes - _FIRST) // slots
+        size = _FIRST + self.slot_bytes * slots
         path.unlink(missing_ok=True)
         draft = path.with_name(f".{path.name}.partial")  # a reader finds a ring there, or nothing
         with draft.open("w+b") as file:
@@ -58,12 +61,16 @@ class Ring:
         packed = piece if plain else zlib.compress(piece, 1)
         if _SLOT.size + len(packed) > self.slot_bytes:
             return False
-        at = _HEADER.size + self.slot_bytes * (self._sequence % self.slots)
+        at = _FIRST + self.slot_bytes * (self._sequence % self.slots)
         self._map[at : at + _SLOT.size] = _SLOT.pack(0, 0, 0)
         self._map[at + _SLOT.size : at + _SLOT.size + len(packed)] = packed
         self._sequence += 1
         self._map[at : at + _SLOT.size] = _SLOT.pack(self._sequence, len(packed) | plain * _PLAIN, zlib.crc32(packed))
         return True
+
+    def room_for_position(self) -> memoryview:
+        """Return the part of the file that is for the position, uint8 [BYTES]; to be let go of before `close`."""
+        return memoryview(self._map)[_HEADER.size : _FIRST]
 
     def close(self) -> None:
         """Let go of the file; it stays."""
@@ -72,18 +79,29 @@ class Ring:
 
 def read_ring(path: Path) -> list[bytes]:
     """Return the pieces of a ring, oldest first, torn ones left out. Raises FormatError for a file that is no ring."""
-    data = path.read_bytes()
-    if len(data) < _HEADER.size or data[:8] != MAGIC:
-        raise FormatError(f"{path} is not a black box (its first bytes are {data[:8]!r})")
+    data = _whole(path)
     _, slots, size = _HEADER.unpack_from(data)
-    if len(data) != _HEADER.size + slots * size:
-        raise FormatError(f"{path} has {len(data)} bytes where its header says {_HEADER.size + slots * size}: it was cut off")
     found: list[tuple[int, bytes]] = []
     for i in range(slots):
-        at = _HEADER.size + i * size
+        at = _FIRST + i * size
         sequence, length, crc = _SLOT.unpack_from(data, at)
         plain, length = bool(length & _PLAIN), length & ~_PLAIN
         packed = data[at + _SLOT.size : at + _SLOT.size + length]
         if sequence and length <= size - _SLOT.size and zlib.crc32(packed) == crc:
             found.append((sequence, packed if plain else zlib.decompress(packed)))
     return [piece for _, piece in sorted(found)]
+
+
+def read_where(path: Path) -> Where:
+    """Return where the process was when it wrote to a ring last. Raises FormatError for a file that is no ring."""
+    return read_position(_whole(path)[_HEADER.size : _FIRST])
+
+
+def _whole(path: Path) -> bytes:
+    data = path.read_bytes()
+    if len(data) < _FIRST or data[:8] != MAGIC:
+        raise FormatError(f"{path} is not a black box of this format (its first bytes are {data[:8]!r})")
+    _, slots, size = _HEADER.unpack_from(data)
+    if len(data) != _FIRST + slots * size:
+        raise FormatError(f"{path} has {len(data)} bytes where its header says {_FIRST + slots * size}: it was cut off")
+    return data

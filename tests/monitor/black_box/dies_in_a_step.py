@@ -1,0 +1,108 @@
+"""A training that dies within step 5: dies_in_a_step.py FOLDER HOW WHERE.
+
+HOW: a signal's name, abort, segfault, raise; stuck: SIGTERM comes while the training waits in C for ever. WHERE: forward (of
+module "1.fc", micro-batch 1), backward (of micro-batch 1), optimizer. Prints the norm of what module "0" handed on last.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+
+import trainprobe
+
+STEP = 5
+
+
+def die(how: str) -> None:
+    print(norm, flush=True)
+    if how == "abort":
+        os.abort()
+    if how == "segfault":
+        ctypes.string_at(0)
+    if how == "raise":
+        raise KeyError("the data ran out")
+    if how == "stuck":
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+    os.kill(os.getpid(), getattr(signal, how))
+    time.sleep(600)
+
+
+class Fatal(torch.nn.Linear):
+    """Dies in its forward when it is told to."""
+
+    deadly = ""
+
+    def forward(self, x):
+        if self.deadly:
+            die(self.deadly)
+        return super().forward(x)
+
+
+class FatalGradient(torch.autograd.Function):
+    """Hands its input on and dies when the gradient comes."""
+
+    @staticmethod
+    def forward(ctx, x, how):
+        ctx.how = how
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        die(ctx.how)
+
+
+class FatalStep(torch.optim.AdamW):
+    """Dies in its step when it is told to."""
+
+    deadly = ""
+
+    def step(self, closure=None):
+        if self.deadly:
+            die(self.deadly)
+        return super().step(closure)
+
+
+class Inner(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = Fatal(8, 8)
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+def main(folder: str, how: str, where: str) -> None:
+    global norm
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Inner(), torch.nn.Linear(8, 8))
+    optimizer = FatalStep(model.parameters(), lr=0.01)
+    plan = {"level": "off", "sinks": ["jsonl"], "monitor": True, "black_box": {"steps": 4}}
+    with trainprobe.watch(model, optimizer, output=folder, **plan) as probe:
+        for step in range(STEP + 1):
+            with probe.step(step):
+                optimizer.zero_grad()
+                for micro in range(2):
+                    now = step == STEP and micro == 1
+                    x = torch.randn(4, 8)
+                    norm = torch.nn.functional.linear(x, *model[0].parameters()).norm().item()
+                    model[1].fc.deadly = how if now and where == "forward" else ""
+                    y = model(x)
+                    y = FatalGradient.apply(y, how) if now and where == "backward" else y
+                    y.square().mean().backward()
+                optimizer.deadly = how if step == STEP and where == "optimizer" else ""
+                optimizer.step()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
