@@ -7,13 +7,13 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
-MINDSPORE ?= .venvs/mindspore
+VENVS ?= .venvs
 WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SOURCES := pyproject.toml $(wildcard setup.py) $(shell find trainprobe -name '*.c' -o -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-mindspore check bench clean
+.PHONY: demo test test-mindspore test-oldest check bench clean
 .SILENT:
 
 demo: $(VENV)/.core
@@ -24,16 +24,23 @@ demo: $(VENV)/.core
 test: $(VENV)/.dev
 	rm -rf .proofs; status=0; $(MAKE) --no-print-directory check || status=1; \
 	$(MAKE) --no-print-directory test-mindspore || status=1; \
+	$(MAKE) --no-print-directory test-oldest || status=1; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope tests || status=1; \
 	$(BIN)/python -m tests.support_table --check || status=1; \
 	exit $$status
 
-# MindSpore needs numpy < 2 and brings 3.4 GB: it has an environment of its own, without PyTorch. Where that cannot be made, its
-# tests are left out with the reason, except in CI (CI=true), where they must run.
-test-mindspore: | $(VENV)/.core
-	if $(MAKE) --no-print-directory $(MINDSPORE)/.ready; then \
-	OMP_NUM_THREADS=1 PATH="$(abspath $(MINDSPORE))/bin:$$PATH" $(MINDSPORE)/bin/python -m pytest -q -p no:xdist tests/mindspore; \
-	else echo "tests/mindspore NOT RUN: $(MINDSPORE) could not be made (the reason stands above)"; test "$$CI" != true; fi
+# Two more environments. MindSpore needs numpy < 2 and brings 3.4 GB; it is without PyTorch. `oldest` holds the oldest releases that
+# pyproject.toml accepts, PyTorch 2.4.0 first of all, and runs what a user of them stands on. Where one cannot be made, its tests are
+# left out with the reason, except in CI (CI=true), where they must run.
+IN_mindspore := -p no:xdist tests/mindspore
+IN_oldest := -n $(WORKERS) --dist loadscope tests/engine
+
+# the support table in the README tells of the newest
+test-oldest: export TRAINPROBE_PROOFS := .proofs/oldest
+test-mindspore test-oldest: test-%: | $(VENV)/.core
+	if $(MAKE) --no-print-directory $(VENVS)/$*/.ready; then \
+	OMP_NUM_THREADS=1 PATH="$(abspath $(VENVS)/$*)/bin:$$PATH" $(VENVS)/$*/bin/python -m pytest -q $(IN_$*); \
+	else echo "make test-$* NOT RUN: $(VENVS)/$* could not be made (the reason stands above)"; test "$$CI" != true; fi
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -56,15 +63,15 @@ $(VENV)/.dev: $(VENV)/.core requirements/dev.txt requirements/frameworks.txt
 	$(PIP) --no-build-isolation -r requirements/torch.txt -r requirements/core.txt -r requirements/frameworks.txt
 	touch $@
 
-# one process at a time makes it; whoever waited finds it done. A Python 3.11 on Linux is what MindSpore's wheels are for.
-$(MINDSPORE)/.ready: requirements/mindspore.txt | $(VENV)/.core
-	mkdir -p $(dir $(MINDSPORE))
-	flock $(dir $(MINDSPORE)).lock sh -ec ' \
+# one process at a time makes it; whoever waited finds it done. MindSpore's wheels are for Python 3.11 on Linux.
+$(VENVS)/%/.ready: requirements/%.txt | $(VENV)/.core
+	mkdir -p $(VENVS)
+	flock $(VENVS)/.lock sh -ec ' \
 	test ! $@ -nt $< || exit 0; \
-	echo "setting up $(MINDSPORE) (3.4 GB, some minutes the first time)"; \
-	test -x $(MINDSPORE)/bin/python || $(PYTHON) -m venv $(MINDSPORE); \
-	$(MINDSPORE)/bin/python -m pip --disable-pip-version-check install --quiet --no-cache-dir --no-deps -r $<; \
-	pwd > "$$($(MINDSPORE)/bin/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))")/trainprobe_tree.pth"; \
+	echo "setting up $(VENVS)/$* (gigabytes, some minutes the first time)"; \
+	test -x $(VENVS)/$*/bin/python || $(PYTHON) -m venv $(VENVS)/$*; \
+	$(VENVS)/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-cache-dir --no-deps -r $<; \
+	pwd > "$$($(VENVS)/$*/bin/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))")/trainprobe_tree.pth"; \
 	touch $@'
 
 clean:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[1] / ".proofs"
+FOLDER = Path(os.environ.get("TRAINPROBE_PROOFS") or Path(__file__).parents[1] / ".proofs")
 PACKAGES = {
     "PyTorch": ("torch",),
     "Lightning": ("lightning",),
@@ -51,7 +52,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Leave what was proved; workers leave it to the process that started them."""
     if _outcome and not hasattr(session.config, "workerinput"):
-        FOLDER.mkdir(exist_ok=True)
+        FOLDER.mkdir(parents=True, exist_ok=True)
         path = FOLDER / ("mindspore.json" if importlib.util.find_spec("mindspore") else "torch.json")
         versions = {name: versions_of(name) for name in sorted({framework for framework, _, _ in _outcome})}
         before = json.loads(path.read_text()) if path.exists() else {"versions": {}, "outcome": []}

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import launch
+from tests.monitor.audit.train_shards import FLIPPED
 
 SCRIPT = str(Path(__file__).with_name("train_shards.py"))
-FAULTS = ("healthy", "hybrid", "drift", "data", "norm", "moments")
+FAULTS = ("healthy", "hybrid", "drift", "data", "norm", "moments", "copy", "moment_copy")
 pytestmark = pytest.mark.slow
 
 
@@ -35,6 +36,20 @@ def test_a_shard_that_is_written_to_between_two_updates_is_named_on_its_rank(ran
     told = [[finding[:3] for finding in rank] for rank in found(ranks)["drift"]]
     assert told[1][:1] == [["untouched_between_steps", 2, "layers.1.mlp.down.weight"]]
     assert told[0] == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("fault", "slot"), [("copy", "value"), ("moment_copy", "exp_avg")])
+def test_a_bit_that_flips_in_one_copy_of_a_piece_is_found_on_all_ranks_that_hold_it(ranks, fault, slot):
+    """Hybrid sharding: of four ranks, 0 and 2 hold one half of each tensor, 1 and 3 the other."""
+    holders = range(ranks)[(ranks - 1) % 2 :: 2] if ranks > 2 else range(ranks)
+    for rank, told in enumerate(found(ranks)[fault]):
+        about = [(step, name, message) for rule, step, name, message in told if rule == "replicas"]
+        assert bool(about) == (rank in holders)
+        for step, name, message in about[:1]:
+            assert (step, name) == (2, FLIPPED)
+            assert f"dp group of ranks {', '.join(map(str, holders))}: first {FLIPPED}, ranks" in message
+            assert ("the weights differ" if slot == "value" else "the optimizer state exp_avg differs") in message
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -1,7 +1,8 @@
 """One rank of an FSDP2 training under the audit of every step; writes FOLDER/FAULT.RANK.json: what was found.
 
 train_shards.py FOLDER FAULT…    faults: healthy, drift (a shard is written to), data (the same on all ranks), norm (of the own
-shards alone), moments (lost). They begin at step 2. hybrid: healthy, on two replicas of what the other ranks shard.
+shards alone), moments (lost). They begin at step 2. hybrid: healthy, on two replicas of what the other ranks shard; copy and
+moment_copy: there, a bit of a weight, or of a moment, of the last rank is flipped.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from tests.zoo import load
 from tests.zoo.residual_gpt import batch as batch_of
 
 STEPS, FAULTY = 5, 2
+HYBRID = ("hybrid", "copy", "moment_copy")
+FLIPPED = "layers.1.mlp.down.weight"
 
 
 def train(fault: str, folder: Path) -> list[list]:
@@ -29,7 +32,7 @@ def train(fault: str, folder: Path) -> list[list]:
     torch.manual_seed(3)
     case = load("residual_gpt")
     model = case.build()
-    shape, names = ((2, world // 2), ("replicate", "shard")) if fault == "hybrid" else ((world,), ("dp",))
+    shape, names = ((2, world // 2), ("replicate", "shard")) if fault in HYBRID else ((world,), ("dp",))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
@@ -54,10 +57,14 @@ def train(fault: str, folder: Path) -> list[list]:
 
 
 def spoil(fault: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write to a shard on rank 1, or lose the moments on all."""
+    """Write to a shard on one rank, or lose the moments on all."""
     with torch.no_grad():
         if fault == "drift" and dist.get_rank() == 1:
-            dict(model.named_parameters())["layers.1.mlp.down.weight"].to_local().view(-1)[1] += 1e-3
+            dict(model.named_parameters())[FLIPPED].to_local().view(-1)[1] += 1e-3
+        if "copy" in fault and dist.get_rank() == dist.get_world_size() - 1:
+            p = dict(model.named_parameters())[FLIPPED]
+            held = p if fault == "copy" else optimizer.state[p]["exp_avg"]
+            held.to_local().view(-1).view(torch.int32)[1] ^= 1
         if fault == "moments":
             for state in optimizer.state.values():
                 state["exp_avg"].to_local().zero_()

@@ -12,6 +12,7 @@ from trainprobe.errors import OutputError
 
 DUMP_FILE, DEBUG_FILE, STACK_FILE, CONSTRUCT_FILE = "dump.json", "debug.json", "stack.json", "construct.json"
 LOG_FILE, FINDINGS_FILE, METRICS_FILE = "records.jsonl", "findings.jsonl", "metrics.csv"
+PARTIAL = ".partial"  # ending of a file that is not whole yet
 HEADER = "trainprobe"  # key of what this package adds to the top of a dump
 _STEP = re.compile(r"step(\d+)")
 _RANK = re.compile(r"rank(\d+)")
@@ -21,22 +22,33 @@ class RankFolder:
     """The folder of one rank and step while it is being written, hidden beside its final place until `publish`.
 
     Each file in it has the ending `.partial` until it is whole, so that what a killed run leaves behind is told by its name.
+    Names are text here and not `Path`, which would take as long as the system calls.
     """
 
     def __init__(self, root: Path, step: int, rank: int) -> None:
-        folder = root / f"step{step}"
-        self.final, self.hidden = folder / f"rank{rank}", folder / f".rank{rank}.partial"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = f"{root}{os.sep}step{step}"
+        self._final, self._hidden = f"{folder}{os.sep}rank{rank}", f"{folder}{os.sep}.rank{rank}.partial"
+        os.makedirs(folder, exist_ok=True)  # noqa: PTH103
         try:
-            self.hidden.mkdir()
+            os.mkdir(self._hidden)  # noqa: PTH102
         except FileExistsError:  # left over from a run that was killed
-            shutil.rmtree(self.hidden)
-            self.hidden.mkdir()
+            shutil.rmtree(self._hidden)
+            os.mkdir(self._hidden)  # noqa: PTH102
+
+    @property
+    def final(self) -> Path:
+        """Return where the folder will be."""
+        return Path(self._final)
+
+    @property
+    def hidden(self) -> Path:
+        """Return where the folder is until then."""
+        return Path(self._hidden)
 
     def write(self, name: str, text: bytes) -> None:
         """Write a file of the folder."""
-        path = self.hidden / name
-        partial = partial_name(path)
+        path = f"{self._hidden}{os.sep}{name}"
+        partial = f"{path}{PARTIAL}"
         file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
         try:
             left = memoryview(text)
@@ -44,16 +56,16 @@ class RankFolder:
                 left = left[os.write(file, left) :]
         finally:
             os.close(file)
-        partial.rename(path)
+        os.rename(partial, path)  # noqa: PTH104
 
     def publish(self, replace: bool) -> None:
         """Move the folder to its place. Raises OutputError when something is there and is not to be replaced."""
-        if self.final.exists():
+        if os.path.lexists(self._final):
             if not replace:
                 self.discard()
-                raise OutputError(f"{self.final} exists and is left as it is: choose another folder, or on_existing: replace")
-            shutil.rmtree(self.final)
-        self.hidden.rename(self.final)
+                raise OutputError(f"{self._final} exists and is left as it is: choose another folder, or on_existing: replace")
+            shutil.rmtree(self._final)
+        os.rename(self._hidden, self._final)  # noqa: PTH104
 
     def discard(self) -> None:
         """Remove what was written so far."""
@@ -62,7 +74,7 @@ class RankFolder:
 
 def partial_name(path: Path) -> Path:
     """Return what a file is called until it is whole."""
-    return path.with_name(f"{path.name}.partial")
+    return path.with_name(f"{path.name}{PARTIAL}")
 
 
 def remove(folder: Path) -> None:

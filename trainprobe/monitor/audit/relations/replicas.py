@@ -3,6 +3,7 @@
 Relation: within each group of ranks that hold the same tensor (dp, cp, tp-replicated …) its fingerprint is the same on every
 rank, looked at in the order in which one causes the other. Tolerance zero. Which parameters are replicated is told by their
 source or the placement of a DTensor; over an axis of which nothing is told, those are that were equal at the first comparison.
+Ranks that differ in `dp` and hold the same piece of a tensor (hybrid sharding) are replicas of it.
 Usually caused by a reduction that was left out or done in the wrong group (Megatron-LM issue 1446), by clipping on some ranks
 only (DeepSpeed issue 1801), by a wrapper that was not called, or by corrupted memory.
 """
@@ -15,12 +16,13 @@ import numpy as np
 
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, Peer, along, and_more, group_words
-from trainprobe.monitor.audit.messages import key_of
+from trainprobe.monitor.audit.messages import digest, key_of
 
 COST = frozenset({"fingerprints", "ranks"})
 EVERY = 10
 STAGE = "reduction"
 NOT_STATE = {"value", "main_value", "grad", "grad_unclipped", "grad_unreduced"}
+_DATA = frozenset({"dp"})
 _ALIKE, _ALIKE_SHORT = 1e-5, 2e-3  # how far ratios of norms lie apart that are one factor: float32, shorter formats
 WORDS = {
     "value": "the weights differ before the update",
@@ -38,7 +40,7 @@ def check(evidence: Evidence) -> list[Finding]:
     states = sorted({slot for _, slot in evidence.tensors.rows if slot not in NOT_STATE and not slot.endswith("_after")})
     for slot in ("value", "main_value", *states, "grad_unclipped", "grad"):
         held = evidence.tensors.with_slot(slot)
-        differing = [name for name in held if evidence.over(name, slot) and differs(evidence, name, slot)]
+        differing = [name for name in held if copied_over(evidence, name, slot) and differs(evidence, name, slot)]
         missing = [name for name in evidence.tensors.names if slot == "grad" and _without(evidence, name)]
         if missing:
             return [_missing(evidence, missing)]
@@ -55,8 +57,25 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def group_of(evidence: Evidence, name: str, slot: str) -> list[Peer]:
     """Return the ranks that hold the same tensor as this one."""
-    key = key_of(name, slot)
-    return [peer for peer in along(evidence, evidence.over(name, slot)) if key in peer.rows]
+    key, share, piece = key_of(name, slot), key_of(name, "grad"), _piece(evidence, name, slot)
+    line = [peer for peer in along(evidence, copied_over(evidence, name, slot)) if key in peer.rows]
+    return [peer for peer in line if share in peer.gradients and peer.gradients[share].piece == piece] if piece else line
+
+
+def copied_over(evidence: Evidence, name: str, slot: str) -> frozenset[str]:
+    """Return the axes along which the ranks lie that may hold the same tensor as this one."""
+    return evidence.over(name, slot) | (_DATA if _piece(evidence, name, slot) else frozenset())
+
+
+def _piece(evidence: Evidence, name: str, slot: str) -> int:
+    """Return the digest of the piece that a tensor is; 0: it is whole, or what the ranks told is how another one is cut."""
+    pieces = evidence.tensors.pieces
+    rectangle = pieces.get((name, slot), pieces.get((name, "value"), ""))
+    if not rectangle:
+        return 0
+    own = next(peer for peer in evidence.peers if peer.rank == evidence.place.rank)
+    share = own.gradients.get(key_of(name, "grad"))
+    return share.piece if share is not None and share.piece == digest(rectangle) else 0
 
 
 def differs(evidence: Evidence, name: str, slot: str) -> bool:
@@ -122,7 +141,7 @@ def _finding(evidence: Evidence, slot: str, names: list[str], scaled: bool = Fal
     group, key = group_of(evidence, first, slot), key_of(first, slot)
     odd, norms = odd_ones(group, key)
     words = WORDS.get(slot, f"the optimizer state {slot} differs before the update")
-    over = evidence.over(first, slot)
+    over = copied_over(evidence, first, slot)
     cause = _cause(evidence, slot, names, group, key)
     if scaled:
         cause += "; all others differ by one factor alone, the clip coefficient that follows from it"
