@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,16 @@ from trainprobe.cli import main
 from trainprobe.engine.plan import Plan, load_plan
 from trainprobe.engine.plan_command import explain_text, schema_text, sentences
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PINNED = f"pydantic=={version('pydantic')}" in (ROOT / "requirements/core.txt").read_text().splitlines()
 
 
 def test_the_explanation_in_docs_is_current() -> None:
     assert (DOCS / "plan.md").read_text(encoding="utf-8") == explain_text(), "run `trainprobe plan --explain -o docs/plan.md`"
 
 
+@pytest.mark.skipif(not PINNED, reason="other releases of pydantic write the same schema in other words")
 def test_the_schema_in_docs_is_current() -> None:
     text = (DOCS / "plan.schema.json").read_text(encoding="utf-8")
     assert text == schema_text(), "run `trainprobe plan --schema -o docs/plan.schema.json`"

@@ -10,6 +10,8 @@ EIGHT_BITS = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnu
 
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_every_eight_bit_float_decodes_to_the_value_torch_gives_it(name):
+    if not hasattr(torch, name):
+        pytest.skip(f"torch {torch.__version__} has no {name}")
     bits = np.arange(256, dtype=np.uint8)
     expected = torch.from_numpy(bits.copy()).view(getattr(torch, name)).float().numpy()
     assert np.array_equal(decode(bits, number_format(name)).astype(np.float32), expected, equal_nan=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import numpy as np
 import pytest
 import torch
@@ -38,6 +40,8 @@ def widened(tensor: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_bits_of_a_stored_value_are_what_the_safetensors_library_reads(dtype, tmp_path):
     store(tmp_path, {"odd": torch.tensor([True, False, True]), "x": some(dtype)})
+    if dtype.is_complex and tuple(map(int, version("safetensors").split(".")[:2])) < (0, 7):
+        pytest.skip("the safetensors library reads complex numbers since 0.7")
     with safe_open(tmp_path / "tensors.safetensors", "pt") as file:
         assert file.get_tensor("x").dtype == dtype
         assert torch.equal(file.get_tensor("x").view(torch.uint8), some(dtype).view(torch.uint8))

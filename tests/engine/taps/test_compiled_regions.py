@@ -109,6 +109,8 @@ def trained(kind: str, plan: dict[str, Any] | None, output: Any) -> tuple[int, l
 
 @pytest.fixture(scope="module", params=["model", "model in place", "blocks", "blocks, recomputed", "loss", "model and loss"])
 def alone(request):
+    if request.param == "blocks, recomputed" and torch.__version__ < (2, 5):
+        pytest.skip("torch 2.4 itself cannot compile this: it traces the recomputation through a compiled block")
     return request.param, trained(request.param, None, None)
 
 
@@ -119,7 +121,8 @@ def test_compiled_code_does_not_notice_the_probe(alone, plan, tmp_path):
     assert (seen[0], seen[3]) == (graphs, breaks)
     assert seen[1] == losses
     assert all(torch.equal(a, b) for a, b in zip(seen[2], weights, strict=True))
-    assert not hasattr(torch._dynamo.eval_frame._maybe_set_eval_frame, "below")  # nothing is left on Dynamo
+    left = [name for name, function in vars(torch._dynamo.eval_frame).items() if hasattr(function, "below")]
+    assert left == []  # nothing is left on Dynamo
 
 
 @pytest.mark.parametrize("level", ["L1", "mix"])

@@ -88,7 +88,7 @@ def _calls_text(reel: Reel) -> tuple[Any, dict[str, Any]]:
 
 
 def _calls_natively(reel: Reel) -> tuple[Any, dict[str, Any]] | None:
-    logged = logged_calls(reel) if hasattr(orjson, "Fragment") else None
+    logged = logged_calls(reel)
     if logged is None:
         return None
     _, text, heads, head_of, rows, sparse = logged
