@@ -144,6 +144,7 @@ class Probe(EngineProbe):
         tap.reduces = lambda: self.place.world_size > 1 and due("reduced_gradients")
         tap.sampled = lambda: costs("rerun")
         audit = Audit(parts.audit_plan, tap.take, self._gathering().gather)
+        audit.everyone = tap.saves.everyone
         self.watchers.append(audit)
         return audit
 

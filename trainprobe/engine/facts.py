@@ -118,11 +118,24 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a logical tensor. place: digest of the rectangle that it is, 0 of the whole. count: its elements.
+
+    whole: elements of the logical tensor. share: its share in the fingerprint of that (`engine.stats.checksum`).
+    """
+
+    place: int
+    count: int
+    whole: int
+    share: int
+
+
+@dataclass(frozen=True, slots=True)
 class SavedTensors:
     """What this process held when it saved behind a step: (parameter, slot) → fingerprint.
 
     positions: class of a scheduler → where it stood. batches: the first and the last audited steps until then, and the
-    fingerprints of their data. world: how many ranks there were.
+    fingerprints of their data. world: how many ranks there were. pieces: of the tensors that were cut.
     """
 
     step: int
@@ -130,6 +143,7 @@ class SavedTensors:
     positions: Mapping[str, int] = field(default_factory=dict[str, int])
     batches: tuple[tuple[int, tuple[int, ...]], ...] = ()
     world: int = 1
+    pieces: Mapping[tuple[str, str], Piece] = field(default_factory=dict[tuple[str, str], Piece])
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +195,15 @@ class StepFacts:
     called: module → whether it ran with gradients enabled, of the modules that ran in training. reached, unreached: parameters
     of the optimizers that stepped, with a gradient and without. idle: parameters of optimizers that stepped at each audited
     step before and not in this one. discarded: backward passes whose gradients were cleared before an update used them.
+    waiting: parameters whose gradient `fully_shard` had not reduced when the optimizer stepped.
     closure: an optimizer ran forward and backward within its step, more than once. differentiated: the losses of the backward
     passes, empty where one began from more than a number. begun: name → fingerprint of a buffer before the first forward.
     ordinal: how many steps had begun with this one. clips: the calls that clipped.
     random: fingerprint of the random state at the end of the step, and of that before the first forward. region: that of the
     random state of what is split over tp, 0 where none is told. reductions: gradients before and after they were joined over
     the ranks. recomputed: forwards that ran again. reruns: updates that were worked out again. saved: what was saved last,
-    where something was loaded since. same_epochs: epochs that a shuffling sampler began in the order of the one before.
+    where something was loaded since; loaded: the pieces that were held then, before the update. same_epochs: epochs that a
+    shuffling sampler began in the order of the one before.
     """
 
     set_up: ModelFacts
@@ -205,6 +221,7 @@ class StepFacts:
     unreached: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
     discarded: int = 0
+    waiting: tuple[str, ...] = ()
     closure: bool = False
     differentiated: tuple[float, ...] = ()
     begun: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -224,6 +241,7 @@ class StepFacts:
     recomputed: tuple[Repeat, ...] = ()
     reruns: tuple[Rerun, ...] = ()
     saved: tuple[SavedTensors, ...] = ()
+    loaded: Mapping[tuple[str, str], Piece] | None = None
     same_epochs: int = 0
 
     @property

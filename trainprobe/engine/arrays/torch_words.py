@@ -54,6 +54,13 @@ def fingerprint_of_chunk(x: Tensor, place: int) -> tuple[Tensor, int]:
     return mix(bits + at).sum(), n
 
 
+def fingerprint_at(x: Tensor, place: Tensor) -> Tensor:
+    """Return the share of a 1-D chunk in the fingerprint, int64 []; place: of each element in the whole tensor, int64 [n]."""
+    if x.element_size() == 16:
+        place = torch.stack((place * 2, place * 2 + 1), dim=-1).reshape(-1)
+    return mix(words(x) + (place + 1) * _signed(G)).sum()
+
+
 _POLYNOMIAL = 0xEDB88320  # CRC-32 of zlib, reflected
 
 

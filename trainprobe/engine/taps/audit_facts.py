@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.facts import Clip, ModelFacts, Output, Repeat, StepFacts
+from trainprobe.engine.facts import Clip, ModelFacts, Output, Piece, Repeat, StepFacts
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.records import Place, Reel, Value
 from trainprobe.engine.stats import finish
@@ -28,6 +28,7 @@ from trainprobe.engine.taps.saved_states import SavedStates
 from trainprobe.engine.taps.schedules import ScheduleWatch
 from trainprobe.engine.taps.set_up import model_facts, optimizer_groups
 from trainprobe.engine.taps.update_rules import UpdateRerun
+from trainprobe.engine.taps.waiting_gradients import waiting_gradients
 
 _COMBINE = 0x100000001B3  # the prime of FNV-1a: joins the fingerprints of several tensors into one
 
@@ -67,6 +68,8 @@ class AuditTap:
         self._reduced = ReducedGradients(guard, names, lambda: self.reduces() and states.source is None)
         self._schedules = ScheduleWatch(guard)
         self.saves = SavedStates(guard, self._held_now, lambda: self.step(), self._schedules.positions)
+        self.saves.pieces = states.pieces
+        self._loaded: Mapping[tuple[str, str], Piece] | None = None
         self._states = states
         self._names = names
         self._rescan = rescan
@@ -78,6 +81,7 @@ class AuditTap:
         self._kept: dict[str, Value] = {}
         self._buffers: dict[str, Value] = {}
         self._begun: dict[str, Value] = {}  # the buffers before the first forward
+        self._waiting: dict[str, None] = {}
         self._updates = 0
         self._repeated = False
         self._stepped: set[int] = set()  # ids of what an optimizer of this step holds
@@ -106,8 +110,10 @@ class AuditTap:
         self._states.more = STATS | CHECKSUM if self.fingerprints() else STATS
         self._left, self._kept, self._buffers, self._begun = {}, {}, {}, {}
         self._use.begin()
+        self._waiting = {}
         self._reduced.begin(tape)
         self._updates, self._rates, self._repeated, self._stepped = 0, (), False, set()
+        self._loaded = None
         self.declared.begin()
         self._rerun.begin()
         self._calls.looks_for_repeats = self.repeats()
@@ -157,9 +163,12 @@ class AuditTap:
             return
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
+        if self.saves.awaits and self._loaded is None:
+            self._loaded = self._states.pieces()
         self.unclipped([p for group in optimizer.param_groups for p in group["params"]])
         if self._plain():
             self._use.before_update(optimizer)
+            self._waiting |= dict.fromkeys(waiting_gradients(self._models, self._names()))
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._repeated |= bool(held & self._stepped)
         self._stepped |= held
@@ -240,6 +249,7 @@ class AuditTap:
             unreached=tuple(self._use.unreached),
             idle=self._use.idle(self._optimizers),
             discarded=self._use.discarded,
+            waiting=tuple(self._waiting),
             closure=self._use.closure,
             differentiated=tuple(_mean(reel, value) for value in self._use.roots or ()),
             begun={name: _checksum(reel, v) for name, v in self._begun.items()},
@@ -258,6 +268,7 @@ class AuditTap:
             reductions=self._reduced.take(),
             reruns=self._rerun.take(),
             saved=self.saves.take(),
+            loaded=self._loaded,
             same_epochs=self._samplers.take(),
             recomputed=tuple(
                 Repeat(name, order, _outputs(reel, again), tuple(_outputs(reel, f) for f in first))

@@ -10,10 +10,12 @@ import torch
 from torch._C import DisableTorchFunction
 
 from trainprobe.compiled import native
+from trainprobe.engine.facts import Piece
 from trainprobe.engine.flat_parameters import Stretch, handles_of, stretches_of
 from trainprobe.engine.records import Call, Reel, Value
 from trainprobe.engine.sources import SORTS, Part, PlainSource, Shard, Source, sort_of
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
+from trainprobe.engine.taps.saved_pieces import pieces_of
 from trainprobe.engine.unscaling import Scaled, unscale
 
 
@@ -204,7 +206,7 @@ class ParameterStateTap:
     def _plain_parts(self, tape: Tape, plain: PlainSource, moment: str, due: frozenset[str]) -> Iterable[Part]:
         """Return the parts of the plain source that are still to be looked at: none where the compiled parts have done it."""
         sorts, updates = self._asked(due)
-        if native is None or tape.eye is None or updates or plain.stretches or self._scale is not None:
+        if native is None or tape.eye is None or updates or plain.stretches or plain.masters() or self._scale is not None:
             return plain.parts(moment, sorts)
         after = moment == "after_step"
         key = sorts, after, self.more, frozenset(plain.others)
@@ -264,6 +266,12 @@ class ParameterStateTap:
         with DisableTorchFunction():
             for part in source.parts("after_step") if source is not None else ():
                 yield (part.name, part.slot), tape.tree(part.tensor, STATS | CHECKSUM)
+
+    def pieces(self) -> dict[tuple[str, str], Piece]:
+        """Return the pieces that the source holds now of tensors that are cut, gradients left out."""
+        source = self.source or self._plain
+        with torch.no_grad(), DisableTorchFunction():
+            return {} if source is None else pieces_of(source.parts("after_step"))
 
     def _due(self) -> frozenset[str]:
         """Return what this step is one of the steps for: sorts of tensors, and "update"."""

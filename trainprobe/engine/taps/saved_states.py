@@ -1,20 +1,21 @@
 """What was saved, to be set against what is loaded: fingerprints of all parameters and states when a state dict is taken.
 
 `torch.optim.Optimizer.state_dict` is what every way of saving a training calls. The fingerprints of the last few saves lie in a
-file of this rank beside the output, so that the process that resumes the run finds them.
+file of this rank beside the output, so that the process that resumes the run finds them, in whatever layout it does.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainprobe.engine.facts import SavedTensors
+from trainprobe.engine.facts import Piece, SavedTensors
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.taps.replaced import Replaced
 
@@ -28,7 +29,8 @@ class SavedStates:
     """Remembers saves from `start` to `stop`. awaits: something was loaded, or a run goes on, and nobody has compared yet.
 
     loaded: is told when something was loaded. look: returns (name, slot) → fingerprint of what this process holds now; step:
-    the number of the last step. positions: where schedulers stand. world: how many ranks there are.
+    the number of the last step. positions: where schedulers stand. world: how many ranks there are. pieces: returns
+    what is held of tensors that are cut.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class SavedStates:
     ) -> None:
         self.awaits = False
         self.world: Callable[[], int] = lambda: 1
+        self.pieces: Callable[[], Mapping[tuple[str, str], Piece]] = dict
         self._positions = positions
         self._first: list[tuple[int, tuple[int, ...]]] = []
         self._last: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=_LAST)
@@ -52,9 +55,9 @@ class SavedStates:
         if self._replaced:
             return
         self._path = None if folder is None else folder / FILE
-        if goes_on and self._path is not None and self._path.exists():
-            self._saved = self._guard.run(_read, self._path) or []
-            self.awaits = bool(self._saved)
+        if goes_on and self._path is not None:
+            self._saved = self._guard.run(_read, self._path) or [] if self._path.exists() else []
+            self.awaits = bool(self._saved) or any(_of_all_ranks(self._path))
             for seen in self._saved[-1].batches if self._saved else ():
                 self.trained_on(*seen)
         kind: Any = torch.optim.Optimizer
@@ -75,6 +78,12 @@ class SavedStates:
             return ()
         self.awaits = False
         return tuple(self._saved)
+
+    def everyone(self) -> dict[int, list[SavedTensors]]:
+        """Return rank → what it saved, as far as that lies beside the output; nothing on other ranks than 0."""
+        if self._path is None or self._path.parent.name != "rank0":
+            return {}
+        return {rank: _read(path) for rank, path in _of_all_ranks(self._path)}
 
     def trained_on(self, step: int, batches: tuple[int, ...]) -> None:
         """Remember the data of a step."""
@@ -108,7 +117,8 @@ class SavedStates:
         if not tensors or (self._saved and self._saved[-1].tensors == tensors):
             return
         batches = (*self._first, *self._last)
-        now = SavedTensors(self._step(), tensors, dict(self._positions()), batches, self.world())
+        cut = {key: piece for key, piece in self.pieces().items() if key in tensors}
+        now = SavedTensors(self._step(), tensors, dict(self._positions()), batches, self.world(), cut)
         self._saved = [*self._saved, now][-KEPT:]
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +134,16 @@ def _written(saved: SavedTensors) -> dict[str, Any]:
         "positions": saved.positions,
         "batches": saved.batches,
         "world": saved.world,
+        "pieces": [[*key, *astuple(piece)] for key, piece in saved.pieces.items()],
     }
+
+
+def _of_all_ranks(path: Path) -> Iterator[tuple[int, Path]]:
+    """Yield each rank and its file, given that of one rank."""
+    for found in path.parent.parent.glob(f"rank*/{FILE}"):
+        number = found.parent.name.removeprefix("rank")
+        if number.isdigit():
+            yield int(number), found
 
 
 def _read(path: Path) -> list[SavedTensors]:
@@ -135,6 +154,7 @@ def _read(path: Path) -> list[SavedTensors]:
             told["positions"],
             tuple((step, tuple(batches)) for step, batches in told["batches"]),
             told["world"],
+            {(name, slot): Piece(*piece) for name, slot, *piece in told.get("pieces", ())},
         )
         for told in json.loads(path.read_text())
         if isinstance(told, dict)

@@ -17,9 +17,10 @@ from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.monitor.audit.evidence import Evidence, Peer, Share, Tensors, tensors_of
 from trainprobe.monitor.audit.messages import decode, digest, encode, key_of, out_of_service
 from trainprobe.monitor.audit.plan import AuditPlan
+from trainprobe.monitor.audit.relaid import Relaid, as_pieces, is_relaid, rows_of
 from trainprobe.monitor.audit.relations import load_relation
 from trainprobe.monitor.audit.relations.reported_loss import differentiated
-from trainprobe.monitor.audit.relations.saved_and_loaded import came_back
+from trainprobe.monitor.audit.relations.saved_and_loaded import came_back, held
 from trainprobe.monitor.audit.replication import (
     constants_beside_a_matrix,
     doubted_biases,
@@ -53,6 +54,8 @@ class Audit:
         self._moving, self._stalled = 0, 0  # audited steps that updated, and those in a row since that did not
         self._reached: dict[str, int] = {}  # parameter → audited steps in a row at which it had a gradient; -1 once it had none
         self._resumed: SavedTensors | None = None  # what was loaded, until its schedule has been looked at
+        self._relaid: Relaid | None = None  # what was loaded in another layout, until the ranks have compared it
+        self.everyone: Callable[[], Mapping[int, Sequence[SavedTensors]]] = dict  # on rank 0: rank → what it saved
         self._answered = -1  # the last step at which this rank took part in the collective
         self._violated: set[str] = set()  # relations that did not hold when they were last checked
 
@@ -62,7 +65,7 @@ class Audit:
         if not reel.complete or not ("audit" in reel.programs or due):
             return []
         facts = self._take(reel)
-        if facts.saved or self._resumed is not None:  # whenever something was loaded
+        if facts.loaded is not None or facts.saved or self._resumed or self._relaid:  # whenever something was loaded
             due = (*due, *(name for name in ("resumed", "saved_and_loaded") if self.plan.interval(name) and name not in due))
         if not due:
             return []
@@ -86,7 +89,10 @@ class Audit:
 
     def exchanges(self, step: int, world_size: int) -> bool:
         """Tell whether the ranks are compared at a step: the same answer on every rank."""
-        return self.plan.ranks and self.gather is not None and world_size > 1 and self.plan.wants(step, "ranks")
+        return self._compares(world_size) and self.plan.wants(step, "ranks")
+
+    def _compares(self, world_size: int) -> bool:
+        return self.plan.ranks and self.gather is not None and world_size > 1
 
     def answer_for_stopped(self, step: int, place: Place) -> None:
         """Take part in the collective of a step without saying anything: this rank's audit has stopped."""
@@ -99,6 +105,8 @@ class Audit:
     def evidence(self, reel: Reel, facts: StepFacts, due: Sequence[str]) -> Evidence:
         """Gather all that the relations may look at, and remember it for the next step."""
         tensors = tensors_of(reel)
+        if facts.loaded is not None:
+            self._relaid = self._take_relaid(facts, tensors, reel)
         if facts.saved:
             self._resumed = came_back(facts.saved, tensors)
         draft = Evidence(
@@ -113,6 +121,7 @@ class Audit:
             ever_reached=frozenset(self._reached),
             always_reached=frozenset(name for name, times in self._reached.items() if times >= _STEADY),
             resumed=self._resumed,
+            relaid=self._relaid,
             stalled=self._count_stalled(facts),
         )
         peers: tuple[Peer, ...] = ()
@@ -124,11 +133,19 @@ class Audit:
         self._batches.append(facts.batches)
         self._count_reached(facts)
         self._resumed = None if facts.schedules else self._resumed
+        self._relaid = None if peers or (self._relaid is not None and self._relaid.alone) else self._relaid
         if any("fingerprints" in load_relation(name).COST for name in due) or self.last is None:
             self.last = replace(evidence, before=None)
         else:
             self.last = replace(self.last, step=evidence.step, facts=facts, tensors=Tensors(), scalars=evidence.scalars)
         return evidence
+
+    def _take_relaid(self, facts: StepFacts, tensors: Tensors, reel: Reel) -> Relaid | None:
+        """Return what was loaded before this step, where it is cut in another way than what this rank saved."""
+        pieces = as_pieces(held(tensors), facts.loaded or {})
+        own = facts.saved[-1] if facts.saved else None
+        alone = not self._compares(reel.place.world_size)
+        return Relaid(reel.step, pieces, self.everyone(), alone) if is_relaid(own, pieces) else None
 
     def _count_stalled(self, facts: StepFacts) -> int:
         """Return how many audited steps in a row have run backward and not updated, after some that did."""
@@ -213,6 +230,7 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
         "drawn": int(facts.drawn),
         "whole_numbers": int(facts.whole_numbers),
     }
+    rows |= rows_of(draft.relaid) if draft.relaid is not None else {}
     axes = {axis: index for axis, (index, _) in place.axes.items()}
     products = {key_of(p.name, "both"): p.both for p in facts.projections}
     products |= {key_of(r.name, "arrived"): r.arrived for r in facts.reductions}

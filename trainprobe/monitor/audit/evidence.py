@@ -16,6 +16,7 @@ from trainprobe.engine.stats.partials import column
 
 if TYPE_CHECKING:
     from trainprobe.monitor.audit.plan import AuditPlan
+    from trainprobe.monitor.audit.relaid import Relaid
 
 F64 = npt.NDArray[np.float64]
 Key = tuple[str, str]  # name of the parameter, slot
@@ -142,8 +143,9 @@ class Evidence:
     empty where ranks were not compared. replicated: parameter, or "buffer NAME" → axes over which its value is replicated;
     `over` answers for each tensor. norms: logical norm of all gradients, over all ranks, "unclipped" and "clipped", where it
     is known. ever_reached, always_reached: parameters that had a gradient at an audited step before, and at each of at least
-    three. resumed: the save that was loaded before this step, or before no scheduler was seen since. stalled: audited steps in
-    a row, this one included, that ran backward and did not update, after at least three that did.
+    three. resumed: the save that was loaded before this step, or before no scheduler was seen since. relaid: what was loaded in
+    another layout than it was saved in, until the ranks have compared it. stalled: audited steps in a row, this one included,
+    that ran backward and did not update, after at least three that did.
     """
 
     step: int
@@ -160,6 +162,7 @@ class Evidence:
     ever_reached: frozenset[str] = frozenset()
     always_reached: frozenset[str] = frozenset()
     resumed: SavedTensors | None = None
+    relaid: Relaid | None = None
     stalled: int = 0
 
     @property

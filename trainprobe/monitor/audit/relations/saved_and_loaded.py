@@ -4,36 +4,46 @@ Relation: the first update after a load begins with the weights and the optimize
 bit for bit under the name that it had. Which save it is follows from the tensors: one of which at least a quarter is there
 again, at whatever place (of Adam's training the weights are a third); where there is none (a fresh start, another checkpoint)
 nothing is judged. Fingerprints are taken when an optimizer's state dict is, and lie beside the output for the process that
-resumes. Where another number of ranks saved, that is said and nothing judged. Tolerance zero. Usually caused by state that is
-matched by position and not by name, by tensors that were left out or cast on the way, or by weights that are initialised after
-they were loaded.
+resumes. Where tensors were cut in another way when they were saved, or by another number of ranks, logical tensors are compared
+(see `relaid`), by rank 0 when the ranks next compare anything; what is missing for that is told. Tolerance zero. Usually caused
+by state that is matched by position and not by name, by tensors that were left out or cast on the way, or by weights that are
+initialised after they were loaded.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trainprobe.engine.facts import SavedTensors
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, Key, Tensors, and_more
+from trainprobe.monitor.audit.relaid import Relaid, loaded, newest, saves_of_all
 
 COST = frozenset({"fingerprints"})
 EVERY = 10
 STAGE = "state"
+ENOUGH = 0.25  # of the tensors of a save: then it is what was loaded
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find tensors that did not come back, or came back at another place."""
-    seen, saved = evidence.tensors, evidence.resumed
+    if evidence.relaid is not None:
+        return _over_layouts(evidence, evidence.relaid)
+    saved = evidence.resumed
     if saved is None or not evidence.facts.saved:
-        return _of_another_world(evidence)
-    now = _held(seen)
-    wrong = [key for key, fingerprint in saved.tensors.items() if now.get(key) != fingerprint and key[0] in set(seen.names)]
+        return []
+    known = set(evidence.tensors.names)
+    tensors = {key: fingerprint for key, fingerprint in saved.tensors.items() if key[0] in known}
+    return _compare(evidence, tensors, held(evidence.tensors), f"at step {saved.step}")
+
+
+def _compare(evidence: Evidence, saved: Mapping[Key, int], now: Mapping[Key, int], when: str) -> list[Finding]:
+    wrong = [key for key, fingerprint in saved.items() if now.get(key) != fingerprint]
     if not wrong:
         return []
     name, slot = wrong[0]
-    there = next((key for key, fingerprint in saved.tensors.items() if fingerprint == now.get(wrong[0])), None)
+    there = next((key for key, fingerprint in saved.items() if fingerprint == now.get(wrong[0])), None)
     if (name, slot) not in now:
         how = "it is not there"
     elif there is not None:
@@ -42,8 +52,8 @@ def check(evidence: Evidence) -> list[Finding]:
         how = "it is another tensor: left out, cast, or written to since"
     names = list(dict.fromkeys(key[0] for key in wrong))
     text = (
-        f"{slot} of {and_more(names, len(seen.names))} did not come back as it was saved at step {saved.step}: {how} "
-        f"({len(wrong)} of {len(saved.tensors)} tensors)"
+        f"{slot} of {and_more(names, len({key[0] for key in saved}))} did not come back as it was saved {when}: {how} "
+        f"({len(wrong)} of {len(saved)} tensors)"
     )
     return [
         evidence.finding(
@@ -52,7 +62,7 @@ def check(evidence: Evidence) -> list[Finding]:
             name,
             slot,
             measured="another tensor" if (name, slot) in now else "absent",
-            expected=f"as saved at step {saved.step}",
+            expected=f"as saved {when}",
             floor=0.0,
             next="save and load by name, and load after everything is initialised; `trainprobe ckpt` compares checkpoints",
         )
@@ -61,35 +71,65 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def came_back(saves: Sequence[SavedTensors], seen: Tensors) -> SavedTensors | None:
     """Return the save that was loaded, as far as the tensors tell: at least a quarter of it is there again."""
-    now = _held(seen)
-    candidates = [(_in_common(saved, now), saved) for saved in saves]
+    now = held(seen)
+    candidates = [(_in_common(saved.tensors, now), saved) for saved in saves]
     share, saved = max(candidates, key=lambda pair: pair[0], default=(0.0, None))
-    return saved if share >= 0.25 else None
+    return saved if share >= ENOUGH else None
 
 
-def _of_another_world(evidence: Evidence) -> list[Finding]:
-    """Say that nothing was judged where the tensors were cut for another number of ranks."""
-    worlds = {saved.world for saved in evidence.facts.saved} - {evidence.place.world_size}
-    if not worlds:
-        return []
-    text = (
-        f"what was saved by {max(worlds)} ranks is not judged on {evidence.place.world_size}: each rank holds other pieces; "
-        "`trainprobe ckpt` compares the checkpoints"
-    )
-    return [evidence.finding("saved_and_loaded", text, severity="info")]
-
-
-def _held(seen: Tensors) -> dict[Key, int]:
+def held(seen: Tensors) -> dict[Key, int]:
+    """Return the fingerprints of all that was there before the update, gradients left out."""
     return {key: checksum for key in seen.rows if (checksum := seen.checksum(*key)) is not None and not _is_new(key)}
+
+
+def _over_layouts(evidence: Evidence, relaid: Relaid) -> list[Finding]:
+    """Compare logical tensors, once the ranks have told theirs; rank 0, which has read what was saved, does it for all."""
+    if not relaid.saves or not (evidence.peers or relaid.alone):
+        return []
+    if evidence.place.world_size > 1 and not evidence.peers:
+        return _unjudged(
+            evidence, "the ranks are not compared: set `ranks: true` in the plan's `audit`, and collect on all ranks"
+        )
+    saves = saves_of_all(relaid)
+    if not saves:
+        (step, world), there = newest(relaid)
+        why = f"of the {world} ranks that saved at step {step}, {there} left their fingerprints under this output"
+        return _unjudged(evidence, f"{why}: have all ranks write to one folder that they share")
+    found = loaded({key for saved in saves.values() for key in saved}, relaid, evidence.peers)
+    now = {key: fingerprint for key, fingerprint in found.items() if fingerprint is not None}
+    judged = {moment: _judgeable(saved, found) for moment, saved in saves.items()}
+    if not any(judged.values()):
+        return _unjudged(evidence, "the pieces that the ranks told of do not make up whole tensors")
+    (step, world), saved = max(judged.items(), key=lambda pair: _in_common(pair[1], now))
+    when = f"at step {step} by {world} rank{'s' * (world > 1)} and loaded before step {relaid.step}"
+    return _compare(evidence, saved, now, when) if _in_common(saved, now) >= ENOUGH else []
+
+
+def _judgeable(saved: Mapping[Key, int | None], found: Mapping[Key, int | None]) -> dict[Key, int]:
+    """Leave out what no fingerprint is known of, parameters that are not there, and master weights where there are none now."""
+    known = {name for name, _ in found}
+    return {
+        key: fingerprint
+        for key, fingerprint in saved.items()
+        if fingerprint is not None
+        and key[0] in known
+        and found.get(key, 0) is not None
+        and (key[1] != "main_value" or key in found)
+    }
+
+
+def _unjudged(evidence: Evidence, why: str) -> list[Finding]:
+    text = f"what was loaded is cut in another way than what was saved, and nothing of it was judged: {why}"
+    return [evidence.finding("saved_and_loaded", text, severity="warning", next="`trainprobe ckpt` compares the checkpoints")]
 
 
 def _is_new(key: Key) -> bool:
     return key[1].endswith("_after") or key[1].startswith("grad")
 
 
-def _in_common(saved: SavedTensors, now: dict[Key, int]) -> float:
+def _in_common(saved: Mapping[Key, int], now: Mapping[Key, int]) -> float:
     """Return which share of the saved tensors, of those that there is only one of, is there now at whatever place."""
-    counted = Counter(saved.tensors.values())
+    counted = Counter(saved.values())
     single = [fingerprint for fingerprint, count in counted.items() if count == 1]
     present = set(now.values())
     return sum(fingerprint in present for fingerprint in single) / len(single) if single else 0.0

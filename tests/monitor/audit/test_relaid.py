@@ -1,0 +1,128 @@
+"""What some ranks saved and others loaded, cut in another way: quiet where it came back, and right about what did not."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.launch import launch
+from tests.monitor.audit.train_relaid import LOST, SAVED, SWAPPED
+from trainprobe.engine.facts import Piece
+from trainprobe.engine.sources import Part, Shard
+from trainprobe.engine.stats.checksum import fingerprint, shard_fingerprint
+from trainprobe.engine.taps.saved_pieces import pieces_of, share_of
+from trainprobe.monitor.audit.relaid import logical
+
+SCRIPT = str(Path(__file__).with_name("train_relaid.py"))
+SAVES = ("fsdp", "ddp")
+TWO = (
+    *("fsdp-ddp-healthy", "fsdp-ddp-swapped", "fsdp-ddp-moment", "fsdp-columns-healthy", "fsdp-columns-swapped"),
+    *("ddp-fsdp-healthy", "ddp-fsdp-swapped", "ddp-fsdp-moment", "fsdp-ddp-unshared", "fsdp-ddp-apart", "fsdp-fsdp-healthy"),
+)
+ONE = ("fsdp-plain-healthy", "fsdp-plain-swapped", "fsdp-plain-moment", "fsdp-plain-unshared")
+COMPARED = 10  # the first step at which the ranks compare anything
+
+
+@functools.cache
+def found() -> dict[str, list[list]]:
+    """Save with two ranks, load with two and with one; return case → what rank 0 found, after a look at the others."""
+    folder = Path(tempfile.mkdtemp(prefix="trainprobe_relaid_"))
+    launch(SCRIPT, 2, str(folder), "save", *SAVES, folder=folder, timeout=300)
+    launch(SCRIPT, 2, str(folder), "load", *TWO, folder=folder, timeout=300)
+    launch(SCRIPT, 1, str(folder), "load", *ONE, folder=folder, timeout=300)
+    for case in TWO:
+        told = json.loads((folder / f"{case}.1.json").read_text())
+        assert [finding for finding in told if finding[0] == "saved_and_loaded"] == []  # rank 0 speaks for all
+    return {case: json.loads((folder / f"{case}.0.json").read_text()) for case in TWO + ONE}
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("case", [case for case in TWO + ONE if case.endswith("healthy")])
+def test_what_came_back_raises_no_alarm(case):
+    assert found()[case] == []
+
+
+@pytest.mark.parametrize("case", [case for case in TWO + ONE if case.endswith(("swapped", "moment"))])
+def test_what_did_not_come_back_is_named(case):
+    told = [finding for finding in found()[case] if finding[0] == "saved_and_loaded"]
+    ((_, severity, step, name, slot, message),) = told
+    expected = (SWAPPED, "value") if case.endswith("swapped") else (LOST, "step")
+    assert (severity, step, name, slot) == ("error", SAVED + 1 if "plain" in case else COMPARED, *expected)
+    assert f"as it was saved at step {SAVED} by 2 ranks and loaded before step {SAVED + 1}" in message
+    if case in ("fsdp-ddp-swapped", "fsdp-plain-swapped"):
+        assert "there is what was value of 2.weight" in message
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("fsdp-ddp-unshared", "have all ranks write to one folder that they share"),
+        ("fsdp-plain-unshared", "of the 2 ranks that saved at step 3, 1 left their fingerprints under this output"),
+        ("fsdp-ddp-apart", "set `ranks: true` in the plan's `audit`"),
+    ],
+)
+def test_what_cannot_be_judged_is_said_once(case, why):
+    ((rule, severity, _, name, _, message),) = found()[case]
+    assert (rule, severity, name) == ("saved_and_loaded", "warning", None)
+    assert "nothing of it was judged" in message and why in message
+
+
+RECTANGLES = [
+    Shard((0, 0), (3, 7), (6, 7)),
+    Shard((2, 3), (4, 4), (6, 7)),
+    Shard((0, 6), (6, 1), (6, 7)),
+    Shard((5,), (11,), (42,)),
+    Shard((3,), (8,), (12,), within=Shard((1, 2), (4, 3), (6, 7))),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex128])
+@pytest.mark.parametrize("shard", RECTANGLES, ids=str)
+def test_the_share_of_a_piece_is_that_of_the_reference(shard, dtype):
+    whole = torch.randn(6, 7, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    places = torch.arange(42).view(6, 7)
+    outer = shard.within or shard
+    rows, columns = (
+        (slice(o, o + s) for o, s in zip(outer.offset, outer.shape, strict=True)) if len(outer.offset) == 2 else ((), ())
+    )
+    inner = places[rows, columns] if len(outer.offset) == 2 else places
+    if len(shard.offset) == 1:
+        inner = inner.reshape(-1)[shard.offset[0] : shard.offset[0] + shard.shape[0]]
+    piece = whole.reshape(-1)[inner.reshape(-1)]
+    bits = piece.view(torch.int16).numpy() if dtype == torch.bfloat16 else piece.numpy()
+    at = inner.reshape(-1).numpy().astype(np.uint64)
+    if dtype == torch.complex128:
+        at = np.stack((2 * at, 2 * at + 1), axis=-1).reshape(-1)
+    assert share_of(piece.view(shard.shape), shard).item() % (1 << 64) == fingerprint(bits, at)
+
+
+def test_pieces_of_any_cut_make_up_one_fingerprint_and_others_make_none():
+    whole = torch.arange(42, dtype=torch.float32).view(6, 7)
+    cuts = [
+        [Shard((0, 0), (4, 7), (6, 7)), Shard((4, 0), (2, 7), (6, 7))],
+        [Shard((0, 0), (6, 3), (6, 7)), Shard((0, 3), (6, 4), (6, 7))],
+        [Shard((0,), (20,), (42,)), Shard((20,), (22,), (42,))],
+    ]
+    for shards in cuts:
+        parts = []
+        for shard in shards:
+            flat = len(shard.offset) == 1
+            t = whole.reshape(-1)[shard.offset[0] :][: shard.shape[0]] if flat else whole
+            t = t if flat else t[tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.shape, strict=True))]
+            parts.append(Part(f"on {shard.offset}", "value", t, shard))
+        pieces = list(pieces_of(parts).values())
+        assert logical(pieces) == logical([*pieces, pieces[0]]) == fingerprint(whole.numpy())
+        assert logical(pieces[:1]) is None
+        first = pieces[0]
+        assert logical([*pieces, Piece(first.place, first.count, first.whole, first.share ^ 1)]) is None
+    rows = whole[:4].numpy()
+    assert pieces_of([Part("w", "value", whole[:4], cuts[0][0])])["w", "value"].share == shard_fingerprint(rows, (0, 0), (6, 7))
+    assert pieces_of([Part("w", "value", whole, Shard((0, 0), (6, 7), (6, 7)))]) == {}

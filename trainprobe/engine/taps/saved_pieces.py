@@ -1,0 +1,74 @@
+"""The pieces of logical tensors that this process holds, each with its share in the fingerprint of the whole.
+
+The fingerprint of `engine.stats.checksum` adds up: over pieces that cover a tensor once, whatever way it is cut, the shares
+give the fingerprint of the whole tensor. So what some ranks saved can be set against what others loaded, and nobody gathers
+a tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from trainprobe.engine.arrays.torch_words import fingerprint_at
+from trainprobe.engine.facts import Piece
+from trainprobe.engine.sources import Part, Shard, mesh_shard
+
+_CHUNK = 1 << 20  # elements whose places are worked out at a time
+
+
+def pieces_of(parts: Iterable[Part]) -> dict[tuple[str, str], Piece]:
+    """Return (parameter, slot) → piece of every tensor that is cut; one that is whole is left out. Reads each device once."""
+    about: list[tuple[tuple[str, str], Shard]] = []
+    shares: list[Tensor] = []
+    for part in parts:
+        shard = part.shard or mesh_shard(part.tensor)
+        local = getattr(part.tensor, "_local_tensor", part.tensor)
+        if shard is not None and _is_cut(shard) and local.numel() == math.prod(shard.shape):
+            about.append(((part.name, part.slot), shard))
+            shares.append(share_of(local, shard))
+    numbers: dict[int, int] = {}
+    for device in dict.fromkeys(share.device for share in shares):
+        here = [i for i, share in enumerate(shares) if share.device == device]
+        numbers.update(zip(here, torch.stack([shares[i] for i in here]).cpu().tolist(), strict=True))
+    return {
+        key: Piece(_place(shard), math.prod(shard.shape), _whole(shard), numbers[i] % (1 << 64))
+        for i, (key, shard) in enumerate(about)
+    }
+
+
+def share_of(t: Tensor, shard: Shard) -> Tensor:
+    """Return the share of a piece in the fingerprint of the whole tensor, int64 [] on its device; waits for nothing."""
+    flat = t.detach().reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=t.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        piece = flat[start : start + _CHUNK]
+        at = torch.arange(start, start + piece.numel(), dtype=torch.int64, device=t.device)
+        total = total + fingerprint_at(piece, _global_places(at, shard))
+    return total
+
+
+def _global_places(at: Tensor, shard: Shard) -> Tensor:
+    """Return the places in the whole tensor, row by row, of these places in the piece, int64 [n]."""
+    place, stride = torch.zeros_like(at), 1
+    for size, offset, whole in zip(reversed(shard.shape), reversed(shard.offset), reversed(shard.whole), strict=True):
+        place = place + (at % size + offset) * stride
+        at, stride = at // size, stride * whole
+    return place if shard.within is None else _global_places(place, shard.within)
+
+
+def _is_cut(shard: Shard) -> bool:
+    return tuple(shard.shape) != tuple(shard.whole) or (shard.within is not None and _is_cut(shard.within))
+
+
+def _whole(shard: Shard) -> int:
+    return math.prod(shard.whole) if shard.within is None else _whole(shard.within)
+
+
+def _place(shard: Shard) -> int:
+    text = repr((shard.offset, shard.shape, shard.whole, shard.within and _place(shard.within)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
