@@ -84,7 +84,8 @@ class PlainSource:
 
     DTensor shards are handed on as they are. Of parameters that `FullyShardedDataParallel` flattened, the stretches that this
     process holds. names: id of parameter → logical name. stretches: id of what the optimizer steps → those stretches.
-    flat: id of a flat parameter → all of its own. others: ids of what other optimizers step, which is left out.
+    flat: id of a flat parameter → all of its own. others: ids of what other optimizers step, which is left out. Where
+    optimizers step copies of another dtype, these and their state are told as those of the parameters (see `masters`).
     """
 
     names: Mapping[int, str]
@@ -93,6 +94,7 @@ class PlainSource:
     stretches: Mapping[int, list[Stretch]] = field(default_factory=dict[int, "list[Stretch]"])
     flat: Mapping[int, list[Stretch]] = field(default_factory=dict[int, "list[Stretch]"])
     others: set[int] = field(default_factory=set[int])
+    _masters: tuple[Any, dict[int, Any]] = field(default=((), {}), init=False, repr=False)
 
     def step_of(self, optimizer: Any) -> None:
         """Leave out, from now on, what other optimizers than this one own: they step at another moment of the same step."""
@@ -103,20 +105,43 @@ class PlainSource:
     def parts(self, moment: str, sorts: Collection[str] = SORTS) -> Iterator[Part]:
         """Yield value, grad and state of each parameter. sorts: which of these are asked for; the others are not looked for."""
         values, gradients = "value" in sorts, moment == "before_step" and "gradient" in sorts
-        states = self.states() if "state" in sorts else []
+        states, masters = self.states() if "state" in sorts else [], self.masters()
         for p in self.stepped() if values or gradients or states else ():
             if values:
                 yield from self._pieces(p, "value", p)
             if gradients:
                 yield from self.gradients(p, "grad")
+            master = masters.get(id(p))
+            if master is not None and id(master) in self.others:
+                continue
+            if master is not None and values:
+                yield Part(self.names[id(p)], "main_value", master)
             for state in states:
-                for slot, tensor in (state.get(id(p)) or {}).items():
+                for slot, tensor in (state.get(id(p if master is None else master)) or {}).items():
                     if hasattr(tensor, "shape"):
                         yield from self._pieces(p, str(slot), tensor)
 
     def stepped(self) -> list[Any]:
         """Return the parameters that are not left to another optimizer's step."""
         return [p for p in self.parameters if id(p) not in self.others] if self.others else self.parameters
+
+    def masters(self) -> dict[int, Any]:
+        """Return the tensor that an optimizer steps in place of a parameter, by the parameter's id: its master weight.
+
+        Known where the tensors that optimizers hold and the model does not, and the trainable parameters that none of them
+        holds, are as many, and each has the shape of its counterpart in order and another dtype.
+        """
+        groups = [group["params"] for optimizer in self.optimizers for group in getattr(optimizer, "param_groups", ())]
+        key = tuple((id(params), len(params)) for params in groups)
+        if self._masters[0] != key:
+            held, own = {id(t): t for params in groups for t in params}, {id(p) for p in self.parameters}
+            strays = [t for number, t in held.items() if number not in own]
+            left = [p for p in self.parameters if p.requires_grad and id(p) not in held]
+            alike = len(strays) == len(left) and all(
+                t.shape == p.shape and t.dtype != p.dtype for t, p in zip(strays, left, strict=True)
+            )
+            self._masters = key, {id(p): t for p, t in zip(left, strays, strict=True)} if alike else {}
+        return self._masters[1]
 
     def states(self) -> list[dict[int, Any]]:
         """Return what each optimizer keeps, by id of the parameter: a tensor is slow as the key of a look-up."""

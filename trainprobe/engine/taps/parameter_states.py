@@ -206,7 +206,7 @@ class ParameterStateTap:
     def _plain_parts(self, tape: Tape, plain: PlainSource, moment: str, due: frozenset[str]) -> Iterable[Part]:
         """Return the parts of the plain source that are still to be looked at: none where the compiled parts have done it."""
         sorts, updates = self._asked(due)
-        if native is None or tape.eye is None or updates or plain.stretches or self._scale is not None:
+        if native is None or tape.eye is None or updates or plain.stretches or plain.masters() or self._scale is not None:
             return plain.parts(moment, sorts)
         after = moment == "after_step"
         key = sorts, after, self.more, frozenset(plain.others)

@@ -19,8 +19,9 @@ from trainprobe.monitor.audit.messages import decode, digest, encode, key_of, ou
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.relaid import Relaid, as_pieces, is_relaid, rows_of
 from trainprobe.monitor.audit.relations import load_relation
-from trainprobe.monitor.audit.relations.reported_loss import differentiated
+from trainprobe.monitor.audit.relations.reported_loss import differentiated, explained
 from trainprobe.monitor.audit.relations.saved_and_loaded import came_back, held
+from trainprobe.monitor.audit.relations.shared_scalars import agree
 from trainprobe.monitor.audit.replication import (
     constants_beside_a_matrix,
     doubted_biases,
@@ -56,6 +57,8 @@ class Audit:
         self._resumed: SavedTensors | None = None  # what was loaded, until its schedule has been looked at
         self._relaid: Relaid | None = None  # what was loaded in another layout, until the ranks have compared it
         self.everyone: Callable[[], Mapping[int, Sequence[SavedTensors]]] = dict  # on rank 0: rank → what it saved
+        self._explained = 0  # audited steps in a row whose reported loss was what was differentiated
+        self._agreed = 0  # … and was the same on all ranks
         self._answered = -1  # the last step at which this rank took part in the collective
         self._violated: set[str] = set()  # relations that did not hold when they were last checked
 
@@ -123,6 +126,8 @@ class Audit:
             resumed=self._resumed,
             relaid=self._relaid,
             stalled=self._count_stalled(facts),
+            explained=self._explained,
+            agreed=self._agreed,
         )
         peers: tuple[Peer, ...] = ()
         if self.exchanges(reel.step, reel.place.world_size):
@@ -130,6 +135,8 @@ class Audit:
         replicated = dict(self._replicated)
         evidence = replace(draft, peers=peers, replicated=replicated)
         evidence = replace(evidence, norms=_norms(evidence))
+        self._explained = self._explained + 1 if explained(evidence) else 0
+        self._agreed = self._agreed + 1 if agree(evidence) else 0
         self._batches.append(facts.batches)
         self._count_reached(facts)
         self._resumed = None if facts.schedules else self._resumed

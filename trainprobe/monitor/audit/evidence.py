@@ -145,7 +145,9 @@ class Evidence:
     is known. ever_reached, always_reached: parameters that had a gradient at an audited step before, and at each of at least
     three. resumed: the save that was loaded before this step, or before no scheduler was seen since. relaid: what was loaded in
     another layout than it was saved in, until the ranks have compared it. stalled: audited steps in a row, this one included,
-    that ran backward and did not update, after at least three that did.
+    that ran backward and did not update, after at least three that did. explained: audited steps in a row before this one whose
+    reported loss was what the backward passes began from. agreed: those in a row at which all ranks that differ in dp, cp or tp
+    reported one loss.
     """
 
     step: int
@@ -164,6 +166,8 @@ class Evidence:
     resumed: SavedTensors | None = None
     relaid: Relaid | None = None
     stalled: int = 0
+    explained: int = 0
+    agreed: int = 0
 
     @property
     def model(self) -> ModelFacts:

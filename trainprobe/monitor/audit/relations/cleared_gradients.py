@@ -1,11 +1,12 @@
-"""Gradients are empty before the first backward pass of a step, and are not thrown away before an update has used them.
+"""Gradients are empty before the first backward pass of a step, and an update uses all that came since the one before.
 
 Relation: when backward begins, no parameter holds the gradient that the optimizer has used already. Tolerance none: the
 gradient that is found is bit-equal to the one that was used, or, where the step before was not audited or an optimizer ran
 backward within its step, it is there although every audited step updates. And where all gradients of the model are cleared
-after a backward pass, an update or a write to the weights came between, or no other backward pass follows.
+after a backward pass, an update or a write to the weights came between, or no other backward pass follows. And when the
+optimizer steps, `fully_shard` holds no gradient that waits for its reduction.
 Usually caused by a missing `zero_grad`, by one that is called on another model or optimizer, or by one that stands inside the
-loop over micro-batches.
+loop over micro-batches; by `set_requires_gradient_sync` that is off for the last micro-batch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ def check(evidence: Evidence) -> list[Finding]:
     """Find gradients that the optimizer has used already."""
     if evidence.facts.discarded and evidence.facts.updates:
         return [_discarded(evidence)]
+    if evidence.facts.waiting and evidence.facts.updates:
+        return [_waiting(evidence)]
     left, before = evidence.facts.left, evidence.before
     if not left or before is None or not (before.facts.updates and evidence.facts.updates):
         return []
@@ -62,4 +65,21 @@ def _discarded(evidence: Evidence) -> Finding:
         measured=float(lost),
         expected=0.0,
         next="call zero_grad() once for every optimizer step, outside the loop over micro-batches",
+    )
+
+
+def _waiting(evidence: Evidence) -> Finding:
+    names = list(evidence.facts.waiting)
+    text = (
+        f"the optimizer stepped while the gradient of {and_more(names, len(evidence.model.parameters))} waited to be reduced: "
+        "fully_shard adds it to that of the next step"
+    )
+    return evidence.finding(
+        "cleared_gradients",
+        text,
+        names[0],
+        "grad",
+        measured="not reduced",
+        expected="reduced before the update",
+        next="call set_requires_gradient_sync(True) before the last micro-batch of each step",
     )

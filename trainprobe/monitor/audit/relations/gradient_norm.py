@@ -1,10 +1,11 @@
 """The reported gradient norm is the norm over the logical (unsharded) gradients.
 
 Relation: the scalar that is reported equals √Σ‖g‖² over all parameters, each element of the logical model counted once,
-before clipping (or after it), and is the same on all ranks. Where several calls clip the gradients of several optimizers, the
-norm that each finds is that over the gradients that it was given. Where a loop clips by itself, the norm before clipping is
-only known to be at least that after it. Floor: 2e-3 of it. A norm that equals the largest magnitude (norm type infinity) is
-taken for that, and a loss scale that is still in the gradients is allowed for.
+before clipping, and is the same on all ranks. A report of the norm after clipping is told as a warning where one call of
+`torch.nn.utils` shows what it was before: it cannot rise above the threshold. Where several calls clip the gradients of
+several optimizers, the norm that each finds is that over the gradients that it was given. Where a loop clips by itself, the
+norm before clipping is only known to be at least that after it. Floor: 2e-3 of it. A norm that equals the largest magnitude
+(norm type infinity) is taken for that, and a loss scale that is still in the gradients is allowed for.
 Usually caused by a norm that is taken over one rank's shards (pytorch issue 170862, Megatron-LM issue 5916), or that counts
 replicas.
 """
@@ -38,9 +39,11 @@ def check(evidence: Evidence) -> list[Finding]:
     wrong = next(((told, value) for told, value in parts if not _accepted(evidence, told, [value])), None)
     if wrong is not None:
         return [_finding(evidence, *wrong)]
-    accepted = [true, evidence.norms.get("clipped", true), *(value for _, value in parts)]
-    if _accepted(evidence, reported, accepted):
+    if _accepted(evidence, reported, [true, *(value for _, value in parts)]):
         return []
+    clipped = evidence.norms.get("clipped", true)
+    if _accepted(evidence, reported, [clipped]):
+        return [_after_clipping(evidence, reported, true)] if len(evidence.facts.clips) == 1 else []
     scale = scalar(evidence.scalars, "loss scale") or 1.0
     if not any(evidence.tensors.with_slot("grad_unclipped")) and reported * scale > true:
         return _by_itself(evidence, reported, true)
@@ -84,6 +87,25 @@ def _finding(evidence: Evidence, reported: float, true: float) -> Finding:
         floor=_FLOOR * true,
         kind="scalar",
         next=_NEXT,
+    )
+
+
+def _after_clipping(evidence: Evidence, reported: float, true: float) -> Finding:
+    text = (
+        f"the reported gradient norm {reported:.6g} is that after clipping, and was {true:.6g} before it: a norm that is "
+        "reported so never exceeds the threshold, and hides every spike"
+    )
+    hint = "report what clip_grad_norm_ returns"
+    return evidence.finding(
+        "gradient_norm",
+        text,
+        "grad_norm",
+        measured=reported,
+        expected=true,
+        floor=_FLOOR * true,
+        kind="scalar",
+        severity="warning",
+        next=hint,
     )
 
 

@@ -1,9 +1,10 @@
-"""Tensor-parallel ranks draw the same random numbers outside their own regions.
+"""Tensor-parallel ranks draw the same random numbers outside their own regions; data-parallel ranks that drew others go on so.
 
-Relation: ranks of a tp group whose random states were equal at the audited step before have equal ones now, where the forward
-pass draws. Tolerance none.
+Relation: ranks of a tp group whose random states were equal at the audited step before have equal ones now, and ranks of a dp
+group whose states all differed then do not all have one now, where the forward pass draws. Tolerance none. Ranks that share a
+seed over dp from the start do so on purpose.
 Usually caused by a rank that drew a number more than the others (logging, data augmentation, a branch), after which dropout
-masks of replicated activations differ.
+masks of replicated activations differ; over dp by a resume that gives every rank the random state of one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,38 @@ STAGE = "forward"
 
 
 def check(evidence: Evidence) -> list[Finding]:
-    """Find random states that came apart."""
+    """Find random states that came apart over tp, or fell together over dp."""
+    return [*_apart(evidence), *_together(evidence)]
+
+
+def _together(evidence: Evidence) -> list[Finding]:
+    axes = frozenset({"dp"})
+    group = along(evidence, axes)
+    if len(group) < 2 or evidence.before is None or not any(peer.marks["drawn"] for peer in group):
+        return []
+    earlier = {peer.rank: peer.marks["random"] for peer in evidence.before.peers}
+    if len({earlier.get(peer.rank) for peer in group}) < len(group) or len({peer.marks["random"] for peer in group}) > 1:
+        return []
+    text = (
+        f"all ranks of the {group_words(evidence, axes, group)} have one random state, which differed at step "
+        f"{evidence.before.step}: their dropout masks are the same from now on"
+    )
+    hint = "save and load the random state of each rank by itself"
+    return [
+        evidence.finding(
+            "random_streams",
+            text,
+            "random state",
+            measured="equal",
+            expected="different",
+            kind="scalar",
+            severity="warning",
+            next=hint,
+        )
+    ]
+
+
+def _apart(evidence: Evidence) -> list[Finding]:
     axes = frozenset({"tp"})
     group = along(evidence, axes)
     if len(group) < 2 or evidence.before is None or not any(peer.marks["drawn"] for peer in group):

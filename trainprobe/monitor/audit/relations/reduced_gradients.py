@@ -4,9 +4,11 @@ Relation: with uᵣ the gradient that backward gives on rank r, summed over the 
 clipping, ⟨g, w⟩ = c Σᵣ⟨uᵣ, w⟩ for fixed weights w and one factor c over all parameters (1 / ranks for a mean, 1 for a sum; a
 loss scale is in it too). The sum is over the ranks that hold the parameter. Judged where ranks differ in dp, cp and pp alone,
 and what has one name on several of them is replicated. Floor: 0.05 ‖g‖ and 0.05 of the product, because gradients may travel
-in 16 bits.
+in 16 bits. And where every rank of a dp group reports the loss that its own backward passes began from, c is not 1: the
+gradient would be that of the sum over the ranks, and the report is of one, or of their mean. Told as a warning.
 Usually caused by a parameter that is divided twice or not at all, that is reduced in another group, or whose last micro-batch
-comes after its reduction; all ranks agree on the result, so that no comparison of replicas shows it.
+comes after its reduction, and by a communication hook or a loop that sums all and does not divide; all ranks agree on the
+result, so that no comparison of replicas shows it.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ def check(evidence: Evidence) -> list[Finding]:
     if len(ratios) < 3:
         return []
     factor = float(np.median(list(ratios.values())))
+    if abs(factor - 1) <= _FLOOR and evidence.axes == frozenset({"dp"}) and _reports_its_own(evidence):
+        return [_summed(evidence, mine[0].name)]
     apart = [
         seen.name
         for seen in mine
@@ -66,3 +70,25 @@ def check(evidence: Evidence) -> list[Finding]:
             next="reduce every gradient once, over the same group and by the same divisor, after its last micro-batch",
         )
     ]
+
+
+def _reports_its_own(evidence: Evidence) -> bool:
+    """Tell whether the loss that each rank reports is that of its own backward passes, or the mean of that over the ranks."""
+    own = [peer.numbers["differentiated"] for peer in evidence.peers]
+    told = [peer.numbers["loss"] for peer in evidence.peers]
+    mean = sum(own) / len(own)
+    return all(abs(r - o) <= 1e-4 * abs(o) for r, o in zip(told, own, strict=True)) or all(
+        abs(r - mean) <= 1e-4 * abs(mean) for r in told
+    )
+
+
+def _summed(evidence: Evidence, name: str) -> Finding:
+    world = len(evidence.peers)
+    text = (
+        f"the gradients of the {world} ranks are summed and not averaged, though each reports the loss that it differentiates: "
+        f"{name} and all others get {world} times the gradient of the mean loss"
+    )
+    hint = "divide by the number of ranks, in the reduction or in the loss"
+    return evidence.finding(
+        "reduced_gradients", text, name, "grad", measured=1.0, expected=1 / world, floor=_FLOOR, severity="warning", next=hint
+    )

@@ -1,16 +1,24 @@
 """The reported loss is the one whose gradient is taken.
 
-Relation: with n backward passes in a step, one for each call of the model, and ℓᵢ the numbers that they begin from, divided by
-the loss scale, Σℓᵢ is not n times the reported loss; where it is, the gradient is that of the sum over the micro-batches and
-the report that of their mean. Floor: 1e-4 of Σℓᵢ. On as many data-parallel ranks as there are micro-batches nothing is judged,
-because either may be the factor.
-Usually caused by gradient accumulation without a division: the gradient is n times too large, which Adam hides and clipping
-or SGD does not.
+Relation: with ℓᵢ the numbers that the n backward passes of a step begin from, divided by the loss scale, the reported loss R is
+their sum, or the mean or sum of that over the dp and cp ranks, or one of them where they belong to several models. Told are
+
+    Σℓᵢ = n R          for one pass a micro-batch: the gradient is that of a sum, and the report that of the mean
+    R = n ℓₙ, or ℓₙ    and not Σℓᵢ: the report is that of the last micro-batch alone
+    R was one of these at three audited steps in a row before, and is none of them now
+
+Floor: 1e-4 of Σ|ℓᵢ| for what is equal, 1e-2 of it for what no longer is (losses of 16 bits round). On as many data-parallel
+ranks as there are micro-batches the first is not judged, because either may be the factor. A report that was never the loss
+itself, such as a moving average, is not judged.
+Usually caused by gradient accumulation without a division (the gradient is n times too large, which Adam hides and clipping
+or SGD does not), by a report of one micro-batch, by a loss that is divided by the tokens of one rank, and by a part of the
+loss that misses the scaler.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along
@@ -19,42 +27,94 @@ from trainprobe.monitor.scalar_names import scalar
 COST = frozenset({"host", "ranks"})
 EVERY = 10
 STAGE = "backward"
-_FLOOR = 1e-4
+STEADY = 3
+_FLOOR, _APART = 1e-4, 1e-2
 
 
 def check(evidence: Evidence) -> list[Finding]:
-    """Find a loss that was summed over the micro-batches and reported as their mean."""
-    facts, reported = evidence.facts, scalar(evidence.scalars, "loss")
-    losses, group = facts.differentiated, along(evidence, frozenset({"dp", "cp"}))
-    n = len(losses)
-    if n < 2 or n != len(facts.batches) or not facts.updates or reported is None or not math.isfinite(reported):
+    """Find a reported loss that is not the one that was differentiated."""
+    losses, reported = _losses(evidence), scalar(evidence.scalars, "loss")
+    if not losses or not evidence.facts.updates or reported is None or not math.isfinite(reported):
         return []
-    if evidence.place.world_size % n == 0:
+    n, size = len(losses), sum(map(abs, losses))
+    totals = _totals(evidence)
+    per_micro = n > 1 and n == len(evidence.facts.batches)
+    if per_micro and evidence.place.world_size % n and any(_near(total, n * reported, size) and total for total in totals):
+        return [_summed(evidence, n, totals[0], reported)]
+    if any(_near(total, reported, size) for total in totals):
         return []
-    told = [peer.numbers["differentiated"] for peer in group] or [differentiated(evidence)]
-    totals = (differentiated(evidence), sum(told) / len(told))
-    if not any(abs(total - n * reported) <= _FLOOR * abs(total) and total for total in totals):
+    if per_micro and any(_near(part, reported, size) for part in (n * losses[-1], losses[-1])):
+        return [_last_alone(evidence, n, totals[0], reported)]
+    if evidence.explained < STEADY or min(abs(reported - k) for k in (*totals, *losses)) <= _APART * size:
         return []
-    text = (
-        f"the {n} losses that were differentiated add up to {totals[0]:.6g}, {n} times the reported loss {reported:.6g}: the "
-        "gradient is summed over the micro-batches and not averaged"
-    )
-    return [
-        evidence.finding(
-            "reported_loss",
-            text,
-            "loss",
-            measured=totals[0],
-            expected=reported,
-            floor=_FLOOR,
-            kind="scalar",
-            severity="warning",
-            next="divide the loss of each micro-batch by their number before backward",
-        )
-    ]
+    return [_no_longer(evidence, totals, reported)]
+
+
+def explained(evidence: Evidence) -> bool:
+    """Tell whether the reported loss of a step is what its backward passes began from."""
+    losses, reported = _losses(evidence), scalar(evidence.scalars, "loss")
+    if not losses or reported is None:
+        return False
+    size = sum(map(abs, losses))
+    return any(_near(number, reported, size) for number in (*_totals(evidence), *losses))
 
 
 def differentiated(evidence: Evidence) -> float:
     """Return the sum of what backward passes of this rank began from, without the loss scale; NaN where that is not known."""
-    losses = evidence.facts.differentiated
-    return sum(losses) / (scalar(evidence.scalars, "loss scale") or 1.0) if losses else float("nan")
+    return sum(losses) if (losses := _losses(evidence)) else float("nan")
+
+
+def _losses(evidence: Evidence) -> list[float]:
+    scale = scalar(evidence.scalars, "loss scale") or 1.0
+    losses = [value / scale for value in evidence.facts.differentiated]
+    return losses if all(map(math.isfinite, losses)) else []
+
+
+def _totals(evidence: Evidence) -> list[float]:
+    """Return the sum of this rank's losses, and its mean and its sum over the ranks that differ in data or tokens."""
+    told = [peer.numbers["differentiated"] for peer in along(evidence, frozenset({"dp", "cp"}))]
+    return [differentiated(evidence), *([sum(told) / len(told), sum(told)] if told else [])]
+
+
+def _near(a: float, b: float, size: float) -> bool:
+    return abs(a - b) <= _FLOOR * max(size, abs(a))
+
+
+def _summed(evidence: Evidence, n: int, total: float, reported: float) -> Finding:
+    text = (
+        f"the {n} losses that were differentiated add up to {total:.6g}, {n} times the reported loss {reported:.6g}: the "
+        "gradient is summed over the micro-batches and not averaged"
+    )
+    return _finding(evidence, text, total, reported, "divide the loss of each micro-batch by their number before backward")
+
+
+def _last_alone(evidence: Evidence, n: int, total: float, reported: float) -> Finding:
+    text = (
+        f"the reported loss {reported:.6g} is that of the last of {n} micro-batches alone; those that were differentiated add "
+        f"up to {total:.6g}"
+    )
+    return _finding(evidence, text, reported, total, "report the mean over all micro-batches of the step")
+
+
+def _no_longer(evidence: Evidence, totals: Sequence[float], reported: float) -> Finding:
+    listed = " and ".join(f"{value:.6g}" for value in evidence.facts.differentiated[:4])
+    text = (
+        f"the reported loss {reported:.6g} is no longer what is differentiated, as it was at each audited step before: the "
+        f"backward passes began from {listed}, {totals[0]:.6g} without the loss scale"
+    )
+    hint = "report the very number that backward is called on; look at what it is divided by, and whether all of it is scaled"
+    return _finding(evidence, text, reported, totals[0], hint)
+
+
+def _finding(evidence: Evidence, text: str, measured: float, expected: float, hint: str) -> Finding:
+    return evidence.finding(
+        "reported_loss",
+        text,
+        "loss",
+        measured=measured,
+        expected=expected,
+        floor=_FLOOR,
+        kind="scalar",
+        severity="warning",
+        next=hint,
+    )

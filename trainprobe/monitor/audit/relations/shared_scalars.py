@@ -1,13 +1,16 @@
-"""Learning rate, loss scale, number of updates and step counter are the same on all ranks.
+"""Learning rate, number of updates and step counter are the same on all ranks.
 
-Relation: ranks that differ only in dp, cp or tp have equal learning rates and loss scales, update as often in a step, and
-count the same number of steps. Ranks of a tp group whose losses were equal at the audited step before report equal losses.
-Tolerance zero.
-Usually caused by a scheduler, a scaler or a skipped step that depends on something one rank alone sees (its own loss, its own
-overflow).
+Relation: ranks that differ only in dp, cp or tp have equal learning rates, update as often in a step, and count the
+same number of steps. Ranks of a tp group whose losses were equal at the audited step before report equal losses, and so do
+ranks that differ in dp or cp too and whose losses were equal at three audited steps in a row. Tolerance zero. Loss scales have
+a relation of their own, `shared_scale`.
+Usually caused by a scheduler or a skipped step that depends on something one rank alone sees (its own loss, its own
+overflow), and by a report that is not averaged over the ranks any more.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
@@ -15,29 +18,41 @@ from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 COST = frozenset({"ranks"})
 EVERY = 10
 STAGE = "rate"
-_TOLD = {"lr": "learning rates", "loss_scale": "loss scales", "updates": "numbers of updates", "counter": "step counters"}
+AXES = frozenset({"dp", "cp", "tp"})
+STEADY = 3
+_TOLD = {"lr": "learning rates", "updates": "numbers of updates", "counter": "step counters"}
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find scalars that differ between ranks."""
-    axes = frozenset({"dp", "cp", "tp"})
-    group = along(evidence, axes)
-    found: list[Finding] = []
-    for name, words in _TOLD.items():
-        values = {peer.rank: peer.numbers[name] for peer in group if peer.numbers[name] == peer.numbers[name]}
-        if len(set(values.values())) > 1:
-            told = ", ".join(f"{value:.9g} on rank {rank}" for rank, value in list(values.items())[:4])
-            text = f"the {words} differ in the {group_words(evidence, axes, group)}: {told}"
-            mine = values.get(evidence.place.rank)
-            found.append(
-                evidence.finding("shared_scalars", text, name, measured=mine, expected="equal on all ranks", kind="scalar")
-            )
-    return found + _losses(evidence)
+    found = [unequal(evidence, name, words, "shared_scalars") for name, words in _TOLD.items()]
+    return [finding for finding in found if finding is not None] + _losses(evidence)
+
+
+def unequal(evidence: Evidence, name: str, words: str, rule: str) -> Finding | None:
+    """Return the finding that a number differs between ranks that differ only in dp, cp or tp."""
+    group = along(evidence, AXES)
+    values = {peer.rank: peer.numbers[name] for peer in group if peer.numbers[name] == peer.numbers[name]}
+    if len(set(values.values())) < 2:
+        return None
+    text = f"the {words} differ in the {group_words(evidence, AXES, group)}: {_listed(values)}"
+    mine = values.get(evidence.place.rank)
+    return evidence.finding(rule, text, name, measured=mine, expected="equal on all ranks", kind="scalar")
+
+
+def agree(evidence: Evidence) -> bool:
+    """Tell whether all ranks that differ only in dp, cp or tp report one loss."""
+    told = [peer.numbers["loss"] for peer in along(evidence, AXES)]
+    return len(told) > 1 and len(set(told)) == 1  # NaN is not equal to itself, and so is no agreement
+
+
+def _listed(values: Mapping[int, float]) -> str:
+    return ", ".join(f"{value:.9g} on rank {rank}" for rank, value in list(values.items())[:4])
 
 
 def _losses(evidence: Evidence) -> list[Finding]:
-    """Find losses of one tp group that came apart. Each rank may report that of its own tokens, and then always did."""
-    axes = frozenset({"tp"})
+    """Find losses that came apart. Each rank may report that of its own data or tokens, and then always did."""
+    axes = AXES if evidence.agreed >= STEADY else frozenset({"tp"})
     group = along(evidence, axes)
     before = {peer.rank: peer.numbers["loss"] for peer in evidence.before.peers} if evidence.before is not None else {}
     values = {peer.rank: peer.numbers["loss"] for peer in group}
@@ -46,7 +61,9 @@ def _losses(evidence: Evidence) -> list[Finding]:
         return []
     if len({before[rank] for rank in values}) > 1:
         return []
-    told = ", ".join(f"{value:.9g} on rank {rank}" for rank, value in list(values.items())[:4])
-    text = f"the losses came apart in the {group_words(evidence, axes, group)}, which computes one model together: {told}"
+    text = (
+        f"the reported losses came apart in the {group_words(evidence, axes, group)}, where they were equal at each audited "
+        f"step before: {_listed(values)}"
+    )
     mine = values.get(evidence.place.rank)
     return [evidence.finding("shared_scalars", text, "loss", measured=mine, expected="equal on all ranks", kind="scalar")]

@@ -1,10 +1,11 @@
 """Nothing but the optimizer changes weights and optimizer state.
 
-Relation: what the optimizer left at the end of one update is what the next update begins with, for every parameter and every
-tensor of its state, bit for bit; checked when the audited steps follow each other. So do the running statistics of
-normalisation layers from the last update to the next forward. Tolerance zero.
-Usually caused by state that was lost, reset or mixed up in saving and loading, by weights that were overwritten in place, or
-by corrupted memory. Where one parameter's state is now what another's was, that is said.
+Relation: what the optimizer left at the end of one update is what the next update begins with, for every parameter, its master
+weight and every tensor of its state, bit for bit; checked when the audited steps follow each other. So do the running
+statistics of normalisation layers from the last update to the next forward. Tolerance zero.
+Usually caused by state that was lost, reset or mixed up in saving and loading, by weights that were overwritten in place, by
+master weights that are made anew from rounded ones, or by corrupted memory. Where one parameter's state is now what another's
+was, that is said.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _finding(evidence: Evidence, before: Evidence, slot: str, names: list[str]) 
         how = f"it is now what that of {twin} was: state that was assigned to the wrong parameter"
     else:
         how = "something wrote to it: an in-place change, a load, or corrupted memory"
-    what = "the weight" if slot == "value" else f"the optimizer state {slot}"
+    what = {"value": "the weight", "main_value": "the master weight"}.get(slot, f"the optimizer state {slot}")
     text = (
         f"{what} of {and_more(names, len(evidence.tensors.names))} changed between the updates of steps "
         f"{before.step} and {evidence.step} (norm {old:.9g} to {new:.9g}): {how}"
