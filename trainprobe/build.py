@@ -123,7 +123,7 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
             parts.exchanged = CollectiveTap(flag.STATS, guard, None, inside, Names(monitor.collectives.names).__contains__)
         parts.features = features_of_monitor(monitor.features, guard, naming) if monitor.features.on else None
     stepping = parts.stepping = OptimizerStepTap(
-        guard, partial(_before, parts, "optimizer" in plan.phases), partial(_after, parts)
+        guard, partial(_before, parts, "optimizer" in plan.phases), partial(_after, parts), partial(_trial, parts)
     )
     return parts, _programs(plan, parts, stepping)
 
@@ -245,6 +245,15 @@ def _after(parts: Parts, optimizer: Any) -> None:
         parts.states.moment("after_step")
     if parts.audit is not None:
         parts.audit.after_update()
+
+
+def _trial(parts: Parts, begins: bool) -> None:
+    """Have the monitor rest while an optimizer tries other weights: those are no values of the training."""
+    for tap in (parts.watched, parts.exchanged, parts.batches, parts.features):
+        if tap is not None:
+            (tap.pause if begins else tap.resume)()
+    if parts.unreduced is not None:
+        parts.unreduced.resting = begins
 
 
 # ---- what a plan wants, in the words of the taps -----------------------------------------------------------------------

@@ -15,12 +15,21 @@ class OptimizerStepTap:
     """Calls `before` and `after` around every update of this process, nested ones once.
 
     An optimizer that is handed a closure runs forward and backward within its step: `before` is then called behind the closure.
+    When it calls that again (a line search tries other weights, and may go back), `trial` is called with True, and with False
+    behind it.
     """
 
-    def __init__(self, guard: Guard, before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        guard: Guard,
+        before: Callable[[Any], None],
+        after: Callable[[Any], None],
+        trial: Callable[[bool], None] = lambda begins: None,
+    ) -> None:
         self._guard = guard
         self._before = before
         self._after = after
+        self._trial = trial
         self._depth = 0
         self._told = 0
         self._listener: StepListener | None = None
@@ -61,8 +70,14 @@ class OptimizerStepTap:
 
     def _run_closure(self, closure: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward, which the optimizer calls for: only then do the gradients exist. The first call counts."""
+        if self._listener is not None and self._told == id(optimizer):
+            self._guard.run(self._trial, True)
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._guard.run(self._trial, False)
         result = closure(*args, **kwargs)
-        if self._listener is not None and self._told != id(optimizer):
+        if self._listener is not None:
             self._told = id(optimizer)
             self._guard.run(self._before, optimizer)
         return result

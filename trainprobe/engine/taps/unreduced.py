@@ -20,13 +20,14 @@ from trainprobe.engine.taps.gradients import edge_of
 class UnreducedTap:
     """Calls `arrives(parameter, gradient)` for each gradient of a backward, before it is added to `parameter.grad`.
 
-    wanted: whether to look at all in this step.
+    wanted: whether to look at all in this step. resting: gradients that arrive now are nothing of the training.
     """
 
     def __init__(self, guard: Guard, arrives: Callable[[Any, Any], None], wanted: Callable[[], bool]) -> None:
         self._guard = guard
         self._arrives = arrives
         self._wanted = wanted
+        self.resting = False
         self._models: list[Any] = []
         self._hooked: list[tuple[Any, Any]] = []  # accumulators are held, because a parameter holds its own only weakly
 
@@ -36,6 +37,7 @@ class UnreducedTap:
 
     def begin(self, tape: Tape) -> None:
         """Hook the accumulators."""
+        self.resting = False
         if not self._wanted():
             return
         for handle in handles_of(self._models):
@@ -63,5 +65,5 @@ class UnreducedTap:
         self._arrived(p, gradients[0])
 
     def _arrived(self, p: Any, gradient: Any) -> None:
-        if gradient is not None:
+        if gradient is not None and not self.resting:
             self._guard.run(self._arrives, p, gradient)
