@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "csv2tb": ("trainprobe.monitor.csv2tb_command:csv2tb", "turn metric CSV files into TensorBoard event files"),
     "config-check": ("trainprobe.config_check.command:app", "capture and compare what decides a run's numbers"),
     "ckpt-compare": ("trainprobe.ckpt_compare.command:ckpt_compare", "are two checkpoints the same model"),
+    "dump-compare": ("trainprobe.dump_compare.command:dump_compare", "where do two dumps of the same steps part"),
     "ckpt-show": ("trainprobe.ckpt_compare.command:ckpt_show", "list the logical tensors of one checkpoint"),
     "run": ("trainprobe.integrations.run_command:run", "run a training script under a plan, with no edit"),
 }

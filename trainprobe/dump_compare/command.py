@@ -1,0 +1,70 @@
+"""`trainprobe dump-compare`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from trainprobe.dump_compare import report
+from trainprobe.dump_compare.conclude import Compared, conclude
+from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.judge import judge_calls
+from trainprobe.dump_compare.pairing import RankPair, pair_calls, pair_ranks
+from trainprobe.errors import UsageError
+
+
+def dump_compare(
+    a: Annotated[Path, typer.Argument(help="one dump: its folder, a step or a rank of it; any tool's")],
+    b: Annotated[Path, typer.Argument(help="the other one")],
+    json: Annotated[Path | None, typer.Option(help="write all calls with their verdicts here")] = None,
+    rename: Annotated[
+        list[str] | None, typer.Option(help="PATTERN=TEXT: names of A, by a regular expression; may be given again")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the verdict alone")] = False,
+) -> int:
+    """Find where two runs part. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""
+    pairs, missing = pair_ranks(a, b)
+    renamed = _renaming(rename or ())
+    ranks = [compare_rank(pair, renamed) for pair in pairs]
+    conclusion = conclude(ranks, missing)
+    if json is not None:
+        report.write_json(ranks, conclusion, json)
+    console = Console()
+    console = console if console.width >= report.WIDTH else Console(width=report.WIDTH)
+    if quiet:
+        console.print(conclusion.sentence, markup=False, highlight=False, soft_wrap=True)
+    else:
+        report.show(ranks, conclusion, console)
+    return conclusion.code
+
+
+def compare_rank(pair: RankPair, rename: Callable[[str], str] = str) -> Compared:
+    """Read one rank and step of both dumps and judge each call. Raises FormatError where one cannot be read."""
+    sides = Side(pair.a), Side(pair.b)
+    calls = pair_calls(sides[0].reel.calls, sides[1].reel.calls, rename)
+    judged = judge_calls(calls, *sides)
+    return Compared(pair, judged, sides[0].reel.framework, [*sides[0].unread, *sides[1].unread])
+
+
+def _renaming(rules: Sequence[str]) -> Callable[[str], str]:
+    compiled: list[tuple[re.Pattern[str], str]] = []
+    for rule in rules:
+        pattern, equals, text = rule.partition("=")
+        if not equals:
+            raise UsageError(f"--rename {rule!r} has no '=': write PATTERN=TEXT, such as '^module\\.='")
+        try:
+            compiled.append((re.compile(pattern), text))
+        except re.error as error:
+            raise UsageError(f"--rename {rule!r} is no regular expression: {error}") from None
+
+    def renamed(name: str) -> str:
+        for pattern, text in compiled:
+            name = pattern.sub(text, name)
+        return name
+
+    return renamed

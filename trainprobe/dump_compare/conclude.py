@@ -1,0 +1,164 @@
+"""What a comparison of two dumps comes to: whether they agree, and the first place where they do not."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from trainprobe.dump_compare.judge import Distance, Judged, Outcome, enclosing
+from trainprobe.dump_compare.pairing import RankPair
+from trainprobe.engine.reel import entry_name
+
+_ROUNDING = "what both dumps hold agrees within rounding"
+_RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "exponential")
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One rank of one step. framework: that of A, as entries are named. unread: why stored values could not be read."""
+
+    at: RankPair
+    calls: Sequence[Judged]
+    framework: str = "pytorch"
+    unread: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete. first: where they part."""
+
+    code: int
+    sentence: str
+    details: Sequence[str]
+    first: tuple[Compared, Judged] | None = None
+    counts: Mapping[Outcome, int] = field(default_factory=dict[Outcome, int])
+
+
+def conclude(ranks: Sequence[Compared], missing: Sequence[str]) -> Conclusion:
+    """Return what to say of all ranks and steps. missing: steps and ranks that only one side has."""
+    counts: Counter[Outcome] = Counter(judged.outcome for rank in ranks for judged in rank.calls)
+    whole = sum(counts.values())
+    alone = [(rank, judged) for rank in ranks for judged in rank.calls if judged.outcome == "missing"]
+    details = [*missing, *_about_missing(alone), *_about_unread(ranks), *_about_counts(counts)]
+    first = _first(ranks)
+    if first is not None:
+        rank, judged = first
+        surely = "the runs part at" if judged.outcome != "suspicious" else "the runs may part at"
+        details = [*_hints(rank, judged), *details]
+        return Conclusion(2, f"{surely} {_where(rank, judged)}: {_what(judged)}", details, first, counts)
+    if counts["unknown"]:
+        said = (
+            f"{counts['unknown']} of {whole} calls cannot be compared: both dumps need statistics, or fingerprints of one kind"
+        )
+        return Conclusion(3, said, details, None, counts)
+    if missing or alone:
+        agrees = _ROUNDING if counts["rounding"] + counts["carried"] else "all that both dumps hold agrees"
+        return Conclusion(3, f"{agrees}, but parts of one have no partner in the other", details, None, counts)
+    if counts["rounding"] or counts["carried"]:
+        return Conclusion(1, f"{_ROUNDING}: {whole} calls", details, None, counts)
+    return Conclusion(0, f"all {whole} calls agree in all that the dumps hold of them", details, None, counts)
+
+
+def _first(ranks: Sequence[Compared]) -> tuple[Compared, Judged] | None:
+    """Return the first place of the earliest step where something is wrong; of several ranks, that of the earliest call."""
+    apart: set[int] = set()  # ranks whose numbers were apart in a step before, which explains what they begin with
+    for step in sorted({rank.at.step for rank in ranks}):
+        here = [rank for rank in ranks if rank.at.step == step]
+        found = [(rank, judged) for rank in here if (judged := first_of(rank.calls, rank.at.rank in apart)) is not None]
+        if found:
+            return min(found, key=lambda pair: (pair[1].outcome == "suspicious", pair[1].pair.place, pair[0].at.rank))
+        apart |= {rank.at.rank for rank in here if any(judged.outcome != "identical" for judged in rank.calls)}
+    return None
+
+
+def first_of(calls: Sequence[Judged], explained: bool = False) -> Judged | None:
+    """Return the first call that is given something else than on the other side, or gives it; the innermost of nested ones.
+
+    explained: what the step begins with may be apart for what was before it. What is suspicious counts where nothing else does.
+    """
+    start = -1 if explained else _first_result(calls)  # what is given behind it may come from there
+    arrives = [judged for judged in calls if judged.pair.place <= start and given_another(judged) is not None]
+    for outcome in ("bug", "suspicious"):
+        wrong = [judged for judged in calls if judged.outcome == outcome]
+        outer = {id(call) for judged in (*wrong, *arrives) for call in enclosing(judged.pair.a)}
+        inner = [judged for judged in wrong if id(judged.pair.a) not in outer]
+        found = min([*arrives, *inner], key=_place, default=None)
+        if found is not None:
+            return found
+    return None
+
+
+def _place(judged: Judged) -> int:
+    return judged.pair.place
+
+
+def _first_result(calls: Sequence[Judged]) -> int:
+    """Return the place of the first call whose results are apart, of nested ones the innermost; of none, that of the end."""
+    apart = [judged for judged in calls if any(value.result and value.apart.high > 0 for value in judged.values)]
+    outer = {id(call) for judged in apart for call in enclosing(judged.pair.a)}
+    return min((judged.pair.place for judged in apart if id(judged.pair.a) not in outer), default=len(calls))
+
+
+def given_another(judged: Judged) -> Distance | None:
+    """Return the first value that a call is given and that is not the same stored numbers on both sides."""
+    return next((value for value in judged.values if not value.result and value.another), None)
+
+
+def _where(rank: Compared, judged: Judged) -> str:
+    call = judged.call
+    micro = f", micro-batch {call.micro}" if call.micro is not None else ""
+    return f"{entry_name(call, rank.framework)} (step {rank.at.step}{micro}, rank {rank.at.rank})"
+
+
+def _what(judged: Judged) -> str:
+    value = given_another(judged)
+    if judged.outcome not in ("bug", "suspicious") and value is not None:
+        source = "the weights differ" if value.slot.startswith("parameters") else "it is given something else"
+        return f"{source}, {_far(value)}"
+    worst = judged.worst
+    far = "" if worst is None else f"{_far(worst)} (own rounding {judged.own:.1e})"
+    if judged.argument:
+        return f"{judged.argument}; {far}" if far else judged.argument
+    given = "all that it is given agrees" if judged.given == 0 else f"what it is given is {judged.given:.1e} apart"
+    return f"{given}, {far}"
+
+
+def _far(value: Distance) -> str:
+    far = value.apart
+    exact = "" if far.evidence == "values" else "at least "
+    return f"{value.slot} is {exact}{far.low:.1e} apart" if 0 < far.low < math.inf else f"{value.slot}: {far.note}"
+
+
+def _hints(rank: Compared, judged: Judged) -> list[str]:
+    """Return what helps to find the reason: what it runs within, random numbers, a call before that only one side has."""
+    said: list[str] = []
+    around = next(enclosing(judged.call), None)
+    if around is not None:
+        said.append(f"it runs within {entry_name(around, rank.framework)}")
+    if any(word in f"{judged.call.name} {judged.call.cls}".lower() for word in _RANDOM):
+        said.append("it draws random numbers: compare runs with equal generators, or with dropout off")
+    before = [other for other in rank.calls if other.outcome == "missing" and other.pair.place < judged.pair.place]
+    if before:
+        side = "A" if before[-1].pair.b is None else "B"
+        said.append(f"before it, only {side} runs {entry_name(before[-1].call, rank.framework)}")
+    return said
+
+
+def _about_missing(alone: Sequence[tuple[Compared, Judged]]) -> list[str]:
+    if not alone:
+        return []
+    rank, judged = alone[0]
+    side = "A" if judged.pair.b is None else "B"
+    return [f"{len(alone)} calls have no partner; the first is {_where(rank, judged)}, which is in {side} alone"]
+
+
+def _about_unread(ranks: Sequence[Compared]) -> list[str]:
+    unread = [text for rank in ranks for text in rank.unread]
+    return [f"{len(unread)} stored values cannot be read and are told by their statistics: {unread[0]}"] if unread else []
+
+
+def _about_counts(counts: Mapping[Outcome, int]) -> list[str]:
+    said = [f"{number} {outcome}" for outcome, number in counts.items() if number]
+    return [f"calls: {', '.join(said)}"] if said else []

@@ -1,0 +1,53 @@
+"""One rank and step of a dump, as the comparison asks it: a value's statistics, fingerprints and elements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.engine.dumps import TensorStore, read
+from trainprobe.engine.records import Value
+from trainprobe.engine.reel import numbers_of_rows
+from trainprobe.errors import FormatError, UnsafeFile
+
+_BITS = ("checksum", "crc32")
+
+
+class Side:
+    """What the dump in a rank's folder says of its values. unread: why stored values could not be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.reel = read(folder)
+        self._columns = numbers_of_rows(self.reel)
+        self._store = TensorStore(folder)
+        self.unread: list[str] = []
+
+    def numbers(self, value: Value) -> Mapping[str, float]:
+        """Return the statistics of a value by name, without those that are absent."""
+        return {} if value.row < 0 else self._of(value, [name for name in self._columns if name not in _BITS])
+
+    def bits(self, value: Value) -> Mapping[str, int]:
+        """Return the fingerprints of a value's bits by kind: "checksum" (64 bits), "crc32"."""
+        return {} if value.row < 0 else self._of(value, [name for name in _BITS if name in self._columns])
+
+    def array(self, value: Value) -> npt.NDArray[Any] | None:
+        """Return the elements of a value where the dump stores all of them. Raises UnsafeFile where a name leads elsewhere."""
+        if value.tensor is None:
+            return None
+        try:
+            array = self._store.array(value.tensor)
+        except UnsafeFile:
+            raise
+        except FormatError as error:
+            self.unread.append(str(error))
+            return None
+        return array if np.shape(array) == tuple(value.shape) else None
+
+    def _of(self, value: Value, names: list[str]) -> dict[str, Any]:
+        told = {name: self._columns[name][value.row] for name in names}
+        return {name: number for name, number in told.items() if number is not None}

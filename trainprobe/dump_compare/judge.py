@@ -1,0 +1,238 @@
+"""What becomes of a difference in one call: whether it arrives with what the call is given, or arises there.
+
+A call may give results that are apart by its own rounding and by what it was given. With ε the gap of the coarser format of a
+result, εₐ that of what sums are taken in (float32, or float64 for float64), and K the length of the longest sum that the
+shapes allow, its own rounding is ε + εₐ·√K (as in engine.diff.verdict). With d the distance of what the call is given (for a
+backward call: also of what its forward was given), the ratio of the distance of a result to rounding + d says:
+
+    identical    no distance at all
+    rounding     at most ten times the call's own rounding (a module is many ops)
+    carried      more, yet explained by what arrives: at most ten times of that
+    suspicious   above, and within ten times of that bound, or the dumps cannot say more
+    bug          above; or NaN, infinities or a shape on one side alone while all that the call is given is finite and alike
+
+A quotient can make the largest elements of the smallest, such as Adam's update of a gradient that is zero but for rounding:
+what arrives there explains everything.
+
+All but identical takes the lower end of the distance of a result, and the upper end of what arrives: where only statistics are
+known, doubt is for the call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trainprobe.dump_compare.apart import SAME, Apart, apart
+from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.pairing import CallPair
+from trainprobe.engine.diff.number_formats import FORMATS, coarser
+from trainprobe.engine.records import Call, Value
+from trainprobe.engine.reel import slots
+
+Outcome = Literal["identical", "rounding", "carried", "suspicious", "bug", "missing", "unknown"]
+OUTCOMES: tuple[Outcome, ...] = ("identical", "rounding", "carried", "suspicious", "bug", "missing", "unknown")
+_CLOSE = 1e-3  # relative: floats that may be the same number, computed twice
+SLACK = 10.0  # times the noise, before a difference is worth a look
+_QUOTIENTS = (
+    "addcdiv",
+    "div",
+    "true_divide",
+    "reciprocal",
+    "rsqrt",
+    "_fused_adam",
+)  # the smallest elements may become the largest
+_RESULTS = {"output", "grad_input"}  # first parts of the slots of what a call gives; the others are what it is given
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far one value of a call is apart.
+
+    slot: its place in the call, `input.0`, `output`, `grad_input.1`, `weight`. result: whether the call gives it, or is given
+    it. epsilon: gap of the coarser of both formats, 0 of whole numbers.
+    """
+
+    slot: str
+    apart: Apart
+    result: bool
+    epsilon: float
+
+    @property
+    def another(self) -> bool:
+        """Return whether the two are not the same stored numbers, in whatever format."""
+        unknown = self.apart.evidence == "bits" and math.isinf(self.apart.high)
+        return unknown or self.apart.low > SLACK * self.epsilon
+
+
+@dataclass(slots=True)
+class Judged:
+    """One call of both dumps. given, own: distance of what arrives, and rounding of the call itself, both relative l2.
+
+    argument: a plain argument that is not the same on both sides, as text.
+    """
+
+    pair: CallPair
+    outcome: Outcome = "missing"
+    values: list[Distance] = field(default_factory=list[Distance])
+    given: float = 0.0
+    own: float = 0.0
+    argument: str = ""
+
+    @property
+    def call(self) -> Call:
+        """Return the call as A has it, or as B where A has none."""
+        call = self.pair.a or self.pair.b
+        assert call is not None
+        return call
+
+    @property
+    def worst(self) -> Distance | None:
+        """Return the result that is furthest apart; of a call without results, what it is given."""
+        results = [value for value in self.values if value.result] or self.values
+        return max(results, key=lambda value: (value.apart.low, value.apart.high), default=None)
+
+
+def judge_calls(pairs: Sequence[CallPair], a: Side, b: Side) -> list[Judged]:
+    """Return what became of each call, in order."""
+    arrived: dict[Any, float] = {}  # what the forward of a call was given, for its backward
+    judged = [_measured(pair, a, b, arrived) for pair in pairs]
+    by_call = {id(one.pair.a): one for one in judged if one.pair.a is not None}
+    for one in judged:  # a module rounds as coarsely as what runs within it: bfloat16 under autocast
+        for call in enclosing(one.pair.a):
+            if id(call) in by_call:
+                by_call[id(call)].own = max(by_call[id(call)].own, one.own)
+    for one in judged:
+        if one.pair.a is not None and one.pair.b is not None:
+            one.outcome = _outcome(one)
+    return judged
+
+
+def enclosing(call: Call | None) -> Iterator[Call]:
+    """Yield the calls that a call runs within, from the inside."""
+    seen: set[int] = set()
+    while call is not None and isinstance(call.parent, Call) and id(call.parent) not in seen:
+        call = call.parent
+        seen.add(id(call))
+        yield call
+
+
+def _measured(pair: CallPair, a: Side, b: Side, arrived: dict[Any, float]) -> Judged:
+    if pair.a is None or pair.b is None:
+        return Judged(pair)
+    values = list(_distances(pair.a, a, pair.b, b))
+    argument, small = _other_argument(pair.a, pair.b)
+    given = max((value.apart.high for value in values if not value.result), default=small)
+    keys = [("module", pair.a.name)] if pair.a.kind == "parameter" else [_key(pair.a), _key(pair.a)[:2]]
+    if pair.a.phase == "backward":
+        given = max(given, arrived.get(keys[0], 0.0))
+    if pair.a.kind != "parameter":
+        arrived |= {key: max(given, arrived.get(key, 0.0)) for key in keys}
+    if given > 0 and pair.a.kind == "op" and pair.a.name.rpartition(".")[2].startswith(_QUOTIENTS):
+        given = math.inf
+    longest = math.sqrt(_longest_sum(pair.a))
+    own = max((value.epsilon + _sum_epsilon(value.epsilon) * longest for value in values if value.epsilon), default=0.0)
+    return Judged(pair, values=values, given=given, own=own, argument=argument)
+
+
+def _key(call: Call) -> tuple[str, str, int]:
+    return call.kind, call.name, call.call
+
+
+def _outcome(one: Judged) -> Outcome:
+    results = [value.apart for value in one.values if value.result]
+    if not results:  # nothing comes out, or nothing was recorded of it: what arrives is told where it comes from
+        unknown = any(value.apart.evidence == "nothing" for value in one.values)
+        return "bug" if one.argument else "unknown" if unknown else "carried" if one.given > 0 else "identical"
+    low, high = max(far.low for far in results), max(far.high for far in results)
+    if high == 0:
+        return "identical"
+    if low == 0:
+        unknown = any(far.evidence == "nothing" for far in results)
+        return "unknown" if unknown else "carried" if one.given > 0 else "suspicious"
+    if low <= SLACK * one.own:
+        return "rounding"
+    if one.argument or one.given + one.own == 0:
+        return "bug"
+    ratio = low / (one.own + one.given) if math.isfinite(one.given) else 0.0
+    if ratio <= SLACK:
+        return "carried"
+    return "suspicious" if one.given > 0 and ratio <= SLACK * SLACK else "bug"
+
+
+def _distances(left: Call, a: Side, right: Call, b: Side) -> Iterator[Distance]:
+    for slot, x, y in _together(dict(slots(left)), dict(slots(right))):
+        far = SAME if _is_filled_later(left, slot) else apart(a, x, b, y)
+        result = left.kind in ("parameter", "saved") or _is_result(slot)
+        yield Distance(slot, far, result, _epsilon(x, y))
+
+
+def _is_filled_later(call: Call, slot: str) -> bool:
+    """Return whether what a tensor held before the call says nothing: `torch.empty` and its kin."""
+    return call.kind == "op" and call.name.rpartition(".")[2].startswith(("empty", "new_empty")) and slot.startswith("output")
+
+
+def _together(a: Mapping[str, Value], b: Mapping[str, Value]) -> Iterator[tuple[str, Value, Value]]:
+    """Yield values of the same slot; those that are left over in order, as one tool's third argument is another's keyword."""
+    yield from ((slot, value, b[slot]) for slot, value in a.items() if slot in b)
+    for results in (False, True):
+        mine = [item for item in a.items() if item[0] not in b and _is_result(item[0]) == results]
+        theirs = [item for item in b.items() if item[0] not in a and _is_result(item[0]) == results]
+        yield from ((slot, value, other) for (slot, value), (_, other) in zip(mine, theirs, strict=False))
+
+
+def _is_result(slot: str) -> bool:
+    return slot.partition(".")[0] in _RESULTS
+
+
+def _epsilon(x: Value, y: Value) -> float:
+    formats = [FORMATS.get(value.dtype.rpartition(".")[2].lower()) for value in (x, y)]
+    if formats[0] is None or formats[1] is None:
+        return 0.0
+    rough = coarser(formats[0], formats[1])
+    return 0.0 if rough.mantissa is None else rough.epsilon
+
+
+def _sum_epsilon(epsilon: float) -> float:
+    """Return the rounding of what sums are taken in: float64 for float64, float32 for all else."""
+    return 2.0**-52 if epsilon < 2.0**-23 else 2.0**-23
+
+
+def _longest_sum(call: Call) -> int:
+    """Return how many terms a sum in this call may have, told by shapes: rows, columns, or all that vanishes."""
+    shapes = [value.shape for _, value in slots(call)]
+    sizes = [math.prod(shape) for shape in shapes]
+    rows = [size // shape[-1] for shape, size in zip(shapes, sizes, strict=True) if shape and shape[-1]]
+    vanishing = max(sizes, default=1) // max(1, min((size for size in sizes if size), default=1))
+    widest = max((max(shape, default=1) for shape in shapes), default=1)
+    return max(1, widest, *rows, vanishing if min(sizes, default=0) <= 1 else 1)
+
+
+def _other_argument(left: Call, right: Call) -> tuple[str, float]:
+    """Return the first plain argument that is another on the two sides, as text or "", and how far close ones are apart.
+
+    Two floats within a thousandth of each other may have been computed in the training: they count as what the call is given.
+    """
+    small = 0.0
+    for side, name in (("args", "argument"), ("kwargs", "")):
+        mine, theirs = dict(_plain(getattr(left, side), name)), dict(_plain(getattr(right, side), name))
+        for at in [at for at in mine if at in theirs and repr(mine[at]) != repr(theirs[at])]:
+            x, y = mine[at], theirs[at]
+            far = abs(x - y) / max(abs(x), abs(y)) if isinstance(x, float) and isinstance(y, float) and x != y else 1.0
+            if not far <= _CLOSE:
+                return f"{at} is {x!r} in A and {y!r} in B", small
+            small = max(small, far)
+    return "", small
+
+
+def _plain(tree: Any, at: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, (bool, int, float, str)):
+        yield at, tree
+    elif isinstance(tree, list):
+        for i, item in enumerate(tree):
+            yield from _plain(item, f"{at} {i}")
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from _plain(item, f"{at} {key}".strip())

@@ -1,0 +1,162 @@
+"""Which step, rank and call of one dump belongs to which of the other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+from trainprobe.engine.dumps import find_ranks, find_steps
+from trainprobe.engine.dumps.layout import DEBUG_FILE, DUMP_FILE
+from trainprobe.engine.naming import ROOT
+from trainprobe.engine.records import Call
+from trainprobe.errors import CompareError, FormatError
+
+# what an operator is called by tools that wrap it → by torch, whose function mode sees it
+_OPERATORS = {"truediv": "div", "rdiv": "rtruediv", "mod": "remainder", "radd": "add", "rmul": "mul"}
+_PLAIN = frozenset(["add", "sub", "mul", "matmul", "pow", "neg", "abs", "gt", "lt", "ge", "le", "ne"])
+
+
+@dataclass(frozen=True, slots=True)
+class RankPair:
+    """Two folders that are compared: `step` and `rank` as A has them."""
+
+    step: int
+    rank: int
+    a: Path
+    b: Path
+
+
+@dataclass(frozen=True, slots=True)
+class CallPair:
+    """A call and its partner; one of the two is None where there is none. place: order of execution."""
+
+    place: int
+    a: Call | None
+    b: Call | None
+
+
+def pair_ranks(a: Path, b: Path) -> tuple[list[RankPair], list[str]]:
+    """Return the folders that belong together, in order, and a sentence for each step or rank that only one side has.
+
+    Two sides with one step each, or one rank each, are compared whatever the numbers are. Raises FormatError where a path holds
+    no dump, CompareError where nothing belongs together.
+    """
+    sides = _ranks_of(a), _ranks_of(b)
+    pairs: list[RankPair] = []
+    missing: list[str] = []
+    for step, of_step in _paired(*sides, "step", missing):
+        here: list[str] = []
+        pairs += [RankPair(step, rank, *folders) for rank, folders in _paired(*of_step, "rank", here)]
+        missing += [f"step {step}: {sentence}" for sentence in here]
+    if not pairs:
+        raise CompareError(f"{a} and {b} have no step and rank in common: {'; '.join(missing)}")
+    return pairs, missing
+
+
+def _paired(a: dict[int, Any], b: dict[int, Any], what: str, missing: list[str]) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    if len(a) == len(b) == 1:
+        yield next(iter(a)), (*a.values(), *b.values())
+        return
+    for number in sorted(a.keys() | b.keys()):
+        if number in a and number in b:
+            yield number, (a[number], b[number])
+        else:
+            missing.append(f"{what} {number} is in {'A' if number in a else 'B'} alone")
+
+
+def _ranks_of(path: Path) -> dict[int, dict[int, Path]]:
+    """Return step → rank → folder of what a user names: a dump's root, a step, a rank, or its file."""
+    if path.is_file():
+        path = path.parent
+    if any((path / name).is_file() for name in (DUMP_FILE, DEBUG_FILE)):
+        return {_number(path.parent): {_number(path): path}}
+    steps = {number: find_ranks(folder) for number, folder in find_steps(path).items()} or {_number(path): find_ranks(path)}
+    found = {number: ranks for number, ranks in steps.items() if ranks}
+    if not found:
+        raise FormatError(f"no dump at {path}: expected step folders (step0, …), rank folders (rank0, …) or a dump.json there")
+    return found
+
+
+def _number(folder: Path) -> int:
+    digits = re.search(r"(\d+)$", folder.name)
+    return int(digits[1]) if digits else 0
+
+
+def pair_calls(a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str] = str) -> list[CallPair]:
+    """Return all calls of both sides, each with its partner, in the order of A; what only B has follows its neighbour.
+
+    Modules, parameters and saved values belong together by name, number, phase and micro-batch. Ops are numbered as they run,
+    so that one more of them shifts all numbers behind it: their forwards are aligned as sequences of names, and a backward
+    belongs to that of its forward's partner.
+    rename: is given each name of A.
+    """
+    partner: dict[int, Call] = {}
+    named = {_key(call): call for call in b if call.kind != "op"}
+    partner |= {i: named[key] for i, call in enumerate(a) if call.kind != "op" and (key := _key(call, rename)) in named}
+    partner |= _pair_ops(a, b, rename)
+    whole = all(any(call.name == ROOT for call in side) for side in (a, b))  # other tools leave the model itself out
+    place_in_b = {id(call): j for j, call in enumerate(b)}
+    place_of = {place_in_b[id(call)]: i for i, call in partner.items()}
+    found: list[tuple[int, int, Call | None, Call | None]] = [
+        (i, 0, call, partner.get(i)) for i, call in enumerate(a) if i in partner or whole or call.name != ROOT
+    ]
+    before = 0
+    for j, call in enumerate(b):
+        before = place_of.get(j, before)
+        if j not in place_of and (whole or call.name != ROOT):
+            found.append((before, 1, None, call))
+    return [CallPair(i, mine, theirs) for i, (_, _, mine, theirs) in enumerate(sorted(found, key=lambda pair: pair[:2]))]
+
+
+def _key(call: Call, rename: Callable[[str], str] = str) -> Hashable:
+    return call.kind, rename(call.name), call.call, call.phase, call.micro or 0
+
+
+def _pair_ops(a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str]) -> dict[int, Call]:
+    """Return place in A of each op → its partner."""
+    mine, theirs = ([i for i, call in enumerate(side) if call.kind == "op" and call.phase != "backward"] for side in (a, b))
+    aligned = [
+        (mine[i], theirs[j]) for i, j in _aligned([_op_key(a[i], rename) for i in mine], [_op_key(b[j]) for j in theirs])
+    ]
+    partner = {i: b[j] for i, j in aligned}
+    number = {(a[i].name, a[i].call): (b[j].name, b[j].call) for i, j in aligned}
+    backward = {(call.name, call.call): call for call in b if call.kind == "op" and call.phase == "backward"}
+    for i, call in enumerate(a):
+        if call.kind == "op" and call.phase == "backward":
+            found = backward.get(number.get((call.name, call.call), (call.name, call.call)))
+            partner |= {} if found is None else {i: found}
+    return partner
+
+
+def _op_key(call: Call, rename: Callable[[str], str] = str) -> Hashable:
+    parent = call.parent
+    within = rename(parent.name) if isinstance(parent, Call) and parent.kind == "module" else None
+    return operator(call.name), call.phase, None if within == ROOT else within
+
+
+def operator(name: str) -> str:
+    """Return the name of an op whether a tool names the operator or torch's function: `Tensor.__iadd__` is `Tensor.add_`."""
+    owner, _, last = name.rpartition(".")
+    if not (last.startswith("__") and last.endswith("__")):
+        return name
+    plain = last[2:-2]
+    if plain.startswith("i") and _OPERATORS.get(plain[1:], plain[1:]) in _PLAIN | {"div", "remainder"}:
+        return f"{owner}.{_OPERATORS.get(plain[1:], plain[1:])}_"
+    plain = _OPERATORS.get(plain, plain)
+    return f"{owner}.{plain}" if plain in _PLAIN | {"div", "remainder"} else f"{owner}.__{plain}__"
+
+
+def _aligned(a: Sequence[Hashable], b: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
+    """Yield pairs of places of equal keys, in order. The matcher, quadratic at worst, sees what is between equal ends only."""
+    least = min(len(a), len(b))
+    head = next((i for i in range(least) if a[i] != b[i]), least)
+    tail = next((i for i in range(least - head) if a[-1 - i] != b[-1 - i]), least - head)
+    yield from ((i, i) for i in range(head))
+    matcher = SequenceMatcher(None, a[head : len(a) - tail], b[head : len(b) - tail], autojunk=False)
+    for block in matcher.get_matching_blocks():
+        yield from ((head + block.a + k, head + block.b + k) for k in range(block.size))
+    yield from ((len(a) - tail + k, len(b) - tail + k) for k in range(tail))

@@ -1,0 +1,100 @@
+"""A comparison of two dumps as a table in the terminal and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trainprobe.dump_compare.conclude import Compared, Conclusion
+from trainprobe.dump_compare.judge import Judged
+from trainprobe.engine.reel import entry_name
+from trainprobe.errors import OutputError
+
+WIDTH = 140
+_STYLE = {"identical": "green", "rounding": "cyan", "carried": "", "suspicious": "yellow", "bug": "bold red"}
+
+
+def show(ranks: Sequence[Compared], conclusion: Conclusion, console: Console, most: int = 20) -> None:
+    """Print the verdict and, from the first place where the runs part on, the calls that are apart."""
+    style = ("bold green", "bold cyan", "bold red", "bold yellow")[conclusion.code]
+    console.print(Text(conclusion.sentence, style=style), soft_wrap=True)
+    for line in conclusion.details[:most]:
+        console.print(Text(f"  • {line}"), soft_wrap=True)
+    if len(conclusion.details) > most:
+        console.print(Text(f"  • … and {len(conclusion.details) - most} more (--json lists all)"))
+    if conclusion.first is None:
+        return
+    rank, first = conclusion.first
+    odd = [
+        judged
+        for judged in rank.calls
+        if judged.pair.place >= first.pair.place and judged.outcome not in ("identical", "rounding")
+    ]
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for head in ("call", "result", "apart", "given", "own rounding", "told by", "verdict"):
+        table.add_column(
+            head, no_wrap=head != "call", justify="right" if head in ("apart", "given", "own rounding") else "left"
+        )
+    for judged in odd[:most]:
+        table.add_row(*_cells(judged, rank.framework))
+    console.print(table)
+    if len(odd) > most:
+        console.print(Text(f"… and {len(odd) - most} more calls of this rank (--json lists all)"))
+
+
+def _cells(judged: Judged, framework: str) -> tuple[str | Text, ...]:
+    worst = judged.worst
+    verdict = Text(judged.outcome, style=_STYLE.get(judged.outcome, "yellow"))
+    name = entry_name(judged.call, framework)
+    if worst is None:
+        return name, "", "", "", "", judged.argument and "argument", verdict
+    apart = "?" if worst.apart.low == 0 < worst.apart.high else f"{worst.apart.low:.1e}"
+    given = "?" if math.isinf(judged.given) else f"{judged.given:.1e}"
+    return name, worst.slot, apart, given, f"{judged.own:.1e}", worst.apart.evidence, verdict
+
+
+def write_json(ranks: Sequence[Compared], conclusion: Conclusion, path: Path) -> None:
+    """Write all calls: step, rank, entry, verdict and the interval of each value. Infinities are null. Raises OutputError."""
+    first = conclusion.first
+    document: dict[str, Any] = {
+        "code": conclusion.code,
+        "verdict": conclusion.sentence,
+        "details": list(conclusion.details),
+        "first": None if first is None else _described(*first),
+        "calls": [_described(rank, judged) for rank in ranks for judged in rank.calls],
+    }
+    try:
+        path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error}") from error
+
+
+def _described(rank: Compared, judged: Judged) -> dict[str, Any]:
+    pair = judged.pair
+    return {
+        "step": rank.at.step,
+        "rank": rank.at.rank,
+        "a": None if pair.a is None else entry_name(pair.a, rank.framework),
+        "b": None if pair.b is None else entry_name(pair.b, rank.framework),
+        "verdict": judged.outcome,
+        "argument": judged.argument,
+        "given": judged.given,
+        "own_rounding": judged.own,
+        "values": [
+            {
+                "slot": value.slot,
+                "low": value.apart.low,
+                "high": value.apart.high,
+                "evidence": value.apart.evidence,
+                "note": value.apart.note,
+            }
+            for value in judged.values
+        ],
+    }
