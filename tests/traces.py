@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -52,7 +53,8 @@ def traces(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
             found[key] = list(getattr(nn.modules.module, key).values()) if key.endswith("hooks") else None
     found["function modes"] = list(_get_current_function_mode_stack())
     found["dispatch modes"] = list(_get_current_dispatch_mode_stack())
-    found["saved-tensor hooks"] = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    saved_tensor_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.4 cannot be asked
+    found["saved-tensor hooks"] = saved_tensor_hooks and saved_tensor_hooks(True)
     found["collector callbacks"], found["collector"] = list(gc.callbacks), gc.isenabled()
     found["trace and profile"] = (sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile())
     found["threads"] = sorted(t.name for t in threading.enumerate())

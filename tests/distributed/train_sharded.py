@@ -16,8 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import trainprobe
@@ -30,6 +28,8 @@ STEPS = 3
 def wrap(kind: str, model: torch.nn.Module) -> torch.nn.Module:
     if kind == "ddp":
         return DistributedDataParallel(model)
+    from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
@@ -37,7 +37,7 @@ def wrap(kind: str, model: torch.nn.Module) -> torch.nn.Module:
 
 
 def local(t: torch.Tensor | None) -> torch.Tensor | None:
-    return t.to_local() if isinstance(t, DTensor) else t
+    return t.to_local() if hasattr(t, "to_local") else t
 
 
 def train(kind: str, plan: dict | None) -> dict[str, str]:
