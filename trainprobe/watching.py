@@ -129,6 +129,7 @@ class Probe(EngineProbe):
             return parts.audit_plan is not None and parts.audit_plan.wants(self.step_number, kind)
 
         from trainprobe.monitor.audit.audit import Audit
+        from trainprobe.monitor.audit.undeclared import Undeclared
 
         tap.fingerprints = lambda: tap.saves.awaits or costs("fingerprints")
         tap.keeps_saves = parts.audit_plan.interval("saved_and_loaded") > 0
@@ -145,7 +146,7 @@ class Probe(EngineProbe):
         tap.sampled = lambda: costs("rerun")
         audit = Audit(parts.audit_plan, tap.take, self._gathering().gather)
         audit.everyone = tap.saves.everyone
-        self.watchers.append(audit)
+        self.watchers += [audit, Undeclared(audit, tap.has_declared_loss)]
         return audit
 
     def change(self, **fields: Any) -> None:

@@ -291,6 +291,10 @@ class AuditTap:
         sums = tape.harvest(-1, Place(), framework="", level="off", task="statistics").checksums
         return {} if sums is None else {key: int(sums[value.row]) for key, value in values if value.row >= 0}
 
+    def has_declared_loss(self) -> bool:
+        """Tell whether the loss was declared; True as well where a source keeps the gradients, as none could be compared."""
+        return self.declared.loss is not None or not self._plain()
+
     def late_evaluations(self) -> StepFacts | None:
         """Return facts of evaluations after the last audited step, or None when there were none."""
         found = self._calls.take_evaluations()

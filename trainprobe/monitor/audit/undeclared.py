@@ -1,0 +1,35 @@
+"""Says in one line what the audit could judge and does not, because nobody declared it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from trainprobe.engine.records import Finding, Reel
+from trainprobe.monitor.audit.audit import Audit
+
+_LINE = (
+    "trainprobe: the audit does not judge whether the applied gradient is that of the loss over the whole batch: declare that "
+    "loss in each step, `probe.declare_loss(lambda model: loss_of_the_whole_step(model, batches))`, or leave it out, "
+    "`audit: {relations: {declared_loss: false}}`\n"
+)
+
+
+class Undeclared:
+    """A watcher that comes behind the audit. declared: whether the loss is; rank 0 alone says that it is not, once."""
+
+    def __init__(self, audit: Audit, declared: Callable[[], bool]) -> None:
+        self._audit = audit
+        self._declared = declared
+        self._silent = False
+
+    def __call__(self, reel: Reel) -> list[Finding]:
+        """Look at the first step that ran backward and at which the relation was due; find nothing."""
+        last = self._audit.last
+        if self._silent or last is None or last.step != reel.step or not last.facts.backwards:
+            return []
+        if "declared_loss" in self._audit.plan.due(reel.step):
+            self._silent = True
+            if reel.place.rank == 0 and not self._declared():
+                sys.stderr.write(_LINE)
+        return []
