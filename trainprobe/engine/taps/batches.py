@@ -53,16 +53,16 @@ class BatchTap:
         """Take no calls for a while."""
         if self._replaced is not None:
             self._replaced.back()
-            self._replaced = None
 
     def resume(self) -> None:
         """Take calls again."""
-        if self._replaced is None:
+        if self._replaced is None or not self._replaced.wake():
             self._replaced = Replaced(torch.nn.Module, "_call_impl", self._watched(torch.nn.Module._call_impl), traced=True)
 
     def end(self, again: bool = False) -> None:
         """Put the call back."""
         self.pause()
+        self._replaced = None
         self._tape = None
 
     def _watched(self, original: Any) -> Any:

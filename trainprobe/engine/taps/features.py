@@ -83,6 +83,7 @@ class FeatureTap:
         self._collected = -1
         self._thread = 0
         self._replaced: Replaced | None = None
+        self._rests = False
 
     @property
     def notes(self) -> list[str]:
@@ -110,16 +111,18 @@ class FeatureTap:
 
     def pause(self) -> None:
         """Take no forward calls for a while."""
-        if self._replaced is not None:
+        if self._replaced is not None and not self._rests:
             self._replaced.back()
-            self._replaced = None
+            self._rests = True
             for kind in self._due:
                 kind.sleep(True)
 
     def resume(self) -> None:
         """Take forward calls again."""
-        if self._replaced is None and self._due:
-            self._replaced = Replaced(torch.nn.Module, "_call_impl", self._watched(torch.nn.Module._call_impl), traced=True)
+        if self._due and (self._replaced is None or self._rests):
+            self._rests = False
+            if self._replaced is None or not self._replaced.wake():
+                self._replaced = Replaced(torch.nn.Module, "_call_impl", self._watched(torch.nn.Module._call_impl), traced=True)
             for kind in self._due:
                 kind.sleep(False)
 
@@ -133,6 +136,7 @@ class FeatureTap:
     def end(self, again: bool = False) -> None:
         """Remove everything."""
         self.pause()
+        self._replaced = None
         for kind in self._due:
             kind.end()
         self._due = ()

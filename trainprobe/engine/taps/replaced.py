@@ -22,6 +22,7 @@ class Replaced:
         self._ours: Any = ours
         self._ours.below = vars(owner).get(name, _INHERITED)  # not getattr: it would unwrap what binds a method to its object
         self._ours.ended = False
+        self._traced = traced
         setattr(owner, name, ours)
         if traced:
             compiled_regions.keep_apart(self)
@@ -35,6 +36,23 @@ class Replaced:
             while getattr(below, "ended", False):
                 below = below.below
             self._place(below)
+
+    def wake(self) -> bool:
+        """Serve again where `back` could not take ours out, because another stands above it; False where it has left.
+
+        Ours would otherwise be put above the other one too, and the two would pile up with each rest.
+        """
+        if not self._ours.ended:
+            return True
+        at: Any = vars(self._owner).get(self._name)
+        while at is not self._ours and at is not None:
+            at = getattr(at, "below", None)
+        if at is None:
+            return False
+        self._ours.ended = False
+        if self._traced:
+            compiled_regions.keep_apart(self)
+        return True
 
     def step_aside(self) -> bool:
         """Put back what was there for a while; False where somebody else's function stands over ours."""

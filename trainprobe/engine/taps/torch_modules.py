@@ -180,7 +180,7 @@ class ModuleTap:
 
     def install(self) -> None:
         """Put the recording call in place."""
-        if self._original is not None:
+        if self._original is not None and self._original.wake():
             return
         run = self._run if self._in_python() else self._watch.run
         run = run if self.position is None else self.position.around(run)
@@ -199,7 +199,8 @@ class ModuleTap:
 
     def pause(self) -> None:
         """Take no forward calls for a while."""
-        self.uninstall()
+        if self._original is not None:
+            self._original.back()
 
     def resume(self) -> None:
         """Take forward calls again."""

@@ -1,11 +1,11 @@
 """A parameter with a gradient moves in an update, and one without does not; every optimizer steps.
 
 Relation: after an update with a learning rate above zero the fingerprint of every stepped parameter whose gradient is not zero
-is another one, unless the largest possible change lies below the resolution of its dtype: lr · min(max|g|, 1) <= ε · max|w|. A
-parameter without a gradient keeps its fingerprint. Tolerance zero. Of a parameter that is copied from a master weight of
-another dtype the same holds from one update to the next. Where there is no loss scale, an optimizer that stepped at each of
-three or more audited steps steps when others do. Where every step updated, no eight audited steps in a row go without an
-update.
+is another one, unless the largest possible change lies below the resolution of its dtype: lr · min(max|g|, 1) <= ε · max|w|,
+or its optimizer has a tolerance at which it rests (L-BFGS). A parameter without a gradient keeps its fingerprint. Tolerance
+zero. Of a parameter that is copied from a master weight of another dtype the same holds from one update to the next. Where
+there is no loss scale, an optimizer that stepped at each of three or more audited steps steps when others do. Where every step
+updated, no eight audited steps in a row go without an update.
 Usually caused by an optimizer that holds other tensors, by a step that was skipped on some ranks, or by something that writes
 to weights beside the optimizer.
 """
@@ -42,7 +42,7 @@ def check(evidence: Evidence) -> list[Finding]:
                 drawn.append(name)
             continue
         judged += 1
-        if before == after and _should_move(evidence, name, rates[name]):
+        if before == after and _should_move(evidence, name, rates[name]) and not _may_rest(groups.get(name)):
             stuck.append(name)
     found: list[Finding] = []
     if stuck:
@@ -100,6 +100,11 @@ def _rate(group: Group | None, evidence: Evidence) -> float:
     if isinstance(rate, float | int):
         return float(rate)
     return evidence.facts.rates[0] if evidence.facts.rates else 0.0
+
+
+def _may_rest(group: Group | None) -> bool:
+    """Tell whether an optimizer leaves weights where they are once it is content (L-BFGS: `tolerance_grad`)."""
+    return group is not None and "tolerance_grad" in group.options
 
 
 def _should_move(evidence: Evidence, name: str, rate: float) -> bool:

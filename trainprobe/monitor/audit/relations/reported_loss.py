@@ -9,7 +9,7 @@ their sum, or the mean or sum of that over the dp and cp ranks, or one of them w
 
 Floor: 1e-4 of Σ|ℓᵢ| for what is equal, 1e-2 of it for what no longer is (losses of 16 bits round). On as many data-parallel
 ranks as there are micro-batches the first is not judged, because either may be the factor. A report that was never the loss
-itself, such as a moving average, is not judged.
+itself, such as a moving average, is not judged, nor is an optimizer that tries several points within its step.
 Usually caused by gradient accumulation without a division (the gradient is n times too large, which Adam hides and clipping
 or SGD does not), by a report of one micro-batch, by a loss that is divided by the tokens of one rank, and by a part of the
 loss that misses the scaler.
@@ -34,7 +34,7 @@ _FLOOR, _APART = 1e-4, 1e-2
 def check(evidence: Evidence) -> list[Finding]:
     """Find a reported loss that is not the one that was differentiated."""
     losses, reported = _losses(evidence), scalar(evidence.scalars, "loss")
-    if not losses or not evidence.facts.updates or reported is None or not math.isfinite(reported):
+    if not losses or not evidence.facts.updates or evidence.facts.closure or reported is None or not math.isfinite(reported):
         return []
     n, size = len(losses), sum(map(abs, losses))
     totals = _totals(evidence)
