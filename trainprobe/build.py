@@ -45,7 +45,7 @@ from trainprobe.errors import PlanError
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.feature_plan import Features
-from trainprobe.monitor.plan import Collect, MonitorPlan
+from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
 from trainprobe.monitor.wanted import flags_where, modules_of_monitor
 
@@ -75,6 +75,7 @@ class Parts:
     stepping: OptimizerStepTap | None = None
     dumps_when_asked: bool = False  # a plan of level off whose rules or black box may ask for a dump
     position: Position | None = None
+    rename: Rename | None = None
 
     def tell(self, position: Position) -> None:
         """Have `position` told where the training is, as far as the taps that run see it."""
@@ -99,7 +100,7 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
     modules = ModuleTap(modules_of_plan(plan, cuts), guard, stacks, rename) if level in ("L0", "mix") else None
     watched = ModuleTap(modules_of_monitor(monitor), guard, None, rename) if monitor is not None else None
     naming = modules or watched or ModuleTap(ModulesWanted(_none, _nothing, frozenset()), guard, None, rename)
-    parts = Parts(saved, naming, modules=modules, watched=watched, monitor=monitor, cuts=cuts, dumps_when_asked=asked)
+    parts = Parts(saved, naming, modules, watched=watched, monitor=monitor, cuts=cuts, dumps_when_asked=asked, rename=rename)
     if level in ("L1", "mix"):
         parts.ops = OpTap(ops_of_plan(plan, cuts), guard, stacks, modules)
         inside: list[Call] = modules.stack if modules is not None else []
@@ -110,54 +111,62 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
         parts.scaling = LossScalingTap(guard, states.scaled, states.unscaled)
         if audit is not None:
             parts.audit_plan, parts.audit = audit, AuditTap(guard, states, lambda: naming.parameter_names, naming.scan)
-        if audit is not None or (monitor is not None and monitor.gradients.on and monitor.gradients.unclipped):
-            parts.clipping = ClippingTap(guard, partial(_unclipped, parts), states.reported_norm)
-        if monitor is not None and monitor.gradients.on and monitor.gradients.unreduced:
-            arrives = partial(states.arrived, per_micro=monitor.gradients.per_micro)
-            parts.unreduced = UnreducedTap(guard, arrives, lambda: states.source is None)
-    if plan.black_box or (monitor is not None and monitor.batches.on):
-        parts.batches = BatchTap(guard)
-    if monitor is not None:
-        if monitor.collectives.on:
-            inside = (watched or naming).stack
-            parts.exchanged = CollectiveTap(flag.STATS, guard, None, inside, Names(monitor.collectives.names).__contains__)
-        parts.features = features_of_monitor(monitor.features, guard, naming) if monitor.features.on else None
+    _collect(parts, plan, guard)
     stepping = parts.stepping = OptimizerStepTap(
         guard, partial(_before, parts, "optimizer" in plan.phases), partial(_after, parts), partial(_trial, parts)
     )
     return parts, _programs(plan, parts, stepping)
 
 
-def change(parts: Parts, plan: Plan) -> list[Program]:
+def _collect(parts: Parts, plan: Plan, guard: Guard, before: MonitorPlan | None = None) -> None:
+    """Make the taps of what a plan collects beside the states of parameters. before: the plan whose taps are there already."""
+    monitor, states = parts.monitor, parts.states
+    gradients = monitor.gradients if monitor is not None and monitor.gradients.on else None
+    clips = parts.audit is not None or (gradients is not None and gradients.unclipped)
+    if states is not None and clips != (parts.clipping is not None):
+        parts.clipping = ClippingTap(guard, partial(_unclipped, parts), states.reported_norm) if clips else None
+    if states is not None and (before is None or gradients != before.gradients):
+        wanted = gradients is not None and gradients.unreduced
+        arrives = partial(states.arrived, per_micro=gradients is not None and gradients.per_micro)
+        parts.unreduced = UnreducedTap(guard, arrives, lambda: states.source is None) if wanted else None
+    batched = bool(plan.black_box) or (monitor is not None and monitor.batches.on)
+    parts.batches = parts.batches or BatchTap(guard) if batched else None
+    if monitor is not None and (before is None or monitor.collectives != before.collectives):
+        inside, chosen = (parts.watched or parts.naming).stack, Names(monitor.collectives.names).__contains__
+        parts.exchanged = CollectiveTap(flag.STATS, guard, None, inside, chosen) if monitor.collectives.on else None
+    if monitor is not None and (before is None or monitor.features != before.features):
+        parts.features = features_of_monitor(monitor.features, guard, parts.naming) if monitor.features.on else None
+
+
+def change(parts: Parts, plan: Plan, guard: Guard) -> list[Program]:
     """Return the programs of a plan that differs from the one that was composed in what can change while a run goes on.
 
-    That are `step`, of the monitor `step`, `rules`, and names and intervals of what it collects, and of the audit `every` and
-    `relations`. Raises PlanError where the plan needs other taps.
+    That are `step`, of the monitor all but `actions`, and of the audit `every` and `relations`; their taps may be new. Raises
+    PlanError for the rest.
     """
     monitor = monitor_plan(plan.monitor) if plan.monitor else None
     audit = audit_plan(plan.audit) if plan.audit else None
     if parts.stepping is None or (monitor is None) != (parts.monitor is None) or (audit is None) != (parts.audit_plan is None):
-        raise PlanError("while a run goes on, a monitor or an audit can be changed, but neither begin nor end")
-    if monitor is not None and parts.monitor is not None and parts.watched is not None and parts.states is not None:
-        fixed = ("activations", "activation_gradients", "collectives", "features", "batches", "actions")
-        apart = [name for name in fixed if _kept(getattr(monitor, name)) != _kept(getattr(parts.monitor, name))]
-        moments = ("on", "unreduced", "unclipped", "per_micro")
-        apart += [f"gradients.{n}" for n in moments if getattr(monitor.gradients, n) != getattr(parts.monitor.gradients, n)]
-        if apart:
+        raise PlanError(
+            "while a run goes on, a monitor or an audit can be changed, but neither begin nor end: have it in the plan from "
+            "the start, at few steps (`monitor: {step: [0]}`, `audit: {every: 1000000}`), and change those"
+        )
+    before = parts.monitor
+    if monitor is not None and before is not None and parts.states is not None:
+        if monitor.actions != before.actions:
             raise PlanError(
-                f"while a run goes on, monitor.{apart[0]} stays what it is; names, every, step and rules may change"
+                "while a run goes on, monitor.actions stays what it is, as alerts are set up at the start: leave it out here"
             )
         parts.monitor = monitor
         parts.states.change(states_of_monitor(monitor))
-        parts.watched.wanted = modules_of_monitor(monitor)
-        parts.watched.scan()
+        kinds = (monitor.activations, monitor.activation_gradients)
+        if kinds != (before.activations, before.activation_gradients):
+            parts.watched = ModuleTap(modules_of_monitor(monitor), guard, None, parts.rename)
+        _collect(parts, plan, guard, before)
+        if parts.position is not None:
+            parts.tell(parts.position)
     parts.audit_plan = audit
     return _programs(plan, parts, parts.stepping)
-
-
-def _kept(section: Any) -> Any:
-    """Return of a section what cannot change while a run goes on."""
-    return section.model_copy(update={"names": (), "every": 1}) if isinstance(section, Collect) else section
 
 
 def _programs(plan: Plan, parts: Parts, stepping: OptimizerStepTap) -> list[Program]:

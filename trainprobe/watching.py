@@ -74,8 +74,8 @@ class Probe(EngineProbe):
         self.watchers += [lambda reel: unscale(reel) or ()] if unscale is not None else []
         self._watcher: Watcher | None = None
         if self.parts.monitor is not None:
-            drop = chosen_calls(self.parts.monitor)
-            self.watchers += [drop] if drop is not None else []
+            self._choose = chosen_calls(self.parts.monitor)
+            self.watchers.append(lambda reel: self._choose(reel) if self._choose is not None else ())
             self._watcher = Watcher(self.parts.monitor.rules)
             self.watchers.append(self._watcher)
             self.deciders.append(self._decide)
@@ -153,9 +153,8 @@ class Probe(EngineProbe):
         """Change the plan from the next step on; every rank calls it between the same two steps.
 
         fields: plan fields; of `monitor` and `audit` those that are named, the others stay. What can be changed: `step`,
-        of the monitor `step`, `rules`, and names and intervals of what it collects, of the audit `every` and `relations`. From
-        outside the program the file `control.yaml` does the same (see `Plan.control`). Raises PlanError, and changes nothing,
-        for anything else.
+        of the monitor all but `actions`, of the audit `every` and `relations`. From outside the program the file `control.yaml`
+        does the same (see `Plan.control`). Raises PlanError, and changes nothing, for anything else.
         """
         merged = {name: _merged(getattr(self.plan, name), value) for name, value in fields.items()}
         plan = load_plan(self.plan, **merged)
@@ -163,14 +162,13 @@ class Probe(EngineProbe):
         if fixed:
             raise PlanError(f"{fixed[0]}: while a run goes on, only step, monitor and audit can change")
         from trainprobe.build import change
+        from trainprobe.monitor.chosen_calls import chosen_calls
 
-        for tap in reversed(self._taps):
-            tap.end(False)  # some may be waiting for a step that is not wanted any more
-        self._programs = tuple(change(self.parts, plan))
-        self._scheduled.clear()
+        self._run_programs(change(self.parts, plan, self.guard))
         self.plan = plan
         if self._watcher is not None and self.parts.monitor is not None:
             self._watcher.change(self.parts.monitor.rules)
+            self._choose = chosen_calls(self.parts.monitor)
         if self._audit is not None and self.parts.audit_plan is not None:
             self._audit.plan = self.parts.audit_plan
 

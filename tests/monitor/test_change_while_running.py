@@ -72,18 +72,96 @@ def test_a_program_changes_interval_patterns_and_rules_itself(tmp_path):
     ("fields", "message"),
     [
         ({"level": "L0"}, "level: while a run goes on, only step, monitor and audit can change"),
-        ({"monitor": {"gradients": {"unreduced": True}}}, "monitor.gradients.unreduced stays what it is"),
-        ({"monitor": {"activations": True}}, "monitor.activations stays what it is"),
-        ({"audit": True}, "neither begin nor end"),
+        ({"monitor": {"actions": {"dump_limit": 7}}}, "monitor.actions stays what it is, as alerts are set up at the start"),
+        (
+            {"audit": True},
+            r"neither begin nor end: have it in the plan from the start, at few steps \(`monitor: {step: \[0\]}`",
+        ),
         ({"monitor": {"gradient": {}}}, "did you mean"),
     ],
 )
-def test_what_needs_other_taps_is_an_error_and_changes_nothing(tmp_path, fields, message):
+def test_what_cannot_change_is_an_error_and_changes_nothing(tmp_path, fields, message):
     def change(probe):
         with pytest.raises(PlanError, match=message):
             probe.change(**fields)
 
     assert run(tmp_path / "out", change, monitor={"activations": False})[0] == dict.fromkeys(range(9), EVERYTHING)
+
+
+EVERY_KIND = {
+    "activations": True,
+    "activation_gradients": {"names": ["1"]},
+    "parameters": True,
+    "gradients": {"unreduced": True, "unclipped": True},
+    "optimizer_state": True,
+    "update": True,
+    "batches": True,
+    "features": {"dead_units": {"names": ["1"]}, "weights": {"names": ["0.weight"], "every": 2}},
+}
+NO_KIND = {**dict.fromkeys(EVERY_KIND, False), "features": {"dead_units": False, "weights": False}}
+
+
+def records_of(folder, change, **collected):
+    """Train with momentum and clipping; `change(probe)` is called behind step 3. Return step → records."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+    optimizer, told = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9), {}
+    with trainprobe.watch(model, optimizer, output=folder, level="off", sinks=[], monitor=collected) as probe:
+        probe.watchers.append(lambda reel: told.__setitem__(reel.step, {}) or ())
+        probe.watchers.append(
+            lambda reel: told[reel.step].update({(r.step, r.site): (r.dtype, r.shape, r.values) for r in reel.records()}) or ()
+        )
+        for step in range(9):
+            with probe.step(step):
+                optimizer.zero_grad()
+                for _ in range(2):
+                    model(torch.randn(3, 4)).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+            if step == 3:
+                change(probe)
+        assert probe.findings == []
+    return told
+
+
+def test_kinds_that_were_off_at_the_start_are_switched_on_and_tell_the_same_numbers(tmp_path):
+    """The oracle is a run that had them from the start, whose spectra, each second step, fall on the same steps."""
+    always = records_of(tmp_path / "a", lambda probe: None, **EVERY_KIND)
+    later = records_of(tmp_path / "b", lambda probe: probe.change(monitor=EVERY_KIND), **NO_KIND)
+    assert {site.kind for step in range(4) for _, site in later[step]} == {"scalar"}
+    slots = {(site.kind, site.slot.split(".")[0]) for _, site in later[4]}
+    assert slots >= {
+        *(("module", slot) for slot in ("input", "output", "grad_output", "grad_input")),
+        *(("parameter", slot) for slot in ("value", "grad", "grad_unreduced", "grad_unclipped", "momentum_buffer", "update")),
+        *(("feature", slot) for slot in ("fingerprint", "dead_units", "spectral_norm")),
+    }
+    for step in range(4, 9):
+        assert later[step].keys() == always[step].keys()
+        for place, (dtype, shape, values) in later[step].items():
+            close = (
+                1e-3 if place[1].slot in ("spectral_norm", "stable_rank") else 0
+            )  # an iteration that begins at another place
+            assert (dtype, shape, values) == (
+                *always[step][place][:2],
+                pytest.approx(always[step][place][2], rel=close, abs=0),
+            ), place
+
+
+def test_kinds_that_were_on_are_switched_off_and_cost_nothing_more(tmp_path):
+    own = torch.nn.Module._call_impl
+    told = records_of(tmp_path, lambda probe: probe.change(monitor=NO_KIND), **EVERY_KIND)
+    assert {site.kind for _, site in told[3]} == {"module", "parameter", "feature", "scalar"}
+    assert {site.kind for step in range(4, 9) for _, site in told[step]} == {"scalar"}
+    assert torch.nn.Module._call_impl is own
+
+
+def test_patterns_of_activations_change(tmp_path):
+    def change(probe):
+        probe.change(monitor={"activations": {"names": ["2"]}, "activation_gradients": {"names": ["0"]}})
+
+    told = records_of(tmp_path, change, activations={"names": ["0"]}, activation_gradients={"names": ["2"]})
+    sides = [{(site.name, site.slot.startswith("grad")) for _, site in told[step] if site.kind == "module"} for step in (3, 4)]
+    assert sides == [{("0", False), ("2", True)}, {("2", False), ("0", True)}]
 
 
 def test_a_training_whose_plan_changes_has_the_bits_of_one_without_the_probe(tmp_path):

@@ -96,10 +96,11 @@ class Probe:
         self.step_number = -1
         self.begun = 0  # how many steps began: numbers of steps may leave some out
         self.closed = False
-        self._programs = tuple(programs)
-        self._taps = tuple(dict.fromkeys(tap for program in programs for tap, _ in program.taps))
+        self._opened: tuple[Any, Any] | None = None  # model and optimizer
+        self._taps: tuple[Tap, ...] = ()
         self._installed: list[Tap] = []
         self._scheduled: dict[tuple[int, bool], tuple[list[Program], list[Tap]]] = {}
+        self._run_programs(programs)
         self._running: list[Program] = []
         self._new_tape = new_tape
         self._find_place = find_place
@@ -130,6 +131,7 @@ class Probe:
         if self.closed:
             raise UsageError("this probe is closed: make a new one with trainprobe.Probe(plan)")
         self._place = place or self._place
+        self._opened = (model, optimizer)
         for tap in self._taps:
             tap.open(model, optimizer)
         busy = self.plan.level != "off" or len(self._programs) > 1
@@ -246,6 +248,17 @@ class Probe:
         self.close()
 
     # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _run_programs(self, programs: Sequence[Program]) -> None:
+        """Run these from the next step on; their taps that are new learn the model."""
+        for tap in reversed(self._taps):
+            tap.end(False)  # some may be waiting for a step that is not wanted any more
+        known, self._taps = self._taps, tuple(dict.fromkeys(tap for program in programs for tap, _ in program.taps))
+        for tap in self._taps:
+            if self._opened is not None and tap not in known:
+                tap.open(*self._opened)
+        self._programs = tuple(programs)
+        self._scheduled.clear()
 
     def _install(self) -> None:
         if not self.plan.wants_rank(self.place.rank):
