@@ -32,6 +32,7 @@ class ClippingTap:
         self._unclipped = unclipped
         self._norm = norm
         self._replaced: list[Replaced] = []
+        self._of_kind: Replaced | None = None  # the method of FullyShardedDataParallel
         self._awake = False
 
     def open(self, model: Any, optimizer: Any = None) -> None:
@@ -44,8 +45,8 @@ class ClippingTap:
             Replaced(module, name, self._watched(getattr(module, name))) for module, name in _PLACES
         ]
         kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-        if kind is not None:
-            self._replaced.append(Replaced(kind, "clip_grad_norm_", self._of_shards(kind.clip_grad_norm_)))
+        if kind is not None and self._of_kind is None:
+            self._of_kind = Replaced(kind, "clip_grad_norm_", self._of_shards(kind.clip_grad_norm_))
 
     def pause(self) -> None:
         """Clipping belongs to no forward call."""
@@ -58,9 +59,11 @@ class ClippingTap:
         self._awake = False
         if again:
             return
-        for replaced in self._replaced:
-            replaced.back()
+        for replaced in (*self._replaced, self._of_kind):
+            if replaced is not None:
+                replaced.back()
         self._replaced.clear()
+        self._of_kind = None
 
     def _watched(self, original: Any) -> Any:
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +82,8 @@ class ClippingTap:
 
     def _of_shards(self, original: Any) -> Any:
         def clip_grad_norm_(model: Any, *args: Any, **kwargs: Any) -> Any:
-            if clip_grad_norm_.ended or not any(handle.uses_sharded_strategy for handle in handles_of([model])):  # type: ignore[attr-defined]
+            asleep = clip_grad_norm_.ended or not self._awake  # type: ignore[attr-defined]
+            if asleep or not any(handle.uses_sharded_strategy for handle in handles_of([model])):
                 return original(model, *args, **kwargs)  # which clips by torch's function
             self._guard.run(self._unclipped, list(model.parameters()))
             norm = original(model, *args, **kwargs)
