@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import trainprobe
 from trainprobe import cli
 from trainprobe.errors import ProbeError
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -90,3 +94,11 @@ def test_a_fault_of_a_verb_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_every_verb_of_the_table_exists(verb: str) -> None:
     module, _, attribute = cli.VERBS[verb][0].partition(":")
     assert callable(getattr(importlib.import_module(module), attribute))
+
+
+def test_every_verb_that_the_user_is_told_to_run_exists() -> None:
+    """In messages and documents a command stands between backticks."""
+    texts = [*(ROOT / "trainprobe").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    told = {verb: path for path in texts for verb in re.findall(r"`trainprobe ([a-z0-9-]+)", path.read_text())}
+    assert len(told) >= 10
+    assert {verb: str(path) for verb, path in told.items() if verb not in cli.VERBS and verb != "--help"} == {}

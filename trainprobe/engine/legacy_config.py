@@ -29,7 +29,7 @@ _RERUN = "re-running ops against a reference is not part of a plan: record with 
 _ELSEWHERE = {
     "acc_check": _RERUN,
     "run_ut": _RERUN,
-    "diff_check": "comparing while training has no equivalent: record both runs, then `trainprobe compare`",
+    "diff_check": "comparing while training has no equivalent: record both runs, then `trainprobe dump-compare`",
     "exception_dump": "it has no equivalent: use the monitor, whose rules and black box keep what led to a fault",
     "overflow_check": "it has no equivalent: use task statistics with the statistics nan and inf, and the monitor",
     "grad_probe": "gradients are watched by the monitor: leave the task out and add a `monitor` section",
@@ -140,7 +140,7 @@ def _task(out: _Translation, section: Mapping[str, Any], task: str) -> None:
         fields["statistics"] = ("max", "min", "mean", "norm", "nan", "inf")
         out.note("task", "nan_check counts NaN and infinities in every value, and does not read the device's overflow flag")
     if section.get("bench_path"):
-        out.note("tensor.bench_path", "not compared while training: record both runs, then `trainprobe compare`")
+        out.note("tensor.bench_path", "not compared while training: record both runs, then `trainprobe dump-compare`")
     if section.get("request_id"):
         out.note(f"{task}.request_id", "requests of an inference server are not told apart; every request is recorded")
     if section.get("file_format") in {"npy", "pt"}:

@@ -86,7 +86,9 @@ def _finding(frame: Frame, severity: Severity, scaled: bool) -> Finding:
         site=spot.site(),
         measured=what,
         expected="finite",
-        next=f"collect step {frame.step} again in full (level: mix) and run `trainprobe compare` on it to see the op",
+        next=None
+        if spot.site().kind == "op"
+        else f"collect step {frame.step} again with level: mix; `trainprobe judge` then names the op",
     )
 
 

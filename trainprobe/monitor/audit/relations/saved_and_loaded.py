@@ -64,7 +64,7 @@ def _compare(evidence: Evidence, saved: Mapping[Key, int], now: Mapping[Key, int
             measured="another tensor" if (name, slot) in now else "absent",
             expected=f"as saved {when}",
             floor=0.0,
-            next="save and load by name, and load after everything is initialised; `trainprobe ckpt` compares checkpoints",
+            next="save and load by name, after everything is initialised; `trainprobe ckpt-compare` compares checkpoints",
         )
     ]
 
@@ -120,7 +120,8 @@ def _judgeable(saved: Mapping[Key, int | None], found: Mapping[Key, int | None])
 
 def _unjudged(evidence: Evidence, why: str) -> list[Finding]:
     text = f"what was loaded is cut in another way than what was saved, and nothing of it was judged: {why}"
-    return [evidence.finding("saved_and_loaded", text, severity="warning", next="`trainprobe ckpt` compares the checkpoints")]
+    hint = "`trainprobe ckpt-compare` compares the checkpoints"
+    return [evidence.finding("saved_and_loaded", text, severity="warning", next=hint)]
 
 
 def _is_new(key: Key) -> bool:
