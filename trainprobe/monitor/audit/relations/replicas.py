@@ -189,4 +189,4 @@ def _cause(evidence: Evidence, slot: str, names: list[str], group: list[Peer], k
 def _advice(slot: str) -> str:
     if slot in ("grad", "grad_unclipped"):
         return "check that this parameter's gradient is all-reduced over the group before clipping and the update"
-    return "collect the next step with level: mix on the ranks of the group; `trainprobe dump-compare` compares the folders of two"
+    return "collect the next step with level: mix on the group's ranks; `trainprobe dump-compare` compares the folders of two"
