@@ -194,7 +194,8 @@ class StepFacts:
     repeated: a parameter was in two updates. twice: parameters that were stepped again with the gradient of the update before.
     called: module → whether it ran with gradients enabled, of the modules that ran in training. reached, unreached: parameters
     of the optimizers that stepped, with a gradient and without. idle: parameters of optimizers that stepped at each audited
-    step before and not in this one. discarded: backward passes whose gradients were cleared before an update used them.
+    step before and not in this one. never: those of optimizers that have not stepped, now that eight audited steps are over.
+    discarded: backward passes whose gradients were cleared before an update used them.
     waiting: parameters whose gradient `fully_shard` had not reduced when the optimizer stepped.
     closure: an optimizer ran forward and backward within its step, more than once. differentiated: the losses of the backward
     passes, empty where one began from more than a number. begun: name → fingerprint of a buffer before the first forward.
@@ -220,6 +221,7 @@ class StepFacts:
     reached: frozenset[str] = frozenset()
     unreached: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
     discarded: int = 0
     waiting: tuple[str, ...] = ()
     closure: bool = False

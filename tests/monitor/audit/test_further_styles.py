@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import trainprobe
+from benchmarks.bugs import unseen
 from benchmarks.bugs import unseen_third as third
 from benchmarks.bugs.loops import Averaged, Loop, Vision
 from benchmarks.bugs.precise_loops import Adapters, Padded, Sixteen
@@ -61,6 +62,40 @@ def test_faults_of_two_ranks_are_found_at_their_step_and_their_twins_raise_no_al
             assert (first["rule"], first["site"][1]) == ON_TWO_RANKS[bug.name], bug.name
             assert first["step"] == bug.run.begins, bug.name
             assert [f["message"] for f in rank[bug.name]["twin"]["findings"] if f["severity"] != "info"] == [], bug.name
+
+
+class NeverStepped(unseen.SecondNotStepped):
+    """The second optimizer is not stepped from the start."""
+
+    begins = 0
+
+
+class NeverScaled(third.AuxiliaryNotScaled):
+    """The second loss is not scaled from the start."""
+
+    begins = 0
+
+
+class LateSecond(unseen.Pair):
+    """The second optimizer is stepped at each fifth step."""
+
+    def update(self, step):
+        """Step."""
+        for optimizer in self.optimizer[: 2 if step % 5 == 4 else 1]:
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("bug", "rule", "name", "step"),
+    [(NeverStepped, "movement", "1.0.weight", 7), (NeverScaled, "reported_loss", "loss", 0)],
+)
+def test_a_fault_that_was_there_from_the_start_is_found_without_a_healthy_step_before_it(tmp_path, bug, rule, name, step):
+    first = findings(bug, tmp_path / "out")[0]
+    assert (first.rule, first.site.name, first.step) == (rule, name, step)
+
+
+def test_an_optimizer_that_steps_now_and_then_is_not_taken_for_one_that_never_does(tmp_path):
+    assert [f.message for f in findings(LateSecond, tmp_path / "out")] == []
 
 
 class Smoothed(Vision):

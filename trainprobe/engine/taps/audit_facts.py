@@ -248,6 +248,7 @@ class AuditTap:
             reached=frozenset(self._use.reached),
             unreached=tuple(self._use.unreached),
             idle=self._use.idle(self._optimizers),
+            never=self._use.never(self._optimizers),
             discarded=self._use.discarded,
             waiting=tuple(self._waiting),
             closure=self._use.closure,

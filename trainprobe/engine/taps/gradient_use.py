@@ -14,6 +14,7 @@ from trainprobe.engine.records import Value
 from trainprobe.engine.tape import STATS, Tape
 
 _STEADY = 3  # audited steps in a row after which an optimizer is expected to step
+_NEVER = 8  # those after which one that has left no trace of a step is told
 
 
 class GradientUse:
@@ -28,6 +29,7 @@ class GradientUse:
     def __init__(self, names: Callable[[], Mapping[int, str]]) -> None:
         self._names = names
         self._steady: dict[int, int] = {}  # id of an optimizer → audited steps in a row in which it stepped
+        self._rested: dict[int, tuple[tuple[int, int], int]] = {}  # … → its trace, and audited steps in a row that left it so
         self.begin()
 
     def begin(self) -> None:
@@ -106,6 +108,23 @@ class GradientUse:
                 if steady >= _STEADY:
                     out |= {names[id(p)]: None for p in _of_groups(optimizer.param_groups) if id(p) in names}
                 self._steady[id(optimizer)] = -1
+        return tuple(out)
+
+    def never(self, optimizers: Sequence[Any]) -> tuple[str, ...]:
+        """Return the parameters of optimizers that have left no trace of a step, in as many audited steps, though they could.
+
+        A step leaves state, or raises the version counters of what it writes to: also one at a step that is not audited.
+        """
+        names, out = self._names(), dict[str, None]()
+        for optimizer in optimizers if self._stepped else ():
+            held = [p for p in _of_groups(optimizer.param_groups) if id(p) in names and p.requires_grad]
+            trace = sum(int(p._version) for p in held), len(optimizer.state)
+            before, count = self._rested.get(id(optimizer), (trace, 0))
+            waits = id(optimizer) not in self._stepped and before == trace and any(p.grad is not None for p in held)
+            count = count + 1 if waits and count >= 0 else -1 if id(optimizer) in self._stepped else 0
+            self._rested[id(optimizer)] = trace, count
+            if count == _NEVER:
+                out |= {names[id(p)]: None for p in held}
         return tuple(out)
 
 

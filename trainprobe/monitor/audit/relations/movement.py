@@ -63,6 +63,14 @@ def check(evidence: Evidence) -> list[Finding]:
         hint = "call step() on every optimizer"
         told = evidence.finding("movement", text, idle[0], measured="no step", expected="a step", severity="warning", next=hint)
         found.append(told)
+    never = evidence.facts.never
+    if never:
+        text = f"the optimizer of {and_more(list(never))} has not stepped once, though these have gradients and others step"
+        hint = "call step() on every optimizer"
+        told = evidence.finding(
+            "movement", text, never[0], measured="no step", expected="a step", severity="warning", next=hint
+        )
+        found.append(told)
     if evidence.stalled == _STALLED:
         name = next((p.name for p in evidence.model.parameters if p.trainable), "")
         text = (

@@ -5,6 +5,7 @@ their sum, or the mean or sum of that over the dp and cp ranks, or one of them w
 
     Σℓᵢ = n R          for one pass a micro-batch: the gradient is that of a sum, and the report that of the mean
     R = n ℓₙ, or ℓₙ    and not Σℓᵢ: the report is that of the last micro-batch alone
+    R = Σ ℓᵢ sᵢ        with the loss scale as sᵢ for some i and 1 for the others: these were not scaled
     R was one of these at three audited steps in a row before, and is none of them now
 
 Floor: 1e-4 of Σ|ℓᵢ| for what is equal, 1e-2 of it for what no longer is (losses of 16 bits round). On as many data-parallel
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along
@@ -29,6 +31,7 @@ EVERY = 10
 STAGE = "backward"
 STEADY = 3
 _FLOOR, _APART = 1e-4, 1e-2
+_SEVERAL = 4  # of more backward passes some sum would fit by chance
 
 
 def check(evidence: Evidence) -> list[Finding]:
@@ -45,6 +48,9 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     if per_micro and any(_near(part, reported, size) for part in (n * losses[-1], losses[-1])):
         return [_last_alone(evidence, n, totals[0], reported)]
+    unscaled = _not_scaled(evidence, losses, reported)
+    if unscaled:
+        return [_missed_the_scaler(evidence, unscaled, totals[0], reported)]
     if evidence.explained < STEADY or min(abs(reported - k) for k in (*totals, *losses)) <= _APART * size:
         return []
     return [_no_longer(evidence, totals, reported)]
@@ -86,6 +92,28 @@ def _summed(evidence: Evidence, n: int, total: float, reported: float) -> Findin
         "gradient is summed over the micro-batches and not averaged"
     )
     return _finding(evidence, text, total, reported, "divide the loss of each micro-batch by their number before backward")
+
+
+def _not_scaled(evidence: Evidence, losses: Sequence[float], reported: float) -> list[int]:
+    """Return which backward passes began from a loss that was not scaled, where that explains the reported loss."""
+    scale = scalar(evidence.scalars, "loss scale") or 1.0
+    if scale == 1.0 or not 1 < len(losses) <= _SEVERAL:
+        return []
+    for chosen in product((False, True), repeat=len(losses)):
+        parts = [value * (scale if bare else 1.0) for value, bare in zip(losses, chosen, strict=True)]
+        if any(chosen) and not all(chosen) and _near(sum(parts), reported, sum(map(abs, parts))):
+            return [i for i, bare in enumerate(chosen) if bare]
+    return []
+
+
+def _missed_the_scaler(evidence: Evidence, unscaled: Sequence[int], total: float, reported: float) -> Finding:
+    scale = scalar(evidence.scalars, "loss scale") or 1.0
+    which = ", ".join(map(str, unscaled))
+    text = (
+        f"backward pass {which} of {len(evidence.facts.differentiated)} began from a loss that was not multiplied by the loss "
+        f"scale {scale:g}: unscaling divides its gradient all the same, so that it counts for nothing"
+    )
+    return _finding(evidence, text, total, reported, "call scaler.scale(loss) on every loss before backward")
 
 
 def _last_alone(evidence: Evidence, n: int, total: float, reported: float) -> Finding:
