@@ -98,6 +98,29 @@ def test_an_optimizer_that_steps_now_and_then_is_not_taken_for_one_that_never_do
     assert [f.message for f in findings(LateSecond, tmp_path / "out")] == []
 
 
+class Declared(third.AveragedOverPadding):
+    """The padding is counted, and the loss that is meant is declared."""
+
+    def step(self, step):
+        """Declare it."""
+        state = self.data.get_state()
+        drawn = [self.ragged() for _ in range(self.micro)]
+        self.data.set_state(state)
+        self.probe.declare_loss(lambda model: self.meant(model, drawn))
+        super().step(step)
+
+    def meant(self, model, drawn):
+        """Return the mean over the real tokens."""
+        totals = [torch.nn.functional.cross_entropy(model(x).transpose(1, 2), y, reduction="sum") for x, y in drawn]
+        return sum(totals) / sum(int((y >= 0).sum()) for _, y in drawn)
+
+
+def test_a_loss_that_is_divided_by_the_padding_too_is_found_where_the_loss_is_declared(tmp_path):
+    first = findings(Declared, tmp_path / "out")[0]
+    assert (first.rule, first.step) == ("declared_loss", Declared.begins)
+    assert first.measured < 0.9
+
+
 class Smoothed(Vision):
     """Reports a running mean of the losses since the last report, every fourth step anew."""
 
