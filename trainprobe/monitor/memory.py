@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.errors import FormatError
-from trainprobe.monitor.frames import I64, Bools, Frame, Picker, Selection, Spot, Track, Tracks
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Picker, Selection, Spot, Track, Tracks
 
 T = TypeVar("T")
 _DTYPES = {"float64", "int64", "bool"}
@@ -89,6 +89,14 @@ class Memory:
             have = _grown(have, max(need, have.shape[0] * 3 // 2), fill)
         self.arrays[name] = have
         return have
+
+    def learned(self, name: str, frame: Frame, places: I64, rows: I64, of: Callable[[Track], float]) -> F64:
+        """Return what `of` says of each series, 0 or more, [n]: it is asked when a series is first seen, and never again."""
+        known = self.array(name, fill=-1.0)
+        new = known[rows] < 0
+        for place, row in zip(places[new].tolist(), rows[new].tolist(), strict=True):
+            known[row] = of(frame.tracks.tracks[frame.at[place]])
+        return known[rows]
 
     def newly(self, name: str, rows: I64, now: Bools, rearm: int = 1) -> Bools:
         """Tell where a condition begins: it holds now and has been false for the last `rearm` looks at that row."""

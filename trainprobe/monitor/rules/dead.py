@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.frames import I64, Bools, Frame, Selection
+from trainprobe.monitor.frames import Frame, Selection, Track
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import Patterns, RuleOptions
 
@@ -32,7 +32,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     places, rows = memory.watch(frame, _chosen(options.names))
     if not places.size:
         return []
-    is_share = memory.worked_out("share", places, lambda: _is_share(frame, memory, places, rows))
+    is_share = memory.worked_out("share", places, lambda: memory.learned("share", frame, places, rows, _is_share) == 1)
     values = frame.values[places]
     dead = np.where(is_share, values >= options.share, values == 0)
     ripe = memory.newly("dead", rows, memory.lasting("zero", rows, dead) >= options.patience)
@@ -57,12 +57,9 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     ]
 
 
-def _is_share(frame: Frame, memory: Memory, places: I64, rows: I64) -> Bools:
-    """Tell for each place whether it holds a share of zeros; otherwise it holds a norm."""
-    share = memory.array("share", fill=-1)
-    for place, row in zip(places[share[rows] < 0].tolist(), rows[share[rows] < 0].tolist(), strict=True):
-        share[row] = frame.tracks.tracks[frame.at[place]].statistic == "zero_share"
-    return share[rows] == 1
+def _is_share(track: Track) -> bool:
+    """Tell whether a series is a share of zeros; otherwise it is a norm."""
+    return track.statistic == "zero_share"
 
 
 @cache

@@ -20,12 +20,11 @@ from functools import cache
 import numpy as np
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection, Track
+from trainprobe.monitor.limits import limits
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import Patterns, RuleOptions
 from trainprobe.monitor.scalar_names import role_of, scalar
-
-ROLES = {"loss", "gradient norm"}
 
 
 class Options(RuleOptions):
@@ -50,13 +49,13 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     places, rows = memory.watch(frame, _chosen(options.names))
     if not places.size:
         return []
-    limits = _limits(frame, memory, options, places, rows)
+    limit = limits(frame, memory, places, rows, loss=options.loss_limit, norms=options.limit)
     size = np.abs(frame.values[places])
-    usable = np.isfinite(size) & (size > 0) & (limits > 0)
-    rows, places, limits = rows[usable], places[usable], limits[usable]
-    loss, restarted = _is_loss(frame, memory, places, rows), _restarted(frame, memory, options)
+    usable = np.isfinite(size) & (size > 0) & (limit > 0)
+    rows, places, limit = rows[usable], places[usable], limit[usable]
+    loss, restarted = memory.learned("loss", frame, places, rows, _is_loss) == 1, _restarted(frame, memory, options)
     fast, slow, noise = _means(memory, options, rows, np.log(size[usable]), loss, restarted)
-    least = np.maximum(np.log(limits), 6 * noise / np.sqrt(2 * options.fast))
+    least = np.maximum(np.log(limit), 6 * noise / np.sqrt(2 * options.fast))
     left = (fast - slow > least) & (memory.array("count", fill=0)[rows] > options.warmup)
     ripe = memory.lasting("left", rows, left) >= options.patience
     if not ripe.any():
@@ -77,22 +76,8 @@ def _chosen(names: Patterns) -> tuple[Selection, ...]:
     )
 
 
-def _limits(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64) -> F64:
-    """Return the limit of each series; 0 for scalars that are neither loss nor gradient norm."""
-    limit = memory.array("limit", fill=-1.0)
-    for place, row in zip(places[limit[rows] < 0].tolist(), rows[limit[rows] < 0].tolist(), strict=True):
-        spot = frame.tracks.tracks[frame.at[place]].spot
-        role = role_of(spot.name) if spot.kind == "scalar" else "gradient norm"
-        limit[row] = {"loss": options.loss_limit, "gradient norm": options.limit}.get(role or "", 0.0)
-    return limit[rows]
-
-
-def _is_loss(frame: Frame, memory: Memory, places: I64, rows: I64) -> Bools:
-    loss = memory.array("loss", fill=-1)
-    for place, row in zip(places[loss[rows] < 0].tolist(), rows[loss[rows] < 0].tolist(), strict=True):
-        spot = frame.tracks.tracks[frame.at[place]].spot
-        loss[row] = spot.kind == "scalar" and role_of(spot.name) == "loss"
-    return loss[rows] == 1
+def _is_loss(track: Track) -> bool:
+    return track.spot.kind == "scalar" and role_of(track.spot.name) == "loss"
 
 
 def _restarted(frame: Frame, memory: Memory, options: Options) -> bool:

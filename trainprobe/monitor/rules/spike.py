@@ -25,9 +25,9 @@ import numpy as np
 
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
+from trainprobe.monitor.limits import limits
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import Patterns, RuleOptions
-from trainprobe.monitor.scalar_names import role_of
 
 RENEW = 8
 RECENT = 4
@@ -57,7 +57,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     places, rows = memory.watch(frame, _chosen(options.names))
     if not places.size:
         return []
-    judged, least = memory.worked_out("least", places, lambda: _least(_ratios(frame, memory, options, places, rows)))
+    judged, least = memory.worked_out("least", places, lambda: _least(frame, memory, options, places, rows))
     size = np.abs(frame.values[places])
     usable = np.isfinite(size) & (size > 0) & judged
     x = np.log(np.where(usable, size, 1.0))
@@ -88,18 +88,9 @@ def _chosen(names: Patterns) -> tuple[Selection, ...]:
     )
 
 
-def _ratios(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64) -> F64:
-    """Return the least jump of each series; 0 for scalars that are neither loss nor gradient norm."""
-    ratio = memory.array("ratio", fill=-1.0)
-    for place, row in zip(places[ratio[rows] < 0].tolist(), rows[ratio[rows] < 0].tolist(), strict=True):
-        spot = frame.tracks.tracks[frame.at[place]].spot
-        by_role = {"loss": options.loss_ratio, "gradient norm": options.ratio}
-        ratio[row] = options.ratio if spot.kind != "scalar" else by_role.get(role_of(spot.name) or "", 0.0)
-    return ratio[rows]
-
-
-def _least(ratios: F64) -> tuple[Bools, F64]:
+def _least(frame: Frame, memory: Memory, options: Options, places: I64, rows: I64) -> tuple[Bools, F64]:
     """Return which series are judged, and by how much each must rise on the log scale, [n]."""
+    ratios = limits(frame, memory, places, rows, loss=options.loss_ratio, norms=options.ratio)
     return ratios > 0, np.log(np.maximum(ratios, 1e-9))
 
 
