@@ -38,8 +38,8 @@ def check_subplan(section: str, settings: Mapping[str, Any]) -> None:
         importlib.import_module(CHECKERS[section]).validate(settings)
 
 
-def read_section(section: str, model: type[Model], settings: Mapping[str, Any] | bool | None) -> Model:
-    """Return the settings of a section as `model`; true and None give its defaults.
+def read_section(section: str, model: type[Model], settings: Mapping[str, Any] | bool | None, at: str = "") -> Model:
+    """Return the settings of a section as `model`; true and None give its defaults. at: where in the section they stand.
 
     Raises PlanError, which names the section, each key, its value and what was probably meant.
     """
@@ -47,15 +47,26 @@ def read_section(section: str, model: type[Model], settings: Mapping[str, Any] |
         return model.model_validate(dict(settings) if isinstance(settings, Mapping) else {})
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        raise PlanError("\n".join(_problem(section, list(model.model_fields), problem) for problem in problems)) from None
+        raise PlanError("\n".join(f"{section}: {_problem(model, problem, at)}" for problem in problems)) from None
 
 
-def _problem(section: str, known: list[str], problem: Any) -> str:
-    where = ".".join(str(piece) for piece in problem["loc"])
+def _problem(model: type[BaseModel], problem: Any, at: str) -> str:
+    where = ".".join(piece for piece in (at, *map(str, problem["loc"])) if piece)
     if problem["type"] == "extra_forbidden":
-        hint = did_you_mean(where, known) or f" (there are: {', '.join(known)})"
-        return f"{section}: {where}: unknown key {where!r}{hint}"
-    return f"{section}: {where}: {problem['input']!r} cannot be used: {problem['msg'].removeprefix('Value error, ')}"
+        known, name = list(_model_at(model, problem["loc"][:-1]).model_fields), str(problem["loc"][-1])
+        hint = did_you_mean(name, known) or f" (there are: {', '.join(known)})"
+        return f"{where}: unknown key {name!r}{hint}"
+    return f"{where}: {problem['input']!r} cannot be used: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def _model_at(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel]:
+    """Return the section in which a key stands."""
+    for piece in loc:
+        field = model.model_fields.get(str(piece))
+        kind = field.annotation if field else None
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            model = kind
+    return model
 
 
 def sink_names() -> list[str]:

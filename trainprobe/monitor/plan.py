@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeAlias, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from trainprobe.engine.selection import parse_names, parse_steps
-from trainprobe.errors import PlanError, did_you_mean
+from trainprobe.engine.subplans import read_section
+from trainprobe.errors import PlanError
 from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.rules import OPTIONAL, Patterns, RuleOptions, load_rule, rule_names
 
@@ -145,42 +146,9 @@ def make_rules(wanted: object) -> dict[str, RuleOptions]:
 def _options(path: str, model: type[RuleOptions], settings: Any) -> RuleOptions:
     if not isinstance(settings, Mapping):
         raise PlanError(f"monitor: {path}: {settings!r} cannot be used: write true, false or a section of settings")
-    try:
-        return model.model_validate(dict(cast("Mapping[str, Any]", settings)))
-    except ValidationError as error:
-        raise PlanError(_words(error, model, path)) from None
+    return read_section("monitor", model, dict(cast("Mapping[str, Any]", settings)), at=path)
 
 
 def validate(settings: Mapping[str, Any] | bool | None = True) -> MonitorPlan:
     """Return the monitor's plan of a section. Raises PlanError, which names each key, its value and what was probably meant."""
-    fields = dict(settings) if isinstance(settings, Mapping) else {}
-    try:
-        return MonitorPlan.model_validate(fields)
-    except ValidationError as error:
-        raise PlanError(_words(error, MonitorPlan, "")) from None
-
-
-def _words(error: ValidationError, model: type[BaseModel], path: str) -> str:
-    lines: list[str] = []
-    for problem in error.errors(include_url=False):
-        keys = [path, *(str(piece) for piece in problem["loc"])]
-        where = ".".join(key for key in keys if key)
-        if problem["type"] == "extra_forbidden":
-            known = list(_model_at(model, problem["loc"][:-1]).model_fields)
-            name = str(problem["loc"][-1])
-            hint = did_you_mean(name, known) or f" (there are: {', '.join(known)})"
-            lines.append(f"monitor: {where}: unknown key {name!r}{hint}")
-        else:
-            told = problem["msg"].removeprefix("Value error, ")
-            lines.append(f"monitor: {where}: {problem['input']!r} cannot be used: {told}")
-    return "\n".join(lines)
-
-
-def _model_at(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel]:
-    """Return the section in which a key stands."""
-    for piece in loc:
-        field = model.model_fields.get(str(piece))
-        kind = field.annotation if field else None
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            model = kind
-    return model
+    return read_section("monitor", MonitorPlan, settings)
