@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -244,6 +244,31 @@ def group_words(evidence: Evidence, axes: frozenset[str], group: list[Peer]) -> 
     ranks = [peer.rank for peer in group]
     told = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
     return f"{over} group of ranks {told}"
+
+
+def apart_over_ranks(
+    evidence: Evidence,
+    rule: str,
+    number: str,
+    name: str,
+    floor: float,
+    words: Callable[[str], str],
+    *,
+    digits: int,
+    next: str = "",
+) -> list[Finding]:
+    """Find that a number above 0 which the ranks told is not equal on all of them, within `floor` of the largest.
+
+    words: returns the message for the numbers as text, `2 on rank 0, 3 on rank 1`.
+    """
+    told = {peer.rank: peer.numbers[number] for peer in evidence.peers if peer.numbers[number] > 0}
+    high, low = max(told.values(), default=0.0), min(told.values(), default=0.0)
+    if high == low or high - low <= floor * high:  # equal also where all are infinite
+        return []
+    listed = ", ".join(f"{value:.{digits}g} on rank {rank}" for rank, value in list(told.items())[:4])
+    own, equal = told.get(evidence.place.rank), "equal on all ranks"
+    message = words(listed)
+    return [evidence.finding(rule, message, name, measured=own, expected=equal, floor=floor, kind="scalar", next=next or None)]
 
 
 def and_more(names: list[str], of: int | None = None) -> str:

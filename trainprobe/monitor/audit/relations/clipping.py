@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.monitor.audit.evidence import Evidence, and_more, apart_over_ranks
 from trainprobe.monitor.audit.relations.replicas import differs
 
 COST = frozenset({"host", "ranks"})
@@ -56,31 +56,16 @@ def _in_one_call(evidence: Evidence, names: frozenset[str]) -> list[Finding]:
 
 
 def _over_ranks(evidence: Evidence) -> list[Finding]:
-    told = {peer.rank: peer.numbers["coefficient"] for peer in evidence.peers if peer.numbers["coefficient"] > 0}
-    if len(told) < 2:
-        return []
-    low, high = min(told.values()), max(told.values())
-    if high - low <= _OVER_RANKS * high:
-        return []
-    listed = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in list(told.items())[:4])
-    seen = evidence.tensors
-    replicated = [name for name in seen.with_slot("grad_unclipped") if evidence.over(name, "grad_unclipped")]
-    apart = any(differs(evidence, name, "grad_unclipped") for name in replicated)
-    joined = apart and not any(differs(evidence, name, "grad") for name in replicated)
-    why = (
-        "each rank clipped its own gradients, before they were joined"
-        if joined
-        else "the norm that they come from was not taken over the same gradients"
-    )
-    text = f"clip coefficients differ over the ranks: {listed}; {why}"
-    return [
-        evidence.finding(
-            "clipping",
-            text,
-            "clip coefficient",
-            measured=told.get(evidence.place.rank),
-            expected="equal on all ranks",
-            floor=_OVER_RANKS,
-            kind="scalar",
+    def words(listed: str) -> str:
+        seen = evidence.tensors
+        replicated = [name for name in seen.with_slot("grad_unclipped") if evidence.over(name, "grad_unclipped")]
+        apart = any(differs(evidence, name, "grad_unclipped") for name in replicated)
+        joined = apart and not any(differs(evidence, name, "grad") for name in replicated)
+        why = (
+            "each rank clipped its own gradients, before they were joined"
+            if joined
+            else "the norm that they come from was not taken over the same gradients"
         )
-    ]
+        return f"clip coefficients differ over the ranks: {listed}; {why}"
+
+    return apart_over_ranks(evidence, "clipping", "coefficient", "clip coefficient", _OVER_RANKS, words, digits=6)

@@ -13,7 +13,7 @@ replicas.
 from __future__ import annotations
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.evidence import Evidence, apart_over_ranks
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.relations.replicas import differs
 from trainprobe.monitor.audit.replication import logical_norms
@@ -139,27 +139,12 @@ def _by_itself(evidence: Evidence, reported: float, true: float) -> list[Finding
 
 
 def _over_ranks(evidence: Evidence) -> list[Finding]:
-    told = {peer.rank: peer.numbers["reported_norm"] for peer in evidence.peers if peer.numbers["reported_norm"] > 0}
-    high, low = max(told.values(), default=0.0), min(told.values(), default=0.0)
-    if high == low or high - low <= _RANKS_FLOOR * high:  # equal also where both are infinite
-        return []
-    listed = ", ".join(f"{value:.9g} on rank {rank}" for rank, value in list(told.items())[:4])
-    text = (
-        f"the reported gradient norms differ over the ranks: {listed}; each is taken over a part of the "
-        "model, and the sum over the ranks is missing"
-    )
-    return [
-        evidence.finding(
-            "gradient_norm",
-            text,
-            "grad_norm",
-            measured=told.get(evidence.place.rank),
-            expected="equal on all ranks",
-            floor=_RANKS_FLOOR,
-            kind="scalar",
-            next="sum the squares over every group that shards parameters",
-        )
-    ]
+    def words(listed: str) -> str:
+        why = "each is taken over a part of the model, and the sum over the ranks is missing"
+        return f"the reported gradient norms differ over the ranks: {listed}; {why}"
+
+    hint = "sum the squares over every group that shards parameters"
+    return apart_over_ranks(evidence, "gradient_norm", "reported_norm", "grad_norm", _RANKS_FLOOR, words, digits=9, next=hint)
 
 
 def _largest(evidence: Evidence) -> float:
