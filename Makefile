@@ -33,7 +33,13 @@ test: $(VENV)/.dev
 # pyproject.toml accepts, PyTorch 2.4.0 first of all, and runs what a user of them stands on. Where one cannot be made, its tests are
 # left out with the reason, except in CI (CI=true), where they must run.
 IN_mindspore := -p no:xdist tests/mindspore
-IN_oldest := -n $(WORKERS) --dist loadscope tests/engine
+IN_oldest := -n $(WORKERS) --dist loadscope tests/engine tests/test_observer_effect.py tests/test_gradients.py \
+	tests/test_debugger.py tests/integrations/torch_loop/test_torch_loop.py \
+	--deselect tests/integrations/torch_loop/test_torch_loop.py::test_a_loop_of_accelerate_steps_where_its_accumulation_ends \
+	--deselect tests/integrations/torch_loop/test_torch_loop.py::test_a_script_of_a_framework_gets_its_callback_and_no_second_watcher \
+	tests/monitor/test_live_monitor.py tests/monitor/test_one_transfer.py tests/monitor/test_collectives.py \
+	tests/monitor/audit/test_update_rule.py tests/monitor/audit/test_gradient_use.py \
+	'tests/distributed/test_sharded.py::test_every_rank_trains_to_the_same_bits_with_and_without_the_probe[ddp-2-mix]'
 
 # the support table in the README tells of the newest
 test-oldest: export TRAINPROBE_PROOFS := .proofs/oldest
