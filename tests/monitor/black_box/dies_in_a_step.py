@@ -1,7 +1,8 @@
 """A training that dies within step 5: dies_in_a_step.py FOLDER HOW WHERE.
 
 HOW: a signal's name, abort, segfault, raise; stuck: SIGTERM comes while the training waits in C for ever. WHERE: forward (of
-module "1.fc", micro-batch 1), backward (of micro-batch 1), optimizer. Prints the norm of what module "0" handed on last.
+module "1.fc", micro-batch 1), backward (of micro-batch 1), inside (in the backward pass, behind the
+gradient of "1.fc"), optimizer. Prints the norm of what module "0" handed on last.
 """
 
 from __future__ import annotations
@@ -76,9 +77,10 @@ class Inner(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc = Fatal(8, 8)
+        self.deadly = ""
 
     def forward(self, x):
-        return self.fc(x)
+        return self.fc(FatalGradient.apply(x, self.deadly) if self.deadly else x)
 
 
 def main(folder: str, how: str, where: str) -> None:
@@ -87,7 +89,7 @@ def main(folder: str, how: str, where: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), Inner(), torch.nn.Linear(8, 8))
     optimizer = FatalStep(model.parameters(), lr=0.01)
-    plan = {"level": "off", "sinks": ["jsonl"], "monitor": True, "black_box": {"steps": 4}}
+    plan = {"level": "off", "sinks": ["jsonl"], "monitor": {"activation_gradients": True}, "black_box": {"steps": 4}}
     with trainprobe.watch(model, optimizer, output=folder, **plan) as probe:
         for step in range(STEP + 1):
             with probe.step(step):
@@ -97,6 +99,7 @@ def main(folder: str, how: str, where: str) -> None:
                     x = torch.randn(4, 8)
                     norm = torch.nn.functional.linear(x, *model[0].parameters()).norm().item()
                     model[1].fc.deadly = how if now and where == "forward" else ""
+                    model[1].deadly = how if now and where == "inside" else ""
                     y = model(x)
                     y = FatalGradient.apply(y, how) if now and where == "backward" else y
                     y.square().mean().backward()

@@ -90,6 +90,14 @@ def test_sigterm_leaves_all_that_the_step_had_brought(tmp_path, capsys, how, whe
     assert PLACES[where] in shown and "SIGTERM" in shown and "most recent call first" in shown
 
 
+@pytest.mark.parametrize("how", ["SIGTERM", "raise"])
+def test_of_a_backward_pass_the_last_module_that_it_saw_is_told(tmp_path, capsys, how):
+    die(tmp_path / "out", how, "inside")
+    assert main(["black-box", str(tmp_path / "out")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())  # lines are broken
+    assert "pass of micro-batch 1; the last gradient seen was that of 1.fc." in shown
+
+
 def test_an_error_leaves_the_step_and_where_it_arose(tmp_path, capsys):
     status, norm = die(tmp_path / "out", "raise", "forward")
     assert status == 1

@@ -47,7 +47,7 @@ def black_box(
         console.print(f"[bold]{path}[/bold]: {why}")
         where = head.get("where") if head else _where(path, words)
         if where:
-            console.print(f"It was at {where}.", markup=False)
+            console.print(f"It was at {where}{_seen_last(steps)}.", markup=False)
         console.print(_table(steps))
         for finding in head.get("findings", ()):
             console.print(
@@ -89,6 +89,13 @@ def _where(path: Path, words: str | None) -> str:
     where = read_where(path)
     text = "" if where.step < 0 else str(where)
     return text.replace("the loss or the backward pass", "the backward pass") if _BACKWARD in (words or "") else text
+
+
+def _seen_last(steps: list[dict[str, Any]]) -> str:
+    """Return which module's gradient was the last to be seen in a step that was cut short in its backward pass."""
+    calls = steps[-1]["reel"]["calls"] if steps and not steps[-1]["reel"]["complete"] else []
+    backward = bool(calls) and (calls[-1]["kind"], calls[-1]["phase"]) == ("module", "backward")
+    return f"; the last gradient seen was that of {calls[-1]['name']}" if backward else ""
 
 
 def _table(steps: list[dict[str, Any]]) -> Table:

@@ -5,7 +5,7 @@ SIGTERM writes to `black_box.terminated`. Afterwards each does what it would hav
 status, or a handler that was there before runs. A forked child has none of this.
 
 A process that SIGTERM would kill is in good health: a thread of its own wakes up, has what is not yet on disk written, for at
-most five seconds, and then lets the signal kill. Training is not asked to stop for it, so it need not be able to.
+most ten seconds, and then lets the signal kill. Training is not asked to stop for it, so it need not be able to.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 FAULT_FILE, TERMINATED_FILE = "black_box.fault", "black_box.terminated"
-SECONDS = 5.0  # that a process which SIGTERM kills lives on at most
-_QUIET = 0.2  # seconds without a word after which C code has said all
+SECONDS = 10.0  # that a process which SIGTERM kills lives on at most
+_QUIET = 0.5  # seconds without a word after which C code has said all
 _ROOM = 1 << 20  # bytes of stacks; more are cut off, as nobody may wait for a reader
 _NOTHING = b"\0"  # tells the thread to end
 _alive: dict[int, LastWords] = {}
