@@ -130,6 +130,7 @@ class Tape:
         self._strips: dict[int, tuple[Strip, list[Value]]] = {}
         self._seen: dict[int, tuple[Any, int, int, Any, Value, int]] = {}
         self._counts: dict[tuple[str, str], int] = {}
+        self._noted: list[tuple[Value, Value]] = []
         self.eye: Any = None
         if native is not None and library.eye():
             plain = (*library.plain, *library.plain)[:2]
@@ -179,6 +180,12 @@ class Tape:
                 return seen[4]
             flags |= seen[5]
         return self._look(t, flags)
+
+    def noted(self, value: Value, note: str) -> Value:
+        """Return a twin of a value that has a note of its own, and the same row when the step is harvested."""
+        twin = value.with_note(note)
+        self._noted.append((twin, value))
+        return twin
 
     def _look(self, t: Any, flags: int) -> Value:
         number, value = self._reduce(t, flags, t)
@@ -335,6 +342,9 @@ class Tape:
                 crc[base + i] = f"{c:08x}"
             values += owned
             base += len(rows)
+        for twin, value in self._all_noted():
+            if twin.row >= 0:
+                twin.row = value.row
         rows = np.concatenate(partials) if partials else np.zeros((0, len(PARTIALS)))
         has_sums = any(kinds & CHECKSUM for kinds in self._strips)
         reel = Reel(
@@ -353,10 +363,14 @@ class Tape:
             **about,
         )
         self.calls, self.values, self.scalars = [], [], {}
-        self._strips, self._seen, self._counts = {}, {}, {}
+        self._strips, self._seen, self._counts, self._noted = {}, {}, {}, []
         if self.eye is not None:
             self.eye.reset()
         return reel
+
+    def _all_noted(self) -> list[tuple[Value, Value]]:
+        """Return (twin, value), each value before its twins: one row was counted from the beginning of its strip until now."""
+        return [*self._noted, *((self.eye.noted or ()) if self.eye is not None else ())]
 
     def _bring_batches(self) -> list[int]:
         batches, self._batches = self._batches, []

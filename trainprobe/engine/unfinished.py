@@ -16,11 +16,13 @@ def harvest_unfinished(tape: Tape, step: int, place: Place, **about: Any) -> Ree
 
     Values on a device are waited for.
     """
+    noted = tape._noted = tape._all_noted()
     tape.eye = tape._arena = None  # they stay as they are for those who are using them
     calls = list(tape.calls)
     reel = tape.harvest(step, place, complete=False, **about)
     reel.calls = calls
     known = {id(value) for value in reel.values if value.row < len(reel.partials)}
+    known |= {id(twin) for twin, value in noted if id(value) in known}
     for call in calls:
         for _, value in slots(call):
             if id(value) not in known:

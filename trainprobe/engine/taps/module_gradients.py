@@ -130,10 +130,10 @@ class Backward:
             at = f"Module.{call.name}.{call.cls}.backward.{call.call}.{place}.{index}{path and '.' + path}"
         value = tape.tree(gradient, self._flags, at)
         if note is not None and isinstance(value, Value):
-            value = value.with_note(note)
+            value = tape.noted(value, note)
         if side == "out" and i in self._merged and isinstance(value, Value):
             note, others = self._merged[i]
-            value = value.with_note(note)
+            value = tape.noted(value, note)
             for other in others:
                 where[other] = Value(-1, value.dtype, value.shape, requires_grad=False, note=note)
         where[index] = {path: value} if path else value

@@ -37,7 +37,7 @@ struct NodeHook {
 };
 
 static PyTypeObject *backward_type, *hook_type;
-static PyObject *t_module, *t_backward, *t_requires_grad, *t_output_nr, *t_after, *t_before, *t_add, *t_with_note;
+static PyObject *t_module, *t_backward, *t_requires_grad, *t_output_nr, *t_after, *t_before, *t_add;
 
 /* ---- edges of a structure ------------------------------------------------------------------------------------------------- */
 
@@ -239,8 +239,9 @@ static int begin(Backward *b) {
     return b->call->args && b->call->out ? 0 : -1;
 }
 
-static PyObject *with_note(PyObject *value, PyObject *note) { /* takes over value */
-    PyObject *noted = value && Py_TYPE(value) == value_type && note ? PyObject_CallMethodObjArgs(value, t_with_note, note, NULL) : Py_XNewRef(value);
+static PyObject *with_note(Backward *b, PyObject *value, PyObject *note) { /* takes over value */
+    Tape *eye = value && note && Py_TYPE(value) == value_type && b->watch ? b->watch->eye : NULL;
+    PyObject *noted = eye ? tape_noted(eye, value, note) : Py_XNewRef(value);
     Py_XDECREF(value);
     return noted;
 }
@@ -251,10 +252,10 @@ static PyObject *merged_value(Backward *b, PyObject *value, Py_ssize_t i, PyObje
     Py_XDECREF(number);
     if (!about || !value || Py_TYPE(value) != value_type) return value;
     if (!PyArg_ParseTuple(about, "OO!", &note, &PyList_Type, &others)) goto failed;
-    value = with_note(value, note);
+    value = with_note(b, value, note);
     for (Py_ssize_t k = 0; value && k < PyList_Size(others); k++) {
         Py_ssize_t place = PyLong_AsSsize_t(PyList_GetItem(others, k));
-        Value *other = (Value *)with_note(Py_NewRef(value), note);
+        Value *other = (Value *)with_note(b, Py_NewRef(value), note);
         if (!other) goto failed;
         other->row = -1;
         Py_XDECREF(other->requires_grad);
@@ -288,7 +289,7 @@ static int take(Backward *b, int side, Py_ssize_t i, PyObject *gradient, PyObjec
         Py_XDECREF(place);
         if (!at) return -1;
     }
-    PyObject *value = with_note(tape_tree(self->eye, gradient, b->flags, at, 0), note);
+    PyObject *value = with_note(b, tape_tree(self->eye, gradient, b->flags, at, 0), note);
     Py_XDECREF(at);
     if (value && side && b->merged) value = merged_value(b, value, i, where);
     if (value && slot->path) {
@@ -526,7 +527,7 @@ int gradients_fill(PyObject *module) {
         PyObject **at;
         const char *text;
     } names[] = {{&t_module, "module"}, {&t_backward, "backward"}, {&t_requires_grad, "requires_grad"}, {&t_output_nr, "output_nr"},
-                 {&t_after, "register_hook"}, {&t_before, "register_prehook"}, {&t_add, "add"}, {&t_with_note, "with_note"}};
+                 {&t_after, "register_hook"}, {&t_before, "register_prehook"}, {&t_add, "add"}};
     (void)module;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;

@@ -47,6 +47,9 @@ typedef struct Tape Tape;
 /* The tree of Values and scalars of an argument or result; path: where its values are saved, or NULL. A new reference. */
 PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth);
 
+/* A twin of a value with a note of its own, whose row is set with the value's when the step is harvested. A new reference. */
+PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note);
+
 int tape_is_plain(const Tape *self, PyObject *x); /* a tensor that needs no describing */
 
 /* Copies of small values on the host (arena.c). */

@@ -37,6 +37,7 @@ struct Tape {
     PyTypeObject *plain[2];
     PyObject *open_strip, *slow, *special, *rare, *keep, *describe;
     PyObject *arena; /* NULL: each value passes through `keep` */
+    PyObject *noted; /* list of (twin with a note of its own, value), or NULL */
     int reuse, dtypes_known;
     Dtype dtypes[64];
     Slot slots[STRIPS];
@@ -46,7 +47,7 @@ struct Tape {
 };
 
 PyTypeObject *tape_type;
-static PyObject *n_version, *n_data_ptr, *n_shape, *n_dtype, *n_is_cpu, *n_is_neg, *n_is_conj, *n_is_contiguous, *n_stride, *n_requires_grad;
+static PyObject *n_version, *n_data_ptr, *n_shape, *n_dtype, *n_is_cpu, *n_is_neg, *n_is_conj, *n_is_contiguous, *n_stride, *n_requires_grad, *n_with_note;
 
 /* ---- what was seen ------------------------------------------------------------------------------------------------------ */
 
@@ -395,6 +396,14 @@ void tape_touched(Tape *self, PyObject *t) {
     if (seen) seen_forget(seen);
 }
 
+PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note) {
+    PyObject *twin = PyObject_CallMethodObjArgs(value, n_with_note, note, NULL), *pair = twin ? PyTuple_Pack(2, twin, value) : NULL;
+    if (pair && !self->noted) self->noted = PyList_New(0);
+    if (!pair || !self->noted || PyList_Append(self->noted, pair)) Py_CLEAR(twin);
+    Py_XDECREF(pair);
+    return twin;
+}
+
 static PyObject *touched(Tape *self, PyObject *t) {
     tape_touched(self, t);
     return Py_NewRef(Py_None);
@@ -409,6 +418,7 @@ static PyObject *forget_all(Tape *self, PyObject *unused) {
 static PyObject *reset(Tape *self, PyObject *unused) {
     (void)unused;
     seen_clear(self);
+    Py_CLEAR(self->noted);
     for (int i = 0; i < STRIPS; i++) {
         Py_CLEAR(self->slots[i].strip);
         Py_CLEAR(self->slots[i].rows);
@@ -459,6 +469,7 @@ static int tape_traverse(Tape *self, visitproc visit, void *arg) {
     Py_VISIT(self->keep);
     Py_VISIT(self->describe);
     Py_VISIT(self->arena);
+    Py_VISIT(self->noted);
     for (int i = 0; i < STRIPS; i++) {
         Py_VISIT(self->slots[i].strip);
         Py_VISIT(self->slots[i].owned);
@@ -486,7 +497,9 @@ static void tape_free(Tape *self) {
     Py_DECREF(type);
 }
 
-static PyMemberDef tape_members[] = {{"reused", T_PYSSIZET, offsetof(Tape, reused), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+static PyMemberDef tape_members[] = {{"reused", T_PYSSIZET, offsetof(Tape, reused), 0, NULL},
+                                     {"noted", T_OBJECT, offsetof(Tape, noted), READONLY, NULL},
+                                     {NULL, 0, 0, 0, NULL}};
 
 static PyMethodDef tape_methods[] = {
     {"tree", (PyCFunction)(void (*)(void))tree, METH_FASTCALL, "tree(x, flags, path=None, depth=0): see engine.tape.Tape.tree."},
@@ -514,7 +527,7 @@ int tape_fill(PyObject *module) {
         const char *text;
     } names[] = {{&n_version, "_version"}, {&n_data_ptr, "data_ptr"}, {&n_shape, "shape"}, {&n_dtype, "dtype"}, {&n_is_cpu, "is_cpu"},
                  {&n_is_neg, "is_neg"}, {&n_is_conj, "is_conj"}, {&n_is_contiguous, "is_contiguous"}, {&n_stride, "stride"},
-                 {&n_requires_grad, "requires_grad"}};
+                 {&n_requires_grad, "requires_grad"}, {&n_with_note, "with_note"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
     tape_type = (PyTypeObject *)PyType_FromSpec(&tape_spec);
