@@ -318,8 +318,9 @@ class Probe(EngineProbe):
         self.watchers.append(self._remember)
         self.deciders.append(self._dump_after)
         self._position = Position()
-        if hasattr(self.parts, "tell"):
-            self.parts.tell(self._position)
+        tell = getattr(self.parts, "tell", None)  # another framework's parts may not know how
+        if tell is not None:
+            tell(self._position)
 
     def _hold_unfinished(self) -> None:
         reel = self.unfinished()
