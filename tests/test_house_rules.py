@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -215,3 +216,13 @@ def test_no_two_test_modules_have_one_name():
     """Modules outside packages are imported by their bare names: two of one name cannot be collected together."""
     bare = [path.name for path in (ROOT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
     assert sorted(bare) == sorted(set(bare))
+
+
+def test_the_oldest_environment_holds_the_lower_bounds_of_the_package():
+    """A release that pyproject.toml accepts and no test runs with is a claim without proof."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["torch"], *extras["tensorboard"], *extras["xlsx"]]
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements/oldest.txt").read_text().lower(), re.M))
+    for name, bound in (requirement.split(">=") for requirement in wanted):
+        assert re.fullmatch(rf"{re.escape(bound)}(\.0)*", pins[name]), f"{name}: {bound} is accepted, {pins[name]} is run"
