@@ -6,13 +6,13 @@ import ast
 import re
 import subprocess
 import sys
-import tomllib
 import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from trainprobe.engine.plan import Plan
 
