@@ -122,30 +122,6 @@ def test_a_gradient_that_cannot_be_told_apart_is_marked_and_nothing_else_is(tmp_
     }
 
 
-def numbers_of(reel: Reel) -> dict[tuple, list[tuple]]:
-    """Return norm and mean of all that modules and parameters' gradients have, by place."""
-    found: dict[tuple, list[tuple]] = defaultdict(list)
-    for record in reel.records():
-        if record.site.kind in ("module", "parameter") and record.step.phase in ("forward", "backward"):
-            numbers = (record.values.get("norm"), record.values.get("mean"))
-            found[record.site.name, record.site.call, record.site.slot, record.step.phase].append(
-                (*map(str, numbers), record.note)
-            )
-    return found
-
-
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("name", CASES)
-def test_what_else_is_asked_for_changes_no_number(name, native, tmp_path):
-    """Fingerprints of some values, or an audit, put values into several tables; marked ones too stay what they are."""
-    alone = numbers_of(probed(name, tmp_path / "alone", native=native)[0])
-    mixed = probed(name, tmp_path / "mixed", native=native, details=[{"match": "*0*", "summary": "both"}], audit={"every": 1})[
-        0
-    ]
-    among = numbers_of(mixed)
-    assert {place: among.get(place) for place in alone} == alone
-
-
 def parameter_calls(reel: Reel) -> list[Call]:
     return [call for call in reel.calls if call.kind == "parameter" and call.phase == "backward"]
 

@@ -111,6 +111,7 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
         parts.scaling = LossScalingTap(guard, states.scaled, states.unscaled)
         if audit is not None:
             parts.audit_plan, parts.audit = audit, AuditTap(guard, states, lambda: naming.parameter_names, naming.scan)
+            parts.audit.aside = partial(_aside, parts)
     _collect(parts, plan, guard)
     stepping = parts.stepping = OptimizerStepTap(
         guard, partial(_before, parts, "optimizer" in plan.phases), partial(_after, parts), partial(_trial, parts)
@@ -254,6 +255,17 @@ def _after(parts: Parts, optimizer: Any) -> None:
         parts.states.moment("after_step")
     if parts.audit is not None:
         parts.audit.after_update()
+
+
+def _aside(parts: Parts, begins: bool) -> None:
+    """Have all that records rest while the audit runs the model itself."""
+    if parts.ops is not None:
+        parts.ops_were_on = parts.ops.on if begins else parts.ops_were_on
+        parts.ops.switch(parts.ops_were_on and not begins)
+    for tap in (parts.modules, parts.collectives):
+        if tap is not None:
+            (tap.pause if begins else tap.resume)()
+    _trial(parts, begins)
 
 
 def _trial(parts: Parts, begins: bool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -123,7 +124,8 @@ class TorchStrip:
         if rows is None:
             rows = self._devices[t.device] = DeviceRows(t.device)
         row = len(self._placed) if self.native is None else self.native.blank()
-        self._placed.append((row, t.device, rows.add(t, self._flags)))
+        with outside_transforms():
+            self._placed.append((row, t.device, rows.add(t, self._flags)))
         return row
 
     def refusal(self, t: Tensor) -> str:
@@ -183,6 +185,15 @@ def reason_without_statistics(t: Tensor) -> str:
     except (RuntimeError, NotImplementedError):
         freed = True
     return "no data behind it now (freed, or a wrapper without storage)" if freed else ""
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Return a context in which no transform of `torch.func` runs: it would refuse that rows are written within it."""
+    if torch._C._functorch.peek_interpreter_stack() is None:  # pyright: ignore[reportAttributeAccessIssue]
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def _torch_func_wrapper(t: Tensor) -> str:

@@ -70,6 +70,7 @@ class AuditTap:
         self.saves = SavedStates(guard, self._held_now, lambda: self.step(), self._schedules.positions)
         self.saves.pieces = states.pieces
         self._loaded: Mapping[tuple[str, str], Piece] | None = None
+        self.aside: Callable[[bool], None] = lambda begins: None  # told when the audit begins and ends to run the model
         self._states = states
         self._names = names
         self._rescan = rescan
@@ -152,9 +153,11 @@ class AuditTap:
             names = self._names()
             pairs = [(names[id(p)], p) for p in inner.parameters() if id(p) in names and p.requires_grad]
             self._calls.asleep = True
+            self.aside(True)
             try:
                 self.declared.compare(inner, pairs)
             finally:
+                self.aside(False)
                 self._calls.asleep = False
 
     def before_update(self, optimizer: Any) -> None:
@@ -200,8 +203,11 @@ class AuditTap:
             self._begun = self._look_at_buffers(self._tape)
 
     def _look_at_buffers(self, tape: Tape) -> dict[str, Value]:
-        buffers = (pair for model in self._models for pair in list(unwrapped(model))[-1].named_buffers())
-        return {name: tape.value(buffer, STATS | CHECKSUM) for name, buffer in buffers}
+        found: dict[str, Value] = {}
+        for name, buffer in (pair for model in self._models for pair in list(unwrapped(model))[-1].named_buffers()):
+            found[name] = tape.value(buffer, STATS | CHECKSUM)
+            tape.touched(buffer)  # later it is looked at again: a write through `.data` leaves no trace
+        return found
 
     def _backward_begins(self, root: Any) -> None:
         if self._tape is not None and self._states.source is None:

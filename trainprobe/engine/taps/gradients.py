@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 from torch.autograd import _get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
 from torch.autograd.graph import get_gradient_edge
 
@@ -44,7 +45,8 @@ def edge_of(t: Any) -> Edge | None:
         return node, t.output_nr
     if not t.is_leaf:
         return None
-    edge = get_gradient_edge(t)
+    with DisableTorchFunction():  # it makes a view
+        edge = get_gradient_edge(t)
     return edge.node, edge.output_nr
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
 
 from trainprobe.engine.facts import Rerun
 
@@ -87,7 +88,7 @@ class UpdateRerun:
         names, left = self._names(), _ELEMENTS
         stepped = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         start = self._turn % len(stepped) if stepped else 0
-        with torch.no_grad():
+        with torch.no_grad(), DisableTorchFunction():
             for p, group in stepped[start:] + stepped[:start]:
                 rule = rule_of(optimizer, group)
                 if rule is None or p.is_complex() or p.grad.is_sparse or left <= 0:
@@ -104,7 +105,7 @@ class UpdateRerun:
 
     def after(self) -> None:
         """Compare with what the parameters are now: the largest error as a part of the noise floor, and both norms."""
-        with torch.no_grad():
+        with torch.no_grad(), DisableTorchFunction():
             for name, p, was, expected, relative in self._expected:
                 held = _local(p)
                 error, change = (held.double() - expected).abs(), (expected - was).abs()
