@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.distributed.launch import ONE_RANK, free_port
+from tests.distributed.launch import free_port
 from trainprobe.config_check.compare import compare_packs
 from trainprobe.config_check.compare.verdicts import Comparison
 from trainprobe.config_check.pack_reader import read_pack
@@ -35,7 +35,7 @@ def run(*command: str | Path, ranks: int = 1, distributed: bool = False, timeout
         own = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if distributed or ranks > 1 else {}
         processes.append(
             subprocess.Popen(
-                [sys.executable, *map(str, (ONE_RANK, *command) if ranks > 1 else command)],
+                [sys.executable, *map(str, command)],
                 env=environment(**variables, **own),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -33,17 +33,10 @@ from trainprobe.engine.records import Call, Value
 from trainprobe.engine.reel import slots
 
 Outcome = Literal["identical", "rounding", "carried", "suspicious", "bug", "missing", "unknown"]
-OUTCOMES: tuple[Outcome, ...] = ("identical", "rounding", "carried", "suspicious", "bug", "missing", "unknown")
 _CLOSE = 1e-3  # relative: floats that may be the same number, computed twice
 SLACK = 10.0  # times the noise, before a difference is worth a look
-_QUOTIENTS = (
-    "addcdiv",
-    "div",
-    "true_divide",
-    "reciprocal",
-    "rsqrt",
-    "_fused_adam",
-)  # the smallest elements may become the largest
+# what is smallest may become largest in these
+_QUOTIENTS = ("addcdiv", "div", "true_divide", "reciprocal", "rsqrt", "_fused_adam")
 _RESULTS = {"output", "grad_input"}  # first parts of the slots of what a call gives; the others are what it is given
 
 

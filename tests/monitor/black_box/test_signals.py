@@ -21,6 +21,7 @@ TRAIN = """
 import os, sys, signal, time
 import torch, trainprobe
 folder, how, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests under nohup has it ignored
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
