@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.bugs.loops import Batch, Loop, counting
-from benchmarks.bugs.parallel_loops import VOCABULARY, WIDTH, Gathered
+from benchmarks.bugs.parallel_loops import VOCABULARY, WIDTH, Gathered, Staged
 from trainprobe.engine.records import Place
 
 STAGES = 4
@@ -32,7 +32,7 @@ class Chunk(nn.Module):
         return x if self.head is None else self.head(x)
 
 
-class Interleaved(Loop):
+class Interleaved(Staged):
     """Four virtual stages on two ranks, each of which holds two of them; a step is one micro-batch, there and back."""
 
     ranks = 2
@@ -45,14 +45,6 @@ class Interleaved(Loop):
     def open(self) -> None:
         """Hand over the list of chunks."""
         self.probe = self.probe_of(list(self.model), self.optimizer, self.place())
-
-    def place(self) -> Place:
-        """Tell where this rank stands."""
-        return Place(self.rank, self.world, {"pp": (self.rank, self.world)})
-
-    def data_seed(self) -> int:
-        """Both ranks draw the same data: one takes the inputs, the other the targets."""
-        return 100 + 1000 * self.seed
 
     def step(self, step: int) -> None:
         """One update."""

@@ -225,7 +225,27 @@ class Tagger(nn.Module):
         return self.head(self.rnn(self.embedding(tokens))[0])
 
 
-class Recurrent(Loop):
+class Scaled(Loop):
+    """A loop with a GradScaler, which `build` makes: `self.scaler`."""
+
+    scaler: torch.amp.GradScaler
+
+    def backward(self, step: int, loss: Tensor) -> None:
+        """Scale."""
+        self.scaler.scale(loss).backward()
+
+    def clip(self, step: int) -> Tensor | None:
+        """Unscale, then clip."""
+        self.scaler.unscale_(self.optimizer)
+        return super().clip(step)
+
+    def update(self, step: int) -> None:
+        """Step what is finite, and renew the scale."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+class Recurrent(Scaled):
     """A GRU under autocast with a GradScaler, clipped after unscaling."""
 
     def build(self) -> nn.Module:
@@ -244,20 +264,6 @@ class Recurrent(Loop):
     def quiet(self, step: int, micro: int) -> Any:
         """Run in bfloat16 where that is safe."""
         return torch.autocast("cpu", torch.bfloat16)
-
-    def backward(self, step: int, loss: Tensor) -> None:
-        """Scale."""
-        self.scaler.scale(loss).backward()
-
-    def clip(self, step: int) -> Tensor | None:
-        """Unscale, then clip."""
-        self.scaler.unscale_(self.optimizer)
-        return super().clip(step)
-
-    def update(self, step: int) -> None:
-        """Step what is finite, and renew the scale."""
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
 
 
 class Language(nn.Module):

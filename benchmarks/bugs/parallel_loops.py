@@ -188,14 +188,10 @@ class Stage(nn.Module):
         return x @ self.wte.weight.T if self.last else x
 
 
-class Pipeline(Loop):
-    """Two stages and two micro-batches: all forwards, then all backwards, then the tied embedding is summed."""
+class Staged(Loop):
+    """Two ranks that hold different stages of one model."""
 
-    ranks, micro = 2, 2
-
-    def build(self) -> nn.Module:
-        """Both ranks draw the same embedding."""
-        return Stage(self.rank)
+    ranks = 2
 
     def place(self) -> Place:
         """Tell where this rank stands."""
@@ -204,6 +200,16 @@ class Pipeline(Loop):
     def data_seed(self) -> int:
         """Both ranks draw the same data: one takes the inputs, the other the targets."""
         return 100 + 1000 * self.seed
+
+
+class Pipeline(Staged):
+    """Two stages and two micro-batches: all forwards, then all backwards, then the tied embedding is summed."""
+
+    micro = 2
+
+    def build(self) -> nn.Module:
+        """Both ranks draw the same embedding."""
+        return Stage(self.rank)
 
     def step(self, step: int) -> None:
         """One update."""

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.bugs.loops import Batch, Language, Loop, counting
+from benchmarks.bugs.loops import Batch, Language, Loop, Scaled, counting
 
 IGNORED = -100
 
@@ -67,7 +67,7 @@ class TwoHeads(nn.Module):
         return self.kind(hidden), self.point(hidden)
 
 
-class Sixteen(Loop):
+class Sixteen(Scaled):
     """Two losses in float16 under autocast, scaled by a GradScaler, and clipped after unscaling."""
 
     def build(self) -> nn.Module:
@@ -98,20 +98,6 @@ class Sixteen(Loop):
         kind, point = out
         self.losses = functional.cross_entropy(kind.float(), y), 0.1 * functional.mse_loss(point.float(), self.seen)
         return self.losses[0] + self.losses[1]
-
-    def backward(self, step: int, loss: Tensor) -> None:
-        """Scale."""
-        self.scaler.scale(loss).backward()
-
-    def clip(self, step: int) -> Tensor | None:
-        """Unscale, then clip."""
-        self.scaler.unscale_(self.optimizer)
-        return super().clip(step)
-
-    def update(self, step: int) -> None:
-        """Step what is finite, and renew the scale."""
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
 
 
 class SixteenWrapped(Sixteen):

@@ -17,7 +17,7 @@ from trainprobe.errors import CompareError, FormatError
 
 # what an operator is called by tools that wrap it → by torch, whose function mode sees it
 _OPERATORS = {"truediv": "div", "rdiv": "rtruediv", "mod": "remainder", "radd": "add", "rmul": "mul"}
-_PLAIN = frozenset(["add", "sub", "mul", "matmul", "pow", "neg", "abs", "gt", "lt", "ge", "le", "ne"])
+_METHODS = frozenset(["add", "sub", "mul", "div", "remainder", "matmul", "pow", "neg", "abs", "gt", "lt", "ge", "le", "ne"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,8 @@ def pair_calls(a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str
     belongs to that of its forward's partner.
     rename: is given each name of A.
     """
-    partner: dict[int, Call] = {}
     named = {_key(call): call for call in b if call.kind != "op"}
-    partner |= {i: named[key] for i, call in enumerate(a) if call.kind != "op" and (key := _key(call, rename)) in named}
+    partner = {i: named[key] for i, call in enumerate(a) if call.kind != "op" and (key := _key(call, rename)) in named}
     partner |= _pair_ops(a, b, rename)
     whole = all(any(call.name == ROOT for call in side) for side in (a, b))  # other tools leave the model itself out
     place_in_b = {id(call): j for j, call in enumerate(b)}
@@ -128,7 +127,8 @@ def _pair_ops(a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str]
     for i, call in enumerate(a):
         if call.kind == "op" and call.phase == "backward":
             found = backward.get(number.get((call.name, call.call), (call.name, call.call)))
-            partner |= {} if found is None else {i: found}
+            if found is not None:
+                partner[i] = found
     return partner
 
 
@@ -143,11 +143,12 @@ def operator(name: str) -> str:
     owner, _, last = name.rpartition(".")
     if not (last.startswith("__") and last.endswith("__")):
         return name
-    plain = last[2:-2]
-    if plain.startswith("i") and _OPERATORS.get(plain[1:], plain[1:]) in _PLAIN | {"div", "remainder"}:
-        return f"{owner}.{_OPERATORS.get(plain[1:], plain[1:])}_"
-    plain = _OPERATORS.get(plain, plain)
-    return f"{owner}.{plain}" if plain in _PLAIN | {"div", "remainder"} else f"{owner}.__{plain}__"
+    inner = last[2:-2]
+    in_place = _OPERATORS.get(inner[1:], inner[1:]) if inner.startswith("i") else ""
+    if in_place in _METHODS:
+        return f"{owner}.{in_place}_"
+    plain = _OPERATORS.get(inner, inner)
+    return f"{owner}.{plain}" if plain in _METHODS else f"{owner}.__{plain}__"
 
 
 def _aligned(a: Sequence[Hashable], b: Sequence[Hashable]) -> Iterator[tuple[int, int]]:

@@ -12,6 +12,8 @@ replicas.
 
 from __future__ import annotations
 
+from typing import Any
+
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, apart_over_ranks
 from trainprobe.monitor.audit.messages import key_of
@@ -78,16 +80,7 @@ def _finding(evidence: Evidence, reported: float, true: float) -> Finding:
     if own is not None and abs(reported - own) <= _FLOOR * own and len(evidence.peers) > 1:
         hint = f"; it is the norm of what rank {evidence.place.rank} holds: the sum over the ranks is missing"
     text = f"the reported gradient norm {reported:.6g} is {reported / true:.4g} times the true one, {true:.6g}{hint}"
-    return evidence.finding(
-        "gradient_norm",
-        text,
-        "grad_norm",
-        measured=reported,
-        expected=true,
-        floor=_FLOOR * true,
-        kind="scalar",
-        next=_NEXT,
-    )
+    return _told(evidence, text, reported, true, next=_NEXT)
 
 
 def _after_clipping(evidence: Evidence, reported: float, true: float) -> Finding:
@@ -95,17 +88,14 @@ def _after_clipping(evidence: Evidence, reported: float, true: float) -> Finding
         f"the reported gradient norm {reported:.6g} is that after clipping, and was {true:.6g} before it: a norm that is "
         "reported so never exceeds the threshold, and hides every spike"
     )
-    hint = "report what clip_grad_norm_ returns"
+    return _told(evidence, text, reported, true, severity="warning", next="report what clip_grad_norm_ returns")
+
+
+def _told(evidence: Evidence, text: str, measured: float, expected: float, **more: Any) -> Finding:
+    """Return a finding of two norms that are further apart than the noise floor."""
+    floor = _FLOOR * expected
     return evidence.finding(
-        "gradient_norm",
-        text,
-        "grad_norm",
-        measured=reported,
-        expected=true,
-        floor=_FLOOR * true,
-        kind="scalar",
-        severity="warning",
-        next=hint,
+        "gradient_norm", text, "grad_norm", measured=measured, expected=expected, floor=floor, kind="scalar", **more
     )
 
 
@@ -124,18 +114,7 @@ def _by_itself(evidence: Evidence, reported: float, true: float) -> list[Finding
         f"not {was:.6g}, as at step {before.step}: "
         f"the reported norm is {max(true, was) / min(true, was):.4g} times {'the true one' if true < was else 'too small'}"
     )
-    return [
-        evidence.finding(
-            "gradient_norm",
-            text,
-            "grad_norm",
-            measured=true,
-            expected=was,
-            floor=_FLOOR * was,
-            kind="scalar",
-            next=_NEXT,
-        )
-    ]
+    return [_told(evidence, text, true, was, next=_NEXT)]
 
 
 def _over_ranks(evidence: Evidence) -> list[Finding]:

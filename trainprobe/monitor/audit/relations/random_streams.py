@@ -9,6 +9,8 @@ masks of replicated activations differ; over dp by a resume that gives every ran
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 
@@ -23,16 +25,12 @@ def check(evidence: Evidence) -> list[Finding]:
 
 
 def _together(evidence: Evidence) -> list[Finding]:
-    axes = frozenset({"dp"})
-    group = along(evidence, axes)
-    if len(group) < 2 or evidence.before is None or not any(peer.marks["drawn"] for peer in group):
-        return []
-    earlier = {peer.rank: peer.marks["random"] for peer in evidence.before.peers}
-    if len({earlier.get(peer.rank) for peer in group}) < len(group) or len({peer.marks["random"] for peer in group}) > 1:
+    states = _states(evidence, "dp")
+    if states is None or states.before < states.ranks or states.now > 1:
         return []
     text = (
-        f"all ranks of the {group_words(evidence, axes, group)} have one random state, which differed at step "
-        f"{evidence.before.step}: their dropout masks are the same from now on"
+        f"all ranks of the {states.group} have one random state, which differed at step {states.step}: their dropout masks "
+        "are the same from now on"
     )
     hint = "save and load the random state of each rank by itself"
     return [
@@ -50,14 +48,31 @@ def _together(evidence: Evidence) -> list[Finding]:
 
 
 def _apart(evidence: Evidence) -> list[Finding]:
-    axes = frozenset({"tp"})
-    group = along(evidence, axes)
-    if len(group) < 2 or evidence.before is None or not any(peer.marks["drawn"] for peer in group):
+    states = _states(evidence, "tp")
+    if states is None or states.before > 1 or states.now == 1:
         return []
-    earlier = {peer.rank: peer.marks["random"] for peer in evidence.before.peers}
-    if len({earlier.get(peer.rank) for peer in group}) > 1 or len({peer.marks["random"] for peer in group}) == 1:
-        return []
-    text = f"random states came apart in the {group_words(evidence, axes, group)} since step {evidence.before.step}"
+    text = f"random states came apart in the {states.group} since step {states.step}"
     return [
         evidence.finding("random_streams", text, "random state", "value", measured="different", expected="equal", kind="scalar")
     ]
+
+
+class _States(NamedTuple):
+    """How many different random states a group of ranks has now, and had at the audited step before, `step`."""
+
+    group: str
+    ranks: int
+    step: int
+    before: int
+    now: int
+
+
+def _states(evidence: Evidence, axis: str) -> _States | None:
+    """Count the random states over an axis; None where no rank is compared, nothing is drawn, or no step was audited before."""
+    axes = frozenset({axis})
+    group = along(evidence, axes)
+    if len(group) < 2 or evidence.before is None or not any(peer.marks["drawn"] for peer in group):
+        return None
+    earlier = {peer.rank: peer.marks["random"] for peer in evidence.before.peers}
+    before, now = {earlier.get(peer.rank) for peer in group}, {peer.marks["random"] for peer in group}
+    return _States(group_words(evidence, axes, group), len(group), evidence.before.step, len(before), len(now))
