@@ -5,6 +5,7 @@ python -m benchmarks.bugs --held-out
 python -m benchmarks.bugs --unseen
 python -m benchmarks.bugs --unseen-again
 python -m benchmarks.bugs --unseen-third
+python -m benchmarks.bugs --unseen-fourth
 python -m benchmarks.bugs --only "2 norm not reduced" --why
 """
 
@@ -19,6 +20,7 @@ from benchmarks.bugs.published import PUBLISHED, Bug
 from benchmarks.bugs.two_ranks import launch
 from benchmarks.bugs.unseen import UNSEEN
 from benchmarks.bugs.unseen_again import UNSEEN_AGAIN
+from benchmarks.bugs.unseen_fourth import UNSEEN_FOURTH
 from benchmarks.bugs.unseen_third import UNSEEN_THIRD
 from trainprobe.engine.records import Finding, Site
 
@@ -61,11 +63,18 @@ def main(
     unseen: Annotated[bool, typer.Option(help="bugs in loops of many styles, which declare nothing")] = False,
     unseen_again: Annotated[bool, typer.Option(help="a second set of those")] = False,
     unseen_third: Annotated[bool, typer.Option(help="a third set, in loops of further styles")] = False,
+    unseen_fourth: Annotated[bool, typer.Option(help="a fourth set, with models of further kinds")] = False,
     only: Annotated[list[str] | None, typer.Option(help="names of bugs, as they are printed")] = None,
     why: Annotated[bool, typer.Option(help="print every finding too")] = False,
 ) -> None:
     """Print one line a bug; the exit code is 1 when the bar is missed."""
-    sets = {HELD_OUT: held_out, UNSEEN: unseen, UNSEEN_AGAIN: unseen_again, UNSEEN_THIRD: unseen_third}
+    sets = {
+        HELD_OUT: held_out,
+        UNSEEN: unseen,
+        UNSEEN_AGAIN: unseen_again,
+        UNSEEN_THIRD: unseen_third,
+        UNSEEN_FOURTH: unseen_fourth,
+    }
     chosen = next((bugs for bugs, asked in sets.items() if asked), PUBLISHED)
     bugs = [bug for bug in chosen if not only or bug.name in only]
     ranks = launch(bugs)

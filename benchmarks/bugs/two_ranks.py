@@ -22,12 +22,13 @@ from benchmarks.bugs.held_out import HELD_OUT
 from benchmarks.bugs.published import PUBLISHED, Bug
 from benchmarks.bugs.unseen import UNSEEN
 from benchmarks.bugs.unseen_again import UNSEEN_AGAIN
+from benchmarks.bugs.unseen_fourth import UNSEEN_FOURTH
 from benchmarks.bugs.unseen_third import UNSEEN_THIRD
 from tests.distributed.launch import free_port
 from tests.distributed.one_rank import settle
 from trainprobe.watching import Probe
 
-ALL = {bug.name: bug for bug in (*PUBLISHED, *HELD_OUT, *UNSEEN, *UNSEEN_AGAIN, *UNSEEN_THIRD)}
+ALL = {bug.name: bug for bug in (*PUBLISHED, *HELD_OUT, *UNSEEN, *UNSEEN_AGAIN, *UNSEEN_THIRD, *UNSEEN_FOURTH)}
 RANKS = 2
 PLAN: dict[str, Any] = {"level": "off", "audit": {"every": 1}, "sinks": []}
 
