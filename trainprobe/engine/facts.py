@@ -64,7 +64,8 @@ class Schedule:
     """A learning-rate scheduler since the last update of its optimizer.
 
     advances: how often it was stepped. rates: what it declares for its present position, a number a group, or empty where
-    that is not a function of the position alone. actual: what the optimizer used.
+    that is not a function of the position alone. actual: what the optimizer used. between: how often it was stepped between
+    that update and the one that was looked at before.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class Schedule:
     position: int
     rates: tuple[float, ...]
     actual: tuple[float, ...]
+    between: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""Learning-rate schedulers, learned from their own `step`: how often each was stepped, and the rate that it declares."""
+"""Learning-rate schedulers, learned from their own `step`: how often each was stepped, and the rate that it declares.
+
+What a scheduler that drives others (one after the other, or several at once) steps within its own step is not counted, and the
+rates of those that it drives are not theirs alone to declare.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from trainprobe.engine.facts import Schedule
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.taps.replaced import Replaced
 
+_DRIVERS = (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)
+
 
 class ScheduleWatch:
     """Counts the steps of every scheduler of this process between `start` and `stop`; costs nothing where none is stepped."""
@@ -19,34 +25,42 @@ class ScheduleWatch:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._taken: dict[int, tuple[int, tuple[float, ...], tuple[float, ...]]] = {}
-        self._replaced: Replaced | None = None
+        self._taken: dict[int, tuple[int, int, tuple[float, ...], tuple[float, ...]]] = {}
+        self._since: dict[int, int] = {}  # how often each was stepped since the last update that was looked at
+        self._driven = 0  # how many steps of drivers are running
+        self._replaced: list[Replaced] = []
 
     def start(self) -> None:
         """Begin to count."""
-        if self._replaced is not None:
-            return
-        original = LRScheduler.step
-        guard, known = self._guard, self._known
+        if not self._replaced:
+            self._replaced = [Replaced(kind, "step", self._counted(kind)) for kind in (LRScheduler, *_DRIVERS)]
 
-        def count(scheduler: Any) -> None:
-            if getattr(scheduler, "_step_count", 1) == 0 or getattr(scheduler, "_is_initial", False):
-                return  # the call that every scheduler makes when it is made
-            reference, advances = known.get(id(scheduler), (weakref.ref(scheduler), 0))
-            known[id(scheduler)] = (reference, advances + 1)
+    def _counted(self, kind: Any) -> Any:
+        original, drives = kind.step, int(kind in _DRIVERS)
 
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if not step.ended:  # type: ignore[attr-defined]
-                guard.run(count, scheduler)
-            return original(scheduler, *args, **kwargs)
+            if not step.ended and not self._driven:  # type: ignore[attr-defined]
+                self._guard.run(self._count, scheduler)
+            self._driven += drives
+            try:
+                return original(scheduler, *args, **kwargs)
+            finally:
+                self._driven -= drives
 
-        self._replaced = Replaced(LRScheduler, "step", step)
+        return step
+
+    def _count(self, scheduler: Any) -> None:
+        if getattr(scheduler, "_step_count", 1) == 0 or getattr(scheduler, "_is_initial", False):
+            return  # the call that every scheduler makes when it is made
+        reference, advances = self._known.get(id(scheduler), (weakref.ref(scheduler), 0))
+        self._known[id(scheduler)] = (reference, advances + 1)
+        self._since[id(scheduler)] = self._since.get(id(scheduler), 0) + 1
 
     def stop(self) -> None:
-        """Put the original back."""
-        if self._replaced is not None:
-            self._replaced.back()
-            self._replaced = None
+        """Put the originals back."""
+        for replaced in self._replaced:
+            replaced.back()
+        self._replaced = []
 
     def at_update(self, optimizer: Any) -> None:
         """Take down where the schedulers of an optimizer stand, what they declare, and what the optimizer is about to use."""
@@ -54,7 +68,7 @@ class ScheduleWatch:
         mine = [s for s in self._alive() if s.optimizer is optimizer]
         for scheduler in mine:
             rates = _declared(scheduler) if len(mine) == 1 else ()
-            self._taken[id(scheduler)] = (int(scheduler.last_epoch), rates, used)
+            self._taken[id(scheduler)] = (_position(scheduler), self._since.pop(id(scheduler), 0), rates, used)
 
     def take(self) -> tuple[Schedule, ...]:
         """Return what was counted and taken down since the last call."""
@@ -62,8 +76,8 @@ class ScheduleWatch:
         for scheduler in self._alive():
             reference, advances = self._known[id(scheduler)]
             self._known[id(scheduler)] = (reference, 0)
-            position, rates, used = self._taken.get(id(scheduler), (int(scheduler.last_epoch), (), ()))
-            out.append(Schedule(type(scheduler).__name__, advances, position, rates, used))
+            position, between, rates, used = self._taken.get(id(scheduler), (_position(scheduler), 0, (), ()))
+            out.append(Schedule(type(scheduler).__name__, advances, position, rates, used, between))
         self._taken.clear()
         return tuple(out)
 
@@ -72,13 +86,20 @@ class ScheduleWatch:
         out: dict[str, int] = {}
         for scheduler in self._alive():
             kind = type(scheduler).__name__
-            out[kind] = max(int(scheduler.last_epoch), out.get(kind, 0))
+            out[kind] = max(_position(scheduler), out.get(kind, 0))
         return out
 
     def _alive(self) -> list[Any]:
         for key in [key for key, (reference, _) in self._known.items() if reference() is None]:
             del self._known[key]
+            self._since.pop(key, None)
         return [reference() for reference, _ in self._known.values()]
+
+
+def _position(scheduler: Any) -> int:
+    """Return where a scheduler stands; of one that drives several at once, where the first of them does."""
+    position = getattr(scheduler, "last_epoch", None)
+    return int(scheduler._schedulers[0].last_epoch if position is None else position)
 
 
 def _declared(scheduler: Any) -> tuple[float, ...]:

@@ -1,10 +1,11 @@
 """The learning rate is the one that is reported, and follows the declared schedule.
 
-Relation: a torch scheduler advances at most once for each update of its optimizer; the rate in use is the one that the
+Relation: a torch scheduler advances at most once for each update of its optimizer, and at most once between one update and the
+next; the rate in use is the one that the
 scheduler (where its rate is a function of its position) or the plan's `schedule` declares for this step; the reported rate is
 the rate in use. Floor: 1e-5 of the rate, 1e-12 absolute.
-Usually caused by a scheduler that is stepped once a rank or once a micro-batch (accelerate issue 2926), by a rate that is set
-elsewhere too, or by a report of the rate of the next step.
+Usually caused by a scheduler that is stepped once a rank or once a micro-batch (accelerate issue 2926), or before the optimizer
+where it was behind it, by a rate that is set elsewhere too, or by a report of the rate of the next step.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ def check(evidence: Evidence) -> list[Finding]:
                 f"update{'s' if passed > 1 else ''} and stands at {schedule.position}"
             )
             found.append(_finding(evidence, text, float(schedule.advances), float(passed)))
+        elif evidence.before is not None and evidence.before.facts.updates and schedule.between > passed:
+            text = (
+                f"{schedule.kind} advanced {schedule.between} times between the updates of steps {evidence.before.step} and "
+                f"{evidence.step}: it is stepped before the optimizer now, so that a rate of the schedule is never used"
+            )
+            found.append(_finding(evidence, text, float(schedule.between), float(passed)))
         for declared, used in zip(schedule.rates, schedule.actual, strict=False):
             if _apart(used, declared, max(schedule.rates)):
                 text = (
