@@ -15,6 +15,7 @@ NATIVE = Path("trainprobe/engine/arrays/native")
 KERNEL = ("module.c", "rows.c", "kernels.c", "crc32.c", "pool.c")
 TAPE = (
     "objects.c",
+    "geometry.c",
     "tape.c",
     "stacks.c",
     "ops.c",
@@ -23,7 +24,9 @@ TAPE = (
     "module_gradients.c",
     "arena.c",
     "text.c",
+    "folder.c",
     "parts.c",
+    "registering.c",
 )
 FLAGS = [] if sys.platform == "win32" else ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.engine.sinks.reels import plan_for, small_reel
+from trainprobe.engine.dumps import layout
 from trainprobe.engine.records import Place
 from trainprobe.engine.sinks import dump
 from trainprobe.errors import OutputError
@@ -185,6 +186,40 @@ def test_what_a_killed_run_left_hidden_is_cleared_away(tmp_path):
     (tmp_path / "step3/.rank0.partial").mkdir(parents=True)
     write(tmp_path)
     assert not (tmp_path / "step3").exists()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_compiled_parts_write_the_same_folder(compiled, tmp_path, monkeypatch):
+    if compiled and layout.native is None:
+        pytest.skip("the compiled parts are not built")
+    if not compiled:
+        monkeypatch.setattr(layout, "native", None)
+    folder = layout.RankFolder(tmp_path, 7, 3)
+    (tmp_path / "step7/.rank3.partial").mkdir(parents=True)  # left over by a run that was killed
+    (tmp_path / "step7/.rank3.partial/old.json").write_text("old")
+    files = [("dump.json", b"{}"), ("stäck.json", b"x" * 100_000), ("empty.json", b"")]
+    folder.complete(files, replace=False)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "step7/rank3").iterdir()} == dict(files)
+    with pytest.raises(OutputError, match="left as it is"):
+        layout.RankFolder(tmp_path, 7, 3).complete([("dump.json", b"new")], replace=False)
+    assert (tmp_path / "step7/rank3/dump.json").read_bytes() == b"{}"
+    layout.RankFolder(tmp_path, 7, 3).complete([("dump.json", b"new")], replace=True)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "step7/rank3").iterdir()} == {"dump.json": b"new"}
+    assert [p.name for p in (tmp_path / "step7").iterdir()] == ["rank3"]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_file_that_cannot_be_written_is_named(compiled, tmp_path, monkeypatch):
+    if compiled and layout.native is None:
+        pytest.skip("the compiled parts are not built")
+    if not compiled:
+        monkeypatch.setattr(layout, "native", None)
+    folder = layout.RankFolder(tmp_path, 1, 0)
+    with pytest.raises(OSError, match=r"step1/\.rank0\.partial/no/dump\.json") as fault:
+        folder.complete([("no/dump.json", b"{}")], replace=False)
+    assert isinstance(fault.value, FileNotFoundError)
+    folder.discard()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_steps_one_after_the_other_are_written_as_each_alone(tmp_path):

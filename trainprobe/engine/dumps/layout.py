@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainprobe.compiled import native
 from trainprobe.errors import OutputError
 
 DUMP_FILE, DEBUG_FILE, STACK_FILE, CONSTRUCT_FILE = "dump.json", "debug.json", "stack.json", "construct.json"
@@ -19,34 +20,47 @@ _RANK = re.compile(r"rank(\d+)")
 
 
 class RankFolder:
-    """The folder of one rank and step while it is being written, hidden beside its final place until `publish`.
+    """The folder of one rank and step while it is being written, hidden beside its final place until `complete`.
 
     Each file in it has the ending `.partial` until it is whole, so that what a killed run leaves behind is told by its name.
     Names are text here and not `Path`, which would take as long as the system calls.
     """
 
     def __init__(self, root: Path, step: int, rank: int) -> None:
-        folder = f"{root}{os.sep}step{step}"
-        self._final, self._hidden = f"{folder}{os.sep}rank{rank}", f"{folder}{os.sep}.rank{rank}.partial"
-        os.makedirs(folder, exist_ok=True)  # noqa: PTH103
-        try:
-            os.mkdir(self._hidden)  # noqa: PTH102
-        except FileExistsError:  # left over from a run that was killed
-            shutil.rmtree(self._hidden)
-            os.mkdir(self._hidden)  # noqa: PTH102
+        self._step = f"{root}{os.sep}step{step}"
+        self._final, self._hidden = f"{self._step}{os.sep}rank{rank}", f"{self._step}{os.sep}.rank{rank}.partial"
+        self._made = False
 
     @property
     def final(self) -> Path:
         """Return where the folder will be."""
         return Path(self._final)
 
-    @property
-    def hidden(self) -> Path:
-        """Return where the folder is until then."""
+    def make(self) -> Path:
+        """Return where the folder is until then; it is made if it is not there yet."""
+        if not self._made:
+            os.makedirs(self._step, exist_ok=True)  # noqa: PTH103
+            try:
+                os.mkdir(self._hidden)  # noqa: PTH102
+            except FileExistsError:  # left over from a run that was killed
+                shutil.rmtree(self._hidden)
+                os.mkdir(self._hidden)  # noqa: PTH102
+            self._made = True
         return Path(self._hidden)
 
-    def write(self, name: str, text: bytes) -> None:
-        """Write a file of the folder."""
+    def complete(self, files: list[tuple[str, bytes]], replace: bool) -> None:
+        """Write these files, (name, text), and move the folder to its place.
+
+        Raises OutputError when something is there and is not to be replaced, OSError where the disk refuses.
+        """
+        if native is not None and not self._made and native.write_folder(self._step, self._hidden, self._final, files):
+            return
+        self.make()
+        for name, text in files:
+            self._write(name, text)
+        self._publish(replace)
+
+    def _write(self, name: str, text: bytes) -> None:
         path = f"{self._hidden}{os.sep}{name}"
         partial = f"{path}{PARTIAL}"
         file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
@@ -58,8 +72,7 @@ class RankFolder:
             os.close(file)
         os.rename(partial, path)  # noqa: PTH104
 
-    def publish(self, replace: bool) -> None:
-        """Move the folder to its place. Raises OutputError when something is there and is not to be replaced."""
+    def _publish(self, replace: bool) -> None:
         if os.path.lexists(self._final):
             if not replace:
                 self.discard()
@@ -69,7 +82,7 @@ class RankFolder:
 
     def discard(self) -> None:
         """Remove what was written so far."""
-        remove(self.hidden)
+        remove(Path(self._hidden))
 
 
 def partial_name(path: Path) -> Path:

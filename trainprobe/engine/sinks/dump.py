@@ -89,7 +89,7 @@ class DumpSink:
         self._begin(step)
         assert self._folder is not None
         if self._files is None:
-            self._files = open_tensor_files(self._folder.hidden, self._plan.tensor_format)
+            self._files = open_tensor_files(self._folder.make(), self._plan.tensor_format)
         return self._files
 
     def _over_budget(self, step: int, saved: SavedTensor) -> None:
@@ -130,13 +130,12 @@ class DumpSink:
         main = DEBUG_FILE if reel.level == "debug" else DUMP_FILE
         entries, names, calls = text.document()
         beside = self._beside(reel, names, calls)
-        folder.write(main, b"".join(_document(reel, entries, beside.header, data_folder)))
+        files = [(main, b"".join(_document(reel, entries, beside.header, data_folder)))]
+        if reel.level != "debug":
+            files += [(STACK_FILE, beside.stacks), (CONSTRUCT_FILE, beside.construct)]
         if isinstance(self._files, SeparateFiles):
             self._files.place(text.links)
-        if reel.level != "debug":
-            folder.write(STACK_FILE, beside.stacks)
-            folder.write(CONSTRUCT_FILE, beside.construct)
-        folder.publish(self._plan.on_existing == "replace")
+        folder.complete(files, self._plan.on_existing == "replace")
         self._folder = self._files = self._step = None
         self._stored.clear()
 

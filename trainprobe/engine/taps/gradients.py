@@ -119,6 +119,8 @@ class Contribution:
         if gradient is not None:
             if self._sum is None:
                 self._sum = gradient
+            elif not torch.is_grad_enabled():
+                self._sum = self._sum + gradient
             else:
                 with torch.no_grad():
                     self._sum = self._sum + gradient

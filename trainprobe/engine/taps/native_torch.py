@@ -12,5 +12,12 @@ from trainprobe.engine.taps.gradients import sequence_number
 
 def learned(native: Any) -> Any:
     """Return the compiled parts once they know what to ask."""
-    native.learn_torch(_current_graph_task_id, sequence_number, torch.Tensor, _len_torch_function_stack, DisableTorchFunction)
+    native.learn_torch(
+        _current_graph_task_id,
+        sequence_number,
+        torch.Tensor,
+        _len_torch_function_stack,
+        DisableTorchFunction,
+        getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),  # since torch 2.10
+    )
     return native

@@ -36,6 +36,7 @@ from trainprobe.engine.taps.module_gradients import (
     places,
 )
 from trainprobe.engine.taps.native_torch import learned
+from trainprobe.engine.taps.node_hooks import Hold
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.wanted import ModulesWanted
 
@@ -92,6 +93,7 @@ class ModuleTap:
         self._gradients = GradientWatch(guard)
         self._thread = 0
         self._original: Replaced | None = None
+        self._registrar = Hold()
         self._accumulators: list[tuple[Any, Any]] = []
         self._gradient_calls: dict[tuple[str, int], Call] = {}
         self._arrived: dict[int, int] = {}  # id of parameter → gradients that arrived this step
@@ -175,6 +177,8 @@ class ModuleTap:
         if self._watch is not None and tape.eye is not None:
             self._watch.begin(tape, tape.eye, tape.calls, self._arrived)
         self.install()
+        if self.wanted.backward:
+            self._registrar.take()
         if self.wanted.backward and PARAMETER_GRADIENTS in self.wanted.data:
             self._watch_parameters()
 
@@ -213,6 +217,7 @@ class ModuleTap:
         """
         if not again:
             self.uninstall()
+            self._registrar.give_back()
         if self._watch is not None:
             self._watch.end()
         self._gradients.end()

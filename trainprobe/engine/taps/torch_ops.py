@@ -24,6 +24,7 @@ from trainprobe.engine.taps.compiled_regions import forget, keep_apart
 from trainprobe.engine.taps.function_modes import is_on, put_on, take_off
 from trainprobe.engine.taps.gradients import node_of, sequence_number
 from trainprobe.engine.taps.native_torch import learned
+from trainprobe.engine.taps.node_hooks import Hold
 from trainprobe.engine.taps.repeated_ops import RepeatedOps
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.taps.torch_modules import ModuleTap
@@ -55,6 +56,7 @@ class OpTap:
         self._mode: _Mode | None = None
         self._on = False
         self._engine: Replaced | None = None
+        self._registrar = Hold()
         self._repeated = RepeatedOps()
         self._hooks: list[_OpBackward] = []
         self._parent: str | None = None
@@ -118,6 +120,7 @@ class OpTap:
         autograd: Any = torch.autograd
         self._engine = Replaced(autograd, "_engine_run_backward", self._with_mode(autograd._engine_run_backward))
         keep_apart(self)
+        self._registrar.take()
         self.switch(True)
 
     def switch(self, on: bool) -> None:
@@ -170,6 +173,8 @@ class OpTap:
         self._tape = None
         self._repeated.end()
         forget(self)
+        if not again:
+            self._registrar.give_back()
         if self._engine is not None:
             self._engine.back()
             self._engine = None

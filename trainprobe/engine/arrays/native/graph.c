@@ -8,9 +8,16 @@ typedef struct {
 } Consumer;
 
 typedef struct {
+    PyObject **items; /* held */
+    Py_ssize_t n, room;
+} Nodes;
+
+typedef struct {
     PyObject_HEAD
-    PyObject *visited; /* set of nodes, held so that their addresses are not reused */
-    PyObject *outside; /* list of nodes below the floor */
+    PyObject **visited; /* table of nodes, held so that their addresses are not reused; n_visited of places, a power of two */
+    Py_ssize_t n_visited, places;
+    Nodes outside; /* below the floor */
+    Nodes walk;    /* to be looked at; empty between visits */
     Consumer *consumers;
     Py_ssize_t n, room, *heads, *next, n_heads; /* chains of consumers by the node they lead to */
 } Graph;
@@ -18,8 +25,46 @@ typedef struct {
 static PyTypeObject *graph_type;
 static PyObject *t_next;
 
-static size_t chain_of(const Graph *self, const void *to) {
-    return (size_t)(((uint64_t)(uintptr_t)to >> 4) * 0x9E3779B97F4A7C15u >> 20) & (size_t)(self->n_heads - 1);
+static size_t mixed(const void *address) { return (size_t)(((uint64_t)(uintptr_t)address >> 4) * 0x9E3779B97F4A7C15u >> 20); }
+
+static size_t chain_of(const Graph *self, const void *to) { return mixed(to) & (size_t)(self->n_heads - 1); }
+
+static int nodes_add(Nodes *nodes, PyObject *node) {
+    if (nodes->n == nodes->room) {
+        Py_ssize_t room = nodes->room ? nodes->room * 2 : 128;
+        PyObject **items = PyMem_Realloc(nodes->items, (size_t)room * sizeof *items);
+        if (!items) return PyErr_NoMemory(), -1;
+        nodes->items = items, nodes->room = room;
+    }
+    nodes->items[nodes->n++] = Py_NewRef(node);
+    return 0;
+}
+
+static void nodes_drop(Nodes *nodes) {
+    while (nodes->n) Py_DECREF(nodes->items[--nodes->n]);
+}
+
+static PyObject **visited_place(PyObject **table, Py_ssize_t places, PyObject *node) {
+    size_t at = mixed(node) & (size_t)(places - 1);
+    while (table[at] && table[at] != node) at = (at + 1) & (size_t)(places - 1);
+    return &table[at];
+}
+
+static int was_visited(const Graph *self, PyObject *node) { return self->places && *visited_place(self->visited, self->places, node); }
+
+static int visited_add(Graph *self, PyObject *node) {
+    if (self->n_visited * 2 >= self->places) {
+        Py_ssize_t places = self->places ? self->places * 2 : 512;
+        PyObject **table = PyMem_Calloc((size_t)places, sizeof *table);
+        if (!table) return PyErr_NoMemory(), -1;
+        for (Py_ssize_t i = 0; i < self->places; i++)
+            if (self->visited[i]) *visited_place(table, places, self->visited[i]) = self->visited[i];
+        PyMem_Free(self->visited);
+        self->visited = table, self->places = places;
+    }
+    *visited_place(self->visited, self->places, node) = Py_NewRef(node);
+    self->n_visited++;
+    return 0;
 }
 
 static int consumers_grow(Graph *self) {
@@ -51,53 +96,53 @@ static int consume(Graph *self, PyObject *node, Py_ssize_t input, long long numb
     return 0;
 }
 
-static int visit_node(Graph *self, PyObject *node, long long number, PyObject *walk) {
+static int visit_node(Graph *self, PyObject *node, long long number) {
+    if (visited_add(self, node)) return -1;
+    if (number == INT64_MAX) return 0; /* the accumulator of a leaf leads nowhere */
     PyObject *edges = PyObject_GetAttr(node, t_next);
     if (!edges) return -1;
-    int failed = PySet_Add(self->visited, node);
+    int failed = 0;
     Py_ssize_t n = PyTuple_Size(edges);
     for (Py_ssize_t i = 0; !failed && i < n; i++) {
         PyObject *edge = PyTuple_GetItem(edges, i), *parent = PyTuple_GetItem(edge, 0);
         if (parent == Py_None) continue;
-        failed = consume(self, node, i, number, parent, PyLong_AsSsize_t(PyTuple_GetItem(edge, 1))) || PyList_Append(walk, parent);
+        failed = consume(self, node, i, number, parent, PyLong_AsSsize_t(PyTuple_GetItem(edge, 1))) ||
+                 (!was_visited(self, parent) && nodes_add(&self->walk, parent));
     }
     Py_DECREF(edges);
     return failed;
 }
 
-int graph_visit(PyObject *graph, PyObject *roots, long long floor) {
+int graph_visit(PyObject *graph, PyObject *const *roots, Py_ssize_t n, long long floor) {
     Graph *self = (Graph *)graph;
-    PyObject *walk = PySequence_Concat(roots, self->outside), *outside = PyList_New(0);
-    int failed = !walk || !outside;
-    while (!failed) {
-        Py_ssize_t last = PyList_Size(walk) - 1;
-        if (last < 0) break;
-        PyObject *node = Py_NewRef(PyList_GetItem(walk, last));
-        failed = PyList_SetSlice(walk, last, last + 1, NULL);
-        int known = failed ? 1 : PySet_Contains(self->visited, node);
-        if (known == 0) {
+    int failed = 0;
+    for (Py_ssize_t i = 0; !failed && i < n; i++) failed = nodes_add(&self->walk, roots[i]);
+    for (Py_ssize_t i = 0; !failed && i < self->outside.n; i++) failed = nodes_add(&self->walk, self->outside.items[i]);
+    nodes_drop(&self->outside);
+    while (!failed && self->walk.n) {
+        PyObject *node = self->walk.items[--self->walk.n]; /* taken over */
+        if (!was_visited(self, node)) {
             long long number = sequence_of(node);
-            if (PyErr_Occurred()) failed = 1;
-            else failed = number < floor ? PyList_Append(outside, node) : visit_node(self, node, number, walk);
+            if (PyErr_Occurred()) failed = -1;
+            else failed = number < floor ? nodes_add(&self->outside, node) : visit_node(self, node, number);
         }
-        failed = failed || known < 0;
         Py_DECREF(node);
     }
-    Py_XDECREF(walk);
-    if (failed) {
-        Py_XDECREF(outside);
-        return -1;
-    }
-    Py_DECREF(self->outside);
-    self->outside = outside;
-    return 0;
+    nodes_drop(&self->walk);
+    return failed;
 }
 
 static PyObject *visit(Graph *self, PyObject *args) {
     PyObject *roots;
     long long floor;
     if (!PyArg_ParseTuple(args, "O!L", &PyList_Type, &roots, &floor)) return NULL;
-    return graph_visit((PyObject *)self, roots, floor) ? NULL : Py_NewRef(Py_None);
+    Nodes held = {0};
+    int failed = 0;
+    for (Py_ssize_t i = 0; !failed && i < PyList_Size(roots); i++) failed = nodes_add(&held, PyList_GetItem(roots, i));
+    failed = failed || graph_visit((PyObject *)self, held.items, held.n, floor);
+    nodes_drop(&held);
+    PyMem_Free(held.items);
+    return failed ? NULL : Py_NewRef(Py_None);
 }
 
 PyObject *graph_consumers(PyObject *graph, PyObject *to, Py_ssize_t slot, long long floor) {
@@ -124,38 +169,35 @@ static PyObject *consumers(Graph *self, PyObject *args) {
     return PyArg_ParseTuple(args, "(On)L", &to, &slot, &floor) ? graph_consumers((PyObject *)self, to, slot, floor) : NULL;
 }
 
+void graph_forget(PyObject *graph) {
+    Graph *self = (Graph *)graph;
+    PyObject **visited = self->visited;
+    Py_ssize_t places = self->places;
+    self->visited = NULL, self->places = self->n_visited = self->n = 0; /* letting go may run other code */
+    for (Py_ssize_t i = 0; i < self->n_heads; i++) self->heads[i] = -1;
+    for (Py_ssize_t i = 0; i < places; i++) Py_XDECREF(visited[i]);
+    PyMem_Free(visited);
+    nodes_drop(&self->outside);
+}
+
 static PyObject *clear(Graph *self, PyObject *unused) {
     (void)unused;
-    PyObject *visited = self->visited, *outside = self->outside;
-    self->n = 0;
-    for (Py_ssize_t i = 0; i < self->n_heads; i++) self->heads[i] = -1;
-    self->visited = PySet_New(NULL), self->outside = PyList_New(0);
-    Py_XDECREF(visited);
-    Py_XDECREF(outside);
-    return self->visited && self->outside ? Py_NewRef(Py_None) : NULL;
+    graph_forget((PyObject *)self);
+    return Py_NewRef(Py_None);
 }
 
 static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     (void)args, (void)kwargs;
-    Graph *self = (Graph *)PyType_GenericAlloc(type, 0);
-    PyObject *done = self ? clear(self, NULL) : NULL;
-    if (!done) Py_CLEAR(self);
-    Py_XDECREF(done);
-    return (PyObject *)self;
+    return PyType_GenericAlloc(type, 0);
 }
 
 PyObject *graph_new_empty(void) { return graph_new(graph_type, NULL, NULL); }
 
-int graph_forget(PyObject *graph) {
-    PyObject *done = clear((Graph *)graph, NULL);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
-}
-
 static void graph_free(Graph *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    Py_XDECREF(self->visited);
-    Py_XDECREF(self->outside);
+    graph_forget((PyObject *)self);
+    PyMem_Free(self->outside.items);
+    PyMem_Free(self->walk.items);
     PyMem_Free(self->consumers);
     PyMem_Free(self->heads);
     PyMem_Free(self->next);

@@ -36,7 +36,8 @@ struct NodeHook {
     int before, behind; /* how the node is hooked */
 };
 
-static PyTypeObject *backward_type, *hook_type;
+PyTypeObject *node_hook_type;
+static PyTypeObject *backward_type;
 static PyObject *t_module, *t_backward, *t_requires_grad, *t_output_nr, *t_after, *t_before, *t_add;
 
 /* ---- edges of a structure ------------------------------------------------------------------------------------------------- */
@@ -356,7 +357,7 @@ static NodeHook *hook_of(ModuleWatch *self, PyObject *node) {
         if (!hooks) return (NodeHook *)PyErr_NoMemory();
         self->hooks = hooks, self->room = room;
     }
-    NodeHook *hook = (NodeHook *)PyType_GenericAlloc(hook_type, 0);
+    NodeHook *hook = (NodeHook *)PyType_GenericAlloc(node_hook_type, 0);
     if (!hook) return NULL;
     hook->watch = self;
     self->hooks[self->n_hooks++] = hook;
@@ -495,10 +496,11 @@ static int watch_input(ModuleWatch *self, PyObject *touched, Backward *b, long l
 }
 
 static int visit_from(ModuleWatch *self, const Edges *found, long long floor) {
-    PyObject *roots = PyList_New(found->n);
-    for (Py_ssize_t i = 0; roots && i < found->n; i++) PyList_SetItem(roots, i, Py_NewRef(found->items[i].node));
-    int failed = !roots || graph_visit(self->graph, roots, floor);
-    Py_XDECREF(roots);
+    PyObject *few[16], **roots = found->n <= 16 ? few : PyMem_Malloc((size_t)found->n * sizeof *roots);
+    if (!roots) return PyErr_NoMemory(), -1;
+    for (Py_ssize_t i = 0; i < found->n; i++) roots[i] = found->items[i].node;
+    int failed = graph_visit(self->graph, roots, found->n, floor);
+    if (roots != few) PyMem_Free(roots);
     return failed;
 }
 
@@ -532,6 +534,6 @@ int gradients_fill(PyObject *module) {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
     backward_type = (PyTypeObject *)PyType_FromSpec(&backward_spec);
-    hook_type = (PyTypeObject *)PyType_FromSpec(&hook_spec);
-    return backward_type && hook_type ? 0 : -1;
+    node_hook_type = (PyTypeObject *)PyType_FromSpec(&hook_spec);
+    return backward_type && node_hook_type ? 0 : -1;
 }

@@ -182,7 +182,7 @@ static void pop(ModuleWatch *self, Py_ssize_t depth) { /* keeps an exception tha
     Py_ssize_t now = PyList_Size(self->stack);
     if (now >= depth && PyList_SetSlice(self->stack, depth - 1, now, NULL)) PyErr_Clear();
     if (depth == 1) {
-        if (graph_forget(self->graph)) PyErr_Clear();
+        graph_forget(self->graph);
         if (self->by_node) PyDict_Clear(self->by_node);
     }
     PyErr_Restore(type, error, trace);
@@ -338,7 +338,7 @@ static PyObject *watch_end(ModuleWatch *self, PyObject *unused) {
     }
     Py_XDECREF(open);
     hooks_forget(self);
-    if (self->graph && graph_forget(self->graph)) PyErr_Clear();
+    if (self->graph) graph_forget(self->graph);
     PyObject **held[] = {&self->tape, (PyObject **)&self->eye, &self->calls, &self->forwards, &self->arrived, &self->backward_micro,
                          &self->gradient_calls, &self->by_node, &self->gate.micro};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);

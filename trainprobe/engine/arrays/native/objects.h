@@ -40,9 +40,32 @@ typedef struct {
     Py_ssize_t mark;
 } Call;
 
-extern PyTypeObject *strip_type, *value_type, *call_type, *tape_type, *stacks_type;
+extern PyTypeObject *strip_type, *value_type, *call_type, *tape_type, *stacks_type, *node_hook_type, *op_hook_type;
 
 typedef struct Tape Tape;
+
+/* Where a tensor's elements lie (geometry.c). strides: in elements, NULL until geometry_on_host said yes. */
+typedef struct {
+    void *data;
+    int nd, cpu;   /* cpu: -1 where it was not asked for */
+    uint32_t kind; /* of element: DLPack's lanes, bits and code, or 0 where it is not told */
+    const int64_t *sizes, *strides;
+    int64_t own[2 * MAX_DIMS];
+} Geometry;
+
+int geometry_learn(PyObject *capsule);
+int geometry_read(PyObject *t, Geometry *out);
+int geometry_on_host(PyObject *t, Geometry *g);
+int geometry_is_contiguous(const Geometry *g);
+
+typedef struct Shape Shape;
+typedef struct {
+    Shape *table;
+    size_t used, room; /* room: a power of two */
+} Shapes;
+
+PyObject *shapes_find(Shapes *self, const Geometry *g);
+void shapes_clear(Shapes *self);
 
 /* The tree of Values and scalars of an argument or result; path: where its values are saved, or NULL. A new reference. */
 PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth);
@@ -69,9 +92,9 @@ int micro_is_wanted(MicroGate *gate, PyObject *micro); /* -1 with an exception s
 
 /* The graph of the forward that is running (graph.c). */
 PyObject *graph_new_empty(void);
-int graph_visit(PyObject *graph, PyObject *roots, long long floor);
+int graph_visit(PyObject *graph, PyObject *const *roots, Py_ssize_t n, long long floor); /* roots: held by the caller */
 PyObject *graph_consumers(PyObject *graph, PyObject *node, Py_ssize_t slot, long long floor); /* a list of (node, input) */
-int graph_forget(PyObject *graph);
+void graph_forget(PyObject *graph);
 
 /* What is asked of torch (ops.c). */
 int torch_known(void);
@@ -90,14 +113,17 @@ Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phas
 Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, int skip);
 
 int objects_fill(PyObject *module);
+int geometry_fill(PyObject *module);
 int tape_fill(PyObject *module);
 int stacks_fill(PyObject *module);
 int text_fill(PyObject *module);
+int folder_fill(PyObject *module);
 int ops_fill(PyObject *module);
 int graph_fill(PyObject *module);
 int modules_fill(PyObject *module);
 int gradients_fill(PyObject *module);
 int arena_fill(PyObject *module);
 int parts_fill(PyObject *module);
+int registering_fill(PyObject *module);
 
 #endif

@@ -25,7 +25,8 @@ struct OpHook {
     long flags;
 };
 
-static PyTypeObject *watch_type, *hook_type;
+PyTypeObject *op_hook_type;
+static PyTypeObject *watch_type;
 static PyObject *t_op, *t_forward, *t_recompute, *t_backward, *t_micro, *t_grad_fn, *t_sequence, *t_register, *t_enter, *t_exit;
 static PyObject *graph_task, *sequence_nr, *tensor_type, *mode_depth, *disable; /* of torch, learned once */
 
@@ -34,13 +35,13 @@ int torch_known(void) { return disable != NULL; }
 static PyObject *learn_torch(PyObject *module, PyObject *args) {
     PyObject **places[] = {&graph_task, &sequence_nr, &tensor_type, &mode_depth, &disable};
     (void)module;
+    if (PyTuple_Size(args) != 6) return PyErr_Format(PyExc_TypeError, "learn_torch takes five functions and DLPack's table or None");
     for (int i = 0; i < 5; i++) {
-        PyObject *item = PyTuple_Size(args) == 5 ? PyTuple_GetItem(args, i) : NULL;
-        if (!item) return PyErr_Format(PyExc_TypeError, "learn_torch takes five functions");
-        Py_XDECREF(*places[i]);
-        *places[i] = Py_NewRef(item);
+        PyObject *before = *places[i];
+        *places[i] = Py_NewRef(PyTuple_GetItem(args, i));
+        Py_XDECREF(before);
     }
-    return Py_NewRef(Py_None);
+    return geometry_learn(PyTuple_GetItem(args, 5)) ? NULL : Py_NewRef(Py_None);
 }
 
 long long number_from(PyObject *function) {
@@ -206,7 +207,7 @@ static int watch_node(OpWatch *self, PyObject *t, long long floor, Call *call, l
     int failed = PyErr_Occurred() != NULL;
     if (!known && !failed) {
         if (!*hook) {
-            *hook = (OpHook *)PyType_GenericAlloc(hook_type, 0);
+            *hook = (OpHook *)PyType_GenericAlloc(op_hook_type, 0);
             if (*hook) {
                 (*hook)->watch = self, (*hook)->flags = flags, (*hook)->forward = (Call *)Py_NewRef((PyObject *)call);
                 failed = keep_hook(self, *hook);
@@ -468,7 +469,7 @@ int ops_fill(PyObject *module) {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
     watch_type = (PyTypeObject *)PyType_FromSpec(&watch_spec);
-    hook_type = (PyTypeObject *)PyType_FromSpec(&hook_spec);
-    if (!watch_type || !hook_type) return -1;
+    op_hook_type = (PyTypeObject *)PyType_FromSpec(&hook_spec);
+    if (!watch_type || !op_hook_type) return -1;
     return PyModule_AddObjectRef(module, "OpWatch", (PyObject *)watch_type) || PyModule_AddFunctions(module, functions);
 }

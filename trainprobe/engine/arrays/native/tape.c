@@ -14,7 +14,8 @@
 
 typedef struct {
     PyObject *dtype, *text;
-    int code; /* -1: not for the kernel */
+    int code;      /* -1: not for the kernel */
+    uint32_t kind; /* as in Geometry */
 } Dtype;
 
 typedef struct {
@@ -27,7 +28,7 @@ typedef struct {
 typedef struct {
     PyObject *id, *weak, *shape; /* id: address of the tensor, not a reference; weak NULL: forgotten */
     Value *value;
-    void *data;
+    const void *data;
     long long version;
     long flags;
 } Seen;
@@ -40,6 +41,7 @@ struct Tape {
     PyObject *noted; /* list of (twin with a note of its own, value), or NULL */
     int reuse, dtypes_known;
     Dtype dtypes[64];
+    Shapes shapes;
     Slot slots[STRIPS];
     Seen *seen;
     Py_ssize_t used, room; /* room: a power of two */
@@ -47,7 +49,7 @@ struct Tape {
 };
 
 PyTypeObject *tape_type;
-static PyObject *n_version, *n_data_ptr, *n_shape, *n_dtype, *n_is_cpu, *n_is_neg, *n_is_conj, *n_is_contiguous, *n_stride, *n_requires_grad, *n_with_note;
+static PyObject *n_version, *n_dtype, *n_is_neg, *n_is_conj, *n_requires_grad, *n_with_note;
 
 /* ---- what was seen ------------------------------------------------------------------------------------------------------ */
 
@@ -106,27 +108,33 @@ static void seen_clear(Tape *self) {
 
 /* ---- one tensor --------------------------------------------------------------------------------------------------------- */
 
-static int is_true(PyObject *t, PyObject *name, int call) { /* 1, 0, or -1 with an exception set */
-    PyObject *answer = call ? PyObject_CallMethodObjArgs(t, name, NULL) : PyObject_GetAttr(t, name);
+static int is_true(PyObject *t, PyObject *method) { /* 1, 0, or -1 with an exception set */
+    PyObject *answer = PyObject_CallMethodObjArgs(t, method, NULL);
     if (!answer) return -1;
     int yes = answer == Py_True ? 1 : answer == Py_False ? 0 : PyObject_IsTrue(answer);
     Py_DECREF(answer);
     return yes;
 }
 
-static const Dtype *dtype_of(Tape *self, PyObject *t) {
+static const Dtype *dtype_of(Tape *self, PyObject *t, uint32_t kind) {
+    for (int i = 0; kind && i < self->dtypes_known; i++)
+        if (self->dtypes[i].kind == kind) return &self->dtypes[i];
     PyObject *dtype = PyObject_GetAttr(t, n_dtype);
     if (!dtype) return NULL;
     Py_DECREF(dtype); /* the library holds it */
-    for (int i = 0; i < self->dtypes_known; i++)
-        if (self->dtypes[i].dtype == dtype) return &self->dtypes[i];
+    int at = 0;
+    while (at < self->dtypes_known && self->dtypes[at].dtype != dtype) at++;
+    if (at < self->dtypes_known) {
+        if (kind) self->dtypes[at].kind = kind;
+        return &self->dtypes[at];
+    }
     PyObject *told = PyObject_CallFunctionObjArgs(self->describe, dtype, NULL); /* (text, code) */
     if (!told) return NULL;
-    int at = self->dtypes_known < 64 ? self->dtypes_known++ : 63;
+    at = self->dtypes_known < 64 ? self->dtypes_known++ : 63;
     Dtype *known = &self->dtypes[at];
     Py_XDECREF(known->dtype);
     Py_XDECREF(known->text);
-    known->dtype = Py_NewRef(dtype);
+    known->dtype = Py_NewRef(dtype), known->kind = kind;
     known->text = Py_NewRef(PyTuple_GetItem(told, 0));
     known->code = (int)PyLong_AsLong(PyTuple_GetItem(told, 1));
     Py_DECREF(told);
@@ -156,33 +164,20 @@ static Slot *slot_of(Tape *self, long kinds) {
 static int is_complex(int code) { return code == D_C32 || code == D_C64 || code == D_C128; }
 
 /* Fill a job for the kernel. 1: done, 0: not for the kernel, -1: an exception is set. */
-static int job_of(PyObject *t, PyObject *shape, void *data, int code, long kinds, Job *job) {
+static int job_of(PyObject *t, Geometry *at, int code, long kinds, Job *job) {
     int yes;
-    if (code < 0 || (uintptr_t)data <= SUSPECT || !PyTuple_Check(shape)) return 0;
-    if ((yes = is_true(t, n_is_cpu, 0)) <= 0) return yes;
-    if ((yes = is_true(t, n_is_neg, 1)) != 0) return yes < 0 ? -1 : 0;
-    if (is_complex(code) && (yes = is_true(t, n_is_conj, 1)) != 0) return yes < 0 ? -1 : 0;
-    int64_t sizes[MAX_DIMS], steps[MAX_DIMS];
-    Py_ssize_t nd = PyTuple_Size(shape);
-    if (nd > MAX_DIMS) return 0;
-    int64_t n = 1;
-    for (Py_ssize_t i = 0; i < nd; i++) {
-        sizes[i] = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
-        n *= sizes[i];
+    if (code < 0 || (uintptr_t)at->data <= SUSPECT) return 0;
+    if ((yes = geometry_on_host(t, at)) <= 0) return yes;
+    if ((yes = is_true(t, n_is_neg)) != 0) return yes < 0 ? -1 : 0;
+    if (is_complex(code) && (yes = is_true(t, n_is_conj)) != 0) return yes < 0 ? -1 : 0;
+    job->data = at->data, job->dtype = code, job->flags = (int)kinds;
+    if (geometry_is_contiguous(at)) {
+        int64_t n = 1, step = 1;
+        for (int i = 0; i < at->nd; i++) n *= at->sizes[i];
+        layout(job, 1, &n, &step);
+    } else {
+        layout(job, at->nd, at->sizes, at->strides);
     }
-    job->data = data, job->dtype = code, job->flags = (int)kinds;
-    if ((yes = is_true(t, n_is_contiguous, 1)) < 0 || PyErr_Occurred()) return -1;
-    if (yes) {
-        sizes[0] = n, steps[0] = 1;
-        layout(job, 1, sizes, steps);
-        return 1;
-    }
-    PyObject *strides = PyObject_CallMethodObjArgs(t, n_stride, NULL);
-    if (!strides) return -1;
-    for (Py_ssize_t i = 0; i < nd; i++) steps[i] = PyLong_AsLongLong(PyTuple_GetItem(strides, i));
-    Py_DECREF(strides);
-    if (PyErr_Occurred()) return -1;
-    layout(job, (int)nd, sizes, steps);
     return 1;
 }
 
@@ -194,11 +189,11 @@ static PyObject *by_python(PyObject *function, PyObject *t, long flags) {
 }
 
 /* A Value of a tensor that was not seen, or not with these flags. NULL without an exception: not for the kernel. */
-static Value *reduced(Tape *self, PyObject *t, PyObject *shape, void *data, long flags) {
-    const Dtype *dtype = dtype_of(self, t);
+static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, long flags) {
+    const Dtype *dtype = dtype_of(self, t, at->kind);
     Slot *slot = dtype ? slot_of(self, flags & 255) : NULL;
     Job job;
-    if (!slot || !slot->rows || job_of(t, shape, data, dtype->code, flags & 255, &job) != 1) return NULL;
+    if (!slot || !slot->rows || job_of(t, at, dtype->code, flags & 255, &job) != 1) return NULL;
     Strip *rows = (Strip *)Py_NewRef((PyObject *)slot->rows); /* held: a large tensor is reduced while other threads run */
     PyObject *text = dtype->text, *owned = Py_NewRef(slot->owned), *grad = PyObject_GetAttr(t, n_requires_grad);
     Value *value = grad ? (Value *)PyType_GenericAlloc(value_type, 0) : NULL;
@@ -221,63 +216,57 @@ static Value *reduced(Tape *self, PyObject *t, PyObject *shape, void *data, long
 
 int tape_is_plain(const Tape *self, PyObject *x) { return Py_TYPE(x) == self->plain[0] || Py_TYPE(x) == self->plain[1]; }
 
+/* Remember what a tensor was looked at as. */
+static int seen_note(Tape *self, PyObject *t, PyObject *shape, const void *data, long long version, long flags, PyObject *value) {
+    PyObject *weak = PyWeakref_NewRef(t, NULL);
+    Seen *seen = weak ? seen_place(self, t) : NULL;
+    if (!seen) {
+        Py_XDECREF(weak);
+        return -1;
+    }
+    *seen = (Seen){t, weak, Py_NewRef(shape), (Value *)Py_NewRef(value), data, version, flags};
+    return 0;
+}
+
+/* Its version counter, or -1 for an inference tensor, which has none and is looked at each time; -2 with an exception set. */
+static long long version_of(PyObject *t) {
+    PyObject *number = PyObject_GetAttr(t, n_version);
+    if (!number) {
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return -2;
+        PyErr_Clear();
+        return -1;
+    }
+    long long version = PyLong_AsLongLong(number);
+    Py_DECREF(number);
+    return version;
+}
+
 static PyObject *look(Tape *self, PyObject *t, long flags) {
     if (!tape_is_plain(self, t)) return by_python(self->special, t, flags);
-    PyObject *number = PyObject_GetAttr(t, n_version), *address = NULL, *shape = NULL, *answer = NULL;
-    int reuse = self->reuse;
-    if (!number) { /* an inference tensor has no version counter: it is looked at each time */
-        if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return NULL;
-        PyErr_Clear();
-        reuse = 0;
-    }
-    long long version = number ? PyLong_AsLongLong(number) : 0;
-    Py_XDECREF(number);
-    address = PyObject_CallMethodObjArgs(t, n_data_ptr, NULL);
-    shape = address ? PyObject_GetAttr(t, n_shape) : NULL;
-    if (!shape) goto slow; /* no data of its own (torch.func), or nested */
-    void *data = PyLong_AsVoidPtr(address);
-    Seen *seen = reuse ? seen_find(self, t) : NULL;
-    if (seen && seen->weak && PyWeakref_GetObject(seen->weak) == t && seen->version == version && seen->data == data) {
-        int same = PyObject_RichCompareBool(seen->shape, shape, Py_EQ);
-        if (same && (seen->flags & flags) == flags) {
-            self->reused++;
-            answer = Py_NewRef((PyObject *)seen->value);
-            goto done;
+    long long version = version_of(t);
+    if (version == -2) return NULL;
+    int reuse = self->reuse && version >= 0;
+    Geometry at;
+    PyObject *shape = geometry_read(t, &at) ? NULL : shapes_find(&self->shapes, &at), *answer = NULL;
+    if (shape) {
+        const Seen *seen = reuse ? seen_find(self, t) : NULL;
+        if (seen && seen->weak && PyWeakref_GetObject(seen->weak) == t && seen->version == version && seen->data == at.data && seen->shape == shape) {
+            if ((seen->flags & flags) == flags) {
+                self->reused++;
+                Py_DECREF(shape);
+                return Py_NewRef((PyObject *)seen->value);
+            }
+            flags |= seen->flags;
         }
-        if (same) flags |= seen->flags;
+        answer = (PyObject *)reduced(self, t, shape, &at, flags);
+        reuse = reuse && !(answer && ((Value *)answer)->row < 0); /* a reduction that was dropped is none */
     }
-    Value *value = reduced(self, t, shape, data, flags);
-    if (!value) goto slow;
-    if (reuse && value->row >= 0) {
-        PyObject *weak = PyWeakref_NewRef(t, NULL);
-        seen = weak ? seen_place(self, t) : NULL;
-        if (!seen) {
-            Py_XDECREF(weak);
-            Py_DECREF(value);
-            goto done;
-        }
-        seen->weak = weak, seen->shape = Py_NewRef(shape), seen->value = (Value *)Py_NewRef((PyObject *)value);
-        seen->version = version, seen->data = data, seen->flags = flags;
+    if (!answer && !(PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_RuntimeError))) {
+        PyErr_Clear(); /* on another device, or without data of its own (torch.func), or nested */
+        answer = by_python(self->slow, t, flags);
+        reuse = reuse && answer && Py_TYPE(answer) == value_type;
     }
-    answer = (PyObject *)value;
-    goto done;
-slow:
-    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_RuntimeError)) goto done;
-    PyErr_Clear();
-    answer = by_python(self->slow, t, flags);
-    if (answer && reuse && shape && Py_TYPE(answer) == value_type) { /* on another device, say: reduced, and known from now on */
-        PyObject *weak = PyWeakref_NewRef(t, NULL);
-        seen = weak ? seen_place(self, t) : NULL;
-        if (!seen) {
-            Py_XDECREF(weak);
-            Py_CLEAR(answer);
-            goto done;
-        }
-        seen->weak = weak, seen->shape = Py_NewRef(shape), seen->value = (Value *)Py_NewRef(answer);
-        seen->version = version, seen->data = PyLong_AsVoidPtr(address), seen->flags = flags;
-    }
-done:
-    Py_XDECREF(address);
+    if (answer && reuse && shape && seen_note(self, t, shape, at.data, version, flags, answer)) Py_CLEAR(answer);
     Py_XDECREF(shape);
     return answer;
 }
@@ -294,13 +283,13 @@ static PyObject *cut_text(PyObject *x) {
 
 /* Copy a small tensor of the host into the arena. 1: done, 0: not for the arena, -1: an exception is set. */
 static int gather(Tape *self, PyObject *t, Value *value, PyObject *path) {
+    Geometry at;
     if (!self->arena || !value->shape || !value->dtype) return 0;
-    const Dtype *dtype = dtype_of(self, t);
-    PyObject *address = dtype && dtype->code >= 0 ? PyObject_CallMethodObjArgs(t, n_data_ptr, NULL) : NULL;
-    if (!address) return PyErr_Occurred() ? -1 : 0;
+    if (geometry_read(t, &at)) return PyErr_Occurred() ? -1 : 0;
+    const Dtype *dtype = dtype_of(self, t, at.kind);
+    if (!dtype || dtype->code < 0) return PyErr_Occurred() ? -1 : 0;
     Job job;
-    int fits = job_of(t, value->shape, PyLong_AsVoidPtr(address), dtype->code, CRC32, &job); /* a CRC wants the logical order too */
-    Py_DECREF(address);
+    int fits = job_of(t, &at, dtype->code, CRC32, &job); /* a CRC wants the logical order too */
     return fits == 1 ? arena_keep((Arena *)self->arena, path, value->dtype, value->shape, &job) : fits;
 }
 
@@ -487,6 +476,7 @@ static void tape_free(Tape *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     PyObject_GC_UnTrack(self);
     tape_clear(self);
+    shapes_clear(&self->shapes);
     for (int i = 0; i < self->dtypes_known; i++) {
         Py_XDECREF(self->dtypes[i].dtype);
         Py_XDECREF(self->dtypes[i].text);
@@ -525,8 +515,7 @@ int tape_fill(PyObject *module) {
     struct {
         PyObject **at;
         const char *text;
-    } names[] = {{&n_version, "_version"}, {&n_data_ptr, "data_ptr"}, {&n_shape, "shape"}, {&n_dtype, "dtype"}, {&n_is_cpu, "is_cpu"},
-                 {&n_is_neg, "is_neg"}, {&n_is_conj, "is_conj"}, {&n_is_contiguous, "is_contiguous"}, {&n_stride, "stride"},
+    } names[] = {{&n_version, "_version"}, {&n_dtype, "dtype"}, {&n_is_neg, "is_neg"}, {&n_is_conj, "is_conj"},
                  {&n_requires_grad, "requires_grad"}, {&n_with_note, "with_note"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
