@@ -21,52 +21,87 @@ from trainprobe.monitor.audit.relaid import logical
 
 SCRIPT = str(Path(__file__).with_name("train_relaid.py"))
 SAVES = ("fsdp", "ddp")
-TWO = (
-    *("fsdp-ddp-healthy", "fsdp-ddp-swapped", "fsdp-ddp-moment", "fsdp-columns-healthy", "fsdp-columns-swapped"),
-    *("ddp-fsdp-healthy", "ddp-fsdp-swapped", "ddp-fsdp-moment", "fsdp-ddp-unshared", "fsdp-ddp-apart", "fsdp-fsdp-healthy"),
-)
-ONE = ("fsdp-plain-healthy", "fsdp-plain-swapped", "fsdp-plain-moment", "fsdp-plain-unshared")
+FAULTS = {
+    1: {"fsdp-plain": "healthy swapped moment unshared schedule data", "ddp-plain": "healthy data"},
+    2: {
+        "fsdp-ddp": "healthy swapped moment unshared apart",
+        "fsdp-columns": "healthy swapped schedule",
+        "ddp-fsdp": "healthy swapped moment data",
+        "fsdp-fsdp": "healthy",
+    },
+    4: {"fsdp-fsdp": "healthy swapped moment schedule data", "ddp-ddp": "healthy moment schedule data"},
+}
+CASES = {
+    ranks: [f"{layouts}-{fault}" for layouts, faults in table.items() for fault in faults.split()]
+    for ranks, table in FAULTS.items()
+}
+WHOLE = "ddp-ddp"  # each rank holds all that it held when it saved, and judges that at once
 COMPARED = 10  # the first step at which the ranks compare anything
 
 
 @functools.cache
-def found() -> dict[str, list[list]]:
-    """Save with two ranks, load with two and with one; return case → what rank 0 found, after a look at the others."""
+def found() -> dict[tuple[int, str], list[list]]:
+    """Save with two ranks, load with others; return (ranks, case) → what rank 0 found, after a look at the others."""
     folder = Path(tempfile.mkdtemp(prefix="trainprobe_relaid_"))
     launch(SCRIPT, 2, str(folder), "save", *SAVES, folder=folder, timeout=300)
-    launch(SCRIPT, 2, str(folder), "load", *TWO, folder=folder, timeout=300)
-    launch(SCRIPT, 1, str(folder), "load", *ONE, folder=folder, timeout=300)
-    for case in TWO:
-        told = json.loads((folder / f"{case}.1.json").read_text())
-        assert [finding for finding in told if finding[0] == "saved_and_loaded"] == []  # rank 0 speaks for all
-    return {case: json.loads((folder / f"{case}.0.json").read_text()) for case in TWO + ONE}
+    out: dict[tuple[int, str], list[list]] = {}
+    for ranks, cases in CASES.items():
+        launch(SCRIPT, ranks, str(folder), "load", *cases, folder=folder, timeout=300)
+        for case in cases:
+            told = [json.loads((folder / f"{case}.{ranks}.{rank}.json").read_text()) for rank in range(ranks)]
+            out[ranks, case] = told[0]
+            if not case.startswith(WHOLE):  # rank 0 speaks for all
+                assert [f for others in told[1:] for f in others if f[0] == "saved_and_loaded"] == []
+    return out
+
+
+def cases(*faults: str) -> list[tuple[int, str]]:
+    return [(ranks, case) for ranks, names in CASES.items() for case in names if case.endswith(faults)]
 
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("case", [case for case in TWO + ONE if case.endswith("healthy")])
+@pytest.mark.parametrize("case", cases("healthy"))
 def test_what_came_back_raises_no_alarm(case):
     assert found()[case] == []
 
 
-@pytest.mark.parametrize("case", [case for case in TWO + ONE if case.endswith(("swapped", "moment"))])
+@pytest.mark.parametrize("case", cases("swapped", "moment"))
 def test_what_did_not_come_back_is_named(case):
     told = [finding for finding in found()[case] if finding[0] == "saved_and_loaded"]
     ((_, severity, step, name, slot, message),) = told
-    expected = (SWAPPED, "value") if case.endswith("swapped") else (LOST, "step")
-    assert (severity, step, name, slot) == ("error", SAVED + 1 if "plain" in case else COMPARED, *expected)
-    assert f"as it was saved at step {SAVED} by 2 ranks and loaded before step {SAVED + 1}" in message
-    if case in ("fsdp-ddp-swapped", "fsdp-plain-swapped"):
+    expected = (SWAPPED, "value") if case[1].endswith("swapped") else (LOST, "step")
+    own = case[0] == 1 or case[1].startswith(WHOLE)
+    assert (severity, step, name, slot) == ("error", SAVED + 1 if own else COMPARED, *expected)
+    assert f"as it was saved at step {SAVED}" in message
+    assert case[1].startswith(WHOLE) or f" by 2 ranks and loaded before step {SAVED + 1}" in message
+    if case in ((2, "fsdp-ddp-swapped"), (1, "fsdp-plain-swapped")):
         assert "there is what was value of 2.weight" in message
+
+
+@pytest.mark.parametrize("case", cases("schedule"))
+def test_a_schedule_that_begins_again_in_another_layout_is_told_once(case):
+    told = [finding for finding in found()[case] if finding[0] == "resumed"]
+    ((_, severity, _, name, _, message),) = told
+    assert (severity, name) == ("error", "lr")
+    assert f"StepLR stands at 0 after the load, and stood at {SAVED + 1} when it was saved at step {SAVED}" in message
+
+
+@pytest.mark.parametrize("case", cases("data"))
+def test_data_that_begins_again_on_other_ranks_is_told_once(case):
+    told = [finding for finding in found()[case] if finding[0] == "resumed"]
+    ((_, severity, step, name, _, message),) = told
+    assert (severity, step, name) == ("warning", SAVED + 1 if case[0] == 1 else COMPARED, "batch")
+    assert f"step {SAVED + 1} after the load trains on what step 0 trained on" in message
 
 
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ("fsdp-ddp-unshared", "have all ranks write to one folder that they share"),
-        ("fsdp-plain-unshared", "of the 2 ranks that saved at step 3, 1 left their fingerprints under this output"),
-        ("fsdp-ddp-apart", "set `ranks: true` in the plan's `audit`"),
+        ((2, "fsdp-ddp-unshared"), "have all ranks write to one folder that they share"),
+        ((1, "fsdp-plain-unshared"), "of the 2 ranks that saved at step 3, 1 left their fingerprints under this output"),
+        ((2, "fsdp-ddp-apart"), "set `ranks: true` in the plan's `audit`"),
     ],
 )
 def test_what_cannot_be_judged_is_said_once(case, why):

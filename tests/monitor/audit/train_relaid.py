@@ -2,10 +2,11 @@
 
 train_relaid.py FOLDER save LAYOUT…             train to step 3 and save, each layout into FOLDER/LAYOUT
 train_relaid.py FOLDER load FROM-LAYOUT-FAULT…  load what FROM saved, go on in LAYOUT to step 11; writes
-                                                FROM-LAYOUT-FAULT.RANK.json
+                                                FROM-LAYOUT-FAULT.RANKS.RANK.json
 
-Layouts: fsdp, columns (shards of the second dimension), ddp, plain. Faults: healthy, swapped (two pieces, or tensors, at each
-other's place), moment (one is lost), unshared (of one rank nothing lies beside the output), apart (ranks are not compared).
+Layouts: fsdp, columns (shards of the second dimension), ddp, plain. Faults: healthy, swapped (pieces, or two tensors, at each
+other's place), moment (one is lost), schedule (it begins again), data (it begins again), unshared (of one rank nothing lies
+beside the output), apart (ranks are not compared).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.optim.lr_scheduler import StepLR
 
 import trainprobe
 
@@ -41,46 +43,52 @@ def build(layout: str):
         fully_shard(model, mesh=mesh, shard_placement_fn=cut)
     if layout == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, StepLR(optimizer, 5)
 
 
-def train(probe, model, optimizer, steps) -> None:
+def train(probe, model, optimizer, schedule, steps, data_from: int = 0) -> None:
     for step in steps:
-        torch.manual_seed(100 * step + dist.get_rank())
+        torch.manual_seed(100 * (step - data_from) + dist.get_rank())
         with probe.step(step):
             optimizer.zero_grad()
             model(torch.randn(4, 6)).square().mean().backward()
             optimizer.step()
+            schedule.step()
 
 
-def plan_of(folder: Path, fault: str = "") -> dict:
-    audit = {"ranks": False} if fault == "apart" else True
+def plan_of(folder: Path, audit) -> dict:
     return {"level": "off", "sinks": [], "output": str(folder), "audit": audit, "on_existing": "continue"}
 
 
 def save(folder: Path, layout: str) -> None:
-    model, optimizer = build(layout)
-    with trainprobe.watch(model, optimizer, plan=plan_of(folder / layout)) as probe:
-        train(probe, model, optimizer, range(SAVED + 1))
+    model, optimizer, schedule = build(layout)
+    with trainprobe.watch(model, optimizer, plan=plan_of(folder / layout, {"every": 1})) as probe:
+        train(probe, model, optimizer, schedule, range(SAVED + 1))
         weights, states = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder / layout / "checkpoint")
+        (folder / layout / f"schedule{dist.get_rank()}.json").write_text(json.dumps(schedule.state_dict()))
 
 
 def load(folder: Path, case: str) -> list[list]:
     """Go on, and return what was found on this rank."""
     source, layout, fault = case.split("-")
+    out = folder / f"{case} out {dist.get_world_size()}"
     if dist.get_rank() == 0:
-        shutil.copytree(folder / source, folder / f"{case} out")
+        shutil.copytree(folder / source, out)
         if fault == "unshared":
-            (folder / f"{case} out" / "rank1" / "saved_states.json").unlink()
+            (out / "rank1" / "saved_states.json").unlink()
     dist.barrier()
-    model, optimizer = build(layout)
+    model, optimizer, schedule = build(layout)
     weights, states = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder / source / "checkpoint")
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    if fault != "schedule":
+        schedule.load_state_dict(json.loads((folder / source / "schedule0.json").read_text()))
     spoil(fault, model, optimizer)
-    with trainprobe.watch(model, optimizer, plan=plan_of(folder / f"{case} out", fault)) as probe:
-        train(probe, model, optimizer, range(SAVED + 1, LAST + 1))
+    audit = {"ranks": False} if fault == "apart" else True
+    with trainprobe.watch(model, optimizer, plan=plan_of(out, audit)) as probe:
+        train(probe, model, optimizer, schedule, range(SAVED + 1, LAST + 1), SAVED + 1 if fault == "data" else 0)
     return [[f.rule, f.severity, f.step, f.site and f.site.name, f.site and f.site.slot, f.message] for f in probe.findings]
 
 
@@ -89,11 +97,11 @@ def spoil(fault: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     if fault == "swapped":
         with torch.no_grad():
             a, b = named[SWAPPED].data, named["2.weight"].data
-            if hasattr(a, "to_local"):  # the two halves of one tensor at each other's place
+            if hasattr(a, "to_local"):  # each piece of one tensor at the place of the one before it
                 mine = a.to_local().contiguous()
                 pieces = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
                 dist.all_gather(pieces, mine)
-                a.to_local().copy_(pieces[1 - dist.get_rank()])
+                a.to_local().copy_(pieces[(dist.get_rank() + 1) % len(pieces)])
             else:
                 kept = a.clone()
                 a.copy_(b)
@@ -110,5 +118,6 @@ if __name__ == "__main__":
         if sys.argv[2] == "save":
             save(where, name)
         else:
-            (where / f"{name}.{dist.get_rank()}.json").write_text(json.dumps(load(where, name)))
+            told = json.dumps(load(where, name))
+            (where / f"{name}.{dist.get_world_size()}.{dist.get_rank()}.json").write_text(told)
     dist.destroy_process_group()

@@ -17,7 +17,7 @@ from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.monitor.audit.evidence import Evidence, Peer, Share, Tensors, tensors_of
 from trainprobe.monitor.audit.messages import decode, digest, encode, key_of, out_of_service
 from trainprobe.monitor.audit.plan import AuditPlan
-from trainprobe.monitor.audit.relaid import Relaid, as_pieces, is_relaid, rows_of
+from trainprobe.monitor.audit.relaid import Relaid, as_pieces, is_relaid, rows_of, what_was_loaded
 from trainprobe.monitor.audit.relations import load_relation
 from trainprobe.monitor.audit.relations.reported_loss import differentiated, explained
 from trainprobe.monitor.audit.relations.saved_and_loaded import came_back, held
@@ -112,6 +112,8 @@ class Audit:
             self._relaid = self._take_relaid(facts, tensors, reel)
         if facts.saved:
             self._resumed = came_back(facts.saved, tensors)
+        if self._relaid is not None and self._relaid.schedules is None and facts.schedules:
+            self._relaid = replace(self._relaid, schedules=() if self._resumed is not None else facts.schedules)
         draft = Evidence(
             reel.step,
             reel.place,
@@ -139,8 +141,7 @@ class Audit:
         self._agreed = self._agreed + 1 if agree(evidence) else 0
         self._batches.append(facts.batches)
         self._count_reached(facts)
-        self._resumed = None if facts.schedules else self._resumed
-        self._relaid = None if peers or (self._relaid is not None and self._relaid.alone) else self._relaid
+        self._forget_load(evidence)
         if any("fingerprints" in load_relation(name).COST for name in due) or self.last is None:
             self.last = replace(evidence, before=None)
         else:
@@ -148,11 +149,21 @@ class Audit:
         return evidence
 
     def _take_relaid(self, facts: StepFacts, tensors: Tensors, reel: Reel) -> Relaid | None:
-        """Return what was loaded before this step, where it is cut in another way than what this rank saved."""
-        pieces = as_pieces(held(tensors), facts.loaded or {})
+        """Return what was loaded before this step, where ranks or cuts are others than when this rank saved."""
+        pieces, world = as_pieces(held(tensors), facts.loaded or {}), reel.place.world_size
         own = facts.saved[-1] if facts.saved else None
-        alone = not self._compares(reel.place.world_size)
-        return Relaid(reel.step, pieces, self.everyone(), alone) if is_relaid(own, pieces) else None
+        cut = is_relaid(own, pieces)
+        if not cut and own is not None and own.world == world:
+            return None
+        return Relaid(reel.step, pieces, cut, self.everyone(), not self._compares(world), facts.batches)
+
+    def _forget_load(self, evidence: Evidence) -> None:
+        """Let go of what was loaded once it has been judged; of its schedules only when one was seen."""
+        relaid, seen = evidence.relaid, bool(evidence.facts.schedules)
+        if relaid is not None and relaid.judgeable(evidence.peers):
+            self._resumed = self._resumed or (what_was_loaded(relaid, evidence.peers) if relaid.schedules is None else None)
+            self._relaid = None
+        self._resumed = None if seen else self._resumed
 
     def _count_stalled(self, facts: StepFacts) -> int:
         """Return how many audited steps in a row have run backward and not updated, after some that did."""

@@ -2,35 +2,55 @@
 
 Each rank tells the share of its piece in the fingerprint of the whole tensor; over pieces that cover it once the shares add up
 (`engine.stats.checksum`). Those of the save lie beside the output. Those of the load are taken before the first update after it
-and travel with the next message of the ranks.
+and travel with the next message of the ranks, and with them what data that update was made of.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from trainprobe.engine.facts import Piece, SavedTensors
+from trainprobe.engine.facts import Piece, SavedTensors, Schedule
 from trainprobe.engine.stats.checksum import MASK
 from trainprobe.monitor.audit.evidence import Key, Peer
 from trainprobe.monitor.audit.messages import key_of
 
 Moment = tuple[int, int]  # step, number of ranks
-_SHARE, _PLACE = "share that was loaded", "place that was loaded"
+ENOUGH = 0.25  # of the tensors of a save: then it is what was loaded
+_SHARE, _PLACE, _DATA = "share that was loaded", "place that was loaded", "first data after the load"
 
 
 @dataclass(frozen=True, slots=True)
 class Relaid:
-    """What this rank held before the first update after a load, where that is cut in another way than what was saved.
+    """What this rank held before the first update after a load, where ranks or cuts are others than when it was saved.
 
-    step: of that update. pieces: a tensor that is whole is the piece at place 0. saves: rank → its saves, on rank 0 alone.
-    alone: no other rank will tell of its pieces.
+    step: of that update. pieces: a tensor that is whole is the piece at place 0. cut: something is cut in another way. saves:
+    rank → its saves, on rank 0 alone. alone: no other rank will tell of its pieces. batches: fingerprints of the data of that
+    update. schedules: as they stood when they were first seen, None before that; empty where they were judged already.
     """
 
     step: int
     pieces: Mapping[Key, Piece]
+    cut: bool = True
     saves: Mapping[int, Sequence[SavedTensors]] = field(default_factory=dict[int, Sequence[SavedTensors]])
     alone: bool = False
+    batches: tuple[int, ...] = ()
+    schedules: tuple[Schedule, ...] | None = None
+
+    def judgeable(self, peers: Sequence[Peer]) -> bool:
+        """Tell whether all have told that will: `peers` are the ranks that did, none where ranks were not compared."""
+        return bool(peers) or self.alone
+
+
+class Match(NamedTuple):
+    """The save that was loaded, the logical fingerprints of it that can be judged, and those of what is there now."""
+
+    moment: Moment
+    saved: Mapping[Key, int]
+    now: Mapping[Key, int]
+    share: float  # of the saved tensors that are there again, at whatever place
 
 
 def as_pieces(whole: Mapping[Key, int], cut: Mapping[Key, Piece]) -> dict[Key, Piece]:
@@ -52,7 +72,20 @@ def rows_of(relaid: Relaid) -> dict[int, tuple[int, float]]:
     for (name, slot), piece in relaid.pieces.items():
         rows[key_of(name, f"{slot} {_SHARE}")] = (piece.share, float(piece.count))
         rows[key_of(name, f"{slot} {_PLACE}")] = (piece.place, float(piece.whole))
+    for number, batch in enumerate(relaid.batches):
+        rows[key_of(str(number), _DATA)] = (batch, 0.0)
     return rows
+
+
+def first_data(relaid: Relaid, peers: Sequence[Peer]) -> frozenset[int]:
+    """Return the fingerprints of all data of the first update after the load, over the ranks that told."""
+    told = set(relaid.batches)
+    for peer in peers:
+        number = 0
+        while (row := peer.rows.get(key_of(str(number), _DATA))) is not None:
+            told.add(row[0])
+            number += 1
+    return frozenset(told)
 
 
 def loaded(keys: Iterable[Key], relaid: Relaid, peers: Sequence[Peer]) -> dict[Key, int | None]:
@@ -84,6 +117,52 @@ def saves_of_all(relaid: Relaid) -> dict[Moment, dict[Key, int | None]]:
                 told.setdefault(key, []).append(piece)
         found[step, world] = {key: logical(pieces) for key, pieces in told.items()}
     return found
+
+
+def match(saves: Mapping[Moment, Mapping[Key, int | None]], relaid: Relaid, peers: Sequence[Peer]) -> Match | None:
+    """Return the save of `saves_of_all` that most is there of again; None where no tensor can be judged."""
+    found = loaded({key for saved in saves.values() for key in saved}, relaid, peers)
+    now = {key: fingerprint for key, fingerprint in found.items() if fingerprint is not None}
+    judged = {moment: _judgeable(saved, found) for moment, saved in saves.items()}
+    matches = [Match(moment, saved, now, in_common(saved, now)) for moment, saved in judged.items() if saved]
+    return max(matches, key=lambda m: m.share, default=None)
+
+
+def what_was_loaded(relaid: Relaid, peers: Sequence[Peer]) -> SavedTensors | None:
+    """Return rank 0's part of the save that was loaded; None where that cannot be told, as on all other ranks."""
+    best = match(saves_of_all(relaid), relaid, peers) if relaid.saves else None
+    return None if best is None or best.share < ENOUGH else _saved_at(best.moment, relaid.saves[0])
+
+
+def data_of_save(relaid: Relaid, saved: SavedTensors) -> list[tuple[int, frozenset[int]]]:
+    """Return (step, fingerprints of its data on all ranks) of each step whose data was remembered when this was saved."""
+    seen: dict[int, set[int]] = {}
+    for saves in relaid.saves.values():
+        of_rank = _saved_at((saved.step, saved.world), saves)
+        for step, batches in of_rank.batches if of_rank is not None else ():
+            seen.setdefault(step, set()).update(batches)
+    return [(step, frozenset(batches)) for step, batches in sorted(seen.items())]
+
+
+def _judgeable(saved: Mapping[Key, int | None], found: Mapping[Key, int | None]) -> dict[Key, int]:
+    """Leave out what no fingerprint is known of, parameters that are not there, and master weights where there are none now."""
+    known = {name for name, _ in found}
+    return {
+        key: fingerprint
+        for key, fingerprint in saved.items()
+        if fingerprint is not None
+        and key[0] in known
+        and found.get(key, 0) is not None
+        and (key[1] != "main_value" or key in found)
+    }
+
+
+def in_common(saved: Mapping[Key, int], now: Mapping[Key, int]) -> float:
+    """Return which share of the saved tensors, of those that there is only one of, is there now at whatever place."""
+    counted = Counter(saved.values())
+    single = [fingerprint for fingerprint, count in counted.items() if count == 1]
+    present = set(now.values())
+    return sum(fingerprint in present for fingerprint in single) / len(single) if single else 0.0
 
 
 def newest(relaid: Relaid) -> tuple[Moment, int]:

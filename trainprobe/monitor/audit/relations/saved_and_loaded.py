@@ -12,23 +12,21 @@ initialised after they were loaded.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from trainprobe.engine.facts import SavedTensors
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, Key, Tensors, and_more
-from trainprobe.monitor.audit.relaid import Relaid, loaded, newest, saves_of_all
+from trainprobe.monitor.audit.relaid import ENOUGH, Relaid, in_common, match, newest, saves_of_all
 
 COST = frozenset({"fingerprints"})
 EVERY = 10
 STAGE = "state"
-ENOUGH = 0.25  # of the tensors of a save: then it is what was loaded
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find tensors that did not come back, or came back at another place."""
-    if evidence.relaid is not None:
+    if evidence.relaid is not None and evidence.relaid.cut:
         return _over_layouts(evidence, evidence.relaid)
     saved = evidence.resumed
     if saved is None or not evidence.facts.saved:
@@ -72,7 +70,7 @@ def _compare(evidence: Evidence, saved: Mapping[Key, int], now: Mapping[Key, int
 def came_back(saves: Sequence[SavedTensors], seen: Tensors) -> SavedTensors | None:
     """Return the save that was loaded, as far as the tensors tell: at least a quarter of it is there again."""
     now = held(seen)
-    candidates = [(_in_common(saved.tensors, now), saved) for saved in saves]
+    candidates = [(in_common(saved.tensors, now), saved) for saved in saves]
     share, saved = max(candidates, key=lambda pair: pair[0], default=(0.0, None))
     return saved if share >= ENOUGH else None
 
@@ -84,7 +82,7 @@ def held(seen: Tensors) -> dict[Key, int]:
 
 def _over_layouts(evidence: Evidence, relaid: Relaid) -> list[Finding]:
     """Compare logical tensors, once the ranks have told theirs; rank 0, which has read what was saved, does it for all."""
-    if not relaid.saves or not (evidence.peers or relaid.alone):
+    if not relaid.saves or not relaid.judgeable(evidence.peers):
         return []
     if evidence.place.world_size > 1 and not evidence.peers:
         return _unjudged(
@@ -95,27 +93,12 @@ def _over_layouts(evidence: Evidence, relaid: Relaid) -> list[Finding]:
         (step, world), there = newest(relaid)
         why = f"of the {world} ranks that saved at step {step}, {there} left their fingerprints under this output"
         return _unjudged(evidence, f"{why}: have all ranks write to one folder that they share")
-    found = loaded({key for saved in saves.values() for key in saved}, relaid, evidence.peers)
-    now = {key: fingerprint for key, fingerprint in found.items() if fingerprint is not None}
-    judged = {moment: _judgeable(saved, found) for moment, saved in saves.items()}
-    if not any(judged.values()):
+    best = match(saves, relaid, evidence.peers)
+    if best is None:
         return _unjudged(evidence, "the pieces that the ranks told of do not make up whole tensors")
-    (step, world), saved = max(judged.items(), key=lambda pair: _in_common(pair[1], now))
+    step, world = best.moment
     when = f"at step {step} by {world} rank{'s' * (world > 1)} and loaded before step {relaid.step}"
-    return _compare(evidence, saved, now, when) if _in_common(saved, now) >= ENOUGH else []
-
-
-def _judgeable(saved: Mapping[Key, int | None], found: Mapping[Key, int | None]) -> dict[Key, int]:
-    """Leave out what no fingerprint is known of, parameters that are not there, and master weights where there are none now."""
-    known = {name for name, _ in found}
-    return {
-        key: fingerprint
-        for key, fingerprint in saved.items()
-        if fingerprint is not None
-        and key[0] in known
-        and found.get(key, 0) is not None
-        and (key[1] != "main_value" or key in found)
-    }
+    return _compare(evidence, best.saved, best.now, when) if best.share >= ENOUGH else []
 
 
 def _unjudged(evidence: Evidence, why: str) -> list[Finding]:
@@ -126,11 +109,3 @@ def _unjudged(evidence: Evidence, why: str) -> list[Finding]:
 
 def _is_new(key: Key) -> bool:
     return key[1].endswith("_after") or key[1].startswith("grad")
-
-
-def _in_common(saved: Mapping[Key, int], now: Mapping[Key, int]) -> float:
-    """Return which share of the saved tensors, of those that there is only one of, is there now at whatever place."""
-    counted = Counter(saved.values())
-    single = [fingerprint for fingerprint, count in counted.items() if count == 1]
-    present = set(now.values())
-    return sum(fingerprint in present for fingerprint in single) / len(single) if single else 0.0
