@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import launch
-from tests.monitor.audit.train_shards import FLIPPED
+from tests.monitor.audit.train_shards import FAULTY, FLIPPED
 
 SCRIPT = str(Path(__file__).with_name("train_shards.py"))
-FAULTS = ("healthy", "hybrid", "drift", "data", "norm", "moments", "copy", "moment_copy")
+FAULTS = ("healthy", "hybrid", "drift", "data", "norm", "moments", "copy", "moment_copy", "decay_copy")
 pytestmark = pytest.mark.slow
 
 
@@ -50,6 +50,17 @@ def test_a_bit_that_flips_in_one_copy_of_a_piece_is_found_on_all_ranks_that_hold
             assert (step, name) == (2, FLIPPED)
             assert f"dp group of ranks {', '.join(map(str, holders))}: first {FLIPPED}, ranks" in message
             assert ("the weights differ" if slot == "value" else "the optimizer state exp_avg differs") in message
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_copies_of_a_piece_that_come_apart_in_an_update_are_found_in_that_update_on_all_ranks_that_hold_them(ranks):
+    holders = range(ranks)[(ranks - 1) % 2 :: 2] if ranks > 2 else range(ranks)
+    for rank, told in enumerate(found(ranks)["decay_copy"]):
+        about = [(step, message) for rule, step, _, message in told if rule == "updated_replicas"]
+        assert bool(about) == (rank in holders)
+        for step, message in about:
+            assert step == FAULTY and told[0][0] == "updated_replicas"
+            assert f"after the update in the dp group of ranks {', '.join(map(str, holders))}" in message
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

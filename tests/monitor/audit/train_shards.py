@@ -2,7 +2,7 @@
 
 train_shards.py FOLDER FAULT…    faults: healthy, drift (a shard is written to), data (the same on all ranks), norm (of the own
 shards alone), moments (lost). They begin at step 2. hybrid: healthy, on two replicas of what the other ranks shard; copy and
-moment_copy: there, a bit of a weight, or of a moment, of the last rank is flipped.
+moment_copy: there, a bit of a weight, or of a moment, of the last rank is flipped; decay_copy: its updates decay weights more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.zoo import load
 from tests.zoo.residual_gpt import batch as batch_of
 
 STEPS, FAULTY = 5, 2
-HYBRID = ("hybrid", "copy", "moment_copy")
+HYBRID = ("hybrid", "copy", "moment_copy", "decay_copy")
 FLIPPED = "layers.1.mlp.down.weight"
 
 
@@ -57,11 +57,13 @@ def train(fault: str, folder: Path) -> list[list]:
 
 
 def spoil(fault: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write to a shard on one rank, or lose the moments on all."""
+    """Write to a shard on one rank, change its optimizer, or lose the moments on all."""
     with torch.no_grad():
         if fault == "drift" and dist.get_rank() == 1:
             dict(model.named_parameters())[FLIPPED].to_local().view(-1)[1] += 1e-3
-        if "copy" in fault and dist.get_rank() == dist.get_world_size() - 1:
+        if fault == "decay_copy" and dist.get_rank() == dist.get_world_size() - 1:
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+        if fault in ("copy", "moment_copy") and dist.get_rank() == dist.get_world_size() - 1:
             p = dict(model.named_parameters())[FLIPPED]
             held = p if fault == "copy" else optimizer.state[p]["exp_avg"]
             held.to_local().view(-1).view(torch.int32)[1] ^= 1

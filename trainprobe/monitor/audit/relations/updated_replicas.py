@@ -1,7 +1,7 @@
 """Replicas that entered an update bit-equal leave it bit-equal.
 
 Relation: where weight, state and gradient of a replicated parameter are equal before the update, the weight is equal after
-it. Tolerance zero.
+it. Copies of one piece on several ranks (hybrid sharding) are replicas as well. Tolerance zero.
 Usually caused by a learning rate, weight decay or step counter that differs between ranks, by an optimizer kernel that
 depends on the layout, or by a step that one rank skipped.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more, group_words
 from trainprobe.monitor.audit.messages import key_of
-from trainprobe.monitor.audit.relations.replicas import differs, group_of, odd_ones
+from trainprobe.monitor.audit.relations.replicas import copied_over, differs, group_of, odd_ones
 
 COST = frozenset({"fingerprints", "ranks"})
 EVERY = 10
@@ -23,7 +23,7 @@ def check(evidence: Evidence) -> list[Finding]:
     if len(evidence.peers) < 2:
         return []
     seen = evidence.tensors
-    names = [name for name in seen.with_slot("value_after") if evidence.over(name, "value_after")]
+    names = [name for name in seen.with_slot("value_after") if copied_over(evidence, name, "value_after")]
     apart = [name for name in names if differs(evidence, name, "value_after")]
     before = [slot for slot in {slot for _, slot in seen.rows} if not slot.endswith("_after")]
     if not apart or any((name, slot) in seen and differs(evidence, name, slot) for name in apart for slot in before):
@@ -31,7 +31,7 @@ def check(evidence: Evidence) -> list[Finding]:
     first = apart[0]
     group, key = group_of(evidence, first, "value_after"), key_of(first, "value_after")
     odd, norms = odd_ones(group, key)
-    where = group_words(evidence, evidence.over(first, "value_after"), group)
+    where = group_words(evidence, copied_over(evidence, first, "value_after"), group)
     text = (
         f"the weights differ after the update in the {where}, although weights, state and gradients "
         "were equal before it: first "
