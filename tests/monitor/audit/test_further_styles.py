@@ -12,7 +12,7 @@ from benchmarks.bugs.loops import Averaged, Loop, Vision
 from benchmarks.bugs.precise_loops import Adapters, Padded, Sixteen
 from benchmarks.bugs.two_ranks import launch
 from benchmarks.bugs.unseen import Masters
-from tests.monitor.audit.test_gradient_use import PLAN, findings
+from tests.monitor.audit.trained import PLAN, findings
 from trainprobe.engine.sources import PlainSource
 
 torch.set_num_threads(1)

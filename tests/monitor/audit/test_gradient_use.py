@@ -10,23 +10,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 import trainprobe
 from benchmarks.bugs import unseen, unseen_again
-from trainprobe.watching import Probe
+from tests.monitor.audit.trained import PLAN, findings
 
 torch.set_num_threads(1)
-PLAN = {"level": "off", "sinks": [], "audit": {"every": 1}}
-
-
-def findings(kind, folder):
-    """Train under the audit of every step; return what was found of all probes of the run."""
-    probes = []
-
-    def probe_of(model, optimizer, place):
-        probes.append(Probe(PLAN, output=folder, on_existing="continue" if probes else "refuse").open(model, optimizer))
-        return probes[-1]
-
-    kind(0, 1, probe_of).run()
-    probes[-1].close()
-    return [f for probe in probes for f in probe.findings if f.severity != "info"]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import trainprobe
-
-PLAN = {"level": "off", "sinks": [], "audit": {"every": 1}}
+from tests.monitor.audit.trained import PLAN
 
 
 class Checkpointed(nn.Module):

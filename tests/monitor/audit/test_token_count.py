@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import trainprobe
+from tests.monitor.audit.trained import PLAN
 
-PLAN = {"level": "off", "sinks": [], "audit": {"every": 1}}
 MICRO, BATCH, LENGTH = 3, 2, 5
 OF_A_STEP = MICRO * BATCH * LENGTH
 

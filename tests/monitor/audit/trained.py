@@ -1,4 +1,4 @@
-"""A small training under the audit, with faults planted by the caller."""
+"""Small trainings under the audit: one with faults that the caller plants, and loops that bring their own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 import trainprobe
+from benchmarks.bugs.loops import Loop
 from trainprobe.engine.records import Finding
+from trainprobe.watching import Probe
 
+PLAN = {"level": "off", "sinks": [], "audit": {"every": 1}}
 Tamper = Callable[[str, int, nn.Module, torch.optim.Optimizer], None]
 
 
@@ -51,3 +54,16 @@ def train_one(probe: Any, model: nn.Module, stepper: Any, tamper: Callable[[str]
     stepper.step()
     probe.note("loss", loss.detach())
     probe.note("grad_norm", norm)
+
+
+def findings(kind: type[Loop], folder: Path) -> list[Finding]:
+    """Run a loop under the audit of every step; return what all its probes found: a loop that resumes has several."""
+    probes: list[Probe] = []
+
+    def probe_of(model: Any, optimizer: Any, place: Any) -> Probe:
+        probes.append(Probe(PLAN, output=folder, on_existing="continue" if probes else "refuse").open(model, optimizer))
+        return probes[-1]
+
+    kind(0, 1, probe_of).run()
+    probes[-1].close()
+    return [f for probe in probes for f in probe.findings if f.severity != "info"]
