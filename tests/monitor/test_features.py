@@ -278,7 +278,7 @@ def test_every_key_has_a_docstring():
 
 
 @pytest.mark.parametrize(
-    "where", ["attention.of_logits", "weight_spectra.spectrum", "number_formats.lost_shares", "dead_units.dead_share"]
+    "where", ["attention.of_logits", "weight_spectra.spectrum", "number_formats.limits_under", "dead_units.dead_share"]
 )
 def test_a_fault_of_a_feature_ends_the_tool_and_not_the_training(tmp_path, monkeypatch, where, capsys):
     def broken(*args, **kwargs):

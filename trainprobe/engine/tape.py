@@ -11,12 +11,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trainprobe.compiled import native
+from trainprobe.engine.library import Carried, Library, Reading, Strip
 from trainprobe.engine.records import Call, Feature, Kind, Opaque, Phase, Place, Reel, Value
 from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.stats.partials import PARTIALS, finish
@@ -27,70 +28,6 @@ KINDS = 0xFFFF
 CUT = 16  # above these bits: number of the cut through the values that is saved, 0 for the whole
 _DEPTH = 400
 _TEXT = 512
-
-
-class Strip(Protocol):
-    """The rows of partials on the devices (see engine.arrays)."""
-
-    def add(self, t: Any) -> int:
-        """Reduce a tensor into a new row and return its number, or -1 when it has no statistics."""
-        ...
-
-    def harvest(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64] | None, list[int] | None]:
-        """Bring all rows to the host in one transfer a device and start anew."""
-        ...
-
-    def harvest_extras(self) -> Sequence[Any]:
-        """Return what else was computed for each row; called after `harvest`, and only where extras are wanted."""
-        ...
-
-
-class Library(Protocol):
-    """What the tape needs to know of a tensor library."""
-
-    plain: frozenset[type]
-    extras: Sequence[str]
-    dtype_text: Mapping[Any, str]
-
-    def strip(self, flags: int) -> Strip:
-        """Return an empty strip."""
-        ...
-
-    def eye(self) -> bool:
-        """Tell whether the compiled tape may look at tensors itself (see `Tape`)."""
-        ...
-
-    def native_rows(self, strip: Any) -> Any:
-        """Return the compiled rows of a strip, or None where each tensor must pass through the strip's own `add`."""
-        ...
-
-    def native_code(self, dtype: Any) -> int:
-        """Return the compiled kernel's number of a dtype, -1 where it has none."""
-        ...
-
-    def extra(self, name: str, result: npt.NDArray[np.float64], dtype: str) -> Any:
-        """Turn what an extra ("histogram", "quantiles") computed for a tensor of this dtype into what a reel holds."""
-        ...
-
-    def bring(self, tensors: Sequence[Any]) -> list[npt.NDArray[np.float64]]:
-        """Bring small tensors to the host, in one transfer a device, each flattened to float64 [k]."""
-        ...
-
-    def is_tensor(self, x: Any) -> bool:
-        """Tell whether x is a tensor of this library, wrapped kinds included."""
-        ...
-
-    def special(self, t: Any) -> tuple[Any | None, str, Mapping[str, Any] | None, str | None]:
-        """Describe a tensor that is not of a plain kind: (tensor to reduce or None, type text, extra, note)."""
-        ...
-
-    def refusal(self, t: Any) -> str:
-        """Say why a tensor has no statistics."""
-        ...
-
-    def opaque(self, x: Any) -> Any:
-        """Describe a leaf that is neither tensor nor plain scalar (dtype, device, process group …), or None."""
-        ...
 
 
 Save = Callable[[str, Any, Value, int], None]
@@ -119,7 +56,8 @@ class Tape:
         self.scalars: dict[str, Any] = {}
         self._batches: list[int] = []  # how many tensors the model was called with, a number a call
         self._batch_rows: Strip | None = None  # apart, so that a step has checksums only where they were asked for
-        self._features: list[tuple[Any, str, str, int, int, Callable[..., Any] | None]] = []
+        self._carried: list[Carried] = []
+        self._features: list[tuple[Carried, str, Sequence[str], int, int, Reading | None]] = []
         self.micro = 0
         self.micro_told = False
         self.reused = 0
@@ -299,12 +237,21 @@ class Tape:
         """Keep a scalar of the step (loss, learning rate …); a tensor is read with all others at the step's end."""
         self.scalars[name] = self.value(x, STATS) if self.library.is_tensor(x) else float(x)
 
-    def feature(self, name: str, slot: str, numbers: Any, edges: Callable[..., Any] | None = None) -> None:
-        """Keep a small tensor of numbers that were worked out on a device; it is read when the step ends, not before.
+    def carry(self, tensor: Any = None) -> Carried:
+        """Have a small tensor brought to the host with all else when the step ends; it may be set until then."""
+        carried = Carried(tensor)
+        self._carried.append(carried)
+        return carried
 
-        edges: turns the numbers into (bins' edges, counts), where they are counts per bin.
+    def feature(self, name: str, slots: str | Sequence[str], numbers: Any, reading: Reading | None = None) -> None:
+        """Keep numbers that were worked out on a device: a small tensor, or one that is carried already.
+
+        reading: turns what came to the host into (edges of bins or None, numbers) of each slot; without it, they are numbers.
         """
-        self._features.append((numbers, name, slot, self.count(f"{name}|{slot}", "feature"), self.micro, edges))
+        if isinstance(slots, str):
+            slots = (slots,)
+        carried = numbers if type(numbers) is Carried else self.carry(numbers)
+        self._features.append((carried, name, slots, self.count(f"{name}|{slots[0]}", "feature"), self.micro, reading))
 
     def batch(self, tensors: Sequence[Any]) -> None:
         """Fingerprint what the model is called with."""
@@ -325,8 +272,10 @@ class Tape:
         crc: dict[int, str] = {}
         base = 0
         values: list[Value] = []
-        for strip, owned in self._strips.values():
-            rows, checks, crcs = strip.harvest()
+        strips = list(self._strips.values())
+        last, self._batch_rows = [] if self._batch_rows is None else [self._batch_rows], None
+        harvests = self._bring([*(strip for strip, _ in strips), *last])
+        for (strip, owned), (rows, checks, crcs) in zip(strips, harvests[: len(strips)], strict=True):
             if base:
                 for value in owned:
                     if value.row >= 0:
@@ -358,8 +307,8 @@ class Tape:
             histograms=extras.get("histogram"),
             quantiles=extras.get("quantiles"),
             scalars={name: _scalar(v, rows) for name, v in self.scalars.items()},
-            features=self._bring_features(),
-            batches=self._bring_batches(),
+            features=self._read_features(),
+            batches=self._join_batches([int(n) for harvest in harvests[len(strips) :] for n in harvest[1]]),
             **about,
         )
         self.calls, self.values, self.scalars = [], [], {}
@@ -368,25 +317,32 @@ class Tape:
             self.eye.reset()
         return reel
 
+    def _bring(self, strips: Sequence[Strip]) -> list[tuple[npt.NDArray[np.float64], Any, Any]]:
+        """Bring all that is on devices to the host, in one transfer a device, and harvest these strips."""
+        carried, self._carried = [c for c in self._carried if c.tensor is not None], []
+        blocks = [strip.blocks() for strip in strips]
+        arrays = iter(self.library.bring([*(t for some in blocks for t in some), *(c.tensor for c in carried)]))
+        harvests = [strip.harvest([next(arrays) for _ in some]) for strip, some in zip(strips, blocks, strict=True)]
+        for c in carried:
+            c.numbers, c.tensor = next(arrays), None
+        return harvests
+
     def _all_noted(self) -> list[tuple[Value, Value]]:
         """Return (twin, value), each value before its twins: one row was counted from the beginning of its strip until now."""
         return [*self._noted, *((self.eye.noted or ()) if self.eye is not None else ())]
 
-    def _bring_batches(self) -> list[int]:
+    def _join_batches(self, sums: Sequence[int]) -> list[int]:
         batches, self._batches = self._batches, []
-        rows, self._batch_rows = self._batch_rows, None
-        sums = rows.harvest()[1] if rows is not None else None
-        each = iter(sums.tolist() if sums is not None else ())
+        each = iter(sums)
         return [joined([next(each) for _ in range(count)]) for count in batches]
 
-    def _bring_features(self) -> list[Feature]:
+    def _read_features(self) -> list[Feature]:
         kept, self._features = self._features, []
         found: list[Feature] = []
-        for numbers, (_, name, slot, call, micro, edges) in zip(
-            self.library.bring([feature[0] for feature in kept]) if kept else (), kept, strict=True
-        ):
-            bins, counts = edges(numbers) if edges is not None else (None, numbers)
-            found.append(Feature(name, slot, call, micro, counts, bins))
+        for carried, name, slots, call, micro, reading in kept:
+            if carried.numbers is not None:
+                told = reading(carried.numbers) if reading is not None else ((None, carried.numbers.astype(np.float64)),)
+                found += [Feature(name, slot, call, micro, x, bins) for slot, (bins, x) in zip(slots, told, strict=True)]
         return found
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.dumps.record_log import logged_calls, numbers_of_values
-from trainprobe.engine.records import Call, Phase, Place, Record, Reel, Site, Value
+from trainprobe.engine.records import Call, Feature, Phase, Place, Record, Reel, Site, Value
 from trainprobe.engine.reel import slots
 from trainprobe.engine.selection import Names
 from trainprobe.engine.stats import finish
@@ -76,6 +76,7 @@ class Tracks:
         self._spot_array: I64 = np.zeros(0, dtype=np.int64)
         self._layouts: dict[tuple[bytes, tuple[str, ...]], I64] = {}
         self._arrays: dict[bytes, I64] = {}
+        self._features: dict[tuple[tuple[str, str, int, int], ...], I64] = {}
         self.alike: dict[
             bytes, tuple[I64, I64]
         ] = {}  # calls as text → spots in the order of execution, numbers of their values
@@ -115,6 +116,16 @@ class Tracks:
                 self._layouts.clear()
             flat = [self.track(s, name) for s in spots.tolist() for name in statistics]
             found = self._layouts[key] = np.array(flat, dtype=np.int64)
+        return found
+
+    def of_features(self, told: tuple[tuple[str, str, int, int], ...], features: Sequence[Feature]) -> I64:
+        """Return the track numbers of features, one a number; told: what they follow from, remembered, because steps repeat."""
+        found = self._features.get(told)
+        if found is None:
+            if len(self._features) > 16:
+                self._features.clear()
+            spots = [Spot("forward", "feature", f.name, f.call, slot) for f in features for slot, _ in f.each()]
+            found = self._features[told] = np.array([self.track(self.spot(spot), "value") for spot in spots], np.int64)
         return found
 
     def same(self, at: I64) -> I64:
@@ -173,8 +184,10 @@ def frame_of_reel(reel: Reel, tracks: Tracks) -> Frame:
         there[:, -1] = taken  # of a value whose checksum was not asked for, there is none
         at, values = at[there.reshape(-1)], values[there.reshape(-1)]
     bad = np.full(len(partials), FINE, np.uint8) if all_finite(partials) else _bad(partials)
-    features = [(Spot("forward", "feature", f.name, f.call, slot), x) for f in reel.features for slot, x in f.each()]
-    at, values = _with_features(tracks, at, values, features)
+    series = [f for f in reel.features if f.edges is None]
+    if series:
+        more = tracks.of_features(tuple((f.name, f.slot, f.call, f.numbers.size) for f in series), series)
+        at, values = np.concatenate([at, more]), np.concatenate([values, *(f.numbers for f in series)])
     return _with_scalars(reel.step, reel.place, tracks, (at, values, spots, bad), reel.scalars, reel.complete)
 
 

@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from trainprobe.engine.stats.low_precision import FORMATS, lost
-from trainprobe.engine.taps.number_formats import lost_shares, magnitudes
+from trainprobe.engine.arrays.torch_library import TorchLibrary
+from trainprobe.engine.records import Place
+from trainprobe.engine.stats.histogram import exponent_histogram
+from trainprobe.engine.stats.low_precision import FORMATS, limits_of, lost
+from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps import number_formats
+from trainprobe.engine.taps.number_formats import CountedFormats
 
 # name → (bits of the mantissa, smallest normal exponent)
 SHAPES = {"fp4_e2m1": (1, 0), "fp8_e4m3": (3, -6), "fp8_e5m2": (2, -14), "fp16": (10, -14), "bf16": (7, -126)}
@@ -82,30 +87,76 @@ def test_what_is_lost_is_what_torch_casts_to_zero_or_to_no_number(name: str) -> 
     assert over > 3
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.25, 3.7, 1e-3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_device_counts_what_numpy_counts(name: str, dtype: torch.dtype, scale: float) -> None:
-    t = torch.from_numpy(samples(name)).to(dtype)
-    array = t.double().numpy() if dtype == torch.float64 else t.float().numpy()
-    under, over = lost_shares(magnitudes(t), FORMATS[name], scale)
-    want = lost(array, name, scale)
-    assert (round(float(under) * t.numel()), round(float(over) * t.numel())) == want
-    if dtype in (torch.float32, torch.float64):
-        assert sum(want) > 0
+@pytest.fixture(params=[True, False], ids=["host", "device"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Count as on the host, or as on a device."""
+    monkeypatch.setattr(number_formats, "on_host", lambda device: request.param)
+    return request.param
+
+
+def told(tensors: list[torch.Tensor], names: list[str], scale: float | str) -> list[dict[str, tuple[int, int]]]:
+    """Count all tensors as the feature does; return for each of them name → elements that underflow and that overflow."""
+    tape, dtype = Tape(TorchLibrary()), torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    counted = CountedFormats(tape, torch.device("cpu"), dtype, names, scale, True)
+    slots = [f"{name}{i}" for name in names for i in range(2)]
+    for i, t in enumerate(tensors):
+        tape.feature(f"{i}", [*slots, "exponents"], counted.carried, counted.add(t))
+    counted.finish()
+    features = tape.harvest(0, Place(), framework="", level="off", task="statistics").features
+    shares = {(f.name, f.slot): float(f.numbers[0]) for f in features if f.edges is None}
+    whole = {f.name: f for f in features if f.edges is not None}
+    for i, t in enumerate(tensors):
+        want = exponent_histogram(t.double().numpy(), str(t.dtype))
+        counts = want.negative + want.positive
+        assert whole[f"{i}"].numbers.tolist() == (np.trim_zeros(counts).tolist() or [0])
+        first = np.flatnonzero(counts)[0] if counts.any() else 0
+        assert whole[f"{i}"].edges is not None and whole[f"{i}"].edges[0] == 2.0 ** (want.lowest + first)
+    found: list[dict[str, tuple[int, int]]] = []
+    for i, t in enumerate(tensors):
+        sizes = {name: [shares[f"{i}", f"{name}{j}"] * t.numel() for j in range(2)] for name in names}
+        assert all(abs(x - round(x)) < 1e-6 for pair in sizes.values() for x in pair)
+        found.append({name: (round(under), round(over)) for name, (under, over) in sizes.items()})
+    return found
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 3.7, 1e-3, 1e6])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_the_feature_counts_what_numpy_counts(dtype: torch.dtype, scale: float, where: bool) -> None:
+    tensors = [torch.from_numpy(samples(name)).to(dtype) for name in FORMATS]
+    tensors += [tensors[0][:9].clone(), tensors[1].repeat(7)[3:], tensors[2].view(-1, 2).t()]  # small, large, not contiguous
+    arrays = [t.double().numpy() if dtype == torch.float64 else t.float().numpy() for t in tensors]
+    want = [{name: lost(array, name, scale) for name in FORMATS} for array in arrays]
+    assert told(tensors, list(FORMATS), scale) == want
+    assert sum(under + over for counts in want for under, over in counts.values()) > 1000
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_under_the_scale_of_its_largest_magnitude_nothing_overflows(name: str) -> None:
-    t = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e-5
-    t[3] = 0.0
-    under, over = lost_shares(magnitudes(t), FORMATS[name], "amax")
+@pytest.mark.parametrize("scale", [1.0, 0.37, 2.0**-30])
+def test_a_limit_is_the_first_number_that_is_past_it(name: str, scale: float) -> None:
+    for dtype in (np.float32, np.float64):
+        kept, over = limits_of([FORMATS[name]], np.array([scale], dtype))[0]
+        before = np.nextafter(kept, dtype(0))
+        assert (lost(np.array([before]), name, scale)[0], lost(np.array([kept]), name, scale)[0]) == (1, 0)
+        assert lost(np.array([over]), name, scale)[1] == 1
+        assert lost(np.array([np.nextafter(over, dtype(0))]), name, scale)[1] == 0
+
+
+def test_under_the_scale_of_its_largest_magnitude_nothing_overflows(where: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1000, generator=generator) * size for size in (1e-5, 1.0, 3e30, 1e-38, 1e-44)]
+    tensors.append(torch.randn(200_000, generator=generator).exp2())
+    tensors[0][3] = 0.0
     most = float(np.finfo(np.float32).max)  # a scale that float32 cannot hold becomes the largest that it can
-    scale = np.float32(min(FORMATS[name].largest / float(t.abs().max()), most))
-    assert round(float(under) * 1000) == lost(t.numpy(), name, float(scale))[0]
-    assert float(over) == 0
+    for t, found in zip(tensors, told(tensors, list(FORMATS), "amax"), strict=True):
+        for name, form in FORMATS.items():
+            scale = min(float(np.float32(form.largest)) / float(t.abs().max()), most)
+            assert found[name] == (lost(t.numpy(), name, float(scale))[0], 0)
 
 
-def test_a_tensor_of_zeros_loses_nothing() -> None:
-    for scale in (1.0, "amax"):
-        assert [float(x) for x in lost_shares(torch.zeros(5), FORMATS["fp8_e4m3"], scale)] == [0.0, 0.0]
+def test_infinities_overflow_under_any_scale_and_a_tensor_of_zeros_loses_nothing(where: bool) -> None:
+    odd = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, 4.0])
+    for scale in (1.0, 0.1, "amax"):
+        found = told([torch.zeros(5), odd, odd[:3], -odd], list(FORMATS), scale)
+        assert [set(counts.values()) for counts in found] == [{(0, 0)}, {(0, 2)}, {(0, 2)}, {(0, 2)}]

@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from trainprobe.engine.arrays.torch_extras import exponent_counts
+from trainprobe.engine.arrays.torch_library import TorchLibrary
+from trainprobe.engine.stats.binades import Binades
 from trainprobe.engine.stats.low_precision import FORMATS
+from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.attention import attention_logits, of_logits
 from trainprobe.engine.taps.dead_units import dead_share
-from trainprobe.engine.taps.number_formats import lost_shares, magnitudes
+from trainprobe.engine.taps.number_formats import CountedFormats
 from trainprobe.engine.taps.routers import chosen, similarity
 from trainprobe.engine.taps.weight_spectra import FIRST, spectrum
 
@@ -30,9 +33,17 @@ def test_weights_and_routers():
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0, "amax"])
-def test_formats_and_dead_units(scale):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_formats(scale, dtype):
+    tape = Tape(TorchLibrary())
+    counted = CountedFormats(tape, torch.device("meta"), dtype, list(FORMATS), scale, True)
+    for shape in ((50, 70), (3,), (1 << 11, 1 << 10)):
+        counted.add(empty(*shape, dtype=torch.bfloat16))
+    counted.finish()
+    assert counted.carried.tensor.shape == (3, Binades(str(dtype).rpartition(".")[2], 2 * len(FORMATS)).bins)
+
+
+def test_exponents_and_dead_units():
     t = empty(50, 70, dtype=torch.bfloat16)
-    for told in FORMATS.values():
-        assert [x.shape for x in lost_shares(magnitudes(t), told, scale)] == [(), ()]
     assert exponent_counts(t).dim() == 1
     assert dead_share(t, 0.0).shape == ()

@@ -53,7 +53,7 @@ class HostStrip:
 
     def __init__(self, rows: NumpyStrip) -> None:
         self._rows = rows
-        self.harvest, self.harvest_extras = rows.harvest, rows.harvest_extras
+        self.blocks, self.harvest, self.harvest_extras = rows.blocks, rows.harvest, rows.harvest_extras
 
     def add(self, t: HostArray) -> int:
         """Reduce a HostArray into a new row and return its number, or -1 when it has no statistics."""
@@ -61,7 +61,7 @@ class HostStrip:
 
 
 class MindSporeLibrary:
-    """The verbs of MindSpore (see engine.tape.Library)."""
+    """The verbs of MindSpore (see engine.library.Library)."""
 
     plain: frozenset[type] = frozenset()
     extras: Sequence[str] = ()
@@ -91,9 +91,9 @@ class MindSporeLibrary:
         """Return an extra as it is; there are none."""
         return result
 
-    def bring(self, tensors: Sequence[Any]) -> list[npt.NDArray[np.float64]]:
-        """Bring small tensors to the host, each flattened to float64 [k]."""
-        return [np.asarray(host_array(t).data, np.float64).reshape(-1) for t in tensors]
+    def bring(self, tensors: Sequence[Any]) -> list[npt.NDArray[Any]]:
+        """Bring small tensors to the host, each flattened."""
+        return [np.asarray(host_array(t).data).reshape(-1) for t in tensors]
 
     def is_tensor(self, x: Any) -> bool:
         """Tell whether x is a tensor of MindSpore, or one that was brought to the host."""

@@ -73,7 +73,13 @@ class NumpyStrip:
         self._crcs.append(zlib.crc32(np.ascontiguousarray(array).tobytes()) if self._flags & CRC32 else 0)
         return len(self._rows) - 1
 
-    def harvest(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64] | None, list[int] | None]:
+    def blocks(self) -> list[Any]:
+        """Return nothing: all is on the host."""
+        return []
+
+    def harvest(
+        self, brought: Sequence[npt.NDArray[Any]] | None = None
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64] | None, list[int] | None]:
         """Hand over all rows and start anew: float64 [n, 12], uint64 [n] (None unless CHECKSUM), CRC-32 (None unless CRC32)."""
         if self._native is not None:
             raw, raw_sums, crcs = self._native.take()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_reduce import CHECKSUM, CRC32, STATS, STD, SUBLOW
-from trainprobe.engine.arrays.torch_rows import DeviceRows
+from trainprobe.engine.arrays.torch_rows import DeviceRows, to_host
 from trainprobe.engine.stats.partials import PARTIALS
 
 try:
@@ -98,10 +98,10 @@ class TorchStrip:
         self._codes = _NATIVE_CODES if self.native is not None else {}
         self._add_native: Any = self.native.add if self.native is not None else None
         self._devices: dict[torch.device, DeviceRows] = {}
-        self._placed: list[tuple[int, torch.device, int]] = []  # rows that torch reduced: row, device, row there
+        self._placed: dict[torch.device, list[int]] = {}  # device → the rows of the strip that are its rows, in order
 
     def __len__(self) -> int:
-        return len(self._placed) if self.native is None else len(self.native)
+        return sum(map(len, self._placed.values())) if self.native is None else len(self.native)
 
     def add(self, t: Tensor) -> int:
         """Reduce a tensor into a new row and return its number, or -1 when it has no statistics (see `refusal`)."""
@@ -123,31 +123,42 @@ class TorchStrip:
         rows = self._devices.get(t.device)
         if rows is None:
             rows = self._devices[t.device] = DeviceRows(t.device)
-        row = len(self._placed) if self.native is None else self.native.blank()
+            self._placed[t.device] = []
+        row = len(self) if self.native is None else self.native.blank()
         with outside_transforms():
-            self._placed.append((row, t.device, rows.add(t, self._flags)))
+            rows.add(t, self._flags)
+        self._placed[t.device].append(row)
         return row
 
     def refusal(self, t: Tensor) -> str:
         """Say why `add` returned -1 for this tensor."""
         return reason_without_statistics(t) or "it could not be read"
 
-    def harvest(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64] | None, list[int] | None]:
-        """Bring all rows to the host, in one transfer a device, and start anew.
+    def blocks(self) -> list[Tensor]:
+        """Return what is on devices and has to be brought to the host before `harvest`."""
+        return [block for rows in self._devices.values() for block in rows.blocks()]
+
+    def harvest(
+        self, brought: Sequence[npt.NDArray[Any]] | None = None
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64] | None, list[int] | None]:
+        """Hand over all rows and start anew. brought: the blocks on the host; None brings them, in one transfer a device.
 
         Returns float64 [n, 12], uint64 [n] (None unless CHECKSUM) and a list of CRC-32 (None unless CRC32).
         """
+        arrays = iter(to_host(self.blocks()) if brought is None else brought)
         partials, sums, crcs = self._take_native()
-        if self._placed:
+        if self._devices:
+            taken = {device: rows.read(arrays) for device, rows in self._devices.items()}
             if self.native is None:
-                partials, sums = np.zeros((len(self._placed), len(PARTIALS))), np.zeros(len(self._placed), np.uint64)
+                n = sum(len(rows) for rows, _, _ in taken.values())
+                partials, sums = np.zeros((n, len(PARTIALS))), np.zeros(n, np.uint64)
             crcs = crcs or [0] * len(partials)
-            taken = {device: rows.take() for device, rows in self._devices.items()}
-            for row, device, there in self._placed:
-                source = taken[device]
-                partials[row], sums[row] = source[0][there], source[1][there]
-                crcs[row] = source[2][there] if self._flags & CRC32 else 0
-        self._devices, self._placed = {}, []
+            for device, (rows, checks, registers) in taken.items():
+                at = self._placed[device][: len(rows)]
+                partials[at], sums[at] = rows, checks
+                for row, register in zip(at, registers, strict=True):
+                    crcs[row] = register
+        self._devices, self._placed = {}, {}
         return partials, sums if self._flags & CHECKSUM else None, crcs if self._flags & CRC32 else None
 
     def harvest_extras(self) -> Sequence[Any]:

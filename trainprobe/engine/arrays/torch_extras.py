@@ -1,7 +1,7 @@
 """Statistics that are more than one number a tensor, on its device: bin counts, exponent counts, quantiles.
 
 An extra is a function from a tensor to a 1-D tensor on the same device; it waits for nothing. `StripWithExtras` calls the
-extras for each row and brings their results to the host in one transfer a device.
+extras for each row; their results are brought to the host with the rows.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_arrays import TorchStrip
-from trainprobe.engine.arrays.torch_reduce import accumulator, real_values
+from trainprobe.engine.arrays.torch_reduce import real_values
+from trainprobe.engine.arrays.torch_rows import to_host
 from trainprobe.engine.stats.histogram import checked_edges, exponent_range
 from trainprobe.engine.stats.quantiles import checked_levels
 
 Extra = Callable[[Tensor], Tensor]
 
 
-def _tally(at: Tensor, bins: int) -> Tensor:
-    """Count how often each of 0 … bins - 1 stands in `at`, int64 [bins]; unlike bincount it waits for nothing."""
+def tally(at: Tensor, bins: int) -> Tensor:
+    """Count how often each of 0 … bins - 1 stands in `at`, int64 [bins]; waits for nothing, as bincount does on a device."""
+    if at.device.type == "cpu":
+        return torch.bincount(at, minlength=bins)
     return torch.zeros(bins, dtype=torch.int64, device=at.device).scatter_add_(0, at, torch.ones_like(at))
 
 
@@ -37,7 +40,7 @@ def bin_counts(edges: Any) -> Extra:
         bins = limits.numel() - 1
         at = (torch.bucketize(x, limits, right=True) - 1).clamp(max=bins - 1)
         inside = (x >= limits[0]) & (x <= limits[-1])
-        return _tally(torch.where(inside, at, bins), bins + 1)[:bins]
+        return tally(torch.where(inside, at, bins), bins + 1)[:bins]
 
     return count
 
@@ -51,7 +54,7 @@ def exponent_counts(t: Tensor) -> Tensor:
     at = exponent + n * (x > 0)
     for i, odd in enumerate((x == 0, x.isnan(), x == torch.inf, x == -torch.inf)):
         at = torch.where(odd, 2 * n + i, at)
-    return _tally(at, 2 * n + 4)
+    return tally(at, 2 * n + 4)
 
 
 def quantiles(levels: Any) -> Extra:
@@ -78,26 +81,16 @@ def quantiles(levels: Any) -> Extra:
     return find
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[np.float64]]:
-    """Bring tensors to the host, in one transfer a device, each flattened to float64 [k] (counts below 2^53 exact)."""
-    host: dict[int, npt.NDArray[np.float64]] = {}
-    for device in dict.fromkeys(t.device for t in tensors):
-        here = [i for i, t in enumerate(tensors) if t.device == device]
-        whole = torch.cat([tensors[i].detach().reshape(-1).to(accumulator(device)) for i in here])
-        ends = np.cumsum([tensors[i].numel() for i in here])[:-1]
-        host.update(zip(here, np.split(whole.cpu().numpy().astype(np.float64), ends), strict=True))
-    return [host[i] for i in range(len(tensors))]
-
-
 class StripWithExtras(TorchStrip):
     """A strip whose rows carry the results of extras too."""
 
-    __slots__ = ("_extras", "_results")
+    __slots__ = ("_brought", "_extras", "_results")
 
     def __init__(self, flags: int, extras: Sequence[Extra], *, native: bool = True) -> None:
         super().__init__(flags, native=native)
         self._extras = tuple(extras)
         self._results: list[list[Tensor]] = []
+        self._brought: list[list[npt.NDArray[Any]]] = []
 
     def add(self, t: Tensor) -> int:
         """Reduce a tensor into a new row, extras included."""
@@ -107,10 +100,20 @@ class StripWithExtras(TorchStrip):
                 self._results.append([extra(t.detach()) for extra in self._extras])
         return row
 
-    def harvest_extras(self) -> list[list[npt.NDArray[np.float64]]]:
-        """Bring the results to the host, one transfer a device: a list a row, an array an extra (counts below 2^53 exact)."""
-        flat = [result for row in self._results for result in row]
-        host = to_host(flat)
+    def blocks(self) -> list[Tensor]:
+        """Return what is on devices, the results of the extras last."""
+        return [*super().blocks(), *(result for row in self._results for result in row)]
+
+    def harvest(
+        self, brought: Sequence[npt.NDArray[Any]] | None = None
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64] | None, list[int] | None]:
+        """Hand over all rows and start anew; what the extras gave is then there for `harvest_extras`."""
+        arrays = to_host(self.blocks()) if brought is None else brought
+        width, mine = len(self._extras), len(arrays) - sum(map(len, self._results))
+        self._brought = [list(arrays[i : i + width]) for i in range(mine, len(arrays), width)]
         self._results = []
-        width = len(self._extras)
-        return [[host[i] for i in range(start, start + width)] for start in range(0, len(flat), width)]
+        return super().harvest(arrays[:mine])
+
+    def harvest_extras(self) -> list[list[npt.NDArray[Any]]]:
+        """Return the results that `harvest` brought: a list a row, an array an extra."""
+        return self._brought

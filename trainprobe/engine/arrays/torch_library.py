@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 
 from trainprobe.engine.arrays.torch_arrays import TorchStrip, local_of, native_code, native_in_use, reason_without_statistics
-from trainprobe.engine.arrays.torch_extras import Extra, StripWithExtras, bin_counts, exponent_counts, to_host
+from trainprobe.engine.arrays.torch_extras import Extra, StripWithExtras, bin_counts, exponent_counts
 from trainprobe.engine.arrays.torch_extras import quantiles as quantiles_at
+from trainprobe.engine.arrays.torch_rows import to_host
 from trainprobe.engine.records import Opaque
 from trainprobe.engine.stats.histogram import ExponentHistogram
 
@@ -25,7 +26,7 @@ class _DtypeText(dict[Any, str]):
 
 
 class TorchLibrary:
-    """The verbs of PyTorch (see engine.tape.Library)."""
+    """The verbs of PyTorch (see engine.library.Library)."""
 
     plain: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -74,8 +75,8 @@ class TorchLibrary:
             return self._edges, result
         return exponent_edges(result, dtype)
 
-    def bring(self, tensors: Sequence[Any]) -> list[npt.NDArray[np.float64]]:
-        """Bring small tensors to the host, in one transfer a device, each flattened to float64 [k]."""
+    def bring(self, tensors: Sequence[Any]) -> list[npt.NDArray[Any]]:
+        """Bring small tensors to the host, in one transfer a device, each flattened and of its own dtype."""
         return to_host(tensors)
 
     def is_tensor(self, x: Any) -> bool:

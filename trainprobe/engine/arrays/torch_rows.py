@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -44,14 +48,47 @@ class DeviceRows:
     def _crc32(self, t: Tensor) -> Tensor | int:
         return crc32_on_host(t) if self._device.type == "cpu" else crc32_register(t)
 
-    def take(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64], list[int]]:
-        """Bring the rows to the host: float64 [n, 12], uint64 [n], and their CRC-32."""
-        if not self._filled:
-            return np.zeros((0, _WIDTH)), np.zeros(0, np.uint64), []
-        whole = self._filled[0] if len(self._filled) == 1 else torch.cat(self._filled)
-        host = whole.cpu().numpy()[: self._n]
+    def blocks(self) -> list[Tensor]:
+        """Return the rows so far, int64 [n, 14] of at most _ROOM each."""
+        return [chunk[: self._n - i * _ROOM] for i, chunk in enumerate(self._filled)]
+
+    def read(self, brought: Iterator[npt.NDArray[Any]]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64], list[int]]:
+        """Return the rows of as many blocks as there are, float64 [n, 12], uint64 [n], and their CRC-32."""
+        host = np.concatenate([next(brought) for _ in self._filled]).reshape(-1, _WIDTH + 2)
         bits = np.ascontiguousarray(host[:, :_WIDTH])
         partials = (
             bits.view(np.float64) if self._bits == torch.int64 else bits.astype(np.int32).view(np.float32).astype(np.float64)
         )
         return partials, np.ascontiguousarray(host[:, _WIDTH]).view(np.uint64), host[:, _WIDTH + 1].tolist()
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+    """Bring tensors to the host as bits, in one transfer a device, each flattened and of its own dtype.
+
+    What NumPy has no dtype for (bfloat16, float8) comes as float32.
+    """
+    host: dict[int, npt.NDArray[Any]] = {}
+    with torch.no_grad():
+        flat = [_plain(t) for t in tensors]
+        for device in dict.fromkeys(t.device for t in tensors):
+            here = [i for i, t in enumerate(tensors) if t.device == device]
+            here.sort(key=lambda i: -flat[i].element_size())  # so that each begins where its dtype may begin
+            whole = torch.cat([flat[i].view(torch.uint8) for i in here]).cpu().numpy()
+            ends = np.cumsum([flat[i].nbytes for i in here])[:-1]
+            for i, bits in zip(here, np.split(whole, ends), strict=True):
+                host[i] = bits.view(_numpy_dtype(flat[i].dtype))
+    return [host[i] for i in range(len(tensors))]
+
+
+def _plain(t: Tensor) -> Tensor:
+    """Return the elements one after the other, of a dtype that NumPy has."""
+    try:
+        _numpy_dtype(t.dtype)
+    except TypeError:
+        t = t.float()
+    return t.detach().reshape(-1).contiguous()
+
+
+@cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return torch.empty(0, dtype=dtype).numpy().dtype

@@ -61,15 +61,16 @@ def encode(reel: Reel) -> bytes:
     if reel.quantiles is not None:
         line["quantiles"] = {row: plain_numbers(np.asarray(x, float)) for row, x in reel.quantiles.items()}
     if reel.features:
-        line["features"] = [_feature_text(feature) for feature in reel.features]
+        line["features"] = _features_text(reel.features)
     if reel.batches:
         line["batches"] = list(reel.batches)
     return orjson.dumps(line, default=_described, option=_OPTIONS)
 
 
-def _feature_text(f: Feature) -> list[Any]:
-    text = [f.name, f.slot, f.call, f.micro, plain_numbers(f.numbers)]
-    return text if f.edges is None else [*text, plain_numbers(f.edges)]
+def _features_text(features: Sequence[Feature]) -> list[Any]:
+    finite = np.isfinite(np.concatenate([x for f in features for x in (f.numbers, f.edges) if x is not None])).all()
+    text = np.ascontiguousarray if finite else plain_numbers  # JSON has no other numbers
+    return [[f.name, f.slot, f.call, f.micro, text(f.numbers), *([] if f.edges is None else [text(f.edges)])] for f in features]
 
 
 def _read_feature(text: Sequence[Any]) -> Feature:

@@ -12,11 +12,15 @@ The product x · s is rounded to float32 first, as it is in training, unless x i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from trainprobe.engine.stats.binades import first_past
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,34 @@ def lost(array: npt.NDArray[Any], name: str, scale: float = 1.0) -> tuple[int, i
     """
     told = FORMATS[name]
     x = np.abs(np.asarray(array).reshape(-1))
-    x = x * scale if x.dtype == np.float64 else (x.astype(np.float32) * np.float32(scale)).astype(np.float64)
+    with np.errstate(over="ignore"):
+        x = x * scale if x.dtype == np.float64 else (x.astype(np.float32) * np.float32(scale)).astype(np.float64)
     nonzero = np.asarray(array).reshape(-1) != 0
     under = nonzero & (x <= told.smallest / 2)
     over = x > told.middle if told.even else x >= told.middle
     return int(under.sum()), int(over.sum())
+
+
+def limits_of(formats: Sequence[Format], scale: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the smallest magnitudes that do not underflow and that overflow, format by format, [k, 2 · formats].
+
+    scale: positive, float32 [k], or float64 [k] for elements of that dtype; the result has its dtype.
+    """
+    pairs = [
+        (first_past(told.smallest / 2, scale, itself=False), first_past(told.middle, scale, itself=not told.even))
+        for told in formats
+    ]
+    return np.stack([limit for pair in pairs for limit in pair], axis=1)
+
+
+@cache
+def limits_under(formats: tuple[str, ...], scale: float, dtype: str) -> npt.NDArray[Any]:
+    """Return `limits_of` named formats under one scale, [1, 2 · formats], of elements of a dtype by its name."""
+    return limits_of([FORMATS[name] for name in formats], np.array([scale], dtype))
+
+
+def amax_scale(largest: npt.NDArray[Any], told: Format) -> npt.NDArray[Any]:
+    """Return the largest number of a format over the largest magnitudes [k], in their dtype: at most its largest; 1 for 0."""
+    with np.errstate(divide="ignore", over="ignore"):
+        factor = np.minimum(largest.dtype.type(told.largest) / largest, np.finfo(largest.dtype).max)
+    return np.where(largest > 0, factor, largest.dtype.type(1))

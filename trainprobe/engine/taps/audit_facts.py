@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.facts import Clip, ModelFacts, Output, Piece, Repeat, StepFacts
+from trainprobe.engine.facts import Clip, ModelFacts, Output, Repeat, StepFacts
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.records import Place, Reel, Value
 from trainprobe.engine.stats import finish
@@ -24,6 +24,7 @@ from trainprobe.engine.taps.parameter_states import ParameterStateTap
 from trainprobe.engine.taps.random_state import random_fingerprint
 from trainprobe.engine.taps.reduced_gradients import ReducedGradients
 from trainprobe.engine.taps.samplers import SamplerWatch
+from trainprobe.engine.taps.saved_pieces import HeldPieces
 from trainprobe.engine.taps.saved_states import SavedStates
 from trainprobe.engine.taps.schedules import ScheduleWatch
 from trainprobe.engine.taps.set_up import model_facts, optimizer_groups
@@ -69,7 +70,7 @@ class AuditTap:
         self._schedules = ScheduleWatch(guard)
         self.saves = SavedStates(guard, self._held_now, lambda: self.step(), self._schedules.positions)
         self.saves.pieces = states.pieces
-        self._loaded: Mapping[tuple[str, str], Piece] | None = None
+        self._loaded: HeldPieces | None = None
         self.aside: Callable[[bool], None] = lambda begins: None  # told when the audit begins and ends to run the model
         self._states = states
         self._names = names
@@ -115,8 +116,8 @@ class AuditTap:
         self._reduced.begin(tape)
         self._updates, self._rates, self._repeated, self._stepped = 0, (), False, set()
         self._loaded = None
-        self.declared.begin()
-        self._rerun.begin()
+        self.declared.begin(tape)
+        self._rerun.begin(tape)
         self._calls.looks_for_repeats = self.repeats()
         self._calls.begin(tape)
         self._backward.begin()
@@ -167,7 +168,7 @@ class AuditTap:
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         if self.saves.awaits and self._loaded is None:
-            self._loaded = self._states.pieces()
+            self._loaded = self._states.carried_pieces(self._tape)
         self.unclipped([p for group in optimizer.param_groups for p in group["params"]])
         if self._plain():
             self._use.before_update(optimizer)
@@ -275,7 +276,7 @@ class AuditTap:
             reductions=self._reduced.take(),
             reruns=self._rerun.take(),
             saved=self.saves.take(),
-            loaded=self._loaded,
+            loaded=None if self._loaded is None else self._loaded.read(),
             same_epochs=self._samplers.take(),
             recomputed=tuple(
                 Repeat(name, order, _outputs(reel, again), tuple(_outputs(reel, f) for f in first))

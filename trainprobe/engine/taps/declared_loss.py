@@ -14,6 +14,8 @@ import torch
 from torch.func import functional_call
 
 from trainprobe.engine.facts import Projection
+from trainprobe.engine.library import Carried
+from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.random_state import put_back, random_state
 
 DeclaredLoss = Callable[[Any], Any]
@@ -35,17 +37,18 @@ class StandIn:
 
 
 class DeclaredGradient:
-    """Inner products of the applied gradient with that of the declared loss, kept on the device until `take`."""
+    """Inner products of the applied gradient with that of the declared loss, kept on the device until the step is harvested."""
 
     def __init__(self) -> None:
         self.loss: DeclaredLoss | None = None
         self.started: tuple[Any, ...] | None = None
-        self._products: list[tuple[str, Any]] = []
+        self._products: list[tuple[str, Carried]] = []
+        self._tape: Tape | None = None
 
-    def begin(self) -> None:
+    def begin(self, tape: Tape) -> None:
         """Forget the last step."""
         self.started = None
-        self._products = []
+        self._products, self._tape = [], tape
 
     def first_forward(self) -> None:
         """Remember the random state in which the step's first forward begins."""
@@ -53,7 +56,7 @@ class DeclaredGradient:
 
     def compare(self, model: Any, parameters: Sequence[tuple[str, Any]]) -> None:
         """Run the declared loss and set its gradient against `p.grad` of these (name, parameter) pairs."""
-        if self.loss is None or self._products:
+        if self.loss is None or self._products or self._tape is None:
             return
         chosen = [(name, p) for name, p in parameters if p.grad is not None and type(p.grad) is torch.Tensor]
         now = random_state()
@@ -69,11 +72,8 @@ class DeclaredGradient:
             for (name, p), declared in zip(chosen, cast("Sequence[Any]", found), strict=True):
                 a = p.grad.detach().double().reshape(-1)
                 d = torch.zeros_like(a) if declared is None else declared.double().reshape(-1)
-                self._products.append((name, torch.stack([a @ a, d @ d, a @ d])))
+                self._products.append((name, self._tape.carry(torch.stack([a @ a, d @ d, a @ d]))))
 
     def take(self) -> tuple[Projection, ...]:
-        """Return the inner products; reads the device once."""
-        if not self._products:
-            return ()
-        rows = torch.stack([row for _, row in self._products]).cpu().tolist()
-        return tuple(Projection(name, *row) for (name, _), row in zip(self._products, rows, strict=True))
+        """Return the inner products, once the step is harvested."""
+        return tuple(Projection(name, *row.numbers.tolist()) for name, row in self._products if row.numbers is not None)

@@ -7,8 +7,7 @@ a gradient, and draws no random number. Forwards that are run again during backw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -195,11 +194,25 @@ class FeatureTap:
                 kind.after(entry[0], module, seen, out)
 
 
-@contextmanager
-def apart() -> Generator[None]:
-    """Work beside the training: without gradients, torch-function modes, or a lower precision that autocast would choose."""
-    with torch.no_grad(), DisableTorchFunction(), _DisableAutocast():
-        yield
+class apart:  # noqa: N801 - used like a function
+    """Work beside the training: without gradients, torch-function modes, or a lower precision that autocast would choose.
+
+    Not made by `contextlib`: it is entered some hundred times a step.
+    """
+
+    __slots__ = ("_autocast", "_functions", "_gradients")
+
+    def __enter__(self) -> None:
+        self._functions, self._autocast = DisableTorchFunction(), _DisableAutocast()
+        self._functions.__enter__()
+        self._autocast.__enter__()
+        self._gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_grad_enabled(self._gradients)
+        self._autocast.__exit__(*error)
+        self._functions.__exit__(*error)
 
 
 class Quiet:

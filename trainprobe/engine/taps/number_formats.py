@@ -7,7 +7,7 @@ over the largest magnitude of the tensor, as Transformer Engine's current scalin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -16,15 +16,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainprobe.engine.arrays.torch_extras import exponent_counts
+from trainprobe.engine.arrays.torch_binades import CountedMagnitudes, OnHost
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.stats.histogram import exponent_range
-from trainprobe.engine.stats.low_precision import FORMATS, Format
+from trainprobe.engine.stats.low_precision import FORMATS, Format, amax_scale, limits_of, limits_under
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.features import Quiet, apart, tensors_of, whole
 from trainprobe.engine.taps.gradients import edge_of
 
 F64 = npt.NDArray[np.float64]
+Scale = float | Literal["amax"]
 
 
 class FormatFeature(Quiet):
@@ -39,16 +40,18 @@ class FormatFeature(Quiet):
         *,
         formats: Sequence[str],
         slots: Sequence[str],
-        scale: float | Literal["amax"] = 1.0,
+        scale: Scale = 1.0,
         exponents: bool = True,
     ) -> None:
         super().__init__(names, every)
         self._guard = guard
         self._parameters = parameters
-        self._formats = {name: FORMATS[name] for name in formats}
+        self._formats = tuple(formats)
         self._slots = frozenset(slots)
-        self._scale: float | Literal["amax"] = scale
+        self._scale: Scale = scale
         self._exponents = exponents
+        self._counted: dict[tuple[Any, torch.dtype], CountedFormats] = {}
+        self._told: dict[str, tuple[str, ...]] = {}  # slot of a value → slots of what is told of it
         self._handles: list[Any] = []
         self._stepped = False
 
@@ -88,10 +91,13 @@ class FormatFeature(Quiet):
             self._look_at_parameters("grad", lambda p: getattr(p, "main_grad", None) if p.grad is None else p.grad)
 
     def end(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks; what was counted goes to the host."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        counted, self._counted = self._counted, {}
+        if self._tape is not None and counted:
+            self._guard.run(_finish, counted.values())
         super().end()
 
     def _look_at_parameters(self, slot: str, of: Callable[[Any], Any]) -> None:
@@ -109,43 +115,109 @@ class FormatFeature(Quiet):
     def _look(self, name: str, slot: str, t: Any) -> None:
         if self._tape is None or not whole(t) or not t.is_floating_point():
             return
-        magnitude = magnitudes(t)
-        for form, told in self._formats.items():
-            shares = lost_shares(magnitude, told, self._scale)
-            self._tape.feature(name, f"underflow_{form}.{slot}", shares[0])
-            self._tape.feature(name, f"overflow_{form}.{slot}", shares[1])
-        if self._exponents:
-            self._tape.feature(name, f"exponents.{slot}", exponent_counts(t.detach()), partial(powers, dtype=str(t.dtype)))
+        dtype = torch.float64 if t.dtype == torch.float64 else torch.float32
+        counted = self._counted.get((t.device, dtype))
+        if counted is None:
+            counted = self._counted[t.device, dtype] = CountedFormats(
+                self._tape, t.device, dtype, self._formats, self._scale, self._exponents
+            )
+        told = self._told.get(slot)
+        if told is None:
+            shares = [f"{lost}_{form}.{slot}" for form in self._formats for lost in ("underflow", "overflow")]
+            told = self._told[slot] = (*shares, *([f"exponents.{slot}"] if self._exponents else []))
+        self._tape.feature(name, told, counted.carried, counted.add(t))
 
 
-def magnitudes(t: Tensor) -> Tensor:
-    """Return |x|, in float32 (float64 for float64)."""
-    x = t.detach()
-    return (x if x.dtype == torch.float64 else x.float()).abs()
+class CountedFormats:
+    """What formats lose of the tensors of one step, device and dtype: one row of counts for each, one block for all.
 
-
-def lost_shares(magnitude: Tensor, told: Format, scale: float | Literal["amax"]) -> tuple[Tensor, Tensor]:
-    """Return the shares of all elements that underflow and that overflow, two numbers on the device."""
-    x = magnitude
-    if scale == "amax":
-        largest = torch.where(x.isfinite(), x, 0.0).amax()
-        factor = (told.largest / largest).clamp_max(torch.finfo(x.dtype).max)
-        x = x * torch.where(largest > 0, factor, 1.0)
-    elif scale != 1.0:
-        x = x * scale
-    under = (x <= told.smallest / 2).sum() - (magnitude == 0).sum()
-    over = x > told.middle if told.even else x >= told.middle
-    return under / x.numel(), over.sum() / x.numel()
-
-
-def powers(counts: F64, dtype: str) -> tuple[F64, F64]:
-    """Return (edges [n + 1], counts [n]) of magnitudes per power of two, from the smallest to the largest that is there.
-
-    counts: as `exponent_counts` makes them, by sign; zeros and what is not finite have no power of two.
+    dtype: float32, or float64 for tensors of that dtype. `carried` is the block, to be read with what `add` returns.
     """
-    lowest, highest = exponent_range(dtype)
-    n = highest - lowest + 1
-    both = counts[:n] + counts[n : 2 * n]
-    there = np.flatnonzero(both)
-    first, last = (int(there[0]), int(there[-1]) + 1) if there.size else (0, 1)
-    return np.ldexp(1.0, np.arange(lowest + first, lowest + last + 1)), both[first:last]
+
+    def __init__(
+        self, tape: Tape, device: torch.device, dtype: torch.dtype, formats: Sequence[str], scale: Scale, exponents: bool
+    ) -> None:
+        self.carried = tape.carry()
+        self._largest = tape.carry()
+        self._formats = [FORMATS[name] for name in formats]
+        self._exponents = exponents
+        self._dtype = np.dtype(str(dtype).rpartition(".")[2])
+        self._limits = None if scale == "amax" else limits_under(tuple(formats), float(scale), self._dtype.name)
+        kind = OnHost if on_host(device) else CountedMagnitudes
+        self._magnitudes = kind(device, dtype, 2 * len(self._formats), self._past, self._limits is None)
+        self._texts = tape.library.dtype_text
+        self._read: tuple[F64, list[tuple[F64, F64]]] | None = None
+        self._dtypes: list[str] = []
+
+    def add(self, t: Tensor) -> Callable[[npt.NDArray[Any]], Sequence[tuple[F64 | None, F64]]]:
+        """Count a tensor; return how to read what is told of it."""
+        self._dtypes.append(self._texts[t.dtype])
+        return partial(self._told_of, self._magnitudes.add(t))
+
+    def finish(self) -> None:
+        """Have the counts carried to the host."""
+        self.carried.tensor, self._largest.tensor = self._magnitudes.counts(), self._magnitudes.largest()
+
+    def _past(self, x: Any, largest: Any) -> Iterable[Any]:
+        """Yield for each format which magnitudes do not underflow, and which overflow; of tensors, or of arrays on the host."""
+        if self._limits is not None:
+            yield from (x >= limit for limit in self._limits[0].tolist())
+        else:
+            for told in self._formats:
+                scaled = x * _scale_of(largest, told)
+                yield scaled > told.smallest / 2
+                yield scaled > told.middle if told.even else scaled >= told.middle
+
+    def _told_of(self, row: int, numbers: npt.NDArray[Any]) -> list[tuple[F64 | None, F64]]:
+        if self._read is None:
+            self._read = self._read_all(numbers)
+        shares, exponents = self._read
+        told: list[tuple[F64 | None, F64]] = [(None, share) for share in shares[row]]
+        return [*told, exponents[row]] if self._exponents else told
+
+    def _read_all(self, numbers: npt.NDArray[Any]) -> tuple[F64, list[tuple[F64, F64]]]:
+        """Return the shares [rows, 2 · formats, 1] and for each row (edges, counts) of its exponents."""
+        told = self._magnitudes.told
+        counts = numbers.reshape(-1, told.bins)
+        limits = self._limits
+        if limits is None:
+            assert self._largest.numbers is not None
+            limits = np.concatenate([limits_of([f], amax_scale(self._largest.numbers, f)) for f in self._formats], axis=1)
+        below, powers = told.below(counts, limits.astype(np.float64))
+        size = counts.sum(1, keepdims=True)
+        shares = np.empty(below.shape)
+        shares[:, 0::2] = (below[:, 0::2] - counts[:, :1]) / size
+        shares[:, 1::2] = (size - below[:, 1::2]) / size
+        lowest = [exponent_range(dtype)[0] - told.lowest for dtype in self._dtypes]
+        return shares[:, :, None], _trimmed(told.powers(), powers.astype(np.float64), np.array(lowest))
+
+
+def on_host(device: torch.device) -> bool:
+    """Tell whether tensors of a device may be read without waiting for it."""
+    return device.type == "cpu"
+
+
+def _finish(counted: Iterable[CountedFormats]) -> None:
+    with apart():
+        for each in counted:
+            each.finish()
+
+
+def _scale_of(largest: Any, told: Format) -> Any:
+    """Return the scale "amax" of tensors whose largest finite magnitudes these are: `amax_scale`, or the same on the device."""
+    if not isinstance(largest, Tensor):
+        return amax_scale(largest, told)
+    factor = (told.largest / largest).clamp_max(torch.finfo(largest.dtype).max)
+    return torch.where(largest > 0, factor, 1.0)
+
+
+def _trimmed(edges: F64, counts: F64, lowest: npt.NDArray[np.int64]) -> list[tuple[F64, F64]]:
+    """Return (edges [n + 1], counts [n]) of each row of magnitudes per power of two, from the smallest to the largest there is.
+
+    edges: [bins + 1]. counts: [rows, bins]. lowest: [rows], the bin that is told of a row without any.
+    """
+    there = counts > 0
+    some = there.any(1)
+    first = np.where(some, there.argmax(1), lowest).tolist()
+    last = np.where(some, there.shape[1] - there[:, ::-1].argmax(1), lowest + 1).tolist()
+    return [(edges[i : j + 1], row[i:j]) for i, j, row in zip(first, last, counts, strict=True)]

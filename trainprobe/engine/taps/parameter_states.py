@@ -15,7 +15,7 @@ from trainprobe.engine.flat_parameters import Stretch, handles_of, stretches_of
 from trainprobe.engine.records import Call, Reel, Value
 from trainprobe.engine.sources import SORTS, Part, PlainSource, Shard, Source, sort_of
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
-from trainprobe.engine.taps.saved_pieces import pieces_of
+from trainprobe.engine.taps.saved_pieces import HeldPieces, pieces_of
 from trainprobe.engine.unscaling import Scaled, unscale
 
 
@@ -272,6 +272,12 @@ class ParameterStateTap:
         source = self.source or self._plain
         with torch.no_grad(), DisableTorchFunction():
             return {} if source is None else pieces_of(source.parts("after_step"))
+
+    def carried_pieces(self, tape: Tape) -> HeldPieces:
+        """Return the same pieces, to be read once the step of this tape is harvested."""
+        source = self.source or self._plain
+        with torch.no_grad(), DisableTorchFunction():
+            return HeldPieces(() if source is None else source.parts("after_step"), tape.carry)
 
     def _due(self) -> frozenset[str]:
         """Return what this step is one of the steps for: sorts of tensors, and "update"."""

@@ -1,7 +1,7 @@
 """Gradients as backward hands them over and as they are used, each as one number: what reduction makes of them is then known.
 
 The number is ⟨g, r⟩ with rᵢ = sin(i / φ), i the place in the tensor: linear in g, and the same weights on every rank. It stays
-on the device until `take`. No random number is drawn.
+on the device until the step is harvested. No random number is drawn.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch._C import DisableTorchFunction
 
 from trainprobe.engine.facts import Reduction
 from trainprobe.engine.guard import Guard
+from trainprobe.engine.library import Carried
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.unreduced import UnreducedTap
 
@@ -29,7 +30,8 @@ class ReducedGradients:
         self._names = names
         self._tap = UnreducedTap(guard, self._arrived, wanted)
         self._sums: dict[int, Tensor] = {}
-        self._told: list[tuple[str, Tensor]] = []
+        self._told: list[tuple[str, Carried]] = []
+        self._tape: Tape | None = None
 
     def open(self, model: Any) -> None:
         """Remember whose gradients to look at."""
@@ -37,30 +39,30 @@ class ReducedGradients:
 
     def begin(self, tape: Tape) -> None:
         """Hook the accumulators where this step is wanted."""
-        self._sums, self._told = {}, []
+        self._sums, self._told, self._tape = {}, [], tape
         self._tap.begin(tape)
 
     def end(self) -> None:
         """Remove the hooks."""
         self._tap.end()
+        self._tape = None
 
     def used(self, parameters: Sequence[Any]) -> None:
         """Look at the gradients of these parameters as they are used: whole, and not yet clipped. The first look counts."""
-        names = self._names()
+        names, tape = self._names(), self._tape
+        if tape is None:
+            return
         with torch.no_grad(), DisableTorchFunction():
             for p in parameters:
                 arrived = self._sums.pop(id(p), None)
                 if arrived is not None and type(p.grad) is Tensor and p.grad.dtype in (torch.float32, torch.float64):
                     row = [arrived, _product(p.grad), torch.linalg.vector_norm(p.grad, dtype=torch.float64)]
-                    self._told.append((names[id(p)], torch.stack(row)))
+                    self._told.append((names[id(p)], tape.carry(torch.stack(row))))
 
     def take(self) -> tuple[Reduction, ...]:
-        """Return what was seen; reads the device once."""
-        if not self._told:
-            return ()
-        rows = torch.stack([row for _, row in self._told]).cpu().tolist()
+        """Return what was seen, once the step is harvested."""
         told, self._told = self._told, []
-        return tuple(Reduction(name, *row) for (name, _), row in zip(told, rows, strict=True))
+        return tuple(Reduction(name, *row.numbers.tolist()) for name, row in told if row.numbers is not None)
 
     def _arrived(self, p: Any, gradient: Any) -> None:
         if id(p) not in self._names() or type(gradient) is not Tensor or gradient.layout is not torch.strided:

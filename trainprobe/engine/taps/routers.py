@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trainprobe.engine.arrays.torch_extras import tally
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.features import Quiet, tensors_of, whole
 
@@ -108,7 +109,7 @@ def _tally(places: Tensor, experts: int) -> Tensor:
     flat = places.reshape(-1).long()
     inside = (flat >= 0) & (flat < experts)  # a dropped token may be marked by a number that is no expert
     at = torch.where(inside, flat, experts)
-    return torch.zeros(experts + 1, dtype=torch.int64, device=at.device).scatter_add_(0, at, torch.ones_like(at))[:experts]
+    return tally(at, experts + 1)[:experts]
 
 
 def _probabilities(logits: Tensor, module: Any) -> Tensor:

@@ -9,36 +9,55 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
+from trainprobe.engine.arrays.torch_rows import to_host
 from trainprobe.engine.arrays.torch_words import fingerprint_at
 from trainprobe.engine.facts import Piece
+from trainprobe.engine.library import Carried
 from trainprobe.engine.sources import Part, Shard, mesh_shard
 
 _CHUNK = 1 << 20  # elements whose places are worked out at a time
 
 
+class HeldPieces:
+    """Every piece of a tensor that is cut, its share still on its device; tensors that are whole are left out.
+
+    carry: takes a small tensor that is to be brought to the host.
+    """
+
+    def __init__(self, parts: Iterable[Part], carry: Callable[[Tensor], Carried]) -> None:
+        self._about: list[tuple[tuple[str, str], Shard, Carried]] = []
+        for part in parts:
+            shard = part.shard or mesh_shard(part.tensor)
+            local = getattr(part.tensor, "_local_tensor", part.tensor)
+            if shard is not None and _is_cut(shard) and local.numel() == math.prod(shard.shape):
+                self._about.append(((part.name, part.slot), shard, carry(share_of(local, shard))))
+
+    def read(self) -> dict[tuple[str, str], Piece]:
+        """Return (parameter, slot) → piece, of those whose shares have come to the host."""
+        return {
+            key: Piece(_place(shard), math.prod(shard.shape), _whole(shard), int(share.numbers[0]) % (1 << 64))
+            for key, shard, share in self._about
+            if share.numbers is not None
+        }
+
+
 def pieces_of(parts: Iterable[Part]) -> dict[tuple[str, str], Piece]:
-    """Return (parameter, slot) → piece of every tensor that is cut; one that is whole is left out. Reads each device once."""
-    about: list[tuple[tuple[str, str], Shard]] = []
-    shares: list[Tensor] = []
-    for part in parts:
-        shard = part.shard or mesh_shard(part.tensor)
-        local = getattr(part.tensor, "_local_tensor", part.tensor)
-        if shard is not None and _is_cut(shard) and local.numel() == math.prod(shard.shape):
-            about.append(((part.name, part.slot), shard))
-            shares.append(share_of(local, shard))
-    numbers: dict[int, int] = {}
-    for device in dict.fromkeys(share.device for share in shares):
-        here = [i for i, share in enumerate(shares) if share.device == device]
-        numbers.update(zip(here, torch.stack([shares[i] for i in here]).cpu().tolist(), strict=True))
-    return {
-        key: Piece(_place(shard), math.prod(shard.shape), _whole(shard), numbers[i] % (1 << 64))
-        for i, (key, shard) in enumerate(about)
-    }
+    """Return (parameter, slot) → piece of every tensor that is cut, now: reads each device once."""
+    carried: list[Carried] = []
+
+    def carry(share: Tensor) -> Carried:
+        carried.append(Carried(share))
+        return carried[-1]
+
+    held = HeldPieces(parts, carry)
+    for share, numbers in zip(carried, to_host([share.tensor for share in carried]), strict=True):
+        share.numbers = numbers
+    return held.read()
 
 
 def share_of(t: Tensor, shard: Shard) -> Tensor:

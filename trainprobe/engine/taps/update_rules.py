@@ -10,6 +10,8 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.facts import Rerun
+from trainprobe.engine.library import Carried
+from trainprobe.engine.tape import Tape
 
 _ELEMENTS = 4 << 20  # elements that are run again in one step; parameters take turns
 _REL = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the change, for a state of that dtype; 0.1 for shorter ones
@@ -66,7 +68,8 @@ def rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule | None:
 
 
 class UpdateRerun:
-    """Runs updates again. `before` and `after` stand around an optimizer's step; numbers stay on the device until `take`.
+    """Runs updates again. `before` and `after` stand around an optimizer's step; numbers stay on the device until the
+    step is harvested.
 
     names: id of parameter → recorded name. at_address: name of the parameter that lies at an address, of the pieces of a flat
     buffer that an optimizer steps.
@@ -76,12 +79,13 @@ class UpdateRerun:
         self._names = names
         self._at_address = at_address
         self._expected: list[tuple[str, Any, Tensor, Tensor, float]] = []
-        self._told: list[tuple[str, Any, Tensor]] = []
+        self._told: list[tuple[str, Any, Carried]] = []
+        self._tape: Tape | None = None
         self._turn = 0
 
-    def begin(self) -> None:
+    def begin(self, tape: Tape) -> None:
         """Forget the last step."""
-        self._expected, self._told = [], []
+        self._expected, self._told, self._tape = [], [], tape
 
     def before(self, optimizer: Any) -> None:
         """Work out what the parameters will be; as many as the limit allows, each in its turn."""
@@ -110,19 +114,21 @@ class UpdateRerun:
                 held = _local(p)
                 error, change = (held.double() - expected).abs(), (expected - was).abs()
                 floor = 8 * torch.finfo(held.dtype).eps * expected.abs() + relative * change + 1e-30
-                if error.numel():
+                if error.numel() and self._tape is not None:
                     worst, at = (error / floor).reshape(-1).max(0)
                     told = [worst, (held.double() - was).norm(), change.norm(), at.double()]
-                    self._told.append((name, held, torch.stack(told)))
+                    self._told.append((name, held, self._tape.carry(torch.stack(told))))
         self._expected = []
 
     def take(self) -> tuple[Rerun, ...]:
-        """Return what was found; reads the device once."""
-        if not self._told:
-            return ()
-        rows = torch.stack([row for *_, row in self._told]).cpu().tolist()
+        """Return what was found, once the step is harvested."""
         told, self._told = self._told, []
-        return tuple(Rerun(name or self._piece(p, int(at)), *row) for (name, p, _), (*row, at) in zip(told, rows, strict=True))
+        found: list[Rerun] = []
+        for name, p, row in told:
+            if row.numbers is not None:
+                *numbers, at = row.numbers.tolist()
+                found.append(Rerun(name or self._piece(p, int(at)), *numbers))
+        return tuple(found)
 
     def _piece(self, p: Tensor, at: int) -> str:
         """Name the parameter that holds an element of a flat buffer."""
