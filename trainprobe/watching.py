@@ -142,7 +142,7 @@ class Probe(EngineProbe):
         tap.ordinal = lambda: self.begun
         tap.reruns = lambda: due("update_rule")
         tap.repeats = lambda: due("recomputed_forward")
-        tap.reduces = lambda: self.place.world_size > 1 and due("reduced_gradients")
+        tap.reduces = lambda: due("reduced_gradients")
         tap.sampled = lambda: costs("rerun")
         audit = Audit(parts.audit_plan, tap.take, self._gathering().gather)
         audit.everyone = tap.saves.everyone
@@ -298,10 +298,14 @@ class Probe(EngineProbe):
 
     def __exit__(self, *error: object) -> None:
         """Close; an error that ends the training has the black box written out."""
-        if self._box is not None and error and error[0] is not None:
-            kind = getattr(error[0], "__name__", "an error")
-            self._box.interrupted(f"{kind} ended the training after step {self.step_number}")
+        if error and isinstance(error[1], BaseException):
+            self.interrupted(error[1])
         super().__exit__(*error)
+
+    def interrupted(self, error: BaseException) -> None:
+        """Have the black box written out when the probe is closed, because this error ends the training."""
+        if self._box is not None:
+            self._box.interrupted(f"{type(error).__name__} ended the training after step {self.step_number}")
 
     def _make_box(self, place: Place) -> BlackBox | None:
         """Open the black box of a plan that asks for one."""

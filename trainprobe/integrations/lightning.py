@@ -83,18 +83,18 @@ class ProbeCallback:
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write what was collected of the step that an error cut short."""
-        self._end(complete=False)
+        self._end(complete=False, error=exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave nothing behind, however training ended."""
         if stage == "fit":
             self._end(complete=False)
 
-    def _end(self, complete: bool = True) -> None:
+    def _end(self, complete: bool = True, error: BaseException | None = None) -> None:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        self.session.end(complete=complete)
+        self.session.end(complete=complete, error=error)
         self._tell()
 
     # ---- a step --------------------------------------------------------------------------------------------------

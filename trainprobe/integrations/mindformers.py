@@ -109,8 +109,8 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
 
     def __exit__(self, *error: object) -> None:
         """After an error, leave nothing behind; what was collected of the step is written. An evaluation comes here too."""
-        if error and error[0] is not None:
-            self._end(complete=False)
+        if len(error) > 1 and isinstance(error[1], BaseException):
+            self._end(complete=False, error=error[1])
 
     def _begin(self, model: Any, optimizer: Any, step: int, training_cell: Any = None) -> None:
         if isinstance(model, list | tuple) and len(model) == 1:
@@ -132,8 +132,8 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         here = place_of_process()
         return told_place(model) if self._axes is None else Place(here.rank, here.world_size, dict(self._axes))
 
-    def _end(self, complete: bool = True) -> None:
-        self.session.end(complete=complete)
+    def _end(self, complete: bool = True, error: BaseException | None = None) -> None:
+        self.session.end(complete=complete, error=error)
         self._tell()
 
     # ---- a step of a Model ----------------------------------------------------------------------------------------

@@ -90,11 +90,13 @@ class Session:
         say_what_is_watched(probe, say)
         atexit.register(self.end, complete=False)
 
-    def end(self, *, complete: bool = True) -> None:
-        """Training is over; complete=False where an error cut it short. Safe to call at any time."""
+    def end(self, *, complete: bool = True, error: BaseException | None = None) -> None:
+        """Training is over; complete=False where something cut it short, error: what did. Safe to call at any time."""
         probe, self.probe = self.probe, None
         if probe is None:
             return
+        if error is not None:
+            probe.interrupted(error)
         atexit.unregister(self.end)
         if self._open is not None:
             self._open = None

@@ -90,9 +90,9 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.session.micro_begins()
         try:
             loss = original(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self._look_away()
-            self.session.end(complete=False)
+            self.session.end(complete=False, error=error)
             self._tell()
             raise
         self.session.add_loss(loss)

@@ -237,6 +237,24 @@ def test_a_crash_passes_through_and_what_was_seen_of_the_step_is_on_disk(tmp_pat
     assert torch.nn.Module._call_impl is call
 
 
+def test_an_error_of_another_callback_leaves_the_last_steps_in_the_black_box(tmp_path):
+    from lightning.pytorch import Callback
+
+    from trainprobe.monitor.black_box.black_box_command import find_boxes, read_box
+
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                raise KeyError("the disk with the checkpoints is gone")
+
+    with pytest.raises(KeyError, match="checkpoints"):
+        fit(tmp_path, plan={"level": "off", "monitor": True, "black_box": True}, callbacks=[Fails()])
+    (path,) = find_boxes(tmp_path)
+    head, steps = read_box(path)
+    assert head["why"] == "KeyError ended the training after step 2"
+    assert [(step["reel"]["step"], step["reel"]["complete"]) for step in steps] == [(0, True), (1, True), (2, True)]
+
+
 def test_a_rule_that_stops_ends_the_training(tmp_path):
     plan = {"level": "off", "monitor": {"rules": {"nonfinite": {"actions": ["stop"]}}}}
     run, _, _, probe = fit(tmp_path / "out", plan=plan, nan_at=3)

@@ -58,7 +58,8 @@ class BlackBox:
         self._where = ""  # the position when something happened
         self._earlier = last_error()
         self._found: list[Finding] = []
-        self._pending: str | None = None
+        self._pending: str | None = None  # why the box is to be written out with the next step that comes
+        self._ended: str | None = None  # why it is when the writer ends
         if rank == 0:
             sys.stderr.write(
                 f"trainprobe: the last {plan.steps} collected steps of each rank are kept; should the run die, read them with "
@@ -97,7 +98,7 @@ class BlackBox:
 
     def interrupted(self, why: str) -> None:
         """An error ended the training: write the box out when the writer ends."""
-        self._pending = self._pending or why
+        self._ended = self._ended or why
 
     def close(self) -> None:
         """Write the box out if something happened since the last step; after a run that ended well leave nothing behind."""
@@ -105,8 +106,9 @@ class BlackBox:
         error = last_error()
         if error is not None and error is not self._earlier:
             self.interrupted(f"{type(error).__name__} ended the program")
-        if self._pending is not None:
-            self._write_out(self._pending)
+        why = self._ended or self._pending
+        if why is not None:
+            self._write_out(why)
         self.position.keep_in(None)
         self._ring.close()
         self._ring.path.unlink(missing_ok=True)
