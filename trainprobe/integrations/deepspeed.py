@@ -25,8 +25,8 @@ from trainprobe.errors import StopTraining, UsageError
 from trainprobe.integrations import default_plan, say_what_is_watched
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.deepspeed_source import DeepSpeedSource, loss_scale, tensors_of
-from trainprobe.integrations.inject.begin import called_from
 from trainprobe.integrations.session import agreed
+from trainprobe.integrations.unedited import called_from
 from trainprobe.monitor.watcher import Watcher, load_state, save_state
 from trainprobe.watching import PlanSource, Probe
 

@@ -11,7 +11,7 @@ import typer
 
 from trainprobe.engine.plan import load_plan
 from trainprobe.errors import UsageError
-from trainprobe.integrations.inject.begin import environment_for
+from trainprobe.integrations.unedited import environment_for
 
 
 def run(

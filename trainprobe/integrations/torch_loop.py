@@ -18,8 +18,8 @@ from torch._C import DisableTorchFunction
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.taps.step_hooks import StepListener, settle
 from trainprobe.errors import StopTraining
-from trainprobe.integrations.inject.begin import called_from
 from trainprobe.integrations.session import Session, agreed
+from trainprobe.integrations.unedited import called_from
 from trainprobe.monitor.actions import sentence
 from trainprobe.watching import PlanSource
 

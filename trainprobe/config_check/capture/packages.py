@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trainprobe.engine.at_start import VARIABLE as AT_START
+
 
 def capture_packages(code: Path | None = None) -> dict[str, Any]:
     """Return {"distributions": name → version, "platform": name → text, "code": {"commit", "dirty", "changes"} or {}}.
@@ -134,7 +136,7 @@ def _output(command: list[str]) -> str:
     """Return what a command prints, or nothing where it is absent, fails or takes longer than five seconds."""
     if shutil.which(command[0]) is None:
         return ""
-    quiet = {k: v for k, v in os.environ.items() if k not in {"LD_PRELOAD", "TRAINPROBE_CONFIG_CHECK"}}
+    quiet = {k: v for k, v in os.environ.items() if k not in {"LD_PRELOAD", AT_START}}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, env=quiet, check=False)
     except (OSError, subprocess.TimeoutExpired):

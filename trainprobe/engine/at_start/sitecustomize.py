@@ -1,16 +1,23 @@
-"""Lets `trainprobe run` watch a program that was not edited: Python runs this file when it starts.
+"""Python runs this file when it starts in an environment of `trainprobe.engine.at_start.environment_for`.
 
 Its folder stands first on PYTHONPATH for that command only. A sitecustomize that the program has itself is run as well.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
 from pathlib import Path
 
 _HERE = str(Path(__file__).parent)
+
+
+def _call_all() -> None:
+    """Call what is to be called at the start."""
+    for module in filter(None, os.environ.get("TRAINPROBE_AT_START", "").split(",")):
+        importlib.import_module(module).at_start()
 
 
 def _run_the_other() -> None:
@@ -24,8 +31,5 @@ def _run_the_other() -> None:
             return
 
 
-if os.environ.get("TRAINPROBE_RUN") and "trainprobe.integrations.inject.begin" not in sys.modules:
-    from trainprobe.integrations.inject.begin import wait_for_frameworks
-
-    wait_for_frameworks()
-    _run_the_other()
+_call_all()
+_run_the_other()

@@ -10,6 +10,7 @@ from pathlib import Path
 from trainprobe.config_check.capture.hyperparameters import SettingsWatch
 from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.config_check.settings import Settings, make_settings
+from trainprobe.engine import at_start as python_start
 
 VARIABLE = "TRAINPROBE_CONFIG_CHECK"
 
@@ -23,12 +24,10 @@ def environment_for(settings: Settings, scripts: list[str]) -> dict[str, str]:
         "captures": list(settings.captures),
         "scripts": [str(Path(script).absolute()) for script in scripts],
     }
-    here = Path(__file__).parent
-    folders = [str(here), *filter(None, [os.environ.get("PYTHONPATH")]), str(here.parents[2])]
-    return {**os.environ, VARIABLE: json.dumps(chosen), "PYTHONPATH": os.pathsep.join(folders)}
+    return {**python_start.environment_for(__name__), VARIABLE: json.dumps(chosen)}
 
 
-def wait_for_torch() -> None:
+def at_start() -> None:
     """Watch argument parsers from now on, and all else from the moment in which torch is imported."""
     watch = SettingsWatch()
     watch.install()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.config_check.capture.on_import import ImportWatch
+from trainprobe.engine import at_start as python_start
 
 VARIABLE = "TRAINPROBE_RUN"  # path of the plan, or "default"
 
@@ -29,12 +30,10 @@ FRAMEWORKS = {
 
 def environment_for(plan: Path | None) -> dict[str, str]:
     """Return the environment in which a program, and each Python process that it starts, is watched."""
-    here = Path(__file__).parent
-    folders = [str(here), *filter(None, [os.environ.get("PYTHONPATH")]), str(here.parents[2])]
-    return {**os.environ, VARIABLE: str(plan.absolute()) if plan else "default", "PYTHONPATH": os.pathsep.join(folders)}
+    return {**python_start.environment_for(__name__), VARIABLE: str(plan.absolute()) if plan else "default"}
 
 
-def wait_for_frameworks() -> None:
+def at_start() -> None:
     """Attach to each framework from the moment in which it is imported."""
     told = os.environ[VARIABLE]
     plan = None if told == "default" else told

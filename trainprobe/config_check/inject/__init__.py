@@ -1,1 +1,0 @@
-"""What `collect -- COMMAND` puts into a program that it starts."""

@@ -1,1 +1,0 @@
-"""What `trainprobe run` puts into a program that it starts."""
