@@ -7,7 +7,11 @@ import sys
 
 from trainprobe.engine.at_start import environment_for
 
-CHILD = "import subprocess, sys; print('program', flush=True); subprocess.run([sys.executable, '-c', 'print(\"child\")'], check=True)"
+PROGRAM = """
+import subprocess, sys
+print("program", flush=True)
+subprocess.run([sys.executable, "-c", "print('child')"], check=True)
+"""
 
 
 def test_all_that_asked_are_called_once_in_each_process_and_the_programs_own_sitecustomize_after_them(tmp_path, monkeypatch):
@@ -18,5 +22,5 @@ def test_all_that_asked_are_called_once_in_each_process_and_the_programs_own_sit
     for module in ("one", "two", "one"):
         for name, value in environment_for(module).items():
             monkeypatch.setenv(name, value)
-    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.split() == ["two", "one", "own", "program", "two", "one", "own", "child"]
