@@ -9,10 +9,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.distributed.launch import free_port
+from tests.distributed.launch import ONE_RANK, free_port
 from trainprobe.config_check.compare import compare_packs
 from trainprobe.config_check.compare.verdicts import Comparison
 from trainprobe.config_check.pack_reader import read_pack
+from trainprobe.engine.at_start import VARIABLE as AT_START
 
 ROOT = Path(__file__).resolve().parents[2]
 # a copy outside of the repository, whose changes would else be found as changes of the training code
@@ -22,7 +23,7 @@ RUNS = Path(shutil.copytree(Path(__file__).parent / "runs", Path(_COPY.name) / "
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {k: v for k, v in _AT_START.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TRAINPROBE_CONFIG_CHECK"}}
+    kept = {k: v for k, v in _AT_START.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", AT_START}}
     path = os.pathsep.join([str(ROOT), *filter(None, [more.pop("PYTHONPATH", "")])])
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRAINPROBE_ON_ERROR": "raise", **more}
 
@@ -35,7 +36,7 @@ def run(*command: str | Path, ranks: int = 1, distributed: bool = False, timeout
         own = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if distributed or ranks > 1 else {}
         processes.append(
             subprocess.Popen(
-                [sys.executable, *map(str, command)],
+                [sys.executable, *map(str, (ONE_RANK, *command) if ranks > 1 else command)],
                 env=environment(**variables, **own),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -16,6 +16,7 @@ _HIDDEN = (
     "torch/overrides.py",
     "torch/utils/_contextlib.py",
     "trainprobe/engine/",
+    "trainprobe/integrations/",
     "trainprobe/watching.py",
     "trainprobe/debugger.py",
 )

@@ -46,6 +46,3 @@ for change in sys.argv[3:]:
 import torch.distributed as dist  # noqa: E402  (not before ConfigChecker watches)
 
 dist.destroy_process_group()
-from tests.distributed.one_rank import settle  # noqa: E402
-
-settle()

@@ -126,9 +126,6 @@ def main() -> None:
     for change in sys.argv[2:]:
         train(Path(sys.argv[1]), change, tp)
     dist.destroy_process_group()
-    from tests.distributed.one_rank import settle
-
-    settle()
 
 
 main()

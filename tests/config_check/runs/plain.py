@@ -48,9 +48,6 @@ def main() -> None:
         train(Path(sys.argv[1]), change, rank, world)
     if world > 1:
         dist.destroy_process_group()
-        from tests.distributed.one_rank import settle
-
-        settle()
 
 
 main()

@@ -1,4 +1,7 @@
-"""Compares random calls by function, place in the program and count; seeds; generator states; determinism flags."""
+"""Compares random calls by function, place in the program and count; seeds; generator states; determinism flags.
+
+The place is the call stack of the program alone: what started it (`python -m`, a launcher that runs a path) is left out.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ _SEEDS = ("seed", "manual_seed", "manual_seed_all", "default_rng", "set_seed")
 _NUMBERS = frozenset(
     {"deterministic_algorithms", "default_dtype", "float32_matmul_precision", "cudnn.deterministic", "python_optimize"}
 )
+_RUNPY = frozenset({"<frozen runpy>", "runpy.py"})
 _ANY_CAUSE = ("random seed", "setting seed", "random calls", "model", "setting hidden_dropout", "setting attention_dropout")
 
 
@@ -65,8 +69,9 @@ def _common_windows(a: Mapping[str, Any], b: Mapping[str, Any]) -> int:
 
 
 def _counts(content: Mapping[str, Any], windows: int) -> Counts:
-    stacks = [tuple(_frame(f) for f in stack) for stack in content.get("stacks", [])]
-    lines = [int(stack[_own(stack)].get("line") or 0) if stack else 0 for stack in content.get("stacks", [])]
+    whole = [_of_program(stack) for stack in content.get("stacks", [])]
+    stacks = [tuple(_frame(f) for f in stack) for stack in whole]
+    lines = [int(stack[_own(stack)].get("line") or 0) if stack else 0 for stack in whole]
     functions = load_names().random_functions
     counts: Counts = {}
     for call in content.get("calls", []):
@@ -80,6 +85,11 @@ def _counts(content: Mapping[str, Any], windows: int) -> Counts:
         counts.setdefault(kind, {})
         counts[kind][window] = counts[kind].get(window, 0) + int(call.get("count", 1))
     return counts
+
+
+def _of_program(stack: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the frames within the innermost one of `runpy`, through which Python and launchers run a module or a path."""
+    return next((stack[:i] for i, frame in enumerate(stack) if i and frame.get("file") in _RUNPY), stack)
 
 
 def _frame(frame: Mapping[str, Any]) -> tuple[str, str, str]:
