@@ -228,7 +228,7 @@ class FrozenAgain(Translator):
 
 UNSEEN_FOURTH: tuple[Bug, ...] = (
     bug(ScheduledFirst, Patches, at("lr")),
-    bug(TrainForgotten, Patches, at("", "blocks", "blocks.0", "blocks.0.drop")),
+    bug(TrainForgotten, Patches, at("root", "blocks", "blocks.0", "blocks.0.drop")),
     bug(ThroughNumpy, Patches, at("patch", "patch.weight", "patch.bias")),
     bug(NormsDecayed, Patches, inside("weight_decay", "token", "position", "bias", "ln")),
     bug(HookedAgain, Patches, at("patch.weight", "patch"), 10),
@@ -259,7 +259,7 @@ UNSEEN_FOURTH: tuple[Bug, ...] = (
     bug(ReferenceIsThePolicy, Policy, inside("reference", "loss"), 10),
     bug(AnswersExchanged, Policy, inside("batch", "loss"), 10),
     bug(NotHandedOver, ShardedOptimizer, at("blocks.1.linear1.weight")),
-    bug(ClippedByOwned, ShardedOptimizer, at("grad_norm")),
+    bug(ClippedByOwned, ShardedOptimizer, at("grad_norm", "clip coefficient")),
     bug(StatesExchanged, ShardedOptimizer, inside("blocks.0.norm1", "blocks.0.norm2")),
     bug(StaleBucket, SummedByHand, at("1.0.weight"), 10),
     bug(OwnGroup, SummedByHand, at("1.0.weight")),

@@ -37,7 +37,8 @@ class ModelFacts:
 
     modes: module name → whether it is in training mode. strays: (shape, dtype) of tensors that an optimizer holds and the
     model does not. foreign: parameters that a data-parallel wrapper reduces and that are not the model's (and the other way
-    round).
+    round). hidden: parameters with a gradient that modules keep in plain lists and dicts, so that they are not the model's, and
+    that no optimizer holds. hooked: (parameter or module, function) of each hook that is registered there more than once.
     """
 
     parameters: tuple[ParameterFact, ...] = ()
@@ -46,6 +47,8 @@ class ModelFacts:
     foreign: tuple[str, ...] = ()
     optimizer: str = ""
     wrapped: str = ""
+    hidden: tuple[str, ...] = ()
+    hooked: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +90,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """One call that clipped gradients by norm: the parameters that it was given, and the norm that it found."""
+    """One call that clipped gradients by norm: the parameters that it was given, and the norm that it found.
+
+    used: an update came after it in the same step. limit: the largest norm that it leaves as it is.
+    """
 
     names: frozenset[str]
     norm: float
+    used: bool = True
+    limit: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +210,7 @@ class StepFacts:
     closure: an optimizer ran forward and backward within its step, more than once. differentiated: the losses of the backward
     passes, empty where one began from more than a number. begun: name → fingerprint of a buffer before the first forward.
     ordinal: how many steps had begun with this one. clips: the calls that clipped.
-    random: fingerprint of the random state at the end of the step, and of that before the first forward. region: that of the
+    random: fingerprint of the random state at the end of the step; random_begun: of that at its beginning. region: that of the
     random state of what is split over tp, 0 where none is told. reductions: gradients before and after they were joined over
     the ranks. recomputed: forwards that ran again. reruns: updates that were worked out again. saved: what was saved last,
     where something was loaded since; loaded: the pieces that were held then, before the update. same_epochs: epochs that a
@@ -236,6 +244,7 @@ class StepFacts:
     rates: tuple[float, ...] = ()
     clips: tuple[Clip, ...] = ()
     random: int = 0
+    random_begun: int = 0
     region: int = 0
     drawn: bool = False
     evaluations: tuple[Evaluation, ...] = ()

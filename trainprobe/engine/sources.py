@@ -148,9 +148,9 @@ class PlainSource:
         return [{id(p): state for p, state in optimizer.state.items()} for optimizer in self.optimizers]
 
     def gradients(self, p: Any, slot: str) -> Iterator[Part]:
-        """Yield what is in `p.grad`, under a slot."""
+        """Yield what is in `p.grad`, under a slot; a DTensor that is a partial sum, which its optimizer joins, as unreduced."""
         if p.grad is not None:
-            yield from self._pieces(p, slot, p.grad)
+            yield from self._pieces(p, "grad_unreduced" if is_partial(p.grad) else slot, p.grad)
 
     def _pieces(self, p: Any, slot: str, tensor: Any) -> Iterable[Part]:
         stretches = self.stretches.get(id(p))
@@ -180,6 +180,11 @@ class PlainSource:
 def _spread(kind: type) -> bool:
     """Tell whether tensors of a kind say how they are spread over processes, as DTensor does."""
     return hasattr(kind, "placements")
+
+
+def is_partial(t: Any) -> bool:
+    """Tell whether a tensor is a DTensor of which each rank holds a part of a sum."""
+    return _spread(type(t)) and any(placement.is_partial() for placement in t.placements)
 
 
 def mesh_shard(t: Any) -> Shard | None:

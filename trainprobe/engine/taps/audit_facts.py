@@ -88,6 +88,7 @@ class AuditTap:
         self._repeated = False
         self._stepped: set[int] = set()  # ids of what an optimizer of this step holds
         self._rates: tuple[float, ...] = ()
+        self._random_begun = 0
         self._calls.before_first = self._first_forward
 
     def open(self, model: Any, optimizer: Any = None) -> None:
@@ -116,6 +117,7 @@ class AuditTap:
         self._reduced.begin(tape)
         self._updates, self._rates, self._repeated, self._stepped = 0, (), False, set()
         self._loaded = None
+        self._random_begun = random_fingerprint()
         self.declared.begin(tape)
         self._rerun.begin(tape)
         self._calls.looks_for_repeats = self.repeats()
@@ -266,8 +268,9 @@ class AuditTap:
             buffers={name: _checksum(reel, v) for name, v in self._buffers.items()},
             groups=optimizer_groups(self._optimizers, self._names()) if self._plain() else (),
             rates=self._rates,
-            clips=tuple(Clip(names, _norm(reel, value)) for names, value in self._states.clips),
+            clips=tuple(Clip(c.names, _norm(reel, c.norm), c.used, c.limit) for c in self._states.clips),
             random=random_fingerprint(),
+            random_begun=self._random_begun,
             region=getattr(self._states.source, "random_region", lambda: 0)(),
             drawn=calls.drawn,
             evaluations=calls.take_evaluations(),

@@ -25,9 +25,11 @@ _PLACES = tuple((module, name) for module in (clip_grad, torch.nn.utils) for nam
 
 
 class ClippingTap:
-    """Calls `unclipped(parameters)` before gradients are clipped and `norm(value)` with the norm that the clipping found."""
+    """Calls `unclipped(parameters)` before gradients are clipped and `norm(value, limit)` with the norm that the clipping found
+    and the largest one that it leaves as it is.
+    """
 
-    def __init__(self, guard: Guard, unclipped: Callable[[list[Any]], None], norm: Callable[[Any], None]) -> None:
+    def __init__(self, guard: Guard, unclipped: Callable[[list[Any]], None], norm: Callable[[Any, float], None]) -> None:
         self._guard = guard
         self._unclipped = unclipped
         self._norm = norm
@@ -75,7 +77,7 @@ class ClippingTap:
             result = original(chosen, *args, **kwargs)
             norm = kwargs.get("total_norm", args[1] if len(args) > 1 else None) if result is None else result
             if isinstance(norm, torch.Tensor) and not _partial(norm):
-                self._guard.run(self._norm, norm)
+                self._guard.run(self._norm, norm, _limit(args, kwargs))
             return result
 
         return clip
@@ -87,10 +89,15 @@ class ClippingTap:
                 return original(model, *args, **kwargs)  # which clips by torch's function
             self._guard.run(self._unclipped, list(model.parameters()))
             norm = original(model, *args, **kwargs)
-            self._guard.run(self._norm, norm)
+            self._guard.run(self._norm, norm, _limit(args, kwargs))
             return norm
 
         return clip_grad_norm_
+
+
+def _limit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    limit = kwargs.get("max_norm", args[0] if args else None)
+    return float(limit) if isinstance(limit, int | float) else float("inf")
 
 
 def _partial(norm: Any) -> bool:

@@ -40,6 +40,16 @@ class StatesWanted:
 _VALUES = frozenset({"value"})
 
 
+@dataclass(slots=True)
+class Clipping:
+    """A call that clipped: whose gradients, the norm found, the largest one it leaves, and whether an update came after it."""
+
+    names: frozenset[str]
+    norm: Value
+    limit: float
+    used: bool = False
+
+
 class _Asked(NamedTuple):
     """What is wanted of one slot of one parameter: flags of the tape, those of its update, and its name after the step."""
 
@@ -71,8 +81,10 @@ class ParameterStateTap:
         self._calls: dict[tuple[str, str, int], Call] = {}
         self._before: dict[str, Any] = {}  # copies of parameters while the optimizer runs, where updates are wanted
         self._collected = -1
-        self.clips: list[tuple[frozenset[str], Value]] = []  # calls that clipped in this step: whose gradients, the norm found
+        self.clips: list[Clipping] = []  # calls that clipped in this step
         self._clipping: frozenset[str] = frozenset()
+        self._updated = False  # an optimizer has stepped in this step
+        self._late: list[tuple[Part, Value, Value | None]] = []  # gradients at a clipping behind that, until the next update
         self._scale: Value | None = None  # what torch's scaler has multiplied gradients by and not divided again
         self._multiplied: list[Scaled] = []
 
@@ -124,7 +136,11 @@ class ParameterStateTap:
             self._clipping = frozenset(part.name for part in parts)
             for part in parts:
                 if flags := self._wanted.gradient(part.name) | self.more:
-                    self._divide(self._keep(tape, "unclipped", part, part.slot, flags), part.slot, self._scale)
+                    looked = part, self._look(tape, part, flags), self._scale
+                    self._late.append(looked) if self._updated else self._put_unclipped(tape, *looked)
+
+    def _put_unclipped(self, tape: Tape, part: Part, value: Value, scale: Value | None) -> None:
+        self._divide(self._put(tape, "unclipped", part, part.slot, value), part.slot, scale)
 
     def arrived(self, p: Any, gradient: Any, per_micro: bool) -> None:
         """Look at this process's own gradient: of one micro-batch, or, the last one staying, summed over those of the step.
@@ -147,10 +163,10 @@ class ParameterStateTap:
                     part = Part(name, "grad_unreduced", own, micro=tape.micro if per_micro or stretches is not None else 0)
                     self._divide(self._keep(tape, "unreduced", part, part.slot, flags), part.slot, self._scale)
 
-    def reported_norm(self, norm: Any) -> None:
+    def reported_norm(self, norm: Any, limit: float = float("inf")) -> None:
         """Keep the norm that the clipping found: the first one of a step as what was reported, each for the audit."""
         if self._tape is not None and self.more:
-            self.clips.append((self._clipping, self._tape.value(norm, self.more)))
+            self.clips.append(Clipping(self._clipping, self._tape.value(norm, self.more), limit))
         if self._tape is not None and "grad_norm" not in self._tape.scalars:
             self._tape.note("grad_norm", norm)
 
@@ -160,6 +176,7 @@ class ParameterStateTap:
         self._calls.clear()
         self._before.clear()
         self.clips = []
+        self._late, self._updated = [], False
         self._scale, self._multiplied = None, []
         self._collected += 1
 
@@ -185,6 +202,9 @@ class ParameterStateTap:
             tape.forget_all()  # a write through `.data`, or by a collective, leaves no trace: the audit looks again
         after = name == "after_step"
         if after:
+            for clipping in self.clips:
+                clipping.used = True
+            self._updated = True
             tape.forget_all()  # fused optimizers write without a trace in the version counters
         due = self._due()
         plain = self._plain if source is self._plain else None
@@ -200,6 +220,9 @@ class ParameterStateTap:
                     scale = self._scale if part.slot == "grad" and plain is not None else None
                     self._divide(call, slot, part.scale if part.scale != 1.0 else scale)
             if name == "before_step":
+                for looked in self._late:
+                    self._put_unclipped(tape, *looked)
+                self._late.clear()
                 for key, number in source.scalars().items():
                     tape.scalars.setdefault(key, number)
 
@@ -239,9 +262,15 @@ class ParameterStateTap:
 
     def _keep(self, tape: Tape, moment: str, part: Part, slot: str, flags: int) -> Call:
         """Look at a part, and return the call that it is recorded with."""
+        return self._put(tape, moment, part, slot, self._look(tape, part, flags))
+
+    def _look(self, tape: Tape, part: Part, flags: int) -> Value:
         value = tape.tree(part.tensor, flags)
         if part.shard is not None:
             value.extra = {**(value.extra or {}), "shard": _shard(part.shard)}
+        return value
+
+    def _put(self, tape: Tape, moment: str, part: Part, slot: str, value: Value) -> Call:
         call = self._call(tape, moment, part.name, part.micro)
         call.params[slot] = value
         return call

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainprobe.engine.facts import Group, ModelFacts, ParameterFact
 from trainprobe.engine.naming import count_outer_wrappers, logical_name
+from trainprobe.engine.taps.registered import hidden_parameters, repeated_hooks
 
 
 def model_facts(
@@ -39,7 +40,16 @@ def model_facts(
     )
     strays = tuple((tuple(p.shape), str(p.dtype)) for key, p in held.items() if key not in everything)
     kinds = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
-    return ModelFacts(parameters, modes, strays if owners_known else (), _foreign(models, everything), kinds, _wrapper(models))
+    return ModelFacts(
+        parameters,
+        modes,
+        strays if owners_known else (),
+        _foreign(models, everything),
+        kinds,
+        _wrapper(models),
+        hidden_parameters(models, everything.keys() | held.keys()) if owners_known else (),
+        repeated_hooks(models),
+    )
 
 
 def parameters_of(optimizer: Any) -> Iterable[Any]:

@@ -11,6 +11,7 @@ from torch._C import DisableTorchFunction
 
 from trainprobe.engine.facts import Rerun
 from trainprobe.engine.library import Carried
+from trainprobe.engine.sources import is_partial
 from trainprobe.engine.tape import Tape
 
 _ELEMENTS = 4 << 20  # elements that are run again in one step; parameters take turns
@@ -95,7 +96,7 @@ class UpdateRerun:
         with torch.no_grad(), DisableTorchFunction():
             for p, group in stepped[start:] + stepped[:start]:
                 rule = rule_of(optimizer, group)
-                if rule is None or p.is_complex() or p.grad.is_sparse or left <= 0:
+                if rule is None or p.is_complex() or p.grad.is_sparse or is_partial(p.grad) or left <= 0:
                     break
                 held, grad = _local(p), _local(p.grad)
                 state = {key: _local(t).double() for key, t in optimizer.state.get(p, {}).items() if torch.is_tensor(t)}

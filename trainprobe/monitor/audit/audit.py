@@ -14,7 +14,8 @@ from dataclasses import replace
 from trainprobe.engine.facts import SavedTensors, StepFacts
 from trainprobe.engine.gathering import Words
 from trainprobe.engine.records import Finding, Place, Reel
-from trainprobe.monitor.audit.evidence import Evidence, Peer, Share, Tensors, tensors_of
+from trainprobe.monitor.audit.evidence import Evidence, Past, Peer, Share, Tensors, tensors_of
+from trainprobe.monitor.audit.history import handed_over, remembered, stepped_here
 from trainprobe.monitor.audit.messages import decode, digest, encode, key_of, out_of_service
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.relaid import Relaid, as_pieces, is_relaid, rows_of, what_was_loaded
@@ -59,6 +60,7 @@ class Audit:
         self.everyone: Callable[[], Mapping[int, Sequence[SavedTensors]]] = dict  # on rank 0: rank → what it saved
         self._explained = 0  # audited steps in a row whose reported loss was what was differentiated
         self._agreed = 0  # … and was the same on all ranks
+        self._past = Past()
         self._answered = -1  # the last step at which this rank took part in the collective
         self._violated: set[str] = set()  # relations that did not hold when they were last checked
 
@@ -130,6 +132,7 @@ class Audit:
             stalled=self._count_stalled(facts),
             explained=self._explained,
             agreed=self._agreed,
+            past=self._past,
         )
         peers: tuple[Peer, ...] = ()
         if self.exchanges(reel.step, reel.place.world_size):
@@ -137,6 +140,9 @@ class Audit:
         replicated = dict(self._replicated)
         evidence = replace(draft, peers=peers, replicated=replicated)
         evidence = replace(evidence, norms=_norms(evidence))
+        if peers:
+            evidence = replace(evidence, past=replace(evidence.past, handed_over=handed_over(evidence)))
+        self._past = remembered(evidence)
         self._explained = self._explained + 1 if explained(evidence) else 0
         self._agreed = self._agreed + 1 if agree(evidence) else 0
         self._batches.append(facts.batches)
@@ -228,6 +234,7 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
         rows[key_of(name, "buffer")] = (checksum, 0.0)
     rows |= {key_of(name, "rests"): (1, 0.0) for name, training in facts.model.modes.items() if not training}
     rows |= {key_of(p.name, "frozen"): (1, 0.0) for p in facts.model.parameters if not p.trainable}
+    rows |= stepped_here(draft)
     own = _total(draft, "grad"), _total(draft, "grad_unclipped")
     numbers = {
         "lr": facts.rates[0] if facts.rates else float("nan"),
@@ -281,8 +288,8 @@ def _shares(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> dict[i
 def _norms(evidence: Evidence) -> dict[str, float]:
     """Return the norm of all logical gradients, where it can be known, and that of what this rank holds."""
     seen = evidence.tensors
-    if not any(seen.with_slot("grad")):
-        return {}
+    if not any(seen.with_slot("grad")) or any((name, "grad") not in seen for name in seen.with_slot("grad_unreduced")):
+        return {}  # of a partial sum no rank knows the whole
     slot = "grad_unclipped" if any(seen.with_slot("grad_unclipped")) else "grad"
     own = {"own": math.sqrt(_total(evidence, slot))}
     if evidence.peers:

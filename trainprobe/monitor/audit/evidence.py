@@ -136,6 +136,26 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
+class Past:
+    """What the audited steps before have shown of this training; `history.remembered` adds one.
+
+    exactly: how many in a row reported what the backward passes began from, to the last bits of a float32. handed_over:
+    parameters that the optimizers of some ranks of a replica group step and others do not, as the ranks told last. driven:
+    parameter that nothing here trains → steps in a row at which something had moved it, -1 where it stood still at first (and
+    all of the same child of the model with it). randoms: random states at the ends of the last ones. settings: (parameter
+    group, setting) → its value, and at how many in a row it was that. divisor: what reduction last multiplied all gradients
+    by, after how many backward passes, and at how many in a row.
+    """
+
+    exactly: int = 0
+    handed_over: frozenset[str] = frozenset()
+    driven: Mapping[str, int] = field(default_factory=dict[str, int])
+    randoms: tuple[int, ...] = ()
+    settings: Mapping[tuple[int, str], tuple[Any, int]] = field(default_factory=dict[tuple[int, str], tuple[Any, int]])
+    divisor: tuple[float, int, int] = (0.0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """All that the relations may look at; nothing in it can be changed, and nothing of it is on a device.
 
@@ -147,7 +167,7 @@ class Evidence:
     another layout than it was saved in, until the ranks have compared it. stalled: audited steps in a row, this one included,
     that ran backward and did not update, after at least three that did. explained: audited steps in a row before this one whose
     reported loss was what the backward passes began from. agreed: those in a row at which all ranks that differ in dp, cp or tp
-    reported one loss.
+    reported one loss. past: what else was learned from the audited steps before.
     """
 
     step: int
@@ -168,6 +188,7 @@ class Evidence:
     stalled: int = 0
     explained: int = 0
     agreed: int = 0
+    past: Past = field(default_factory=lambda: Past())
 
     @property
     def model(self) -> ModelFacts:
@@ -226,6 +247,11 @@ class Evidence:
         """Make a finding at this step and place."""
         site = Site(kind, name, slot) if name else None  # pyright: ignore[reportArgumentType]
         return Finding(rule, severity, message, self.step, self.place, site, measured, expected, floor, next)  # pyright: ignore[reportArgumentType]
+
+
+def resting(evidence: Evidence) -> frozenset[str]:
+    """Return the parameters that nothing here trains: frozen ones that no optimizer holds."""
+    return frozenset(p.name for p in evidence.model.parameters if not p.trainable and p.owned is False)
 
 
 def along(evidence: Evidence, axes: frozenset[str]) -> list[Peer]:

@@ -1,9 +1,9 @@
 """Clipping by norm multiplies every gradient by one coefficient, the same on all ranks.
 
 Relation: ‖g after‖ / ‖g before‖ is one number over all parameters of a rank that were clipped in one call, and over all
-ranks. Floor: 1e-3 of it over parameters (bfloat16 gradients round), 1e-4 over ranks. Where elements were clipped by value
-nothing is judged. Usually caused by a norm that was taken over the wrong ranks or over a part of the parameters, or by
-clipping on some ranks only.
+ranks; and an update comes after the call that clips, in the same step. Floor: 1e-3 of it over parameters (bfloat16 gradients
+round), 1e-4 over ranks. Where elements were clipped by value nothing is judged. Usually caused by a norm that was taken over
+the wrong ranks or over a part of the parameters, or by clipping on some ranks only, or behind the update.
 """
 
 from __future__ import annotations
@@ -22,7 +22,23 @@ _OVER_PARAMETERS, _OVER_RANKS = 1e-3, 1e-4
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find parameters and ranks with a coefficient of their own."""
-    return [*_over_ranks(evidence), *_over_parameters(evidence)]
+    return [*_too_late(evidence), *_over_ranks(evidence), *_over_parameters(evidence)]
+
+
+def _too_late(evidence: Evidence) -> list[Finding]:
+    late = next((c for c in evidence.facts.clips if not c.used and c.names and c.norm > c.limit), None)
+    if late is None or not evidence.facts.updates:
+        return []
+    text = (
+        f"gradients of norm {late.norm:.6g} were clipped to {late.limit:g} behind the update that used them: "
+        "the update was made with what was not clipped"
+    )
+    hint = "clip between the backward pass and optimizer.step()"
+    return [
+        evidence.finding(
+            "clipping", text, "grad_norm", measured=late.norm, expected=late.limit, kind="scalar", severity="warning", next=hint
+        )
+    ]
 
 
 def _over_parameters(evidence: Evidence) -> list[Finding]:

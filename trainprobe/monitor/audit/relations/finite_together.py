@@ -1,7 +1,8 @@
 """Loss and gradients are finite together.
 
 Relation: where the reported loss is finite, so is every gradient, and the other way round. Tolerance none. A loss scale above
-1 may drive gradients to infinity while the loss is finite; that is not judged.
+1 may drive gradients to infinity while the loss is finite; that is not judged. A gradient that arrives with a NaN or an
+infinity keeps it until it is used (seen at the steps at which `reduced_gradients` looks at gradients).
 Usually caused by a NaN that a branch or `nan_to_num` hides from the loss, or by an overflow in the backward pass alone.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.evidence import Evidence, and_more
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host"})
@@ -20,6 +21,35 @@ STAGE = "backward"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find a finite loss with a gradient that is not, or the other way round."""
+    return _hidden(evidence) or _apart(evidence)
+
+
+def _hidden(evidence: Evidence) -> list[Finding]:
+    lost = [r for r in evidence.facts.reductions if not math.isfinite(r.arrived) and math.isfinite(r.used)]
+    if not lost:
+        return []
+    text = (
+        f"the gradient that backward gave of {and_more([r.name for r in lost], len(evidence.facts.reductions))} was not "
+        "finite, and the one that is used is: something replaced what was not finite, and no scaler can see it"
+    )
+    hint = (
+        "leave NaN and infinities in the gradients: a loss scaler skips such a step, and the rule `nonfinite` names its origin"
+    )
+    return [
+        evidence.finding(
+            "finite_together",
+            text,
+            lost[0].name,
+            "grad",
+            measured="not finite",
+            expected="finite",
+            severity="warning",
+            next=hint,
+        )
+    ]
+
+
+def _apart(evidence: Evidence) -> list[Finding]:
     loss, scale = scalar(evidence.scalars, "loss"), scalar(evidence.scalars, "loss scale")
     slot = "grad_unclipped" if any(evidence.tensors.with_slot("grad_unclipped")) else "grad"
     names = list(evidence.tensors.with_slot(slot))

@@ -27,7 +27,7 @@ def check(evidence: Evidence) -> list[Finding]:
     changed = [name for name, mode in modes.items() if before.get(name, mode) != mode]
     off = [name for name in changed if not modes[name]]
     if off and evidence.before is not None:
-        first = next((name for name in off if name), off[0]) or "root"
+        first = off[0] or "root"
         text = (
             f"{len(off)} of {len(modes)} modules left training mode since step {evidence.before.step}: "
             f"{and_more([n or 'the whole model' for n in off])}"

@@ -5,7 +5,8 @@ is another one, unless the largest possible change lies below the resolution of 
 or its optimizer has a tolerance at which it rests (L-BFGS). A parameter without a gradient keeps its fingerprint. Tolerance
 zero. Of a parameter that is copied from a master weight of another dtype the same holds from one update to the next. Where
 there is no loss scale, an optimizer that stepped at each of three or more audited steps steps when others do. Where every step
-updated, no eight audited steps in a row go without an update.
+updated, no eight audited steps in a row go without an update. What nothing here trains and something moves all the same (the
+moving average of a student) goes on to be moved, where that was so at three audited steps or more.
 Usually caused by an optimizer that holds other tensors, by a step that was skipped on some ranks, or by something that writes
 to weights beside the optimizer.
 """
@@ -19,6 +20,7 @@ from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"fingerprints"})
 EVERY = 10
+STEADY = 3
 _STALLED = 8
 STAGE = "update"
 _EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -42,7 +44,8 @@ def check(evidence: Evidence) -> list[Finding]:
                 drawn.append(name)
             continue
         judged += 1
-        if before == after and _should_move(evidence, name, rates[name]) and not _may_rest(groups.get(name)):
+        elsewhere = name in evidence.past.handed_over and name not in groups
+        if before == after and _should_move(evidence, name, rates[name]) and not elsewhere and not _may_rest(groups.get(name)):
             stuck.append(name)
     found: list[Finding] = []
     if stuck:
@@ -85,10 +88,27 @@ def check(evidence: Evidence) -> list[Finding]:
         )
         hint = "copy every master weight back after the update"
         found.append(evidence.finding("movement", text, copied[0], measured="unchanged", expected="changed", next=hint))
+    found += _no_longer_driven(evidence)
     if drawn:
         text = f"{and_more(drawn)} has no gradient and moved in the update"
         found.append(evidence.finding("movement", text, drawn[0], measured="changed", expected="unchanged"))
     return found
+
+
+def _no_longer_driven(evidence: Evidence) -> list[Finding]:
+    """Find parameters that nothing trains, that had moved at each audited step before, and that stand still."""
+    before, seen = evidence.before, evidence.tensors
+    known = [name for name, times in evidence.past.driven.items() if times >= STEADY and (name, "value") in seen]
+    if before is None or not evidence.facts.updates or not before.facts.updates:
+        return []
+    still = [name for name in known if before.tensors.checksum(name, "value_after") == seen.checksum(name, "value")]
+    if not still or 2 * len(still) <= len(known):
+        return []
+    text = f"{and_more(still, len(known))} was moved beside the optimizer at each audited step before, and stands still now"
+    hint = "a moving average of the weights must follow the model that is trained"
+    return [
+        evidence.finding("movement", text, still[0], measured="unchanged", expected="changed", severity="warning", next=hint)
+    ]
 
 
 def _not_copied(evidence: Evidence, mastered: frozenset[str]) -> list[str]:

@@ -1,10 +1,12 @@
 """The optimizer owns every live trainable parameter.
 
 Relation: the set of parameter objects that the optimizers step contains every parameter of the model that requires a
-gradient. Tolerance none. One of which an optimizer holds a copy of its shape and another dtype has a master weight; where an
-optimizer holds none of them and nothing that looks like them, nothing can be told. Usually caused by parameters that were
-replaced (moved, cast, resized, wrapped) after the optimizer was made (accelerate issue 2665), or by a part of the model that
-was left out of the parameter groups.
+gradient, but for those that other ranks of its replica group step and hand over. Tolerance none. One of which an optimizer
+holds a copy of its shape and another dtype has a master weight; where an optimizer holds none of them and nothing that looks
+like them, nothing can be told. Parameters that a module keeps in a plain list or dict are no parameters of the model: where
+one of them has a gradient and no optimizer holds it, it is told.
+Usually caused by parameters that were replaced (moved, cast, resized, wrapped) after the optimizer was made (accelerate issue
+2665), by a part of the model that was left out of the parameter groups, or by a list where `nn.ModuleList` is meant.
 """
 
 from __future__ import annotations
@@ -19,8 +21,24 @@ STAGE = "set-up"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find trainable parameters that no optimizer steps."""
+    return [*_hidden(evidence), *_lost(evidence)]
+
+
+def _hidden(evidence: Evidence) -> list[Finding]:
+    hidden = evidence.model.hidden
+    if not hidden or not evidence.facts.updates:
+        return []
+    text = (
+        f"{and_more(list(hidden))} has a gradient and is no parameter of the model, as a plain list or dict holds it: no "
+        "optimizer steps it, no checkpoint saves it"
+    )
+    hint = "keep modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList or nn.ParameterDict"
+    return [evidence.finding("ownership", text, hidden[0], measured="not owned", expected="owned", next=hint)]
+
+
+def _lost(evidence: Evidence) -> list[Finding]:
     trainable = [p for p in evidence.model.parameters if p.trainable]
-    lost = [p for p in trainable if p.owned is False and p.name not in evidence.mastered]
+    lost = [p for p in trainable if p.owned is False and p.name not in evidence.mastered | evidence.past.handed_over]
     strays = set(evidence.model.strays)
     stale = [p for p in lost if (p.shape, p.dtype) in strays]
     if not lost or not evidence.facts.updates or (len(lost) == len(trainable) and not stale):

@@ -1,10 +1,12 @@
 """Tensor-parallel ranks draw the same random numbers outside their own regions; data-parallel ranks that drew others go on so.
 
 Relation: ranks of a tp group whose random states were equal at the audited step before have equal ones now, and ranks of a dp
-group whose states all differed then do not all have one now, where the forward pass draws. Tolerance none. Ranks that share a
-seed over dp from the start do so on purpose.
+group whose states all differed then do not all have one now, where the forward pass draws. A step that draws does not end with
+the random state of one of the last 32 audited steps. Tolerance none. Ranks that share a seed over dp from the start do so on
+purpose.
 Usually caused by a rank that drew a number more than the others (logging, data augmentation, a branch), after which dropout
-masks of replicated activations differ; over dp by a resume that gives every rank the random state of one.
+masks of replicated activations differ; over dp by a resume that gives every rank the random state of one; and by a seed that is
+set in each step, or by an evaluation that seeds and does not put the state back.
 """
 
 from __future__ import annotations
@@ -21,7 +23,30 @@ STAGE = "forward"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find random states that came apart over tp, or fell together over dp."""
-    return [*_apart(evidence), *_together(evidence)]
+    return [*_apart(evidence), *_together(evidence), *_again(evidence)]
+
+
+def _again(evidence: Evidence) -> list[Finding]:
+    facts = evidence.facts
+    if facts.random_begun in (0, facts.random) or facts.random not in evidence.past.randoms:
+        return []
+    text = (
+        f"step {evidence.step} drew random numbers and ended with a random state that a step before had ended with: it "
+        "drew the same numbers again"
+    )
+    hint = "seed once, before the training; around an evaluation keep the random state and put it back"
+    return [
+        evidence.finding(
+            "random_streams",
+            text,
+            "random state",
+            measured="equal",
+            expected="different",
+            kind="scalar",
+            severity="warning",
+            next=hint,
+        )
+    ]
 
 
 def _together(evidence: Evidence) -> list[Finding]:

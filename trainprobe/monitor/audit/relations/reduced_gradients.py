@@ -5,7 +5,8 @@ clipping, ⟨g, w⟩ = c Σᵣ⟨uᵣ, w⟩ for fixed weights w and one factor c
 loss scale is in it too). The sum is over the ranks that hold the parameter. Judged where ranks differ in dp, cp and pp alone,
 and what has one name on several of them is replicated. Floor: 0.05 ‖g‖ and 0.05 of the product, because gradients may travel
 in 16 bits. And where every rank of a dp group reports the loss that its own backward passes began from, c is not 1: the
-gradient would be that of the sum over the ranks, and the report is of one, or of their mean. Told as a warning.
+gradient would be that of the sum over the ranks, and the report is of one, or of their mean. And where there is no loss scale,
+c stays what it was at three checked steps in a row that had as many backward passes. Both are told as a warning.
 Usually caused by a parameter that is divided twice or not at all, that is reduced in another group, or whose last micro-batch
 comes after its reduction, and by a communication hook or a loop that sums all and does not divide; all ranks agree on the
 result, so that no comparison of replicas shows it.
@@ -19,31 +20,25 @@ from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, and_more
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.relations.replicas import differs
+from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"rerun", "ranks"})
 EVERY = 50
 STAGE = "reduction"
 _FLOOR = 0.05
+STEADY = 3
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find gradients that were reduced by a factor of their own."""
     mine = evidence.facts.reductions
-    if len(mine) < 3 or len(evidence.peers) < 2 or not evidence.axes <= {"dp", "cp", "pp"}:
-        return []
-    ratios: dict[str, float] = {}
-    totals: dict[str, float] = {}
-    for seen in mine:
-        key = key_of(seen.name, "arrived")
-        group = [peer for peer in along(evidence, evidence.over(seen.name, "grad")) if key in peer.projections]
-        if len(group) < sum(key in peer.projections for peer in evidence.peers):
-            return []  # ranks hold different tensors under one name: parts, or layers of other stages
-        totals[seen.name] = sum(peer.projections[key] for peer in group)
-        if abs(seen.used) > _FLOOR * seen.norm and totals[seen.name]:
-            ratios[seen.name] = seen.used / totals[seen.name]
+    ratios, totals = _ratios(evidence)
     if len(ratios) < 3:
         return []
     factor = float(np.median(list(ratios.values())))
+    another = _another_divisor(evidence, factor, mine[0].name)
+    if another:
+        return another
     if abs(factor - 1) <= _FLOOR and evidence.axes == frozenset({"dp"}) and _reports_its_own(evidence):
         return [_summed(evidence, mine[0].name)]
     apart = [
@@ -68,6 +63,51 @@ def check(evidence: Evidence) -> list[Finding]:
             expected=1.0,
             floor=_FLOOR,
             next="reduce every gradient once, over the same group and by the same divisor, after its last micro-batch",
+        )
+    ]
+
+
+def divisor_of(evidence: Evidence) -> float | None:
+    """Return the one factor that reduction multiplied all gradients by; None where it is not known or a loss scale is in it."""
+    ratios, _ = _ratios(evidence)
+    if len(ratios) < 3 or scalar(evidence.scalars, "loss scale") is not None:
+        return None
+    factor = float(np.median(list(ratios.values())))
+    return factor if all(abs(ratio - factor) <= _FLOOR * abs(factor) for ratio in ratios.values()) else None
+
+
+def _ratios(evidence: Evidence) -> tuple[dict[str, float], dict[str, float]]:
+    """Return for each gradient the used one over the sum of the ranks' own, and that sum; nothing where none can be had."""
+    mine = evidence.facts.reductions
+    ratios: dict[str, float] = {}
+    totals: dict[str, float] = {}
+    if len(mine) < 3 or len(evidence.peers) < 2 or not evidence.axes <= {"dp", "cp", "pp"}:
+        return {}, {}
+    for seen in mine:
+        key = key_of(seen.name, "arrived")
+        group = [peer for peer in along(evidence, evidence.over(seen.name, "grad")) if key in peer.projections]
+        if len(group) < sum(key in peer.projections for peer in evidence.peers):
+            return {}, {}  # ranks hold different tensors under one name: parts, or layers of other stages
+        totals[seen.name] = sum(peer.projections[key] for peer in group)
+        if abs(seen.used) > _FLOOR * seen.norm and totals[seen.name]:
+            ratios[seen.name] = seen.used / totals[seen.name]
+    return ratios, totals
+
+
+def _another_divisor(evidence: Evidence, factor: float, name: str) -> list[Finding]:
+    was, passes, count = evidence.past.divisor
+    if count < STEADY or passes != evidence.facts.backwards or divisor_of(evidence) is None or evidence.facts.projections:
+        return []  # the declared loss tells more
+    if abs(factor - was) <= _FLOOR * abs(was):
+        return []
+    text = (
+        f"all gradients are {factor / was:.4g} times what the ranks' own gradients made of them at each audited step before, "
+        f"after as many backward passes: {name} and all others are {factor:.4g} times their sum, and were {was:.4g} times it"
+    )
+    hint = "divide by the number of ranks, and of micro-batches or tokens, as before"
+    return [
+        evidence.finding(
+            "reduced_gradients", text, name, "grad", measured=factor, expected=was, floor=_FLOOR, severity="warning", next=hint
         )
     ]
 

@@ -37,9 +37,12 @@ def check(evidence: Evidence) -> list[Finding]:
     """Find the first thing that differs between replicas; what follows from it is not told."""
     if len(evidence.peers) < 2:
         return []
+    own_step = evidence.past.handed_over  # which its owner alone clips and uses
+    any_unclipped = any(evidence.tensors.with_slot("grad_unclipped"))
     states = sorted({slot for _, slot in evidence.tensors.rows if slot not in NOT_STATE and not slot.endswith("_after")})
     for slot in ("value", "main_value", *states, "grad_unclipped", "grad"):
         held = evidence.tensors.with_slot(slot)
+        held = [name for name in held if slot != "grad" or name not in own_step] if any_unclipped else held
         differing = [name for name in held if copied_over(evidence, name, slot) and differs(evidence, name, slot)]
         missing = [name for name in evidence.tensors.names if slot == "grad" and _without(evidence, name)]
         if missing:

@@ -6,9 +6,11 @@ their sum, or the mean or sum of that over the dp and cp ranks, or one of them w
     Σℓᵢ = n R          for one pass a micro-batch: the gradient is that of a sum, and the report that of the mean
     R = n ℓₙ, or ℓₙ    and not Σℓᵢ: the report is that of the last micro-batch alone
     R = Σ ℓᵢ sᵢ        with the loss scale as sᵢ for some i and 1 for the others: these were not scaled
+    R = Σ ℓᵢ 2^kᵢ      with unequal kᵢ of -1, 0 and 1, where there is a loss scale: it changed within the step
     R was one of these at three audited steps in a row before, and is none of them now
 
-Floor: 1e-4 of Σ|ℓᵢ| for what is equal, 1e-2 of it for what no longer is (losses of 16 bits round). On as many data-parallel
+Floor: 1e-4 of Σ|ℓᵢ| for what is equal, 1e-2 of it for what no longer is (losses of 16 bits round; 1e-4 where it was equal
+within 3e-6 at each of three steps), 3e-6 for a scale that changed. On as many data-parallel
 ranks as there are micro-batches the first is not judged, because either may be the factor. A report that was never the loss
 itself, such as a moving average, is not judged, nor is an optimizer that tries several points within its step.
 Usually caused by gradient accumulation without a division (the gradient is n times too large, which Adam hides and clipping
@@ -31,6 +33,7 @@ EVERY = 10
 STAGE = "backward"
 STEADY = 3
 _FLOOR, _APART = 1e-4, 1e-2
+_EXACT = 3e-6  # what sums of a few float32 numbers round by
 _SEVERAL = 4  # of more backward passes some sum would fit by chance
 
 
@@ -51,18 +54,31 @@ def check(evidence: Evidence) -> list[Finding]:
     unscaled = _not_scaled(evidence, losses, reported)
     if unscaled:
         return [_missed_the_scaler(evidence, unscaled, totals[0], reported)]
-    if evidence.explained < STEADY or min(abs(reported - k) for k in (*totals, *losses)) <= _APART * size:
+    if _scales_apart(evidence, losses, reported):
+        return [_scale_changed(evidence, totals[0], reported)]
+    apart = _FLOOR if evidence.past.exactly >= STEADY else _APART
+    if evidence.explained < STEADY or min(abs(reported - k) for k in (*totals, *losses)) <= apart * size:
         return []
     return [_no_longer(evidence, totals, reported)]
 
 
-def explained(evidence: Evidence) -> bool:
-    """Tell whether the reported loss of a step is what its backward passes began from."""
+def exactly_explained(evidence: Evidence) -> bool:
+    """Tell whether that is so to the last bits of a float32, and these losses have as many."""
+    return any(_is_fine(loss) for loss in _losses(evidence)) and explained(evidence, _EXACT)
+
+
+def _is_fine(number: float) -> bool:
+    """Tell whether a number has more bits than a format of 16 bits holds."""
+    return not (math.frexp(number)[0] * 2**11).is_integer()
+
+
+def explained(evidence: Evidence, floor: float = 1e-4) -> bool:
+    """Tell whether the reported loss of a step is what its backward passes began from, within `floor` of their size."""
     losses, reported = _losses(evidence), scalar(evidence.scalars, "loss")
     if not losses or reported is None:
         return False
     size = sum(map(abs, losses))
-    return any(_near(number, reported, size) for number in (*_totals(evidence), *losses))
+    return any(_near(number, reported, size, floor) for number in (*_totals(evidence), *losses))
 
 
 def differentiated(evidence: Evidence) -> float:
@@ -82,8 +98,8 @@ def _totals(evidence: Evidence) -> list[float]:
     return [differentiated(evidence), *([sum(told) / len(told), sum(told)] if told else [])]
 
 
-def _near(a: float, b: float, size: float) -> bool:
-    return abs(a - b) <= _FLOOR * max(size, abs(a))
+def _near(a: float, b: float, size: float, floor: float = _FLOOR) -> bool:
+    return abs(a - b) <= floor * max(size, abs(a))
 
 
 def _summed(evidence: Evidence, n: int, total: float, reported: float) -> Finding:
@@ -104,6 +120,23 @@ def _not_scaled(evidence: Evidence, losses: Sequence[float], reported: float) ->
         if any(chosen) and not all(chosen) and _near(sum(parts), reported, sum(map(abs, parts))):
             return [i for i, bare in enumerate(chosen) if bare]
     return []
+
+
+def _scales_apart(evidence: Evidence, losses: Sequence[float], reported: float) -> bool:
+    """Tell whether a loss scale that was doubled or halved between backward passes explains the reported loss."""
+    if (scalar(evidence.scalars, "loss scale") or 1.0) == 1.0 or not 1 < len(losses) <= _SEVERAL:
+        return False
+    choices = (c for c in product((0.5, 1.0, 2.0), repeat=len(losses)) if len(set(c)) > 1)
+    weighed = ([value * factor for value, factor in zip(losses, chosen, strict=True)] for chosen in choices)
+    return any(_near(sum(parts), reported, sum(map(abs, parts)), _EXACT) for parts in weighed)
+
+
+def _scale_changed(evidence: Evidence, total: float, reported: float) -> Finding:
+    text = (
+        f"the loss scale changed between the {len(evidence.facts.differentiated)} backward passes of the step: unscaling "
+        "divides all of their gradients by one scale, so that they do not weigh the same"
+    )
+    return _finding(evidence, text, total, reported, "call scaler.update() once a step, behind scaler.step()")
 
 
 def _missed_the_scaler(evidence: Evidence, unscaled: Sequence[int], total: float, reported: float) -> Finding:

@@ -2,7 +2,8 @@
 
 Relation: what the optimizer left at the end of one update is what the next update begins with, for every parameter, its master
 weight and every tensor of its state, bit for bit; checked when the audited steps follow each other. So do the running
-statistics of normalisation layers from the last update to the next forward. Tolerance zero.
+statistics of normalisation layers from the last update to the next forward. Frozen parameters that something moves from the
+start (the average of a student) and those that other ranks hand over are left out. Tolerance zero.
 Usually caused by state that was lost, reset or mixed up in saving and loading, by weights that were overwritten in place, by
 master weights that are made anew from rounded ones, or by corrupted memory. Where one parameter's state is now what another's
 was, that is said.
@@ -11,7 +12,7 @@ was, that is said.
 from __future__ import annotations
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.monitor.audit.evidence import Evidence, and_more, resting
 
 COST = frozenset({"fingerprints"})
 EVERY = 10
@@ -28,7 +29,7 @@ def check(evidence: Evidence) -> list[Finding]:
     known = {slot for _, slot in before.tensors.rows}
     slots = dict.fromkeys(slot for _, slot in evidence.tensors.rows if f"{slot}_after" in known)
     for slot in (slot for slot in slots if slot != "step"):  # counters have a relation of their own
-        copied = evidence.mastered if slot == "value" else ()
+        copied = evidence.mastered | _of_others(evidence) if slot == "value" else ()
         held = [name for name in evidence.tensors.with_slot(slot) if name not in copied]
         changed = [name for name in held if _changed(evidence, before, name, slot)]
         if changed:
@@ -53,6 +54,13 @@ def check(evidence: Evidence) -> list[Finding]:
             )
         )
     return found
+
+
+def _of_others(evidence: Evidence) -> frozenset[str]:
+    """Return the parameters that other ranks step and hand over, and frozen ones that something has moved before."""
+    here = frozenset(name for group in evidence.facts.groups for name in group.names)
+    rests = resting(evidence)
+    return (evidence.past.handed_over - here) | {name for name in rests if evidence.past.driven.get(name, 0) >= 0}
 
 
 def _statistics(evidence: Evidence, before: Evidence) -> list[Finding]:

@@ -1,0 +1,147 @@
+"""Faults and healthy trainings of further kinds: schedulers in sequence, a teacher, experts, a sharded optimizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.bugs import unseen_fourth as fourth
+from benchmarks.bugs.loops import Averaged, Vision
+from benchmarks.bugs.modern_loops import Diffusion, Distilled, Patches, Streamed
+from benchmarks.bugs.token_loops import MainGradients, Policy, Routed, ScaledTwice, Translator
+from benchmarks.bugs.two_ranks import launch
+from tests.monitor.audit.trained import findings
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("bug", "rule", "name"),
+    [
+        (fourth.ScheduledFirst, "learning_rate", "lr"),
+        (fourth.TrainForgotten, "modes", "root"),
+        (fourth.NormsDecayed, "settings", "weight_decay"),
+        (fourth.HookedAgain, "hooks", "patch.weight"),
+        (fourth.ClippedBehindTheUpdate, "clipping", "grad_norm"),
+        (fourth.ParametersUsedUp, "gradient_norm", "grad_norm"),
+        (fourth.SeededEachStep, "random_streams", "random state"),
+        (fourth.MeanOfMeans, "reported_loss", "loss"),
+        (fourth.ExpertsInAList, "ownership", "blocks.0.moe.experts.0.0.weight"),
+        (fourth.ScaleRaisedInside, "reported_loss", "loss"),
+        (fourth.OverflowHidden, "finite_together", "0.0.weight"),
+    ],
+)
+def test_a_fault_is_found_at_its_step_and_named(tmp_path, bug, rule, name):
+    first = findings(bug, tmp_path / "out")[0]
+    assert (first.rule, first.site.name, first.step) == (rule, name, bug.begins)
+
+
+@pytest.mark.parametrize(
+    "twin", [Patches, Streamed, Diffusion, Distilled, Translator, Routed, ScaledTwice, MainGradients, Policy]
+)
+def test_the_healthy_twins_raise_no_alarm(tmp_path, twin):
+    assert [f.message for f in findings(twin, tmp_path / "out")] == []
+
+
+def test_an_average_in_the_model_that_no_longer_follows_is_found_and_the_frozen_weights_beside_it_are_not(tmp_path):
+    first = findings(fourth.TeacherOfItself, tmp_path / "out")[0]
+    assert (first.rule, first.site.name.partition(".")[0], first.step) == (
+        "movement",
+        "teacher",
+        fourth.TeacherOfItself.begins + 1,
+    )
+
+
+ON_TWO_RANKS = {
+    "not handed over": ("replicas", "blocks.1.linear1.weight"),
+    "clipped by owned": ("clipping", "clip coefficient"),
+    "divided by ranks only": ("reduced_gradients", "0.0.weight"),
+    "own tokens": ("reported_loss", "loss"),
+    "not told partial": ("replicas", "blocks.0.ln.weight"),
+}
+
+
+def test_faults_of_two_ranks_are_found_at_their_step_and_their_twins_raise_no_alarm():
+    bugs = [bug for bug in fourth.UNSEEN_FOURTH if bug.name in ON_TWO_RANKS]
+    for rank in launch(bugs):
+        for bug in bugs:
+            first = next(f for f in rank[bug.name]["bug"]["findings"] if f["severity"] != "info")
+            assert (first["rule"], first["site"][1]) == ON_TWO_RANKS[bug.name], bug.name
+            assert first["step"] == bug.run.begins, bug.name
+            assert [f["message"] for f in rank[bug.name]["twin"]["findings"] if f["severity"] != "info"] == [], bug.name
+
+
+class Cycled(Vision):
+    """A schedule that moves momentum and rate in each step, and a decay that another moves."""
+
+    def make_scheduler(self):
+        """One cycle."""
+        return torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=40)
+
+    def schedule(self, step):
+        """Move the decay too."""
+        super().schedule(step)
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] *= 1.01
+
+
+class Chained(Vision):
+    """Two schedulers that are stepped by a third."""
+
+    def make_scheduler(self):
+        """Chain them."""
+        parts = [
+            torch.optim.lr_scheduler.ConstantLR(self.optimizer, 0.5, 4),
+            torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9),
+        ]
+        return torch.optim.lr_scheduler.ChainedScheduler(parts)
+
+
+class Measured(Averaged):
+    """The norm is measured behind the update too, with the function that clips and a limit that nothing exceeds."""
+
+    def schedule(self, step):
+        """Measure it."""
+        super().schedule(step)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf"))
+
+
+class SeededBySteps(Averaged):
+    """Each step has a seed of its own."""
+
+    def before(self, step):
+        """Seed."""
+        torch.manual_seed(step)
+
+
+class HookedTwiceOnPurpose(Averaged):
+    """Two hooks made by the same lines over different objects."""
+
+    def build(self):
+        """Register them."""
+        model = super().build()
+        for factor in (0.5, 2.0):
+            model.ln.weight.register_hook(lambda gradient, factor=factor: gradient * factor)
+        model.ln.register_forward_hook(watching([]))
+        model.ln.register_forward_hook(watching([]))
+        return model
+
+
+def watching(seen):
+    """Return a hook that keeps what passes."""
+    return lambda module, inputs, out: seen.append(out.detach()) if False else None
+
+
+class WithOtherModels(Averaged):
+    """A model keeps another one in a list, so that it is no part of it: a frozen teacher that is asked and never trained."""
+
+    def build(self):
+        """Keep it."""
+        model = super().build()
+        model.teachers = [torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 4)]
+        return model
+
+
+@pytest.mark.parametrize("style", [Cycled, Chained, Measured, SeededBySteps, HookedTwiceOnPurpose, WithOtherModels])
+def test_healthy_loops_near_to_a_fault_raise_no_alarm(tmp_path, style):
+    assert [f.message for f in findings(style, tmp_path / "out")] == []

@@ -1,0 +1,40 @@
+"""No hook is registered twice on one parameter or module.
+
+Relation: no function stands more than once among the hooks of a parameter (`register_hook`,
+`register_post_accumulate_grad_hook`) or of a module. Two functions made by the same lines over the same objects are one.
+Tolerance none. Usually caused by set-up code that runs again after a resume, a new phase or an evaluation: a hook that
+scales, masks or reduces gradients then does so twice, and nothing else looks wrong.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "backward"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find hooks that are registered twice."""
+    hooked = evidence.model.hooked
+    if not hooked:
+        return []
+    name, function = hooked[0]
+    more = f" (and {len(hooked) - 1} more)" if len(hooked) > 1 else ""
+    known = {alias: p.name for p in evidence.model.parameters for alias in p.names}
+    text = f"the hook {function} is registered more than once on {name}{more}: what it does is done twice"
+    return [
+        evidence.finding(
+            "hooks",
+            text,
+            known.get(name, name),
+            "grad" if name in known else "output",
+            measured="registered again",
+            expected="once",
+            kind="parameter" if name in known else "module",
+            severity="warning",
+            next="keep the handle that register_hook returns, and remove() it before the hook is registered again",
+        )
+    ]
