@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -10,12 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from trainprobe.engine.arrays.torch_arrays import native_in_use
+from trainprobe.engine.arrays import triton_rows
+from trainprobe.engine.arrays.torch_arrays import TorchStrip, native_in_use
+from trainprobe.engine.stats.partials import PARTIALS
+
+AT = {name: i for i, name in enumerate(PARTIALS)}
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
 IMPLEMENTATIONS = [
     pytest.param(True, id="native", marks=pytest.mark.skipif(not native_in_use(), reason="the extension is not built")),
     pytest.param(False, id="torch"),
 ]
+# `make test-triton` runs the tests of numbers with the Triton kernels too, under Triton's interpreter
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+REDUCERS = [*IMPLEMENTATIONS, *([pytest.param("triton", id="triton")] if INTERPRETED else [])]
 
 ALL_DTYPES = tuple(
     getattr(torch, name)
@@ -27,6 +36,33 @@ ALL_DTYPES = tuple(
     if hasattr(torch, name)
 )
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Believed(triton_rows.Trust):
+    """Kernels that are used from the first tensor on."""
+
+    def known(self, key: triton_rows.Key) -> bool:
+        return True
+
+    def proven(self, key: triton_rows.Key) -> bool:
+        assert not self.refusal, self.refusal
+        return key[0] in triton_rows.KINDS and key[1] != 0
+
+
+def strip_of(reducer: bool | str, flags: int) -> TorchStrip:
+    """An empty strip: of the compiled kernel (True), of torch's operations (False), or of Triton's kernels."""
+    if reducer != "triton":
+        return TorchStrip(flags, native=bool(reducer))
+    here = torch.device("cpu")
+    triton_rows.DEVICES.add("cpu")
+    triton_rows._trusts[here] = Believed(here)
+    # smaller than on a device: the interpreter takes its time for each chunk, and for each lane of a compensated sum
+    triton_rows._LEVELS, triton_rows._MERGE_LEVELS, triton_rows._LEAST, triton_rows._MOST = (10, 10, 7, 10), 3, 1024, 1 << 14
+    strip = TorchStrip(flags, native=False)
+    strip._kernels = True
+    return strip
+
+
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -103,3 +139,33 @@ def truth(t: torch.Tensor) -> Truth:
         m2=squares - total * total / len(finite) if finite else Fraction(0),
         magnitude=sum((abs(v) for v in finite), Fraction(0)),
     )
+
+
+def row_of(t: torch.Tensor, reducer: bool | str, flags: int = 1) -> np.ndarray:
+    """The partials of one tensor."""
+    strip = strip_of(reducer, flags)
+    assert strip.add(t) == 0, strip.refusal(t)
+    return strip.harvest()[0][0]
+
+
+def assert_true(row: np.ndarray, t: torch.Tensor) -> None:
+    """Hold a row to the bounds that torch_arrays states."""
+    want = truth(t)
+    for name in ("count", "nan", "posinf", "neginf", "zero"):
+        assert row[AT[name]] == getattr(want, name), name
+    complex_slack = 2e-16 if t.dtype in COMPLEX else 0.0
+    assert row[AT["min"]] == pytest.approx(want.min, rel=complex_slack, abs=0)
+    assert row[AT["max"]] == pytest.approx(want.max, rel=complex_slack, abs=0)
+    total, squares = (
+        Fraction(float(row[AT["sum"]])),
+        Fraction(float(row[AT["sumsq"]])) * Fraction(4) ** int(row[AT["exponent"]]),
+    )
+    if t.dtype in (torch.int64, torch.uint64):
+        assert float(row[AT["sum"]]) == float(want.sum)
+        assert abs(squares - want.sumsq) <= want.sumsq / 2**44
+    elif t.dtype == torch.float64:
+        assert abs(total - want.sum) <= abs(want.sum) / 2**52 + want.magnitude / 2**80
+        assert abs(squares - want.sumsq) <= want.sumsq / 2**51 + Fraction(2) ** -2100
+    else:
+        assert abs(total - want.sum) <= want.magnitude / 2**44
+        assert abs(squares - want.sumsq) <= want.sumsq / 2**44

@@ -87,16 +87,17 @@ def native_in_use() -> bool:
 class TorchStrip:
     """Rows of partials of the tensors of a step, in the order in which they were added.
 
-    flags: STATS | CHECKSUM | STD | CRC32 | SUBLOW. native=False keeps to torch's operations on the CPU too.
+    flags: STATS | CHECKSUM | STD | CRC32 | SUBLOW. native=False keeps to torch's operations everywhere.
     """
 
-    __slots__ = ("_add_native", "_codes", "_devices", "_flags", "_placed", "native")
+    __slots__ = ("_add_native", "_codes", "_devices", "_flags", "_kernels", "_placed", "_together", "native")
 
     def __init__(self, flags: int, *, native: bool = True) -> None:
         self._flags = flags
         self.native: Any = _native.Strip() if _native is not None and native and native_in_use() else None
         self._codes = _NATIVE_CODES if self.native is not None else {}
         self._add_native: Any = self.native.add if self.native is not None else None
+        self._kernels, self._together = native, False
         self._devices: dict[torch.device, DeviceRows] = {}
         self._placed: dict[torch.device, list[int]] = {}  # device → the rows of the strip that are its rows, in order
 
@@ -122,13 +123,20 @@ class TorchStrip:
             return -1
         rows = self._devices.get(t.device)
         if rows is None:
-            rows = self._devices[t.device] = DeviceRows(t.device)
+            rows = self._devices[t.device] = DeviceRows(t.device, self._kernels)
+            rows.together(self._together)
             self._placed[t.device] = []
         row = len(self) if self.native is None else self.native.blank()
         with outside_transforms():
             rows.add(t, self._flags)
         self._placed[t.device].append(row)
         return row
+
+    def together(self, on: bool) -> None:
+        """Say that what is added from now on stays as it is until this is called with False: it may be reduced then."""
+        self._together = on
+        for rows in self._devices.values():
+            rows.together(on)
 
     def refusal(self, t: Tensor) -> str:
         """Say why `add` returned -1 for this tensor."""

@@ -19,7 +19,7 @@ _CHUNK = 1 << 18  # elements: a float64 temporary of a chunk is 2 MiB
 _LOW = 0xFFFFFFFF
 _UNSIGNED = {torch.uint16: (torch.int16, 0xFFFF), torch.uint32: (torch.int32, _LOW)}
 _COMPONENT = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-_SMALLEST_NORMAL = {
+SMALLEST_NORMAL = {
     torch.float16: 2.0**-14,
     torch.bfloat16: 2.0**-126,
     torch.float32: 2.0**-126,
@@ -76,6 +76,15 @@ def reduce_tensor(t: Tensor, flags: int) -> tuple[Tensor, Tensor | None]:
         if exact:
             row[7] = _exact_sum(torch.stack(exact))
         return row, total
+
+
+def write_row(t: Tensor, flags: int, row: Tensor) -> None:
+    """Reduce a tensor into a row of its device, int64 [>= 13]: the bits of the partials, and the fingerprint."""
+    partials, checksum = reduce_tensor(t, flags)
+    with torch.no_grad():
+        row[:12].copy_(partials.view(torch.int64 if partials.dtype == torch.float64 else torch.int32))
+        if checksum is not None:
+            row[12].copy_(checksum)
 
 
 def _empty_row(t: Tensor) -> Tensor:
@@ -161,7 +170,7 @@ def _chunk_partials(x: Tensor, flags: int) -> Tensor:
         off = (clean - mean).where(good, 0.0)
         drift = off.sum()
         m2 = torch.where(n_good > 0, (off.square().sum() - drift * drift / n_good).clamp_min(0), 0.0)
-    tiny = _SMALLEST_NORMAL.get(_COMPONENT.get(x.dtype, x.dtype))
+    tiny = SMALLEST_NORMAL.get(_COMPONENT.get(x.dtype, x.dtype))
     if flags & SUBLOW and tiny is not None:
         sublow = ((clean.abs() < tiny) & (clean != 0)).sum().to(wide)
     low, high = v.where(~nan, torch.inf).amin() + 0.0, v.where(~nan, -torch.inf).amax() + 0.0
@@ -176,8 +185,8 @@ def _merge_parts(parts: Tensor, count: int) -> Tensor:
     total_sum = torch.where(total.isfinite(), total + (lost + c.sum()), total)
     shared = torch.where(q > 0, exponent, -torch.inf).amax()
     shared = torch.where(shared == -torch.inf, 0.0, shared)
-    scale = torch.exp2(2 * (exponent - shared).clamp_max(0))
-    squares, squares_lost = compensated_sum(q * scale)
+    scale = torch.exp2((exponent - shared).clamp_max(0))  # twice: its square may be smaller than the smallest number
+    squares, squares_lost = compensated_sum(q * scale * scale)
     all_good = good.sum()
     whole = torch.where(all_good > 0, total_sum / all_good, 0.0)
     spread = m2.sum() + (good * (mean - whole).square()).sum() if parts.shape[0] > 1 else m2[0]
@@ -188,7 +197,7 @@ def _merge_parts(parts: Tensor, count: int) -> Tensor:
             low.amin(),
             high.amax(),
             total_sum,
-            squares + (squares_lost + (qc * scale).sum()),
+            squares + (squares_lost + (qc * scale * scale).sum()),
             spread,
             shared,
             sublow.sum(),

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainprobe.engine.arrays.torch_reduce import CRC32, accumulator, reduce_tensor
+from trainprobe.engine.arrays.torch_reduce import CRC32, accumulator, write_row
 from trainprobe.engine.arrays.torch_words import crc32_on_host, crc32_register
+from trainprobe.engine.arrays.triton_rows import TritonRows, kernels_of
 from trainprobe.engine.stats.partials import PARTIALS
 
 _ROOM = 512
@@ -20,37 +21,45 @@ _WIDTH = len(PARTIALS)
 
 
 class DeviceRows:
-    """The rows of one device: int64 [_ROOM, 14] chunks that hold the bits of the partials, the fingerprint and the CRC-32."""
+    """The rows of one device: int64 [_ROOM, 14] chunks that hold the bits of the partials, the fingerprint and the CRC-32.
 
-    def __init__(self, device: torch.device) -> None:
+    kernels: let Triton's kernels reduce, where the device has them and they are proven (see triton_rows).
+    """
+
+    def __init__(self, device: torch.device, kernels: bool = True) -> None:
         self._device = device
         self._wide = accumulator(device)
         self._bits = torch.int64 if self._wide == torch.float64 else torch.int32
         self._filled: list[Tensor] = []
         self._n = 0
+        self._kernels: TritonRows | None = kernels_of(device) if kernels else None
 
     def add(self, t: Tensor, flags: int) -> int:
         """Reduce a tensor into a new row and return its number; nothing is waited for."""
         at = self._n % _ROOM
         if at == 0:
             self._filled.append(torch.zeros((_ROOM, _WIDTH + 2), dtype=torch.int64, device=self._device))
-        row, checksum = reduce_tensor(t, flags)
-        with torch.no_grad():
-            target = self._filled[-1][at]
-            target[:_WIDTH].copy_(row.view(self._bits))
-            if checksum is not None:
-                target[_WIDTH].copy_(checksum)
-            if flags & CRC32:
+        target = self._filled[-1][at]
+        if self._kernels is None or not self._kernels.add(t, flags, target):
+            write_row(t, flags, target)
+        if flags & CRC32:
+            with torch.no_grad():
                 target[_WIDTH + 1] = self._crc32(t)
         self._n += 1
         return self._n - 1
+
+    def together(self, on: bool) -> None:
+        """Say that what is added from now on stays as it is until this is called with False: it may be reduced then."""
+        if self._kernels is not None:
+            self._kernels.together(on)
 
     def _crc32(self, t: Tensor) -> Tensor | int:
         return crc32_on_host(t) if self._device.type == "cpu" else crc32_register(t)
 
     def blocks(self) -> list[Tensor]:
-        """Return the rows so far, int64 [n, 14] of at most _ROOM each."""
-        return [chunk[: self._n - i * _ROOM] for i, chunk in enumerate(self._filled)]
+        """Return the rows so far, int64 [n, 14] of at most _ROOM each, and those of kernels that are on trial."""
+        tried = self._kernels.blocks() if self._kernels is not None else []
+        return [*(chunk[: self._n - i * _ROOM] for i, chunk in enumerate(self._filled)), *tried]
 
     def read(self, brought: Iterator[npt.NDArray[Any]]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64], list[int]]:
         """Return the rows of as many blocks as there are, float64 [n, 12], uint64 [n], and their CRC-32."""
@@ -59,6 +68,8 @@ class DeviceRows:
         partials = (
             bits.view(np.float64) if self._bits == torch.int64 else bits.astype(np.int32).view(np.float32).astype(np.float64)
         )
+        if self._kernels is not None:
+            self._kernels.settle(brought)
         return partials, np.ascontiguousarray(host[:, _WIDTH]).view(np.uint64), host[:, _WIDTH + 1].tolist()
 
 

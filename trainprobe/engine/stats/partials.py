@@ -55,8 +55,8 @@ def _merge_squares(a: F64, b: F64) -> tuple[F64, F64]:
     exponents = [np.where(column(p, "sumsq") == 0, -np.inf, column(p, "exponent")) for p in (a, b)]
     shared = np.maximum(*exponents)
     shared = np.where(np.isinf(shared), 0.0, shared)
-    squares = sum(column(p, "sumsq") * np.exp2(2 * (e - shared)) for p, e in zip((a, b), exponents, strict=True))
-    return np.asarray(squares), shared
+    scales = [np.exp2(e - shared) for e in exponents]  # applied twice: the square may be smaller than the smallest number
+    return np.asarray(sum(column(p, "sumsq") * scale * scale for p, scale in zip((a, b), scales, strict=True))), shared
 
 
 def finite_count(partials: F64) -> F64:

@@ -1,0 +1,338 @@
+"""Rows by the Triton kernels, where a device has them: which tensors they take, how they are launched, why they are trusted.
+
+Triton comes with PyTorch for CUDA and is imported only where a tensor of such a device is reduced. A kernel that was never seen
+to run is not believed: the first step that meets a dtype reduces it by torch's operations, and beside that a few small tensors
+by both. Their rows cross to the host with that step's one transfer, so this waits for nothing, and from the next step on the
+kernels reduce that dtype if the rows agree. Where they do not agree, or Triton cannot compile or launch, the device stays with
+torch's operations for good, and `refusals` says why.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trainprobe.engine.arrays.torch_reduce import CHECKSUM, SMALLEST_NORMAL, STATS, STD, SUBLOW, write_row
+from trainprobe.engine.arrays.torch_words import mix
+from trainprobe.engine.stats.partials import PARTIALS
+
+DEVICES = {"cuda"}
+TAKEN = STATS | CHECKSUM | STD | SUBLOW
+_LEVELS, _MERGE_LEVELS = (10, 10, 8, 10), 7  # 2^this lanes a program, by the sort of a dtype; compensated lanes hold more each
+_LEAST, _MOST, _PARTS = 1 << 14, 1 << 18, 1 << 13  # elements a chunk; chunks a tensor, before chunks grow
+_TOGETHER, _HELD = 512, 32 << 20  # tensors and bytes that wait for one launch
+_COLUMNS, _PART = 14, 18  # of triton_kernels
+Key = tuple[torch.dtype, int]  # a dtype, and the flags that the kernels take of what is wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a dtype is read. size: bytes. sort: see triton_kernels. tiny: the smallest normal number, 0 where there is none."""
+
+    name: str
+    size: int
+    sort: int
+    tiny: float
+
+
+_SORTS = {
+    **dict.fromkeys(("int32", "uint32", "complex32", "complex64"), 1),
+    **dict.fromkeys(("float64", "complex128"), 2),
+    **dict.fromkeys(("int64", "uint64"), 3),
+}
+_NAMES = (
+    *(
+        "bool",
+        "uint8",
+        "int8",
+        "uint16",
+        "int16",
+        "uint32",
+        "int32",
+        "uint64",
+        "int64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+    ),
+    *("complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    "float8_e8m0fnu",
+)
+KINDS = {
+    dtype: Kind(
+        name, dtype.itemsize, _SORTS.get(name, 0), SMALLEST_NORMAL.get(dtype.to_real() if dtype.is_complex else dtype, 0.0)
+    )
+    for name, dtype in ((name, getattr(torch, name)) for name in _NAMES if hasattr(torch, name))
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One tensor: what the columns of a job say (triton_kernels), without the number of its first chunk."""
+
+    address: int
+    count: int
+    row: int
+    layout: tuple[int, ...]
+
+    @property
+    def chunk(self) -> int:
+        """Elements a program, which follow from the length alone: at most 256 a lane, and few parts to merge."""
+        chunk = _LEAST
+        while chunk < _MOST and self.count > chunk * _PARTS:
+            chunk *= 2
+        return chunk
+
+    @property
+    def blocks(self) -> int:
+        """How many chunks there are."""
+        return -(-self.count // self.chunk)
+
+
+def job_of(t: Tensor, row: int) -> Job | None:
+    """Describe a tensor for the kernels; None where they cannot read it. row: the address of the row to write."""
+    layout = _layout(t.shape, t.stride())
+    if layout is None or t.is_neg() or t.is_conj():
+        return None
+    return Job(t.data_ptr(), t.numel(), row, layout)
+
+
+def _layout(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """Return three inner sizes, four strides, and whether they count; None where more than four dimensions are left."""
+    kept: list[tuple[int, int]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if kept and kept[-1][1] == stride * size:
+            kept[-1] = kept[-1][0] * size, stride
+        else:
+            kept.append((size, stride))
+    if not kept or 0 in shape or (len(kept) == 1 and kept[0][1] == 1):
+        return 1, 1, 1, 0, 0, 0, 0, 0
+    if len(kept) > 4:
+        return None
+    kept = [(1, 0)] * (4 - len(kept)) + kept
+    return (*(size for size, _ in kept[1:]), *(stride for _, stride in kept), 1)
+
+
+def launch(jobs: Sequence[Job], kind: Kind, flags: int, device: torch.device) -> None:
+    """Reduce tensors of one dtype into their rows by two launches; waits for nothing."""
+    from trainprobe.engine.arrays import triton_kernels
+
+    kernels: Any = triton_kernels
+    firsts = np.cumsum([0, *(job.blocks for job in jobs)]).tolist()
+    one, blocks = jobs[0], firsts[-1]
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        parts = torch.empty(max(blocks, 1) * _PART, dtype=torch.int64, device=device)
+        table = _table(jobs, firsts, device) if len(jobs) > 1 else None
+        at = 0 if table is None else table.data_ptr()
+        about: dict[str, Any] = {"sort": kind.sort, "flags": flags, "enable_fp_fusion": False}  # errors of sums stay exact
+        if blocks:
+            told = (one.address, one.count, one.chunk, *one.layout)
+            reading = {"kind": kind.name, "size": kind.size, "tiny": kind.tiny, "levels": _LEVELS[kind.sort], "num_warps": 8}
+            kernels.reduce_chunks[blocks,](at, len(jobs), parts.data_ptr(), *told, **reading, **about)
+        kernels.merge_parts[len(jobs),](at, parts.data_ptr(), one.count, one.blocks, one.row, levels=_MERGE_LEVELS, **about)
+
+
+def _table(jobs: Sequence[Job], firsts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the jobs as int64 [jobs, 14] on the device; from pinned memory, so that the copy waits for nothing."""
+    rows = [(j.address, j.count, j.chunk, first, j.blocks, j.row, *j.layout) for j, first in zip(jobs, firsts, strict=False)]
+    host = torch.empty((_TOGETHER, _COLUMNS), dtype=torch.int64, pin_memory=device.type == "cuda")[: len(rows)]
+    host.copy_(torch.tensor(rows, dtype=torch.int64))
+    return host.to(device, non_blocking=True)
+
+
+class Trust:
+    """Whether the kernels are believed on one device: nothing yet, (dtype, flags) that are on trial or proven, or a refusal."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.refusal = ""
+        self._proven: dict[Key, bool] = {}
+
+    def known(self, key: Key) -> bool:
+        """Tell whether these were tried, are being tried, or are not for the kernels."""
+        return key in self._proven or bool(self.refusal) or key[0] not in KINDS or not key[1]
+
+    def proven(self, key: Key) -> bool:
+        """Tell whether the kernels agreed with torch's operations."""
+        return not self.refusal and self._proven.get(key, False)
+
+    def trying(self, key: Key) -> None:
+        """Keep that these are on trial."""
+        self._proven[key] = False
+
+    def settle(self, key: Key, difference: str) -> None:
+        """Believe the kernels, or refuse them with what was found."""
+        self._proven[key] = True
+        if difference:
+            self.refuse(f"for {key[0]} it differs from torch's operations in {difference}")
+
+    def refuse(self, why: str) -> None:
+        """Use the kernels no more on this device."""
+        self.refusal = self.refusal or (
+            f"the Triton kernels are not used on {self.device}: {why}. Torch's own operations reduce there, more slowly and "
+            "with the same results; TRAINPROBE_NATIVE=0 chooses them from the start"
+        )
+
+
+_trusts: dict[torch.device, Trust] = {}
+
+
+@cache
+def _faults() -> tuple[type[Exception], ...]:
+    """Return what compiling and launching raise, where there is no C compiler for the launcher for one."""
+    from triton.runtime.errors import TritonError
+
+    plain = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, OSError)
+    return (*plain, subprocess.SubprocessError, TritonError)
+
+
+@cache
+def _triton_is_there() -> bool:
+    return find_spec("triton") is not None
+
+
+def trust_in(device: torch.device) -> Trust:
+    """Return what is known of the kernels on a device."""
+    return _trusts.setdefault(device, Trust(device))
+
+
+def kernels_of(device: torch.device) -> TritonRows | None:
+    """Return what reduces on a device by the kernels, None where there are none or they are forbidden."""
+    if device.type not in DEVICES or os.environ.get("TRAINPROBE_NATIVE", "1") == "0" or not _triton_is_there():
+        return None
+    return TritonRows(trust_in(device))
+
+
+def refusals() -> list[str]:
+    """Return why devices that have kernels do without them."""
+    return [trust.refusal for trust in _trusts.values() if trust.refusal]
+
+
+class TritonRows:
+    """What the kernels reduce of one device's rows in one step. A row is int64 [>= 13]: 12 partials, the fingerprint."""
+
+    def __init__(self, trust: Trust) -> None:
+        self._trust = trust
+        self._together = False
+        self._waiting: dict[Key, list[tuple[Tensor, int, Tensor, Job]]] = {}
+        self._held = 0
+        self._trials: list[tuple[Key, Tensor]] = []
+
+    def add(self, t: Tensor, flags: int, row: Tensor) -> bool:
+        """Reduce a tensor into a row, now or, where tensors are taken together, later; False: nothing was done."""
+        key = t.dtype, flags & TAKEN
+        if not self._trust.known(key):
+            self._try_out(key)
+        job = job_of(t, row.data_ptr()) if self._trust.proven(key) else None
+        if job is None:
+            return False
+        if not self._together:
+            return self._launch([job], key)
+        self._waiting.setdefault(key, []).append((t, flags, row, job))
+        self._held += t.numel() * t.element_size()
+        if self._held > _HELD or len(self._waiting[key]) == _TOGETHER:
+            self._flush()
+        return True
+
+    def together(self, on: bool) -> None:
+        """Say that what is added from now on stays as it is until this is called with False: it may be reduced then."""
+        self._together = on
+        if not on:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Reduce what waits, with one pair of launches a dtype."""
+        waiting, self._waiting, self._held = self._waiting, {}, 0
+        for key, held in waiting.items():
+            if not self._launch([job for *_, job in held], key):
+                for t, flags, row, _ in held:
+                    write_row(t, flags, row)
+
+    def _try_out(self, key: Key) -> None:
+        """Reduce samples of a dtype: by torch's operations, by the kernels together, and the first two by the kernels alone."""
+        self._trust.trying(key)
+        tensors = samples(key[0], self._trust.device)
+        tensors += [*tensors, *tensors[:2]]
+        block = torch.zeros((len(tensors), len(PARTIALS) + 1), dtype=torch.int64, device=self._trust.device)
+        for t, row in zip(tensors[:SAMPLES], block, strict=False):
+            write_row(t, key[1], row)
+        jobs = [job for t, row in zip(tensors, block, strict=True) if (job := job_of(t, row.data_ptr())) is not None]
+        if all(self._launch(some, key) for some in (jobs[SAMPLES : 2 * SAMPLES], jobs[-2:-1], jobs[-1:])):
+            self._trials.append((key, block))
+
+    def blocks(self) -> list[Tensor]:
+        """Reduce what waits; return what has to be brought to the host, the rows of what was tried."""
+        self.together(False)
+        return [block for _, block in self._trials]
+
+    def settle(self, brought: Iterator[npt.NDArray[Any]]) -> None:
+        """Judge what was tried, from the blocks on the host."""
+        trials, self._trials = self._trials, []
+        for key, _ in trials:
+            rows = next(brought).reshape(-1, len(PARTIALS) + 1)
+            by_torch, by_kernel = rows[[*range(SAMPLES), 0, 1]], rows[SAMPLES:]
+            self._trust.settle(key, difference(by_torch, by_kernel, key[0].is_complex))
+
+    def _launch(self, jobs: Sequence[Job], key: Key) -> bool:
+        try:
+            launch(jobs, KINDS[key[0]], key[1], self._trust.device)
+        except _faults() as fault:
+            self._trust.refuse(f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}")
+            return False
+        return True
+
+
+SAMPLES = 4
+
+
+def samples(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Make tensors of nearly random bits on the device: several chunks, a strided one, a single element, none."""
+    kind = KINDS[dtype]
+    n = _LEAST + 5077
+    bits = mix(torch.arange(1, n * max(kind.size // 8, 1) + 1, dtype=torch.int64, device=device))
+    if kind.sort == 2:  # magnitudes below 2, and some odd ones: sums of all float64 would leave the range
+        bits &= ~(1 << 62)
+        for place, odd in ((7, 0x7FF0), (8, -0x10), (2 * n // 3, 0x7FF8)):
+            bits[place : place + 1] = odd << 48
+    if dtype == torch.bool:
+        whole = bits % 3 == 0
+    elif kind.size >= 8:
+        whole = bits.view(dtype)
+    else:
+        whole = bits.to({1: torch.uint8, 2: torch.int16, 4: torch.int32}[kind.size]).view(dtype)
+    return [whole, whole[: 60 * 90].view(60, 90).t()[3:, ::2], whole[5], whole[:0]]
+
+
+def difference(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64], magnitudes: bool = False) -> str:
+    """Name what differs by more than rounding between rows int64 [n, 13] of the same tensors; empty where nothing does.
+
+    magnitudes: of complex numbers, which are rounded before they are compared.
+    """
+    x, y = (np.ascontiguousarray(rows[:, :-1]).view(np.float64) for rows in (a, b))
+    told = dict(zip(PARTIALS, x.T, strict=True))
+    with np.errstate(all="ignore"):
+        apart = np.abs(x - y)
+        allowed = np.full_like(x, -1.0)  # equal, but for:
+        squares = told["sumsq"] * 2.0**-40
+        allowed[:, PARTIALS.index("sum")] = np.sqrt(told["count"] * told["sumsq"]) * np.exp2(told["exponent"]) * 2.0**-40
+        allowed[:, PARTIALS.index("sumsq")] = squares
+        allowed[:, PARTIALS.index("m2")] = squares * np.exp2(2 * told["exponent"])
+        if magnitudes:
+            allowed[:, [PARTIALS.index("min"), PARTIALS.index("max")]] = np.abs(x[:, [5, 6]]) * 2.0**-51
+    same = (x == y) | (np.isnan(x) & np.isnan(y)) | (apart <= allowed)
+    wrong = [name for name, fits in zip(PARTIALS, same.T, strict=True) if not fits.all()]
+    return ", ".join(wrong if (a[:, -1] == b[:, -1]).all() else [*wrong, "fingerprint"])
