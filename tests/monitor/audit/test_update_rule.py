@@ -58,9 +58,36 @@ def test_the_rules_are_those_of_torch_in_float64(rule, kind):
     for i in range(4):
         p.grad = torch.sin(torch.arange(7, dtype=torch.float64) + i)
         state = {key: value.detach().clone() for key, value in optimizer.state[p].items() if torch.is_tensor(value)}
-        expected = rule(p.detach().clone(), p.grad.clone(), state, optimizer.param_groups[0])
+        expected, _ = rule(p.detach().clone(), p.grad.clone(), state, optimizer.param_groups[0])
         optimizer.step()
         assert torch.allclose(p.detach(), expected, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD with momentum", "SGD with Nesterov"])
+def test_a_gradient_that_all_but_cancels_the_momentum_leaves_roundings_and_is_in_order(tmp_path, kind, form):
+    """Weights of 1e-30: their own rounding hides nothing. Each gradient is 1e-6 beside what would cancel to zero."""
+    cls, options = KINDS[kind]
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = cls(model.parameters(), **{**options, "weight_decay": 0.0, "maximize": False}, **FORMS[form])
+    draw = torch.Generator().manual_seed(0)
+    plan = {"level": "off", "sinks": [], "audit": {"every": 1}}
+    with trainprobe.watch(model, optimizer, plan=plan, output=tmp_path / "out") as probe:
+        for step in range(2):
+            with probe.step(step), torch.no_grad():
+                model.weight.fill_(1e-30)
+                state = optimizer.state[model.weight] if step else {}
+                held = next((state[name] for name in ("exp_avg", "momentum_buffer") if name in state), None)
+                fresh = cancelling(kind, held) if step else torch.ones(64, 64)
+                model.weight.grad = fresh * (1 + 1e-6 * torch.randn(64, 64, generator=draw))
+                optimizer.step()
+    assert [f.message for f in probe.findings if f.rule == "update_rule"] == []
+
+
+def cancelling(kind, momentum):
+    """Return the gradient that leaves nothing of the update, in float64 worked out and rounded."""
+    factor = {"Adam": 9.0, "AdamW": 9.0, "SGD with momentum": 0.9 / 0.8, "SGD with Nesterov": 0.81 / 1.9}[kind]
+    return (-factor * momentum.double()).float()
 
 
 def after_the_kernel(parameters, spoil):

@@ -15,47 +15,55 @@ from trainprobe.engine.sources import is_partial
 from trainprobe.engine.tape import Tape
 
 _ELEMENTS = 4 << 20  # elements that are run again in one step; parameters take turns
+_ULPS = 8  # roundings, each of at most half a unit in the last place, that one element goes through
 _REL = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the change, for a state of that dtype; 0.1 for shorter ones
 State = Mapping[str, Tensor]
-Rule = Callable[[Tensor, Tensor, State, Mapping[str, Any]], Tensor]
+Rule = Callable[[Tensor, Tensor, State, Mapping[str, Any]], tuple[Tensor, Tensor]]
 
 
-def adam(p: Tensor, g: Tensor, state: State, group: Mapping[str, Any], decoupled: bool = False) -> Tensor:
-    """Return a parameter after one step of torch's Adam, or with `decoupled` AdamW; all tensors float64.
+def adam(p: Tensor, g: Tensor, state: State, group: Mapping[str, Any], decoupled: bool = False) -> tuple[Tensor, Tensor]:
+    """Return a parameter after one step of torch's Adam, or with `decoupled` AdamW, and the terms of its change, each taken as
+    positive: where they nearly cancel, their rounding is most of what is left. All tensors float64.
 
     Sources: Kingma and Ba (2015), algorithm 1; Loshchilov and Hutter (2019), algorithm 2; AMSGrad by Reddi et al. (2018).
     """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     lr, decay = float(group["lr"]), float(group["weight_decay"])
-    g = -g if group["maximize"] else g
+    g, terms = -g if group["maximize"] else g, g.abs()
     if decay and not decoupled:
-        g = g + decay * p
+        g, terms = g + decay * p, terms + decay * p.abs()
     elif decay:
         p = p * (1 - lr * decay)
     zero = torch.zeros_like(p)
     t = float(state.get("step", 0)) + 1
-    m = beta1 * state.get("exp_avg", zero) + (1 - beta1) * g
+    first = state.get("exp_avg", zero)
+    m, terms = beta1 * first + (1 - beta1) * g, beta1 * first.abs() + (1 - beta1) * terms
     v = beta2 * state.get("exp_avg_sq", zero) + (1 - beta2) * g * g
     if group.get("amsgrad"):
         v = torch.maximum(v, state.get("max_exp_avg_sq", zero))
-    return p - lr / (1 - beta1**t) * m / ((v / (1 - beta2**t)).sqrt() + float(group["eps"]))
+    rate = lr / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + float(group["eps"]))
+    return p - rate * m, rate * terms
 
 
-def adamw(p: Tensor, g: Tensor, state: State, group: Mapping[str, Any]) -> Tensor:
-    """Return a parameter after one step of torch's AdamW."""
+def adamw(p: Tensor, g: Tensor, state: State, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return a parameter after one step of torch's AdamW, and the terms of its change as `adam` does."""
     return adam(p, g, state, group, decoupled=True)
 
 
-def sgd(p: Tensor, g: Tensor, state: State, group: Mapping[str, Any]) -> Tensor:
-    """Return a parameter after one step of torch's SGD with momentum (Sutskever et al., 2013); all tensors float64."""
-    g = -g if group["maximize"] else g
-    g = g + float(group["weight_decay"]) * p
-    momentum = float(group["momentum"])
+def sgd(p: Tensor, g: Tensor, state: State, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return a parameter after one step of torch's SGD with momentum (Sutskever et al., 2013), and the terms of its change as
+    `adam` does.
+    """
+    lr, decay, momentum = float(group["lr"]), float(group["weight_decay"]), float(group["momentum"])
+    terms = g.abs() + decay * p.abs()
+    g = (-g if group["maximize"] else g) + decay * p
     if momentum:
-        there = state.get("momentum_buffer")
-        buffer = g if there is None else momentum * there + (1 - float(group["dampening"])) * g
+        there, fresh = state.get("momentum_buffer"), 1 - float(group["dampening"])
+        buffer = g if there is None else momentum * there + fresh * g
+        gathered = terms if there is None else momentum * there.abs() + fresh * terms
         g = g + momentum * buffer if group["nesterov"] else buffer
-    return p - float(group["lr"]) * g
+        terms = terms + momentum * gathered if group["nesterov"] else gathered
+    return p - lr * g, lr * terms
 
 
 def rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule | None:
@@ -79,7 +87,7 @@ class UpdateRerun:
     def __init__(self, names: Callable[[], Mapping[int, str]], at_address: Callable[[int], str]) -> None:
         self._names = names
         self._at_address = at_address
-        self._expected: list[tuple[str, Any, Tensor, Tensor, float]] = []
+        self._expected: list[tuple[str, Any, Tensor, Tensor, Tensor]] = []
         self._told: list[tuple[str, Any, Carried]] = []
         self._tape: Tape | None = None
         self._turn = 0
@@ -102,19 +110,19 @@ class UpdateRerun:
                 state = {key: _local(t).double() for key, t in optimizer.state.get(p, {}).items() if torch.is_tensor(t)}
                 was = held.double()
                 shortest = max((t.dtype for t in (held, grad)), key=lambda kind: torch.finfo(kind).eps)
-                self._expected.append(
-                    (names.get(id(p), ""), p, was, rule(was, grad.double(), state, group), _REL.get(shortest, 0.1))
-                )
+                expected, terms = rule(was, grad.double(), state, group)
+                floor = _ULPS * torch.finfo(held.dtype).eps * expected.abs() + _ULPS * torch.finfo(shortest).eps * terms
+                floor += _REL.get(shortest, 0.1) * (expected - was).abs() + 1e-30
+                self._expected.append((names.get(id(p), ""), p, was, expected, floor))
                 left -= held.numel()
                 self._turn += 1
 
     def after(self) -> None:
         """Compare with what the parameters are now: the largest error as a part of the noise floor, and both norms."""
         with torch.no_grad(), DisableTorchFunction():
-            for name, p, was, expected, relative in self._expected:
+            for name, p, was, expected, floor in self._expected:
                 held = _local(p)
-                error, change = (held.double() - expected).abs(), (expected - was).abs()
-                floor = 8 * torch.finfo(held.dtype).eps * expected.abs() + relative * change + 1e-30
+                error, change = (held.double() - expected).abs(), expected - was
                 if error.numel() and self._tape is not None:
                     worst, at = (error / floor).reshape(-1).max(0)
                     told = [worst, (held.double() - was).norm(), change.norm(), at.double()]
