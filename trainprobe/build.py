@@ -20,6 +20,7 @@ from trainprobe.engine.plan import Plan
 from trainprobe.engine.position import OPTIMIZER, UPDATED, Position
 from trainprobe.engine.probe import Program, Wants
 from trainprobe.engine.records import Call
+from trainprobe.engine.resting import Rests
 from trainprobe.engine.selection import Names, parse_steps
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.taps import Tap
@@ -58,7 +59,6 @@ class Parts:
     naming: ModuleTap
     modules: ModuleTap | None = None
     ops: OpTap | None = None
-    ops_were_on: bool = False
     collectives: CollectiveTap | None = None
     watched: ModuleTap | None = None
     states: ParameterStateTap | None = None
@@ -76,6 +76,7 @@ class Parts:
     dumps_when_asked: bool = False  # a plan of level off whose rules or black box may ask for a dump
     position: Position | None = None
     rename: Rename | None = None
+    rests: Rests = field(default_factory=Rests)
 
     def tell(self, position: Position) -> None:
         """Have `position` told where the training is, as far as the taps that run see it."""
@@ -240,8 +241,8 @@ def _before(parts: Parts, with_ops: bool, optimizer: Any) -> None:
             parts.states.moment("before_step")
     if parts.ops is not None:
         parts.ops.parent = "optimizer"
-        parts.ops_were_on = parts.ops.on  # a paused debugger stays paused
-        parts.ops.switch(with_ops and parts.ops_were_on)
+        if not with_ops:
+            parts.rests.begin("the optimizer", [parts.ops])
 
 
 def _after(parts: Parts, optimizer: Any) -> None:
@@ -250,7 +251,7 @@ def _after(parts: Parts, optimizer: Any) -> None:
         parts.position.is_in(UPDATED)
     if parts.ops is not None:
         parts.ops.parent = None
-        parts.ops.switch(parts.ops_were_on)
+        parts.rests.end("the optimizer", [parts.ops])
     if parts.states is not None and parts.states.source is None:
         parts.states.moment("after_step")
     if parts.audit is not None:
@@ -259,20 +260,18 @@ def _after(parts: Parts, optimizer: Any) -> None:
 
 def _aside(parts: Parts, begins: bool) -> None:
     """Have all that records rest while the audit runs the model itself."""
-    if parts.ops is not None:
-        parts.ops_were_on = parts.ops.on if begins else parts.ops_were_on
-        parts.ops.switch(parts.ops_were_on and not begins)
-    for tap in (parts.modules, parts.collectives):
-        if tap is not None:
-            (tap.pause if begins else tap.resume)()
-    _trial(parts, begins)
+    (parts.rests.begin if begins else parts.rests.end)("the audit", [parts.ops, parts.modules, parts.collectives])
+    _rest(parts, "the audit", begins)
 
 
 def _trial(parts: Parts, begins: bool) -> None:
     """Have the monitor rest while an optimizer tries other weights: those are no values of the training."""
-    for tap in (parts.watched, parts.exchanged, parts.batches, parts.features):
-        if tap is not None:
-            (tap.pause if begins else tap.resume)()
+    _rest(parts, "a trial", begins)
+
+
+def _rest(parts: Parts, whom: str, begins: bool) -> None:
+    """Have all that the monitor has installed for forward calls rest, or take them again."""
+    (parts.rests.begin if begins else parts.rests.end)(whom, [parts.watched, parts.exchanged, parts.batches, parts.features])
     if parts.unreduced is not None:
         parts.unreduced.resting = begins
 

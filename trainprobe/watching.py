@@ -69,6 +69,7 @@ class Probe(EngineProbe):
             stacks=stacks,
             framework=self.framework,
             notes=[self.parts.notes],
+            rests=getattr(self.parts, "rests", None),
         )
         unscale = getattr(self.parts.states, "unscale", None)  # before anything is judged or written
         self.watchers += [lambda reel: unscale(reel) or ()] if unscale is not None else []
@@ -135,7 +136,7 @@ class Probe(EngineProbe):
         tap.keeps_saves = parts.audit_plan.interval("saved_and_loaded") > 0
         tap.folder = lambda: self.plan.output / f"rank{self.place.rank}"
         tap.goes_on = lambda: self.plan.on_existing == "continue"
-        tap.saves.world = lambda: self.place.world_size
+        tap.world = tap.saves.world = lambda: self.place.world_size
         tap.step = lambda: self.step_number
         tap.saves.loaded = lambda: self._scheduled.clear()  # the next step is audited now
         tap.new_tape = lambda: self._new_tape(-1)

@@ -1,6 +1,6 @@
 """A monitored step waits for the device once: one transfer of all numbers, and no tensor is read one by one.
 
-The rows are reduced by torch's own operations, as on an accelerator; what brings numbers to Python is counted.
+Rows and features are worked out by torch's own operations, as on an accelerator; what brings numbers to Python is counted.
 """
 
 from __future__ import annotations
@@ -14,10 +14,29 @@ from small_training import GPT, batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainprobe
+from trainprobe.engine.taps import number_formats
 
 torch.set_num_threads(1)
+NONE = {"activations": False, "parameters": False, "gradients": False}
 KINDS = {"activations": True, "activation_gradients": True, "parameters": True, "gradients": True, "optimizer_state": True}
-FEATURES = {"attention": True, "weights": True, "formats": True, "dead_units": True}
+FEATURES = {
+    "attention": True,
+    "weights": True,
+    "routers": True,
+    "formats": True,
+    "formats under amax": {"formats": ["fp4_e2m1", "fp8_e4m3", "fp16"], "scale": "amax"},
+    "dead_units": {"names": "**"},
+}
+SLOTS = {
+    "attention": {"attention_entropy", "attention_logit", "attention_peak"},
+    "weights": {"spectral_norm", "stable_rank"},
+    "routers": {"router_load", "router_entropy", "router_similarity"},
+    "formats": {f"{lost}_{form}" for lost in ("underflow", "overflow") for form in ("fp8_e4m3", "fp8_e5m2")} | {"exponents"},
+    "dead_units": {"dead_units"},
+}
+EVERYTHING = {**KINDS, "update": True, "batches": True, "collectives": True}
+AUDIT = {"level": "off", "audit": {"every": 1}}
+DUMP = {"level": "L0", "histogram": "exponent", "quantiles": [0.1, 0.9]}
 
 
 class Reads(TorchDispatchMode):
@@ -33,12 +52,30 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def train(monkeypatch, folder=None, steps=4, **monitor):
-    """Train a few steps; return how often a step brought rows to the host, and what was read one by one."""
+class Routed(torch.nn.Module):
+    """A small GPT whose output is scaled by the first of four experts' weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(width=16, layers=2)
+        self.table = torch.nn.Embedding(256, 16)
+        self.gate = torch.nn.Linear(16, 4, bias=False)
+        self.top_k = 2
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.gpt(tokens) * self.gate(self.table(tokens)).softmax(-1)[..., :1]
+
+
+def loss_of(model, tokens):
+    return torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(monkeypatch, folder=None, steps=2, plan=None, declared=False, **monitor):
+    """Train a few steps; return how often a step brought rows to the host, what was read one by one, and the reels."""
     torch.manual_seed(0)
-    model = GPT(width=16, layers=2)
+    model = Routed()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
-    generator, reads = torch.Generator().manual_seed(0), Reads()
+    generator, reads, reels = torch.Generator().manual_seed(0), Reads(), []
     transfers: Counter[int] = Counter()
     now = [-1]
     original = torch.Tensor.cpu
@@ -48,40 +85,87 @@ def train(monkeypatch, folder=None, steps=4, **monitor):
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "cpu", counted)
-    plan = {"output": folder, "level": "off", "native": False, "sinks": ["memory"], "on_error": "raise", "monitor": monitor}
-    with trainprobe.watch(model, optimizer, plan) if folder else contextlib.nullcontext() as probe, reads:
+    monkeypatch.setattr(number_formats, "on_host", lambda device: False)
+    options = {"output": folder, "level": "off", "native": False, "sinks": ["memory"], "on_error": "raise", "monitor": monitor}
+    watched = trainprobe.watch(model, optimizer, {**options, **(plan or {})}) if folder else contextlib.nullcontext()
+    with watched as probe, reads:
         for step in range(steps):
             now[0] = step
-            with probe.step(step) if probe else contextlib.nullcontext():
-                optimizer.zero_grad(set_to_none=True)
-                tokens = batch(generator)
-                loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                if probe:
-                    probe.note("loss", loss.detach())
+            tokens = batch(generator)
+            if probe and declared:
+                probe.declare_loss(lambda stand_in, tokens=tokens: loss_of(stand_in, tokens))
+            if probe:
+                probe.begin_step(step)
+            optimizer.zero_grad(set_to_none=True)
+            loss = loss_of(model, tokens)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if probe:
+                probe.note("loss", loss.detach())
+                reels.append(probe.end_step())
     monkeypatch.setattr(torch.Tensor, "cpu", original)
-    return transfers, reads.seen
+    return transfers, reads.seen, reels
 
 
-def test_one_transfer_a_collected_step(tmp_path, monkeypatch):
-    _, bare = train(monkeypatch)
-    transfers, reads = train(monkeypatch, tmp_path, **KINDS, update=True)
-    assert transfers == dict.fromkeys(range(4), 1)
+@pytest.fixture(scope="module")
+def bare():
+    """What the training itself reads one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        return train(patch)[1]
+
+
+def one_feature(name):
+    return {"features": {name.split()[0]: FEATURES[name]}}
+
+
+def all_features():
+    return {"features": {name: settings for name, settings in FEATURES.items() if " " not in name}}
+
+
+def slots_of(reel):
+    return {feature.slot.split(".")[0] for feature in reel.features}
+
+
+def test_one_transfer_a_collected_step(tmp_path, monkeypatch, bare):
+    transfers, reads, _ = train(monkeypatch, tmp_path, **KINDS, update=True)
+    assert transfers == dict.fromkeys(range(2), 1)
     assert reads == bare
 
 
-@pytest.mark.parametrize(("more", "transfers_each"), [({"features": FEATURES}, 2), ({"batches": True}, 2)])
-def test_features_and_fingerprints_of_batches_add_one_each_and_read_nothing_by_itself(
-    tmp_path, monkeypatch, more, transfers_each
-):
-    _, bare = train(monkeypatch)
-    transfers, reads = train(monkeypatch, tmp_path, **KINDS, **more)
-    assert transfers == dict.fromkeys(range(4), transfers_each)
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("beside", [NONE, EVERYTHING], ids=["alone", "beside all else"])
+def test_a_feature_adds_none_and_reads_nothing_by_itself(tmp_path, monkeypatch, bare, name, beside):
+    transfers, reads, reels = train(monkeypatch, tmp_path, **beside, **one_feature(name))
+    assert transfers == dict.fromkeys(range(2), 1)
     assert reads == bare
+    if name in SLOTS:
+        assert all(slots_of(reel) == SLOTS[name] for reel in reels)
+
+
+def test_fingerprints_of_batches_and_tokens_alone_are_one_transfer(tmp_path, monkeypatch, bare):
+    transfers, reads, reels = train(monkeypatch, tmp_path, **NONE, batches=True)
+    assert transfers == dict.fromkeys(range(2), 1)
+    assert reads == bare
+    assert len({reel.batches[0] for reel in reels}) == 2
+    assert all(reel.scalars["tokens"] > 0 for reel in reels)
+
+
+@pytest.mark.parametrize("plan", [{}, DUMP, {"black_box": True}], ids=["monitor", "beside a dump", "black box"])
+def test_all_features_batches_and_tokens_together_are_one_transfer(tmp_path, monkeypatch, bare, plan):
+    transfers, reads, reels = train(monkeypatch, tmp_path, plan=plan, **EVERYTHING, **all_features())
+    assert transfers == dict.fromkeys(range(2), 1)
+    assert reads == bare
+    assert all(slots_of(reel) == set().union(*SLOTS.values()) for reel in reels)
+    assert all(len(reel.batches) == 1 and reel.scalars["tokens"] > 0 for reel in reels)
+
+
+def test_an_audited_step_with_a_declared_loss_is_one_transfer(tmp_path, monkeypatch):
+    transfers, _, reels = train(monkeypatch, tmp_path, plan=AUDIT, declared=True, **EVERYTHING, **all_features())
+    assert transfers == dict.fromkeys(range(2), 1)
+    assert all(reel.features and reel.batches for reel in reels)
 
 
 def test_a_step_that_is_not_collected_brings_nothing(tmp_path, monkeypatch):
-    transfers, _ = train(monkeypatch, tmp_path, **KINDS, step="every 2")
+    transfers, _, _ = train(monkeypatch, tmp_path, 4, **KINDS, **all_features(), batches=True, step="every 2")
     assert transfers == {0: 1, 2: 1}

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Finding, Place, Reel
+from trainprobe.engine.resting import Rests
 from trainprobe.engine.scope import within
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import Tape
@@ -86,6 +87,7 @@ class Probe:
         stacks: Stacks | None = None,
         framework: str = "pytorch",
         notes: Sequence[Callable[[], Sequence[str]]] = (),
+        rests: Rests | None = None,
     ) -> None:
         self.plan = plan
         self.guard = guard
@@ -98,7 +100,7 @@ class Probe:
         self.closed = False
         self._opened: tuple[Any, Any] | None = None  # model and optimizer
         self._taps: tuple[Tap, ...] = ()
-        self._installed: list[Tap] = []
+        self._rests = rests or Rests()  # the taps that are installed
         self._scheduled: dict[tuple[int, bool], tuple[list[Program], list[Tap]]] = {}
         self._run_programs(programs)
         self._running: list[Program] = []
@@ -221,14 +223,12 @@ class Probe:
     def pause(self) -> None:
         """Stop taking forward calls until `resume`; gradients of what was recorded still arrive until the step ends."""
         if self.tape is not None:
-            for tap in self._installed:
-                tap.pause()
+            self._rests.begin("the program")
 
     def resume(self) -> None:
-        """Take forward calls again."""
+        """Take forward calls again, where nothing else has them rest."""
         if self.tape is not None:
-            for tap in self._installed:
-                self.guard.run(tap.resume)
+            self.guard.run(self._rests.end, "the program")
 
     @property
     def place(self) -> Place:
@@ -268,7 +268,7 @@ class Probe:
         tape = self.tape = self._new_tape(self.step_number)
         self._running, taps = self._schedule(self.step_number)
         for tap in taps:
-            self._installed.append(tap)
+            self._rests.install(tap)
             tap.begin(tape)
 
     def _schedule(self, step: int) -> tuple[list[Program], list[Tap]]:
@@ -292,7 +292,7 @@ class Probe:
         staying = self._schedule(self.step_number + 1)[1] if again else []
         for tap in reversed(self._taps):
             tap.end(tap in staying)
-        self._installed.clear()
+        self._rests.clear()
         if self.guard.tripped is not None:
             self.tape = None
 
@@ -334,6 +334,7 @@ class Probe:
         looked = any(program.name != "audit" for program in self._running)  # the audit alone may read no tensor of a step
         if complete and looked and not reel.calls and not reel.scalars:
             self._tell(_saw_nothing(self.step_number))
+        self._say_faults(tape.library.faults())
         found = [finding for watch in self.watchers for finding in watch(reel)]
         for finding in found:
             self._tell(finding)
@@ -354,6 +355,12 @@ class Probe:
         self.findings.append(finding)
         if self._recorder is not None:
             self._recorder.submit_findings([finding])
+
+    def _say_faults(self, faults: Sequence[str]) -> None:
+        for fault in faults:
+            if fault not in self._said:
+                self._said.add(fault)
+                self._tell(Finding("kernels", "warning", fault, step=self.step_number))
 
     def _say_what_never_came(self) -> None:
         unmatched = self.plan.unmatched(self._ops_seen, "ops") if self._collected and self.plan.level in ("L1", "mix") else []

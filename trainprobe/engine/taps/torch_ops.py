@@ -102,11 +102,6 @@ class OpTap:
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Nothing to learn: ops have no owner."""
 
-    @property
-    def on(self) -> bool:
-        """Whether calls are taken, apart from compiled code and the moments at which torch itself holds the mode back."""
-        return self._on
-
     def begin(self, tape: Tape) -> None:
         """Put the mode on, and have it put on in backward passes."""
         if self._mode is not None:
