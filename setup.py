@@ -22,6 +22,7 @@ TAPE = (
     "graph.c",
     "modules.c",
     "module_gradients.c",
+    "contribution.c",
     "arena.c",
     "text.c",
     "folder.c",

@@ -98,6 +98,14 @@ class Graph:
         self._consumers.clear()
 
 
+def plus(total: Any, gradient: Any) -> Any:
+    """Return the sum of two gradients, out of place and in their own dtype; no part of any graph."""
+    if not torch.is_grad_enabled():
+        return total + gradient
+    with torch.no_grad():
+        return total + gradient
+
+
 class Contribution:
     """Sums what the consumers of one input send back and hands on the sum when the last one has sent.
 
@@ -119,11 +127,8 @@ class Contribution:
         if gradient is not None:
             if self._sum is None:
                 self._sum = gradient
-            elif not torch.is_grad_enabled():
-                self._sum = self._sum + gradient
             else:
-                with torch.no_grad():
-                    self._sum = self._sum + gradient
+                self._sum = plus(self._sum, gradient)
         self._left -= 1
         if self._left == 0:
             self.flush()

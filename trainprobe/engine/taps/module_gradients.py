@@ -1,7 +1,7 @@
 """The gradients at the outputs and inputs of a module call, by hooks on autograd nodes that exist anyway.
 
 How they are found stands in `gradients.py`. Where the compiled parts are there, `native/module_gradients.c` does what the
-classes here do, and `places`, `odd_edges` and `contribution` answer it in the rare cases.
+classes here do, and `places` and `odd_edges` answer it in the rare cases.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GradientWatch:
             consumers = self.graph.consumers(edge, floor)
             summed = None
             if len(consumers) > 1:
-                summed = contribution(len(consumers), backward, i)
+                summed = Contribution(len(consumers), partial(backward.input, i))
                 self._open.append(summed)
             for node, slot in consumers:
                 self._hook(touched, node).sent.append((slot, backward, i, summed))
@@ -209,11 +209,6 @@ class NodeHook:
                     backward.input(i, sent[slot])
                 else:
                     summed.add(sent[slot])
-
-
-def contribution(consumers: int, backward: Any, i: int) -> Contribution:
-    """Return what sums the gradients of input i that its consumers send."""
-    return Contribution(consumers, partial(backward.input, i))
 
 
 def places(paths: list[str], inputs: bool) -> tuple[list[tuple[int, str]], dict[int, tuple[str, list[int]]], int]:

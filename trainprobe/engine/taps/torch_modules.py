@@ -25,13 +25,12 @@ from trainprobe.engine.position import Position
 from trainprobe.engine.records import Call
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import SAVE, Tape
-from trainprobe.engine.taps.gradients import edge_of, sequence_number
+from trainprobe.engine.taps.gradients import edge_of, plus, sequence_number
 from trainprobe.engine.taps.module_gradients import (
     UNTOUCHED,
     Edges,
     GradientWatch,
     collect_edges,
-    contribution,
     odd_edges,
     places,
 )
@@ -53,6 +52,9 @@ class ModuleInfo:
     parameters: tuple[tuple[str, Any], ...]
     flags: int
     selected: bool
+
+
+_Info: Any = ModuleInfo if native is None else native.ModuleInfo
 
 
 def _shim(known: dict[int, ModuleInfo], original: Any, run: Any) -> Any:
@@ -111,7 +113,7 @@ class ModuleTap:
             odd_edges=self._odd_edges,
             edge_of=edge_of,
             places=places,
-            contribution=contribution,
+            plus=plus,
             micro=wanted.micro,
             grad_enabled=torch.is_grad_enabled,
             stacks=None if self._stacks is None else self._stacks.table,
@@ -160,7 +162,7 @@ class ModuleTap:
                 shown = name or ROOT
                 if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
                     self._note_compiled(shown)
-                self.known[id(module)] = ModuleInfo(
+                self.known[id(module)] = _Info(
                     shown, type(module).__name__, own, self.wanted.flags(shown), self.wanted.selected(shown)
                 )
 

@@ -38,7 +38,7 @@ struct NodeHook {
 
 PyTypeObject *node_hook_type;
 static PyTypeObject *backward_type;
-static PyObject *t_module, *t_backward, *t_requires_grad, *t_output_nr, *t_after, *t_before, *t_add;
+static PyObject *t_module, *t_backward, *t_requires_grad, *t_output_nr, *t_after, *t_before;
 
 /* ---- edges of a structure ------------------------------------------------------------------------------------------------- */
 
@@ -205,7 +205,7 @@ static int place_oddly(ModuleWatch *self, Backward *b, int side, const Edges *ed
     return failed ? -1 : 0;
 }
 
-static Backward *backward_new(ModuleWatch *self, Info *info, Call *forward, const Edges *outputs, const Edges *inputs) {
+static Backward *backward_new(ModuleWatch *self, const ModuleInfo *info, Call *forward, const Edges *outputs, const Edges *inputs) {
     Backward *b = (Backward *)PyType_GenericAlloc(backward_type, 0);
     const Edges *sides[2] = {outputs, inputs};
     if (!b) return NULL;
@@ -302,13 +302,7 @@ static int take(Backward *b, int side, Py_ssize_t i, PyObject *gradient, PyObjec
     return value ? PyList_SetItem(where, slot->index, value) : -1;
 }
 
-/* input(i, gradient): this module's own contribution to the gradient at input i, when its last consumer has sent. */
-static PyObject *backward_input(Backward *b, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2) return PyErr_Format(PyExc_TypeError, "input takes i, gradient; got %zd", nargs);
-    Py_ssize_t i = PyLong_AsSsize_t(args[0]);
-    if (PyErr_Occurred() || take(b, 1, i, args[1], NULL)) return NULL;
-    return Py_NewRef(Py_None);
-}
+int take_input(PyObject *backward, Py_ssize_t input, PyObject *gradient) { return take((Backward *)backward, 1, input, gradient, NULL); }
 
 static void backward_free(Backward *b) {
     PyTypeObject *type = Py_TYPE((PyObject *)b);
@@ -323,10 +317,7 @@ static void backward_free(Backward *b) {
     Py_DECREF(type);
 }
 
-static PyMethodDef backward_methods[] = {
-    {"input", (PyCFunction)(void (*)(void))backward_input, METH_FASTCALL, "input(i, gradient): take the gradient at input i."},
-    {NULL, NULL, 0, NULL}};
-static PyType_Slot backward_slots[] = {{Py_tp_dealloc, backward_free}, {Py_tp_methods, backward_methods}, {0, NULL}};
+static PyType_Slot backward_slots[] = {{Py_tp_dealloc, backward_free}, {0, NULL}};
 static PyType_Spec backward_spec = {"trainprobe._native.Backward", sizeof(Backward), 0,
                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, backward_slots};
 
@@ -367,9 +358,10 @@ static NodeHook *hook_of(ModuleWatch *self, PyObject *node) {
 static int take_one(Wanted w, PyObject *gradient) { /* a copy: more may be wanted of the hook meanwhile */
     if (!gradient) return -1;
     if (w.contribution) {
-        PyObject *done = PyObject_CallMethodObjArgs(w.contribution, t_add, gradient, NULL);
-        Py_XDECREF(done);
-        return done ? 0 : -1;
+        Py_INCREF(w.contribution);
+        int failed = contribution_add(w.contribution, gradient);
+        Py_DECREF(w.contribution);
+        return failed;
     }
     Backward *b = (Backward *)Py_NewRef((PyObject *)w.backward);
     int failed = take(b, w.kind != RECEIVED, w.place, gradient, w.untouched && b->watch ? b->watch->untouched : NULL);
@@ -469,7 +461,7 @@ static int watch_outputs(ModuleWatch *self, PyObject *touched, Backward *b, cons
 }
 
 static PyObject *contribution_of(ModuleWatch *self, Backward *b, Py_ssize_t consumers, Py_ssize_t i) {
-    PyObject *made = PyObject_CallFunction(self->contribution, "nOn", consumers, b, i);
+    PyObject *made = contribution_new((PyObject *)b, self->plus, consumers, i);
     if (made && PyList_Append(self->open, made)) Py_CLEAR(made);
     return made;
 }
@@ -504,7 +496,7 @@ static int visit_from(ModuleWatch *self, const Edges *found, long long floor) {
     return failed;
 }
 
-int watch_gradients(ModuleWatch *self, Info *info, Call *call, long long floor, const Edges *inputs, PyObject *out) {
+int watch_gradients(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, const Edges *inputs, PyObject *out) {
     Edges found = {0};
     Backward *b = NULL;
     PyObject *touched = PyList_New(0);
@@ -529,7 +521,7 @@ int gradients_fill(PyObject *module) {
         PyObject **at;
         const char *text;
     } names[] = {{&t_module, "module"}, {&t_backward, "backward"}, {&t_requires_grad, "requires_grad"}, {&t_output_nr, "output_nr"},
-                 {&t_after, "register_hook"}, {&t_before, "register_prehook"}, {&t_add, "add"}};
+                 {&t_after, "register_hook"}, {&t_before, "register_prehook"}};
     (void)module;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;

@@ -20,14 +20,8 @@ typedef struct {
 } Edges;
 
 typedef struct {
-    PyObject *name, *cls, *parameters;
-    long flags;
-    int selected;
-} Info;
-
-typedef struct {
     PyObject_HEAD
-    PyObject *guard, *fault, *other_thread, *odd_edges, *edge_of, *places, *contribution, *grad_enabled, *stacks, *stack;
+    PyObject *guard, *fault, *other_thread, *odd_edges, *edge_of, *places, *plus, *grad_enabled, *stacks, *stack;
     PyObject *untouched, *graph;
     PyObject *tape, *calls, *forwards, *arrived, *gradient_calls, *open; /* of the step, NULL otherwise */
     PyObject *backward_micro; /* the micro-batch whose gradients passed last: under 1F1B it is not the one that ran forward last */
@@ -48,7 +42,13 @@ PyObject *joined_name(PyObject *name, PyObject *cls, PyObject *phase, Py_ssize_t
 int edges_of(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t number, Edges *found, int depth);
 void edges_free(Edges *edges);
 
-int watch_gradients(ModuleWatch *self, Info *info, Call *call, long long floor, const Edges *inputs, PyObject *out);
+int watch_gradients(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, const Edges *inputs, PyObject *out);
 void hooks_forget(ModuleWatch *self);
+
+/* The module's own part of the gradient at one of its inputs: into its backward call, or first summed over several consumers. */
+int take_input(PyObject *backward, Py_ssize_t input, PyObject *gradient);
+PyObject *contribution_new(PyObject *backward, PyObject *plus, Py_ssize_t consumers, Py_ssize_t input);
+int contribution_add(PyObject *sum, PyObject *gradient);
+int contribution_flush(PyObject *sum);
 
 #endif

@@ -3,29 +3,10 @@
 #include "module_watch.h"
 
 static PyTypeObject *watch_type, *parameter_type;
-static PyObject *t_module, *t_parameter, *t_forward, *t_recompute, *t_backward, *t_micro, *t_name, *t_cls, *t_flags, *t_selected,
-    *t_parameters, *t_tripped, *t_begins, *t_flush;
+static PyObject *t_module, *t_parameter, *t_forward, *t_recompute, *t_backward, *t_micro, *t_tripped, *t_begins;
 
 PyObject *joined_name(PyObject *name, PyObject *cls, PyObject *phase, Py_ssize_t number, const char *rest) {
     return PyUnicode_FromFormat("Module.%U.%U.%U.%zd.%s", name, cls, phase, number, rest);
-}
-
-/* What a ModuleInfo says, read once a call. Holds nothing: the info outlives the call. */
-static int read_info(PyObject *info, Info *out) {
-    PyObject *flags = PyObject_GetAttr(info, t_flags), *selected = PyObject_GetAttr(info, t_selected);
-    out->flags = flags ? PyLong_AsLong(flags) : -1;
-    out->selected = selected == Py_True;
-    Py_XDECREF(flags);
-    Py_XDECREF(selected);
-    out->name = PyObject_GetAttr(info, t_name), out->cls = PyObject_GetAttr(info, t_cls);
-    out->parameters = PyObject_GetAttr(info, t_parameters);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-static void drop_info(Info *info) {
-    Py_CLEAR(info->name);
-    Py_CLEAR(info->cls);
-    Py_CLEAR(info->parameters);
 }
 
 /* ---- a call -------------------------------------------------------------------------------------------------------------- */
@@ -58,7 +39,7 @@ static Py_ssize_t recomputed_number(ModuleWatch *self, PyObject *name, PyObject 
     return PyList_SetItem(calls, found, Py_NewRef(Py_None)) ? -1 : found;
 }
 
-static Call *new_call(ModuleWatch *self, Info *info, int again, Call *parent) {
+static Call *new_call(ModuleWatch *self, const ModuleInfo *info, int again, Call *parent) {
     PyObject *micro = again && self->backward_micro ? Py_NewRef(self->backward_micro) : PyObject_GetAttr(self->tape, t_micro);
     Py_ssize_t number = !micro ? -1 : again ? recomputed_number(self, info->name, micro) : forward_number(self, info->name, micro), stack = -1;
     Call *call = NULL;
@@ -72,7 +53,7 @@ static Call *new_call(ModuleWatch *self, Info *info, int again, Call *parent) {
     return call;
 }
 
-static PyObject *looked(ModuleWatch *self, Info *info, Call *call, PyObject *x, const char *place) {
+static PyObject *looked(ModuleWatch *self, const ModuleInfo *info, Call *call, PyObject *x, const char *place) {
     PyObject *at = info->flags & SAVE ? joined_name(info->name, info->cls, call->phase, call->call, place) : NULL;
     if (info->flags & SAVE && !at) return NULL;
     PyObject *tree = tape_tree(self->eye, x, info->flags, at, 0);
@@ -80,7 +61,7 @@ static PyObject *looked(ModuleWatch *self, Info *info, Call *call, PyObject *x, 
     return tree;
 }
 
-static PyObject *look_at_parameters(ModuleWatch *self, Info *info, Call *call) {
+static PyObject *look_at_parameters(ModuleWatch *self, const ModuleInfo *info, Call *call) {
     PyObject *trees = PyDict_New();
     for (Py_ssize_t i = 0; trees && i < PyTuple_Size(info->parameters); i++) {
         PyObject *pair = PyTuple_GetItem(info->parameters, i), *name = PyTuple_GetItem(pair, 0), *at = NULL, *tree = NULL;
@@ -94,7 +75,7 @@ static PyObject *look_at_parameters(ModuleWatch *self, Info *info, Call *call) {
     return trees;
 }
 
-static int look_at_inputs(ModuleWatch *self, Info *info, Call *call, PyObject *args, PyObject *kwargs) {
+static int look_at_inputs(ModuleWatch *self, const ModuleInfo *info, Call *call, PyObject *args, PyObject *kwargs) {
     if (self->inputs && !(call->args = looked(self, info, call, args, "input"))) return -1;
     if (self->kwargs && PyDict_Size(kwargs) > 0 && !(call->kwargs = looked(self, info, call, kwargs, "kwargs"))) return -1;
     if (self->parameters && PyTuple_Size(info->parameters) > 0 && !(call->params = look_at_parameters(self, info, call))) return -1;
@@ -109,7 +90,7 @@ static int gradients_flow(ModuleWatch *self) {
 }
 
 /* Record what goes in; the call is on the stack afterwards. NULL with an exception set. */
-static Call *enter(ModuleWatch *self, Info *info, PyObject *args, PyObject *kwargs, Edges *edges) {
+static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *args, PyObject *kwargs, Edges *edges) {
     int again = graph_task_now() != -1;
     Py_ssize_t running = PyList_Size(self->stack);
     Call *parent = running > 0 ? (Call *)PyList_GetItem(self->stack, running - 1) : NULL;
@@ -137,7 +118,7 @@ static Call *enter(ModuleWatch *self, Info *info, PyObject *args, PyObject *kwar
     return call;
 }
 
-static int leave(ModuleWatch *self, Info *info, Call *call, long long floor, Edges *edges, PyObject *out) {
+static int leave(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, Edges *edges, PyObject *out) {
     if (!self->eye || !info->selected) return 0;
     int wanted = micro_is_wanted(&self->gate, call->micro);
     if (wanted <= 0) return wanted;
@@ -188,7 +169,7 @@ static void pop(ModuleWatch *self, Py_ssize_t depth) { /* keeps an exception tha
     PyErr_Restore(type, error, trace);
 }
 
-static PyObject *run_recorded(ModuleWatch *self, Info *info, PyObject *const *args) {
+static PyObject *run_recorded(ModuleWatch *self, const ModuleInfo *info, PyObject *const *args) {
     Edges edges = {0};
     long long floor = 0;
     PyObject *off = modes_off(), *out;
@@ -218,14 +199,20 @@ static PyObject *run_recorded(ModuleWatch *self, Info *info, PyObject *const *ar
     return out;
 }
 
+static int is_info(PyObject *x) {
+    if (Py_TYPE(x) == info_type) return 1;
+    PyErr_SetString(PyExc_TypeError, "info must be a ModuleInfo");
+    return 0;
+}
+
 static PyObject *run(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 5) return PyErr_Format(PyExc_TypeError, "run takes info, original, module, args, kwargs; got %zd", nargs);
     int on = recording(self);
     if (on < 0) return NULL;
     if (!on) return call_original(args[1], args[2], args[3], args[4]);
-    Info info = {0};
-    PyObject *out = read_info(args[0], &info) ? NULL : run_recorded(self, &info, args);
-    drop_info(&info);
+    if (!is_info(args[0])) return NULL;
+    PyObject *info = Py_NewRef(args[0]), *out = run_recorded(self, (const ModuleInfo *)info, args); /* held: modules may be named anew */
+    Py_DECREF(info);
     return out;
 }
 
@@ -237,7 +224,7 @@ typedef struct {
     PyObject *info, *name, *key;
 } ParameterHook;
 
-static Call *gradient_call(ModuleWatch *self, Info *info, Py_ssize_t number, PyObject *micro) {
+static Call *gradient_call(ModuleWatch *self, const ModuleInfo *info, Py_ssize_t number, PyObject *micro) {
     PyObject *key = Py_BuildValue("(On)", info->name, number), *known = key ? PyDict_GetItemWithError(self->gradient_calls, key) : NULL;
     Call *call = NULL;
     if (known) {
@@ -253,7 +240,7 @@ static Call *gradient_call(ModuleWatch *self, Info *info, Py_ssize_t number, PyO
     return call;
 }
 
-static int record_gradient(ModuleWatch *self, Info *info, PyObject *name, PyObject *key, PyObject *gradient) {
+static int record_gradient(ModuleWatch *self, const ModuleInfo *info, PyObject *name, PyObject *key, PyObject *gradient) {
     PyObject *micro = self->backward_micro ? Py_NewRef(self->backward_micro) : PyObject_GetAttr(self->tape, t_micro);
     int wanted = micro ? micro_is_wanted(&self->gate, micro) : -1, failed = wanted < 0;
     if (wanted > 0) {
@@ -279,9 +266,7 @@ static int record_gradient(ModuleWatch *self, Info *info, PyObject *name, PyObje
 static int take_gradient(ModuleWatch *self, PyObject *about, PyObject *name, PyObject *key, PyObject *gradient) {
     if (!self->eye || gradient == Py_None) return 0;
     PyObject *off = modes_off();
-    Info info = {0};
-    int failed = PyErr_Occurred() || read_info(about, &info) || record_gradient(self, &info, name, key, gradient);
-    drop_info(&info);
+    int failed = PyErr_Occurred() || record_gradient(self, (const ModuleInfo *)about, name, key, gradient);
     modes_on(off);
     return failed && give_to_guard(self->fault) ? -1 : 0;
 }
@@ -312,6 +297,7 @@ static PyType_Spec parameter_spec = {"trainprobe._native.ParameterHook", sizeof(
 
 static PyObject *parameter_hook(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 3) return PyErr_Format(PyExc_TypeError, "parameter_hook takes info, name, key; got %zd", nargs);
+    if (!is_info(args[0])) return NULL;
     ParameterHook *hook = (ParameterHook *)PyType_GenericAlloc(parameter_type, 0);
     if (!hook) return NULL;
     hook->watch = (ModuleWatch *)Py_NewRef((PyObject *)self);
@@ -321,6 +307,7 @@ static PyObject *parameter_hook(ModuleWatch *self, PyObject *const *args, Py_ssi
 
 static PyObject *parameter(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 4) return PyErr_Format(PyExc_TypeError, "parameter takes info, name, key, gradient; got %zd", nargs);
+    if (!is_info(args[0])) return NULL;
     return take_gradient(self, args[0], args[1], args[2], args[3]) ? NULL : Py_NewRef(Py_None);
 }
 
@@ -332,9 +319,7 @@ static PyObject *watch_end(ModuleWatch *self, PyObject *unused) {
     PyErr_Fetch(&type, &error, &trace);
     self->open = NULL;
     for (Py_ssize_t i = 0; open && i < PyList_Size(open); i++) { /* sums that still waited for a consumer */
-        PyObject *done = PyObject_CallMethodObjArgs(PyList_GetItem(open, i), t_flush, NULL);
-        if (!done && give_to_guard(self->fault)) PyErr_Clear();
-        Py_XDECREF(done);
+        if (contribution_flush(PyList_GetItem(open, i)) && give_to_guard(self->fault)) PyErr_Clear();
     }
     Py_XDECREF(open);
     hooks_forget(self);
@@ -361,12 +346,12 @@ static PyObject *watch_begin(ModuleWatch *self, PyObject *args) {
 #define HELD 11
 static void held(ModuleWatch *self, PyObject **places[HELD]) {
     PyObject **all[HELD] = {&self->guard, &self->fault, &self->other_thread, &self->odd_edges, &self->edge_of,
-                            &self->places, &self->contribution, &self->gate.function, &self->grad_enabled, &self->stacks, &self->stack};
+                            &self->places, &self->plus, &self->gate.function, &self->grad_enabled, &self->stacks, &self->stack};
     for (int i = 0; i < HELD; i++) places[i] = all[i];
 }
 
 static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"guard", "fault", "other_thread", "odd_edges", "edge_of", "places", "contribution", "micro",
+    static char *names[] = {"guard", "fault", "other_thread", "odd_edges", "edge_of", "places", "plus", "micro",
                             "grad_enabled", "stacks", "stack", "plain", "untouched", "stop", "forward", "backward", "inputs", "kwargs",
                             "parameters", "outputs", "recompute", NULL};
     PyObject *o[HELD], *plain[2], *untouched, *stop, **places[HELD];
@@ -443,9 +428,7 @@ int modules_fill(PyObject *module) {
         PyObject **at;
         const char *text;
     } names[] = {{&t_module, "module"}, {&t_parameter, "parameter"}, {&t_forward, "forward"}, {&t_recompute, "recompute"},
-                 {&t_backward, "backward"}, {&t_micro, "micro"}, {&t_name, "name"}, {&t_cls, "cls"}, {&t_flags, "flags"},
-                 {&t_selected, "selected"}, {&t_parameters, "parameters"}, {&t_tripped, "tripped"},
-                 {&t_begins, "forward_begins"}, {&t_flush, "flush"}};
+                 {&t_backward, "backward"}, {&t_micro, "micro"}, {&t_tripped, "tripped"}, {&t_begins, "forward_begins"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
     watch_type = (PyTypeObject *)PyType_FromSpec(&watch_spec);

@@ -1,7 +1,7 @@
-/* Value and Call (see engine/records.py, whose Python classes they stand in for). */
+/* Value and Call (see engine/records.py) and ModuleInfo (see taps/torch_modules.py), whose Python classes they stand in for. */
 #include "objects.h"
 
-PyTypeObject *value_type, *call_type;
+PyTypeObject *value_type, *call_type, *info_type;
 static PyObject *torch_tensor, *cpu, *empty;
 
 static PyObject *kept(PyObject *x) { /* None is held as NULL */
@@ -121,12 +121,49 @@ static PyType_Slot call_slots[] = {{Py_tp_new, call_make},
 
 static PyType_Spec call_spec = {"trainprobe.engine.records.Call", sizeof(Call), 0, Py_TPFLAGS_DEFAULT, call_slots};
 
+static PyObject *info_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"name", "cls", "parameters", "flags", "selected", NULL};
+    PyObject *name, *cls, *parameters;
+    long flags;
+    int selected;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UUO!lp", names, &name, &cls, &PyTuple_Type, &parameters, &flags, &selected)) return NULL;
+    ModuleInfo *self = (ModuleInfo *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!self) return NULL;
+    self->name = Py_NewRef(name), self->cls = Py_NewRef(cls), self->parameters = Py_NewRef(parameters);
+    self->flags = flags, self->selected = (char)selected;
+    return (PyObject *)self;
+}
+
+static void info_free(ModuleInfo *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    Py_XDECREF(self->name), Py_XDECREF(self->cls), Py_XDECREF(self->parameters);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef info_members[] = {{"name", T_OBJECT, offsetof(ModuleInfo, name), READONLY, NULL},
+                                     {"cls", T_OBJECT, offsetof(ModuleInfo, cls), READONLY, NULL},
+                                     {"parameters", T_OBJECT, offsetof(ModuleInfo, parameters), READONLY, NULL},
+                                     {"flags", T_LONG, offsetof(ModuleInfo, flags), READONLY, NULL},
+                                     {"selected", T_BOOL, offsetof(ModuleInfo, selected), READONLY, NULL},
+                                     {NULL, 0, 0, 0, NULL}};
+
+static PyType_Slot info_slots[] = {{Py_tp_new, info_new},
+                                   {Py_tp_dealloc, info_free},
+                                   {Py_tp_members, info_members},
+                                   {Py_tp_doc, "A module of the model as it is recorded."},
+                                   {0, NULL}};
+
+static PyType_Spec info_spec = {"trainprobe.engine.taps.torch_modules.ModuleInfo", sizeof(ModuleInfo), 0, Py_TPFLAGS_DEFAULT, info_slots};
+
 int objects_fill(PyObject *module) {
     torch_tensor = PyUnicode_InternFromString("torch.Tensor");
     cpu = PyUnicode_InternFromString("cpu");
     empty = PyUnicode_InternFromString("");
     value_type = (PyTypeObject *)PyType_FromSpec(&value_spec);
     call_type = (PyTypeObject *)PyType_FromSpec(&call_spec);
-    if (!torch_tensor || !cpu || !empty || !value_type || !call_type) return -1;
-    return PyModule_AddObjectRef(module, "Value", (PyObject *)value_type) || PyModule_AddObjectRef(module, "Call", (PyObject *)call_type);
+    info_type = (PyTypeObject *)PyType_FromSpec(&info_spec);
+    if (!torch_tensor || !cpu || !empty || !value_type || !call_type || !info_type) return -1;
+    return PyModule_AddObjectRef(module, "ModuleInfo", (PyObject *)info_type) ||
+           PyModule_AddObjectRef(module, "Value", (PyObject *)value_type) || PyModule_AddObjectRef(module, "Call", (PyObject *)call_type);
 }

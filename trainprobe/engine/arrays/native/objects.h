@@ -40,7 +40,15 @@ typedef struct {
     Py_ssize_t mark;
 } Call;
 
-extern PyTypeObject *strip_type, *value_type, *call_type, *tape_type, *stacks_type, *node_hook_type, *op_hook_type;
+/* A module of the model as it is recorded; nothing of it changes. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *name, *cls, *parameters; /* parameters: tuple of (name, parameter) */
+    long flags;
+    char selected;
+} ModuleInfo;
+
+extern PyTypeObject *info_type, *strip_type, *value_type, *call_type, *tape_type, *stacks_type, *node_hook_type, *op_hook_type;
 
 typedef struct Tape Tape;
 
@@ -122,6 +130,7 @@ int ops_fill(PyObject *module);
 int graph_fill(PyObject *module);
 int modules_fill(PyObject *module);
 int gradients_fill(PyObject *module);
+int contribution_fill(PyObject *module);
 int arena_fill(PyObject *module);
 int parts_fill(PyObject *module);
 int registering_fill(PyObject *module);
