@@ -1,4 +1,4 @@
-"""What is put in place of torch's functions does not add up over steps, with everything on and every framework loaded."""
+"""What the probe puts in torch's places, and what it remembers, does not add up over steps and findings, with everything on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed.fsdp
 import trainprobe
 from benchmarks.models import SIZES, prepare
 from benchmarks.monitor_memory import VARIANTS
+from trainprobe.engine.records import Finding, Site
 from trainprobe.engine.taps.replaced import Replaced
 
 PLANS = {
@@ -49,3 +50,38 @@ def test_the_same_stands_in_torchs_places_after_many_steps_as_after_few(tmp_path
         probe.flush()
         many = ours()
     assert many - few == Counter()
+
+
+def remembered(probe: trainprobe.Probe) -> Counter[str]:
+    """Count live objects of this package by their type, findings left out, and the series that the rules remember."""
+    gc.collect()
+    types = Counter(kind for kind in map(type, gc.get_objects()) if str(kind.__module__).startswith("trainprobe"))
+    kept = Counter({kind.__qualname__: count for kind, count in types.items() if kind not in (Finding, Site)})
+    assert probe._watcher is not None
+    return kept + Counter({f"series of {name}": len(memory.keys) for name, memory in probe._watcher.memories.items()})
+
+
+def test_findings_that_have_a_step_collected_in_full_leave_no_more_than_the_first_of_them(tmp_path):
+    """The first one leaves the places of all torch calls of a step, which the rules know from then on."""
+    side, now = prepare(SIZES["tiny"], "whole step"), 0
+    plan = {"level": "off", "sinks": ["jsonl"], **VARIANTS["everything"], "audit": {"every": 5, "ranks": False}}
+    weight = next(side.model.parameters())
+
+    def spoil(*_):
+        if now in (10, 20, 30):
+            with torch.no_grad():
+                weight.view(-1)[:2] += 1e-3
+
+    side.optimizer.register_step_post_hook(spoil)
+    found, counts = [], []
+    with trainprobe.watch(side.model, side.optimizer, output=tmp_path / "out", **plan) as probe:
+        for now in range(36):
+            with probe.step(now):
+                probe.note("loss", side.step(now))
+            if now % 10 == 5:
+                probe.flush()
+                found.append([f.step for f in probe.findings if f.rule == "update_rule"])
+                counts.append(remembered(probe))
+    assert found == [[], [10], [10, 20], [10, 20, 30]]
+    assert sum(counts[1].values()) > sum(counts[0].values())
+    assert [counts[2] - counts[1], counts[3] - counts[1]] == [Counter(), Counter()]
