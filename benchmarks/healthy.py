@@ -18,7 +18,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.bugs.loops import Averaged, Batch, Loop, Recurrent, Vision
+from benchmarks.bugs.modern_loops import Diffusion, Distilled, Patches, Streamed
 from benchmarks.bugs.parallel_loops import Lion
+from benchmarks.bugs.precise_loops import Adapters, Padded, Sixteen
+from benchmarks.bugs.token_loops import MainGradients, Policy, Routed, ScaledTwice, Translator
 from benchmarks.bugs.unseen import Closure, Masters, Pair
 from trainprobe.demo.corpus import draw_batch, read_corpus
 from trainprobe.engine.records import Finding
@@ -301,12 +304,15 @@ KINDS: dict[str, type[Loop]] = {
     "adamw": Classifier, "adafactor": WithAdafactor, "adagrad": WithAdagrad, "lion": WithLion, "restarts": WithRestarts,
     "one cycle": OneCycle, "same batches": SameBatches, "frozen": Frozen, "layer drop": LayerDrop, "checkpointed": Checkpointed,
     "text": Text, "brain": Brain, "regressor": Regressor, "gan": Adversarial, "accumulated": Accumulated,
+    "patches": Patches, "streamed": Streamed, "diffusion": Diffusion, "distilled": Distilled, "translator": Translator,
+    "routed": Routed, "scaled twice": ScaledTwice, "main gradients": MainGradients, "policy": Policy, "sixteen": Sixteen,
+    "padded": Padded, "adapters": Adapters,
 }  # fmt: skip
 
 
 def alarms(kind: str, seed: int, steps: int = STEPS, every: int | None = None) -> list[Finding]:
     """Train and return the warnings and errors. every: of the audit, by default as its relations say."""
-    run = type(kind, (KINDS[kind],), {"seed": seed, "steps": steps, "begins": steps + 1})
+    run = type(kind, (KINDS[kind],), {"seed": seed, "steps": steps, "begins": steps + 1, "restarts": steps + 1})
     kept: list[Probe] = []
     plan = {"level": "off", "sinks": [], "monitor": True, "audit": {"every": every} if every else True}
 

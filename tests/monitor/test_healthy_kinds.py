@@ -8,7 +8,7 @@ import torch
 from benchmarks.healthy import KINDS, alarms
 
 torch.set_num_threads(1)
-QUICK = ("recurrent", "masters", "pair", "closure", "lion", "layer drop", "gan", "brain")
+QUICK = ("recurrent", "masters", "pair", "closure", "lion", "layer drop", "gan", "brain", "distilled")
 
 
 @pytest.mark.parametrize("kind", QUICK)
@@ -16,11 +16,12 @@ def test_a_healthy_training_raises_no_alarm(kind):
     assert [f.message for f in alarms(kind, seed=7001, steps=70, every=3)] == []
 
 
-def test_warm_restarts_raise_no_alarm():
-    assert [f.message for f in alarms("restarts", seed=7001)] == []
+@pytest.mark.parametrize("kind", ["restarts", "policy"])
+def test_warm_restarts_and_a_loss_around_zero_raise_no_alarm(kind):
+    assert [f.message for f in alarms(kind, seed=7001)] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in QUICK])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (*QUICK, "restarts", "policy")])
 def test_a_healthy_training_of_more_kinds_raises_no_alarm(kind):
     assert [f.message for f in alarms(kind, seed=7001)] == []

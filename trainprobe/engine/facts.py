@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +143,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensors:
-    """What this process held when it saved behind a step: (parameter, slot) → fingerprint.
+    """What this process held when it saved behind a step: (parameter, slot) → fingerprint, and (buffer, "buffer").
 
     positions: class of a scheduler → where it stood. batches: the first and the last audited steps until then, and the
-    fingerprints of their data. world: how many ranks there were. pieces: of the tensors that were cut.
+    fingerprints of their data. world: how many ranks there were. pieces: of the tensors that were cut. settings: "GROUP NAME" →
+    value of the plain numbers of each parameter group. scale: of the loss scaler that was saved with it; 0 where none was.
     """
 
     step: int
@@ -154,6 +156,8 @@ class SavedTensors:
     batches: tuple[tuple[int, tuple[int, ...]], ...] = ()
     world: int = 1
     pieces: Mapping[tuple[str, str], Piece] = field(default_factory=dict[tuple[str, str], Piece])
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,10 @@ torch.set_num_threads(1)
         (fourth.ExpertsInAList, "ownership", "blocks.0.moe.experts.0.0.weight"),
         (fourth.ScaleRaisedInside, "reported_loss", "loss"),
         (fourth.OverflowHidden, "finite_together", "0.0.weight"),
+        (fourth.BalanceNotLoaded, "saved_and_loaded", "blocks.0.moe.balance"),
+        (fourth.ForwardedTwice, "resumed", "lr"),
+        (fourth.BetasExchanged, "settings", "betas"),
+        (fourth.ScalerNotLoaded, "resumed", "loss_scale"),
     ],
 )
 def test_a_fault_is_found_at_its_step_and_named(tmp_path, bug, rule, name):

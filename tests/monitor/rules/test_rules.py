@@ -151,6 +151,13 @@ def test_a_loss_that_goes_on_rising_after_a_warm_restart_is_drift():
     assert 200 < bench.found[0].step < 290
 
 
+def test_a_loss_that_is_sometimes_below_zero_has_no_level_to_drift_from():
+    bench, rng = Bench("drift"), np.random.default_rng(0)
+    for step in range(400):
+        bench.feed(loss=1e-8 * 1.05 ** min(step, 300) * rng.standard_normal())
+    assert bench.found == []
+
+
 def test_a_single_outlier_is_no_drift():
     bench, rng = Bench("drift"), np.random.default_rng(0)
     for step in range(300):
@@ -181,6 +188,14 @@ def test_a_parameter_with_a_gradient_that_does_not_move_is_frozen():
         bench.feed(weight("a", 1.0), weight("b", 1.0 + step), *grads({"a": 0.1, "b": 0.1}), lr=1e-3)
     (found,) = bench.found
     assert (found.site.name, found.step) == ("a", 5)
+
+
+@pytest.mark.parametrize(("gradient", "found"), [(1e-8, []), (1e-5, ["a"])])
+def test_a_gradient_that_is_only_rounding_beside_the_others_need_not_move_a_parameter(gradient, found):
+    bench = Bench("frozen", patience=5)
+    for step in range(10):
+        bench.feed(weight("a", 1.0), weight("b", 1.0 + step), *grads({"a": gradient, "b": 0.1}), lr=1e-3)
+    assert [f.site.name for f in bench.found] == found
 
 
 def test_a_parameter_without_a_gradient_is_frozen_on_purpose():

@@ -23,6 +23,7 @@ from trainprobe.engine.taps.model_calls import ModelCalls, unwrapped
 from trainprobe.engine.taps.parameter_states import ParameterStateTap
 from trainprobe.engine.taps.random_state import random_fingerprint
 from trainprobe.engine.taps.reduced_gradients import ReducedGradients
+from trainprobe.engine.taps.registered import saved_buffers
 from trainprobe.engine.taps.samplers import SamplerWatch
 from trainprobe.engine.taps.saved_pieces import HeldPieces
 from trainprobe.engine.taps.saved_states import SavedStates
@@ -42,8 +43,8 @@ class AuditTap:
     than before. fingerprints: whether this step's parameters, gradients and states are fingerprinted. sampled: whether the
     declared loss is run. ordinal: how many steps have begun. reruns: whether updates are worked out again. repeats: whether
     forwards that run again are compared with the first. reduces: whether gradients are looked at before and after they are
-    joined over the ranks. keeps_saves: whether what is saved is remembered, in folder(), where an earlier process may have
-    left it when goes_on().
+    joined over the ranks. world: how many ranks there are. keeps_saves: whether what is saved is remembered, in folder(),
+    where an earlier process may have left it when goes_on().
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class AuditTap:
         self.reruns: Callable[[], bool] = lambda: False
         self.repeats: Callable[[], bool] = lambda: False
         self.reduces: Callable[[], bool] = lambda: False
+        self.world: Callable[[], int] = lambda: 1
         self.declared = DeclaredGradient()
         self._rerun = UpdateRerun(names, states.at_address)
         self.step: Callable[[], int] = lambda: -1
@@ -67,9 +69,11 @@ class AuditTap:
         self._use = GradientUse(names)
         self._samplers = SamplerWatch(guard)
         self._reduced = ReducedGradients(guard, names, lambda: self.reduces() and states.source is None)
+        self._reduced.weighs = lambda: self.world() > 1
         self._schedules = ScheduleWatch(guard)
         self.saves = SavedStates(guard, self._held_now, lambda: self.step(), self._schedules.positions)
         self.saves.pieces = states.pieces
+        self.saves.settings = self._settings
         self._loaded: HeldPieces | None = None
         self.aside: Callable[[bool], None] = lambda begins: None  # told when the audit begins and ends to run the model
         self._states = states
@@ -299,8 +303,13 @@ class AuditTap:
         tape, names = self.new_tape(), self._names()
         trained = {names.get(id(p)) for model in self._models for p in model.parameters() if p.requires_grad}
         values = [(key, value) for key, value in self._states.held(tape) if key[0] in trained]
+        values += [((name, "buffer"), tape.value(b, STATS | CHECKSUM)) for name, b in saved_buffers(self._models)]
         sums = tape.harvest(-1, Place(), framework="", level="off", task="statistics").checksums
         return {} if sums is None else {key: int(sums[value.row]) for key, value in values if value.row >= 0}
+
+    def _settings(self) -> dict[str, Any]:
+        groups = optimizer_groups(self._optimizers, self._names()) if self._plain() else ()
+        return {f"{i} {name}": value for i, group in enumerate(groups) for name, value in group.options.items()}
 
     def has_declared_loss(self) -> bool:
         """Tell whether the loss was declared; True as well where a source keeps the gradients, as none could be compared."""

@@ -24,9 +24,13 @@ _BLOCK = 1 << 22  # elements at a time: the weights of a whole embedding would n
 
 
 class ReducedGradients:
-    """Looks at the gradients of a step that `wanted` asks for. names: id of parameter → recorded name."""
+    """Looks at the gradients of a step that `wanted` asks for. names: id of parameter → recorded name.
+
+    weighs: whether ranks are compared; where they are not, the number is a sum, which tells whether all of it is finite.
+    """
 
     def __init__(self, guard: Guard, names: Callable[[], Mapping[int, str]], wanted: Callable[[], bool]) -> None:
+        self.weighs: Callable[[], bool] = lambda: True
         self._names = names
         self._tap = UnreducedTap(guard, self._arrived, wanted)
         self._sums: dict[int, Tensor] = {}
@@ -56,7 +60,7 @@ class ReducedGradients:
             for p in parameters:
                 arrived = self._sums.pop(id(p), None)
                 if arrived is not None and type(p.grad) is Tensor and p.grad.dtype in (torch.float32, torch.float64):
-                    row = [arrived, _product(p.grad), torch.linalg.vector_norm(p.grad, dtype=torch.float64)]
+                    row = [arrived, self._number(p.grad), torch.linalg.vector_norm(p.grad, dtype=torch.float64)]
                     self._told.append((names[id(p)], tape.carry(torch.stack(row))))
 
     def take(self) -> tuple[Reduction, ...]:
@@ -64,12 +68,15 @@ class ReducedGradients:
         told, self._told = self._told, []
         return tuple(Reduction(name, *row.numbers.tolist()) for name, row in told if row.numbers is not None)
 
+    def _number(self, t: Tensor) -> Tensor:
+        return _product(t) if self.weighs() else t.detach().sum(dtype=torch.float64)
+
     def _arrived(self, p: Any, gradient: Any) -> None:
         if id(p) not in self._names() or type(gradient) is not Tensor or gradient.layout is not torch.strided:
             self._sums.pop(id(p), None)
             return
         with torch.no_grad(), DisableTorchFunction():
-            number, before = _product(gradient), self._sums.get(id(p))
+            number, before = self._number(gradient), self._sums.get(id(p))
             self._sums[id(p)] = number if before is None else before + number
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from trainprobe.engine.taps.model_calls import unwrapped
+
 _STANDARD = frozenset(vars(torch.nn.Module()))
 _OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -38,6 +40,17 @@ def repeated_hooks(models: Sequence[Any]) -> tuple[tuple[str, str], ...]:
                     if hooks and len(hooks) > 1:
                         found |= {(name or "root", told): None for told in _repeated(list(hooks.values()))}
     return tuple(found)
+
+
+def saved_buffers(models: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the name within the innermost model, and the value, of each buffer that its state dict holds."""
+    for model in (list(unwrapped(model))[-1] for model in models):
+        passing = {
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules()
+            for name in module._non_persistent_buffers_set
+        }
+        yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in passing)
 
 
 def _within(path: str, value: Any) -> Iterator[tuple[str, Any]]:

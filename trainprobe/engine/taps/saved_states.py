@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class SavedStates:
 
     loaded: is told when something was loaded. look: returns (name, slot) → fingerprint of what this process holds now; step:
     the number of the last step. positions: where schedulers stand. world: how many ranks there are. pieces: returns
-    what is held of tensors that are cut.
+    what is held of tensors that are cut. settings: the plain numbers of the parameter groups.
     """
 
     def __init__(
@@ -39,6 +39,8 @@ class SavedStates:
         self.awaits = False
         self.world: Callable[[], int] = lambda: 1
         self.pieces: Callable[[], Mapping[tuple[str, str], Piece]] = dict
+        self.settings: Callable[[], Mapping[str, Any]] = dict
+        self._scale = (-1, 0.0)  # after which step a loss scaler was saved, and its scale
         self._positions = positions
         self._first: list[tuple[int, tuple[int, ...]]] = []
         self._last: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=_LAST)
@@ -64,6 +66,7 @@ class SavedStates:
         self._replaced = [
             Replaced(kind, "state_dict", self._around_save(kind.state_dict)),
             Replaced(kind, "load_state_dict", self._around_load(kind.load_state_dict)),
+            Replaced(torch.amp.GradScaler, "state_dict", self._around_scaler(torch.amp.GradScaler.state_dict)),
         ]
 
     def stop(self) -> None:
@@ -110,6 +113,21 @@ class SavedStates:
 
         return load_state_dict
 
+    def _around_scaler(self, original: Any) -> Any:
+        def state_dict(scaler: Any) -> Any:
+            out = original(scaler)
+            if out and not state_dict.ended:  # type: ignore[attr-defined]
+                self._guard.run(self._remember_scale, float(out["scale"]))
+            return out
+
+        return state_dict
+
+    def _remember_scale(self, scale: float) -> None:
+        self._scale = (self._step(), scale)
+        if self._saved and self._saved[-1].step == self._step():
+            self._saved[-1] = replace(self._saved[-1], scale=scale)
+            self._write()
+
     def _remember(self) -> None:
         if self._step() < 0:
             return  # nothing was trained yet: some take a state dict to see what is in it
@@ -118,8 +136,12 @@ class SavedStates:
             return
         batches = (*self._first, *self._last)
         cut = {key: piece for key, piece in self.pieces().items() if key in tensors}
-        now = SavedTensors(self._step(), tensors, dict(self._positions()), batches, self.world(), cut)
-        self._saved = [*self._saved, now][-KEPT:]
+        step, scale = self._scale
+        now = SavedTensors(self._step(), tensors, dict(self._positions()), batches, self.world(), cut, dict(self.settings()))
+        self._saved = [*self._saved, replace(now, scale=scale if step == now.step else 0.0)][-KEPT:]
+        self._write()
+
+    def _write(self) -> None:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             draft = self._path.with_name(f".{FILE}.partial")
@@ -135,6 +157,8 @@ def _written(saved: SavedTensors) -> dict[str, Any]:
         "batches": saved.batches,
         "world": saved.world,
         "pieces": [[*key, *astuple(piece)] for key, piece in saved.pieces.items()],
+        "settings": saved.settings,
+        "scale": saved.scale,
     }
 
 
@@ -155,6 +179,8 @@ def _read(path: Path) -> list[SavedTensors]:
             tuple((step, tuple(batches)) for step, batches in told["batches"]),
             told["world"],
             {(name, slot): Piece(*piece) for name, slot, *piece in told.get("pieces", ())},
+            told.get("settings", {}),
+            told.get("scale", 0.0),
         )
         for told in json.loads(path.read_text())
         if isinstance(told, dict)

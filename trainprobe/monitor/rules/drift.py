@@ -8,7 +8,8 @@ with σ² the mean of (x - f)², so that the second term is what the noise of si
 For the loss the limit is `loss_limit` and s is the lowest f so far, because a healthy loss never goes back, but after a warm
 restart: for 2 · `fast` collected steps after the learning rate has more than doubled from one to the next s is f. A single
 value enters clipped to a factor of three. After a finding s starts anew at f. Only upward drift is judged: a level that falls
-is what training does.
+is what training does. A loss that was below zero once (a policy's objective, a likelihood of densities) has no level on a log
+scale, and is not judged.
 
 Source: moving average convergence/divergence as in process control (Roberts, 1959, for the exponential mean).
 """
@@ -51,9 +52,11 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
         return []
     limit = limits(frame, memory, places, rows, loss=options.loss_limit, norms=options.limit)
     size = np.abs(frame.values[places])
-    usable = np.isfinite(size) & (size > 0) & (limit > 0)
+    signed = memory.array("signed", fill=False)
+    signed[rows] |= frame.values[places] < 0
+    usable = np.isfinite(size) & (size > 0) & (limit > 0) & ~(signed[rows] & _losses(frame, memory, places, rows))
     rows, places, limit = rows[usable], places[usable], limit[usable]
-    loss, restarted = memory.learned("loss", frame, places, rows, _is_loss) == 1, _restarted(frame, memory, options)
+    loss, restarted = _losses(frame, memory, places, rows), _restarted(frame, memory, options)
     fast, slow, noise = _means(memory, options, rows, np.log(size[usable]), loss, restarted)
     least = np.maximum(np.log(limit), 6 * noise / np.sqrt(2 * options.fast))
     left = (fast - slow > least) & (memory.array("count", fill=0)[rows] > options.warmup)
@@ -74,6 +77,10 @@ def _chosen(names: Patterns) -> tuple[Selection, ...]:
         Selection(("module",), ("output",), ("norm",), names),
         Selection(("parameter",), ("value",), ("norm",), names),
     )
+
+
+def _losses(frame: Frame, memory: Memory, places: I64, rows: I64) -> Bools:
+    return memory.learned("loss", frame, places, rows, _is_loss) == 1
 
 
 def _is_loss(track: Track) -> bool:

@@ -1,7 +1,8 @@
 """A parameter that does not move although it has a gradient: its fingerprint (or all its statistics) stays the same.
 
 A parameter is frozen when its value is bit-equal (by checksum; without one, when norm, largest magnitude and mean are
-all equal) at `patience` collected steps in a row, while its gradient was not zero and the learning rate is not zero.
+all equal) at `patience` collected steps in a row, while its gradient was not zero and the learning rate is not zero. A gradient
+below 1e-6 of the largest one is taken for zero: that of a bias before a normalisation is nothing but rounding.
 Where gradients are not collected, a parameter counts only if it has moved before. A parameter that is frozen on purpose has
 no gradient and is not judged. For one of 16 bits that has moved before it takes `patience_short` steps, because small updates
 round away for a while in a healthy training.
@@ -21,6 +22,8 @@ from trainprobe.monitor.frames import I64, Bools, Frame, Selection, Spot
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import Patterns, RuleOptions
 from trainprobe.monitor.scalar_names import scalar
+
+_NOISE = 1e-6
 
 
 class Options(RuleOptions):
@@ -97,7 +100,11 @@ def _pulled(frame: Frame, gradients: tuple[bool, I64, I64, I64], stays: Bools, e
     if (rate is not None and rate == 0) or not stays.any():
         return np.zeros(stays.size, dtype=bool)
     some, places, whose, own = gradients
-    return (np.bincount(whose, frame.values[places] > 0, stays.size) > 0)[own] if some else ever
+    if not some:
+        return ever
+    sizes = frame.values[places]
+    least = _NOISE * float(np.max(sizes[np.isfinite(sizes)], initial=0.0))
+    return (np.bincount(whose, sizes > least, stays.size) > 0)[own]
 
 
 def _finding(frame: Frame, options: Options, spots: list[Spot], of: int, held: int) -> Finding:

@@ -1,12 +1,14 @@
 """A run that is resumed goes on with schedule and data where it stood.
 
 Relation: after a load (see `saved_and_loaded`, which tells the save that it was) no scheduler stands before where one of its
-class stood at the save; and the first data is not that of the first audited step, where the data of at least three steps
-was remembered and all of it differed. Where there are other ranks than at the save, or tensors are cut in another way, rank 0
-judges it for all when the ranks next compare anything: the data of all ranks then, of which no micro-batch may be among
-those of all ranks at the first audited step (one that was cut to another size is not known again). Tolerance none.
+class stood at the save, or farther beyond it than the steps since can have taken it; the loss scale of the next step is the
+one that was saved; and the first data is not that of the first audited step, where the data of at least three steps was
+remembered and all of it differed. Where there are other ranks than at the save, or tensors are cut in another way, rank 0
+judges it for all when the ranks next compare anything: the data of all ranks then, of which no micro-batch may be among those
+of all ranks at the first audited step (one that was cut to another size is not known again). Tolerance none.
 Usually caused by a scheduler that is left out of the checkpoint, so that the warm-up begins again, or by a data iterator that
-is made anew, so that the first part of the data is seen twice and the last never.
+is made anew, so that the first part of the data is seen twice and the last never; by a scaler that is made anew; and by a
+scheduler that is loaded and stepped to the same place as well.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from trainprobe.engine.facts import SavedTensors, Schedule
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.relaid import Relaid, data_of_save, first_data, what_was_loaded
+from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host"})
 EVERY = 10
@@ -29,7 +32,7 @@ def check(evidence: Evidence) -> list[Finding]:
     found: list[Finding] = []
     if saved is not None:
         found += _schedule(evidence, saved, evidence.facts.schedules)
-        found += _data(evidence, saved) if relaid is None else []
+        found += [*_data(evidence, saved), *_scale(evidence, saved)] if relaid is None else []
     if relaid is not None and relaid.judgeable(evidence.peers):
         found += _over_layouts(evidence, relaid)
     return found
@@ -52,17 +55,40 @@ def _schedule(evidence: Evidence, saved: SavedTensors, schedules: Sequence[Sched
     for schedule in schedules:
         stood = saved.positions.get(schedule.kind)
         stands = schedule.position if schedule.rates or schedule.actual else schedule.position - schedule.advances
-        if stood is None or stands >= stood:
+        if stood is None or stood <= stands <= _farthest(evidence, saved, stood):
             continue
+        again = "begins again" if stands < stood else "ran ahead"
         text = (
-            f"the schedule begins again: {schedule.kind} stands at {stands} after the load, and stood at {stood} when it was "
+            f"the schedule {again}: {schedule.kind} stands at {stands} after the load, and stood at {stood} when it was "
             f"saved at step {saved.step}"
         )
-        hint = "save and load the scheduler with the optimizer"
+        hint = "save and load the scheduler with the optimizer, and do not step it to where it stands already"
         return [
             evidence.finding("resumed", text, "lr", measured=float(stands), expected=float(stood), kind="scalar", next=hint)
         ]
     return []
+
+
+def _farthest(evidence: Evidence, saved: SavedTensors, stood: int) -> float:
+    """Return the last position to which a scheduler can have come since the save, at the pace that it had until then."""
+    since, pace = evidence.step - saved.step, max(1.0, stood / max(saved.step + 1, 1))
+    return stood + since * pace if since > 0 else float("inf")  # steps are counted anew
+
+
+def _scale(evidence: Evidence, saved: SavedTensors) -> list[Finding]:
+    scale = scalar(evidence.scalars, "loss scale")
+    if scale is None or saved.scale in (0.0, scale) or evidence.step != saved.step + 1 or not evidence.facts.saved:
+        return []
+    text = (
+        f"the loss scale is {scale:g} after the load, and was {saved.scale:g} when the scaler was saved at step {saved.step}: "
+        "it was not loaded"
+    )
+    hint = "load the scaler's state dict with that of the optimizer"
+    return [
+        evidence.finding(
+            "resumed", text, "loss_scale", measured=scale, expected=saved.scale, kind="scalar", severity="warning", next=hint
+        )
+    ]
 
 
 def _data(evidence: Evidence, saved: SavedTensors) -> list[Finding]:

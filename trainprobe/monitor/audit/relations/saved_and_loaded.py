@@ -1,13 +1,13 @@
 """Save and load give the same tensors at the same places.
 
 Relation: the first update after a load begins with the weights and the optimizer state of one of the last saves, each tensor
-bit for bit under the name that it had. Which save it is follows from the tensors: one of which at least a quarter is there
-again, at whatever place (of Adam's training the weights are a third); where there is none (a fresh start, another checkpoint)
-nothing is judged. Fingerprints are taken when an optimizer's state dict is, and lie beside the output for the process that
-resumes. Where tensors were cut in another way when they were saved, or by another number of ranks, logical tensors are compared
-(see `relaid`), by rank 0 when the ranks next compare anything; what is missing for that is told. Tolerance zero. Usually caused
-by state that is matched by position and not by name, by tensors that were left out or cast on the way, or by weights that are
-initialised after they were loaded.
+bit for bit under the name that it had; and the first forward with the buffers that the model's state dict held. Which save it
+is follows from the tensors: one of which at least a quarter is there again, at whatever place (of Adam's training the weights
+are a third); where there is none (a fresh start, another checkpoint) nothing is judged. Fingerprints are taken when an
+optimizer's state dict is, and lie beside the output for the process that resumes. Where tensors were cut in another way when
+they were saved, or by another number of ranks, logical tensors are compared (see `relaid`), by rank 0 when the ranks next
+compare anything; what is missing for that is told. Tolerance zero. Usually caused by state that is matched by position and
+not by name, by tensors that were left out or cast on the way, or by weights that are initialised after they were loaded.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def check(evidence: Evidence) -> list[Finding]:
     saved = evidence.resumed
     if saved is None or not evidence.facts.saved:
         return []
-    known = set(evidence.tensors.names)
+    buffers = {(name, "buffer"): fingerprint for name, fingerprint in evidence.facts.begun.items()}
+    known = set(evidence.tensors.names) | set(evidence.facts.begun)
     tensors = {key: fingerprint for key, fingerprint in saved.tensors.items() if key[0] in known}
-    return _compare(evidence, tensors, held(evidence.tensors), f"at step {saved.step}")
+    return _compare(evidence, tensors, held(evidence.tensors) | buffers, f"at step {saved.step}")
 
 
 def _compare(evidence: Evidence, saved: Mapping[Key, int], now: Mapping[Key, int], when: str) -> list[Finding]:
