@@ -56,6 +56,16 @@ def test_an_average_in_the_model_that_no_longer_follows_is_found_and_the_frozen_
     )
 
 
+def test_state_that_leaves_the_rule_of_an_optimizer_that_nobody_knows_is_found(tmp_path):
+    first = findings(fourth.MomentumOverwritten, tmp_path / "out")[0]
+    assert (first.rule, first.step, first.site.slot) == (
+        "moment_recurrence",
+        fourth.MomentumOverwritten.begins,
+        "momentum_buffer",
+    )
+    assert "is no longer 0.95 times itself and 1 times the gradient" in first.message
+
+
 ON_TWO_RANKS = {
     "not handed over": ("replicas", "blocks.1.linear1.weight"),
     "clipped by owned": ("clipping", "clip coefficient"),
@@ -87,6 +97,16 @@ class Cycled(Vision):
         super().schedule(step)
         for group in self.optimizer.param_groups:
             group["weight_decay"] *= 1.01
+
+
+class Swung(Vision):
+    """Momentum that swings from step to step."""
+
+    def schedule(self, step):
+        """Swing it."""
+        super().schedule(step)
+        for group in self.optimizer.param_groups:
+            group["momentum"] = 0.9 - 0.1 * (step % 2)
 
 
 class Chained(Vision):
@@ -146,6 +166,6 @@ class WithOtherModels(Averaged):
         return model
 
 
-@pytest.mark.parametrize("style", [Cycled, Chained, Measured, SeededBySteps, HookedTwiceOnPurpose, WithOtherModels])
+@pytest.mark.parametrize("style", [Cycled, Swung, Chained, Measured, SeededBySteps, HookedTwiceOnPurpose, WithOtherModels])
 def test_healthy_loops_near_to_a_fault_raise_no_alarm(tmp_path, style):
     assert [f.message for f in findings(style, tmp_path / "out")] == []

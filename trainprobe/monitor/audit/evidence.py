@@ -136,6 +136,18 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrence:
+    """s' = a s + b g of a slot of state, or a s + b g² where `squared`.
+
+    factors: a, b, and that of the parameter itself where it could be told. steps: audited steps in a row at which it held.
+    """
+
+    squared: bool
+    factors: tuple[float, ...]
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Past:
     """What the audited steps before have shown of this training; `history.remembered` adds one.
 
@@ -144,7 +156,8 @@ class Past:
     parameter that nothing here trains → steps in a row at which something had moved it, -1 where it stood still at first (and
     all of the same child of the model with it). randoms: random states at the ends of the last ones. settings: (parameter
     group, setting) → its value, and at how many in a row it was that. divisor: what reduction last multiplied all gradients
-    by, after how many backward passes, and at how many in a row.
+    by, after how many backward passes, and at how many in a row. recurrences: (parameter group, slot of state) → what it
+    follows (see `recurrences`).
     """
 
     exactly: int = 0
@@ -153,6 +166,7 @@ class Past:
     randoms: tuple[int, ...] = ()
     settings: Mapping[tuple[int, str], tuple[Any, int]] = field(default_factory=dict[tuple[int, str], tuple[Any, int]])
     divisor: tuple[float, int, int] = (0.0, 0, 0)
+    recurrences: Mapping[tuple[int, str], Recurrence] = field(default_factory=dict[tuple[int, str], Recurrence])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainprobe.monitor.audit.evidence import Evidence, Past, along, resting
 from trainprobe.monitor.audit.messages import key_of
+from trainprobe.monitor.audit.recurrences import learned
 from trainprobe.monitor.audit.relations.reduced_gradients import divisor_of
 from trainprobe.monitor.audit.relations.reported_loss import exactly_explained
 
@@ -27,6 +28,7 @@ def remembered(evidence: Evidence) -> Past:
         randoms=(*past.randoms, evidence.facts.random)[-_RANDOM_STATES:],
         settings=_settings(evidence),
         divisor=_divisor(evidence),
+        recurrences=learned(evidence),
     )
 
 

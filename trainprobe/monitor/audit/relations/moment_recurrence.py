@@ -1,8 +1,10 @@
-"""Adam's moments after an update are those that its rule gives for this gradient and the moments before.
+"""Moments after an update are those that the optimizer's rule gives for this gradient and the moments before.
 
 Relation, summed over the elements of a parameter (all sums are taken in float64): Σv' = β₂Σv + (1 - β₂)Σg² and
 Σm' = β₁Σm + (1 - β₁)Σg, for torch's Adam and AdamW with float32 moments. Floor: 1e-4 of Σv' for the first; for the second
-16 ε √n (β₁‖m‖ + ‖g‖). Source: Kingma and Ba (2015), algorithm 1.
+16 ε √n (β₁‖m‖ + ‖g‖). Source: Kingma and Ba (2015), algorithm 1. Of every other optimizer: state of float32 that followed
+s' = a s + b g, or b g², at two audited steps or more (see `recurrences`) goes on so, with whatever a and b, within 1000 times
+the noise of its sums.
 Usually caused by moments that belong to another parameter or shard, by a gradient that changed after it was looked at, or by
 a kernel that skipped a part.
 """
@@ -11,12 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.monitor.audit.recurrences import BROKEN, equations_of
 
 COST = frozenset({"fingerprints"})
 EVERY = 10
 STAGE = "update"
+STEADY = 2
 _FLOOR = 1e-4
 _EPSILON = 2.0**-23
 
@@ -29,6 +35,26 @@ def check(evidence: Evidence) -> list[Finding]:
         found = _second(evidence, name, betas[1]) or _first(evidence, name, betas[0], sign)
         if found is not None:
             return [found]
+    return _no_longer_followed(evidence)
+
+
+def _no_longer_followed(evidence: Evidence) -> list[Finding]:
+    """Find state that left the recurrence it followed, whatever the optimizer; new factors alone are a schedule's."""
+    for key, equations in equations_of(evidence).items():
+        known = evidence.past.recurrences.get(key)
+        if known is None or known.steps < STEADY:
+            continue
+        off, refit = (equations.off(known.squared, f) for f in (known.factors, equations.solved(known.squared)))
+        if off.max() <= BROKEN or refit.max() <= BROKEN:
+            continue
+        names = [equations.names[i] for i in np.argsort(-off) if off[i] > BROKEN]
+        rule = f"{known.factors[0]:.4g} times itself and {known.factors[1]:.4g} times the gradient{'²' * known.squared}"
+        text = (
+            f"{key[1]} of {and_more(names, len(equations.names))} is no longer {rule}, as at each audited step before: it is "
+            f"off by {off.max():.3g} times its noise floor"
+        )
+        hint = "look for what writes to the optimizer's state beside its rule, such as an operation in place on a view of it"
+        return [evidence.finding("moment_recurrence", text, names[0], key[1], floor=BROKEN, next=hint)]
     return []
 
 
