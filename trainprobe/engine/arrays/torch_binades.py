@@ -6,7 +6,7 @@ waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,15 +19,16 @@ from trainprobe.engine.arrays.torch_reduce import accumulator
 from trainprobe.engine.stats.binades import Binades
 
 _ROOM, _ROOM_ON_HOST = 1 << 20, 1 << 16  # elements: what keeps an accelerator busy, and what a processor's cache holds
-Past = Callable[[Any, Any], Iterable[Any]]
+Spread = Callable[[Any], Any]
+Past = Callable[[Any, Any, Spread], Iterable[Any]]
 
 
 class CountedMagnitudes:
     """Tensors of one device; on the host `OnHost` is faster.
 
-    dtype: float32, or float64 for tensors of that dtype. limits: how many there are. past: given magnitudes [n], and the
-    largest finite magnitude of their tensors where `largest` asks for that, spread over them, returns for each limit which are
-    past it, bool [n].
+    dtype: float32, or float64 for tensors of that dtype. limits: how many there are. past: given magnitudes [n] of some
+    tensors, the largest finite magnitude of each of those [rows] where `largest` asks for it, and a function that spreads
+    [rows] over [n], returns for each limit which magnitudes are past it, bool [n].
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, limits: int, past: Past, largest: bool = False) -> None:
@@ -43,11 +44,11 @@ class CountedMagnitudes:
 
     def add(self, t: Tensor) -> int:
         """Count the magnitudes of a tensor of floating-point numbers, one or more, in a new row; return its number."""
-        flat = t.detach().resolve_neg().reshape(-1)
-        row, start, size, n = self._rows, 0, self._room.numel(), flat.numel()
+        flat = self._flat(t)
+        row, start, size, n = self._rows, 0, len(self._room), len(flat)
         self._rows += 1
         if self._largest is not None:
-            self._largest.append(_largest_finite(flat, self._room.dtype, size))
+            self._largest.append(self._largest_finite([flat[i : i + size] for i in range(0, n, size)]))
         while start < n:
             taken = min(n - start, size - self._filled)
             self._take(flat if taken == n else flat[start : start + taken], self._filled)
@@ -67,9 +68,18 @@ class CountedMagnitudes:
         """Return the largest finite magnitude of each row, [rows], where it was asked for."""
         return torch.stack(self._largest) if self._largest else None
 
-    def _take(self, piece: Tensor, start: int) -> None:
+    def _flat(self, t: Tensor) -> Any:
+        """Return the elements of a tensor, [n]."""
+        return t.detach().resolve_neg().reshape(-1)
+
+    def _take(self, piece: Any, start: int) -> None:
         """Copy elements [n] to this place in the room."""
-        self._room[start : start + piece.numel()].copy_(piece)
+        self._room[start : start + len(piece)].copy_(piece)
+
+    def _largest_finite(self, pieces: Sequence[Any]) -> Tensor:
+        """Return the largest finite magnitude of a tensor in pieces, 0 where there is none, []."""
+        magnitudes = (piece.to(self._room.dtype).abs() for piece in pieces)
+        return torch.stack([x.where(x < torch.inf, 0.0).amax() for x in magnitudes]).amax()
 
     def _empty_room(self) -> None:
         if not self._waiting:
@@ -94,7 +104,7 @@ class CountedMagnitudes:
 
         x = x.abs_().nan_to_num_(nan=0.0, posinf=torch.inf)
         passed = torch.zeros(n, dtype=torch.uint8, device=device)
-        for past in self._past(x, None if largest is None else spread(largest)):
+        for past in self._past(x, largest, spread):
             passed.add_(past.view(torch.uint8))
         at = binades_of(x, self.told).add_(passed)
         if rows > 1:
@@ -109,21 +119,30 @@ class OnHost(CountedMagnitudes):
         super().__init__(*about)
         self._array: npt.NDArray[Any] = self._room.numpy()
 
-    def _take(self, piece: Tensor, start: int) -> None:
-        array: npt.NDArray[Any] = piece.to(self._room.dtype).numpy()
-        np.abs(array, out=self._array[start : start + array.size])
+    def _flat(self, t: Tensor) -> Any:
+        plain = t.detach() if t.dtype == self._room.dtype and not t.is_neg() else t.detach().resolve_neg().to(self._room.dtype)
+        return plain.numpy().reshape(-1)
+
+    def _take(self, piece: Any, start: int) -> None:
+        np.abs(piece, out=self._array[start : start + piece.size])
+
+    def _largest_finite(self, pieces: Sequence[Any]) -> Tensor:
+        largest = [x.max() if np.isfinite(x.max()) else x.max(where=x < np.inf, initial=0.0) for x in map(np.abs, pieces)]
+        return torch.from_numpy(np.asarray(max(largest)))
 
     def _count(self, x: Tensor, lengths: list[int], largest: Tensor | None) -> Tensor:
-        array = self._array[: x.numel()]
+        array = self._array[: len(x)]
         if np.isnan(array.max()):
             array[np.isnan(array)] = 0.0
         passed = np.zeros(array.size, np.uint8)
-        for past in self._past(array, None if largest is None else np.repeat(largest.numpy(), lengths)):
+        numbers = None if largest is None else largest.numpy()
+        for past in self._past(array, numbers, lambda each: np.repeat(each, lengths)):
             passed += past.view(np.uint8)
         at = self.told.binades(array)
         at += passed
-        bins = self.told.bins
-        return torch.stack([tally(row, bins) for row in torch.from_numpy(at).split(lengths)])
+        bins, rows = self.told.bins, len(lengths)
+        begins = np.arange(rows, dtype=np.int16 if rows * bins < 1 << 15 else np.int32) * bins
+        return tally(torch.from_numpy(at + np.repeat(begins, lengths)), rows * bins).view(rows, bins)
 
 
 def binades_of(x: Tensor, told: Binades) -> Tensor:
@@ -134,9 +153,3 @@ def binades_of(x: Tensor, told: Binades) -> Tensor:
     finite = x < torch.inf
     exponent = torch.frexp(x.where(finite, 0.0))[1].to(torch.int64) - told.lowest
     return torch.where(finite, torch.where(x == 0, 0, exponent), told.last)
-
-
-def _largest_finite(flat: Tensor, dtype: torch.dtype, size: int) -> Tensor:
-    """Return the largest finite magnitude of a tensor [n], 0 where there is none, [] of a dtype; size: elements at a time."""
-    pieces = [piece.to(dtype).abs() for piece in flat.split(size)]
-    return torch.stack([piece.where(piece < torch.inf, 0.0).amax() for piece in pieces]).amax()

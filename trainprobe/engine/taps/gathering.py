@@ -27,7 +27,7 @@ def _all_gather(words: Words) -> list[Words]:
     received = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(received, mine)
     released((mine, *received))
-    return [row.cpu().numpy().view(np.uint64) for row in received]
+    return list(torch.stack(received).cpu().numpy().view(np.uint64))
 
 
 def released(tensors: Iterable[torch.Tensor], timeout: float = 1.0) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainprobe.engine.arrays.torch_binades import CountedMagnitudes, OnHost
+from trainprobe.engine.arrays.torch_binades import CountedMagnitudes, OnHost, Spread
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.stats.histogram import exponent_range
 from trainprobe.engine.stats.low_precision import FORMATS, Format, amax_scale, limits_of, limits_under
@@ -158,13 +158,13 @@ class CountedFormats:
         """Have the counts carried to the host."""
         self.carried.tensor, self._largest.tensor = self._magnitudes.counts(), self._magnitudes.largest()
 
-    def _past(self, x: Any, largest: Any) -> Iterable[Any]:
+    def _past(self, x: Any, largest: Any, spread: Spread) -> Iterable[Any]:
         """Yield for each format which magnitudes do not underflow, and which overflow; of tensors, or of arrays on the host."""
         if self._limits is not None:
             yield from (x >= limit for limit in self._limits[0].tolist())
         else:
             for told in self._formats:
-                scaled = x * _scale_of(largest, told)
+                scaled = x * spread(_scale_of(largest, told))
                 yield scaled > told.smallest / 2
                 yield scaled > told.middle if told.even else scaled >= told.middle
 

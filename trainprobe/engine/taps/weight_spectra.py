@@ -70,14 +70,14 @@ def spectrum(weight: Tensor, start: Tensor | None, iterations: int) -> tuple[Ten
     w = weight.detach().flatten(1)
     w = w if w.dtype == torch.float64 else w.float()
     v = fixed_vector(w.shape[1], w.dtype, w.device) if start is None or start.shape[0] != w.shape[1] else start.to(w.device)
-    tiny = torch.finfo(w.dtype).tiny
+    tiny, turned, length = torch.finfo(w.dtype).tiny, w.T, torch.linalg.vector_norm
     sigma = v.new_zeros(())
     for _ in range(iterations):
-        u = w @ v
-        u = u / u.norm().clamp_min(tiny)
-        v = w.T @ u
-        sigma = v.norm()
-        v = v / sigma.clamp_min(tiny)
+        u = torch.mv(w, v)
+        u.div_(length(u).clamp_min_(tiny))
+        v = torch.mv(turned, u)
+        sigma = length(v)
+        v.div_(sigma.clamp_min(tiny))
     square = w.square().sum()
     return sigma, torch.where(square > 0, square / sigma.square().clamp_min(tiny), 0.0), v
 
