@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SOURCES := pyproject.toml $(wildcard setup.py) $(shell find trainprobe -name '*.c' -o -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-mindspore test-oldest check bench clean
+.PHONY: demo test test-mindspore test-triton test-oldest check bench clean
 .SILENT:
 
 demo: $(VENV)/.core
@@ -25,15 +25,18 @@ demo: $(VENV)/.core
 test: $(VENV)/.dev
 	rm -rf .proofs; status=0; $(MAKE) --no-print-directory check || status=1; \
 	$(MAKE) --no-print-directory test-mindspore || status=1; \
+	$(MAKE) --no-print-directory test-triton || status=1; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope tests || status=1; \
 	$(BIN)/python -m tests.support_table --check || status=1; \
 	exit $$status
 
-# Two more environments. MindSpore needs numpy < 2 and brings 3.4 GB; it is without PyTorch. `oldest` holds the oldest releases that
-# pyproject.toml accepts, PyTorch 2.4.0 first of all, and runs what a user of them stands on; it fetches 2.5 GB and is for whoever
-# changes what depends on the version, so `make test` leaves it out. Where one cannot be made, its tests are left out with the reason,
-# except in CI (CI=true), where they must run.
+# Three more environments. MindSpore needs numpy < 2 and brings 3.4 GB; it is without PyTorch. `triton` adds Triton (0.7 GB), which
+# PyTorch brings along where it is built for CUDA, to $(VENV), and runs the kernels under Triton's interpreter. `oldest` holds the
+# oldest releases that pyproject.toml accepts, PyTorch 2.4.0 first of all, and runs what a user of them stands on; it fetches 2.5 GB
+# and is for whoever changes what depends on the version, so `make test` leaves it out. Where one cannot be made, its tests are left
+# out with the reason, except in CI (CI=true), where they must run.
 IN_mindspore := -p no:xdist tests/mindspore
+IN_triton := -n $(WORKERS) --dist load -k triton tests/triton tests/engine/arrays
 IN_oldest := -n $(WORKERS) --dist loadscope tests/engine tests/test_observer_effect.py tests/test_gradients.py \
 	tests/test_debugger.py tests/integrations/torch_loop/test_torch_loop.py \
 	--deselect tests/integrations/torch_loop/test_torch_loop.py::test_a_loop_of_accelerate_steps_where_its_accumulation_ends \
@@ -44,7 +47,9 @@ IN_oldest := -n $(WORKERS) --dist loadscope tests/engine tests/test_observer_eff
 
 # the support table in the README tells of the newest
 test-oldest: export TRAINPROBE_PROOFS := .proofs/oldest
-test-mindspore test-oldest: test-%: | $(VENV)/.core
+test-triton: export TRITON_INTERPRET := 1
+test-triton: | $(VENV)/.dev
+test-mindspore test-triton test-oldest: test-%: | $(VENV)/.core
 	if $(MAKE) --no-print-directory $(VENVS)/$*/.ready; then \
 	OMP_NUM_THREADS=1 PATH="$(abspath $(VENVS)/$*)/bin:$$PATH" $(VENVS)/$*/bin/python -m pytest -q $(IN_$*); \
 	else echo "make test-$* NOT RUN: $(VENVS)/$* could not be made (the reason stands above)"; test "$$CI" != true; fi
@@ -78,7 +83,8 @@ $(VENVS)/%/.ready: requirements/%.txt | $(VENV)/.core
 	echo "setting up $(VENVS)/$* (gigabytes, some minutes the first time)"; \
 	test -x $(VENVS)/$*/bin/python || $(PYTHON) -m venv $(VENVS)/$*; \
 	$(VENVS)/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-cache-dir --no-deps -r $<; \
-	pwd > "$$($(VENVS)/$*/bin/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))")/trainprobe_tree.pth"; \
+	{ pwd; test $* != triton || $(BIN)/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))"; } \
+		> "$$($(VENVS)/$*/bin/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))")/trainprobe_tree.pth"; \
 	touch $@'
 
 clean:

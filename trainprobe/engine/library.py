@@ -32,6 +32,10 @@ class Strip(Protocol):
         """Reduce a tensor into a new row and return its number, or -1 when it has no statistics."""
         ...
 
+    def together(self, on: bool) -> None:
+        """Say that what is added from now on stays as it is until this is called with False: it may be reduced then."""
+        ...
+
     def blocks(self) -> list[Any]:
         """Return what is on devices and has to be brought to the host before `harvest`."""
         ...
@@ -84,6 +88,10 @@ class Library(Protocol):
 
     def special(self, t: Any) -> tuple[Any | None, str, Mapping[str, Any] | None, str | None]:
         """Describe a tensor that is not of a plain kind: (tensor to reduce or None, type text, extra, note)."""
+        ...
+
+    def faults(self) -> Sequence[str]:
+        """Return what the user must know of this library's kernels: sentences, the same ones each time."""
         ...
 
     def refusal(self, t: Any) -> str:

@@ -9,7 +9,8 @@ makes it a new value. Writes that do not bump it (through `.data`, by a collecti
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -66,6 +67,7 @@ class Tape:
         self._plain = library.plain
         self._dtypes = library.dtype_text
         self._strips: dict[int, tuple[Strip, list[Value]]] = {}
+        self._together = False
         self._seen: dict[int, tuple[Any, int, int, Any, Value, int]] = {}
         self._counts: dict[tuple[str, str], int] = {}
         self._noted: list[tuple[Value, Value]] = []
@@ -137,21 +139,36 @@ class Tape:
     def _look_slowly(self, t: Any, flags: int) -> Value:
         return self._reduce(t, flags, t)[1]
 
-    def _open_strip(self, kinds: int) -> tuple[Strip, Any, list[Value]]:
+    @contextmanager
+    def together(self) -> Generator[None, None, None]:
+        """Look at tensors that stay as they are until this ends: a device may reduce them all at once."""
+        self._together = True
+        for strip, _ in self._strips.values():
+            strip.together(True)
+        try:
+            yield
+        finally:
+            self._together = False
+            for strip, _ in self._strips.values():
+                strip.together(False)
+
+    def _strip_of(self, kinds: int) -> tuple[Strip, list[Value]]:
         strip = self._strips.get(kinds)
         if strip is None:
             strip = self._strips[kinds] = (self.library.strip(kinds), [])
-        return strip[0], self.library.native_rows(strip[0]), strip[1]
+            strip[0].together(self._together)
+        return strip
+
+    def _open_strip(self, kinds: int) -> tuple[Strip, Any, list[Value]]:
+        strip, owned = self._strip_of(kinds)
+        return strip, self.library.native_rows(strip), owned
 
     def _about_dtype(self, dtype: Any) -> tuple[str, int]:
         return self._dtypes[dtype], self.library.native_code(dtype)
 
     def _reduce(self, t: Any, flags: int, described: Any) -> tuple[int, Value]:
-        kinds = flags & 255
-        strip = self._strips.get(kinds)
-        if strip is None:
-            strip = self._strips[kinds] = (self.library.strip(kinds), [])
-        row = strip[0].add(t)
+        strip, owned = self._strip_of(flags & 255)
+        row = strip.add(t)
         try:
             shape = described.shape
         except RuntimeError:  # a nested tensor
@@ -159,7 +176,7 @@ class Tape:
         value = Value(row, self._dtypes[described.dtype], shape, requires_grad=described.requires_grad)
         if row < 0:
             value.note = self.library.refusal(t)
-        strip[1].append(value)
+        owned.append(value)
         return row, value
 
     def _special(self, t: Any, flags: int) -> Value:

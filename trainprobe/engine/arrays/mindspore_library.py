@@ -55,6 +55,9 @@ class HostStrip:
         self._rows = rows
         self.blocks, self.harvest, self.harvest_extras = rows.blocks, rows.harvest, rows.harvest_extras
 
+    def together(self, on: bool) -> None:
+        """Change nothing: what is on the host is reduced at once."""
+
     def add(self, t: HostArray) -> int:
         """Reduce a HostArray into a new row and return its number, or -1 when it has no statistics."""
         return self._rows.add(t.data, plain_dtype(t.dtype))
@@ -105,6 +108,10 @@ class MindSporeLibrary:
             return t, "mindspore.Tensor", None, None
         note = without_data(t)
         return (None if note else host_array(t)), "mindspore.Tensor", None, note
+
+    def faults(self) -> Sequence[str]:
+        """Return nothing: there are no kernels on a device."""
+        return ()
 
     def refusal(self, t: Any) -> str:
         """Say why a HostArray has no statistics."""

@@ -13,6 +13,7 @@ from trainprobe.engine.arrays.torch_arrays import TorchStrip, local_of, native_c
 from trainprobe.engine.arrays.torch_extras import Extra, StripWithExtras, bin_counts, exponent_counts
 from trainprobe.engine.arrays.torch_extras import quantiles as quantiles_at
 from trainprobe.engine.arrays.torch_rows import to_host
+from trainprobe.engine.arrays.triton_rows import refusals
 from trainprobe.engine.records import Opaque
 from trainprobe.engine.stats.histogram import ExponentHistogram
 
@@ -87,6 +88,10 @@ class TorchLibrary:
         """Describe a tensor subclass: the plain tensor inside it to reduce (or None), its type text, extra, and why not."""
         return local_of(t)
 
+    def faults(self) -> Sequence[str]:
+        """Return why a device that has kernels does without them (see triton_rows)."""
+        return refusals() if self._native else ()
+
     def refusal(self, t: Any) -> str:
         """Say why a tensor has no statistics."""
         return reason_without_statistics(t)
@@ -118,7 +123,8 @@ class TorchLibrary:
 def exponent_edges(counts: npt.NDArray[np.float64], dtype: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return (edges [2n + 2], counts [2n + 1]) by powers of two: negative bins, zero between them, positive bins."""
     told = ExponentHistogram.from_counts(counts.astype(np.int64), dtype)
-    powers = np.ldexp(1.0, np.arange(told.lowest, told.lowest + len(told.positive) + 1))
+    with np.errstate(over="ignore"):  # of float64 the last one is infinity itself
+        powers = np.ldexp(1.0, np.arange(told.lowest, told.lowest + len(told.positive) + 1))
     edges = np.concatenate([-powers[::-1], powers])
     return edges, np.concatenate([told.negative[::-1], [told.zero], told.positive]).astype(np.float64)
 

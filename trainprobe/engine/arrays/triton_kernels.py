@@ -32,7 +32,7 @@ def _deviations(start, stop, mean, address, layout, kind: tl.constexpr, size: tl
     drift = tl.zeros([1 << levels], tl.float64)
     square = drift
     for begin in range(start, stop, 1 << levels):
-        at = begin + tl.arange(0, 1 << levels)
+        at = begin + tl.arange(0, 1 << levels).to(tl.int64)
         inside = at < stop
         _, _, x = elements(address, at, inside, layout, kind, size)
         off = tl.where(inside & (tl.abs(x) < float("inf")), x.to(tl.float64) - mean, 0.0)
@@ -104,7 +104,7 @@ def _chunk(
     levels: tl.constexpr,
 ):
     """Reduce the elements from start to stop in one sweep, and write the part."""
-    lanes = tl.arange(0, 1 << levels)
+    lanes = tl.arange(0, 1 << levels).to(tl.int64)
     nan = tl.zeros([1 << levels], tl.int32)
     pos, neg, zero, sublow, exponent = nan, nan, nan, nan, nan - 600
     low = tl.full([1 << levels], float("inf"), tl.float32 if sort == 0 else tl.float64)
@@ -219,7 +219,7 @@ def _added(part, k: tl.constexpr, blocks, levels: tl.constexpr):
     """Add a column of counts over the parts; exact below 2^53."""
     lanes = tl.zeros([1 << levels], tl.float64)
     for begin in range(0, blocks, 1 << levels):
-        lanes += _column(part, k, begin + tl.arange(0, 1 << levels), blocks, 0.0)
+        lanes += _column(part, k, begin + tl.arange(0, 1 << levels).to(tl.int64), blocks, 0.0)
     return tl.sum(lanes, 0)
 
 
@@ -228,7 +228,7 @@ def _integers(part, k: tl.constexpr, blocks, levels: tl.constexpr):
     """Add a column of int64 over the parts, modulo 2^64."""
     lanes = tl.zeros([1 << levels], tl.int64)
     for begin in range(0, blocks, 1 << levels):
-        at = begin + tl.arange(0, 1 << levels)
+        at = begin + tl.arange(0, 1 << levels).to(tl.int64)
         lanes += tl.load(part.to(tl.pointer_type(tl.int64)) + at * WIDTH + k, mask=at < blocks, other=0)
     return tl.sum(lanes, 0)
 
@@ -239,7 +239,7 @@ def _exact_sum(part, blocks, levels: tl.constexpr):
     upper = tl.zeros([1 << levels], tl.int64)
     lower = tl.zeros([1 << levels], tl.int64)
     for begin in range(0, blocks, 1 << levels):
-        at = begin + tl.arange(0, 1 << levels)
+        at = begin + tl.arange(0, 1 << levels).to(tl.int64)
         halves = part.to(tl.pointer_type(tl.int64)) + at * WIDTH + 16
         low = tl.load(halves + 1, mask=at < blocks, other=0)
         upper += tl.load(halves, mask=at < blocks, other=0) + (low >> 32)
@@ -257,7 +257,7 @@ def _spread(part, total, blocks, levels: tl.constexpr):
     whole = tl.where(good > 0, total / tl.maximum(good, 1.0), 0.0)
     lanes = tl.zeros([1 << levels], tl.float64)
     for begin in range(0, blocks, 1 << levels):
-        at = begin + tl.arange(0, 1 << levels)
+        at = begin + tl.arange(0, 1 << levels).to(tl.int64)
         n = _column(part, 13, at, blocks, 0.0)
         off = tl.where(n > 0, _column(part, 14, at, blocks, 0.0) - whole, 0.0)
         lanes += _column(part, 10, at, blocks, 0.0) + n * (off * off)
@@ -273,7 +273,7 @@ def _write_row(row, part, count, blocks, sort: tl.constexpr, flags: tl.constexpr
     c, q, qc = s, s, s
     exponent = tl.full([1 << levels], -600, tl.int32)
     for begin in range(0, blocks, 1 << levels):
-        at = begin + tl.arange(0, 1 << levels)
+        at = begin + tl.arange(0, 1 << levels).to(tl.int64)
         low = tl.minimum(low, _column(part, 4, at, blocks, float("inf")))
         high = tl.maximum(high, _column(part, 5, at, blocks, float("-inf")))
         s, lost = two_sum(s, _column(part, 6, at, blocks, 0.0))

@@ -32,6 +32,7 @@ TAKEN = STATS | CHECKSUM | STD | SUBLOW
 _LEVELS, _MERGE_LEVELS = (10, 10, 8, 10), 7  # 2^this lanes a program, by the sort of a dtype; compensated lanes hold more each
 _LEAST, _MOST, _PARTS = 1 << 14, 1 << 18, 1 << 13  # elements a chunk; chunks a tensor, before chunks grow
 _TOGETHER, _HELD = 512, 32 << 20  # tensors and bytes that wait for one launch
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # a fused multiply and add would spoil the errors of sums
 _COLUMNS, _PART = 14, 18  # of triton_kernels
 Key = tuple[torch.dtype, int]  # a dtype, and the flags that the kernels take of what is wanted
 
@@ -127,6 +128,17 @@ def _layout(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | N
     return (*(size for size, _ in kept[1:]), *(stride for _, stride in kept), 1)
 
 
+def chunk_constants(kind: Kind, flags: int) -> dict[str, Any]:
+    """Return what `reduce_chunks` is compiled for."""
+    levels = _LEVELS[kind.sort]
+    return {"kind": kind.name, "size": kind.size, "sort": kind.sort, "tiny": kind.tiny, "flags": flags, "levels": levels}
+
+
+def merge_constants(kind: Kind, flags: int) -> dict[str, Any]:
+    """Return what `merge_parts` is compiled for."""
+    return {"sort": kind.sort, "flags": flags, "levels": _MERGE_LEVELS}
+
+
 def launch(jobs: Sequence[Job], kind: Kind, flags: int, device: torch.device) -> None:
     """Reduce tensors of one dtype into their rows by two launches; waits for nothing."""
     from trainprobe.engine.arrays import triton_kernels
@@ -138,12 +150,11 @@ def launch(jobs: Sequence[Job], kind: Kind, flags: int, device: torch.device) ->
         parts = torch.empty(max(blocks, 1) * _PART, dtype=torch.int64, device=device)
         table = _table(jobs, firsts, device) if len(jobs) > 1 else None
         at = 0 if table is None else table.data_ptr()
-        about: dict[str, Any] = {"sort": kind.sort, "flags": flags, "enable_fp_fusion": False}  # errors of sums stay exact
         if blocks:
-            told = (one.address, one.count, one.chunk, *one.layout)
-            reading = {"kind": kind.name, "size": kind.size, "tiny": kind.tiny, "levels": _LEVELS[kind.sort], "num_warps": 8}
-            kernels.reduce_chunks[blocks,](at, len(jobs), parts.data_ptr(), *told, **reading, **about)
-        kernels.merge_parts[len(jobs),](at, parts.data_ptr(), one.count, one.blocks, one.row, levels=_MERGE_LEVELS, **about)
+            told, constants = (one.address, one.count, one.chunk, *one.layout), chunk_constants(kind, flags)
+            kernels.reduce_chunks[blocks,](at, len(jobs), parts.data_ptr(), *told, **constants, **OPTIONS)
+        told, constants = (one.count, one.blocks, one.row), merge_constants(kind, flags)
+        kernels.merge_parts[len(jobs),](at, parts.data_ptr(), *told, **constants, **OPTIONS)
 
 
 def _table(jobs: Sequence[Job], firsts: Sequence[int], device: torch.device) -> Tensor:
@@ -178,7 +189,7 @@ class Trust:
         """Believe the kernels, or refuse them with what was found."""
         self._proven[key] = True
         if difference:
-            self.refuse(f"for {key[0]} it differs from torch's operations in {difference}")
+            self.refuse(f"for {key[0]} they differ from torch's operations in {difference}")
 
     def refuse(self, why: str) -> None:
         """Use the kernels no more on this device."""

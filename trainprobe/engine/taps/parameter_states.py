@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -208,7 +209,8 @@ class ParameterStateTap:
             tape.forget_all()  # fused optimizers write without a trace in the version counters
         due = self._due()
         plain = self._plain if source is self._plain else None
-        with DisableTorchFunction():
+        # another source may fill one buffer after the other; what the plain one gives stays
+        with DisableTorchFunction(), nullcontext() if plain is None else tape.together():
             for part in source.parts(name) if plain is None else self._plain_parts(tape, plain, name, due):
                 asked = self._known.get((part.name, part.slot)) or self._learn(part.name, part.slot)
                 if asked.update and "update" in due:

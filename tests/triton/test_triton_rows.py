@@ -1,0 +1,263 @@
+"""Many tensors in one launch, places beyond 2^31, and when the kernels are believed. Their numbers: tests/engine/arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import trainprobe
+from tests.engine.arrays import reduction_oracle as oracle
+from tests.engine.arrays.reduction_oracle import Believed, assert_true, row_of, sample, strip_of
+from trainprobe.engine.arrays import torch_arrays, triton_kernels, triton_rows
+from trainprobe.engine.arrays.torch_arrays import CHECKSUM, STATS, STD, SUBLOW, TorchStrip
+from trainprobe.engine.records import Reel
+from trainprobe.engine.stats.checksum import fingerprint
+
+HERE = torch.device("cpu")
+ALL = STATS | CHECKSUM | STD | SUBLOW
+SIZES = [0, 1, 127, 129, 1023, 1024, 1025, 2048, 3 * 1024 + 1]
+DEVICE_SIZES = {name: getattr(triton_rows, name) for name in ("_LEVELS", "_MERGE_LEVELS", "_LEAST", "_MOST")}
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernels have the host's tensors, with nothing proven yet."""
+    monkeypatch.setattr(triton_rows, "DEVICES", {"cpu"})
+    monkeypatch.setattr(triton_rows, "_trusts", {})
+    for name, size in {"_LEVELS": (10, 10, 7, 10), "_MERGE_LEVELS": 3, "_LEAST": 1024, "_MOST": 1 << 14}.items():
+        monkeypatch.setattr(triton_rows, name, size)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many tensors each launch reduced."""
+    seen: list[int] = []
+    original = triton_rows.launch
+
+    def counted(jobs, *args) -> None:
+        original(jobs, *args)
+        seen.append(len(jobs))
+
+    monkeypatch.setattr(triton_rows, "launch", counted)
+    return seen
+
+
+def strip(flags: int = ALL) -> TorchStrip:
+    """A strip whose tensors the compiled kernel leaves alone."""
+    made = TorchStrip(flags, native=False)
+    made._kernels = True
+    return made
+
+
+def test_tensors_taken_together_are_one_launch_a_dtype_and_each_has_the_bits_it_has_alone(launches: list[int]) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.float64)
+    tensors = [sample(dtype, n, seed=n) for n in SIZES for dtype in dtypes]
+    tensors += [sample(torch.float32, 40, 60).t(), sample(torch.bfloat16, 7, 9, 11, 3).permute(2, 0, 3, 1)[1:, :, 1:]]
+    together, alone = strip_of("triton", ALL), strip_of("triton", ALL)
+    together.together(True)
+    for t in tensors:
+        together.add(t)
+    assert launches == []
+    together.together(False)
+    assert sorted(launches) == sorted([len(SIZES) + 1] * 2 + [len(SIZES)] * 2)
+    for t in tensors:
+        alone.add(t)
+    assert launches[4:] == [1] * len(tensors)
+    (rows, sums, _), (rows_alone, sums_alone, _) = together.harvest(), alone.harvest()
+    assert rows.tobytes() == rows_alone.tobytes()
+    assert sums is not None and sums_alone is not None and sums.tolist() == sums_alone.tolist()
+    for row, total, t in zip(rows, sums.tolist(), tensors, strict=True):
+        assert_true(row, t)
+        assert total == fingerprint(oracle.bits_of(t))
+
+
+def test_what_waits_is_flushed_when_it_is_much(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_rows, "_HELD", 5000)
+    monkeypatch.setattr(triton_rows, "_TOGETHER", 7)
+    made = strip_of("triton", STATS)
+    made.together(True)
+    for _ in range(3):
+        made.add(torch.ones(600))
+    assert launches == [3]
+    for _ in range(8):
+        made.add(torch.ones(2))
+    assert launches == [3, 7]
+    assert made.harvest()[0][:, 7].tolist() == [600.0] * 3 + [2.0] * 8
+    assert launches == [3, 7, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_with_the_sizes_of_a_device_the_bounds_hold(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    t = sample(dtype, (1 << 14) + 1500)
+    made = strip_of("triton", ALL)
+    for name, size in DEVICE_SIZES.items():
+        monkeypatch.setattr(triton_rows, name, size)
+    assert made.add(t) == 0
+    rows, sums, _ = made.harvest()
+    assert_true(rows[0], t)
+    assert sums is not None and int(sums[0]) == fingerprint(oracle.bits_of(t))
+
+
+def test_elements_beyond_2_to_the_31_are_found_and_have_their_place() -> None:
+    whole = torch.empty((1 << 31) + 9, dtype=torch.uint8)  # the system gives a page when it is written
+    far = whole[:: (1 << 31) + 5]
+    far.copy_(torch.tensor([3, 250], dtype=torch.uint8))
+    assert row_of(far, "triton")[[5, 6, 7]].tolist() == [3, 250, 253]
+
+    near = sample(torch.float32, 700)
+    chunks, chunk = 1 << 22, 1 << 10
+    kind = triton_rows.KINDS[torch.float32]
+    start = chunks * chunk  # chunk number 2^22 of a tensor whose first elements nobody has
+    job = [near.data_ptr() - 4 * start, start + 700, chunk, -chunks, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0]
+    table, part = torch.tensor(job), torch.zeros(18, dtype=torch.int64)
+    constants = triton_rows.chunk_constants(kind, CHECKSUM)
+    triton_kernels.reduce_chunks[1,](table.data_ptr(), 1, part.data_ptr(), *[0] * 11, **constants)
+    assert int(part[15]) % (1 << 64) == fingerprint(near.numpy(), index=start)
+
+
+@pytest.mark.parametrize(("n", "chunk"), [(1, 1 << 14), (1 << 27, 1 << 14), ((1 << 27) + 1, 1 << 15), (1 << 34, 1 << 18)])
+def test_a_lane_adds_at_most_256_elements(n: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in DEVICE_SIZES.items():
+        monkeypatch.setattr(triton_rows, name, size)
+    assert triton_rows.Job(0, n, 0, ()).chunk == chunk and chunk <= 256 << 10
+
+
+def test_the_first_step_is_reduced_by_torch_and_the_next_by_the_kernels_once_they_agree(launches: list[int]) -> None:
+    t = sample(torch.bfloat16, 3000)
+    first = strip()
+    first.add(t)
+    tried = list(launches)
+    rows = first.harvest()[0]
+    assert tried == [triton_rows.SAMPLES, 1, 1] and len(rows) == 1
+    assert triton_rows.trust_in(HERE).proven((torch.bfloat16, ALL)) and triton_rows.refusals() == []
+    second = strip()
+    second.add(t)
+    assert launches == [*tried, 1]
+    assert_true(second.harvest()[0][0], t)
+    assert not triton_rows.trust_in(HERE).known((torch.float32, ALL))
+
+
+def test_what_the_kernels_cannot_read_is_left_to_torch(launches: list[int]) -> None:
+    made = strip_of("triton", STATS)
+    odd = [torch.tensor([1 + 2j]).conj().imag, torch.arange(243.0).view(3, 3, 3, 3, 3)[::2, ::2, ::2, ::2, ::2]]
+    for t in odd:
+        made.add(t)
+    assert launches == []
+    for row, t in zip(made.harvest()[0], odd, strict=True):
+        assert_true(row, t)
+
+
+@pytest.mark.parametrize(("column", "name"), [(1, "nan"), (5, "min"), (7, "sum"), (9, "m2"), (12, "fingerprint")])
+def test_kernels_that_disagree_are_refused_and_the_reason_names_the_number(
+    column: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = triton_rows.launch
+
+    def wrong(jobs, *args) -> None:
+        original(jobs, *args)
+        place = jobs[0].row + 8 * column
+        number = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_int64 * 1).from_address(place))
+        number[0] ^= 1 << 40
+
+    monkeypatch.setattr(triton_rows, "launch", wrong)
+    t = sample(torch.float32, 3000)
+    for _ in range(2):
+        made = strip()
+        made.add(t)
+        assert_true(made.harvest()[0][0], t)
+    (why,) = triton_rows.refusals()
+    assert f"torch.float32 they differ from torch's operations in {name}." in why
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("Failed to find C compiler"), ValueError("no such type"), OSError("no ptxas")])
+def test_kernels_that_cannot_be_launched_are_refused(fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args) -> None:
+        raise fault
+
+    monkeypatch.setattr(triton_rows, "launch", fails)
+    made = strip()
+    t = sample(torch.float32, 3000)
+    made.add(t)
+    assert_true(made.harvest()[0][0], t)
+    (why,) = triton_rows.refusals()
+    assert str(fault) in why and "TRAINPROBE_NATIVE=0" in why
+
+
+def test_a_launch_that_fails_with_tensors_waiting_leaves_them_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = strip_of("triton", STATS)
+    triton_rows._trusts[HERE].__class__ = type("Doubted", (Believed,), {"proven": lambda self, key: not self.refusal})
+
+    def fails(*args) -> None:
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(triton_rows, "launch", fails)
+    tensors = [sample(torch.float32, n) for n in (5, 6000)]
+    made.together(True)
+    for t in tensors:
+        made.add(t)
+    made.together(False)
+    for row, t in zip(made.harvest()[0], tensors, strict=True):
+        assert_true(row, t)
+    assert "out of resources" in triton_rows.refusals()[0]
+
+
+def test_the_environment_and_the_plan_can_forbid_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert triton_rows.kernels_of(HERE) is not None
+    plain = TorchStrip(STATS, native=False)
+    plain.add(torch.ones(2))
+    assert plain._devices[HERE]._kernels is None
+    monkeypatch.setenv("TRAINPROBE_NATIVE", "0")
+    assert triton_rows.kernels_of(HERE) is None
+
+
+SMALL = {"level": "off", "monitor": {"parameters": True, "gradients": True, "optimizer_state": True, "activations": True}}
+
+
+def train(folder, monkeypatch: pytest.MonkeyPatch, **plan) -> tuple[list[torch.Tensor], list[Reel], trainprobe.Probe]:
+    """Train a small model for three steps as if there were no compiled kernel; return its parameters, reels and probe."""
+    monkeypatch.setattr(torch_arrays, "_native", None)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    reels: list[Reel] = []
+    with trainprobe.watch(model, optimizer, {**SMALL, **plan}, output=folder, sinks=["memory"], on_error="raise") as probe:
+        for step in range(3):
+            probe.begin_step(step)
+            optimizer.zero_grad()
+            model(torch.ones(4, 6)).square().sum().backward()
+            optimizer.step()
+            reel = probe.end_step()
+            assert reel is not None
+            reels.append(reel)
+    return [p.detach().clone() for p in model.parameters()], reels, probe
+
+
+def test_a_training_whose_kernels_fail_says_so_once_and_goes_on(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    want, _, quiet = train(tmp_path / "plain", monkeypatch, native=False)
+    assert quiet.findings == []
+
+    def fails(*args) -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(triton_rows, "launch", fails)
+    found, _, probe = train(tmp_path / "failing", monkeypatch)
+    assert all(map(torch.equal, want, found))
+    (finding,) = probe.findings
+    assert (finding.rule, finding.severity) == ("kernels", "warning") and "no driver" in finding.message
+
+
+def test_a_training_is_reduced_by_the_kernels_and_its_parameters_together(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, launches: list[int]
+) -> None:
+    want, by_torch, _ = train(tmp_path / "plain", monkeypatch, native=False)
+    assert launches == []
+    found, by_kernels, probe = train(tmp_path / "kernels", monkeypatch)
+    assert all(map(torch.equal, want, found))
+    assert sum(many >= 4 for many in launches[3:]) >= 2  # the gradients, and the values afterwards, of a step
+    assert probe.findings == []
+    for a, b in zip(by_torch, by_kernels, strict=True):
+        assert [call.name for call in a.calls] == [call.name for call in b.calls]
+        np.testing.assert_allclose(b.partials, a.partials, rtol=1e-12, atol=1e-14)
