@@ -99,6 +99,44 @@ class Cycled(Vision):
             group["weight_decay"] *= 1.01
 
 
+class Frozen(Vision):
+    """Parameters are frozen one after the other, so that ever fewer have a momentum, and an infinite gradient passes by."""
+
+    def before(self, step):
+        """Freeze another one."""
+        if 4 <= step < 8:
+            next(p for p in self.model.parameters() if p.requires_grad).requires_grad_(False)
+
+    def make_optimizer(self):
+        """Own all."""
+        return Momentum(self.model.parameters(), lr=1e-3)
+
+    def clip(self, step):
+        """Overflow once."""
+        if step == 10:
+            for p in self.model.parameters():
+                p.grad = None if p.grad is None else p.grad * float("inf")
+
+
+class Momentum(torch.optim.Optimizer):
+    """Momentum written by hand; a step that is not finite is left out."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Move along the mean."""
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            mean.mul_(0.9).add_(p.grad)
+            p.sub_(mean, alpha=self.param_groups[0]["lr"])
+
+
+def test_state_of_fewer_parameters_and_infinities_are_no_fault_of_the_audit(tmp_path):
+    assert {f.rule for f in findings(Frozen, tmp_path / "out")} <= {"trainable_set", "nonfinite", "finite_together"}
+
+
 class Swung(Vision):
     """Momentum that swings from step to step."""
 

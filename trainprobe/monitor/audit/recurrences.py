@@ -60,7 +60,7 @@ def learned(evidence: Evidence) -> dict[Key, Recurrence]:
 
 
 def equations_of(evidence: Evidence) -> dict[Key, Equations]:
-    """Return the sums of every slot of state whose rule is not known, of groups in which four parameters have it."""
+    """Return the finite sums of every slot of state whose rule is not known, of groups in which four parameters have it."""
     seen, out = evidence.tensors, dict[Key, Equations]()
     if not evidence.facts.updated_once:
         return out
@@ -70,8 +70,9 @@ def equations_of(evidence: Evidence) -> dict[Key, Equations]:
             names = [
                 name for name in seen.with_slot(f"{slot}_after") if name in group.names and _is_plain(evidence, name, slot)
             ]
-            if len(names) >= 4:
-                out[i, slot] = _equations(evidence, names, slot)
+            equations = _equations(evidence, names, slot) if len(names) >= 4 else None
+            if equations is not None and all(np.isfinite(numbers).all() for numbers in equations[1:]):
+                out[i, slot] = equations
     return out
 
 

@@ -42,7 +42,7 @@ def _no_longer_followed(evidence: Evidence) -> list[Finding]:
     """Find state that left the recurrence it followed, whatever the optimizer; new factors alone are a schedule's."""
     for key, equations in equations_of(evidence).items():
         known = evidence.past.recurrences.get(key)
-        if known is None or known.steps < STEADY:
+        if known is None or known.steps < STEADY or len(known.factors) != equations.terms(known.squared).shape[1]:
             continue
         off, refit = (equations.off(known.squared, f) for f in (known.factors, equations.solved(known.squared)))
         if off.max() <= BROKEN or refit.max() <= BROKEN:
