@@ -112,6 +112,15 @@ def test_chunks_of_huge_and_tiny_float64_merge(native: bool | str) -> None:
 
 
 @pytest.mark.parametrize("native", REDUCERS)
+def test_many_large_float64_in_one_chunk_count_beside_a_few_larger_ones_in_another(native: bool | str) -> None:
+    n = 1 << 18  # elements of a chunk of torch's operations
+    t = torch.full((n + 1500 if native is False else 3000,), 2.0**479, dtype=torch.float64)
+    t[-1] = 2.0**481
+    norm = finish(row_of(t, native)[None])["norm"][0]
+    assert norm == pytest.approx(2.0**479 * (t.numel() - 1 + 16) ** 0.5, rel=1e-13)
+
+
+@pytest.mark.parametrize("native", REDUCERS)
 def test_float64_sums_are_compensated(native: bool | str) -> None:
     order = torch.randperm(4000, generator=torch.Generator().manual_seed(1))
     t = torch.tensor([1.0, 1e100, 1.0, -1e100] * 1000, dtype=torch.float64)[order]

@@ -72,3 +72,10 @@ def test_zeros_merged_with_the_tiny_keep_the_norm_of_the_tiny() -> None:
 def test_non_finite_elements_show_as_ieee_arithmetic_has_them(numbers: list[float], want: tuple[str, ...]) -> None:
     got = finish(partials(torch.tensor(numbers, dtype=torch.float32)))
     assert tuple(str(float(got[name][0])) for name in ("max", "min", "mean", "norm")) == want
+
+
+def test_many_large_numbers_merged_with_a_larger_one_keep_their_share_of_the_norm() -> None:
+    many, one = torch.full((300_000,), 2.0**479, dtype=torch.float64), torch.tensor([2.0**481], dtype=torch.float64)
+    for a, b in ((many, one), (one, many)):
+        norm = finish(merge(partials(a), partials(b)))["norm"][0]
+        assert norm == pytest.approx(2.0**479 * 300_016**0.5, rel=1e-13)

@@ -86,13 +86,13 @@ static void merge_squares(Part *a, const Part *b) {
     if (a->q == 0) {
         a->exponent = b->exponent;
     } else if (a->exponent < b->exponent) {
-        double down = ldexp(1.0, 2 * (a->exponent - b->exponent));
-        a->q *= down, a->qc *= down, a->exponent = b->exponent;
+        double down = ldexp(1.0, a->exponent - b->exponent); /* applied twice: its square may be too small for a double */
+        a->q = a->q * down * down, a->qc = a->qc * down * down, a->exponent = b->exponent;
     } else if (b->exponent < a->exponent) {
-        scale = ldexp(1.0, 2 * (b->exponent - a->exponent));
+        scale = ldexp(1.0, b->exponent - a->exponent);
     }
-    two_sum(&a->q, &a->qc, b->q * scale);
-    a->qc += b->qc * scale;
+    two_sum(&a->q, &a->qc, b->q * scale * scale);
+    a->qc += b->qc * scale * scale;
 }
 
 void part_merge(Part *a, const Part *b, int flags, uint64_t bytes_of_b) {
