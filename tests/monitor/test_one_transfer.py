@@ -39,15 +39,23 @@ AUDIT = {"level": "off", "audit": {"every": 1}}
 DUMP = {"level": "L0", "histogram": "exponent", "quantiles": [0.1, 0.9]}
 
 
+ATEN = torch.ops.aten
+WAITING = {
+    *(ATEN._local_scalar_dense.default, ATEN.equal.default, ATEN.is_nonzero.default),
+    *(ATEN.nonzero.default, ATEN.masked_select.default, ATEN._unique2.default),
+}
+
+
 class Reads(TorchDispatchMode):
-    """Counts operations that hand a number to Python, which on a device wait for it."""
+    """Counts operations that hand a number to Python, or a size that depends on numbers, which on a device wait for it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default):
+        by_mask = func is ATEN.index.Tensor and any(at is not None and at.dtype in (torch.bool, torch.uint8) for at in args[1])
+        if func in WAITING or by_mask:
             self.seen[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
