@@ -11,6 +11,12 @@ from benchmarks.bugs.modern_loops import Diffusion, Distilled, Patches, Streamed
 from benchmarks.bugs.token_loops import MainGradients, Policy, Routed, ScaledTwice, Translator
 from benchmarks.bugs.two_ranks import launch
 from tests.monitor.audit.trained import findings
+from trainprobe.engine.facts import Clip, ModelFacts, Reduction, StepFacts
+from trainprobe.engine.records import Place
+from trainprobe.monitor.audit.evidence import Evidence, Past, Peer, Tensors
+from trainprobe.monitor.audit.messages import key_of
+from trainprobe.monitor.audit.plan import AuditPlan
+from trainprobe.monitor.audit.relations import reduced_gradients
 
 torch.set_num_threads(1)
 
@@ -207,3 +213,20 @@ class WithOtherModels(Averaged):
 @pytest.mark.parametrize("style", [Cycled, Swung, Chained, Measured, SeededBySteps, HookedTwiceOnPurpose, WithOtherModels])
 def test_healthy_loops_near_to_a_fault_raise_no_alarm(tmp_path, style):
     assert [f.message for f in findings(style, tmp_path / "out")] == []
+
+
+@pytest.mark.parametrize(
+    ("factor", "clips", "alarms"),
+    [(0.5, 0, 0), (1.0, 0, 1), (0.25, 0, 1), (0.44, 0, 0), (0.44, 1, 1), (0.51, 1, 0)],
+)
+def test_another_divisor_of_all_gradients_is_told_and_the_factor_of_a_loop_that_clips_by_itself_is_not(factor, clips, alarms):
+    names, model = ("a", "b", "c", "d"), ModelFacts()
+    reductions = tuple(Reduction(name, 1.0, 2 * factor, 2 * factor) for name in names)
+    facts = StepFacts(model, model, backwards=1, updates=1, reductions=reductions, clips=(Clip(frozenset(names), 1.0),) * clips)
+    told = {key_of(name, "arrived"): 1.0 for name in names}
+    numbers = dict.fromkeys(("loss", "differentiated"), float("nan"))
+    peers = tuple(Peer(rank, {"dp": rank}, numbers, {}, (), {}, told) for rank in range(2))
+    place, over = Place(0, 2, {"dp": (0, 2)}), {name: frozenset({"dp"}) for name in names}
+    past = Past(divisor=(0.5, 1, 3))
+    found = reduced_gradients.check(Evidence(9, place, facts, Tensors(), AuditPlan(), peers=peers, replicated=over, past=past))
+    assert [f.site.name for f in found] == ["a"] * alarms

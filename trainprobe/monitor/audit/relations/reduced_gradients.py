@@ -1,12 +1,13 @@
 """Reduction over the ranks multiplies every gradient by one factor.
 
-Relation: with uᵣ the gradient that backward gives on rank r, summed over the micro-batches, and g the one that is used, before
-clipping, ⟨g, w⟩ = c Σᵣ⟨uᵣ, w⟩ for fixed weights w and one factor c over all parameters (1 / ranks for a mean, 1 for a sum; a
-loss scale is in it too). The sum is over the ranks that hold the parameter. Judged where ranks differ in dp, cp and pp alone,
-and what has one name on several of them is replicated. Floor: 0.05 ‖g‖ and 0.05 of the product, because gradients may travel
-in 16 bits. And where every rank of a dp group reports the loss that its own backward passes began from, c is not 1: the
-gradient would be that of the sum over the ranks, and the report is of one, or of their mean. And where there is no loss scale,
-c stays what it was at three checked steps in a row that had as many backward passes. Both are told as a warning.
+Relation: with uᵣ the gradient that backward gives on rank r, summed over the micro-batches, and g the one that is used,
+before clipping, ⟨g, w⟩ = c Σᵣ⟨uᵣ, w⟩ for fixed weights w and one factor c over all parameters (1 / ranks for a mean, 1 for a
+sum; a loss scale is in it too). The sum is over the ranks that hold the parameter. Judged where ranks differ in dp, cp and pp
+alone, and what has one name on several of them is replicated. Floor: 0.05 ‖g‖ and 0.05 of the product, because gradients may
+travel in 16 bits. And where every rank of a dp group reports the loss that its own backward passes began from, c is not 1:
+the gradient would be that of the sum over the ranks, and the report is of one, or of their mean. And where there is no loss
+scale, c stays what it was at three checked steps in a row that had as many backward passes; where no call of `torch.nn.utils`
+clips, only a change by a whole number (within 1e-4) is told. Both are told as a warning.
 Usually caused by a parameter that is divided twice or not at all, that is reduced in another group, or whose last micro-batch
 comes after its reduction, and by a communication hook or a loop that sums all and does not divide; all ranks agree on the
 result, so that no comparison of replicas shows it.
@@ -26,6 +27,7 @@ COST = frozenset({"rerun", "ranks"})
 EVERY = 50
 STAGE = "reduction"
 _FLOOR = 0.05
+_WHOLE = 1e-4
 STEADY = 3
 
 
@@ -98,8 +100,10 @@ def _another_divisor(evidence: Evidence, factor: float, name: str) -> list[Findi
     was, passes, count = evidence.past.divisor
     if count < STEADY or passes != evidence.facts.backwards or divisor_of(evidence) is None or evidence.facts.projections:
         return []  # the declared loss tells more
-    if abs(factor - was) <= _FLOOR * abs(was):
-        return []
+    times = max(factor / was, was / factor) if factor * was > 0 else 0.0
+    whole = round(times) > 1 and abs(times - round(times)) <= _WHOLE * times
+    if abs(factor - was) <= _FLOOR * abs(was) or not (evidence.facts.clips or whole):
+        return []  # a loop that clips by itself gives every step a factor of its own
     text = (
         f"all gradients are {factor / was:.4g} times what the ranks' own gradients made of them at each audited step before, "
         f"after as many backward passes: {name} and all others are {factor:.4g} times their sum, and were {was:.4g} times it"
