@@ -28,6 +28,7 @@ TAPE = (
     "folder.c",
     "parts.c",
     "registering.c",
+    "trail.c",
 )
 FLAGS = [] if sys.platform == "win32" else ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]
 

@@ -31,6 +31,7 @@ NONE = {"activations": False, "parameters": False, "gradients": False, "optimize
 # variant → plan, least steps a block, bars for (real, tiny)
 VARIANTS: dict[str, tuple[Mapping[str, Any], int, tuple[float, float]]] = {
     "monitor all": ({"monitor": ALL}, 1, (1.10, 1.5)),
+    "monitor all, black box": ({"monitor": ALL, "black_box": True}, 1, (1.10, 1.6)),
     "monitor gradients": ({"monitor": {**NONE, "gradients": True}}, 1, (1.02, 1.2)),
     "audit": ({"audit": True}, 10, (1.03, 1.1)),
     "audit every step": ({"audit": {"every": 1}}, 1, (1.2, 2.0)),

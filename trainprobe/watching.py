@@ -22,6 +22,7 @@ from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.topology import place_from_environment
+from trainprobe.engine.trail import Trail
 from trainprobe.errors import MissingExtra, PlanError, StopTraining, did_you_mean
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Probe(EngineProbe):
         edges = histogram if histogram is None or isinstance(histogram, str) else histogram.boundaries()
         library = TorchLibrary(native=plan.native, edges=edges, quantiles=plan.quantiles)
         arena = native.Arena(SAFETENSORS_NAMES, self._gather) if native is not None else None
-        return lambda number: Tape(library, self._keep, plan.reuse, arena)
+        return lambda number: Tape(library, self._keep, plan.reuse, arena, self._trail(number))
 
     def _where(self) -> Place:
         """Learn where this process stands."""
@@ -316,21 +317,24 @@ class Probe(EngineProbe):
         from trainprobe.monitor.black_box.plan import validate
 
         plan = validate(self.plan.black_box)
-        return BlackBox(plan, self.plan.output, place.rank, self._position, partial(self.guard.run, self._hold_unfinished))
+        detail = self.plan.base_detail
+        wanted = detail.statistics if detail.wants_statistics else ()
+        about = {"framework": self.framework, "level": self.plan.level, "task": self.plan.task, "wanted": wanted}
+        return BlackBox(plan, self.plan.output, place, self._position, about)
 
     def _fill_box(self) -> None:
         """Have each step remembered, and told where in it the training is."""
         self.watchers.append(self._remember)
         self.deciders.append(self._dump_after)
+        self.guard.on_trip(lambda: self._box.unfollow() if self._box is not None else None)
         self._position = Position()
         tell = getattr(self.parts, "tell", None)  # another framework's parts may not know how
         if tell is not None:
             tell(self._position)
 
-    def _hold_unfinished(self) -> None:
-        reel = self.unfinished()
-        if reel is not None:
-            self._remember(reel)
+    def _trail(self, step: int) -> Trail | None:
+        """Return what the tape of a step is to tell; nothing of a tape that is for no step."""
+        return self._box.follow(step) if self._box is not None and step >= 0 else None
 
     def _remember(self, reel: Reel) -> list[Finding]:
         """Keep with a step what its reel does not hold: batch ids and the random state."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mindspore.train import Callback
 
+from tests.mindspore.launch import ENVIRONMENT
 from tests.mindspore.tiny import PYNATIVE, train
 from trainprobe.errors import FormatError
 from trainprobe.integrations.mindformers import ProbeCallback
@@ -42,3 +46,31 @@ def test_an_error_of_another_callback_leaves_the_last_steps(tmp_path: Path, firs
     told = [(step["reel"]["step"], step["reel"]["complete"]) for step in steps]
     assert told == [(1, True), (2, True), (3, not first)]  # where the other comes first, the step has not ended for the probe
     assert all(step["reel"]["rows"] > 10 for step in steps)
+
+
+KILLED = """
+import os, signal, sys
+import mindspore as ms
+from mindspore.train import Callback
+from tests.mindspore.test_black_box import PLAN
+from tests.mindspore.tiny import PYNATIVE, train
+from trainprobe.integrations.mindformers import ProbeCallback
+
+class Kills(Callback):
+    def on_train_step_end(self, run_context):
+        if run_context.original_args().cur_step_num == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+ms.set_device("CPU")
+train(PYNATIVE, [Kills(), ProbeCallback(PLAN, output=sys.argv[1])])
+"""
+
+
+def test_a_process_that_is_killed_leaves_what_its_step_had_brought(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=ENVIRONMENT, capture_output=True, timeout=540)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-3000:]
+    (path,) = find_boxes(tmp_path)
+    *before, cut = [step["reel"] for step in read_box(path)[1]]
+    assert [(reel["step"], reel["complete"]) for reel in (*before, cut)] == [(1, True), (2, True), (3, False)]
+    assert cut["rows"] == before[-1]["rows"]
+    assert sorted(cut["partials"]) == sorted(before[-1]["partials"])

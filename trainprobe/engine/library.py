@@ -46,6 +46,10 @@ class Strip(Protocol):
         """Hand over all rows and start anew. brought: the blocks on the host; None brings them, in one transfer a device."""
         ...
 
+    def peek(self, row: int) -> tuple[bytes, int] | None:
+        """Return (partials as bytes, fingerprint) of a row now, or None while it is on a device."""
+        ...
+
     def harvest_extras(self) -> Sequence[Any]:
         """Return what else was computed for each row; called after `harvest`, and only where extras are wanted."""
         ...

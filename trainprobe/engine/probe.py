@@ -25,7 +25,6 @@ from trainprobe.engine.scope import within
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import Tap
-from trainprobe.engine.unfinished import harvest_unfinished
 from trainprobe.errors import StopTraining, UsageError
 
 
@@ -296,14 +295,6 @@ class Probe:
         if self.guard.tripped is not None:
             self.tape = None
 
-    def unfinished(self) -> Reel | None:
-        """Return what the running step has brought so far, for a process that is about to die; nothing is collected after that.
-
-        Another thread may ask while the training goes on.
-        """
-        tape, self.tape = self.tape, None
-        return None if tape is None else harvest_unfinished(tape, self.step_number, self.place, **self._about_step())
-
     def _about_step(self) -> dict[str, Any]:
         notes = [note for source in self._notes for note in source() if note not in self._said]
         self._said.update(notes)
@@ -320,9 +311,7 @@ class Probe:
 
     def _finish(self, complete: bool) -> Reel | None:
         tape, self.tape = self.tape, None
-        if tape is None:
-            return None  # `unfinished` took it
-        assert self._recorder is not None
+        assert tape is not None and self._recorder is not None
         reel = tape.harvest(self.step_number, self.place, complete=complete, **self._about_step())
         if self.plan.scope is not None:
             reel.calls, why = within(reel.calls, *self.plan.scope, self._framework)

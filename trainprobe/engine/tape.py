@@ -22,6 +22,7 @@ from trainprobe.engine.library import Carried, Library, Reading, Strip
 from trainprobe.engine.records import Call, Feature, Kind, Opaque, Phase, Place, Reel, Value
 from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.stats.partials import PARTIALS, finish
+from trainprobe.engine.trail import Trail
 
 STATS, CHECKSUM, STD, CRC32, SUBLOW = 1, 2, 4, 8, 16
 SAVE = 256  # the values themselves are wanted too
@@ -29,6 +30,7 @@ KINDS = 0xFFFF
 CUT = 16  # above these bits: number of the cut through the values that is saved, 0 for the whole
 _DEPTH = 400
 _TEXT = 512
+_NOT_HERE = (None, 0)  # row and fingerprint of what is still on a device
 
 
 Save = Callable[[str, Any, Value, int], None]
@@ -41,7 +43,7 @@ class Tape:
     methods here for whatever is not a plain tensor on the host or a plain container.
 
     save: is given (key, tensor, value, cut) for each value that is to be saved. arena: where there is one (a compiled Arena),
-    values of the host are copied there instead, and handed over in pieces.
+    values of the host are copied there instead, and handed over in pieces. trail: is told of everything as it comes.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Tape:
         save: Save | None = None,
         reuse: bool = True,
         arena: Any = None,
+        trail: Trail | None = None,
     ) -> None:
         self.library = library
         self.calls: list[Call] = []
@@ -79,6 +82,9 @@ class Tape:
             )
             self.value, self.tree = self.eye.value, self.eye.tree
             self.touched, self.forget_all = self.eye.touched, self.eye.forget_all
+        self._trail = trail
+        if trail is not None and self.eye is not None:
+            self.eye.leave_trail(trail)
         self._arena: Any = None
         if arena is not None and self.eye is not None:
             self._arena = arena
@@ -101,6 +107,11 @@ class Tape:
         made = Call(kind, name, n, phase, cls=cls, micro=self.micro, parent=parent, stack=stack)
         self.calls.append(made)
         return made
+
+    def told(self, call: Call) -> None:
+        """Learn that more is known of a call."""
+        if self._trail is not None:
+            self._trail.call(call)
 
     def forward_begins(self, name: str) -> None:
         """Count micro-batches by the forwards of the outermost module, unless somebody tells them."""
@@ -125,6 +136,8 @@ class Tape:
         """Return a twin of a value that has a note of its own, and the same row when the step is harvested."""
         twin = value.with_note(note)
         self._noted.append((twin, value))
+        if self._trail is not None:
+            self._trail.twin(twin, value)
         return twin
 
     def _look(self, t: Any, flags: int) -> Value:
@@ -177,6 +190,8 @@ class Tape:
         if row < 0:
             value.note = self.library.refusal(t)
         owned.append(value)
+        if self._trail is not None:
+            self._trail.value(value, *((strip.peek(row) if row >= 0 else None) or _NOT_HERE))
         return row, value
 
     def _special(self, t: Any, flags: int) -> Value:
@@ -252,7 +267,16 @@ class Tape:
 
     def note(self, name: str, x: Any) -> None:
         """Keep a scalar of the step (loss, learning rate …); a tensor is read with all others at the step's end."""
-        self.scalars[name] = self.value(x, STATS) if self.library.is_tensor(x) else float(x)
+        self.scalars[name] = kept = self.value(x, STATS) if self.library.is_tensor(x) else float(x)
+        if self._trail is not None:
+            self._trail.scalar(name, kept)
+
+    def note_once(self, name: str, x: Value | float) -> None:
+        """Keep a scalar of the step, unless it is known already."""
+        if name not in self.scalars:
+            self.scalars[name] = x
+            if self._trail is not None:
+                self._trail.scalar(name, x)
 
     def carry(self, tensor: Any = None) -> Carried:
         """Have a small tensor brought to the host with all else when the step ends; it may be set until then."""
@@ -275,7 +299,12 @@ class Tape:
         if self._batch_rows is None:
             self._batch_rows = self.library.strip(CHECKSUM)
         plain = [t if type(t) in self._plain else self.library.special(t)[0] for t in tensors]
-        self._batches.append(sum(self._batch_rows.add(t) >= 0 for t in plain if t is not None))
+        rows = [row for row in (self._batch_rows.add(t) for t in plain if t is not None) if row >= 0]
+        self._batches.append(len(rows))
+        if self._trail is not None:
+            seen = [self._batch_rows.peek(row) for row in rows]
+            if None not in seen:
+                self._trail.batch(joined([row[1] for row in seen if row is not None]))
 
     # ---- the end of the step ------------------------------------------------------------------------------------
 

@@ -199,7 +199,7 @@ class MindSporeProbe(Probe):
 
     def _tapes(self, plan: Plan) -> Callable[[int], Tape]:
         library = MindSporeLibrary(plan.native)
-        return lambda number: HostTape(library, self._keep, reuse=False)
+        return lambda number: HostTape(library, self._keep, reuse=False, trail=self._trail(number))
 
     def _where(self) -> Place:
         return place_of_process()

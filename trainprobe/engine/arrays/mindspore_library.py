@@ -54,6 +54,7 @@ class HostStrip:
     def __init__(self, rows: NumpyStrip) -> None:
         self._rows = rows
         self.blocks, self.harvest, self.harvest_extras = rows.blocks, rows.harvest, rows.harvest_extras
+        self.peek = rows.peek
 
     def together(self, on: bool) -> None:
         """Change nothing: what is on the host is reduced at once."""

@@ -73,6 +73,12 @@ class NumpyStrip:
         self._crcs.append(zlib.crc32(np.ascontiguousarray(array).tobytes()) if self._flags & CRC32 else 0)
         return len(self._rows) - 1
 
+    def peek(self, row: int) -> tuple[bytes, int]:
+        """Return (partials as bytes, fingerprint) of a row now."""
+        if self._native is not None and native is not None:
+            return native.row_of(self._native, row)
+        return self._rows[row].tobytes(), self._sums[row]
+
     def blocks(self) -> list[Any]:
         """Return nothing: all is on the host."""
         return []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -141,6 +142,15 @@ class TorchStrip:
     def refusal(self, t: Tensor) -> str:
         """Say why `add` returned -1 for this tensor."""
         return reason_without_statistics(t) or "it could not be read"
+
+    def peek(self, row: int) -> tuple[bytes, int] | None:
+        """Return (partials as bytes, fingerprint) of a row now, or None while it is on a device."""
+        for device, rows in self._placed.items():
+            at = bisect_left(rows, row)
+            if at < len(rows) and rows[at] == row:
+                with outside_transforms():
+                    return self._devices[device].peek(at)
+        return None if _native is None else _native.row_of(self.native, row)
 
     def blocks(self) -> list[Tensor]:
         """Return what is on devices and has to be brought to the host before `harvest`."""

@@ -56,6 +56,13 @@ class DeviceRows:
     def _crc32(self, t: Tensor) -> Tensor | int:
         return crc32_on_host(t) if self._device.type == "cpu" else crc32_register(t)
 
+    def peek(self, row: int) -> tuple[bytes, int] | None:
+        """Return (partials as bytes, fingerprint) of a row on the host; None for any other, which nobody waits for."""
+        if self._device.type != "cpu":
+            return None
+        bits = self._filled[row // _ROOM][row % _ROOM].numpy()
+        return bits[:_WIDTH].tobytes(), int(bits[_WIDTH : _WIDTH + 1].view(np.uint64)[0])
+
     def blocks(self) -> list[Tensor]:
         """Return the rows so far, int64 [n, 14] of at most _ROOM each, and those of kernels that are on trial."""
         tried = self._kernels.blocks() if self._kernels is not None else []

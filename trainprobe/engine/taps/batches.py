@@ -104,4 +104,4 @@ class BatchTap:
                 t for t in (*named, *tensors) if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool
             ]
             if whole:
-                tape.scalars["tokens"] = tape.scalars.get("tokens", 0.0) + whole[0].numel()
+                tape.note("tokens", tape.scalars.get("tokens", 0.0) + whole[0].numel())

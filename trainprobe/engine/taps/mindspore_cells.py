@@ -203,6 +203,7 @@ class CellTap:
                 if info.parameters and "parameters" in wanted.data:
                     call.params = {n: tape.tree(p, info.flags, at and f"{at}.parameters.{n}") for n, p in info.parameters}
             tape.calls.append(call)
+            tape.told(call)
         self.stack.append(call)
         return call
 
@@ -222,6 +223,7 @@ class CellTap:
         if wanted.forward and "output" in wanted.data and (wanted.recompute or call.phase != "recompute"):
             at = self._path(info, call)
             call.out = tape.tree(out, info.flags, at and f"{at}.output")
+            tape.told(call)
         if wanted.backward:
             back = Call("module", info.name, call.call, "backward", cls=info.cls, micro=call.micro, parent=call.parent)
             told = {"input": out, "output": args}  # of backward: what goes into it arrives at the outputs
@@ -255,6 +257,7 @@ class CellTap:
         places = back.args if part == "input" else back.out
         places += [None] * (i + 1 - len(places))
         places[i] = value
+        tape.told(back)
 
     def _path(self, info: CellInfo, call: Call) -> str | None:
         return f"Cell.{info.name}.{info.cls}.{call.phase}.{call.call}" if info.flags & SAVE else None

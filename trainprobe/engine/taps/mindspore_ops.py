@@ -122,6 +122,7 @@ class PrimitiveTap:
             if kwargs and "kwargs" in wanted.data:
                 call.kwargs = tape.tree(kwargs, flags, at and f"{at}.kwargs")
             tape.calls.append(call)
+            tape.told(call)
         if wanted.backward and self.parent is None:
             self._watch(call, flags, given)
         return call
@@ -130,6 +131,7 @@ class PrimitiveTap:
         if self._tape is not None and self._wanted.forward and "output" in self._wanted.data:
             at = f"{call.name}.{call.call}.{call.phase}.output" if flags & SAVE else None
             call.out = self._tape.tree(out, flags, at)
+            self._tape.told(call)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
@@ -152,6 +154,7 @@ class PrimitiveTap:
         back.out += [None] * (i + 1 - len(back.out))
         at = f"{back.name}.{back.call}.backward.output.{i}" if flags & SAVE else None
         back.out[i] = tape.tree(gradient, flags, at)
+        tape.told(back)
 
 
 def _dispatch(tap: PrimitiveTap) -> Any:

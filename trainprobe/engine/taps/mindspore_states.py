@@ -134,13 +134,13 @@ class CellStateTap:
                 self._update(name, part)
             flags = (wanted(part.name) if self._collected % self._wanted.every.get(sort, 1) == 0 else 0) | self.more
             if flags:
-                self._call(name, part.name).params[slot] = self._tape.tree(part.tensor, flags)
+                self._see(name, part.name, slot, self._tape.tree(part.tensor, flags))
         if self.more:
             self._count(name, chosen)
         if name == "before_step":
             for optimizer in chosen:
                 for key, rate in learning_rates(optimizer).items():
-                    self._tape.scalars.setdefault(key, rate)
+                    self._tape.note_once(key, rate)
 
     def unclipped(self, optimizers: Sequence[Any], gradients: Any) -> None:
         """Look at the gradients of one optimizer, which are about to be clipped."""
@@ -150,7 +150,7 @@ class CellStateTap:
         for p, gradient in zip(optimizers[0].parameters, gradients, strict=False):
             flags = (self._wanted.gradient(p.name) if due else 0) | self.more
             if flags and gradient is not None:
-                self._call("unclipped", p.name).params["grad_unclipped"] = self._tape.tree(gradient, flags)
+                self._see("unclipped", p.name, "grad_unclipped", self._tape.tree(gradient, flags))
 
     def _count(self, moment: str, optimizers: Sequence[Any]) -> None:
         assert self._tape is not None
@@ -159,7 +159,7 @@ class CellStateTap:
             if isinstance(counter, mindspore.Tensor):
                 steps = self._tape.value(counter, self.more)
                 for p in optimizer.parameters:
-                    self._call(moment, p.name).params["step_after" if moment == "after_step" else "step"] = steps
+                    self._see(moment, p.name, "step_after" if moment == "after_step" else "step", steps)
 
     def _parts(self, optimizers: Sequence[Any], gradients: Any) -> Iterator[Part]:
         others = {id(p) for o in self._optimizers if not any(o is c for c in optimizers) for p in o.parameters}
@@ -194,16 +194,17 @@ class CellStateTap:
             wide = now.data.dtype.kind == "V"
             change = _float32(now.data) - _float32(before.data) if wide else now.data - before.data
             seen = HostArray("Float32" if wide else now.dtype, now.shape, False, np.asarray(change))
-            self._call(moment, part.name).params["update"] = self._tape.tree(seen, flags)
+            self._see(moment, part.name, "update", self._tape.tree(seen, flags))
 
-    def _call(self, moment: str, name: str) -> Call:
+    def _see(self, moment: str, name: str, slot: str, value: Any) -> None:
         assert self._tape is not None
         call = self._calls.get((moment, name))
         if call is None:
             call = self._calls[moment, name] = self._tape.call("state", name, 0, "optimizer", parent="optimizer")
             call.node = moment
             call.params = {}
-        return call
+        call.params[slot] = value
+        self._tape.told(call)
 
 
 def _float32(bits: Any) -> Any:

@@ -137,6 +137,7 @@ class Backward:
             for other in others:
                 where[other] = Value(-1, value.dtype, value.shape, requires_grad=False, note=note)
         where[index] = {path: value} if path else value
+        tape.told(call)
 
     def _begin(self, tape: Tape) -> Call:
         forward = self._forward

@@ -226,7 +226,7 @@ class ParameterStateTap:
                     self._put_unclipped(tape, *looked)
                 self._late.clear()
                 for key, number in source.scalars().items():
-                    tape.scalars.setdefault(key, number)
+                    tape.note_once(key, number)
 
     def _plain_parts(self, tape: Tape, plain: PlainSource, moment: str, due: frozenset[str]) -> Iterable[Part]:
         """Return the parts of the plain source that are still to be looked at: none where the compiled parts have done it."""
@@ -252,7 +252,7 @@ class ParameterStateTap:
         """Learn that gradients arrive multiplied from now on. scale: a tensor of one element, looked at as it is now."""
         if self._tape is not None:
             value = self._scale = self._tape.value(scale, STATS)
-            self._tape.scalars.setdefault("loss_scale", value)
+            self._tape.note_once("loss_scale", value)
 
     def unscaled(self) -> None:
         """Learn that gradients are as they are again."""
@@ -275,6 +275,7 @@ class ParameterStateTap:
     def _put(self, tape: Tape, moment: str, part: Part, slot: str, value: Value) -> Call:
         call = self._call(tape, moment, part.name, part.micro)
         call.params[slot] = value
+        tape.told(call)
         return call
 
     def _divide(self, call: Call, slot: str, scale: float | Value | None) -> None:
@@ -346,7 +347,9 @@ class ParameterStateTap:
                 return
             change = inner.detach() - self._before.pop(key)
         slot = "update" if part.slot == "value" else "main_update"
-        self._call(tape, moment, part.name).params[slot] = tape.tree(change, flags)
+        call = self._call(tape, moment, part.name)
+        call.params[slot] = tape.tree(change, flags)
+        tape.told(call)
 
     def _wanted_of(self, slot: str) -> Callable[[str], int]:
         if slot in self._wanted.without:

@@ -282,6 +282,7 @@ class ModuleTap:
                     collect_edges(tape, args, "", edges)
                     collect_edges(tape, kwargs, "", edges)
                 tape.calls.append(call)
+                tape.told(call)
             self.stack.append(call)
             return call, sequence_number(), edges
 
@@ -317,6 +318,7 @@ class ModuleTap:
             if wanted.forward and OUTPUTS in wanted.data and not (call.phase == "recompute" and not wanted.recompute):
                 at = f"Module.{info.name}.{info.cls}.{call.phase}.{call.call}.output" if info.flags & SAVE else None
                 call.out = tape.tree(out, info.flags, at)
+                tape.told(call)
             if wanted.backward and torch.is_grad_enabled():
                 self._gradients.watch(call, info.flags, floor, edges, out)
 
@@ -365,6 +367,7 @@ class ModuleTap:
             call = self._gradient_call(info, number, micro)
             at = f"Module.{info.name}.{info.cls}.parameters_grad.{number}.{short}" if info.flags & SAVE else None
             call.params[short] = tape.tree(gradient, info.flags, at)
+            tape.told(call)
 
     def _gradient_call(self, info: ModuleInfo, number: int, micro: int) -> Call:
         tape = self._tape

@@ -228,6 +228,7 @@ class OpTap:
                 call.kwargs = tape.tree(kwargs, flags, at and f"{at}.kwargs")
             if phase == "forward" or self._plan.recompute:
                 tape.calls.append(call)
+                tape.told(call)
         return call
 
     def after(self, name: OpName, flags: int, call: Call, floor: int, args: Any, out: Any) -> None:
@@ -242,6 +243,8 @@ class OpTap:
         if self._forward and self._outputs and not name.unwritten:
             at = f"{name.name}.{call.call}.{call.phase}.output" if flags & SAVE else None
             call.out = tape.tree(out, flags, at)
+            if call.phase == "forward" or self._plan.recompute:
+                tape.told(call)
         if not self._backward:
             return
         made: list[Any] = []
@@ -290,6 +293,7 @@ class _OpBackward:
                 tape.calls.append(call)
             call.args += tape.tree(received, self._flags, at and f"{at}.input")
             call.out += tape.tree(sent, self._flags, at and f"{at}.output")
+            tape.told(call)
 
 
 class _Mode(TorchFunctionMode):

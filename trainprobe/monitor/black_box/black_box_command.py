@@ -17,6 +17,7 @@ from trainprobe.monitor.black_box.box import BOX_FILE, RING_FILE
 from trainprobe.monitor.black_box.kept_replicas import kept_differences
 from trainprobe.monitor.black_box.last_words import last_words
 from trainprobe.monitor.black_box.ring import read_ring, read_where
+from trainprobe.monitor.black_box.step_in_progress import step_in_progress
 
 
 def black_box(
@@ -45,9 +46,10 @@ def black_box(
         words = last_words(path.parent)
         why = head.get("why") or (words.split("\n")[0] if words else "the process was killed while it ran")
         console.print(f"[bold]{path}[/bold]: {why}")
-        where = head.get("where") if head else _where(path, words)
+        last = _seen_last(steps)
+        where = head.get("where") if head else _where(path, words, last)
         if where:
-            console.print(f"It was at {where}{_seen_last(steps)}.", markup=False)
+            console.print(f"It was at {where}{_gradient(last)}.", markup=False)
         console.print(_table(steps))
         for finding in head.get("findings", ()):
             console.print(
@@ -74,28 +76,45 @@ def find_boxes(file: Path) -> list[Path]:
 
 
 def read_box(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return (head, steps), each step {"facts": …, "reel": a line of the record log}. Raises FormatError for anything else."""
-    lines = read_ring(path) if path.suffix == ".ring" else path.read_bytes().splitlines()
+    """Return (head, steps), each step {"facts": …, "reel": a line of the record log}. Raises FormatError for anything else.
+
+    The last one may be the step in which the process died; its facts tell the call that was "seen_last".
+    """
+    left = path.suffix == ".ring"
+    lines = read_ring(path) if left else path.read_bytes().splitlines()
     try:
         values: list[dict[str, Any]] = [orjson.loads(line) for line in lines]
         heads = [value for value in values if "black_box" in value]
-        return (heads[0] if heads else {}), [value for value in values if "reel" in value]
+        steps = [value for value in values if "reel" in value]
     except (orjson.JSONDecodeError, TypeError) as error:
         raise FormatError(f"{path} is not a black box: {error}") from error
+    last = step_in_progress(path) if left else None
+    if last is not None and not (steps and steps[-1]["reel"]["step"] == last["reel"]["step"]):
+        steps.append(last)
+    return (heads[0] if heads else {}), steps
 
 
-def _where(path: Path, words: str | None) -> str:
-    """Return where the process was that left a ring; the stacks tell a backward pass."""
+def _where(path: Path, words: str | None, last: Mapping[str, Any]) -> str:
+    """Return where the process was that left a ring; the stacks, or what was seen last, tell a backward pass."""
     where = read_where(path)
     text = "" if where.step < 0 else str(where)
-    return text.replace("the loss or the backward pass", "the backward pass") if _BACKWARD in (words or "") else text
+    backward = _BACKWARD in (words or "") or last.get("phase") == "backward"
+    return text.replace("the loss or the backward pass", "the backward pass") if backward else text
 
 
-def _seen_last(steps: list[dict[str, Any]]) -> str:
-    """Return which module's gradient was the last to be seen in a step that was cut short in its backward pass."""
-    calls = steps[-1]["reel"]["calls"] if steps and not steps[-1]["reel"]["complete"] else []
-    backward = bool(calls) and (calls[-1]["kind"], calls[-1]["phase"]) == ("module", "backward")
-    return f"; the last gradient seen was that of {calls[-1]['name']}" if backward else ""
+def _seen_last(steps: list[dict[str, Any]]) -> Mapping[str, Any]:
+    """Return the call that was seen last in a step that was cut short; nothing of any other."""
+    if not steps or steps[-1]["reel"].get("complete", True):
+        return {}
+    calls = steps[-1]["reel"]["calls"]
+    return steps[-1]["facts"].get("seen_last") or (calls[-1] if calls else {})
+
+
+def _gradient(last: Mapping[str, Any]) -> str:
+    """Return whose gradient was seen last, if what was seen last is a gradient."""
+    unreduced = last.get("kind") == "state" and last.get("node") == "unreduced"
+    backward = last.get("kind") in ("module", "parameter", "op") and last.get("phase") == "backward"
+    return f"; the last gradient seen was that of {last['name']}" if backward or unreduced else ""
 
 
 def _table(steps: list[dict[str, Any]]) -> Table:

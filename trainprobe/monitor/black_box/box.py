@@ -2,27 +2,32 @@
 
 Each step goes into a `Ring` before the next one begins, on the training's own thread (about a millisecond for 1,600 values):
 whatever ends the process then, be it `kill -9` or a fault in C, the last steps are in the file, and beside them the `Position`
-in the step in progress. `LastWords` adds the stacks of all threads at a fatal signal, and at SIGTERM what that step brought.
+in the step in progress and its `Trail`: what that step has brought so far. `LastWords` adds the stacks at a fatal signal.
 A grave finding, or an error, writes the box out as `black_box.jsonl`; a run that ends well leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from trainprobe.engine.dumps.header import place_text
 from trainprobe.engine.dumps.layout import log_folder
 from trainprobe.engine.dumps.record_log import encode
 from trainprobe.engine.position import Position
-from trainprobe.engine.records import Finding, Reel
+from trainprobe.engine.records import Finding, Place, Reel
+from trainprobe.engine.trail import Trail, open_trail
 from trainprobe.monitor.black_box.last_words import FAULT_FILE, TERMINATED_FILE, LastWords
 from trainprobe.monitor.black_box.plan import GRAVITY, BlackBoxPlan
 from trainprobe.monitor.black_box.ring import Ring, read_ring
+from trainprobe.monitor.black_box.step_in_progress import step_in_progress
 
 RING_FILE, BOX_FILE = "black_box.ring", "black_box.jsonl"
 BEFORE_FOLDER = "black_box_before"  # of a run that died in the same place
@@ -35,39 +40,54 @@ LAG = 5  # so many steps may have come when the writer's thread gets to a findin
 class BlackBox:
     """See the module text. A sink too: the writer's thread tells it findings, and when all of a step is written.
 
-    position: of this process. before_death: is called before SIGTERM kills, to `hold` the step in progress.
+    position: of this process. about: what its steps have in common (see `engine.trail.read_trail`), beside the place.
     """
 
     def __init__(
         self,
         plan: BlackBoxPlan,
         output: Path,
-        rank: int,
+        place: Place,
         position: Position | None = None,
-        before_death: Callable[[], object] = lambda: None,
+        about: Facts | None = None,
     ) -> None:
         self.plan = plan
         self.position = position or Position()
-        self.folder = log_folder(output, rank)
+        self.folder = log_folder(output, place.rank)
         self.written: Path | None = None
-        self._rank = rank
+        self._rank = place.rank
         _set_aside(self.folder)
         self._ring = Ring(self.folder / RING_FILE, plan.steps + LAG, plan.max_bytes)
         self.position.keep_in(self._ring.room_for_position())
-        self._words = LastWords(self.folder, before_death)
+        self._trail = open_trail(self._ring.room_for_trail())
+        self._about = orjson.dumps({"place": place_text(place), **(about or {})})
+        self._words = LastWords(self.folder)
+        _open.add(self)
         self._where = ""  # the position when something happened
         self._earlier = last_error()
         self._found: list[Finding] = []
         self._pending: str | None = None  # why the box is to be written out with the next step that comes
         self._ended: str | None = None  # why it is when the writer ends
-        if rank == 0:
+        self._left = False
+        if place.rank == 0:
             sys.stderr.write(
                 f"trainprobe: the last {plan.steps} collected steps of each rank are kept; should the run die, read them with "
                 f"`trainprobe black-box {output}`\n"
             )
 
+    def follow(self, step: int) -> Trail:
+        """Return what is to be told of a step that begins; it is in the file as it comes."""
+        self._trail.begin(step, self._about)
+        return self._trail
+
+    def unfollow(self) -> None:
+        """Forget what the step in progress has brought."""
+        self._trail.end()
+
     def hold(self, reel: Reel, facts: Facts) -> None:
         """Store a step with what its reel does not hold: batch ids, random state. It is in the file when this returns."""
+        if self._left:
+            return
         if not reel.complete:
             self._where = str(self.position.where())
         line = encode(reel)
@@ -76,6 +96,7 @@ class BlackBox:
                 reel, calls=[], values=[], partials=reel.partials[:0], checksums=None, stacks=(), notes=_TOO_LARGE
             )
             self._ring.put(_piece(facts, encode(thin)))
+        self._trail.end()
 
     def write(self, reel: Reel) -> None:
         """Write the box out when something about this step asks for it."""
@@ -109,16 +130,27 @@ class BlackBox:
         why = self._ended or self._pending
         if why is not None:
             self._write_out(why)
-        self.position.keep_in(None)
+        self.leave()
         self._ring.close()
         self._ring.path.unlink(missing_ok=True)
 
+    def leave(self) -> None:
+        """Write no more into the file; safe to call twice."""
+        _open.discard(self)
+        self._left = True
+        self.position.keep_in(None)
+        self._trail.close()
+
     def _write_out(self, why: str, upto: int | None = None) -> None:
         path = self.folder / BOX_FILE
+        pieces = read_ring(self._ring.path)
+        last = step_in_progress(self._ring.path) if upto is None else None
+        if last is not None:  # the program ended within it
+            self._where = str(self.position.where())
+            pieces.append(orjson.dumps(last))
         findings = [dataclasses.asdict(finding) for finding in self._found]
         head = {"black_box": 1, "rank": self._rank, "why": why, "where": self._where, "findings": findings}
         draft = path.with_name(f".{BOX_FILE}.partial")
-        pieces = read_ring(self._ring.path)
         if upto is not None:  # the training may have gone on meanwhile
             pieces = [piece for piece in pieces if orjson.loads(piece)["reel"]["step"] <= upto]
         draft.write_bytes(b"\n".join([orjson.dumps(head, default=str), *pieces[-self.plan.steps :], b""]))
@@ -129,6 +161,19 @@ class BlackBox:
 
 
 _TOO_LARGE = ("the numbers of this step's tensors did not fit the black box: raise `max_bytes` or lower `steps`",)
+
+
+_open: weakref.WeakSet[BlackBox] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Leave the files to the parent: what a child does is no word about it."""
+    for box in list(_open):
+        box.leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _set_aside(folder: Path) -> None:

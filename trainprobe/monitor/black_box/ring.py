@@ -1,7 +1,8 @@
 """A file of a fixed size that holds the last pieces written to it, readable at any moment, also after the writer was killed.
 
-    header     MAGIC, format, number of slots, bytes of a slot
+    header     MAGIC, number of slots, bytes of a slot, bytes of the trail
     position   where the process is in its training (engine.position)
+    trail      what the step in progress has brought so far (engine.trail), a quarter of the file
     slot       sequence number from 1 (0: empty), length (top bit: not compressed), CRC-32, then the piece, compressed by zlib
                where it would not fit otherwise
 
@@ -21,9 +22,10 @@ from pathlib import Path
 from trainprobe.engine.position import BYTES, Where, read_position
 from trainprobe.errors import FormatError, OutputError
 
-MAGIC = b"TPBOX\0\0\2"
-_HEADER = struct.Struct("<8sQQ")
-_FIRST = _HEADER.size + BYTES  # where the slots begin
+MAGIC = b"TPBOX\0\0\3"
+_HEADER = struct.Struct("<8sQQQ")  # MAGIC, slots, bytes of a slot, bytes of the trail
+_TRAIL = _HEADER.size + BYTES  # where the trail begins
+_SHARE = 4  # of the file, for the trail
 _SLOT = struct.Struct("<QQQ")
 _PLAIN = 1 << 63
 
@@ -36,8 +38,10 @@ class Ring:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.slots = slots
-        self.slot_bytes = (max_bytes - _FIRST) // slots
-        size = _FIRST + self.slot_bytes * slots
+        trail = max_bytes // _SHARE & ~7
+        self._first = _TRAIL + trail
+        self.slot_bytes = (max_bytes - self._first) // slots
+        size = self._first + self.slot_bytes * slots
         path.unlink(missing_ok=True)
         draft = path.with_name(f".{path.name}.partial")  # a reader finds a ring there, or nothing
         with draft.open("w+b") as file:
@@ -51,7 +55,7 @@ class Ring:
                     f"the black box {path} needs {size} bytes: {error}; make room, or lower `max_bytes` of `black_box`"
                 ) from error
             self._map = mmap.mmap(file.fileno(), size)
-        self._map[: _HEADER.size] = _HEADER.pack(MAGIC, slots, self.slot_bytes)
+        self._map[: _HEADER.size] = _HEADER.pack(MAGIC, slots, self.slot_bytes, trail)
         draft.replace(path)
         self._sequence = 0
 
@@ -61,7 +65,7 @@ class Ring:
         packed = piece if plain else zlib.compress(piece, 1)
         if _SLOT.size + len(packed) > self.slot_bytes:
             return False
-        at = _FIRST + self.slot_bytes * (self._sequence % self.slots)
+        at = self._first + self.slot_bytes * (self._sequence % self.slots)
         self._map[at : at + _SLOT.size] = _SLOT.pack(0, 0, 0)
         self._map[at + _SLOT.size : at + _SLOT.size + len(packed)] = packed
         self._sequence += 1
@@ -70,7 +74,11 @@ class Ring:
 
     def room_for_position(self) -> memoryview:
         """Return the part of the file that is for the position, uint8 [BYTES]; to be let go of before `close`."""
-        return memoryview(self._map)[_HEADER.size : _FIRST]
+        return memoryview(self._map)[_HEADER.size : _TRAIL]
+
+    def room_for_trail(self) -> memoryview:
+        """Return the part of the file that is for the trail of a step, uint8 [n]; to be let go of before `close`."""
+        return memoryview(self._map)[_TRAIL : self._first]
 
     def close(self) -> None:
         """Let go of the file; it stays."""
@@ -80,10 +88,10 @@ class Ring:
 def read_ring(path: Path) -> list[bytes]:
     """Return the pieces of a ring, oldest first, torn ones left out. Raises FormatError for a file that is no ring."""
     data = _whole(path)
-    _, slots, size = _HEADER.unpack_from(data)
+    _, slots, size, trail = _HEADER.unpack_from(data)
     found: list[tuple[int, bytes]] = []
     for i in range(slots):
-        at = _FIRST + i * size
+        at = _TRAIL + trail + i * size
         sequence, length, crc = _SLOT.unpack_from(data, at)
         plain, length = bool(length & _PLAIN), length & ~_PLAIN
         packed = data[at + _SLOT.size : at + _SLOT.size + length]
@@ -94,14 +102,21 @@ def read_ring(path: Path) -> list[bytes]:
 
 def read_where(path: Path) -> Where:
     """Return where the process was when it wrote to a ring last. Raises FormatError for a file that is no ring."""
-    return read_position(_whole(path)[_HEADER.size : _FIRST])
+    return read_position(_whole(path)[_HEADER.size : _TRAIL])
 
 
-def _whole(path: Path) -> bytes:
-    data = path.read_bytes()
-    if len(data) < _FIRST or data[:8] != MAGIC:
+def read_trail_bytes(path: Path) -> memoryview:
+    """Return the trail of a ring (see `engine.trail.read_trail`). Raises FormatError for a file that is no ring."""
+    data = _whole(path)
+    return memoryview(data)[_TRAIL : _TRAIL + _HEADER.unpack_from(data)[3]]
+
+
+def _whole(path: Path) -> mmap.mmap | bytes:
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+    if len(data) < _TRAIL or data[:8] != MAGIC:
         raise FormatError(f"{path} is not a black box of this format (its first bytes are {data[:8]!r})")
-    _, slots, size = _HEADER.unpack_from(data)
-    if len(data) != _FIRST + slots * size:
-        raise FormatError(f"{path} has {len(data)} bytes where its header says {_FIRST + slots * size}: it was cut off")
+    _, slots, size, trail = _HEADER.unpack_from(data)
+    if len(data) != _TRAIL + trail + slots * size:
+        raise FormatError(f"{path} has {len(data)} bytes where its header says {_TRAIL + trail + slots * size}: it was cut off")
     return data

@@ -258,7 +258,7 @@ static PyObject *merged_value(Backward *b, PyObject *value, Py_ssize_t i, PyObje
         Py_ssize_t place = PyLong_AsSsize_t(PyList_GetItem(others, k));
         Value *other = (Value *)with_note(b, Py_NewRef(value), note);
         if (!other) goto failed;
-        other->row = -1;
+        other->row = -1, other->epoch = 0; /* no twin in the trail either */
         Py_XDECREF(other->requires_grad);
         other->requires_grad = Py_NewRef(Py_False);
         Py_CLEAR(other->tensor);
@@ -299,7 +299,9 @@ static int take(Backward *b, int side, Py_ssize_t i, PyObject *gradient, PyObjec
         Py_DECREF(value);
         value = named;
     }
-    return value ? PyList_SetItem(where, slot->index, value) : -1;
+    if (!value || PyList_SetItem(where, slot->index, value)) return -1;
+    if (self->eye) tape_told(self->eye, b->call, side ? OUT : ARGS);
+    return 0;
 }
 
 int take_input(PyObject *backward, Py_ssize_t input, PyObject *gradient) { return take((Backward *)backward, 1, input, gradient, NULL); }

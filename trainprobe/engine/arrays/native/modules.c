@@ -110,6 +110,7 @@ static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *args, Py
             failed = flow < 0 || (flow && (edges_of(self, args, NULL, -1, edges, 0) || edges_of(self, kwargs, NULL, -1, edges, 0)));
         }
         failed = failed || PyList_Append(self->calls, (PyObject *)call);
+        if (!failed) tape_told(self->eye, call, ARGS | KWARGS | PARAMS);
     }
     if (failed || PyList_Append(self->stack, (PyObject *)call)) {
         Py_XDECREF((PyObject *)call);
@@ -127,6 +128,7 @@ static int leave(ModuleWatch *self, const ModuleInfo *info, Call *call, long lon
         if (!tree) return -1;
         Py_XDECREF(call->out);
         call->out = tree;
+        if (self->eye) tape_told(self->eye, call, OUT);
     }
     if (!self->backward || !self->eye) return 0;
     int flow = gradients_flow(self);
@@ -255,6 +257,7 @@ static int record_gradient(ModuleWatch *self, const ModuleInfo *info, PyObject *
             at = PyUnicode_FromFormat("Module.%U.%U.parameters_grad.%zd.%U", info->name, info->cls, number, name);
         if (call && !PyErr_Occurred()) tree = tape_tree(self->eye, gradient, info->flags, at, 0);
         failed = !tree || PyDict_SetItem(call->params, name, tree);
+        if (!failed && self->eye) tape_told(self->eye, call, PARAMS);
         Py_XDECREF(at);
         Py_XDECREF(tree);
         Py_XDECREF((PyObject *)call);

@@ -90,6 +90,14 @@ int arena_keep(Arena *self, PyObject *key, PyObject *dtype, PyObject *shape, con
 
 void tape_touched(Tape *self, PyObject *t);
 
+/* The trail of a step (trail.c): fields are those trees of the call that have come or changed. */
+enum { ARGS = 1, KWARGS = 2, OUT = 4, PARAMS = 8 };
+int trail_check(PyObject *x);
+void trail_value(PyObject *trail, Value *v, const double *row, uint64_t checksum);
+void trail_twin(PyObject *trail, Value *twin, const Value *v);
+void trail_call(PyObject *trail, Call *c, int fields);
+void tape_told(Tape *self, Call *c, int fields); /* does so where the tape has a trail */
+
 /* Whether the plan wants a micro-batch: asked once for each, and the latest answer kept. */
 typedef struct {
     PyObject *function, *micro;
@@ -133,6 +141,7 @@ int gradients_fill(PyObject *module);
 int contribution_fill(PyObject *module);
 int arena_fill(PyObject *module);
 int parts_fill(PyObject *module);
+int trail_fill(PyObject *module);
 int registering_fill(PyObject *module);
 
 #endif

@@ -162,6 +162,8 @@ static Call *before(OpWatch *self, PyObject *name, long flags, PyObject *args, P
         ((!recompute || self->recompute) && self->calls && PyList_Append(self->calls, (PyObject *)call))) {
         Py_DECREF((PyObject *)call);
         call = NULL;
+    } else if ((!recompute || self->recompute) && self->eye) {
+        tape_told(self->eye, call, ARGS | KWARGS);
     }
 done:
     Py_XDECREF(again);
@@ -245,6 +247,7 @@ static int after(OpWatch *self, PyObject *spec, long flags, Call *call, long lon
         if (!tree) return -1;
         Py_XDECREF(call->out);
         call->out = tree;
+        if (self->eye && (call->phase == t_forward || self->recompute)) tape_told(self->eye, call, OUT);
     }
     if (!self->backward || !self->eye) return 0;
     OpHook *hook = NULL;
@@ -332,7 +335,9 @@ static int record(OpWatch *self, OpHook *hook, PyObject *sent, PyObject *receive
         if (!hook->call || PyList_Append(self->calls, (PyObject *)hook->call)) return -1;
     }
     if (join(self, hook, &hook->call->args, received, ".input")) return -1;
-    return hook->watch ? join(self, hook, &hook->call->out, sent, ".output") : 0;
+    if (hook->watch && join(self, hook, &hook->call->out, sent, ".output")) return -1;
+    if (hook->watch && self->eye) tape_told(self->eye, hook->call, ARGS | OUT);
+    return 0;
 }
 
 static PyObject *hook_called(OpHook *hook, PyObject *args, PyObject *kwargs) {

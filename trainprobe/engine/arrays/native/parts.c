@@ -104,6 +104,7 @@ static PyObject *look_at_parts(PyObject *module, PyObject *args) {
         l.name = PyTuple_GetItem(entry, 1);
         int failed = (value && see(&l, n_value, p, value)) || (gradient && see_gradient(&l, p, gradient)) ||
                      (state && see_states(&l, p, holders, state));
+        if (l.call) tape_told(l.tape, l.call, PARAMS);
         Py_XDECREF((PyObject *)l.call);
         l.call = NULL;
         if (failed) return NULL;

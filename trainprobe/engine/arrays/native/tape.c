@@ -38,6 +38,7 @@ struct Tape {
     PyTypeObject *plain[2];
     PyObject *open_strip, *slow, *special, *rare, *keep, *describe;
     PyObject *arena; /* NULL: each value passes through `keep` */
+    PyObject *trail; /* is told what is looked at, or NULL */
     PyObject *noted; /* list of (twin with a note of its own, value), or NULL */
     int reuse, dtypes_known;
     Dtype dtypes[64];
@@ -206,6 +207,8 @@ static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, lo
         if (value->row == -2 || PyList_Append(owned, (PyObject *)value)) {
             Py_DECREF(value);
             value = NULL;
+        } else if (self->trail && value->row >= 0) {
+            trail_value(self->trail, value, rows->partials + value->row * COLUMNS, rows->checksums[value->row]);
         }
     }
     Py_XDECREF(grad);
@@ -390,7 +393,12 @@ PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note) {
     if (pair && !self->noted) self->noted = PyList_New(0);
     if (!pair || !self->noted || PyList_Append(self->noted, pair)) Py_CLEAR(twin);
     Py_XDECREF(pair);
+    if (twin && self->trail && Py_TYPE(value) == value_type) trail_twin(self->trail, (Value *)twin, (Value *)value);
     return twin;
+}
+
+void tape_told(Tape *self, Call *c, int fields) {
+    if (self->trail) trail_call(self->trail, c, fields);
 }
 
 static PyObject *touched(Tape *self, PyObject *t) {
@@ -424,6 +432,14 @@ static PyObject *gather_into(Tape *self, PyObject *arena) {
     return Py_NewRef(Py_None);
 }
 
+static PyObject *leave_trail(Tape *self, PyObject *trail) {
+    if (!trail_check(trail)) return PyErr_Format(PyExc_TypeError, "leave_trail takes a Trail");
+    PyObject *before = self->trail;
+    self->trail = Py_NewRef(trail);
+    Py_XDECREF(before);
+    return Py_NewRef(Py_None);
+}
+
 static PyObject *tape_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *plain[2], *functions[6];
     int reuse;
@@ -447,6 +463,7 @@ static void let_go(Tape *self) { /* of the functions, which hold the Python tape
     Py_CLEAR(self->keep);
     Py_CLEAR(self->describe);
     Py_CLEAR(self->arena);
+    Py_CLEAR(self->trail);
 }
 
 static int tape_traverse(Tape *self, visitproc visit, void *arg) {
@@ -497,6 +514,7 @@ static PyMethodDef tape_methods[] = {
     {"touched", (PyCFunction)touched, METH_O, "touched(t): see engine.tape.Tape.touched."},
     {"forget_all", (PyCFunction)forget_all, METH_NOARGS, "forget_all(): see engine.tape.Tape.forget_all."},
     {"gather_into", (PyCFunction)gather_into, METH_O, "gather_into(arena): small values that are saved are copied there."},
+    {"leave_trail", (PyCFunction)leave_trail, METH_O, "leave_trail(trail): it is told what is looked at."},
     {"reset", (PyCFunction)reset, METH_NOARGS, "reset(): let go of all that was seen and of the strips."},
     {NULL, NULL, 0, NULL}};
 

@@ -1,0 +1,25 @@
+"""The step in which a process died, as the other steps of a black box are: facts, and a line of the record log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trainprobe.engine.dumps.record_log import encode
+from trainprobe.engine.trail import read_trail
+from trainprobe.monitor.black_box.ring import read_trail_bytes
+
+
+def step_in_progress(ring: Path) -> dict[str, Any] | None:
+    """Return {"facts": {"batches": …, "seen_last": a call}, "reel": …} of the step that a ring's trail tells of, or None.
+
+    Raises FormatError for a file that is no ring.
+    """
+    found = read_trail(read_trail_bytes(ring))
+    if found is None:
+        return None
+    reel, last = found
+    seen = None if last is None else {"kind": last.kind, "name": last.name, "phase": last.phase, "node": last.node}
+    return {"facts": {"batches": list(reel.batches), "seen_last": seen}, "reel": orjson.loads(encode(reel))}
