@@ -36,7 +36,7 @@ test: $(VENV)/.dev
 # and is for whoever changes what depends on the version, so `make test` leaves it out. Where one cannot be made, its tests are left
 # out with the reason, except in CI (CI=true), where they must run.
 IN_mindspore := -p no:xdist tests/mindspore
-IN_triton := -n $(WORKERS) --dist load -k triton tests/triton tests/engine/arrays
+IN_triton := -n $(WORKERS) --dist load -k triton tests/triton_kernels tests/engine/arrays
 IN_oldest := -n $(WORKERS) --dist loadscope tests/engine tests/test_observer_effect.py tests/test_gradients.py \
 	tests/test_debugger.py tests/integrations/torch_loop/test_torch_loop.py \
 	--deselect tests/integrations/torch_loop/test_torch_loop.py::test_a_loop_of_accelerate_steps_where_its_accumulation_ends \

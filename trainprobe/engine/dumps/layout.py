@@ -22,7 +22,7 @@ _RANK = re.compile(r"rank(\d+)")
 class RankFolder:
     """The folder of one rank and step while it is being written, hidden beside its final place until `complete`.
 
-    What a killed run leaves behind is told by the folder's name, and of tensor files by the ending `.partial` too.
+    Each file in it has the ending `.partial` until it is whole, so that what a killed run leaves behind is told by its name.
     Names are text here and not `Path`, which would take as long as the system calls.
     """
 
@@ -62,13 +62,15 @@ class RankFolder:
 
     def _write(self, name: str, text: bytes) -> None:
         path = f"{self._hidden}{os.sep}{name}"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+        partial = f"{path}{PARTIAL}"
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
         try:
             left = memoryview(text)
             while left:
                 left = left[os.write(file, left) :]
         finally:
             os.close(file)
+        os.rename(partial, path)  # noqa: PTH104
 
     def _publish(self, replace: bool) -> None:
         if os.path.lexists(self._final):

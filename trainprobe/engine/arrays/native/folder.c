@@ -9,6 +9,7 @@
 
 #include "objects.h"
 
+#define PARTIAL ".partial"
 #define LONGEST 4096
 #define MOST_FILES 16
 
@@ -29,13 +30,15 @@ static int write_whole(int file, const char *data, Py_ssize_t size) {
 
 /* path is left at what the error is about. */
 static int write_file(const char *folder, const File *f, char *path) {
-    if (snprintf(path, LONGEST, "%s/%s", folder, f->name) >= LONGEST) return errno = ENAMETOOLONG, -1;
+    char whole[LONGEST];
+    if (snprintf(whole, LONGEST, "%s/%s", folder, f->name) >= LONGEST || snprintf(path, LONGEST, "%s" PARTIAL, whole) >= LONGEST)
+        return errno = ENAMETOOLONG, -1;
     int file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     if (file < 0) return -1;
     int failed = write_whole(file, f->data, f->size), error = errno; /* closing may set another */
     if (close(file) && !failed) failed = -1, error = errno;
-    errno = error;
-    return failed;
+    if (failed) return errno = error, -1;
+    return rename(path, whole);
 }
 
 /* 1: written. 0: something is there already, or there is nothing to make the folder in; nothing was done. -1: errno and path. */

@@ -17,7 +17,7 @@ from trainprobe.engine.arrays import triton_rows
 def test_every_dtype_compiles_and_keeps_subnormals_and_order(target: int, tmp_path: Path) -> None:
     """No flushing of subnormals, no atomics, no fused or approximate float64."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.triton.compile_kernels", str(target)]
+    command = [sys.executable, "-m", "tests.triton_kernels.compile_kernels", str(target)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
     assert run.returncode == 0, run.stderr[-3000:]
     told = [json.loads(line) for line in run.stdout.splitlines()]
