@@ -6,8 +6,13 @@ import os
 from typing import Any
 
 
+def forbidden() -> bool:
+    """Tell whether the environment forbids compiled parts and kernels (TRAINPROBE_NATIVE=0); asked anew each time."""
+    return os.environ.get("TRAINPROBE_NATIVE", "1") == "0"
+
+
 def _load() -> Any | None:
-    if os.environ.get("TRAINPROBE_NATIVE", "1") == "0":
+    if forbidden():
         return None
     try:
         from trainprobe import _native  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]

@@ -6,6 +6,7 @@ Nothing is declared to the probe but what a plain loop notes: loss, gradient nor
 from __future__ import annotations
 
 import contextlib
+import io
 from typing import Any
 
 import torch
@@ -50,6 +51,23 @@ class Loop:
     def open(self) -> None:
         """Hand them to the probe."""
         self.probe = self.probe_of(self.called, self.optimizer, self.place())
+
+    def restart(self, state: dict[str, Any]) -> None:
+        """Go on as another process would that loads this state from a file: made anew from another seed, under a new probe."""
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        saved = torch.load(file)
+        if self.probe:
+            self.probe.close()
+        self.make(99)
+        self.load(saved)
+        self.open()
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Bring everything back."""
+        for name, state in saved.items():
+            getattr(self, name).load_state_dict(state)
 
     def place(self) -> Place | None:
         """Tell where this rank stands."""

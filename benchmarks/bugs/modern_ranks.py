@@ -27,6 +27,7 @@ from benchmarks.bugs.parallel_loops import (
     Staged,
 )
 from benchmarks.bugs.precise_loops import IGNORED, Sharded
+from benchmarks.bugs.tensor_parallel import GatherTime
 
 
 class ShardedOptimizer(Loop):
@@ -190,15 +191,8 @@ class MixedShards(Sharded):
         return super().loss(step, out.float(), y)
 
 
-class Whole(torch.autograd.Function):
-    """All ranks' parts of dimension 1, for work that all ranks do alike; the gradient is cut."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """[batch, time / ranks, width] to [batch, time, width]."""
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts, 1)
+class Whole(GatherTime):
+    """All ranks' parts of dimension 1, for work that all ranks do alike; the gradient is cut and not summed."""
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import torch
@@ -96,22 +95,11 @@ class Restarted(Loop):
     def after(self, step: int) -> None:
         """Restart once."""
         if step == self.restarts - 1:
-            file = io.BytesIO()
-            torch.save(
-                {name: getattr(self, name).state_dict() for name in self.parts} | {"random": torch.get_rng_state()}, file
-            )
-            file.seek(0)
-            saved = torch.load(file)
-            if self.probe:
-                self.probe.close()
-            self.make(99)
-            self.load(saved)
-            self.open()
+            self.restart({name: getattr(self, name).state_dict() for name in self.parts} | {"random": torch.get_rng_state()})
 
     def load(self, saved: dict[str, Any]) -> None:
         """Bring everything back."""
-        for name in self.parts:
-            getattr(self, name).load_state_dict(saved[name])
+        super().load({name: saved[name] for name in self.parts})
         torch.set_rng_state(saved["random"])
 
 

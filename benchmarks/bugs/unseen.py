@@ -5,7 +5,6 @@ The loops declare nothing: what finds these bugs finds them in a plain loop.
 
 from __future__ import annotations
 
-import io
 import re
 from typing import Any
 
@@ -143,20 +142,7 @@ class Resumed(Averaged):
     def after(self, step: int) -> None:
         """Restart once."""
         if step == self.begins - 1:
-            file = io.BytesIO()
-            torch.save({k: getattr(self, k).state_dict() for k in ("model", "optimizer", "scheduler")}, file)
-            file.seek(0)
-            saved = torch.load(file)
-            if self.probe:
-                self.probe.close()
-            self.make(99)
-            self.load(saved)
-            self.open()
-
-    def load(self, saved: dict[str, Any]) -> None:
-        """Bring everything back."""
-        for name, state in saved.items():
-            getattr(self, name).load_state_dict(state)
+            self.restart({k: getattr(self, k).state_dict() for k in ("model", "optimizer", "scheduler")})
 
 
 class OptimizerNotLoaded(Resumed):

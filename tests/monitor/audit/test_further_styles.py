@@ -10,9 +10,8 @@ from benchmarks.bugs import unseen
 from benchmarks.bugs import unseen_third as third
 from benchmarks.bugs.loops import Averaged, Loop, Vision
 from benchmarks.bugs.precise_loops import Adapters, Padded, Sixteen
-from benchmarks.bugs.two_ranks import launch
 from benchmarks.bugs.unseen import Masters
-from tests.monitor.audit.trained import PLAN, findings
+from tests.monitor.audit.trained import PLAN, assert_found, assert_found_on_two_ranks, findings
 from trainprobe.engine.sources import PlainSource
 
 torch.set_num_threads(1)
@@ -45,8 +44,7 @@ ON_TWO_RANKS = {
     ],
 )
 def test_a_fault_is_found_at_its_step_and_named(tmp_path, bug, rule, name):
-    first = findings(bug, tmp_path / "out")[0]
-    assert (first.rule, first.site.name, first.step) == (rule, name, bug.begins)
+    assert_found(bug, rule, name, tmp_path)
 
 
 @pytest.mark.parametrize("twin", [Sixteen, Padded, Adapters, third.Layerwise, third.ByStages])
@@ -55,13 +53,7 @@ def test_their_healthy_twins_raise_no_alarm(tmp_path, twin):
 
 
 def test_faults_of_two_ranks_are_found_at_their_step_and_their_twins_raise_no_alarm():
-    bugs = [bug for bug in third.UNSEEN_THIRD if bug.name in ON_TWO_RANKS]
-    for rank in launch(bugs):
-        for bug in bugs:
-            first = next(f for f in rank[bug.name]["bug"]["findings"] if f["severity"] != "info")
-            assert (first["rule"], first["site"][1]) == ON_TWO_RANKS[bug.name], bug.name
-            assert first["step"] == bug.run.begins, bug.name
-            assert [f["message"] for f in rank[bug.name]["twin"]["findings"] if f["severity"] != "info"] == [], bug.name
+    assert_found_on_two_ranks(third.UNSEEN_THIRD, ON_TWO_RANKS)
 
 
 class NeverStepped(unseen.SecondNotStepped):

@@ -9,8 +9,7 @@ from benchmarks.bugs import unseen_fourth as fourth
 from benchmarks.bugs.loops import Averaged, Vision
 from benchmarks.bugs.modern_loops import Diffusion, Distilled, Patches, Streamed
 from benchmarks.bugs.token_loops import MainGradients, Policy, Routed, ScaledTwice, Translator
-from benchmarks.bugs.two_ranks import launch
-from tests.monitor.audit.trained import findings
+from tests.monitor.audit.trained import assert_found, assert_found_on_two_ranks, findings
 from trainprobe.engine.facts import Clip, ModelFacts, Reduction, StepFacts
 from trainprobe.engine.records import Place
 from trainprobe.monitor.audit.evidence import Evidence, Past, Peer, Tensors
@@ -42,8 +41,7 @@ torch.set_num_threads(1)
     ],
 )
 def test_a_fault_is_found_at_its_step_and_named(tmp_path, bug, rule, name):
-    first = findings(bug, tmp_path / "out")[0]
-    assert (first.rule, first.site.name, first.step) == (rule, name, bug.begins)
+    assert_found(bug, rule, name, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +80,7 @@ ON_TWO_RANKS = {
 
 
 def test_faults_of_two_ranks_are_found_at_their_step_and_their_twins_raise_no_alarm():
-    bugs = [bug for bug in fourth.UNSEEN_FOURTH if bug.name in ON_TWO_RANKS]
-    for rank in launch(bugs):
-        for bug in bugs:
-            first = next(f for f in rank[bug.name]["bug"]["findings"] if f["severity"] != "info")
-            assert (first["rule"], first["site"][1]) == ON_TWO_RANKS[bug.name], bug.name
-            assert first["step"] == bug.run.begins, bug.name
-            assert [f["message"] for f in rank[bug.name]["twin"]["findings"] if f["severity"] != "info"] == [], bug.name
+    assert_found_on_two_ranks(fourth.UNSEEN_FOURTH, ON_TWO_RANKS)
 
 
 class Cycled(Vision):

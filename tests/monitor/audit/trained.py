@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import nn
 
 import trainprobe
 from benchmarks.bugs.loops import Loop
+from benchmarks.bugs.published import Bug
+from benchmarks.bugs.two_ranks import launch
 from trainprobe.engine.records import Finding
 from trainprobe.watching import Probe
 
@@ -67,3 +69,21 @@ def findings(kind: type[Loop], folder: Path) -> list[Finding]:
     kind(0, 1, probe_of).run()
     probes[-1].close()
     return [f for probe in probes for f in probe.findings if f.severity != "info"]
+
+
+def assert_found(bug: type[Loop], rule: str, name: str, folder: Path) -> None:
+    """Hold that the first finding is of the step at which a bug begins, by this rule, and names this place."""
+    first = findings(bug, folder / "out")[0]
+    assert first.site is not None
+    assert (first.rule, first.site.name, first.step) == (rule, name, bug.begins)
+
+
+def assert_found_on_two_ranks(bugs: Iterable[Bug], expected: Mapping[str, tuple[str, str]]) -> None:
+    """Hold the same of bugs by name, (rule, place), on both ranks, and that their twins raise no alarm."""
+    chosen = [bug for bug in bugs if bug.name in expected]
+    for rank in launch(chosen):
+        for bug in chosen:
+            first = next(f for f in rank[bug.name]["bug"]["findings"] if f["severity"] != "info")
+            assert (first["rule"], first["site"][1]) == expected[bug.name], bug.name
+            assert first["step"] == bug.run.begins, bug.name
+            assert [f["message"] for f in rank[bug.name]["twin"]["findings"] if f["severity"] != "info"] == [], bug.name

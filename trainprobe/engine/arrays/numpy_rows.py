@@ -9,7 +9,6 @@ Bounds of the NumPy sums, x over the finite elements: up to 32 bits and complex:
 from __future__ import annotations
 
 import math
-import os
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.compiled import native
+from trainprobe.compiled import forbidden, native
 from trainprobe.engine.stats.checksum import fingerprint
 from trainprobe.engine.stats.partials import PARTIALS
 
@@ -40,7 +39,7 @@ def refusal(array: npt.NDArray[Any], dtype: str) -> str:
 
 def native_rows_in_use() -> bool:
     """Tell whether the compiled kernel reduces (TRAINPROBE_NATIVE=0 forbids it)."""
-    return native is not None and os.environ.get("TRAINPROBE_NATIVE", "1") != "0"
+    return native is not None and not forbidden()
 
 
 class NumpyStrip:

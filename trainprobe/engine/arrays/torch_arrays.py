@@ -22,7 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainprobe.engine.arrays.torch_reduce import CHECKSUM, CRC32, STATS, STD, SUBLOW
+from trainprobe.compiled import forbidden
+from trainprobe.engine.arrays.torch_reduce import CHECKSUM, CRC32, REDUCED, STATS, STD, SUBLOW
 from trainprobe.engine.arrays.torch_rows import DeviceRows, to_host
 from trainprobe.engine.stats.partials import PARTIALS
 
@@ -50,29 +51,6 @@ _NATIVE_CODES: dict[torch.dtype, int] = (
     {getattr(torch, name): code for name, code in _native.DTYPES.items() if hasattr(torch, name)} if _native else {}
 )
 _COMPLEX_CODES = frozenset(code for dtype, code in _NATIVE_CODES.items() if dtype.is_complex)
-_KNOWN = frozenset(
-    getattr(torch, name)
-    for name in (
-        *(
-            "bool",
-            "uint8",
-            "int8",
-            "uint16",
-            "int16",
-            "uint32",
-            "int32",
-            "uint64",
-            "int64",
-            "float16",
-            "bfloat16",
-            "float32",
-            "float64",
-        ),
-        *("complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
-        "float8_e8m0fnu",
-    )
-    if hasattr(torch, name)
-)
 
 
 def native_code(dtype: torch.dtype) -> int:
@@ -82,7 +60,7 @@ def native_code(dtype: torch.dtype) -> int:
 
 def native_in_use() -> bool:
     """Tell whether CPU tensors are reduced by the compiled kernel (TRAINPROBE_NATIVE=0 forbids it)."""
-    return _native is not None and os.environ.get("TRAINPROBE_NATIVE", "1") != "0"
+    return _native is not None and not forbidden()
 
 
 class TorchStrip:
@@ -203,7 +181,7 @@ def reason_without_statistics(t: Tensor) -> str:
         return "nested: reduce its values()"
     if t.is_meta:
         return "meta: there is no data"
-    if t.dtype not in _KNOWN:
+    if t.dtype not in REDUCED:
         return f"{t.dtype}: its elements are not whole bytes, or not known"
     if type(t).__name__ == "FakeTensor":
         return "fake: there is no data"

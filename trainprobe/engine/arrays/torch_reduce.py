@@ -19,6 +19,16 @@ _CHUNK = 1 << 18  # elements: a float64 temporary of a chunk is 2 MiB
 _LOW = 0xFFFFFFFF
 _UNSIGNED = {torch.uint16: (torch.int16, 0xFFFF), torch.uint32: (torch.int32, _LOW)}
 _COMPONENT = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+# every dtype that has statistics, as far as this torch knows it
+REDUCED: tuple[torch.dtype, ...] = tuple(
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+    if hasattr(torch, name)
+)
 SMALLEST_NORMAL = {
     torch.float16: 2.0**-14,
     torch.bfloat16: 2.0**-126,

@@ -9,7 +9,6 @@ torch's operations for good, and `refusals` says why.
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -23,7 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainprobe.engine.arrays.torch_reduce import CHECKSUM, SMALLEST_NORMAL, STATS, STD, SUBLOW, write_row
+from trainprobe.compiled import forbidden
+from trainprobe.engine.arrays.torch_reduce import CHECKSUM, REDUCED, SMALLEST_NORMAL, STATS, STD, SUBLOW, write_row
 from trainprobe.engine.arrays.torch_words import mix
 from trainprobe.engine.stats.partials import PARTIALS
 
@@ -52,31 +52,15 @@ _SORTS = {
     **dict.fromkeys(("float64", "complex128"), 2),
     **dict.fromkeys(("int64", "uint64"), 3),
 }
-_NAMES = (
-    *(
-        "bool",
-        "uint8",
-        "int8",
-        "uint16",
-        "int16",
-        "uint32",
-        "int32",
-        "uint64",
-        "int64",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-    ),
-    *("complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
-    "float8_e8m0fnu",
-)
-KINDS = {
-    dtype: Kind(
-        name, dtype.itemsize, _SORTS.get(name, 0), SMALLEST_NORMAL.get(dtype.to_real() if dtype.is_complex else dtype, 0.0)
-    )
-    for name, dtype in ((name, getattr(torch, name)) for name in _NAMES if hasattr(torch, name))
-}
+
+
+def _kind(dtype: torch.dtype) -> Kind:
+    name = str(dtype).rpartition(".")[2]
+    tiny = SMALLEST_NORMAL.get(dtype.to_real() if dtype.is_complex else dtype, 0.0)
+    return Kind(name, dtype.itemsize, _SORTS.get(name, 0), tiny)
+
+
+KINDS = {dtype: _kind(dtype) for dtype in REDUCED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +207,7 @@ def trust_in(device: torch.device) -> Trust:
 
 def kernels_of(device: torch.device) -> TritonRows | None:
     """Return what reduces on a device by the kernels, None where there are none or they are forbidden."""
-    if device.type not in DEVICES or os.environ.get("TRAINPROBE_NATIVE", "1") == "0" or not _triton_is_there():
+    if device.type not in DEVICES or forbidden() or not _triton_is_there():
         return None
     return TritonRows(trust_in(device))
 

@@ -1,6 +1,6 @@
 """Entering hooks on autograd nodes without a handle for each, for the compiled taps (see native/registering.c).
 
-One registrar stands in torch's place for all taps that hold it. Where torch has no such function its own way is gone.
+One registrar stands in torch's place while any tap holds it. A torch that has no such function enters the hooks by its own way.
 """
 
 from __future__ import annotations
@@ -14,42 +14,19 @@ from trainprobe.engine.taps.replaced import Replaced
 
 _OWNER: Any = getattr(function, "_HookMixin", None)
 _NAME = "_register_hook"
+_holders: set[object] = set()
+_replaced: list[Replaced] = []  # the registrar while it stands there
 
 
-class _Registrar:
-    def __init__(self) -> None:
-        self._holders = 0
-        self._replaced: Replaced | None = None
-
-    def hold(self) -> None:
-        self._holders += 1
-        if self._holders == 1 and native is not None and _NAME in vars(_OWNER or object):
-            self._replaced = Replaced(_OWNER, _NAME, native.Registrar())
-
-    def release(self) -> None:
-        self._holders -= 1
-        if self._holders == 0 and self._replaced is not None:
-            self._replaced.back()
-            self._replaced = None
+def hold(tap: object) -> None:
+    """Have the registrar stand in torch's place for a tap; safe to call twice."""
+    if not _holders and native is not None and _NAME in vars(_OWNER or object):
+        _replaced.append(Replaced(_OWNER, _NAME, native.Registrar()))
+    _holders.add(tap)
 
 
-_registrar = _Registrar()
-
-
-class Hold:
-    """A tap's own share in the registrar."""
-
-    def __init__(self) -> None:
-        self._held = False
-
-    def take(self) -> None:
-        """Have the registrar stand in torch's place; safe to call twice."""
-        if not self._held:
-            self._held = True
-            _registrar.hold()
-
-    def give_back(self) -> None:
-        """Let it go; it leaves when nobody holds it. Safe to call twice."""
-        if self._held:
-            self._held = False
-            _registrar.release()
+def let_go(tap: object) -> None:
+    """Tell that a tap needs it no more; it leaves when nobody does. Safe to call twice."""
+    _holders.discard(tap)
+    while _replaced and not _holders:
+        _replaced.pop().back()

@@ -25,6 +25,7 @@ from trainprobe.engine.position import Position
 from trainprobe.engine.records import Call
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import SAVE, Tape
+from trainprobe.engine.taps import node_hooks
 from trainprobe.engine.taps.gradients import edge_of, plus, sequence_number
 from trainprobe.engine.taps.module_gradients import (
     UNTOUCHED,
@@ -35,7 +36,6 @@ from trainprobe.engine.taps.module_gradients import (
     places,
 )
 from trainprobe.engine.taps.native_torch import learned
-from trainprobe.engine.taps.node_hooks import Hold
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.wanted import ModulesWanted
 
@@ -95,7 +95,6 @@ class ModuleTap:
         self._gradients = GradientWatch(guard)
         self._thread = 0
         self._original: Replaced | None = None
-        self._registrar = Hold()
         self._accumulators: list[tuple[Any, Any]] = []
         self._gradient_calls: dict[tuple[str, int], Call] = {}
         self._arrived: dict[int, int] = {}  # id of parameter → gradients that arrived this step
@@ -180,7 +179,7 @@ class ModuleTap:
             self._watch.begin(tape, tape.eye, tape.calls, self._arrived)
         self.install()
         if self.wanted.backward:
-            self._registrar.take()
+            node_hooks.hold(self)
         if self.wanted.backward and PARAMETER_GRADIENTS in self.wanted.data:
             self._watch_parameters()
 
@@ -219,7 +218,7 @@ class ModuleTap:
         """
         if not again:
             self.uninstall()
-            self._registrar.give_back()
+            node_hooks.let_go(self)
         if self._watch is not None:
             self._watch.end()
         self._gradients.end()

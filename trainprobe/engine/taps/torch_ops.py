@@ -20,11 +20,11 @@ from trainprobe.engine.guard import Guard
 from trainprobe.engine.records import Call
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import SAVE, Tape
+from trainprobe.engine.taps import node_hooks
 from trainprobe.engine.taps.compiled_regions import forget, keep_apart
 from trainprobe.engine.taps.function_modes import is_on, put_on, take_off
 from trainprobe.engine.taps.gradients import node_of, sequence_number
 from trainprobe.engine.taps.native_torch import learned
-from trainprobe.engine.taps.node_hooks import Hold
 from trainprobe.engine.taps.repeated_ops import RepeatedOps
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.taps.torch_modules import ModuleTap
@@ -56,7 +56,6 @@ class OpTap:
         self._mode: _Mode | None = None
         self._on = False
         self._engine: Replaced | None = None
-        self._registrar = Hold()
         self._repeated = RepeatedOps()
         self._hooks: list[_OpBackward] = []
         self._parent: str | None = None
@@ -115,7 +114,7 @@ class OpTap:
         autograd: Any = torch.autograd
         self._engine = Replaced(autograd, "_engine_run_backward", self._with_mode(autograd._engine_run_backward))
         keep_apart(self)
-        self._registrar.take()
+        node_hooks.hold(self)
         self.switch(True)
 
     def switch(self, on: bool) -> None:
@@ -169,7 +168,7 @@ class OpTap:
         self._repeated.end()
         forget(self)
         if not again:
-            self._registrar.give_back()
+            node_hooks.let_go(self)
         if self._engine is not None:
             self._engine.back()
             self._engine = None

@@ -25,8 +25,6 @@ typedef struct {
 static PyTypeObject *graph_type;
 static PyObject *t_next;
 
-static size_t mixed(const void *address) { return (size_t)(((uint64_t)(uintptr_t)address >> 4) * 0x9E3779B97F4A7C15u >> 20); }
-
 static size_t chain_of(const Graph *self, const void *to) { return mixed(to) & (size_t)(self->n_heads - 1); }
 
 static int nodes_add(Nodes *nodes, PyObject *node) {

@@ -54,7 +54,7 @@ static PyObject *n_version, *n_dtype, *n_is_neg, *n_is_conj, *n_requires_grad, *
 
 /* ---- what was seen ------------------------------------------------------------------------------------------------------ */
 
-static size_t place_of(const void *id, Py_ssize_t room) { return (size_t)(((uint64_t)(uintptr_t)id >> 4) * 0x9E3779B97F4A7C15u >> 20) & (size_t)(room - 1); }
+static size_t place_of(const void *id, Py_ssize_t room) { return mixed(id) & (size_t)(room - 1); }
 
 static void seen_forget(Seen *seen) {
     Py_CLEAR(seen->weak);

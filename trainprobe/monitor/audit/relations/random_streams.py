@@ -35,18 +35,7 @@ def _again(evidence: Evidence) -> list[Finding]:
         "drew the same numbers again"
     )
     hint = "seed once, before the training; around an evaluation keep the random state and put it back"
-    return [
-        evidence.finding(
-            "random_streams",
-            text,
-            "random state",
-            measured="equal",
-            expected="different",
-            kind="scalar",
-            severity="warning",
-            next=hint,
-        )
-    ]
+    return _repeated(evidence, text, hint)
 
 
 def _together(evidence: Evidence) -> list[Finding]:
@@ -58,6 +47,10 @@ def _together(evidence: Evidence) -> list[Finding]:
         "are the same from now on"
     )
     hint = "save and load the random state of each rank by itself"
+    return _repeated(evidence, text, hint)
+
+
+def _repeated(evidence: Evidence, text: str, hint: str) -> list[Finding]:
     return [
         evidence.finding(
             "random_streams",
