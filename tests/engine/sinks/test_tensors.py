@@ -25,8 +25,8 @@ def some(dtype: torch.dtype) -> torch.Tensor:
     return (torch.arange(-6, 9).reshape(3, 5) * 1.5).to(dtype)
 
 
-def store(folder, tensors, reserve=1 << 12):
-    file = SafetensorsFile(folder / "tensors.safetensors", reserve)
+def store(folder, tensors, **room):
+    file = SafetensorsFile(folder / "tensors.safetensors", **room)
     for key, tensor in tensors.items():
         file.add(SavedTensor.of(key, tensor))
     file.finish()
@@ -65,9 +65,22 @@ def test_scalars_and_empty_values_keep_their_shape(shape, tmp_path):
     assert store(tmp_path, {"x": torch.ones(shape)}).array("x").shape == shape
 
 
-def test_a_header_that_outgrows_its_room_moves_the_values(tmp_path):
+@pytest.mark.parametrize(
+    ("held", "reserve"), [(1 << 20, 64), (0, 64), (0, 1 << 18)], ids=["held", "streamed", "streamed, room"]
+)
+def test_a_header_that_outgrows_its_room_moves_the_values(held, reserve, tmp_path):
     tensors = {f"{'long' * 20}.{i}": torch.full((3,), i, dtype=torch.int16) for i in range(200)}
-    again = store(tmp_path, tensors, reserve=64)
+    again = store(tmp_path, tensors, reserve=reserve, held=held)
+    with safe_open(tmp_path / "tensors.safetensors", "pt") as file:
+        assert all(torch.equal(file.get_tensor(key), tensor) for key, tensor in tensors.items())
+    assert all((again.array(key) == tensor.numpy()).all() for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("reserve", [64, 1 << 18])
+def test_values_of_many_sizes_that_are_streamed_are_read_back(reserve, tmp_path):
+    sizes = [0, 1, 4095, 4096, 4097, 0, 3 << 20, 5, (9 << 20) + 1, 1 << 20]
+    tensors = {f"x.{i}": torch.randint(0, 256, (size,), dtype=torch.uint8) for i, size in enumerate(sizes)}
+    again = store(tmp_path, tensors, reserve=reserve, held=4096)
     with safe_open(tmp_path / "tensors.safetensors", "pt") as file:
         assert all(torch.equal(file.get_tensor(key), tensor) for key, tensor in tensors.items())
     assert all((again.array(key) == tensor.numpy()).all() for key, tensor in tensors.items())

@@ -1,7 +1,8 @@
 """Tensor values of one rank and step on their way to disk: one safetensors file, or one `.pt` or `.npy` file a tensor.
 
-A small step is written at once. The file of a large one is streamed: room for the header is reserved and filled with blanks
-(the format allows them), values are appended as they come, and the header is written last, so memory stays bounded.
+A small step is written at once. The file of a large one is streamed, past the page cache where that can be done: room for the
+header is reserved, values are appended as they come, and the header is written last, with blanks behind it (the format allows
+them), so memory stays bounded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import orjson
 
+from trainprobe.engine.dumps.direct_file import BLOCK, DirectFile
 from trainprobe.engine.dumps.layout import partial_name
 from trainprobe.errors import MissingExtra
 
@@ -27,7 +29,7 @@ SAFETENSORS_FILE = "tensors.safetensors"
 DATA_FOLDER = "dump_tensor_data"
 PADDING = "_padding."  # keys of the bytes that keep the values behind them on a multiple of eight
 _ALIGN = 8
-_RESERVE = 1 << 18
+_RESERVE = (1 << 18) - 8
 _COPY = 1 << 22
 _HELD = 16 << 20
 _PLAIN_NAME = re.compile(r"[\w.+\-]{1,200}", re.ASCII)
@@ -112,7 +114,8 @@ class TensorFiles(Protocol):
 class SafetensorsFile:
     """Streams values into one safetensors file (see the module text). A key is stored once.
 
-    What fits into `held` bytes waits in memory and is written at once, behind its header.
+    What fits into `held` bytes waits in memory and is written at once, behind its header. In a streamed file the values, and
+    from then on each piece of them, begin at a multiple of `BLOCK`. reserve: bytes for the header at least.
     """
 
     def __init__(self, path: Path, reserve: int = _RESERVE, held: int = _HELD) -> None:
@@ -120,11 +123,11 @@ class SafetensorsFile:
         self._entries: list[bytes] = []  # as text: thousands of small containers would keep the garbage collector busy
         self._keys: set[str] = set()
         self._metadata = {"format": "pt"}
-        self._start = 8 + reserve
+        self._start = _whole_blocks(8 + reserve)
         self._end = 0
         self._held = held
         self._waiting: list[Any] = []
-        self._file: BinaryIO | None = None
+        self._file: DirectFile | None = None
         self._closed = False
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -145,21 +148,19 @@ class SafetensorsFile:
     def add_piece(self, piece: Any) -> int:
         """Append all values of a piece (see `SavedTensor.all_of`); return how many bytes the file grew."""
         keys = piece.keys()
-        taken = len(self._keys) + len(keys)
         if not self._keys.isdisjoint(keys) or len(set(keys)) < len(keys):
             return sum(map(self.add, SavedTensor.all_of(piece)))
         before = self._end
-        self._align()
+        self._align(_ALIGN if self._file is None else BLOCK)
         self._keys.update(keys)
-        assert len(self._keys) == taken
         self._entries.append(piece.header(self._end, _quote, PADDING))
         self._write(piece.data)
         self._end += piece.nbytes
         return self._end - before
 
-    def _align(self) -> None:
-        if self._end % _ALIGN:
-            more = _ALIGN - self._end % _ALIGN
+    def _align(self, to: int = _ALIGN) -> None:
+        if self._end % to:
+            more = to - self._end % to
             self._append(f"{PADDING}{self._end}", "U8", [more], bytes(more))
 
     def _append(self, key: str, dtype: str, shape: list[int], data: Any) -> None:
@@ -175,23 +176,14 @@ class SafetensorsFile:
 
     def _write(self, data: Any) -> None:
         if self._file is not None:
-            self._file.write(data)
+            self._file.append(data)
             return
         self._waiting.append(data)
         if self._end > self._held:
-            self._begin(self._start)
-            self._write_waiting()
-
-    def _begin(self, start: int) -> None:
-        self._start = start
-        self._file = partial_name(self._path).open("w+b", buffering=1 << 20)
-        self._file.write(b" " * start)
-
-    def _write_waiting(self) -> None:
-        assert self._file is not None
-        for data in self._waiting:
-            self._file.write(data)
-        self._waiting.clear()
+            self._file = DirectFile(partial_name(self._path), self._start)
+            for waiting in self._waiting:
+                self._file.append(waiting)
+            self._waiting.clear()
 
     def finish(self) -> None:
         """Write the header in front of the values."""
@@ -199,39 +191,48 @@ class SafetensorsFile:
             return
         self._closed = True
         header = b"{" + b",".join([b'"__metadata__":' + orjson.dumps(self._metadata), *self._entries]) + b"}"
-        exact = -(-len(header) // _ALIGN) * _ALIGN
+        partial = partial_name(self._path)
         if self._file is None:
-            self._file = partial_name(self._path).open("wb", buffering=1 << 16)
-            self._file.write(exact.to_bytes(8, "little") + header.ljust(exact))
-            self._write_waiting()
+            with partial.open("wb", buffering=1 << 16) as file:
+                file.write(_framed(header, 8 + -(-len(header) // _ALIGN) * _ALIGN))
+                file.writelines(self._waiting)
+            self._waiting.clear()
         else:
-            if exact > self._start - 8:
-                self._shift(8 + exact)
-            room = self._start - 8
-            self._file.seek(0)
-            self._file.write(room.to_bytes(8, "little") + header.ljust(room))
-        self._file.close()
-        partial_name(self._path).rename(self._path)
+            self._file.finish()
+            start = max(self._start, _whole_blocks(8 + len(header)))
+            with partial.open("r+b") as file:
+                if start > self._start:
+                    self._shift(file, start)
+                file.seek(0)
+                file.write(_framed(header, start))
+        partial.rename(self._path)
 
     def discard(self) -> None:
         """Let go of the file without making it readable."""
         self._closed = True
         self._waiting.clear()
         if self._file is not None:
-            self._file.close()
+            self._file.discard()
 
-    def _shift(self, start: int) -> None:
+    def _shift(self, file: BinaryIO, start: int) -> None:
         """Move all values towards the end, last part first, to make room for a header that outgrew what was reserved."""
-        assert self._file is not None
         left = self._end
         while left > 0:
             size = min(_COPY, left)
             left -= size
-            self._file.seek(self._start + left)
-            part = self._file.read(size)
-            self._file.seek(start + left)
-            self._file.write(part)
-        self._start = start
+            file.seek(self._start + left)
+            part = file.read(size)
+            file.seek(start + left)
+            file.write(part)
+
+
+def _whole_blocks(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK
+
+
+def _framed(header: bytes, start: int) -> bytes:
+    """Return what lies before byte `start` of a file, where its values begin."""
+    return (start - 8).to_bytes(8, "little") + header.ljust(start - 8)
 
 
 def _quote(text: str) -> str:

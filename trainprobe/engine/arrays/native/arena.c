@@ -8,6 +8,7 @@
 #define LARGEST ((size_t)8 << 20) /* bytes of a piece, and up to which a value is gathered */
 #define SPARE 16                  /* pieces of the largest size that are kept for the next */
 #define ALIGN 8
+#define PAGE 4096 /* a piece begins at one, so that the disk can read it where it lies (see engine/dumps/direct_file.py) */
 
 typedef struct {
     PyObject *key, *dtype, *shape; /* dtype: as in Value.dtype */
@@ -16,11 +17,11 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *bytes; /* of the whole piece; what lies behind `used` is not part of it */
+    PyObject *bytes; /* they hold the piece, from `skipped` on; what lies behind `used` is not part of it */
     PyObject *names; /* dtype → its name in a safetensors header */
     Entry *entries;
     Py_ssize_t n, room;
-    size_t used, size;
+    size_t skipped, used, size;
 } Piece;
 
 struct Arena {
@@ -40,11 +41,12 @@ static Piece *piece_new(PyObject *names, size_t size) {
     Piece *self = (Piece *)PyType_GenericAlloc(piece_type, 0);
     if (!self) return NULL;
     self->names = Py_NewRef(names), self->size = size;
-    self->bytes = size == LARGEST && spares ? spare[--spares] : PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
+    self->bytes = size == LARGEST && spares ? spare[--spares] : PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(size + PAGE - 1));
     if (!self->bytes) {
         Py_DECREF((PyObject *)self);
         return NULL;
     }
+    self->skipped = (PAGE - (uintptr_t)PyBytes_AsString(self->bytes) % PAGE) % PAGE;
     return self;
 }
 
@@ -76,7 +78,7 @@ static void piece_free(Piece *self) {
 
 static PyObject *piece_data(Piece *self, void *unused) {
     (void)unused;
-    PyObject *whole = PyMemoryView_FromObject(self->bytes), *from = PyLong_FromLong(0), *to = PyLong_FromSize_t(self->used);
+    PyObject *whole = PyMemoryView_FromObject(self->bytes), *from = PyLong_FromSize_t(self->skipped), *to = PyLong_FromSize_t(self->skipped + self->used);
     PyObject *range = from && to ? PySlice_New(from, to, NULL) : NULL, *view = whole && range ? PyObject_GetItem(whole, range) : NULL;
     Py_XDECREF(whole), Py_XDECREF(from), Py_XDECREF(to), Py_XDECREF(range);
     return view;
@@ -214,7 +216,7 @@ int arena_keep(Arena *self, PyObject *key, PyObject *dtype, PyObject *shape, con
     Piece *piece = self->piece;
     Entry *entry = piece_entry(piece);
     if (!entry) return -1;
-    char *to = PyBytes_AsString(piece->bytes) + piece->used;
+    char *to = PyBytes_AsString(piece->bytes) + piece->skipped + piece->used;
     *entry = (Entry){Py_NewRef(key), Py_NewRef(dtype), Py_NewRef(shape), piece->used, size};
     copy_axis(&job->memory, 0, job->data, to, item);
     memset(to + size, 0, taken - size);
