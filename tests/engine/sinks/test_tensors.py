@@ -105,6 +105,27 @@ def write(folder, **fields):
     return folder / "step0/rank0"
 
 
+def test_a_header_that_outgrew_its_room_has_more_in_the_next_step(tmp_path):
+    sink = dump.open(tmp_path, plan_for(tmp_path, task="tensor"), Place())
+    tensors = {f"{'long' * 30}.{i}": torch.full((7,), i, dtype=torch.int16) for i in range(1500)}
+    tensors["large"] = torch.randint(0, 256, (17 << 20,), dtype=torch.uint8)
+    rooms, headers = [], []
+    for step in range(2):
+        for key, tensor in tensors.items():
+            sink.tensor(step, SavedTensor.of(key, tensor))
+        sink.write(small_reel(step, task="tensor"))
+        path = tmp_path / f"step{step}/rank0/tensors.safetensors"
+        with path.open("rb") as file:
+            rooms.append(int.from_bytes(file.read(8), "little"))
+            headers.append(len(file.read(rooms[-1]).rstrip()))
+        with safe_open(path, "pt") as file:
+            assert all(torch.equal(file.get_tensor(key), tensor) for key, tensor in tensors.items())
+    sink.close()
+    assert headers[0] == headers[1] > 1 << 18
+    assert rooms[0] < headers[0] + 4096
+    assert rooms[1] >= headers[1] * 9 // 8
+
+
 @pytest.mark.parametrize("tensor_format", ["safetensors", "pt", "npy"])
 def test_every_place_of_a_value_leads_to_its_tensor(tensor_format, tmp_path):
     rank = write(tmp_path, tensor_format=tensor_format)

@@ -102,8 +102,8 @@ class TensorFiles(Protocol):
         """Store one value; return how many bytes it took."""
         ...
 
-    def finish(self) -> None:
-        """Make what was stored readable; nothing is stored after it."""
+    def finish(self) -> int:
+        """Make what was stored readable; nothing is stored after it. Return the `reserve` that suits another step like it."""
         ...
 
     def discard(self) -> None:
@@ -179,16 +179,16 @@ class SafetensorsFile:
             self._file.append(data)
             return
         self._waiting.append(data)
-        if self._end > self._held:
+        if self._end + memoryview(data).nbytes > self._held:
             self._file = DirectFile(partial_name(self._path), self._start)
             for waiting in self._waiting:
                 self._file.append(waiting)
             self._waiting.clear()
 
-    def finish(self) -> None:
-        """Write the header in front of the values."""
+    def finish(self) -> int:
+        """Write the header in front of the values; return its bytes, and some more, for numbers in it may get longer."""
         if self._closed:
-            return
+            return 0
         self._closed = True
         header = b"{" + b",".join([b'"__metadata__":' + orjson.dumps(self._metadata), *self._entries]) + b"}"
         partial = partial_name(self._path)
@@ -206,6 +206,7 @@ class SafetensorsFile:
                 file.seek(0)
                 file.write(_framed(header, start))
         partial.rename(self._path)
+        return len(header) * 9 // 8
 
     def discard(self) -> None:
         """Let go of the file without making it readable."""
@@ -255,8 +256,9 @@ class SeparateFiles:
         partial_name(path).rename(path)
         return path.stat().st_size
 
-    def finish(self) -> None:
+    def finish(self) -> int:
         """Do nothing: each file is whole."""
+        return 0
 
     def place(self, links: Mapping[str, str]) -> None:
         """Give each value a file for each place it is at: file name → key. They are links to one file where that works."""
@@ -276,10 +278,13 @@ class SeparateFiles:
         """Do nothing: no file is open."""
 
 
-def open_tensor_files(folder: Path, tensor_format: str, reserve: int = _RESERVE) -> TensorFiles:
-    """Return where the values of a step go. tensor_format: safetensors, pt or npy."""
+def open_tensor_files(folder: Path, tensor_format: str, reserve: int = 0) -> TensorFiles:
+    """Return where the values of a step go.
+
+    tensor_format: safetensors, pt or npy. reserve: what `finish` of a step like it returned.
+    """
     if tensor_format == "safetensors":
-        return SafetensorsFile(folder / SAFETENSORS_FILE, reserve)
+        return SafetensorsFile(folder / SAFETENSORS_FILE, max(reserve, _RESERVE))
     return SeparateFiles(folder, tensor_format, save_pt if tensor_format == "pt" else save_npy)
 
 

@@ -54,6 +54,7 @@ class DumpSink:
         self._files: TensorFiles | None = None
         self._stored: set[str] = set()
         self._bytes = 0
+        self._reserve = 0  # bytes that the header of a step's tensors takes, so that the next step's need not be moved for it
         self._full = False
         self._last: _Beside | None = None
         self._complaints: list[Finding] = []
@@ -89,7 +90,7 @@ class DumpSink:
         self._begin(step)
         assert self._folder is not None
         if self._files is None:
-            self._files = open_tensor_files(self._folder.make(), self._plan.tensor_format)
+            self._files = open_tensor_files(self._folder.make(), self._plan.tensor_format, self._reserve)
         return self._files
 
     def _over_budget(self, step: int, saved: SavedTensor) -> None:
@@ -123,7 +124,7 @@ class DumpSink:
         folder = self._folder
         assert folder is not None
         if self._files is not None:
-            self._files.finish()
+            self._reserve = max(self._reserve, self._files.finish())
         suffix = "" if self._plan.tensor_format == "safetensors" else self._plan.tensor_format
         text = EntryText(reel, nan_tokens=self._plan.nan_tokens, stored=self._stored, suffix=suffix)
         data_folder = self._data_folder(folder)
