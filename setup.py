@@ -12,7 +12,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 NATIVE = Path("trainprobe/engine/arrays/native")
-KERNEL = ("module.c", "rows.c", "kernels.c", "crc32.c", "pool.c")
+KERNEL = ("module.c", "rows.c", "kernels.c", "fingerprint.c", "crc32.c", "pool.c")
 TAPE = (
     "objects.c",
     "geometry.c",

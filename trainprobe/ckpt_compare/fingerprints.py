@@ -28,18 +28,17 @@ def tensor_fingerprint(tensor: LogicalTensor) -> int | None:
             block = np.ascontiguousarray(bits[where])
             start = [s.start for s in where] + [0] * (len(bits.shape) - len(where))
             offset = tuple(o + s for o, s in zip(part.box.offset, start, strict=True))
-            total += fingerprint(block, _numbers(tensor.shape, offset, block))
+            total += fingerprint(block, _places(tensor.shape, offset, block))
         release(part.piece.source)
     return total & MASK
 
 
-def _numbers(shape: Point, offset: Point, block: npt.NDArray[np.generic]) -> npt.NDArray[np.uint64]:
-    """Return the place of each of a block's words in the whole tensor, row-major (complex128 is two words an element)."""
+def _places(shape: Point, offset: Point, block: npt.NDArray[np.generic]) -> npt.NDArray[np.uint64]:
+    """Return the place of each of a block's elements in the whole tensor, row-major."""
     places = np.zeros(block.shape, np.uint64)
     stride = 1
     for axis in range(len(shape) - 1, -1, -1):
         along = (np.arange(block.shape[axis], dtype=np.uint64) + np.uint64(offset[axis])) * np.uint64(stride)
         places += along.reshape(-1, *(1 for _ in shape[axis + 1 :]))
         stride *= shape[axis]
-    flat = places.reshape(-1)
-    return flat if block.dtype.itemsize < 16 else np.stack([2 * flat, 2 * flat + 1], axis=1).reshape(-1)
+    return places.reshape(-1)

@@ -13,7 +13,7 @@ from reduction_oracle import ALL_DTYPES, IMPLEMENTATIONS, REDUCERS, bits_of, sam
 
 from trainprobe.engine.arrays.torch_arrays import CHECKSUM, CRC32, STATS, TorchStrip
 from trainprobe.engine.arrays.torch_words import crc32_register, torch_fingerprint
-from trainprobe.engine.stats.checksum import MASK, fingerprint, shard_fingerprint
+from trainprobe.engine.stats.checksum import MASK, fingerprint, keys, shard_fingerprint, terms
 
 
 def checksum_of(t: torch.Tensor, native: bool | str, flags: int = CHECKSUM) -> int:
@@ -133,17 +133,54 @@ def test_shares_of_shards_add_up_to_the_whole(a: int, b: int, c: int, data: st.D
     assert by_torch & MASK == by_numpy & MASK == fingerprint(bits_of(t)) == torch_fingerprint(t)
 
 
-def test_the_reference_is_the_published_definition_in_plain_integers() -> None:
-    def mix(x: int) -> int:
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64, np.complex128])
+def test_the_reference_is_the_published_definition_in_plain_integers(dtype: type) -> None:
+    def k(j: int) -> int:
+        x = (j + 1) * 0x9E3779B97F4A7C15 & MASK
         for _ in range(2):
             x ^= x >> 32
             x = x * 0xD6E8FEB86659FD93 & MASK
         return x ^ x >> 32
 
-    x = np.arange(10, dtype=np.float32)
-    words = x.view(np.uint32).tolist()
-    assert fingerprint(x) == sum(mix(w + (i + 1) * 0x9E3779B97F4A7C15 & MASK) for i, w in enumerate(words)) & MASK
+    x = np.arange(700).astype(dtype)
+    size = x.itemsize
+    if size < 4:
+        words = [int.from_bytes(x[i].tobytes(), "little") for i in range(x.size)]
+    else:
+        raw = x.tobytes()
+        words = [int.from_bytes(raw[i : i + 4], "little") for i in range(0, len(raw), 4)]
+    total = 0
+    for place, word in enumerate(words):
+        key = k(place % 256) ^ k(256 + place // 256)
+        swapped = (word & 0xFFFF) << 16 | word >> 16
+        total += (word ^ key & 0xFFFFFFFF) * (swapped ^ key >> 32) + 0x9E3779B97F4A7C15
+    assert fingerprint(x) == total & MASK
 
 
 def test_the_fingerprints_that_files_carry_have_not_moved() -> None:
-    assert fingerprint(np.arange(10, dtype=np.float32)) == 6340948549785706461
+    assert fingerprint(np.arange(10, dtype=np.float32)) == 15201188324957150942
+
+
+@pytest.mark.parametrize("bit", [0, 15, 16, 23, 31])
+def test_sets_of_one_flipped_bit_are_told_apart(bit: int) -> None:
+    """Flips of the same bit change the fingerprint by multiples of a power of two, the least of all kinds of change."""
+    rng = np.random.default_rng(bit)
+    bits = rng.integers(0, 1 << 32, 64, dtype=np.uint64)
+    key = keys(np.arange(64, dtype=np.uint64))
+    change = terms(bits ^ np.uint64(1 << bit), key) - terms(bits, key)
+    chosen = rng.integers(0, 2, (1 << 18, 64), dtype=np.uint64)
+    sums = (chosen * change).sum(axis=1, dtype=np.uint64)
+    assert np.unique(sums).size == np.unique(chosen, axis=0).shape[0]
+
+
+def test_rows_and_blocks_that_change_places_change_the_fingerprint() -> None:
+    x = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
+    orders = [np.roll(np.arange(256), shift) for shift in range(256)]
+    orders += [np.random.default_rng(i).permutation(256) for i in range(64)]
+    assert len({fingerprint(x[order]) for order in orders} | {fingerprint(x[:, order]) for order in orders}) == 2 * 320 - 1
+
+
+def test_lengths_of_zeros_and_small_numbers_are_told_apart() -> None:
+    zeros = {fingerprint(np.zeros(n, np.float32)) for n in range(1000)}
+    numbers = {fingerprint(np.array(x, np.uint32)) for x in range(20000)}
+    assert len(zeros) == 1000 and len(numbers) == 20000

@@ -134,8 +134,6 @@ def test_the_share_of_a_piece_is_that_of_the_reference(shard, dtype):
     piece = whole.reshape(-1)[inner.reshape(-1)]
     bits = piece.view(torch.int16).numpy() if dtype == torch.bfloat16 else piece.numpy()
     at = inner.reshape(-1).numpy().astype(np.uint64)
-    if dtype == torch.complex128:
-        at = np.stack((2 * at, 2 * at + 1), axis=-1).reshape(-1)
     assert share_of(piece.view(shard.shape), shard).item() % (1 << 64) == fingerprint(bits, at)
 
 

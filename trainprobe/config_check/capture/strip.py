@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_arrays import CHECKSUM, STATS, TorchStrip, local_of
-from trainprobe.engine.arrays.torch_words import _signed, mix, words
+from trainprobe.engine.arrays.torch_words import row_fingerprints
 from trainprobe.engine.stats import finish
-from trainprobe.engine.stats.checksum import G
 
 STATISTICS = ("min", "max", "mean", "norm")
 MOST_ROWS = 4096  # samples of a batch that get a fingerprint of their own
@@ -42,7 +41,7 @@ class Strip:
             return
         self._rows[name] = row
         if samples and inner.dim() > 0 and 0 < inner.shape[0] <= MOST_ROWS and 0 < inner.numel() <= LARGEST_ROWS:
-            self._samples[name] = sample_fingerprints(inner)
+            self._samples[name] = row_fingerprints(inner)
         if tokens and not inner.is_floating_point() and not inner.is_complex():
             self._tokens[name] = inner.reshape(-1)[:tokens].clone()
 
@@ -67,12 +66,3 @@ class Strip:
             self._entries[name]["tokens"] = tokens.cpu().tolist()
         self._samples, self._tokens, self._rows = {}, {}, {}
         return self._entries
-
-
-def sample_fingerprints(t: Tensor) -> Tensor:
-    """Return the fingerprint of each index of dimension 0 by itself, int64 [t.shape[0]] on the tensor's device."""
-    with torch.no_grad():
-        count = t.shape[0]
-        bits = words(t.detach().resolve_conj().resolve_neg().reshape(-1)).reshape(count, -1)
-        place = torch.arange(bits.shape[1], dtype=torch.int64, device=bits.device) * _signed(G) + _signed(G)
-        return mix(bits + place).sum(dim=1)

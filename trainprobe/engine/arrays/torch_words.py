@@ -12,10 +12,10 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from trainprobe.engine.stats.checksum import MASK, G, M
+from trainprobe.engine.stats.checksum import MASK, ROW, G, M, words_each
 
 _LOW = 0xFFFFFFFF
-_SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def _signed(x: int) -> int:
@@ -25,15 +25,13 @@ def _signed(x: int) -> int:
 
 
 def words(x: Tensor) -> Tensor:
-    """Return the bit patterns of a 1-D tensor's elements as int64 [n] ([2n] for complex128)."""
+    """Return the words of a 1-D tensor's elements, each below 2^32, as int64 [n · words_each(itemsize)]."""
     x = x.detach().contiguous()
     size = x.element_size()
     if size == 16:
-        return torch.view_as_real(x).reshape(-1).view(torch.int64)
-    bits = x.view(_SIGNED[size])
-    if size == 8:
-        return bits
-    return bits.to(torch.int64) & ((1 << (8 * size)) - 1)
+        x = torch.view_as_real(x).reshape(-1)
+    bits = x.view(_SIGNED[min(size, 4)])
+    return bits.to(torch.int64) & ((1 << 8 * min(size, 4)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
@@ -46,19 +44,47 @@ def mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 32) & _LOW)
 
 
+def hashed(j: Tensor) -> Tensor:
+    """Return K of numbers, int64 [n], as the definition says."""
+    return mix((j + 1) * _signed(G))
+
+
+def consecutive_keys(place: int, n: int, device: torch.device) -> Tensor:
+    """Return the keys of n words from `place` on, int64 [n]."""
+    first, last = place // ROW, (place + n - 1) // ROW
+    rows = hashed(torch.arange(ROW + first, ROW + last + 1, dtype=torch.int64, device=device))
+    keys = rows.unsqueeze(-1) ^ hashed(torch.arange(ROW, dtype=torch.int64, device=device))
+    return keys.reshape(-1)[place - first * ROW :][:n]
+
+
+def terms(word: Tensor, key: Tensor) -> Tensor:
+    """Return what words [n] with these keys [n] add to the fingerprint, less G each, int64 [n]."""
+    swapped = ((word << 16) | (word >> 16)) & _LOW
+    return (word ^ (key & _LOW)) * (swapped ^ ((key >> 32) & _LOW))
+
+
 def fingerprint_of_chunk(x: Tensor, place: int) -> tuple[Tensor, int]:
     """Return the share of a 1-D chunk in the fingerprint, int64 [], and its number of words; place: of its first word."""
     bits = words(x)
     n = bits.numel()
-    at = torch.arange(n, dtype=torch.int64, device=bits.device) * _signed(G) + _signed((place + 1) * G)
-    return mix(bits + at).sum(), n
+    return terms(bits, consecutive_keys(place, n, bits.device)).sum() + _signed(n * G), n
 
 
 def fingerprint_at(x: Tensor, place: Tensor) -> Tensor:
     """Return the share of a 1-D chunk in the fingerprint, int64 []; place: of each element in the whole tensor, int64 [n]."""
-    if x.element_size() == 16:
-        place = torch.stack((place * 2, place * 2 + 1), dim=-1).reshape(-1)
-    return mix(words(x) + (place + 1) * _signed(G)).sum()
+    each = words_each(x.element_size())
+    if each > 1:
+        place = (place.unsqueeze(-1) * each + torch.arange(each, dtype=torch.int64, device=place.device)).reshape(-1)
+    bits = words(x)
+    return terms(bits, hashed(place % ROW) ^ hashed(place // ROW + ROW)).sum() + _signed(bits.numel() * G)
+
+
+def row_fingerprints(t: Tensor) -> Tensor:
+    """Return the fingerprint of each index of dimension 0 by itself, int64 [t.shape[0]] on the tensor's device."""
+    with torch.no_grad():
+        bits = words(t.detach().resolve_conj().resolve_neg().reshape(-1)).reshape(t.shape[0], -1)
+        n = bits.shape[1]
+        return terms(bits, consecutive_keys(0, n, bits.device)).sum(dim=1) + _signed(n * G)
 
 
 _POLYNOMIAL = 0xEDB88320  # CRC-32 of zlib, reflected
@@ -167,12 +193,8 @@ def torch_fingerprint(t: Tensor, offset: Sequence[int] | None = None, global_sha
                 share, n = fingerprint_of_chunk(chunk.resolve_conj().resolve_neg(), place)
                 total, place = total + int(share), place + n
             return total & MASK
-        doubled = 2 if t.element_size() == 16 else 1
         for chunk, at in zip(chunks(t), chunks(_places(t, offset, global_shape)), strict=True):
-            bits = words(chunk.resolve_conj().resolve_neg())
-            if doubled == 2:
-                at = torch.stack((2 * at, 2 * at + 1), dim=-1).reshape(-1)
-            total += int(mix(bits + (at + 1) * _signed(G)).sum())
+            total += int(fingerprint_at(chunk.resolve_conj().resolve_neg(), at))
         return total & MASK
 
 

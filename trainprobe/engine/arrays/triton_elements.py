@@ -115,12 +115,28 @@ def _values(word, second, kind: tl.constexpr):
 
 
 @triton.jit
-def _mixed(word, place):
-    """Return the share in the fingerprint of 64-bit words at these places (engine.stats.checksum)."""
-    x = word.to(tl.uint64) + (place + 1).to(tl.uint64) * _G
+def _hashed(j):
+    """Return K of numbers (engine.stats.checksum)."""
+    x = (j + 1).to(tl.uint64) * _G
     x = (x ^ (x >> 32)) * _M
     x = (x ^ (x >> 32)) * _M
     return x ^ (x >> 32)
+
+
+@triton.jit
+def column_keys(lanes, part: tl.constexpr, size: tl.constexpr):
+    """Return the first half of the keys of word number `part` of elements at these lanes plus any multiple of 256."""
+    return _hashed((lanes * max(size // 4, 1) + part) & 255)
+
+
+@triton.jit
+def _term(word, column, place):
+    """Return what words of 32 bits at these places add to the fingerprint (engine.stats.checksum)."""
+    key = column ^ _hashed(256 + (place >> 8))
+    word = word.to(tl.uint32)
+    low = word ^ (key & 0xFFFFFFFF).to(tl.uint32)
+    high = ((word << 16) | (word >> 16)) ^ (key >> 32).to(tl.uint32)
+    return low.to(tl.uint64) * high.to(tl.uint64) + _G
 
 
 @triton.jit
@@ -148,10 +164,18 @@ def elements(address, at, inside, layout, kind: tl.constexpr, size: tl.constexpr
 
 
 @triton.jit
-def share(word, second, at, inside, size: tl.constexpr):
-    """Return the shares in the fingerprint of the elements at these places."""
-    mixed = _mixed(word, 2 * at) + _mixed(second, 2 * at + 1) if size == 16 else _mixed(word, at)
-    return tl.where(inside, mixed, 0)
+def share(word, second, lanes, at, inside, size: tl.constexpr):
+    """Return the shares in the fingerprint of the elements at these places, which are the lanes plus a multiple of 256."""
+    if size < 8:
+        terms = _term(word, column_keys(lanes, 0, size), at)
+    else:
+        first = at * (size // 4)
+        terms = _term(word & 0xFFFFFFFF, column_keys(lanes, 0, size), first)
+        terms += _term(word >> 32, column_keys(lanes, 1, size), first)
+        if size == 16:
+            terms += _term(second & 0xFFFFFFFF, column_keys(lanes, 2, size), first)
+            terms += _term(second >> 32, column_keys(lanes, 3, size), first)
+    return tl.where(inside, terms, 0)
 
 
 @triton.jit

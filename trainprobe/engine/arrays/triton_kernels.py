@@ -118,7 +118,7 @@ def _chunk(
         inside = at < stop
         word, second, x = elements(address, at, inside, layout, kind, size)
         if CHECKSUM & flags:
-            total += share(word, second, at, inside, size)
+            total += share(word, second, lanes, at, inside, size)
         if STATS & flags:
             nan, pos, neg, zero, low, high, kept = _told(x, inside, nan, pos, neg, zero, low, high)
             if SUBLOW & flags:

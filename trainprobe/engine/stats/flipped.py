@@ -1,12 +1,12 @@
 """Which element and which bit: two replicas of a tensor that should be equal and are not.
 
 `flips` compares the bits of two tensors. `flip_behind` needs one tensor and the other's fingerprint only. Because the
-fingerprint is a sum of one term an element (see `checksum`), a single flipped bit at element i changes it by
+fingerprint is a sum of one term a word (see `checksum`), a single flipped bit of word w at place p changes it by
 
-    mix(w_i XOR 2^k + (i + 1) · G) - mix(w_i + (i + 1) · G)   modulo 2^64
+    term(w XOR 2^k, p) - term(w, p)   modulo 2^64
 
-and the one pair (i, k) that gives the difference that was seen is found by trying all; that another pair gives it by chance has
-probability n · bits / 2^64.
+and the one pair (p, k) that gives the difference that was seen is found by trying all; that another pair gives it by chance has
+a probability of at most n · bits / 2^49.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.stats.checksum import MASK, G, fingerprint, mix, words
+from trainprobe.engine.stats.checksum import MASK, U64, fingerprint, keys, terms, words, words_each
 from trainprobe.errors import UsageError
 
-U64 = npt.NDArray[np.uint64]
 # dtype → (bits of the exponent, bits of the mantissa); the bit above them is the sign
 _LAYOUTS = {
     "float64": (11, 52),
@@ -64,7 +63,7 @@ def flips(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype: str | None = None, li
             f"replicas have one shape and dtype, these are {a.dtype} {a.shape} and {b.dtype} {b.shape}: "
             "compare the same parameter of ranks that hold the same part of it"
         )
-    mine, other = words(a), words(b)
+    mine, other = _patterns(a), _patterns(b)
     places = np.flatnonzero(mine != other)
     name = dtype or str(a.dtype)
     few = [_flip(int(i), int(mine[i]), int(other[i]), a.shape, name, mine.size // max(1, a.size)) for i in places[:limit]]
@@ -79,31 +78,38 @@ def flip_behind(array: npt.NDArray[Any], other: int, dtype: str | None = None) -
     wanted = (other - fingerprint(array)) & MASK
     if wanted == 0:
         return None
-    bits = words(array)
-    width = min(64, array.dtype.itemsize * 8)
-    for start in range(0, bits.size, _AT_ONCE):
-        part = bits[start : start + _AT_ONCE]
-        found = _search(part, start, width, np.uint64(wanted))
+    parts, size = words(array), min(8, array.dtype.itemsize)
+    for start in range(0, parts.size, _AT_ONCE):
+        found = _search(parts[start : start + _AT_ONCE], start, min(32, size * 8), np.uint64(wanted))
         if found is not None:
-            i, bit = found
-            word = int(bits[i])
-            return _flip(i, word, word ^ (1 << bit), array.shape, dtype or str(array.dtype), bits.size // array.size)
+            i, half = divmod(found[0], words_each(size))
+            held = _patterns(array)
+            before = int(held[i])
+            after = before ^ 1 << (32 * half + found[1])
+            return _flip(i, before, after, array.shape, dtype or str(array.dtype), held.size // array.size)
     return None
 
 
 def odd_one_out(replicas: Sequence[npt.NDArray[Any]]) -> list[int]:
     """Return which replicas (places in the list) differ from what most of them hold; empty where there is no majority."""
-    held = [words(array).tobytes() for array in replicas]
+    held = [_patterns(array).tobytes() for array in replicas]
     most = max(set(held), key=held.count)
     return [i for i, text in enumerate(held) if text != most] if 2 * held.count(most) > len(held) else []
 
 
+def _patterns(array: npt.NDArray[Any]) -> U64:
+    """Return the bit patterns of the elements in row-major order, uint64 [n] (2n for complex128: real, imaginary)."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(f"u{min(flat.dtype.itemsize, 8)}").astype(np.uint64)
+
+
 def _search(part: U64, start: int, width: int, wanted: np.uint64) -> tuple[int, int] | None:
+    """Return (place of the word, bit) of the flip that changes the fingerprint by `wanted`."""
     with np.errstate(over="ignore"):
-        shift = (np.arange(start + 1, start + 1 + part.size, dtype=np.uint64)) * np.uint64(G)
-        goal = mix(part + shift) + wanted
+        key = keys(np.arange(start, start + part.size, dtype=np.uint64))
+        goal = terms(part, key) + wanted
         for bit in range(width):
-            hits = np.flatnonzero(mix((part ^ np.uint64(1 << bit)) + shift) == goal)
+            hits = np.flatnonzero(terms(part ^ np.uint64(1 << bit), key) == goal)
             if hits.size:
                 return start + int(hits[0]), bit
     return None

@@ -27,6 +27,12 @@
 #define MAX_D(A, B) SELECT((A) > (B), vl_baseline, A, B)
 #endif
 #define WIDEN_F(V) __builtin_convertvector(V, vd_baseline)
+#define SWAP_HALVES(V) ((V) << 16 | (V) >> 16)
+#ifdef X86_TARGETS
+#define MULTIPLY(A, B) ((vul_baseline)_mm_mul_epu32((__m128i)(A), (__m128i)(B)))
+#else
+#define MULTIPLY(A, B) (((vul_baseline)(A) & 0xffffffff) * ((vul_baseline)(B) & 0xffffffff))
+#endif
 #include "sweeps.h"
 #undef SUFFIX
 #undef WIDTH
@@ -35,6 +41,8 @@
 #undef MIN_D
 #undef MAX_D
 #undef WIDEN_F
+#undef SWAP_HALVES
+#undef MULTIPLY
 
 #ifdef X86_TARGETS
 #if defined(__clang__)
@@ -50,6 +58,8 @@
 #define MIN_D(A, B) ((vd_avx2)_mm256_min_pd((__m256d)(A), (__m256d)(B)))
 #define MAX_D(A, B) ((vd_avx2)_mm256_max_pd((__m256d)(A), (__m256d)(B)))
 #define WIDEN_F(V) ((vd_avx2)_mm256_cvtps_pd((__m128)(V)))
+#define SWAP_HALVES(V) ((vu_avx2)_mm256_shufflehi_epi16(_mm256_shufflelo_epi16((__m256i)(V), 0xb1), 0xb1))
+#define MULTIPLY(A, B) ((vul_avx2)_mm256_mul_epu32((__m256i)(A), (__m256i)(B)))
 #include "sweeps.h"
 #undef SUFFIX
 #undef WIDTH
@@ -58,6 +68,8 @@
 #undef MIN_D
 #undef MAX_D
 #undef WIDEN_F
+#undef SWAP_HALVES
+#undef MULTIPLY
 #if defined(__clang__)
 #pragma clang attribute pop
 #pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl"))), apply_to = function)
@@ -73,6 +85,8 @@
 #define MIN_D(A, B) ((vd_avx512)_mm512_min_pd((__m512d)(A), (__m512d)(B)))
 #define MAX_D(A, B) ((vd_avx512)_mm512_max_pd((__m512d)(A), (__m512d)(B)))
 #define WIDEN_F(V) ((vd_avx512)_mm512_cvtps_pd((__m256)(V)))
+#define SWAP_HALVES(V) ((vu_avx512)_mm512_rol_epi32((__m512i)(V), 16))
+#define MULTIPLY(A, B) ((vul_avx512)_mm512_mul_epu32((__m512i)(A), (__m512i)(B)))
 #include "sweeps.h"
 #undef SUFFIX
 #if defined(__clang__)

@@ -268,6 +268,7 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "One p
 PyMODINIT_FUNC PyInit__native(void) {
     kernels_init();
     crc32_init();
+    fingerprint_init();
     pool_init();
     PyObject *module = PyModule_Create(&definition);
     if (module && fill(module)) Py_CLEAR(module);

@@ -59,7 +59,9 @@ typedef struct {
     double (*m2_f64)(const double *x, int64_t n, double mean);
     double (*sublow_f32)(const float *x, int64_t n, float tiny);
     double (*sublow_f64)(const double *x, int64_t n, double tiny);
-    uint64_t (*checksum[4])(const void *x, int64_t n, uint64_t place, uint64_t step); /* words of 1, 2, 4, 8 bytes */
+    uint64_t (*products)(const uint32_t *x, int64_t n, const uint32_t *low, const uint32_t *high, uint64_t key);
+    void (*keys)(uint64_t place, uint64_t step, int64_t n, uint32_t *low, uint32_t *high);
+    void (*to_words[3])(const void *x, uint32_t *out, int64_t n); /* elements of 1 and 2 bytes */
     void (*to_f32[DTYPES])(const void *x, float *out, int64_t n); /* where float32 holds the dtype exactly */
     void (*to_f64[DTYPES])(const void *x, double *out, int64_t n);
     int128 (*sum_i64)(const int64_t *x, int64_t n);
@@ -81,6 +83,19 @@ void part_merge(Part *into, const Part *from, int flags, uint64_t from_bytes);
 void reduce_block(const Job *job, int64_t block, Part *out);
 void reduce(const Job *job, Part *out);
 void part_finish(const Part *p, const Job *job, double *row);
+
+/* K of engine/stats/checksum.py. */
+#define GOLDEN UINT64_C(0x9E3779B97F4A7C15)
+static inline uint64_t hashed(uint64_t n) {
+    uint64_t x = (n + 1) * GOLDEN;
+    x = (x ^ x >> 32) * UINT64_C(0xD6E8FEB86659FD93);
+    x = (x ^ x >> 32) * UINT64_C(0xD6E8FEB86659FD93);
+    return x ^ x >> 32;
+}
+#define ROW 256 /* words whose keys stand in a row */
+extern uint32_t key_low[ROW], key_high[ROW]; /* halves of hashed(0) to hashed(255) */
+void fingerprint_init(void);
+uint64_t fingerprint_run(int item, const char *x, int64_t n, uint64_t place, uint64_t step);
 
 uint32_t crc32_bytes(uint32_t crc, const void *data, size_t n);
 uint32_t crc32_join(uint32_t a, uint32_t b, uint64_t bytes_of_b);

@@ -179,14 +179,6 @@ static void stats_chunk(const Job *job, const void *x, int64_t n, Part *p) {
     }
 }
 
-static uint64_t checksum_run(int item, const char *x, int64_t n, uint64_t place, uint64_t step) {
-    if (item < 16) return kernels.checksum[item == 1 ? 0 : item == 2 ? 1 : item == 4 ? 2 : 3](x, n, place, step);
-    if (step == 1) return kernels.checksum[3](x, 2 * n, 2 * place, 1);
-    uint64_t total = 0;
-    for (int64_t i = 0; i < n; i++) total += kernels.checksum[3](x + 16 * i, 2, 2 * (place + (uint64_t)i * step), 1);
-    return total;
-}
-
 /* The place in each dimension, and the offset, of element number `index` of the enumeration. */
 static int64_t locate(const Dims *dims, int64_t index, int64_t *at) {
     int64_t offset = 0;
@@ -219,7 +211,7 @@ static uint64_t checksum_chunk(const Job *job, const char *x, int64_t start, int
     while (n > 0) {
         int64_t run = job->place.size[inner] - at[inner];
         if (run > n) run = n;
-        total += checksum_run(item, x, run, (uint64_t)place, step);
+        total += fingerprint_run(item, x, run, (uint64_t)place, step);
         place += advance(&job->place, at, run);
         x += run * item;
         n -= run;

@@ -19,6 +19,8 @@ typedef float F(vf) __attribute__((vector_size(WIDTH)));
 typedef int32_t F(vi) __attribute__((vector_size(WIDTH)));
 typedef double F(vd) __attribute__((vector_size(WIDTH)));
 typedef int64_t F(vl) __attribute__((vector_size(WIDTH)));
+typedef uint32_t F(vu) __attribute__((vector_size(WIDTH)));
+typedef uint64_t F(vul) __attribute__((vector_size(WIDTH)));
 typedef float F(half_vf) __attribute__((vector_size(WIDTH / 2)));
 
 #define EACH(COUNT) _Pragma("GCC unroll 16") for (int l = 0; l < (COUNT); l++)
@@ -190,48 +192,47 @@ static double F(sublow_f64)(const double *restrict x, int64_t n, double tiny) {
     return (double)found;
 }
 
-/* The fingerprint of engine/stats/checksum.py. `place` is that of the first word, `step` from one word to the next. */
-#define MIX(X)                          \
-    do {                                \
-        (X) ^= (X) >> 32;               \
-        (X) *= UINT64_C(0xD6E8FEB86659FD93); \
-        (X) ^= (X) >> 32;               \
-        (X) *= UINT64_C(0xD6E8FEB86659FD93); \
-        (X) ^= (X) >> 32;               \
-    } while (0)
-
-#define FINGERPRINT(NAME, TYPE)                                                                    \
-    static uint64_t F(NAME)(const void *data, int64_t n, uint64_t place, uint64_t step) {          \
-        const TYPE *restrict x = data;                                                             \
-        const uint64_t g = UINT64_C(0x9E3779B97F4A7C15), stride = step * g;                        \
-        uint64_t total = 0, at[L], sum[L];                                                         \
-        int64_t i = 0;                                                                             \
-        for (uint64_t l = 0; l < L; l++) at[l] = (place + 1) * g + l * stride, sum[l] = 0;         \
-        for (; i + L <= n; i += L)                                                                 \
-            for (int l = 0; l < L; l++) {                                                          \
-                uint64_t w = x[i + l] + at[l];                                                     \
-                MIX(w);                                                                            \
-                sum[l] += w;                                                                       \
-                at[l] += L * stride;                                                               \
-            }                                                                                      \
-        for (int l = 0; i + l < n; l++) {                                                          \
-            uint64_t w = x[i + l] + at[l];                                                         \
-            MIX(w);                                                                                \
-            total += w;                                                                            \
-        }                                                                                          \
-        for (int l = 0; l < L; l++) total += sum[l];                                               \
-        return total;                                                                              \
+/* For fingerprint.c: the sum of the products of words with the halves of their keys: those at low and high, each with that of `key`
+   on top. */
+static uint64_t F(products)(const uint32_t *restrict x, int64_t n, const uint32_t *restrict low, const uint32_t *restrict high,
+                            uint64_t key) {
+    const uint32_t low_key = (uint32_t)key, high_key = (uint32_t)(key >> 32);
+    F(vu) low_keys = (F(vu)){0} + low_key, high_keys = (F(vu)){0} + high_key;
+    F(vul) even = {0}, odd = {0};
+    uint64_t total = 0, sums[WIDTH / 8];
+    int64_t i = 0;
+    for (; i + WIDTH / 4 <= n; i += WIDTH / 4) {
+        F(vu) w, a, b;
+        memcpy(&w, x + i, WIDTH), memcpy(&a, low + i, WIDTH), memcpy(&b, high + i, WIDTH);
+        a ^= w ^ low_keys;
+        b ^= SWAP_HALVES(w) ^ high_keys;
+        even += MULTIPLY(a, b);
+        odd += MULTIPLY((F(vu))((F(vul))a >> 32), (F(vu))((F(vul))b >> 32));
     }
-FINGERPRINT(checksum_1, uint8_t)
-FINGERPRINT(checksum_2, uint16_t)
-FINGERPRINT(checksum_4, uint32_t)
-FINGERPRINT(checksum_8, uint64_t)
+    for (; i < n; i++) total += (uint64_t)(x[i] ^ low[i] ^ low_key) * ((x[i] << 16 | x[i] >> 16) ^ high[i] ^ high_key);
+    even += odd;
+    memcpy(sums, &even, sizeof sums);
+    for (int l = 0; l < WIDTH / 8; l++) total += sums[l];
+    return total;
+}
+
+/* The keys of words whose places are `step` apart, as halves. */
+static void F(keys)(uint64_t place, uint64_t step, int64_t n, uint32_t *restrict low, uint32_t *restrict high) {
+    uint64_t row[ROW];
+    for (uint64_t i = 0; i < (uint64_t)n; i++) row[i] = hashed(ROW + ((place + i * step) >> 8));
+    for (int64_t i = 0; i < n; i++, place += step) {
+        low[i] = key_low[place & 255] ^ (uint32_t)row[i];
+        high[i] = key_high[place & 255] ^ (uint32_t)(row[i] >> 32);
+    }
+}
 
 #define WIDEN(NAME, FROM, TO, VALUE)                                                    \
     static void F(NAME)(const void *data, TO *restrict out, int64_t n) {                \
         const FROM *restrict x = data;                                                  \
         for (int64_t i = 0; i < n; i++) out[i] = (TO)(VALUE);                           \
     }
+WIDEN(words_1, uint8_t, uint32_t, x[i])
+WIDEN(words_2, uint16_t, uint32_t, x[i])
 WIDEN(from_bool, uint8_t, float, x[i] != 0)
 WIDEN(from_u8, uint8_t, float, x[i])
 WIDEN(from_i8, int8_t, float, x[i])
@@ -292,7 +293,7 @@ EXACT_SUM(sum_u64, uint64_t)
 static const Kernels F(table) = {
     .stats_f32 = F(stats_f32), .stats_f64 = F(stats_f64), .clean_f32 = F(clean_f32), .clean_f64 = F(clean_f64),
     .m2_f32 = F(m2_f32), .m2_f64 = F(m2_f64), .sublow_f32 = F(sublow_f32), .sublow_f64 = F(sublow_f64),
-    .checksum = {F(checksum_1), F(checksum_2), F(checksum_4), F(checksum_8)},
+    .products = F(products), .keys = F(keys), .to_words = {[1] = F(words_1), [2] = F(words_2)},
     .to_f32 = {
         [D_BOOL] = F(from_bool), [D_U8] = F(from_u8), [D_I8] = F(from_i8), [D_U16] = F(from_u16), [D_I16] = F(from_i16),
         [D_F16] = F(from_f16), [D_BF16] = F(from_bf16), [D_E4M3FN] = F(from_e4m3fn), [D_E5M2] = F(from_e5m2),
@@ -316,7 +317,5 @@ static const Kernels F(table) = {
 #undef NF
 #undef ND
 #undef EACH
-#undef MIX
-#undef FINGERPRINT
 #undef WIDEN
 #undef EXACT_SUM
