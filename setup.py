@@ -15,6 +15,7 @@ NATIVE = Path("trainprobe/engine/arrays/native")
 KERNEL = ("module.c", "rows.c", "kernels.c", "fingerprint.c", "crc32.c", "pool.c")
 TAPE = (
     "objects.c",
+    "attributes.c",
     "geometry.c",
     "tape.c",
     "stacks.c",

@@ -23,7 +23,6 @@ typedef struct {
 } Graph;
 
 static PyTypeObject *graph_type;
-static PyObject *t_next;
 
 static size_t chain_of(const Graph *self, const void *to) { return mixed(to) & (size_t)(self->n_heads - 1); }
 
@@ -97,7 +96,7 @@ static int consume(Graph *self, PyObject *node, Py_ssize_t input, long long numb
 static int visit_node(Graph *self, PyObject *node, long long number) {
     if (visited_add(self, node)) return -1;
     if (number == INT64_MAX) return 0; /* the accumulator of a leaf leads nowhere */
-    PyObject *edges = PyObject_GetAttr(node, t_next);
+    PyObject *edges = node_nexts(node);
     if (!edges) return -1;
     int failed = 0;
     Py_ssize_t n = PyTuple_Size(edges);
@@ -217,7 +216,6 @@ static PyType_Slot graph_slots[] = {{Py_tp_new, graph_new},
 static PyType_Spec graph_spec = {"trainprobe._native.Graph", sizeof(Graph), 0, Py_TPFLAGS_DEFAULT, graph_slots};
 
 int graph_fill(PyObject *module) {
-    t_next = PyUnicode_InternFromString("next_functions");
     graph_type = (PyTypeObject *)PyType_FromSpec(&graph_spec);
-    return t_next && graph_type ? PyModule_AddObjectRef(module, "Graph", (PyObject *)graph_type) : -1;
+    return graph_type ? PyModule_AddObjectRef(module, "Graph", (PyObject *)graph_type) : -1;
 }

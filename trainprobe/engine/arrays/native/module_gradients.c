@@ -38,7 +38,7 @@ struct NodeHook {
 
 PyTypeObject *node_hook_type;
 static PyTypeObject *backward_type;
-static PyObject *t_module, *t_backward, *t_requires_grad, *t_output_nr, *t_after, *t_before;
+static PyObject *t_module, *t_backward, *t_after, *t_before;
 
 /* ---- edges of a structure ------------------------------------------------------------------------------------------------- */
 
@@ -81,7 +81,7 @@ void edges_free(Edges *edges) {
 }
 
 static int edge_of_tensor(ModuleWatch *self, PyObject *t, PyObject *path, Py_ssize_t number, Edges *found) {
-    PyObject *grad = PyObject_GetAttr(t, t_requires_grad), *node;
+    PyObject *grad = tensor_attribute(t, REQUIRES_GRAD), *node;
     int wanted = grad ? grad == Py_True : -1;
     Py_XDECREF(grad);
     if (wanted <= 0) return wanted;
@@ -89,7 +89,7 @@ static int edge_of_tensor(ModuleWatch *self, PyObject *t, PyObject *path, Py_ssi
     if (PyErr_Occurred()) return -1;
     int failed;
     if (node) {
-        PyObject *slot = PyObject_GetAttr(t, t_output_nr);
+        PyObject *slot = tensor_attribute(t, OUTPUT_NR);
         failed = !slot || add_edge(found, node, PyLong_AsSsize_t(slot), path, number);
         Py_XDECREF(slot);
         Py_DECREF(node);
@@ -522,8 +522,7 @@ int gradients_fill(PyObject *module) {
     struct {
         PyObject **at;
         const char *text;
-    } names[] = {{&t_module, "module"}, {&t_backward, "backward"}, {&t_requires_grad, "requires_grad"}, {&t_output_nr, "output_nr"},
-                 {&t_after, "register_hook"}, {&t_before, "register_prehook"}};
+    } names[] = {{&t_module, "module"}, {&t_backward, "backward"}, {&t_after, "register_hook"}, {&t_before, "register_prehook"}};
     (void)module;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;

@@ -55,6 +55,15 @@ extern PyTypeObject *info_type, *strip_type, *value_type, *call_type, *tape_type
 
 typedef struct Tape Tape;
 
+/* What torch's attributes tell of tensors and nodes (attributes.c). */
+typedef enum { VERSION, REQUIRES_GRAD, GRAD_FN, OUTPUT_NR, TENSOR_ATTRIBUTES } TensorAttribute;
+void attributes_learn(PyTypeObject *const *types);
+PyObject *tensor_attribute(PyObject *t, TensorAttribute which); /* a new reference */
+int tensor_is_resolved(PyObject *t, int may_be_conjugate);
+PyObject *node_behind(PyObject *t);
+PyObject *node_nexts(PyObject *node);
+long long sequence_of(PyObject *node);
+
 /* Where a tensor's elements lie (geometry.c). strides: in elements, NULL until geometry_on_host said yes. */
 typedef struct {
     void *data;
@@ -122,8 +131,6 @@ long long sequence_now(void);
 PyObject *modes_off(void);
 void modes_on(PyObject *off);
 int give_to_guard(PyObject *fault);
-PyObject *node_behind(PyObject *t);
-long long sequence_of(PyObject *node);
 
 Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phase, PyObject *cls, PyObject *micro, PyObject *parent,
                Py_ssize_t stack);
@@ -132,6 +139,7 @@ Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phas
 Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, int skip);
 
 int objects_fill(PyObject *module);
+int attributes_fill(PyObject *module);
 int geometry_fill(PyObject *module);
 int tape_fill(PyObject *module);
 int stacks_fill(PyObject *module);

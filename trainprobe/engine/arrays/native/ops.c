@@ -27,7 +27,7 @@ struct OpHook {
 
 PyTypeObject *op_hook_type;
 static PyTypeObject *watch_type;
-static PyObject *t_op, *t_forward, *t_recompute, *t_backward, *t_micro, *t_grad_fn, *t_sequence, *t_register, *t_enter, *t_exit;
+static PyObject *t_op, *t_forward, *t_recompute, *t_backward, *t_micro, *t_register, *t_enter, *t_exit;
 static PyObject *graph_task, *sequence_nr, *tensor_type, *mode_depth, *disable; /* of torch, learned once */
 
 int torch_known(void) { return disable != NULL; }
@@ -180,22 +180,6 @@ static int keep_hook(OpWatch *self, OpHook *hook) {
     }
     self->hooks[self->n_hooks++] = (OpHook *)Py_NewRef((PyObject *)hook);
     return 0;
-}
-
-/* The node that made a tensor: a new reference, or NULL where there is none or with an exception set. */
-PyObject *node_behind(PyObject *t) {
-    PyObject *node = PyObject_GetAttr(t, t_grad_fn);
-    if (node == Py_None) Py_CLEAR(node);
-    else if (!node && PyErr_ExceptionMatches(PyExc_RuntimeError)) PyErr_Clear(); /* a view that autograd refuses to place */
-    return node;
-}
-
-long long sequence_of(PyObject *node) {
-    PyObject *number = PyObject_CallMethodObjArgs(node, t_sequence, NULL);
-    int beyond = 0; /* leaves carry the largest unsigned number */
-    long long answer = number ? PyLong_AsLongLongAndOverflow(number, &beyond) : -1;
-    Py_XDECREF(number);
-    return beyond > 0 ? INT64_MAX : answer;
 }
 
 static int watch_node(OpWatch *self, PyObject *t, long long floor, Call *call, long flags, OpHook **hook, PyObject *made) {
@@ -469,8 +453,7 @@ int ops_fill(PyObject *module) {
         PyObject **at;
         const char *text;
     } names[] = {{&t_op, "op"}, {&t_forward, "forward"}, {&t_recompute, "recompute"}, {&t_backward, "backward"}, {&t_micro, "micro"},
-                 {&t_grad_fn, "grad_fn"}, {&t_sequence, "_sequence_nr"}, {&t_register, "register_hook"}, {&t_enter, "__enter__"},
-                 {&t_exit, "__exit__"}};
+                 {&t_register, "register_hook"}, {&t_enter, "__enter__"}, {&t_exit, "__exit__"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
     watch_type = (PyTypeObject *)PyType_FromSpec(&watch_spec);

@@ -50,7 +50,7 @@ struct Tape {
 };
 
 PyTypeObject *tape_type;
-static PyObject *n_version, *n_dtype, *n_is_neg, *n_is_conj, *n_requires_grad, *n_with_note;
+static PyObject *n_dtype, *n_with_note;
 
 /* ---- what was seen ------------------------------------------------------------------------------------------------------ */
 
@@ -109,14 +109,6 @@ static void seen_clear(Tape *self) {
 
 /* ---- one tensor --------------------------------------------------------------------------------------------------------- */
 
-static int is_true(PyObject *t, PyObject *method) { /* 1, 0, or -1 with an exception set */
-    PyObject *answer = PyObject_CallMethodObjArgs(t, method, NULL);
-    if (!answer) return -1;
-    int yes = answer == Py_True ? 1 : answer == Py_False ? 0 : PyObject_IsTrue(answer);
-    Py_DECREF(answer);
-    return yes;
-}
-
 static const Dtype *dtype_of(Tape *self, PyObject *t, uint32_t kind) {
     for (int i = 0; kind && i < self->dtypes_known; i++)
         if (self->dtypes[i].kind == kind) return &self->dtypes[i];
@@ -169,8 +161,7 @@ static int job_of(PyObject *t, Geometry *at, int code, long kinds, Job *job) {
     int yes;
     if (code < 0 || (uintptr_t)at->data <= SUSPECT) return 0;
     if ((yes = geometry_on_host(t, at)) <= 0) return yes;
-    if ((yes = is_true(t, n_is_neg)) != 0) return yes < 0 ? -1 : 0;
-    if (is_complex(code) && (yes = is_true(t, n_is_conj)) != 0) return yes < 0 ? -1 : 0;
+    if ((yes = tensor_is_resolved(t, is_complex(code))) <= 0) return yes;
     job->data = at->data, job->dtype = code, job->flags = (int)kinds;
     if (geometry_is_contiguous(at)) {
         int64_t n = 1, step = 1;
@@ -196,7 +187,7 @@ static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, lo
     Job job;
     if (!slot || !slot->rows || job_of(t, at, dtype->code, flags & 255, &job) != 1) return NULL;
     Strip *rows = (Strip *)Py_NewRef((PyObject *)slot->rows); /* held: a large tensor is reduced while other threads run */
-    PyObject *text = dtype->text, *owned = Py_NewRef(slot->owned), *grad = PyObject_GetAttr(t, n_requires_grad);
+    PyObject *text = dtype->text, *owned = Py_NewRef(slot->owned), *grad = tensor_attribute(t, REQUIRES_GRAD);
     Value *value = grad ? (Value *)PyType_GenericAlloc(value_type, 0) : NULL;
     if (value) {
         static PyObject *kind, *cpu;
@@ -233,7 +224,7 @@ static int seen_note(Tape *self, PyObject *t, PyObject *shape, const void *data,
 
 /* Its version counter, or -1 for an inference tensor, which has none and is looked at each time; -2 with an exception set. */
 static long long version_of(PyObject *t) {
-    PyObject *number = PyObject_GetAttr(t, n_version);
+    PyObject *number = tensor_attribute(t, VERSION);
     if (!number) {
         if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return -2;
         PyErr_Clear();
@@ -450,6 +441,7 @@ static PyObject *tape_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     if (!self) return NULL;
     self->reuse = reuse;
     for (int i = 0; i < 2; i++) self->plain[i] = (PyTypeObject *)Py_NewRef(plain[i]);
+    attributes_learn(self->plain);
     self->open_strip = Py_NewRef(functions[0]), self->slow = Py_NewRef(functions[1]), self->special = Py_NewRef(functions[2]);
     self->rare = Py_NewRef(functions[3]), self->keep = Py_NewRef(functions[4]), self->describe = Py_NewRef(functions[5]);
     return (PyObject *)self;
@@ -533,8 +525,7 @@ int tape_fill(PyObject *module) {
     struct {
         PyObject **at;
         const char *text;
-    } names[] = {{&n_version, "_version"}, {&n_dtype, "dtype"}, {&n_is_neg, "is_neg"}, {&n_is_conj, "is_conj"},
-                 {&n_requires_grad, "requires_grad"}, {&n_with_note, "with_note"}};
+    } names[] = {{&n_dtype, "dtype"}, {&n_with_note, "with_note"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
     tape_type = (PyTypeObject *)PyType_FromSpec(&tape_spec);
