@@ -12,10 +12,17 @@ typedef struct {
     Py_ssize_t n, room;
 } Nodes;
 
+/* A node that is known. Held, so that its address is not reused. */
+typedef struct {
+    PyObject *node;
+    void *mark;
+    int visited;
+} Known;
+
 typedef struct {
     PyObject_HEAD
-    PyObject **visited; /* table of nodes, held so that their addresses are not reused; n_visited of places, a power of two */
-    Py_ssize_t n_visited, places;
+    Known *known; /* table: n_known of places, a power of two */
+    Py_ssize_t n_known, places;
     Nodes outside; /* below the floor */
     Nodes walk;    /* to be looked at; empty between visits */
     Consumer *consumers;
@@ -41,27 +48,35 @@ static void nodes_drop(Nodes *nodes) {
     while (nodes->n) Py_DECREF(nodes->items[--nodes->n]);
 }
 
-static PyObject **visited_place(PyObject **table, Py_ssize_t places, PyObject *node) {
+static Known *place_of(Known *table, Py_ssize_t places, PyObject *node) {
     size_t at = mixed(node) & (size_t)(places - 1);
-    while (table[at] && table[at] != node) at = (at + 1) & (size_t)(places - 1);
+    while (table[at].node && table[at].node != node) at = (at + 1) & (size_t)(places - 1);
     return &table[at];
 }
 
-static int was_visited(const Graph *self, PyObject *node) { return self->places && *visited_place(self->visited, self->places, node); }
+static int was_visited(const Graph *self, PyObject *node) {
+    return self->places && place_of(self->known, self->places, node)->visited;
+}
 
-static int visited_add(Graph *self, PyObject *node) {
-    if (self->n_visited * 2 >= self->places) {
+/* What is known of a node, from now on at the latest. NULL with an exception set. */
+static Known *know(Graph *self, PyObject *node) {
+    if (self->n_known * 2 >= self->places) {
         Py_ssize_t places = self->places ? self->places * 2 : 512;
-        PyObject **table = PyMem_Calloc((size_t)places, sizeof *table);
-        if (!table) return PyErr_NoMemory(), -1;
+        Known *table = PyMem_Calloc((size_t)places, sizeof *table);
+        if (!table) return (Known *)PyErr_NoMemory();
         for (Py_ssize_t i = 0; i < self->places; i++)
-            if (self->visited[i]) *visited_place(table, places, self->visited[i]) = self->visited[i];
-        PyMem_Free(self->visited);
-        self->visited = table, self->places = places;
+            if (self->known[i].node) *place_of(table, places, self->known[i].node) = self->known[i];
+        PyMem_Free(self->known);
+        self->known = table, self->places = places;
     }
-    *visited_place(self->visited, self->places, node) = Py_NewRef(node);
-    self->n_visited++;
-    return 0;
+    Known *known = place_of(self->known, self->places, node);
+    if (!known->node) known->node = Py_NewRef(node), self->n_known++;
+    return known;
+}
+
+void **graph_mark(PyObject *graph, PyObject *node) {
+    Known *known = know((Graph *)graph, node);
+    return known ? &known->mark : NULL;
 }
 
 static int consumers_grow(Graph *self) {
@@ -94,7 +109,9 @@ static int consume(Graph *self, PyObject *node, Py_ssize_t input, long long numb
 }
 
 static int visit_node(Graph *self, PyObject *node, long long number) {
-    if (visited_add(self, node)) return -1;
+    Known *known = know(self, node);
+    if (!known) return -1;
+    known->visited = 1;
     if (number == INT64_MAX) return 0; /* the accumulator of a leaf leads nowhere */
     PyObject *edges = node_nexts(node);
     if (!edges) return -1;
@@ -142,38 +159,48 @@ static PyObject *visit(Graph *self, PyObject *args) {
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-PyObject *graph_consumers(PyObject *graph, PyObject *to, Py_ssize_t slot, long long floor) {
-    Graph *self = (Graph *)graph;
-    PyObject *found = PyList_New(0);
-    for (Py_ssize_t at = found && self->n ? self->heads[chain_of(self, to)] : -1; at >= 0; at = self->next[at]) {
-        const Consumer *c = &self->consumers[at];
-        if (c->to != to || c->slot != slot || c->number < floor) continue;
-        PyObject *pair = Py_BuildValue("(On)", c->node, c->input);
-        if (!pair || PyList_Insert(found, 0, pair)) { /* in the order in which they were met */
-            Py_XDECREF(pair);
-            Py_DECREF(found);
-            return NULL;
-        }
-        Py_DECREF(pair);
-    }
-    return found;
+int graph_consumers(PyObject *graph, PyObject *to, Py_ssize_t slot, long long floor, Consumers *found) {
+    const Graph *self = (const Graph *)graph;
+    const Consumer *all = self->consumers;
+    Py_ssize_t first = self->n ? self->heads[chain_of(self, to)] : -1, n = 0;
+#define IS_ONE(at) (all[at].to == to && all[at].slot == slot && all[at].number >= floor)
+    for (Py_ssize_t at = first; at >= 0; at = self->next[at]) n += IS_ONE(at);
+    found->n = n, found->items = n <= 8 ? found->few : PyMem_Malloc((size_t)n * sizeof *found->items);
+    if (!found->items) return PyErr_NoMemory(), -1;
+    for (Py_ssize_t at = first; n; at = self->next[at]) /* the chain has the latest first */
+        if (IS_ONE(at)) found->items[--n] = (Consuming){all[at].node, all[at].input};
+#undef IS_ONE
+    return 0;
+}
+
+void consumers_free(Consumers *found) {
+    if (found->items != found->few) PyMem_Free(found->items);
 }
 
 static PyObject *consumers(Graph *self, PyObject *args) {
     PyObject *to;
     Py_ssize_t slot;
     long long floor;
-    return PyArg_ParseTuple(args, "(On)L", &to, &slot, &floor) ? graph_consumers((PyObject *)self, to, slot, floor) : NULL;
+    Consumers found;
+    if (!PyArg_ParseTuple(args, "(On)L", &to, &slot, &floor) || graph_consumers((PyObject *)self, to, slot, floor, &found)) return NULL;
+    PyObject *list = PyList_New(found.n);
+    for (Py_ssize_t i = 0; list && i < found.n; i++) {
+        PyObject *pair = Py_BuildValue("(On)", found.items[i].node, found.items[i].input);
+        if (pair) PyList_SetItem(list, i, pair);
+        else Py_CLEAR(list);
+    }
+    consumers_free(&found);
+    return list;
 }
 
 void graph_forget(PyObject *graph) {
     Graph *self = (Graph *)graph;
-    PyObject **visited = self->visited;
+    Known *known = self->known;
     Py_ssize_t places = self->places;
-    self->visited = NULL, self->places = self->n_visited = self->n = 0; /* letting go may run other code */
+    self->known = NULL, self->places = self->n_known = self->n = 0; /* letting go may run other code */
     for (Py_ssize_t i = 0; i < self->n_heads; i++) self->heads[i] = -1;
-    for (Py_ssize_t i = 0; i < places; i++) Py_XDECREF(visited[i]);
-    PyMem_Free(visited);
+    for (Py_ssize_t i = 0; i < places; i++) Py_XDECREF(known[i].node);
+    PyMem_Free(known);
     nodes_drop(&self->outside);
 }
 

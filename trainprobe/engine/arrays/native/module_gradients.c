@@ -1,5 +1,7 @@
 /* Gradients at the outputs and inputs of a module call, by hooks on autograd nodes that exist anyway (see taps/module_gradients.py,
    whose Python classes do the same, and taps/gradients.py for how they are found). */
+#include <string.h>
+
 #include "module_watch.h"
 
 typedef struct {
@@ -34,6 +36,7 @@ struct NodeHook {
     Wanted *wanted;
     Py_ssize_t n, room;
     int before, behind; /* how the node is hooked */
+    PyObject *entry;    /* what it is entered with, (hooks, None), which a later step uses again; the hooks hold this hook */
 };
 
 PyTypeObject *node_hook_type;
@@ -340,21 +343,58 @@ static int hook_wants(NodeHook *hook, Backward *backward, Wanted wanted) { /* ta
     return 0;
 }
 
+/* Whether no node has the hook's own entry, and nobody added another hook there. */
+static int entry_is_free(const NodeHook *hook) {
+    PyObject *hooks = hook->entry && Py_REFCNT(hook->entry) == 1 ? PyTuple_GetItem(hook->entry, 0) : NULL;
+    return hooks && Py_REFCNT(hooks) == 1 && PyDict_Size(hooks) == 1;
+}
+
+/* Whether its node is gone: nobody has it but what it rests in and its own entry. */
+static int hook_is_free(const NodeHook *hook) { return entry_is_free(hook) && Py_REFCNT((PyObject *)hook) == 2; }
+
+static void hook_drop(NodeHook *hook) {
+    Py_CLEAR(hook->entry);
+    Py_DECREF((PyObject *)hook);
+}
+
+static int hooks_add(Hooks *hooks, NodeHook *hook) { /* takes over the hook */
+    if (hooks->n == hooks->room) {
+        Py_ssize_t room = hooks->room ? hooks->room * 2 : 256;
+        NodeHook **items = PyMem_Realloc(hooks->items, (size_t)room * sizeof *items);
+        if (!items) {
+            hook_drop(hook);
+            return PyErr_NoMemory(), -1;
+        }
+        hooks->items = items, hooks->room = room;
+    }
+    hooks->items[hooks->n++] = hook;
+    return 0;
+}
+
+void hooks_drop(Hooks *hooks) {
+    while (hooks->n) hook_drop(hooks->items[--hooks->n]);
+    PyMem_Free(hooks->items);
+    *hooks = (Hooks){0};
+}
+
+/* A hook that is used again, or a new one. */
+static NodeHook *hook_take(ModuleWatch *self) {
+    while (self->spare.n) {
+        NodeHook *hook = self->spare.items[--self->spare.n];
+        if (hook_is_free(hook)) return hook;
+        hook_drop(hook);
+    }
+    return (NodeHook *)PyType_GenericAlloc(node_hook_type, 0);
+}
+
 /* The hook of a node, made where there is none. Not a new reference. */
 static NodeHook *hook_of(ModuleWatch *self, PyObject *node) {
-    PyObject *known = PyDict_GetItemWithError(self->by_node, node);
-    if (known || PyErr_Occurred()) return (NodeHook *)known;
-    if (self->n_hooks == self->room) {
-        Py_ssize_t room = self->room ? self->room * 2 : 256;
-        NodeHook **hooks = PyMem_Realloc(self->hooks, (size_t)room * sizeof *hooks);
-        if (!hooks) return (NodeHook *)PyErr_NoMemory();
-        self->hooks = hooks, self->room = room;
-    }
-    NodeHook *hook = (NodeHook *)PyType_GenericAlloc(node_hook_type, 0);
-    if (!hook) return NULL;
-    hook->watch = self;
-    self->hooks[self->n_hooks++] = hook;
-    return PyDict_SetItem(self->by_node, node, (PyObject *)hook) ? NULL : hook;
+    void **mark = graph_mark(self->graph, node);
+    if (!mark || *mark) return mark ? *mark : NULL;
+    NodeHook *hook = hook_take(self);
+    if (!hook || hooks_add(&self->hooks, hook)) return NULL;
+    hook->watch = self, hook->before = hook->behind = 0;
+    return *mark = hook;
 }
 
 static int take_one(Wanted w, PyObject *gradient) { /* a copy: more may be wanted of the hook meanwhile */
@@ -400,29 +440,48 @@ static PyObject *hook_called(NodeHook *hook, PyObject *args, PyObject *kwargs) {
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
+/* Become inert, and let go of what was wanted. */
 static void hook_forget(NodeHook *hook) {
-    hook->watch = NULL;
-    for (Py_ssize_t i = 0; i < hook->n; i++) hook->wanted[i].backward->watch = NULL;
+    Wanted *wanted = hook->wanted;
+    Py_ssize_t n = hook->n;
+    hook->watch = NULL, hook->n = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        wanted[i].backward->watch = NULL;
+        Py_XDECREF(wanted[i].contribution);
+        Py_DECREF((PyObject *)wanted[i].backward);
+    }
 }
 
+/* The step is over: its hooks rest. As many are kept as a step has. */
 void hooks_forget(ModuleWatch *self) {
-    Py_ssize_t n = self->n_hooks;
-    NodeHook **hooks = self->hooks;
-    self->hooks = NULL, self->n_hooks = self->room = 0;
-    for (Py_ssize_t i = 0; i < n; i++) hook_forget(hooks[i]);
-    for (Py_ssize_t i = 0; i < n; i++) Py_DECREF((PyObject *)hooks[i]);
-    PyMem_Free(hooks);
+    Py_ssize_t most = self->hooks.n > self->latest.n ? self->hooks.n : self->latest.n;
+    for (Py_ssize_t i = 0; i < self->hooks.n; i++) hook_forget(self->hooks.items[i]);
+    if (!self->hooks.n) return;
+    while (self->latest.n) {
+        NodeHook *hook = self->latest.items[--self->latest.n];
+        if (self->spare.n >= most) hook_drop(hook);
+        else if (hooks_add(&self->spare, hook)) PyErr_Clear();
+    }
+    Hooks empty = self->latest;
+    self->latest = self->hooks, self->hooks = empty;
 }
 
 static void hook_free(NodeHook *hook) {
     PyTypeObject *type = Py_TYPE((PyObject *)hook);
-    for (Py_ssize_t i = 0; i < hook->n; i++) {
-        Py_DECREF((PyObject *)hook->wanted[i].backward);
-        Py_XDECREF(hook->wanted[i].contribution);
-    }
+    hook_forget(hook);
     PyMem_Free(hook->wanted);
+    Py_XDECREF(hook->entry);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(hook);
     Py_DECREF(type);
+}
+
+/* What a node hook is entered with, (hooks, None): its own where that is free, else another one. A new reference. */
+PyObject *node_hook_entry(PyObject *x) {
+    NodeHook *hook = (NodeHook *)x;
+    if (entry_is_free(hook)) return Py_NewRef(hook->entry);
+    PyObject *made = entry_new(x);
+    if (made && !hook->entry) hook->entry = Py_NewRef(made);
+    return made;
 }
 
 static PyType_Slot hook_slots[] = {{Py_tp_dealloc, hook_free}, {Py_tp_call, hook_called}, {0, NULL}};
@@ -442,17 +501,38 @@ static int attach(NodeHook *hook, PyObject *node) {
 
 /* ---- one call ---------------------------------------------------------------------------------------------------------------- */
 
-/* touched: nodes that are to be hooked when all is known that is wanted of them. */
-static int want(ModuleWatch *self, PyObject *touched, PyObject *node, Backward *b, Wanted wanted) {
+/* Nodes, held by the graph, that are to be hooked when all is known that is wanted of them. */
+typedef struct {
+    struct {
+        PyObject *node;
+        NodeHook *hook;
+    } *items, few[16];
+    Py_ssize_t n, room;
+} Touched;
+
+static int touch(Touched *touched, PyObject *node, NodeHook *hook) {
+    if (touched->n == touched->room) {
+        size_t size = (size_t)touched->room * sizeof *touched->items;
+        void *items = PyMem_Malloc(2 * size);
+        if (!items) return PyErr_NoMemory(), -1;
+        memcpy(items, touched->items, size);
+        if (touched->items != touched->few) PyMem_Free(touched->items);
+        touched->items = items, touched->room *= 2;
+    }
+    touched->items[touched->n].node = node, touched->items[touched->n++].hook = hook;
+    return 0;
+}
+
+static int want(ModuleWatch *self, Touched *touched, PyObject *node, Backward *b, Wanted wanted) {
     NodeHook *hook = hook_of(self, node);
     if (!hook) {
         Py_XDECREF(wanted.contribution);
         return -1;
     }
-    return hook_wants(hook, b, wanted) || PyList_Append(touched, node) ? -1 : 0;
+    return hook_wants(hook, b, wanted) || touch(touched, node, hook) ? -1 : 0;
 }
 
-static int watch_outputs(ModuleWatch *self, PyObject *touched, Backward *b, const Edges *found, const Edges *inputs) {
+static int watch_outputs(ModuleWatch *self, Touched *touched, Backward *b, const Edges *found, const Edges *inputs) {
     for (Py_ssize_t i = 0; i < found->n; i++) {
         const EdgeAt *e = &found->items[i];
         int untouched = 0;
@@ -468,24 +548,21 @@ static PyObject *contribution_of(ModuleWatch *self, Backward *b, Py_ssize_t cons
     return made;
 }
 
-static int watch_input(ModuleWatch *self, PyObject *touched, Backward *b, long long floor, const Edges *found, const Edges *inputs,
+static int watch_input(ModuleWatch *self, Touched *touched, Backward *b, long long floor, const Edges *found, const Edges *inputs,
                        Py_ssize_t i) {
     const EdgeAt *e = &inputs->items[i];
-    PyObject *consumers = graph_consumers(self->graph, e->node, e->slot, floor), *sum = NULL;
-    Py_ssize_t n = consumers ? PyList_Size(consumers) : 0;
-    int failed = !consumers;
-    if (n > 1) failed = !(sum = contribution_of(self, b, n, i));
-    for (Py_ssize_t k = 0; !failed && k < n; k++) {
-        PyObject *pair = PyList_GetItem(consumers, k);
-        Wanted sent = {SENT, 0, PyLong_AsSsize_t(PyTuple_GetItem(pair, 1)), i, NULL, Py_XNewRef(sum)};
-        failed = want(self, touched, PyTuple_GetItem(pair, 0), b, sent);
-    }
-    for (Py_ssize_t k = 0; !failed && n == 0 && k < found->n; k++) {
+    Consumers to;
+    PyObject *sum = NULL;
+    if (graph_consumers(self->graph, e->node, e->slot, floor, &to)) return -1;
+    int failed = to.n > 1 && !(sum = contribution_of(self, b, to.n, i));
+    for (Py_ssize_t k = 0; !failed && k < to.n; k++)
+        failed = want(self, touched, to.items[k].node, b, (Wanted){SENT, 0, to.items[k].input, i, NULL, Py_XNewRef(sum)});
+    for (Py_ssize_t k = 0; !failed && to.n == 0 && k < found->n; k++) {
         if (found->items[k].node != e->node || found->items[k].slot != e->slot) continue;
         failed = want(self, touched, e->node, b, (Wanted){SHARED, 1, e->slot, i, NULL, NULL});
     }
     Py_XDECREF(sum);
-    Py_XDECREF(consumers);
+    consumers_free(&to);
     return failed ? -1 : 0;
 }
 
@@ -500,19 +577,17 @@ static int visit_from(ModuleWatch *self, const Edges *found, long long floor) {
 
 int watch_gradients(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, const Edges *inputs, PyObject *out) {
     Edges found = {0};
+    Touched touched;
     Backward *b = NULL;
-    PyObject *touched = PyList_New(0);
-    int failed = !touched || edges_of(self, out, NULL, -1, &found, 0);
+    touched.items = touched.few, touched.n = 0, touched.room = 16;
+    int failed = edges_of(self, out, NULL, -1, &found, 0);
     if (!failed && found.n) {
         b = backward_new(self, info, call, &found, inputs);
-        failed = !b || watch_outputs(self, touched, b, &found, inputs) || (inputs->n && visit_from(self, &found, floor));
-        for (Py_ssize_t i = 0; !failed && i < inputs->n; i++) failed = watch_input(self, touched, b, floor, &found, inputs, i);
-        for (Py_ssize_t i = 0; !failed && i < PyList_Size(touched); i++) {
-            NodeHook *hook = hook_of(self, PyList_GetItem(touched, i));
-            failed = !hook || attach(hook, PyList_GetItem(touched, i));
-        }
+        failed = !b || watch_outputs(self, &touched, b, &found, inputs) || (inputs->n && visit_from(self, &found, floor));
+        for (Py_ssize_t i = 0; !failed && i < inputs->n; i++) failed = watch_input(self, &touched, b, floor, &found, inputs, i);
+        for (Py_ssize_t i = 0; !failed && i < touched.n; i++) failed = attach(touched.items[i].hook, touched.items[i].node);
     }
-    Py_XDECREF(touched);
+    if (touched.items != touched.few) PyMem_Free(touched.items);
     Py_XDECREF((PyObject *)b);
     edges_free(&found);
     return failed ? -1 : 0;

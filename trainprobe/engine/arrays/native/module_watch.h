@@ -8,6 +8,11 @@
 
 typedef struct NodeHook NodeHook;
 
+typedef struct {
+    NodeHook **items; /* held */
+    Py_ssize_t n, room;
+} Hooks;
+
 /* One tensor of an argument or result that a gradient reaches: its edge (node, slot) and its place, a number at the top, else a path. */
 typedef struct {
     PyObject *node, *path; /* path: NULL where number tells the place */
@@ -28,9 +33,9 @@ typedef struct {
     Tape *eye;
     MicroGate gate;
     PyTypeObject *plain[2];
-    PyObject *by_node; /* node → its hook, while the outermost module runs and the nodes are held anyway */
-    NodeHook **hooks;
-    Py_ssize_t n_hooks, room;
+    Hooks hooks;  /* of the step; while the outermost module runs, the graph has each as the mark of its node */
+    Hooks latest; /* of the step before, whose graph may live until the next loss takes its name */
+    Hooks spare;  /* of earlier steps, to be used again */
     const void *stop;
     unsigned long thread;
     int forward, backward, inputs, kwargs, parameters, outputs, recompute;
@@ -44,6 +49,7 @@ void edges_free(Edges *edges);
 
 int watch_gradients(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, const Edges *inputs, PyObject *out);
 void hooks_forget(ModuleWatch *self);
+void hooks_drop(Hooks *hooks);
 
 /* The module's own part of the gradient at one of its inputs: into its backward call, or first summed over several consumers. */
 int take_input(PyObject *backward, Py_ssize_t input, PyObject *gradient);

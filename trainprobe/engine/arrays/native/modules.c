@@ -164,10 +164,7 @@ static void pop(ModuleWatch *self, Py_ssize_t depth) { /* keeps an exception tha
     PyErr_Fetch(&type, &error, &trace);
     Py_ssize_t now = PyList_Size(self->stack);
     if (now >= depth && PyList_SetSlice(self->stack, depth - 1, now, NULL)) PyErr_Clear();
-    if (depth == 1) {
-        graph_forget(self->graph);
-        if (self->by_node) PyDict_Clear(self->by_node);
-    }
+    if (depth == 1) graph_forget(self->graph);
     PyErr_Restore(type, error, trace);
 }
 
@@ -328,7 +325,7 @@ static PyObject *watch_end(ModuleWatch *self, PyObject *unused) {
     hooks_forget(self);
     if (self->graph) graph_forget(self->graph);
     PyObject **held[] = {&self->tape, (PyObject **)&self->eye, &self->calls, &self->forwards, &self->arrived, &self->backward_micro,
-                         &self->gradient_calls, &self->by_node, &self->gate.micro};
+                         &self->gradient_calls, &self->gate.micro};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);
     PyErr_Restore(type, error, trace);
     return Py_NewRef(Py_None);
@@ -341,9 +338,8 @@ static PyObject *watch_begin(ModuleWatch *self, PyObject *args) {
     Py_XDECREF(watch_end(self, NULL));
     self->tape = Py_NewRef(tape), self->eye = (Tape *)Py_NewRef(eye), self->calls = Py_NewRef(calls), self->arrived = Py_NewRef(arrived);
     self->forwards = PyDict_New(), self->gradient_calls = PyDict_New(), self->open = PyList_New(0);
-    self->by_node = PyDict_New();
     self->thread = PyThread_get_thread_ident();
-    return self->forwards && self->gradient_calls && self->open && self->by_node ? Py_NewRef(Py_None) : NULL;
+    return self->forwards && self->gradient_calls && self->open ? Py_NewRef(Py_None) : NULL;
 }
 
 #define HELD 11
@@ -394,6 +390,7 @@ static int watch_traverse(ModuleWatch *self, visitproc visit, void *arg) {
 static int watch_clear(ModuleWatch *self) {
     PyObject **places[HELD];
     Py_XDECREF(watch_end(self, NULL));
+    hooks_drop(&self->latest), hooks_drop(&self->spare);
     held(self, places);
     for (int i = 0; i < HELD; i++) Py_CLEAR(*places[i]);
     return 0;

@@ -121,8 +121,22 @@ int micro_is_wanted(MicroGate *gate, PyObject *micro); /* -1 with an exception s
 /* The graph of the forward that is running (graph.c). */
 PyObject *graph_new_empty(void);
 int graph_visit(PyObject *graph, PyObject *const *roots, Py_ssize_t n, long long floor); /* roots: held by the caller */
-PyObject *graph_consumers(PyObject *graph, PyObject *node, Py_ssize_t slot, long long floor); /* a list of (node, input) */
+void **graph_mark(PyObject *graph, PyObject *node); /* the caller's own mark on a node, which is held; NULL with an exception set */
 void graph_forget(PyObject *graph);
+
+/* The nodes that consume an edge, in the order in which they were met; held by the graph. */
+typedef struct {
+    PyObject *node;
+    Py_ssize_t input;
+} Consuming;
+
+typedef struct {
+    Consuming *items, few[8];
+    Py_ssize_t n;
+} Consumers;
+
+int graph_consumers(PyObject *graph, PyObject *node, Py_ssize_t slot, long long floor, Consumers *found);
+void consumers_free(Consumers *found);
 
 /* What is asked of torch (ops.c). */
 int torch_known(void);
@@ -131,6 +145,10 @@ long long sequence_now(void);
 PyObject *modes_off(void);
 void modes_on(PyObject *off);
 int give_to_guard(PyObject *fault);
+
+/* What a hook is entered on a node with: (hooks, None). A new reference. */
+PyObject *entry_new(PyObject *hook);
+PyObject *node_hook_entry(PyObject *hook);
 
 Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phase, PyObject *cls, PyObject *micro, PyObject *parent,
                Py_ssize_t stack);

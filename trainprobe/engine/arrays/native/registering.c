@@ -17,6 +17,14 @@ static PyObject *registrar_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     return PyType_GenericAlloc(type, 0);
 }
 
+/* (hooks that hold this one, None). */
+PyObject *entry_new(PyObject *hook) {
+    PyObject *hooks = PyObject_CallNoArgs(ordered_dict), *answer = NULL; /* ordered, as torch's own handles want to refer to it weakly */
+    if (hooks && !PyObject_SetItem(hooks, our_key, hook)) answer = PyTuple_Pack(2, hooks, Py_None);
+    Py_XDECREF(hooks);
+    return answer;
+}
+
 /* (hooks of the node or None, hook) → (hooks of the node, handle). */
 static PyObject *registrar_called(Registrar *self, PyObject *args, PyObject *kwargs) {
     PyObject *hook = PyTuple_Size(args) == 2 ? PyTuple_GetItem(args, 1) : NULL;
@@ -25,10 +33,7 @@ static PyObject *registrar_called(Registrar *self, PyObject *args, PyObject *kwa
         if (self->below) return PyObject_Call(self->below, args, kwargs);
         return PyErr_Format(PyExc_RuntimeError, "a registrar that stands in no place was called");
     }
-    PyObject *hooks = PyObject_CallNoArgs(ordered_dict), *answer = NULL; /* ordered, as torch's own handles want to refer to it weakly */
-    if (hooks && !PyObject_SetItem(hooks, our_key, hook)) answer = PyTuple_Pack(2, hooks, Py_None);
-    Py_XDECREF(hooks);
-    return answer;
+    return Py_TYPE(hook) == node_hook_type ? node_hook_entry(hook) : entry_new(hook);
 }
 
 static void registrar_free(Registrar *self) {

@@ -1,0 +1,117 @@
+"""What the compiled parts keep from step to step (hooks with their entries, shapes) is true of each step: they record what
+their twins do, which keep nothing, whatever changes in between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import trainprobe
+from tests.engine.taps.recorded_step import told
+from trainprobe.compiled import native
+
+pytestmark = pytest.mark.skipif(native is None, reason="the compiled parts are not built")
+STEPS = 6
+
+
+class Model(torch.nn.Module):
+    """Two consumers of one input, a residual sum, a module that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.dropped = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.first(self.dropped(self.second(y)) + y * y)
+
+
+class Loop:
+    """A training. losses: of all steps, kept where `retained`; each step then runs the three before it backward once more."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model, self.rows, self.retained, self.losses, self.handles = Model(), 3, False, [], []
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self):
+        self.optimizer.zero_grad()
+        loss = self.model(torch.randn(self.rows, 4)).square().mean()
+        loss.backward(retain_graph=self.retained)
+        if not self.retained:
+            self.optimizer.step()
+            return
+        for old in self.losses[-3:]:
+            old.backward(retain_graph=True)
+        self.losses.append(loss)
+
+
+def nothing(loop, step):
+    pass
+
+
+def parameter_replaced(loop, step):
+    if step % 2:
+        loop.model.second.weight = torch.nn.Parameter(torch.randn(4, 4))
+
+
+def requires_grad_toggled(loop, step):
+    loop.model.first.requires_grad_(step % 2 == 0)
+
+
+def training_flag_toggled(loop, step):
+    loop.model.train(step % 2 == 0)
+
+
+def other_shapes(loop, step):
+    loop.rows = 2 + step % 3
+
+
+def submodule_replaced(loop, step):
+    loop.model.second = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()) if step % 2 else torch.nn.Linear(4, 4)
+
+
+def graphs_stay_alive_and_run_again(loop, step):
+    loop.retained = True
+
+
+def hooks_of_the_program(loop, step):
+    def hook(module, args, out):
+        node = out.grad_fn
+        loop.handles += [node.register_hook(lambda sent, received: None), node.register_prehook(lambda received: None)]
+
+    if step == 0:
+        loop.model.first.register_forward_hook(hook)
+
+
+CHANGES = [
+    nothing,
+    parameter_replaced,
+    requires_grad_toggled,
+    training_flag_toggled,
+    other_shapes,
+    submodule_replaced,
+    graphs_stay_alive_and_run_again,
+    hooks_of_the_program,
+]
+
+
+def run(change, folder, *, compiled):
+    loop = Loop()
+    reels = []
+    with trainprobe.watch(
+        loop.model, loop.optimizer, output=folder, level="L0", sinks=["memory"], native=compiled, on_error="raise"
+    ) as probe:
+        for step in range(STEPS):
+            change(loop, step)
+            probe.begin_step()
+            loop.step()
+            reels.append(told(probe.end_step()))
+    return reels, [p.tolist() for p in loop.model.parameters()]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_each_step_is_recorded_as_without_the_compiled_parts(change, tmp_path):
+    ours, theirs = (run(change, tmp_path / str(compiled), compiled=compiled) for compiled in (True, False))
+    assert len(ours[0]) == STEPS and all(len(reel["calls"]) > 5 for reel in ours[0])
+    assert ours == theirs
