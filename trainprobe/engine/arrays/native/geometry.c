@@ -104,14 +104,13 @@ int geometry_is_contiguous(const Geometry *g) {
 
 struct Shape {
     PyObject *tuple;
+    int64_t *sizes;
     uint64_t hash;
+    int nd;
 };
 
 static int is_shape(const Shape *shape, const Geometry *g) {
-    if (PyTuple_Size(shape->tuple) != g->nd) return 0;
-    for (int i = 0; i < g->nd; i++)
-        if (PyLong_AsLongLong(PyTuple_GetItem(shape->tuple, i)) != g->sizes[i]) return 0;
-    return 1;
+    return shape->nd == g->nd && !memcmp(shape->sizes, g->sizes, (size_t)g->nd * sizeof *g->sizes);
 }
 
 static PyObject *shape_tuple(const Geometry *g) {
@@ -143,7 +142,10 @@ void shapes_clear(Shapes *self) {
     Shape *table = self->table;
     size_t room = self->room;
     *self = (Shapes){0};
-    for (size_t i = 0; i < room; i++) Py_XDECREF(table[i].tuple);
+    for (size_t i = 0; i < room; i++) {
+        Py_XDECREF(table[i].tuple);
+        PyMem_Free(table[i].sizes);
+    }
     PyMem_Free(table);
 }
 
@@ -157,8 +159,13 @@ PyObject *shapes_find(Shapes *self, const Geometry *g) {
     for (; self->table[at].tuple; at = (at + 1) & (self->room - 1))
         if (self->table[at].hash == hash && is_shape(&self->table[at], g)) return Py_NewRef(self->table[at].tuple);
     PyObject *tuple = shape_tuple(g);
-    if (!tuple) return NULL;
-    self->table[at] = (Shape){Py_NewRef(tuple), hash};
+    int64_t *sizes = PyMem_Malloc((size_t)g->nd * sizeof *sizes); /* not NULL where there are none */
+    if (!tuple || !sizes) {
+        Py_XDECREF(tuple), PyMem_Free(sizes);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    memcpy(sizes, g->sizes, (size_t)g->nd * sizeof *sizes);
+    self->table[at] = (Shape){Py_NewRef(tuple), sizes, hash, g->nd};
     self->used++;
     return tuple;
 }

@@ -67,7 +67,7 @@ static PyObject *look_at_parameters(ModuleWatch *self, const ModuleInfo *info, C
         PyObject *pair = PyTuple_GetItem(info->parameters, i), *name = PyTuple_GetItem(pair, 0), *at = NULL, *tree = NULL;
         if (info->flags & SAVE)
             at = PyUnicode_FromFormat("Module.%U.%U.%U.%zd.parameters.%U", info->name, info->cls, call->phase, call->call, name);
-        if (!PyErr_Occurred()) tree = tape_tree(self->eye, PyTuple_GetItem(pair, 1), info->flags, at, 0);
+        if (!PyErr_Occurred()) tree = tape_held(self->eye, PyTuple_GetItem(pair, 1), info->flags, at);
         Py_XDECREF(at);
         if (!tree || PyDict_SetItem(trees, name, tree)) Py_CLEAR(trees);
         Py_XDECREF(tree);

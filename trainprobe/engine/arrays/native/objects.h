@@ -90,6 +90,9 @@ void shapes_clear(Shapes *self);
 /* The tree of Values and scalars of an argument or result; path: where its values are saved, or NULL. A new reference. */
 PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth);
 
+/* The same for a tensor that somebody holds for the rest of the step: it is remembered by a reference, which is less than a weak one. */
+PyObject *tape_held(Tape *self, PyObject *t, long flags, PyObject *path);
+
 /* A twin of a value with a note of its own, whose row is set with the value's when the step is harvested. A new reference. */
 PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note);
 

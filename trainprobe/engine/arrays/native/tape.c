@@ -11,6 +11,7 @@
 #define TEXT 512
 #define SUSPECT ((uintptr_t)1 << 40) /* addresses below may be an offset into freed storage: looked at twice */
 #define STRIPS 8
+#define DTYPES_KNOWN 64
 
 typedef struct {
     PyObject *dtype, *text;
@@ -26,11 +27,12 @@ typedef struct {
 } Slot;
 
 typedef struct {
-    PyObject *id, *weak, *shape; /* id: address of the tensor, not a reference; weak NULL: forgotten */
+    PyObject *id, *known, *shape; /* id: address of the tensor. known: a weak reference to it, or itself where held; NULL: forgotten */
     Value *value;
     const void *data;
     long long version;
     long flags;
+    int held;
 } Seen;
 
 struct Tape {
@@ -41,34 +43,92 @@ struct Tape {
     PyObject *trail; /* is told what is looked at, or NULL */
     PyObject *noted; /* list of (twin with a note of its own, value), or NULL */
     int reuse, dtypes_known;
-    Dtype dtypes[64];
+    Dtype dtypes[DTYPES_KNOWN];
     Shapes shapes;
     Slot slots[STRIPS];
-    Seen *seen;
-    Py_ssize_t used, room; /* room: a power of two */
+    Seen *seen;       /* in the order in which they came */
+    uint32_t *places; /* table of numbers in it, from 1 on, by address; places_n: a power of two */
+    Py_ssize_t used, room, places_n;
     Py_ssize_t reused;
 };
 
 PyTypeObject *tape_type;
 static PyObject *n_dtype, *n_with_note;
 
+/* ---- what is known of dtypes and shapes, kept from tape to tape ----------------------------------------------------------- */
+
+static struct {
+    PyTypeObject *tensor; /* the class whose dtypes they are, NULL where nothing is kept */
+    int dtypes_known;
+    Dtype dtypes[DTYPES_KNOWN];
+    Shapes shapes;
+} kept;
+
+static void kept_drop(PyTypeObject *tensor, Dtype *dtypes, int known, Shapes *shapes) {
+    for (int i = 0; i < known; i++) {
+        Py_XDECREF(dtypes[i].dtype);
+        Py_XDECREF(dtypes[i].text);
+    }
+    shapes_clear(shapes);
+    Py_XDECREF((PyObject *)tensor);
+}
+
+static void kept_take(Tape *self) {
+    if (kept.tensor != self->plain[0]) return;
+    self->dtypes_known = kept.dtypes_known, self->shapes = kept.shapes;
+    memcpy(self->dtypes, kept.dtypes, (size_t)kept.dtypes_known * sizeof *kept.dtypes);
+    kept.tensor = NULL, kept.dtypes_known = 0, kept.shapes = (Shapes){0};
+    Py_DECREF((PyObject *)self->plain[0]); /* it was held */
+}
+
+static void kept_give(Tape *self) {
+    if (kept.tensor || !self->plain[0]) {
+        kept_drop(NULL, self->dtypes, self->dtypes_known, &self->shapes);
+        return;
+    }
+    kept.dtypes_known = self->dtypes_known, kept.shapes = self->shapes;
+    memcpy(kept.dtypes, self->dtypes, (size_t)self->dtypes_known * sizeof *kept.dtypes);
+    kept.tensor = (PyTypeObject *)Py_NewRef((PyObject *)self->plain[0]);
+}
+
 /* ---- what was seen ------------------------------------------------------------------------------------------------------ */
 
-static size_t place_of(const void *id, Py_ssize_t room) { return mixed(id) & (size_t)(room - 1); }
-
 static void seen_forget(Seen *seen) {
-    Py_CLEAR(seen->weak);
+    Py_CLEAR(seen->known);
     Py_CLEAR(seen->shape);
     PyObject *value = (PyObject *)seen->value;
     seen->value = NULL;
     Py_XDECREF(value);
 }
 
-static Seen *seen_find(Tape *self, PyObject *t) {
-    if (!self->room) return NULL;
-    for (size_t at = place_of(t, self->room); self->seen[at].id; at = (at + 1) & (size_t)(self->room - 1))
-        if (self->seen[at].id == t) return &self->seen[at];
-    return NULL;
+static uint32_t *seen_at(const Tape *self, PyObject *t) { /* its place, or the one where it would stand */
+    size_t at = mixed(t) & (size_t)(self->places_n - 1);
+    while (self->places[at] && self->seen[self->places[at] - 1].id != t) at = (at + 1) & (size_t)(self->places_n - 1);
+    return &self->places[at];
+}
+
+static Seen *seen_find(const Tape *self, PyObject *t) {
+    uint32_t number = self->places_n ? *seen_at(self, t) : 0;
+    return number ? &self->seen[number - 1] : NULL;
+}
+
+/* Make room; what was forgotten leaves. */
+static int seen_grow(Tape *self) {
+    Py_ssize_t alive = 0, kept = 0;
+    for (Py_ssize_t i = 0; i < self->used; i++) alive += self->seen[i].known != NULL;
+    Py_ssize_t room = self->room ? (alive * 2 > self->room ? self->room * 2 : self->room) : 256;
+    Seen *seen = PyMem_Malloc((size_t)room * sizeof *seen);
+    uint32_t *places = PyMem_Calloc((size_t)room * 2, sizeof *places);
+    if (!seen || !places) {
+        PyMem_Free(seen), PyMem_Free(places);
+        return PyErr_NoMemory(), -1;
+    }
+    for (Py_ssize_t i = 0; i < self->used; i++)
+        if (self->seen[i].known) seen[kept++] = self->seen[i];
+    PyMem_Free(self->seen), PyMem_Free(self->places);
+    self->seen = seen, self->places = places, self->room = room, self->places_n = room * 2, self->used = kept;
+    for (Py_ssize_t i = 0; i < kept; i++) *seen_at(self, seen[i].id) = (uint32_t)i + 1;
+    return 0;
 }
 
 static Seen *seen_place(Tape *self, PyObject *t) {
@@ -77,35 +137,22 @@ static Seen *seen_place(Tape *self, PyObject *t) {
         seen_forget(found);
         return found;
     }
-    if (self->used * 2 >= self->room) {
-        Py_ssize_t room = self->room ? self->room * 2 : 1024;
-        Seen *table = PyMem_Calloc((size_t)room, sizeof *table);
-        if (!table) return PyErr_NoMemory(), NULL;
-        self->used = 0;
-        for (Py_ssize_t i = 0; i < self->room; i++) {
-            if (!self->seen[i].weak) continue; /* forgotten */
-            size_t at = place_of(self->seen[i].id, room);
-            while (table[at].id) at = (at + 1) & (size_t)(room - 1);
-            table[at] = self->seen[i];
-            self->used++;
-        }
-        PyMem_Free(self->seen);
-        self->seen = table, self->room = room;
-    }
-    size_t at = place_of(t, self->room);
-    while (self->seen[at].id) at = (at + 1) & (size_t)(self->room - 1);
-    self->seen[at].id = t;
-    self->used++;
-    return &self->seen[at];
+    if (self->used == self->room && seen_grow(self)) return NULL;
+    *seen_at(self, t) = (uint32_t)++self->used;
+    self->seen[self->used - 1] = (Seen){.id = t};
+    return &self->seen[self->used - 1];
 }
 
 static void seen_clear(Tape *self) {
     Seen *seen = self->seen;
-    Py_ssize_t room = self->room;
-    self->seen = NULL, self->room = self->used = 0;
-    for (Py_ssize_t i = 0; i < room; i++) seen_forget(&seen[i]);
+    Py_ssize_t used = self->used;
+    PyMem_Free(self->places);
+    self->seen = NULL, self->places = NULL, self->room = self->places_n = self->used = 0;
+    for (Py_ssize_t i = 0; i < used; i++) seen_forget(&seen[i]);
     PyMem_Free(seen);
 }
+
+static int is_still(const Seen *seen, PyObject *t) { return (seen->held ? seen->known : PyWeakref_GetObject(seen->known)) == t; }
 
 /* ---- one tensor --------------------------------------------------------------------------------------------------------- */
 
@@ -123,7 +170,7 @@ static const Dtype *dtype_of(Tape *self, PyObject *t, uint32_t kind) {
     }
     PyObject *told = PyObject_CallFunctionObjArgs(self->describe, dtype, NULL); /* (text, code) */
     if (!told) return NULL;
-    at = self->dtypes_known < 64 ? self->dtypes_known++ : 63;
+    at = self->dtypes_known < DTYPES_KNOWN ? self->dtypes_known++ : DTYPES_KNOWN - 1;
     Dtype *known = &self->dtypes[at];
     Py_XDECREF(known->dtype);
     Py_XDECREF(known->text);
@@ -211,14 +258,15 @@ static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, lo
 int tape_is_plain(const Tape *self, PyObject *x) { return Py_TYPE(x) == self->plain[0] || Py_TYPE(x) == self->plain[1]; }
 
 /* Remember what a tensor was looked at as. */
-static int seen_note(Tape *self, PyObject *t, PyObject *shape, const void *data, long long version, long flags, PyObject *value) {
-    PyObject *weak = PyWeakref_NewRef(t, NULL);
-    Seen *seen = weak ? seen_place(self, t) : NULL;
+static int seen_note(Tape *self, Seen now) { /* of known, shape and value it takes references of its own */
+    now.known = now.held ? Py_NewRef(now.id) : PyWeakref_NewRef(now.id, NULL);
+    Seen *seen = now.known ? seen_place(self, now.id) : NULL;
     if (!seen) {
-        Py_XDECREF(weak);
+        Py_XDECREF(now.known);
         return -1;
     }
-    *seen = (Seen){t, weak, Py_NewRef(shape), (Value *)Py_NewRef(value), data, version, flags};
+    Py_INCREF(now.shape), Py_INCREF((PyObject *)now.value);
+    *seen = now;
     return 0;
 }
 
@@ -235,7 +283,8 @@ static long long version_of(PyObject *t) {
     return version;
 }
 
-static PyObject *look(Tape *self, PyObject *t, long flags) {
+/* held: somebody else keeps the tensor for the rest of the step, so that a reference of the tape's own keeps nothing alive. */
+static PyObject *look(Tape *self, PyObject *t, long flags, int held) {
     if (!tape_is_plain(self, t)) return by_python(self->special, t, flags);
     long long version = version_of(t);
     if (version == -2) return NULL;
@@ -244,7 +293,7 @@ static PyObject *look(Tape *self, PyObject *t, long flags) {
     PyObject *shape = geometry_read(t, &at) ? NULL : shapes_find(&self->shapes, &at), *answer = NULL;
     if (shape) {
         const Seen *seen = reuse ? seen_find(self, t) : NULL;
-        if (seen && seen->weak && PyWeakref_GetObject(seen->weak) == t && seen->version == version && seen->data == at.data && seen->shape == shape) {
+        if (seen && seen->known && is_still(seen, t) && seen->version == version && seen->data == at.data && seen->shape == shape) {
             if ((seen->flags & flags) == flags) {
                 self->reused++;
                 Py_DECREF(shape);
@@ -260,7 +309,7 @@ static PyObject *look(Tape *self, PyObject *t, long flags) {
         answer = by_python(self->slow, t, flags);
         reuse = reuse && answer && Py_TYPE(answer) == value_type;
     }
-    if (answer && reuse && shape && seen_note(self, t, shape, at.data, version, flags, answer)) Py_CLEAR(answer);
+    if (answer && reuse && shape && seen_note(self, (Seen){t, NULL, shape, (Value *)answer, at.data, version, flags, held})) Py_CLEAR(answer);
     Py_XDECREF(shape);
     return answer;
 }
@@ -287,8 +336,8 @@ static int gather(Tape *self, PyObject *t, Value *value, PyObject *path) {
     return fits == 1 ? arena_keep((Arena *)self->arena, path, value->dtype, value->shape, &job) : fits;
 }
 
-static PyObject *kept_tensor(Tape *self, PyObject *x, long flags, PyObject *path) {
-    PyObject *value = look(self, x, flags & KINDS);
+static PyObject *kept_tensor(Tape *self, PyObject *x, long flags, PyObject *path, int held) {
+    PyObject *value = look(self, x, flags & KINDS, held);
     if (!value || Py_TYPE(value) != value_type) return value;
     if (((Value *)value)->tensor == NULL && ((Value *)value)->note == NULL && self->keep != Py_None) {
         int kept = flags >> CUT ? 0 : gather(self, x, (Value *)value, path);
@@ -350,12 +399,18 @@ static PyObject *named(Tape *self, PyObject *x, long flags, PyObject *path, int 
 PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth) {
     PyTypeObject *kind = Py_TYPE(x);
     if (kind == self->plain[0] || kind == self->plain[1])
-        return path && flags & SAVE ? kept_tensor(self, x, flags, path) : look(self, x, flags);
+        return path && flags & SAVE ? kept_tensor(self, x, flags, path, 0) : look(self, x, flags, 0);
     if (x == Py_None || kind == &PyLong_Type || kind == &PyFloat_Type || kind == &PyBool_Type) return Py_NewRef(x);
     if (kind == &PyUnicode_Type) return cut_text(x);
     if (depth <= DEEPEST && (kind == &PyTuple_Type || kind == &PyList_Type)) return listed(self, x, flags, path, depth);
     if (depth <= DEEPEST && kind == &PyDict_Type) return named(self, x, flags, path, depth);
     return rare(self, x, flags, path, depth);
+}
+
+/* The same for a tensor that is held for the rest of the step, such as a parameter. */
+PyObject *tape_held(Tape *self, PyObject *t, long flags, PyObject *path) {
+    if (!tape_is_plain(self, t)) return tape_tree(self, t, flags, path, 0);
+    return path && flags & SAVE ? kept_tensor(self, t, flags, path, 1) : look(self, t, flags, 1);
 }
 
 /* ---- the type ----------------------------------------------------------------------------------------------------------- */
@@ -371,7 +426,7 @@ static PyObject *value(Tape *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 2) return PyErr_Format(PyExc_TypeError, "value takes a tensor and flags");
     long flags = PyLong_AsLong(args[1]);
     if (PyErr_Occurred()) return NULL;
-    return look(self, args[0], flags);
+    return look(self, args[0], flags, 0);
 }
 
 void tape_touched(Tape *self, PyObject *t) {
@@ -442,6 +497,7 @@ static PyObject *tape_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     self->reuse = reuse;
     for (int i = 0; i < 2; i++) self->plain[i] = (PyTypeObject *)Py_NewRef(plain[i]);
     attributes_learn(self->plain);
+    kept_take(self);
     self->open_strip = Py_NewRef(functions[0]), self->slow = Py_NewRef(functions[1]), self->special = Py_NewRef(functions[2]);
     self->rare = Py_NewRef(functions[3]), self->keep = Py_NewRef(functions[4]), self->describe = Py_NewRef(functions[5]);
     return (PyObject *)self;
@@ -485,11 +541,7 @@ static void tape_free(Tape *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     PyObject_GC_UnTrack(self);
     tape_clear(self);
-    shapes_clear(&self->shapes);
-    for (int i = 0; i < self->dtypes_known; i++) {
-        Py_XDECREF(self->dtypes[i].dtype);
-        Py_XDECREF(self->dtypes[i].text);
-    }
+    kept_give(self);
     Py_XDECREF(self->plain[0]);
     Py_XDECREF(self->plain[1]);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
