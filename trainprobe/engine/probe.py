@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -71,6 +71,9 @@ class Program:
     level: str = ""
 
 
+Scheduled = tuple[list[Program], list[Tap]]
+
+
 class Probe:
     """Records the steps that its plan selects. Also usable as a context manager, which closes it."""
 
@@ -100,7 +103,8 @@ class Probe:
         self._opened: tuple[Any, Any] | None = None  # model and optimizer
         self._taps: tuple[Tap, ...] = ()
         self._rests = rests or Rests()  # the taps that are installed
-        self._scheduled: dict[tuple[int, bool], tuple[list[Program], list[Tap]]] = {}
+        self._scheduled: dict[tuple[int, bool], Scheduled] = {}
+        self._plans: dict[tuple[bool, ...], Scheduled] = {}  # by what was answered: whether extra, then of each who was asked
         self._run_programs(programs)
         self._running: list[Program] = []
         self._new_tape = new_tape
@@ -257,7 +261,9 @@ class Probe:
             if self._opened is not None and tap not in known:
                 tap.open(*self._opened)
         self._programs = tuple(programs)
+        self._asked = tuple(dict.fromkeys(wants for p in programs for wants in (p.wants, *(wants for _, wants in p.taps))))
         self._scheduled.clear()
+        self._plans.clear()
 
     def _install(self) -> None:
         if not self.plan.wants_rank(self.place.rank):
@@ -270,19 +276,27 @@ class Probe:
             self._rests.install(tap)
             tap.begin(tape)
 
-    def _schedule(self, step: int) -> tuple[list[Program], list[Tap]]:
+    def _schedule(self, step: int) -> Scheduled:
         """Return the programs that want a step and the taps that run in it; asked once a step, for this one and the next."""
         extra = step in self._extra_steps
         known = self._scheduled.get((step, extra))
         if known is None:
-            programs = [p for p in self._programs if p.wants(step) or (extra and p.name == "dump")]
-            whole = dict.fromkeys(tap for p in programs for tap in p.asked) if extra else {}
-            rest = {tap for p in programs for tap in p.beside} if whole else set[Tap]()
-            taps = dict.fromkeys(tap for p in programs for tap, wants in p.taps if wants(step) and tap not in rest)
-            known = (programs, list(whole | taps))
+            wanted = {wants: bool(wants(step)) for wants in self._asked}
+            answers = (extra, *wanted.values())
+            known = self._plans.get(answers)
+            if known is None:
+                known = self._plans[answers] = self._choose_taps(extra, wanted)
             self._scheduled = {key: value for key, value in self._scheduled.items() if key[0] == step - 1}
             self._scheduled[step, extra] = known
         return known
+
+    def _choose_taps(self, extra: bool, wanted: Mapping[Wants, bool]) -> Scheduled:
+        """Return what runs in a step of which these are the answers; extra: it is to be collected in full."""
+        programs = [p for p in self._programs if wanted[p.wants] or (extra and p.name == "dump")]
+        whole = dict.fromkeys(tap for p in programs for tap in p.asked) if extra else {}
+        rest = {tap for p in programs for tap in p.beside} if whole else set[Tap]()
+        taps = dict.fromkeys(tap for p in programs for tap, wants in p.taps if wanted[wants] and tap not in rest)
+        return programs, list(whole | taps)
 
     def _wants(self, step: int) -> bool:
         return bool(self._schedule(step)[0])

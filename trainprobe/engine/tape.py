@@ -367,7 +367,8 @@ class Tape:
         """Bring all that is on devices to the host, in one transfer a device, and harvest these strips."""
         carried, self._carried = [c for c in self._carried if c.tensor is not None], []
         blocks = [strip.blocks() for strip in strips]
-        arrays = iter(self.library.bring([*(t for some in blocks for t in some), *(c.tensor for c in carried)]))
+        waiting = [*(t for some in blocks for t in some), *(c.tensor for c in carried)]
+        arrays = iter(self.library.bring(waiting) if waiting else ())
         harvests = [strip.harvest([next(arrays) for _ in some]) for strip, some in zip(strips, blocks, strict=True)]
         for c in carried:
             c.numbers, c.tensor = next(arrays), None
