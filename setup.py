@@ -22,6 +22,7 @@ TAPE = (
     "ops.c",
     "graph.c",
     "modules.c",
+    "edges.c",
     "module_gradients.c",
     "contribution.c",
     "arena.c",

@@ -46,6 +46,7 @@ PyObject *joined_name(PyObject *name, PyObject *cls, PyObject *phase, Py_ssize_t
 /* Collect the edges of all tensors in a structure; path, number: where it stands (NULL, -1: the structure itself). */
 int edges_of(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t number, Edges *found, int depth);
 void edges_free(Edges *edges);
+PyObject *place_text(PyObject *path, Py_ssize_t number); /* the place of a tensor as text */
 
 int watch_gradients(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, const Edges *inputs, PyObject *out);
 void hooks_forget(ModuleWatch *self);
