@@ -27,6 +27,9 @@ TAPE = (
     "contribution.c",
     "arena.c",
     "text.c",
+    "log_text.c",
+    "alike.c",
+    "numbers.c",
     "folder.c",
     "parts.c",
     "registering.c",
@@ -39,7 +42,7 @@ setup(
         Extension(
             "trainprobe._native",
             sources=[str(NATIVE / name) for name in (*KERNEL, *TAPE)],
-            depends=[str(NATIVE / name) for name in ("reduce.h", "sweeps.h", "objects.h", "module_watch.h")],
+            depends=[str(NATIVE / name) for name in ("reduce.h", "sweeps.h", "objects.h", "text.h", "module_watch.h")],
             extra_compile_args=FLAGS,
             libraries=[] if sys.platform == "win32" else ["m", "pthread"],
             py_limited_api=True,

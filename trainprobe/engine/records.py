@@ -222,7 +222,7 @@ class Reel:
     complete: bool = True
     features: Sequence[Feature] = ()
     batches: Sequence[int] = ()
-    logged: Any = field(default=None, repr=False, compare=False)  # the calls as text, once they were (dumps/record_log.py)
+    shared: Any = field(default=None, repr=False, compare=False)  # what its writers have worked out (dumps/shared.py)
 
     def numbers(self) -> dict[str, npt.NDArray[Any]]:
         """Finish the partials: statistic name → array [rows], computed once a reel and vectorised."""

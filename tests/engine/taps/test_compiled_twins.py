@@ -56,11 +56,11 @@ def test_a_step_is_recorded_alike(case, level, task, both):
 
 @given(reels())
 def test_the_entries_of_a_dump_are_the_same_text(reel):
-    text, names, _ = EntryText(reel).document()
+    document = EntryText(reel).document()
     whole = list(EntryText(reel).entries())
-    assert names == [name for name, _, _ in whole]
+    assert document.names == [name for name, _, _ in whole]
     expected = {name: orjson.loads(entry) for name, entry, _ in whole}
-    assert orjson.loads(b"{" + text + b"}") == expected
+    assert orjson.loads(b"{" + document.text + b"}") == expected
 
 
 @given(reels())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 
 from trainprobe.compiled import native
 from trainprobe.engine.dumps.numbers_text import BARE, STRICT, column_text, number_text, plain_numbers
+from trainprobe.engine.dumps.shared import all_compiled, shared
 from trainprobe.engine.dumps.tensor_files import file_name, plain_dtype
 from trainprobe.engine.records import Call, Opaque, Reel, Value
 from trainprobe.engine.reel import entry_name, parent_name
@@ -17,7 +18,23 @@ from trainprobe.engine.stats.partials import column
 
 # statistic → key in a leaf; every other statistic is written under its own name
 KEYS = {"max": "Max", "min": "Min", "mean": "Mean", "norm": "Norm"}
+_BASIC = frozenset(KEYS)
+_PREFIXES = [(name, f', "{key}": '.encode()) for name, key in KEYS.items()]
+_BOOLS = frozenset({"torch.bool", "Bool", "bool"})
 _NO_NUMBERS = "".join(f', "{key}": null' for key in KEYS.values())
+
+
+class Document(NamedTuple):
+    """The entries of a reel. holes: where numbers stand in the text; None where the compiled parts did not make it.
+
+    bools: the rows of bool values.
+    """
+
+    text: bytes
+    names: list[str]
+    calls: list[Call]
+    holes: bytes | None
+    bools: list[int]
 
 
 class EntryText:
@@ -43,52 +60,51 @@ class EntryText:
             self._whole_numbers = _numbers_text(self._reel, self._tokens)
         return self._whole_numbers
 
-    def document(self) -> tuple[bytes, list[str], list[Call]]:
-        """Return all entries as the inside of a JSON object, their names, and their calls; see `entries`."""
+    def document(self) -> Document:
+        """Return all entries as the inside of a JSON object; see `entries`."""
         reel = self._reel
-        if native is not None and not self._suffix and set(map(type, reel.calls)) <= {native.Call}:
-            columns, odd, sums = self._columns()
-            return native.dump_entries(
+        if native is not None and not self._suffix and all_compiled(reel.calls):
+            bools = [v.row for v in reel.values if v.row >= 0 and v.dtype in _BOOLS]
+            text, names, calls, holes = native.dump_entries(
                 reel.calls,
                 reel.framework == "mindspore",
-                len(reel.partials),
-                columns,
-                odd,
-                sums,
-                all(text is None for _, text in columns),
+                self._columns(bools),
                 set(self._stored),
                 quote,
                 self.text,
                 self._rare,
-                _NO_NUMBERS,
                 lambda call, taken: _free_name(call, taken, reel.framework),
             )
+            return Document(text, names, calls, holes, bools)
         whole = list(self.entries())
         text = ",".join(f"\n  {quote(name)}: {entry}" for name, entry, _ in whole)
-        return text.encode("utf-8", "replace"), [name for name, _, _ in whole], [call for _, _, call in whole]
+        return Document(
+            text.encode("utf-8", "replace"), [name for name, _, _ in whole], [call for _, _, call in whole], None, []
+        )
 
-    def _columns(self) -> tuple[list[tuple[bytes, bytes | None]], dict[int, str], bytes | None]:
-        """Return the columns of numbers as text where all in a row are plain, and the whole text of the other rows."""
+    def again(self, top: bytes, document: Document, end: bytes) -> bytes:
+        """Return `top`, the entries of a reel that differs from that of `document` in nothing but its numbers, and `end`."""
+        assert native is not None
+        return native.dump_again(top, document.text, document.holes, self._columns(document.bools), end)
+
+    def _columns(self, bools: list[int]) -> tuple[Any, ...]:
+        """Return what the compiled parts put into entries: rows, columns of numbers as text, texts of odd rows and so on.
+
+        bools: the rows of bool values, which have a text of their own.
+        """
         reel = self._reel
-        numbers = reel.numbers()
-        odd = column(reel.partials, "count") == 0
-        columns: list[tuple[bytes, bytes | None]] = []
-        for name in [*KEYS, *(n for n in numbers if n not in KEYS)]:
-            array = numbers.get(name)
-            text = None if array is None else orjson.dumps(np.ascontiguousarray(array), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-            columns.append((f', "{KEYS.get(name, name)}": '.encode(), text))
-            if array is not None and array.dtype.kind == "f":
-                odd |= ~np.isfinite(array)
-        for value in reel.values:
-            if value.row >= 0 and value.dtype in ("torch.bool", "Bool", "bool"):
-                odd[value.row] = True
-        for more in (reel.crc32, reel.histograms, reel.quantiles):
-            if more:
-                odd[list(more)] = True
-        rows = np.flatnonzero(odd).tolist()
+        odd = set(bools).union(*(more for more in (reel.crc32, reel.histograms, reel.quantiles) if more))
+        plain = shared(reel).plain
+        if plain is not None and _BASIC.issuperset(reel.wanted):
+            texts = plain.texts("min", "norm") if reel.wanted else {}
+            columns = [(prefix, texts[name] if name in reel.wanted else None) for name, prefix in _PREFIXES]
+        else:
+            columns, without = _columns_apart(reel)
+            odd.update(without)
+        rows = sorted(odd)
+        whole = dict(zip(rows, _numbers_text(reel, self._tokens, rows), strict=True)) if rows else {}
         sums = None if reel.checksums is None else np.ascontiguousarray(reel.checksums, np.uint64).tobytes()
-        whole = _numbers_text(reel, self._tokens, rows) if rows else []
-        return columns, dict(zip(rows, whole, strict=True)), sums
+        return len(reel.partials), columns, whole, sums, all(text is None for _, text in columns), _NO_NUMBERS
 
     def entries(self) -> Iterator[tuple[str, str, Call]]:
         """Yield (entry name, JSON text, call) in execution order.
@@ -256,6 +272,20 @@ def _numbers_text(reel: Reel, tokens: tuple[str, str, str], chosen: list[int] | 
     return text
 
 
+def _columns_apart(reel: Reel) -> tuple[list[tuple[bytes, bytes | None]], list[int]]:
+    """Return each column of numbers as text, and the rows that have no elements or a number that JSON does not have."""
+    numbers = reel.numbers()
+    odd = column(reel.partials, "count") == 0
+    columns: list[tuple[bytes, bytes | None]] = []
+    for name in [*KEYS, *(n for n in numbers if n not in KEYS)]:
+        array = numbers.get(name)
+        text = None if array is None else orjson.dumps(np.ascontiguousarray(array), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+        columns.append((f', "{KEYS.get(name, name)}": '.encode(), text))
+        if array is not None and array.dtype.kind == "f":
+            odd |= ~np.isfinite(array)
+    return columns, np.flatnonzero(odd).tolist()
+
+
 def _bool_text(text: str) -> str:
     """Write the extremes of a bool tensor as existing tools do: Max is any, Min is all."""
     for key in ("Max", "Min"):
@@ -282,7 +312,7 @@ def construct(reel: Reel, names: list[tuple[str, Call]]) -> dict[str, Any]:
 def construct_text(reel: Reel, names: list[str], calls: list[Call]) -> bytes:
     """Return `construct` as the text of its file."""
     nested = reel.level not in ("L1", "debug") and not any(call.micro for call in calls)
-    if native is not None and nested and set(map(type, calls)) <= {native.Call}:
+    if native is not None and nested and all_compiled(calls):
         return native.dump_construct(names, calls, reel.framework == "mindspore", quote)
     return orjson.dumps(construct(reel, list(zip(names, calls, strict=True))), option=orjson.OPT_INDENT_2)
 

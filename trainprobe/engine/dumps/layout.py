@@ -26,7 +26,7 @@ class RankFolder:
     Names are text here and not `Path`, which would take as long as the system calls.
     """
 
-    def __init__(self, root: Path, step: int, rank: int) -> None:
+    def __init__(self, root: Path | str, step: int, rank: int) -> None:
         self._step = f"{root}{os.sep}step{step}"
         self._final, self._hidden = f"{self._step}{os.sep}rank{rank}", f"{self._step}{os.sep}.rank{rank}.partial"
         self._made = False

@@ -15,7 +15,8 @@ import orjson
 
 from trainprobe.compiled import native
 from trainprobe.engine.dumps.header import place_text, read_place, read_scalars
-from trainprobe.engine.dumps.numbers_text import plain_numbers, read_number
+from trainprobe.engine.dumps.numbers_text import fragment, plain_numbers, read_number
+from trainprobe.engine.dumps.shared import Pattern, all_compiled, pattern_of, shared
 from trainprobe.engine.records import Call, Feature, Opaque, Reel, Value
 from trainprobe.engine.stats.partials import PARTIALS
 
@@ -25,16 +26,43 @@ _CALL = ("kind", "name", "call", "phase", "cls", "micro", "stack", "node")
 _TREES = ("args", "kwargs", "out", "params")
 _VALUE = ("type", "dtype", "shape", "device", "requires_grad")
 _SPARSE = ("note", "tensor", "extra")
+_SUMS = ("min", "max", "sum", "sumsq")
 _COUNTS = frozenset({"count", "nan", "posinf", "neginf", "zero", "exponent", "sublow"})
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------------
 
 
+class Lines:
+    """Turns reels into lines. What one has in common with the line before it is text already."""
+
+    def __init__(self) -> None:
+        self._pattern: Pattern | None = None
+        self._calls = self._stacks = b""
+        self._stacks_of: Sequence[Sequence[str]] | None = None
+
+    def line(self, reel: Reel) -> Sequence[bytes]:
+        """Return a reel as one line in pieces, its newline included."""
+        pattern = pattern_of(reel, self._pattern)
+        if pattern is not self._pattern:
+            calls, columns = _calls_natively(reel) or _calls_text(reel)
+            self._calls, self._pattern = _members({"calls": calls, **columns}), pattern
+        if self._stacks_of is None or self._stacks_of != reel.stacks:
+            self._stacks, self._stacks_of = _members({"stacks": [list(stack) for stack in reel.stacks]}), list(reel.stacks)
+        return (b"{", _members(_first(reel)), b",", self._calls, b",", _numbers(reel), b",", self._stacks, _rare(reel), b"}\n")
+
+
 def encode(reel: Reel) -> bytes:
     """Return a reel as one line, its newline included."""
-    calls, columns = _calls_natively(reel) or _calls_text(reel)
-    line: dict[str, Any] = {
+    return b"".join(Lines().line(reel))
+
+
+def _members(thing: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(thing, default=_described, option=_OPTIONS)[1:-1]
+
+
+def _first(reel: Reel) -> dict[str, Any]:
+    return {
         "format": FORMAT,
         "step": reel.step,
         "place": place_text(reel.place),
@@ -46,12 +74,11 @@ def encode(reel: Reel) -> bytes:
         "programs": list(reel.programs),
         "scalars": {k: x if x - x == 0 else str(x) for k, x in reel.scalars.items()},
         "notes": list(reel.notes),
-        "calls": calls,
-        **columns,
-        "rows": len(reel.partials),
-        "partials": _partials_text(reel.partials),
-        "stacks": [list(stack) for stack in reel.stacks],
     }
+
+
+def _rare(reel: Reel) -> bytes:
+    line: dict[str, Any] = {}
     if reel.checksums is not None:
         line["checksums"] = reel.checksums.tolist()
     if reel.crc32 is not None:
@@ -64,7 +91,7 @@ def encode(reel: Reel) -> bytes:
         line["features"] = _features_text(reel.features)
     if reel.batches:
         line["batches"] = list(reel.batches)
-    return orjson.dumps(line, default=_described, option=_OPTIONS)
+    return b"," + _members(line) if line else b""
 
 
 def _features_text(features: Sequence[Feature]) -> list[Any]:
@@ -78,7 +105,7 @@ def _read_feature(text: Sequence[Any]) -> Feature:
     return Feature(name, slot, call, micro, *(np.array([read_number(x) for x in array], float) for array in arrays))
 
 
-_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
 def _calls_text(reel: Reel) -> tuple[Any, dict[str, Any]]:
@@ -92,7 +119,7 @@ def _calls_natively(reel: Reel) -> tuple[Any, dict[str, Any]] | None:
     logged = logged_calls(reel)
     if logged is None:
         return None
-    _, text, heads, head_of, rows, sparse = logged
+    text, heads, head_of, rows, sparse = logged
     about: dict[str, dict[int, Any]] = {}
     for number, value in sparse:
         for name in _SPARSE:
@@ -100,17 +127,16 @@ def _calls_natively(reel: Reel) -> tuple[Any, dict[str, Any]] | None:
             if thing is not None:
                 about.setdefault(name, {})[number] = thing
     columns = {"heads": list(heads), "head": _list_of(head_of), "row": _list_of(rows), "about": about}
-    return _fragment(text), columns
+    return fragment(text), columns
 
 
 class Logged(NamedTuple):
     """The calls of a reel as the record log has them; values are numbered as they are first met in it.
 
-    calls: the very list. text: its JSON, equal for calls that are alike, whatever their numbers are. head_of, rows: of each
+    text: their JSON, equal for calls that are alike, whatever their numbers are. head_of, rows: of each
     value, as text with commas. sparse: the values that have a note, a key or more, with their numbers.
     """
 
-    calls: list[Call]
     text: bytes
     heads: Mapping[tuple[Any, ...], int]
     head_of: bytes
@@ -120,12 +146,12 @@ class Logged(NamedTuple):
 
 def logged_calls(reel: Reel) -> Logged | None:
     """Return the calls of a reel as text, made once; None where the compiled parts are not there."""
-    if native is None or not set(map(type, reel.calls)) <= {native.Call}:
+    if native is None or not all_compiled(reel.calls):
         return None
-    logged: Logged | None = reel.logged
-    if logged is None or logged.calls is not reel.calls:
-        logged = reel.logged = Logged(reel.calls, *native.log_calls(reel.calls, _quoted, _leaf_text))
-    return logged
+    pattern = pattern_of(reel)
+    if pattern.logged is None:
+        pattern.logged = Logged(*native.log_calls(reel.calls, _quoted, _leaf_text))
+    return pattern.logged
 
 
 def numbers_of_values(reel: Reel) -> dict[int, int]:
@@ -136,12 +162,8 @@ def numbers_of_values(reel: Reel) -> dict[int, int]:
     return values.numbers
 
 
-def _fragment(text: bytes) -> Any:
-    return orjson.Fragment(text)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
-
-
 def _list_of(items: bytes) -> Any:
-    return _fragment(b"[" + items + b"]")
+    return fragment(b"[" + items + b"]")
 
 
 def _quoted(text: Any) -> str:
@@ -149,7 +171,7 @@ def _quoted(text: Any) -> str:
 
 
 def _leaf_text(leaf: Any) -> str:
-    return orjson.dumps(_tree_text(leaf, _Values()), default=_described, option=_OPTIONS).decode().rstrip()
+    return orjson.dumps(_tree_text(leaf, _Values()), default=_described, option=_OPTIONS).decode()
 
 
 class _Values:
@@ -223,7 +245,17 @@ def _described(thing: Any) -> Any:
     return list(thing) if isinstance(thing, (set, frozenset, tuple, Mapping)) else str(thing)  # pyright: ignore
 
 
-def _partials_text(partials: npt.NDArray[np.float64]) -> dict[str, Any]:
+def _numbers(reel: Reel) -> bytes:
+    plain = shared(reel).plain
+    if plain is None:
+        return _members({"rows": len(reel.partials), "partials": _partials_apart(reel.partials)})
+    texts = plain.texts("sum", "max")
+    columns = {"count": plain.counts, "zero": plain.zeros, **{name: texts[name] for name in _SUMS if plain.used[name]}}
+    text = b",".join([b'"%b":[%b]' % (name.encode(), numbers) for name, numbers in columns.items() if numbers])
+    return b'"rows":%d,"partials":{%b}' % (len(reel.partials), text)
+
+
+def _partials_apart(partials: npt.NDArray[np.float64]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for i, name in enumerate(PARTIALS):
         column = partials[:, i]

@@ -7,13 +7,13 @@ infinities are the strings "nan", "inf" and "-inf", which Python's `float` and e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
-from trainprobe.engine.dumps.entry_text import EntryText, construct_text, dumps, quote, stacks
+from trainprobe.engine.dumps.entry_text import Document, EntryText, construct_text, dumps, quote, stacks
 from trainprobe.engine.dumps.header import about_calls, header
 from trainprobe.engine.dumps.layout import (
     CONSTRUCT_FILE,
@@ -25,19 +25,22 @@ from trainprobe.engine.dumps.layout import (
     existing_of_rank,
     remove,
 )
-from trainprobe.engine.dumps.record_log import logged_calls
+from trainprobe.engine.dumps.numbers_text import fragment
+from trainprobe.engine.dumps.shared import Pattern, pattern_of
 from trainprobe.engine.dumps.tensor_files import DATA_FOLDER, SavedTensor, SeparateFiles, TensorFiles, open_tensor_files
 from trainprobe.engine.plan import Plan
-from trainprobe.engine.records import Call, Finding, Place, Reel
+from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.errors import OutputError
 
 
-class _Beside(NamedTuple):
-    """What a dump holds beside its entries. key: the calls that it is of, as text. of: the stacks that there were."""
+class _Written(NamedTuple):
+    """What was written of a reel, and goes for those that are like it: of the same pattern, stacks and key."""
 
-    key: Any
-    of: Sequence[Sequence[str]]
-    header: Mapping[str, Any]
+    pattern: Pattern
+    stacks_of: Sequence[Sequence[str]]
+    key: tuple[Any, ...]
+    document: Document
+    about: Mapping[str, Any]
     stacks: bytes
     construct: bytes
 
@@ -46,7 +49,7 @@ class DumpSink:
     """Writes each reel as a folder. Tensors arrive first and are streamed into the hidden folder of their step."""
 
     def __init__(self, root: Path, plan: Plan, place: Place) -> None:
-        self._root = root
+        self._root = str(root)
         self._plan = plan
         self._place = place
         self._step: int | None = None
@@ -56,7 +59,7 @@ class DumpSink:
         self._bytes = 0
         self._reserve = 0  # bytes that the header of a step's tensors takes, so that the next step's need not be moved for it
         self._full = False
-        self._last: _Beside | None = None
+        self._last: _Written | None = None
         self._complaints: list[Finding] = []
 
     def tensor(self, step: int, saved: SavedTensor) -> bool:
@@ -127,29 +130,40 @@ class DumpSink:
             self._reserve = max(self._reserve, self._files.finish())
         suffix = "" if self._plan.tensor_format == "safetensors" else self._plan.tensor_format
         text = EntryText(reel, nan_tokens=self._plan.nan_tokens, stored=self._stored, suffix=suffix)
-        data_folder = self._data_folder(folder)
         main = DEBUG_FILE if reel.level == "debug" else DUMP_FILE
-        entries, names, calls = text.document()
-        beside = self._beside(reel, names, calls)
-        files = [(main, b"".join(_document(reel, entries, beside.header, data_folder)))]
+        top = _top(reel, self._data_folder(folder))
+        before = self._like(reel)
+        last = self._last = before or self._anew(reel, text)
+        end = b'\n },\n "%b": %b\n}\n' % (HEADER.encode(), dumps(header(reel, last.about)).encode())
+        whole = b"".join((top, last.document.text, end)) if before is None else text.again(top, last.document, end)
+        files = [(main, whole)]
         if reel.level != "debug":
-            files += [(STACK_FILE, beside.stacks), (CONSTRUCT_FILE, beside.construct)]
+            files += [(STACK_FILE, last.stacks), (CONSTRUCT_FILE, last.construct)]
         if isinstance(self._files, SeparateFiles):
             self._files.place(text.links)
         folder.complete(files, self._plan.on_existing == "replace")
         self._folder = self._files = self._step = None
         self._stored.clear()
 
-    def _beside(self, reel: Reel, names: list[str], calls: list[Call]) -> _Beside:
-        """Return what goes with the entries; that of the step before where the record log has the same text for the calls."""
-        logged = logged_calls(reel) if "jsonl" in self._plan.sinks else None
-        key = None if logged is None else (logged.text, reel.level, reel.framework)
-        if self._last is None or key is None or self._last.key != key or self._last.of != reel.stacks:
-            pairs = list(zip(names, calls, strict=True))
-            tree = construct_text(reel, names, calls) if self._plan.construct else b"{}"
-            stack = orjson.dumps(stacks(reel, pairs), option=orjson.OPT_INDENT_2)
-            self._last = _Beside(key, reel.stacks, about_calls(reel, pairs), stack, tree)
-        return self._last
+    def _like(self, reel: Reel) -> _Written | None:
+        """Return what was written last where this reel differs from it in nothing but its numbers."""
+        last = self._last
+        if last is None or last.document.holes is None or pattern_of(reel, last.pattern) is not last.pattern:
+            return None
+        return last if last.key == self._key(reel) and last.stacks_of == reel.stacks else None
+
+    def _key(self, reel: Reel) -> tuple[Any, ...]:
+        return reel.level, reel.framework, frozenset(self._stored)
+
+    def _anew(self, reel: Reel, text: EntryText) -> _Written:
+        document = text.document()
+        names, calls = document.names, document.calls
+        pairs = list(zip(names, calls, strict=True))
+        tree = construct_text(reel, names, calls) if self._plan.construct else b"{}"
+        stack = orjson.dumps(stacks(reel, pairs), option=orjson.OPT_INDENT_2)
+        key = self._key(reel)
+        about = {name: fragment(dumps(told)) for name, told in about_calls(reel, pairs).items()}
+        return _Written(pattern_of(reel), list(reel.stacks), key, document, about, stack, tree)
 
     def _data_folder(self, folder: RankFolder) -> str | None:
         if self._files is None:
@@ -177,12 +191,9 @@ class DumpSink:
         self._stored.clear()
 
 
-def _document(reel: Reel, entries: bytes, about: Mapping[str, Any], data_folder: str | None) -> Iterator[bytes]:
-    top: dict[str, Any] = {"task": reel.task, "level": reel.level, "framework": reel.framework, "dump_data_dir": data_folder}
-    yield ("{" + ",\n ".join(f"{quote(k)}: {dumps(v)}" for k, v in top.items())).encode()
-    yield b',\n "data": {'
-    yield entries
-    yield b'\n },\n "' + HEADER.encode() + b'": ' + dumps(header(reel, about)).encode() + b"\n}\n"
+def _top(reel: Reel, data_folder: str | None) -> bytes:
+    top = {"task": reel.task, "level": reel.level, "framework": reel.framework, "dump_data_dir": data_folder}
+    return ("{" + ",\n ".join([f"{quote(k)}: {dumps(v)}" for k, v in top.items()]) + ',\n "data": {').encode()
 
 
 def open(folder: Path, plan: Plan, place: Place) -> DumpSink:

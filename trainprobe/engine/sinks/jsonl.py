@@ -14,7 +14,7 @@ import orjson
 
 from trainprobe.engine.dumps.append import AppendedFile, make_room
 from trainprobe.engine.dumps.layout import FINDINGS_FILE, LOG_FILE, log_folder
-from trainprobe.engine.dumps.record_log import encode
+from trainprobe.engine.dumps.record_log import Lines
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Finding, Place, Reel
 
@@ -24,12 +24,13 @@ class JsonlSink:
 
     def __init__(self, folder: Path) -> None:
         self._log = AppendedFile(folder / LOG_FILE)
+        self._lines = Lines()
         self._findings_path = folder / FINDINGS_FILE
         self._findings: AppendedFile | None = None
 
     def write(self, reel: Reel) -> None:
         """Append one line."""
-        self._log.write(encode(reel))
+        self._log.write(*self._lines.line(reel))
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Append one line a finding."""

@@ -31,7 +31,7 @@ typedef struct {
     PyObject_HEAD
     Py_ssize_t row;
     PyObject *type, *dtype, *shape, *device, *requires_grad, *note, *tensor, *extra;
-    uint64_t epoch; /* with mark: its number in the log that is being written */
+    uint64_t epoch; /* with mark: its number in the log that is being written, or among two that are compared */
     Py_ssize_t mark;
 } Value;
 
@@ -159,12 +159,17 @@ Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phas
 /* Number of the stack that begins at the current Python frame, `skip` frames left out, or -2 with an exception set. */
 Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, int skip);
 
+uint64_t next_epoch(void); /* of those marks (alike.c) */
+
 int objects_fill(PyObject *module);
 int attributes_fill(PyObject *module);
 int geometry_fill(PyObject *module);
 int tape_fill(PyObject *module);
 int stacks_fill(PyObject *module);
 int text_fill(PyObject *module);
+int log_text_fill(PyObject *module);
+int alike_fill(PyObject *module);
+int numbers_fill(PyObject *module);
 int folder_fill(PyObject *module);
 int ops_fill(PyObject *module);
 int graph_fill(PyObject *module);

@@ -1,127 +1,82 @@
-/* Calls as JSON text: the entries of a dump (see dumps/entry_text.py) and the calls of the record log (see dumps/record_log.py).
-   Rare leaves are turned into text by the Python functions given. */
+/* The entries of a dump as JSON text (see dumps/entry_text.py). Rare leaves are turned into text by the Python functions given. */
 #include <stdio.h>
-#include <string.h>
 
-#include "objects.h"
+#include "text.h"
 
-#define DEEPEST 900
-
-typedef struct {
-    char *data;
-    size_t size, room;
-} Text;
-
-static int make_room(Text *t, size_t more) {
-    if (t->size + more <= t->room) return 0;
-    size_t room = (t->size + more) * 2 + 4096;
-    char *data = PyMem_Realloc(t->data, room);
-    if (!data) return PyErr_NoMemory(), -1;
-    t->data = data, t->room = room;
-    return 0;
-}
-
-static int put(Text *t, const char *data, size_t size) {
-    if (make_room(t, size)) return -1;
-    memcpy(t->data + t->size, data, size);
-    t->size += size;
-    return 0;
-}
-
-#define PUT(t, literal) put(t, literal, sizeof(literal) - 1)
-
-static int put_number(Text *t, long long x) {
-    char digits[24];
-    int at = 24;
-    unsigned long long rest = x < 0 ? 0ull - (unsigned long long)x : (unsigned long long)x;
-    do digits[--at] = (char)('0' + rest % 10);
-    while (rest /= 10);
-    if (x < 0) digits[--at] = '-';
-    return put(t, digits + at, (size_t)(24 - at));
-}
-
-/* The UTF-8 of a str as it is; -1 with an exception set where it has none. */
-static int put_str(Text *t, PyObject *x) {
-    Py_ssize_t size;
-    const char *data = PyUnicode_AsUTF8AndSize(x, &size);
-    return data ? put(t, data, (size_t)size) : -1;
-}
-
-static int put_str_and_drop(Text *t, PyObject *x) {
-    if (!x) return -1;
-    int failed = put_str(t, x);
-    Py_DECREF(x);
-    return failed;
-}
-
-/* A finite float as Python's repr has it; 1 where it is not finite. */
-static int put_float(Text *t, PyObject *x) {
-    double number = PyFloat_AsDouble(x);
-    if (number - number != 0) return 1;
-    char *digits = PyOS_double_to_string(number, 'r', 0, Py_DTSF_ADD_DOT_0, NULL);
-    if (!digits) return -1;
-    int failed = put(t, digits, strlen(digits));
-    PyMem_Free(digits);
-    return failed;
-}
-
-static int put_quoted(Text *t, PyObject *x, PyObject *quote) {
-    Py_ssize_t size = 0;
-    const char *data = PyUnicode_Check(x) ? PyUnicode_AsUTF8AndSize(x, &size) : NULL;
-    if (!data) PyErr_Clear();
-    int plain = data != NULL;
-    for (Py_ssize_t i = 0; plain && i < size; i++) plain = (unsigned char)data[i] >= 32 && data[i] != '"' && data[i] != '\\';
-    if (!plain) return put_str_and_drop(t, PyObject_CallFunctionObjArgs(quote, x, NULL));
-    return PUT(t, "\"") || put(t, data, (size_t)size) || PUT(t, "\"") ? -1 : 0;
-}
-
-static PyObject *bytes_of(Text *t) {
-    PyObject *bytes = PyBytes_FromStringAndSize(t->data ? t->data : "", (Py_ssize_t)t->size);
-    PyMem_Free(t->data);
-    t->data = NULL, t->size = t->room = 0;
-    return bytes;
-}
-
-static int is_text(PyObject *x, const char *text) { return x && PyUnicode_CompareWithASCIIString(x, text) == 0; }
-
-/* ---- the entries of a dump ----------------------------------------------------------------------------------------------- */
+#define MOST_COLUMNS 16
 
 typedef struct {
-    const char *prefix, **at; /* at[row], at[row + 1] - 1: the text of a row */
-    size_t prefix_size;
-    PyObject *text; /* held */
-} Column;
+    Py_ssize_t at, size, row; /* the numbers of a row stand there in the text */
+} Hole;
 
 typedef struct {
-    Text out;
-    Column columns[16];
-    int n_columns;
+    Text out, numbers, holes;
+    size_t *starts; /* of the text of each row in `numbers`, and where the last one ends */
     Py_ssize_t rows;
-    PyObject *odd, *stored, *quote, *other, *about, *none; /* about(value): what is rare of a value; other(leaf): a leaf that is not plain */
-    const uint64_t *checksums;
-    int alone, mindspore;
+    PyObject *stored, *quote, *other, *about; /* about(value): what is rare of a value; other(leaf): a leaf that is not plain */
+    const char *none;
+    size_t none_size;
+    int mindspore;
 } Dump;
 
-static int put_numbers(Dump *d, Py_ssize_t row) {
-    Text *t = &d->out;
-    if (row < 0 || row >= d->rows) return put_str(t, d->none);
-    PyObject *number = PyLong_FromSsize_t(row), *odd = number ? PyDict_GetItemWithError(d->odd, number) : NULL;
-    Py_XDECREF(number);
-    if (odd) return put_str(t, odd);
-    if (PyErr_Occurred()) return -1;
-    for (int i = 0; i < d->n_columns; i++) {
-        Column *c = &d->columns[i];
-        if (put(t, c->prefix, c->prefix_size)) return -1;
-        if (!c->at ? PUT(t, "null") : put(t, c->at[row], (size_t)(c->at[row + 1] - c->at[row]) - 1)) return -1;
+static int put_checksum(Text *t, unsigned long long sum, int alone) {
+    char text[80];
+    int size = alone ? snprintf(text, sizeof text, ", \"checksum\": \"0x%016llx\", \"md5\": \"0x%016llx\"", sum, sum)
+                     : snprintf(text, sizeof text, ", \"checksum\": \"0x%016llx\"", sum);
+    return put(t, text, (size_t)size);
+}
+
+/* columns: list of (prefix, the numbers of all rows with commas between, or None). odd: row → its whole text. */
+static int put_rows(Dump *d, PyObject *columns, PyObject *odd, const uint64_t *checksums, int alone) {
+    const char *prefix[MOST_COLUMNS], *at[MOST_COLUMNS], *end[MOST_COLUMNS];
+    Py_ssize_t prefix_size[MOST_COLUMNS], size, n = PyList_Size(columns), n_odd = PyDict_Size(odd);
+    if (n > MOST_COLUMNS) return PyErr_Format(PyExc_ValueError, "at most %d columns", MOST_COLUMNS), -1;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *text;
+        char *data;
+        if (!PyArg_ParseTuple(PyList_GetItem(columns, i), "y#O", &prefix[i], &prefix_size[i], &text)) return -1;
+        at[i] = NULL;
+        if (text == Py_None) continue;
+        if (PyBytes_AsStringAndSize(text, &data, &size)) return -1;
+        at[i] = data, end[i] = data + size;
     }
-    if (d->checksums && d->checksums[row]) { /* 0: none was asked for (a tensor without elements is among the odd rows) */
-        char text[80];
-        unsigned long long sum = d->checksums[row];
-        int size = d->alone ? snprintf(text, sizeof text, ", \"checksum\": \"0x%016llx\", \"md5\": \"0x%016llx\"", sum, sum)
-                            : snprintf(text, sizeof text, ", \"checksum\": \"0x%016llx\"", sum);
-        if (put(t, text, (size_t)size)) return -1;
+    if (!(d->starts = PyMem_Malloc((size_t)(d->rows + 1) * sizeof *d->starts))) return PyErr_NoMemory(), -1;
+    for (Py_ssize_t row = 0; row < d->rows; row++) {
+        d->starts[row] = d->numbers.size;
+        for (Py_ssize_t i = 0; i < n; i++) {
+            if (put(&d->numbers, prefix[i], (size_t)prefix_size[i])) return -1;
+            if (!at[i]) {
+                if (PUT(&d->numbers, "null")) return -1;
+                continue;
+            }
+            const char *comma = at[i] < end[i] ? memchr(at[i], ',', (size_t)(end[i] - at[i])) : NULL;
+            const char *stop = comma ? comma : end[i];
+            if (at[i] >= end[i] || !comma != (row == d->rows - 1)) return PyErr_Format(PyExc_ValueError, "a column has not %zd rows", d->rows), -1;
+            if (put(&d->numbers, at[i], (size_t)(stop - at[i]))) return -1;
+            at[i] = stop + 1;
+        }
+        if (checksums && checksums[row] && put_checksum(&d->numbers, checksums[row], alone)) return -1; /* 0: none was asked for */
+        if (!n_odd) continue;
+        PyObject *number = PyLong_FromSsize_t(row), *whole = number ? PyDict_GetItemWithError(odd, number) : NULL;
+        Py_XDECREF(number);
+        if (whole) d->numbers.size = d->starts[row];
+        if (whole ? put_str(&d->numbers, whole) : PyErr_Occurred() != NULL) return -1;
     }
+    d->starts[d->rows] = d->numbers.size;
     return 0;
+}
+
+/* The text of a row's numbers, or of none where there is no such row. */
+static size_t row_text(const Dump *d, Py_ssize_t row, const char **text) {
+    if (row < 0 || row >= d->rows) return *text = d->none, d->none_size;
+    return *text = d->numbers.data + d->starts[row], d->starts[row + 1] - d->starts[row];
+}
+
+static int put_numbers(Dump *d, Py_ssize_t row) {
+    const char *text;
+    size_t size = row_text(d, row, &text);
+    Hole hole = {(Py_ssize_t)d->out.size, (Py_ssize_t)size, row};
+    return put(&d->holes, (const char *)&hole, sizeof hole) || put(&d->out, text, size) ? -1 : 0;
 }
 
 static int put_value(Dump *d, Value *v) {
@@ -135,8 +90,8 @@ static int put_value(Dump *d, Value *v) {
         if ((size < 0 && PyErr_Occurred()) || (i && PUT(t, ", ")) || put_number(t, size)) return -1;
     }
     if (PUT(t, "]") || put_numbers(d, v->row)) return -1;
-    if (v->requires_grad && (v->requires_grad == Py_True ? PUT(t, ", \"requires_grad\": true") : PUT(t, ", \"requires_grad\": false")))
-        return -1;
+    PyObject *grad = v->requires_grad;
+    if (grad && grad != Py_None && (grad == Py_True ? PUT(t, ", \"requires_grad\": true") : PUT(t, ", \"requires_grad\": false"))) return -1;
     if (v->tensor && !v->note && !v->extra) {
         int there = PySet_Contains(d->stored, v->tensor);
         if (there < 0 || (there && (PUT(t, ", \"data_name\": ") || put_quoted(t, v->tensor, d->quote)))) return -1;
@@ -228,31 +183,6 @@ static PyObject *name_of(const Call *c, int backward, int mindspore) {
     return name;
 }
 
-static int read_columns(Dump *d, PyObject *columns) { /* list of (prefix bytes, text bytes or None) */
-    d->n_columns = (int)PyList_Size(columns);
-    if (d->n_columns > 16) return PyErr_SetString(PyExc_ValueError, "at most 16 columns"), -1;
-    for (int i = 0; i < d->n_columns; i++) {
-        PyObject *pair = PyList_GetItem(columns, i), *prefix = PyTuple_GetItem(pair, 0), *text = PyTuple_GetItem(pair, 1);
-        Column *c = &d->columns[i];
-        char *data;
-        Py_ssize_t size;
-        if (PyBytes_AsStringAndSize(prefix, &data, &size)) return -1;
-        c->prefix = data, c->prefix_size = (size_t)size;
-        if (text == Py_None) continue;
-        if (PyBytes_AsStringAndSize(text, &data, &size)) return -1;
-        c->at = PyMem_Malloc((size_t)(d->rows + 2) * sizeof *c->at);
-        if (!c->at) return PyErr_NoMemory(), -1;
-        Py_ssize_t row = 0;
-        c->at[row++] = data;
-        for (Py_ssize_t j = 0; j < size && row <= d->rows; j++)
-            if (data[j] == ',') c->at[row++] = data + j + 1;
-        if (row == d->rows) c->at[row] = data + size + 1;
-        else if (row < d->rows) return PyErr_Format(PyExc_ValueError, "a column of %zd rows has %zd", d->rows, row), -1;
-        c->at[d->rows] = data + size + 1;
-    }
-    return 0;
-}
-
 static int put_all(Dump *d, PyObject *calls, PyObject *names, PyObject *kept, PyObject *free_name) {
     PyObject *taken = PySet_New(NULL);
     if (!taken) return -1;
@@ -281,31 +211,75 @@ failed:
     return -1;
 }
 
+/* numbers: (rows, columns, odd, checksums as bytes or None, whether they are alone, text of no numbers). */
+static int read_numbers(Dump *d, PyObject *numbers) {
+    PyObject *columns, *odd, *sums;
+    char *data = NULL;
+    Py_ssize_t size, none_size;
+    int alone;
+    if (!PyArg_ParseTuple(numbers, "nO!O!Ops#", &d->rows, &PyList_Type, &columns, &PyDict_Type, &odd, &sums, &alone, &d->none, &none_size))
+        return -1;
+    d->none_size = (size_t)none_size;
+    if (sums != Py_None && PyBytes_AsStringAndSize(sums, &data, &size)) return -1;
+    if (data && size != d->rows * 8) return PyErr_Format(PyExc_ValueError, "%zd bytes of checksums", size), -1;
+    return put_rows(d, columns, odd, (const uint64_t *)data, alone);
+}
+
+static void dump_free(Dump *d) {
+    PyMem_Free(d->out.data);
+    PyMem_Free(d->numbers.data);
+    PyMem_Free(d->holes.data);
+    PyMem_Free(d->starts);
+}
+
 static PyObject *entries(PyObject *module, PyObject *args) {
     Dump d = {0};
-    PyObject *calls, *columns, *free_name, *sums, *names = PyList_New(0), *kept = PyList_New(0), *answer = NULL;
+    PyObject *calls, *numbers, *free_name, *names = PyList_New(0), *kept = PyList_New(0), *answer = NULL;
     (void)module;
     if (names && kept &&
-        PyArg_ParseTuple(args, "O!pnO!O!OpO!OOOUO", &PyList_Type, &calls, &d.mindspore, &d.rows, &PyList_Type, &columns, &PyDict_Type,
-                         &d.odd, &sums, &d.alone, &PySet_Type, &d.stored, &d.quote, &d.other, &d.about, &d.none, &free_name)) {
-        int failed = 0;
-        if (sums != Py_None) {
-            char *data;
-            Py_ssize_t size;
-            failed = PyBytes_AsStringAndSize(sums, &data, &size);
-            d.checksums = (const uint64_t *)data;
-            if (!failed && size != d.rows * 8) failed = PyErr_Format(PyExc_ValueError, "%zd bytes of checksums", size) == NULL;
-        }
-        if (!failed && !read_columns(&d, columns) && !put_all(&d, calls, names, kept, free_name)) {
-            PyObject *bytes = bytes_of(&d.out);
-            answer = bytes ? PyTuple_Pack(3, bytes, names, kept) : NULL;
-            Py_XDECREF(bytes);
-        }
+        PyArg_ParseTuple(args, "O!pO!O!OOOO", &PyList_Type, &calls, &d.mindspore, &PyTuple_Type, &numbers, &PySet_Type, &d.stored, &d.quote,
+                         &d.other, &d.about, &free_name) &&
+        !read_numbers(&d, numbers) && !put_all(&d, calls, names, kept, free_name)) {
+        PyObject *text = bytes_of(&d.out), *holes = bytes_of(&d.holes);
+        answer = text && holes ? PyTuple_Pack(4, text, names, kept, holes) : NULL;
+        Py_XDECREF(text), Py_XDECREF(holes);
     }
-    for (int i = 0; i < 16; i++) PyMem_Free(d.columns[i].at);
-    PyMem_Free(d.out.data);
+    dump_free(&d);
     Py_XDECREF(names);
     Py_XDECREF(kept);
+    return answer;
+}
+
+static char *copied(char *to, const char *text, size_t size) {
+    memcpy(to, text, size);
+    return to + size;
+}
+
+/* The same entries with other numbers: what is between the holes stays. */
+static PyObject *again(PyObject *module, PyObject *args) {
+    Dump d = {0};
+    const char *top, *text, *holes_data, *end, *numbers;
+    Py_ssize_t top_size, size, holes_size, end_size;
+    PyObject *about, *answer = NULL;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y#y#y#O!y#", &top, &top_size, &text, &size, &holes_data, &holes_size, &PyTuple_Type, &about, &end, &end_size) ||
+        read_numbers(&d, about))
+        goto done;
+    const Hole *holes = (const Hole *)holes_data, *last = holes + holes_size / (Py_ssize_t)sizeof *holes;
+    Py_ssize_t whole = top_size + size + end_size;
+    for (const Hole *h = holes; h < last; h++) whole += (Py_ssize_t)row_text(&d, h->row, &numbers) - h->size;
+    if (!(answer = PyBytes_FromStringAndSize(NULL, whole))) goto done;
+    char *to = copied(PyBytes_AsString(answer), top, (size_t)top_size);
+    const char *from = text;
+    for (const Hole *h = holes; h < last; h++) {
+        to = copied(to, from, (size_t)(text + h->at - from));
+        size_t more = row_text(&d, h->row, &numbers);
+        to = copied(to, numbers, more);
+        from = text + h->at + h->size;
+    }
+    copied(copied(to, from, (size_t)(text + size - from)), end, (size_t)end_size);
+done:
+    dump_free(&d);
     return answer;
 }
 
@@ -347,130 +321,11 @@ failed:
     return NULL;
 }
 
-/* ---- the calls of the record log ----------------------------------------------------------------------------------------- */
-
-typedef struct {
-    Text out, rows, head_of;
-    PyObject *quote, *other, *heads, *sparse; /* heads: dict head → number; sparse: list of (number, value) with note, tensor or extra */
-    Py_ssize_t values;
-    uint64_t epoch;
-} Log;
-
-static uint64_t epochs; /* marks on values and calls are of the log that is being written */
-
-static int number_value(Log *l, Value *v) {
-    v->epoch = l->epoch, v->mark = l->values++;
-    PyObject *head = PyTuple_Pack(5, v->type ? v->type : Py_None, v->dtype ? v->dtype : Py_None, v->shape ? v->shape : Py_None,
-                                  v->device ? v->device : Py_None, v->requires_grad ? v->requires_grad : Py_None);
-    if (!head) return -1;
-    PyObject *number = PyDict_GetItemWithError(l->heads, head);
-    long long at = number ? PyLong_AsLongLong(number) : PyDict_Size(l->heads);
-    int failed = 0;
-    if (!number) {
-        number = PyErr_Occurred() ? NULL : PyLong_FromLongLong(at);
-        failed = !number || PyDict_SetItem(l->heads, head, number);
-        Py_XDECREF(number);
-    }
-    Py_DECREF(head);
-    if (failed || (v->mark && (PUT(&l->rows, ",") || PUT(&l->head_of, ","))) || put_number(&l->rows, v->row) || put_number(&l->head_of, at)) return -1;
-    if (v->note || v->tensor || v->extra) {
-        PyObject *pair = Py_BuildValue("(nO)", v->mark, (PyObject *)v);
-        failed = !pair || PyList_Append(l->sparse, pair);
-        Py_XDECREF(pair);
-    }
-    return failed;
-}
-
-static int log_tree(Log *l, PyObject *x, int depth) {
-    Text *t = &l->out;
-    PyTypeObject *kind = Py_TYPE(x);
-    if (x == Py_None) return PUT(t, "null");
-    if (kind == value_type) {
-        Value *v = (Value *)x;
-        if (v->epoch != l->epoch && number_value(l, v)) return -1;
-        return put_number(t, v->mark);
-    }
-    if (kind == &PyBool_Type) return x == Py_True ? PUT(t, "true") : PUT(t, "false");
-    if (kind == &PyLong_Type) {
-        int beyond = 0;
-        long long number = PyLong_AsLongLongAndOverflow(x, &beyond);
-        if (!beyond) return PUT(t, "{\"i\":") || put_number(t, number) || PUT(t, "}");
-    } else if (kind == &PyFloat_Type) {
-        int odd = put_float(t, x);
-        if (odd <= 0) return odd;
-    } else if (kind == &PyUnicode_Type) {
-        return put_quoted(t, x, l->quote);
-    } else if (kind == &PyList_Type && depth < DEEPEST) {
-        if (PUT(t, "[")) return -1;
-        for (Py_ssize_t i = 0; i < PyList_Size(x); i++)
-            if ((i && PUT(t, ",")) || log_tree(l, PyList_GetItem(x, i), depth + 1)) return -1;
-        return PUT(t, "]");
-    } else if (kind == &PyDict_Type && depth < DEEPEST) {
-        PyObject *key, *item;
-        Py_ssize_t at = 0;
-        if (PUT(t, "{\"d\":{")) return -1;
-        for (int i = 0; PyDict_Next(x, &at, &key, &item); i++)
-            if ((i && PUT(t, ",")) || put_quoted(t, key, l->quote) || PUT(t, ":") || log_tree(l, item, depth + 1)) return -1;
-        return PUT(t, "}}");
-    }
-    return put_str_and_drop(t, PyObject_CallFunctionObjArgs(l->other, x, NULL));
-}
-
-static int log_call(Log *l, Call *c) {
-    Text *t = &l->out;
-    if (PUT(t, "{\"kind\":") || put_quoted(t, c->kind, l->quote) || PUT(t, ",\"name\":") || put_quoted(t, c->name, l->quote) ||
-        PUT(t, ",\"call\":") || put_number(t, c->call) || PUT(t, ",\"phase\":") || put_quoted(t, c->phase, l->quote))
-        return -1;
-    if (c->cls && PyUnicode_GetLength(c->cls) > 0 && (PUT(t, ",\"cls\":") || put_quoted(t, c->cls, l->quote))) return -1;
-    if (c->micro && c->micro != Py_None && (PUT(t, ",\"micro\":") || put_number(t, PyLong_AsLongLong(c->micro)))) return -1;
-    if (c->stack >= 0 && (PUT(t, ",\"stack\":") || put_number(t, c->stack))) return -1;
-    if (c->node && c->node != Py_None && (PUT(t, ",\"node\":") || put_quoted(t, c->node, l->quote))) return -1;
-    if (c->parent && c->parent != Py_None) {
-        if (PUT(t, ",\"parent\":")) return -1;
-        Call *parent = (Call *)c->parent;
-        if (Py_TYPE(c->parent) != call_type ? put_quoted(t, c->parent, l->quote)
-                                            : parent->epoch == l->epoch ? put_number(t, parent->mark) : PUT(t, "null"))
-            return -1;
-    }
-    struct {
-        const char *key;
-        PyObject *tree;
-    } trees[] = {{",\"args\":", c->args}, {",\"kwargs\":", c->kwargs}, {",\"out\":", c->out}, {",\"params\":", c->params}};
-    for (int i = 0; i < 4; i++)
-        if (trees[i].tree && trees[i].tree != Py_None && (put(t, trees[i].key, strlen(trees[i].key)) || log_tree(l, trees[i].tree, 0))) return -1;
-    return PUT(t, "}");
-}
-
-static PyObject *log_calls(PyObject *module, PyObject *args) {
-    Log l = {0};
-    PyObject *calls, *answer = NULL;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "O!OO", &PyList_Type, &calls, &l.quote, &l.other)) return NULL;
-    l.heads = PyDict_New(), l.sparse = PyList_New(0);
-    l.epoch = ++epochs;
-    Py_ssize_t n = PyList_Size(calls);
-    int failed = !l.heads || !l.sparse || PUT(&l.out, "[");
-    for (Py_ssize_t i = 0; !failed && i < n; i++) {
-        Call *c = (Call *)PyList_GetItem(calls, i);
-        if (Py_TYPE((PyObject *)c) != call_type) failed = PyErr_Format(PyExc_TypeError, "calls must be a list of Call") == NULL;
-        else c->epoch = l.epoch, c->mark = i;
-    }
-    for (Py_ssize_t i = 0; !failed && i < n; i++) failed = (i && PUT(&l.out, ",")) || log_call(&l, (Call *)PyList_GetItem(calls, i));
-    if (!failed && !PUT(&l.out, "]")) {
-        PyObject *text = bytes_of(&l.out), *rows = bytes_of(&l.rows), *heads = bytes_of(&l.head_of);
-        if (text && rows && heads) answer = PyTuple_Pack(5, text, l.heads, heads, rows, l.sparse);
-        Py_XDECREF(text), Py_XDECREF(rows), Py_XDECREF(heads);
-    }
-    PyMem_Free(l.out.data), PyMem_Free(l.rows.data), PyMem_Free(l.head_of.data);
-    Py_XDECREF(l.heads), Py_XDECREF(l.sparse);
-    return answer;
-}
-
 static PyMethodDef functions[] = {
     {"dump_entries", entries, METH_VARARGS,
-     "dump_entries(calls, mindspore, rows, columns, odd, checksums, alone, stored, quote, other, about, none, free_name) -> (text, names, calls)"},
+     "dump_entries(calls, mindspore, numbers, stored, quote, other, about, free_name) -> (text, names, calls, holes)"},
+    {"dump_again", again, METH_VARARGS, "dump_again(top, text, holes, numbers, end) -> top, the text with other numbers in its holes, and end"},
     {"dump_construct", construct, METH_VARARGS, "dump_construct(names, calls, mindspore, quote) -> text of construct.json"},
-    {"log_calls", log_calls, METH_VARARGS, "log_calls(calls, quote, other) -> (text, heads, head of each value, row of each value, sparse)"},
     {NULL, NULL, 0, NULL}};
 
 int text_fill(PyObject *module) { return PyModule_AddFunctions(module, functions); }
