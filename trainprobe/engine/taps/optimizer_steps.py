@@ -8,7 +8,7 @@ from typing import Any
 
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.tape import Tape
-from trainprobe.engine.taps.step_hooks import StepListener
+from trainprobe.engine.taps.step_hooks import StepListener, settle
 
 
 class OptimizerStepTap:
@@ -39,7 +39,7 @@ class OptimizerStepTap:
 
     def begin(self, tape: Tape) -> None:
         """Listen."""
-        self.end()
+        self.end(True)
         self._depth = self._told = 0
         self._listener = StepListener(self._enter, self._leave)
 
@@ -50,9 +50,11 @@ class OptimizerStepTap:
         """Take forward calls again."""
 
     def end(self, again: bool = False) -> None:
-        """Listen no more."""
+        """Listen no more; with `again`, what torch holds stays for the step that follows."""
         if self._listener is not None:
-            self._listener.remove()
+            self._listener.remove(again)
+        elif not again:
+            settle()
         self._listener = None
 
     def _enter(self, optimizer: Any, args: Any, kwargs: Any) -> Any:

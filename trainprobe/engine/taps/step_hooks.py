@@ -2,7 +2,8 @@
 
 Torch refuses to have a hook taken away while it walks over them, and a loop whose step ends with its update ends it in such a
 hook. So torch holds one hook of each kind, and a listener leaves a list of ours at once. What torch holds goes when nobody
-listens any more and no walk is under way; after a step that ended in a hook, that is when `settle` is called.
+listens any more and no walk is under way; after a step that ended in a hook, or that another collected one follows, that is when
+`settle` is called.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ class StepListener:
         if not _handles:
             _handles[:] = [register_optimizer_step_pre_hook(_all_before), register_optimizer_step_post_hook(_all_after)]
 
-    def remove(self) -> None:
-        """Be called no more; safe to call twice."""
+    def remove(self, again: bool = False) -> None:
+        """Be called no more; safe to call twice. again: somebody listens soon, so what torch holds stays until `settle`."""
         if self.on:
             self.on = False
             _listeners.remove(self)
+        if not again:
             settle()
 
 
