@@ -41,6 +41,7 @@ class TorchLibrary:
         """Prepare the library. edges: bins of a histogram of each value, or "exponent"; quantiles: levels from 0 to 1."""
         self.dtype_text: Mapping[Any, str] = _DtypeText()
         self._native = native
+        self._eye = native and native_in_use()
         self._edges = edges
         computed: dict[str, Extra] = {}
         if edges is not None:
@@ -58,7 +59,7 @@ class TorchLibrary:
 
     def eye(self) -> bool:
         """Tell whether the compiled tape may look at tensors itself; what is not plain or on the host is for Python."""
-        return self._native and native_in_use()
+        return self._eye
 
     def native_rows(self, strip: TorchStrip) -> Any:
         """Return the compiled rows of a strip, or None where each tensor must pass through the strip's own `add`."""

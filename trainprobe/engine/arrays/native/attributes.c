@@ -1,13 +1,8 @@
-/* Torch's own attributes of plain tensors and of autograd nodes, asked by their descriptors: these are found once, and the look-up that
+/* Attributes of plain tensors, of autograd nodes and of frames, asked by their descriptors: these are found once, and the look-up that
    Python makes each time is saved. Whatever has no such descriptor (a node of a class written in Python) is asked as Python asks it. */
 #include "objects.h"
 
 #define PLACES 2048 /* a power of two; torch has some 700 kinds of nodes */
-
-typedef struct {
-    PyObject *descriptor; /* NULL where the attribute is to be looked up */
-    descrgetfunc get;
-} Attribute;
 
 typedef struct {
     PyTypeObject *type; /* not of the heap: it stays as long as the process */
@@ -21,7 +16,7 @@ static Attribute attributes[TENSOR_ATTRIBUTES];
 static Kind kinds[PLACES];
 static int known_kinds;
 
-static Attribute attribute_of(PyTypeObject *type, PyObject *name) {
+Attribute attribute_of(PyTypeObject *type, PyObject *name) {
     Attribute found = {PyObject_GetAttr((PyObject *)type, name), (descrgetfunc)PyType_GetSlot(&PyGetSetDescr_Type, Py_tp_descr_get)};
     if (!found.descriptor) PyErr_Clear();
     if (found.descriptor && Py_TYPE(found.descriptor) != &PyGetSetDescr_Type) Py_CLEAR(found.descriptor);
@@ -35,7 +30,7 @@ static PyObject *method_of(PyTypeObject *type, PyObject *name) {
     return method;
 }
 
-static PyObject *ask(const Attribute *a, PyObject *x, PyObject *name) {
+PyObject *attribute_ask(const Attribute *a, PyObject *x, PyObject *name) {
     return a->descriptor ? a->get(a->descriptor, x, (PyObject *)Py_TYPE(x)) : PyObject_GetAttr(x, name);
 }
 
@@ -62,7 +57,7 @@ void attributes_learn(PyTypeObject *const *types) {
 static int is_plain(PyObject *t) { return Py_TYPE(t) == plain[0] || Py_TYPE(t) == plain[1]; }
 
 PyObject *tensor_attribute(PyObject *t, TensorAttribute which) {
-    return is_plain(t) ? ask(&attributes[which], t, names[which]) : PyObject_GetAttr(t, names[which]);
+    return is_plain(t) ? attribute_ask(&attributes[which], t, names[which]) : PyObject_GetAttr(t, names[which]);
 }
 
 static int answered(PyObject *answer) { /* 1, 0, or -1 with an exception set */
@@ -93,7 +88,7 @@ static const Kind *kind_of(PyTypeObject *type) { /* NULL: to be asked as Python 
 /* What the node hands its gradients on to, a tuple of (node or None, slot). */
 PyObject *node_nexts(PyObject *node) {
     const Kind *kind = kind_of(Py_TYPE(node));
-    return kind ? ask(&kind->next, node, n_next) : PyObject_GetAttr(node, n_next);
+    return kind ? attribute_ask(&kind->next, node, n_next) : PyObject_GetAttr(node, n_next);
 }
 
 /* Its number in the order of creation; leaves carry the largest. -1 with an exception set. */

@@ -1,4 +1,6 @@
 /* The gradient edges of all tensors in an argument or result (see `collect_edges` in taps/module_gradients.py). */
+#include <string.h>
+
 #include "module_watch.h"
 
 PyObject *place_text(PyObject *path, Py_ssize_t number) {
@@ -22,8 +24,10 @@ static int add_edge(Edges *found, PyObject *node, Py_ssize_t slot, PyObject *pat
         if (found->items[i].node == node && found->items[i].slot == slot) return merge_edge(&found->items[i], path, number);
     if (found->n == found->room) {
         Py_ssize_t room = found->room ? found->room * 2 : 4;
-        EdgeAt *items = PyMem_Realloc(found->items, (size_t)room * sizeof *items);
+        EdgeAt *items = found->room ? PyMem_Malloc((size_t)room * sizeof *items) : found->few;
         if (!items) return PyErr_NoMemory(), -1;
+        if (found->n) memcpy(items, found->items, (size_t)found->n * sizeof *items);
+        if (found->items != found->few) PyMem_Free(found->items);
         found->items = items, found->room = room;
     }
     found->items[found->n++] = (EdgeAt){Py_NewRef(node), path ? Py_NewRef(path) : NULL, slot, path ? -1 : number < 0 ? 0 : number};
@@ -35,8 +39,8 @@ void edges_free(Edges *edges) {
         Py_DECREF(edges->items[i].node);
         Py_XDECREF(edges->items[i].path);
     }
-    PyMem_Free(edges->items);
-    *edges = (Edges){0};
+    if (edges->items != edges->few) PyMem_Free(edges->items);
+    edges->items = NULL, edges->n = edges->room = 0;
 }
 
 static int edge_of_tensor(ModuleWatch *self, PyObject *t, PyObject *path, Py_ssize_t number, Edges *found) {

@@ -16,6 +16,7 @@ typedef struct {
     Call *forward, *call;
     PyObject *merged; /* number of an input → (note, other places of the same tensor), or NULL */
     Slot *slots[2];   /* of outputs, of inputs */
+    Slot few[2][2];   /* these, where they are few */
     Py_ssize_t n[2], length[2];
     long flags;
 } Backward;
@@ -83,7 +84,7 @@ static Backward *backward_new(ModuleWatch *self, const ModuleInfo *info, Call *f
         Py_ssize_t n = sides[side]->n;
         int plain = 1;
         b->n[side] = n;
-        b->slots[side] = PyMem_Calloc((size_t)n + 1, sizeof(Slot));
+        b->slots[side] = n <= 2 ? b->few[side] : PyMem_Calloc((size_t)n, sizeof(Slot));
         for (Py_ssize_t i = 0; i < n; i++) plain &= sides[side]->items[i].path == NULL;
         if (!b->slots[side]) PyErr_NoMemory();
         if (!b->slots[side] || (plain ? place_plainly(b, side, sides[side]) : place_oddly(self, b, side, sides[side]))) {
@@ -182,7 +183,7 @@ static void backward_free(Backward *b) {
     Py_XDECREF(b->merged);
     for (int side = 0; side < 2; side++) {
         for (Py_ssize_t i = 0; b->slots[side] && i < b->n[side]; i++) Py_XDECREF(b->slots[side][i].path);
-        PyMem_Free(b->slots[side]);
+        if (b->slots[side] != b->few[side]) PyMem_Free(b->slots[side]);
     }
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(b);
     Py_DECREF(type);

@@ -20,7 +20,7 @@ typedef struct {
 } EdgeAt;
 
 typedef struct {
-    EdgeAt *items;
+    EdgeAt *items, few[4]; /* items: may be few, so that this is not copied */
     Py_ssize_t n, room;
 } Edges;
 
@@ -29,6 +29,7 @@ typedef struct {
     PyObject *guard, *fault, *other_thread, *odd_edges, *edge_of, *places, *plus, *grad_enabled, *stacks, *stack;
     PyObject *untouched, *graph;
     PyObject *tape, *calls, *forwards, *arrived, *gradient_calls, *open; /* of the step, NULL otherwise */
+    Call *gradient_call;      /* the latest of gradient_calls, which hold it, or NULL */
     PyObject *backward_micro; /* the micro-batch whose gradients passed last: under 1F1B it is not the one that ran forward last */
     Tape *eye;
     MicroGate gate;

@@ -11,12 +11,14 @@ PyObject *joined_name(PyObject *name, PyObject *cls, PyObject *phase, Py_ssize_t
 
 /* ---- a call -------------------------------------------------------------------------------------------------------------- */
 
-/* Number a forward: the micro-batches of a module's calls stand in a list, by number. */
+/* Number a forward: the micro-batches of a module's calls stand in a list, by number; that of an only call stands by itself. */
 static Py_ssize_t forward_number(ModuleWatch *self, PyObject *name, PyObject *micro) {
     PyObject *calls = PyDict_GetItemWithError(self->forwards, name), *made = NULL;
-    if (!calls && !PyErr_Occurred()) {
-        calls = made = PyList_New(0);
-        if (made && PyDict_SetItem(self->forwards, name, made)) calls = NULL;
+    if (!calls) return PyErr_Occurred() || PyDict_SetItem(self->forwards, name, micro) ? -1 : 0;
+    if (!PyList_Check(calls)) {
+        made = PyList_New(1);
+        if (made) PyList_SetItem(made, 0, Py_NewRef(calls));
+        calls = made && !PyDict_SetItem(self->forwards, name, made) ? made : NULL;
     }
     Py_ssize_t number = calls ? PyList_Size(calls) : -1;
     if (calls && PyList_Append(calls, micro)) number = -1;
@@ -28,6 +30,7 @@ static Py_ssize_t forward_number(ModuleWatch *self, PyObject *name, PyObject *mi
 static Py_ssize_t recomputed_number(ModuleWatch *self, PyObject *name, PyObject *micro) {
     PyObject *calls = PyDict_GetItemWithError(self->forwards, name);
     Py_ssize_t found = -1, latest = -1;
+    if (calls && !PyList_Check(calls)) return PyDict_SetItem(self->forwards, name, Py_None) ? -1 : 0;
     for (Py_ssize_t i = calls ? PyList_Size(calls) - 1 : -1; i >= 0 && found < 0; i--) {
         PyObject *of = PyList_GetItem(calls, i);
         if (of == Py_None) continue; /* recomputed */
@@ -224,6 +227,8 @@ typedef struct {
 } ParameterHook;
 
 static Call *gradient_call(ModuleWatch *self, const ModuleInfo *info, Py_ssize_t number, PyObject *micro) {
+    Call *latest = self->gradient_call; /* mostly of the same module */
+    if (latest && latest->name == info->name && latest->call == number) return (Call *)Py_NewRef((PyObject *)latest);
     PyObject *key = Py_BuildValue("(On)", info->name, number), *known = key ? PyDict_GetItemWithError(self->gradient_calls, key) : NULL;
     Call *call = NULL;
     if (known) {
@@ -236,6 +241,7 @@ static Call *gradient_call(ModuleWatch *self, const ModuleInfo *info, Py_ssize_t
         }
     }
     Py_XDECREF(key);
+    if (call) self->gradient_call = call;
     return call;
 }
 
@@ -323,6 +329,7 @@ static PyObject *watch_end(ModuleWatch *self, PyObject *unused) {
     }
     Py_XDECREF(open);
     hooks_forget(self);
+    self->gradient_call = NULL;
     if (self->graph) graph_forget(self->graph);
     PyObject **held[] = {&self->tape, (PyObject **)&self->eye, &self->calls, &self->forwards, &self->arrived, &self->backward_micro,
                          &self->gradient_calls, &self->gate.micro};

@@ -55,7 +55,16 @@ extern PyTypeObject *info_type, *strip_type, *value_type, *call_type, *tape_type
 
 typedef struct Tape Tape;
 
-/* What torch's attributes tell of tensors and nodes (attributes.c). */
+/* Attributes by their descriptors (attributes.c). descriptor: NULL where the attribute is to be looked up. */
+typedef struct {
+    PyObject *descriptor;
+    descrgetfunc get;
+} Attribute;
+
+Attribute attribute_of(PyTypeObject *type, PyObject *name);
+PyObject *attribute_ask(const Attribute *a, PyObject *x, PyObject *name); /* x: of that type or derived; a new reference */
+
+/* What torch's attributes tell of tensors and nodes. */
 typedef enum { VERSION, REQUIRES_GRAD, GRAD_FN, OUTPUT_NR, TENSOR_ATTRIBUTES } TensorAttribute;
 void attributes_learn(PyTypeObject *const *types);
 PyObject *tensor_attribute(PyObject *t, TensorAttribute which); /* a new reference */

@@ -25,6 +25,8 @@ typedef struct {
 
 PyTypeObject *stacks_type;
 static PyObject *name_back, *name_lasti;
+static PyTypeObject *frame_type; /* that of frames, once one was seen */
+static Attribute back, lasti;
 
 static int stacks_grow(Stacks *self) {
     Py_ssize_t room = self->room ? self->room * 2 : 256;
@@ -51,9 +53,9 @@ static PyObject *told_of(PyObject *frame, Py_ssize_t skip, const Frame *frames, 
             if (!pair) Py_CLEAR(own);
             else PyTuple_SetItem(own, i - skip, pair);
         }
-        PyObject *back = PyObject_GetAttr(frame, name_back);
+        PyObject *below = PyObject_GetAttr(frame, name_back);
         Py_DECREF(frame);
-        frame = back;
+        frame = below;
         if (!frame) Py_CLEAR(own);
         if (!frame || frame == Py_None) break;
     }
@@ -98,6 +100,10 @@ Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, i
     Py_ssize_t length = 0, number = -2;
     PyObject *first = (PyObject *)PyEval_GetFrame(), *frame = first;
     if (!frame) return -1;
+    if (!frame_type) {
+        frame_type = Py_TYPE(frame); /* a type of Python's own: there is one */
+        back = attribute_of(frame_type, name_back), lasti = attribute_of(frame_type, name_lasti);
+    }
     Py_INCREF(first);
     Py_INCREF(frame);
     for (int seen = 0; frame != Py_None && frame != stop && length < DEEPEST; seen++) {
@@ -105,15 +111,15 @@ Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, i
             PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
             Py_DECREF(code); /* the frame holds it */
             if (code == stop) break;
-            PyObject *instruction = PyObject_GetAttr(frame, name_lasti);
+            PyObject *instruction = attribute_ask(&lasti, frame, name_lasti);
             if (!instruction) goto done;
             frames[length++] = (Frame){code, PyLong_AsSsize_t(instruction)};
             Py_DECREF(instruction);
         }
-        PyObject *back = PyObject_GetAttr(frame, name_back);
-        if (!back) goto done;
+        PyObject *below = attribute_ask(&back, frame, name_back);
+        if (!below) goto done;
         Py_DECREF(frame);
-        frame = back;
+        frame = below;
     }
     number = stacks_number((Stacks *)stacks, first, skip, frames, length, frame == Py_None || length == DEEPEST ? -1 : base);
 done:
