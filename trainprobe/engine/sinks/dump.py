@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from trainprobe.engine.dumps.entry_text import Document, EntryText, construct_text, dumps, quote, stacks
+from trainprobe.engine.dumps.entry_text import Document, EntryText, construct_text, dumps, stacks
 from trainprobe.engine.dumps.header import about_calls, header
 from trainprobe.engine.dumps.layout import (
     CONSTRUCT_FILE,
@@ -192,8 +192,10 @@ class DumpSink:
 
 
 def _top(reel: Reel, data_folder: str | None) -> bytes:
-    top = {"task": reel.task, "level": reel.level, "framework": reel.framework, "dump_data_dir": data_folder}
-    return ("{" + ",\n ".join([f"{quote(k)}: {dumps(v)}" for k, v in top.items()]) + ',\n "data": {').encode()
+    task, level, framework, folder = map(dumps, (reel.task, reel.level, reel.framework, data_folder))
+    return (
+        f'{{"task": {task},\n "level": {level},\n "framework": {framework},\n "dump_data_dir": {folder},\n "data": {{'.encode()
+    )
 
 
 def open(folder: Path, plan: Plan, place: Place) -> DumpSink:
