@@ -1,4 +1,4 @@
-"""Torch's global hooks around optimizer steps: there while steps are collected, one of each kind, and gone with the last one."""
+"""Torch's global hooks around optimizer steps: there while steps are collected, one of each kind; gone with the last one."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Torch refuses to have a hook taken away while it walks over them, and a loop whose step ends with its update ends it in such a
 hook. So torch holds one hook of each kind, and a listener leaves a list of ours at once. What torch holds goes when nobody
-listens any more and no walk is under way; after a step that ended in a hook, or that another collected one follows, that is when
-`settle` is called.
+listens any more and no walk is under way. After a step that ended in a hook, or where another collected step follows, that is
+when `settle` is called.
 """
 
 from __future__ import annotations
