@@ -7,11 +7,12 @@
 typedef struct {
     PyTypeObject *type; /* not of the heap: it stays as long as the process */
     Attribute next;
-    PyObject *sequence;
+    PyObject *sequence, *registers[2]; /* methods; the latter before and behind */
+    int leaf;                          /* the accumulator of a leaf, whose number is always the largest */
 } Kind;
 
 static PyTypeObject *plain[2];
-static PyObject *names[TENSOR_ATTRIBUTES], *is_neg, *is_conj, *n_is_neg, *n_is_conj, *n_next, *n_sequence;
+static PyObject *names[TENSOR_ATTRIBUTES], *is_neg, *is_conj, *n_is_neg, *n_is_conj, *n_next, *n_sequence, *n_name, *n_registers[2];
 static Attribute attributes[TENSOR_ATTRIBUTES];
 static Kind kinds[PLACES];
 static int known_kinds;
@@ -80,7 +81,11 @@ static const Kind *kind_of(PyTypeObject *type) { /* NULL: to be asked as Python 
     for (; kinds[at].type; at = (at + 1) & (PLACES - 1))
         if (kinds[at].type == type) return &kinds[at];
     if (PyType_GetFlags(type) & Py_TPFLAGS_HEAPTYPE || known_kinds * 2 >= PLACES) return NULL;
-    kinds[at] = (Kind){type, attribute_of(type, n_next), method_of(type, n_sequence)};
+    PyObject *name = PyObject_GetAttr((PyObject *)type, n_name);
+    int leaf = name && PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, "AccumulateGrad");
+    Py_XDECREF(name), PyErr_Clear();
+    kinds[at] = (Kind){type, attribute_of(type, n_next), method_of(type, n_sequence),
+                       {method_of(type, n_registers[0]), method_of(type, n_registers[1])}, leaf};
     known_kinds++;
     return &kinds[at];
 }
@@ -94,11 +99,20 @@ PyObject *node_nexts(PyObject *node) {
 /* Its number in the order of creation; leaves carry the largest. -1 with an exception set. */
 long long sequence_of(PyObject *node) {
     const Kind *kind = kind_of(Py_TYPE(node));
+    if (kind && kind->leaf) return INT64_MAX;
     PyObject *number = ask_method(kind ? kind->sequence : NULL, node, n_sequence);
     int beyond = 0; /* an unsigned number */
     long long answer = number ? PyLong_AsLongLongAndOverflow(number, &beyond) : -1;
     Py_XDECREF(number);
     return beyond > 0 ? INT64_MAX : answer;
+}
+
+/* Hook it, before or behind. A new reference to what torch answers. */
+PyObject *node_register(PyObject *node, PyObject *hook, int behind) {
+    const Kind *kind = kind_of(Py_TYPE(node));
+    PyObject *method = kind ? kind->registers[behind] : NULL;
+    if (method) return PyObject_CallFunctionObjArgs(method, node, hook, NULL);
+    return PyObject_CallMethodObjArgs(node, n_registers[behind], hook, NULL);
 }
 
 /* The node that made a tensor: a new reference, or NULL where there is none or with an exception set. */
@@ -115,7 +129,8 @@ int attributes_fill(PyObject *module) {
         const char *text;
     } texts[] = {{&names[VERSION], "_version"}, {&names[REQUIRES_GRAD], "requires_grad"}, {&names[GRAD_FN], "grad_fn"},
                  {&names[OUTPUT_NR], "output_nr"}, {&n_is_neg, "is_neg"}, {&n_is_conj, "is_conj"}, {&n_next, "next_functions"},
-                 {&n_sequence, "_sequence_nr"}};
+                 {&n_sequence, "_sequence_nr"}, {&n_name, "__name__"}, {&n_registers[0], "register_prehook"},
+                 {&n_registers[1], "register_hook"}};
     (void)module;
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
         if (!(*texts[i].at = PyUnicode_InternFromString(texts[i].text))) return -1;

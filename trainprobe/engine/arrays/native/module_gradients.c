@@ -42,7 +42,7 @@ struct NodeHook {
 
 PyTypeObject *node_hook_type;
 static PyTypeObject *backward_type;
-static PyObject *t_module, *t_backward, *t_after, *t_before;
+static PyObject *t_module, *t_backward;
 
 /* ---- the backward call ----------------------------------------------------------------------------------------------------- */
 
@@ -360,7 +360,7 @@ static int attach(NodeHook *hook, PyObject *node) {
     int behind = 0;
     for (Py_ssize_t k = 0; k < hook->n; k++) behind |= hook->wanted[k].kind == SENT;
     if (hook->behind || (hook->before && !behind)) return 0;
-    PyObject *handle = PyObject_CallMethodObjArgs(node, behind ? t_after : t_before, hook, NULL);
+    PyObject *handle = node_register(node, (PyObject *)hook, behind);
     Py_XDECREF(handle);
     *(behind ? &hook->behind : &hook->before) = 1;
     return handle ? 0 : -1;
@@ -464,7 +464,7 @@ int gradients_fill(PyObject *module) {
     struct {
         PyObject **at;
         const char *text;
-    } names[] = {{&t_module, "module"}, {&t_backward, "backward"}, {&t_after, "register_hook"}, {&t_before, "register_prehook"}};
+    } names[] = {{&t_module, "module"}, {&t_backward, "backward"}};
     (void)module;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;

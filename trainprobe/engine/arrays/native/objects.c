@@ -33,7 +33,7 @@ static void value_free(Value *self) {
     Py_DECREF(type);
 }
 
-static PyObject *value_with_note(Value *self, PyObject *note) {
+PyObject *value_with_note(Value *self, PyObject *note) {
     Value *twin = (Value *)PyType_GenericAlloc(value_type, 0);
     if (!twin) return NULL;
     twin->row = self->row;

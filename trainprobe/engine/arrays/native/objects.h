@@ -72,6 +72,7 @@ int tensor_is_resolved(PyObject *t, int may_be_conjugate);
 PyObject *node_behind(PyObject *t);
 PyObject *node_nexts(PyObject *node);
 long long sequence_of(PyObject *node);
+PyObject *node_register(PyObject *node, PyObject *hook, int behind);
 
 /* Where a tensor's elements lie (geometry.c). strides: in elements, NULL until geometry_on_host said yes. */
 typedef struct {
@@ -162,6 +163,7 @@ int give_to_guard(PyObject *fault);
 PyObject *entry_new(PyObject *hook);
 PyObject *node_hook_entry(PyObject *hook);
 
+PyObject *value_with_note(Value *self, PyObject *note); /* a new reference */
 Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phase, PyObject *cls, PyObject *micro, PyObject *parent,
                Py_ssize_t stack);
 

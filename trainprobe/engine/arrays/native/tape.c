@@ -435,7 +435,9 @@ void tape_touched(Tape *self, PyObject *t) {
 }
 
 PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note) {
-    PyObject *twin = PyObject_CallMethodObjArgs(value, n_with_note, note, NULL), *pair = twin ? PyTuple_Pack(2, twin, value) : NULL;
+    PyObject *twin = Py_TYPE(value) == value_type ? value_with_note((Value *)value, note)
+                                                  : PyObject_CallMethodObjArgs(value, n_with_note, note, NULL);
+    PyObject *pair = twin ? PyTuple_Pack(2, twin, value) : NULL;
     if (pair && !self->noted) self->noted = PyList_New(0);
     if (!pair || !self->noted || PyList_Append(self->noted, pair)) Py_CLEAR(twin);
     Py_XDECREF(pair);
