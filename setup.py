@@ -16,6 +16,7 @@ KERNEL = ("module.c", "rows.c", "kernels.c", "fingerprint.c", "crc32.c", "pool.c
 TAPE = (
     "objects.c",
     "attributes.c",
+    "outline.c",
     "geometry.c",
     "tape.c",
     "stacks.c",

@@ -108,7 +108,7 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
         parts.collectives = CollectiveTap(flags_of(plan.base_detail) & ~flag.SAVE, guard, stacks, inside)
     audit = audit_plan(plan.audit) if plan.audit else None
     if monitor is not None or audit is not None:
-        states = parts.states = ParameterStateTap(states_of_monitor(monitor), lambda: naming.parameter_names)
+        states = parts.states = ParameterStateTap(states_of_monitor(monitor), naming.names)
         parts.scaling = LossScalingTap(guard, states.scaled, states.unscaled)
         if audit is not None:
             parts.audit_plan, parts.audit = audit, AuditTap(guard, states, lambda: naming.parameter_names, naming.scan)
@@ -290,13 +290,12 @@ def features_of_monitor(plan: Features, guard: Guard, naming: ModuleTap) -> Feat
     if (a := plan.attention).on:
         kinds.append(AttentionFeature(names(a), a.every, guard, inside, a.rows, a.sequences))
     if (w := plan.weights).on:
-        kinds.append(WeightSpectra(names(w), w.every, lambda: naming.parameter_names, w.iterations))
+        kinds.append(WeightSpectra(names(w), w.every, naming.names, w.iterations))
     if (r := plan.routers).on:
         kinds.append(RouterFeature(names(r), r.every, inside, r.top_k))
     if (f := plan.formats).on:
-        names_of = lambda: naming.parameter_names  # noqa: E731
         lost = FormatFeature(
-            names(f), f.every, guard, names_of, formats=f.formats, slots=f.slots, scale=f.scale, exponents=f.exponents
+            names(f), f.every, guard, naming.names, formats=f.formats, slots=f.slots, scale=f.scale, exponents=f.exponents
         )
         kinds.append(lost)
     if (d := plan.dead_units).on:

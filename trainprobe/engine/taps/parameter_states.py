@@ -77,6 +77,7 @@ class ParameterStateTap:
         self._anywhere: tuple[frozenset[str], bool] | None = None  # sorts that are wanted of any parameter; whether updates are
         self._listed: dict[Any, list[tuple[Any, str, int, int, int]]] = {}  # what the compiled parts look at, by when they do
         self._after: dict[str, str] = {}  # slot → slot after the step
+        self._models: list[Any] = []
         self._plain: PlainSource | None = None
         self._tape: Tape | None = None
         self._calls: dict[tuple[str, str, int], Call] = {}
@@ -91,17 +92,13 @@ class ParameterStateTap:
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember whose parameters to look at."""
-        models = list(model) if isinstance(model, list | tuple) else [model]
-        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer is not None else []
+        self._models = list(model) if isinstance(model, list | tuple) else [model]
+        self._list(list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer is not None else [])
+
+    def _list(self, optimizers: list[Any]) -> None:
         names = self._names()
-        seen: set[int] = set()
-        parameters: list[Any] = []
-        for chunk in models:
-            for p in chunk.parameters():
-                if id(p) in names and id(p) not in seen:
-                    seen.add(id(p))
-                    parameters.append(p)
-        self._plain = PlainSource(names, parameters, optimizers, *_flattened(models, names))
+        parameters = {id(p): p for model in self._models for p in model.parameters() if id(p) in names}
+        self._plain = PlainSource(names, list(parameters.values()), optimizers, *_flattened(self._models, names))
         self._listed.clear()
         self._anywhere = None
 
@@ -114,7 +111,7 @@ class ParameterStateTap:
 
     @property
     def parameters(self) -> list[Any]:
-        """The parameters of the model, each once, as `open` found them."""
+        """The parameters of the model, each once, as they were when the step began."""
         return [] if self._plain is None else self._plain.parameters
 
     def stepping(self, optimizer: Any) -> None:
@@ -173,6 +170,8 @@ class ParameterStateTap:
 
     def begin(self, tape: Tape) -> None:
         """Take moments from now on."""
+        if self._plain is not None and self._plain.names is not self._names():  # the model has other parameters than before
+            self._list(self._plain.optimizers)
         self._tape = tape
         self._calls.clear()
         self._before.clear()

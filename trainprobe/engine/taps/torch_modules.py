@@ -36,6 +36,7 @@ from trainprobe.engine.taps.module_gradients import (
     places,
 )
 from trainprobe.engine.taps.native_torch import learned
+from trainprobe.engine.taps.outline import Outline
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.wanted import ModulesWanted
 
@@ -84,7 +85,6 @@ class ModuleTap:
         self.position: Position | None = None  # is told which module runs
         self.known: dict[int, ModuleInfo] = {}
         self.parameter_names: dict[int, str] = {}
-        self._wrappers: set[int] = set()
         self.notes: dict[str, None] = {}
         self.code = _CALL_CODE  # the op tap stops walking there
         self._guard = guard
@@ -95,6 +95,7 @@ class ModuleTap:
         self._gradients = GradientWatch(guard)
         self._thread = 0
         self._original: Replaced | None = None
+        self._outline: Outline | None = None
         self._accumulators: list[tuple[Any, Any]] = []
         self._gradient_calls: dict[tuple[str, int], Call] = {}
         self._arrived: dict[int, int] = {}  # id of parameter → gradients that arrived this step
@@ -137,20 +138,19 @@ class ModuleTap:
         self.scan()
 
     def scan(self) -> None:
-        """Name all modules anew; called when a model has grown or was wrapped since."""
+        """Name all modules anew; called when a model is made of something else than before, or was wrapped since."""
         self.known.clear()
-        self.parameter_names.clear()
-        self._wrappers.clear()
+        self.parameter_names = {}
         for _, handle in self._accumulators:
             handle.remove()
         self._accumulators.clear()
+        self._outline = Outline(module for model in self._models for module in model.modules())
         for chunk, model in enumerate(self._models):
             prefix = f"{chunk}." if len(self._models) > 1 else ""
             modules = list(model.named_modules())
             outer = count_outer_wrappers(name for name, _ in modules if name)
             for raw, module in modules:
                 if is_outer_wrapper(raw, outer) or not INNER.isdisjoint(module._modules):
-                    self._wrappers.add(id(module))
                     continue  # the model inside is recorded: the same names and numbers with and without a wrapper
                 plain = prefix + logical_name(raw, outer_wrappers=outer)
                 name = self._rename(plain) if self._rename is not None else plain  # sees the chunk: it may number over all
@@ -165,8 +165,15 @@ class ModuleTap:
                     shown, type(module).__name__, own, self.wanted.flags(shown), self.wanted.selected(shown)
                 )
 
+    def names(self) -> dict[int, str]:
+        """Return id of parameter → name, as the model is now: another dict where it is made of something else than before."""
+        if self._outline is not None and not self._outline.holds():
+            self.scan()
+        return self.parameter_names
+
     def begin(self, tape: Tape) -> None:
         """Replace `torch.nn.Module._call_impl` and watch parameter gradients."""
+        self.names()
         self._tape = tape
         self.stack.clear()
         self._gradient_calls.clear()
@@ -331,9 +338,6 @@ class ModuleTap:
         for model in self._models:
             for module in model.modules():
                 info = self.known.get(id(module))
-                if info is None and id(module) not in self._wrappers:
-                    self.scan()  # the model has grown since it was opened
-                    info = self.known.get(id(module))
                 if info is None or not info.selected:
                     continue
                 for short, p in info.parameters:

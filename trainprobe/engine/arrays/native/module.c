@@ -257,7 +257,7 @@ static int fill(PyObject *module) {
     }
     strip_type = (PyTypeObject *)type; /* held for ever */
     Py_XDECREF(codes);
-    return failed || objects_fill(module) || attributes_fill(module) || geometry_fill(module) || tape_fill(module) || stacks_fill(module) || text_fill(module) || log_text_fill(module) || alike_fill(module) || numbers_fill(module) || folder_fill(module) ||
+    return failed || objects_fill(module) || attributes_fill(module) || outline_fill(module) || geometry_fill(module) || tape_fill(module) || stacks_fill(module) || text_fill(module) || log_text_fill(module) || alike_fill(module) || numbers_fill(module) || folder_fill(module) ||
                    ops_fill(module) || graph_fill(module) ||
                    modules_fill(module) || gradients_fill(module) || contribution_fill(module) || arena_fill(module) || parts_fill(module) || registering_fill(module) || trail_fill(module)
                ? -1 : 0;

@@ -174,6 +174,7 @@ uint64_t next_epoch(void); /* of those marks (alike.c) */
 
 int objects_fill(PyObject *module);
 int attributes_fill(PyObject *module);
+int outline_fill(PyObject *module);
 int geometry_fill(PyObject *module);
 int tape_fill(PyObject *module);
 int stacks_fill(PyObject *module);

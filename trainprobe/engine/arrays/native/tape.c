@@ -12,6 +12,7 @@
 #define SUSPECT ((uintptr_t)1 << 40) /* addresses below may be an offset into freed storage: looked at twice */
 #define STRIPS 8
 #define DTYPES_KNOWN 64
+#define SHAPES_KEPT 4096 /* more of them (sequences of all lengths) are made anew in the next tape */
 
 typedef struct {
     PyObject *dtype, *text;
@@ -82,7 +83,7 @@ static void kept_take(Tape *self) {
 }
 
 static void kept_give(Tape *self) {
-    if (kept.tensor || !self->plain[0]) {
+    if (kept.tensor || !self->plain[0] || self->shapes.used > SHAPES_KEPT) {
         kept_drop(NULL, self->dtypes, self->dtypes_known, &self->shapes);
         return;
     }

@@ -1,0 +1,122 @@
+"""A model that is made of something else in a later step: what is recorded is what ran, in consecutive steps too."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import trainprobe
+from trainprobe.engine.dumps import read_log
+from trainprobe.engine.taps import outline
+
+STEPS = 4
+CHANGED = 2
+
+
+@pytest.fixture(params=[True, False], ids=["compiled", "python"])
+def _both(request, monkeypatch):
+    if not request.param:
+        monkeypatch.setattr(outline, "native", None)
+
+
+def small():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def parameter_replaced(model, optimizer):
+    model[0].weight = torch.nn.Parameter(torch.full((3, 3), 7.0))
+    optimizer.add_param_group({"params": [model[0].weight]})
+
+
+def module_appended(model, optimizer):
+    model.append(torch.nn.Linear(2, 2))
+    optimizer.add_param_group({"params": list(model[3].parameters())})
+
+
+def module_replaced(model, optimizer):
+    model[2] = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+
+
+def parameter_frozen(model, optimizer):
+    model[0].weight.requires_grad_(False)
+
+
+def parameter_trained(model, optimizer):
+    model[2].bias.requires_grad_(True)
+
+
+def bias_taken_away(model, optimizer):
+    model[2].bias = None
+
+
+CHANGES = [parameter_replaced, module_appended, module_replaced, parameter_frozen, parameter_trained, bias_taken_away]
+
+
+def trained(change, **plan):
+    """Return, for each step, name → (value before the update, gradient), as the model itself has them."""
+    model, optimizer = small()
+    model[2].bias.requires_grad_(change is not parameter_trained)
+    told = []
+    with trainprobe.watch(model, optimizer, **plan) as probe:
+        for step in range(STEPS):
+            if step == CHANGED:
+                change(model, optimizer)
+            with probe.step():
+                optimizer.zero_grad()
+                model(torch.ones(2, 3) + step).square().sum().backward()
+                told.append(
+                    {n: (p.detach().clone(), None if p.grad is None else p.grad.clone()) for n, p in model.named_parameters()}
+                )
+                optimizer.step()
+    return told
+
+
+def same(number, tensor):
+    return number == pytest.approx(tensor.max().item(), rel=1e-6)
+
+
+@pytest.mark.usefixtures("_both")
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_dump_shows_the_modules_parameters_and_gradients_of_its_step(change, tmp_path):
+    told = trained(change, output=tmp_path / "out", level="L0")
+    for step in range(STEPS):
+        data = json.loads((tmp_path / "out" / f"step{step}" / "rank0" / "dump.json").read_text())["data"]
+        values = {
+            f"{key.split('.Linear.')[0].removeprefix('Module.')}.{name}": leaf["Max"]
+            for key, entry in data.items()
+            if ".forward." in key
+            for name, leaf in entry.get("parameters", {}).items()
+        }
+        gradients = {
+            f"{key.split('.Linear.')[0].removeprefix('Module.')}.{name}": leaf[0]["Max"]
+            for key, entry in data.items()
+            if ".parameters_grad." in key
+            for name, leaf in entry.items()
+        }
+        assert set(values) == set(told[step])
+        assert all(same(values[name], value) for name, (value, _) in told[step].items())
+        arrived = {name: grad for name, (_, grad) in told[step].items() if grad is not None}
+        assert set(gradients) == set(arrived)
+        assert all(same(gradients[name], grad) for name, grad in arrived.items())
+
+
+@pytest.mark.usefixtures("_both")
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_monitor_shows_the_parameters_gradients_and_optimizer_state_of_its_step(change, tmp_path):
+    monitor = {"parameters": True, "gradients": True, "optimizer_state": True}
+    told = trained(change, output=tmp_path / "out", level="off", monitor=monitor)
+    for reel in read_log(tmp_path / "out" / "rank0" / "records.jsonl"):
+        largest = reel.numbers()["max"]
+        states: dict[str, dict[str, float]] = {}
+        for call in (c for c in reel.calls if c.kind == "state"):
+            states.setdefault(call.name, {}).update({slot: largest[v.row] for slot, v in call.params.items()})
+        assert set(told[reel.step]) <= set(states)
+        for name, (value, grad) in told[reel.step].items():
+            assert same(states[name]["value"], value)
+            assert ("grad" in states[name]) == (grad is not None)
+            assert grad is None or (same(states[name]["grad"], grad) and "exp_avg_after" in states[name])

@@ -1,0 +1,35 @@
+"""What a model is made of, to be seen again in the next step: its modules, their parameters, which of these want gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import is_
+from typing import Any
+
+from trainprobe.compiled import native
+
+
+class Outline:
+    """Remembers the members of modules by identity. Nothing is read of a tensor but whether it wants a gradient.
+
+    Parameters that FSDP2 shards are left out: it exchanges them for the whole ones and back while a step runs.
+    """
+
+    def __init__(self, modules: Iterable[Any]) -> None:
+        self._held: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self._wanting: list[tuple[Any, bool]] = []
+        for module in modules:
+            own = list(module._parameters.values())
+            sharded = any(hasattr(p, "_local_tensor") for p in own)
+            for members in (module._modules,) if sharded else (module._modules, module._parameters):
+                if isinstance(members, dict):  # a script module has others
+                    self._held.append((members, tuple(members.values())))
+            self._wanting += [(p, p.requires_grad) for p in own if p is not None]
+
+    def holds(self) -> bool:
+        """Tell whether the model is still made of the same."""
+        if native is not None:
+            return native.outline_holds(self._held, self._wanting)
+        return all(
+            len(members) == len(before) and all(map(is_, members.values(), before)) for members, before in self._held
+        ) and all(p.requires_grad == wants for p, wants in self._wanting)
