@@ -7,13 +7,12 @@ sum of the whole. Different number formats give different fingerprints.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from trainprobe.ckpt_compare.cover import cover
-from trainprobe.ckpt_compare.pieces import LogicalTensor, Point
+from trainprobe.ckpt_compare.pieces import LogicalTensor
 from trainprobe.ckpt_compare.work import release
 from trainprobe.engine.diff.measure import blocks
-from trainprobe.engine.stats.checksum import MASK, fingerprint
+from trainprobe.engine.stats.checksum import MASK, shard_fingerprint
 
 
 def tensor_fingerprint(tensor: LogicalTensor) -> int | None:
@@ -28,17 +27,6 @@ def tensor_fingerprint(tensor: LogicalTensor) -> int | None:
             block = np.ascontiguousarray(bits[where])
             start = [s.start for s in where] + [0] * (len(bits.shape) - len(where))
             offset = tuple(o + s for o, s in zip(part.box.offset, start, strict=True))
-            total += fingerprint(block, _places(tensor.shape, offset, block))
+            total += shard_fingerprint(block, offset, tensor.shape)
         release(part.piece.source)
     return total & MASK
-
-
-def _places(shape: Point, offset: Point, block: npt.NDArray[np.generic]) -> npt.NDArray[np.uint64]:
-    """Return the place of each of a block's elements in the whole tensor, row-major."""
-    places = np.zeros(block.shape, np.uint64)
-    stride = 1
-    for axis in range(len(shape) - 1, -1, -1):
-        along = (np.arange(block.shape[axis], dtype=np.uint64) + np.uint64(offset[axis])) * np.uint64(stride)
-        places += along.reshape(-1, *(1 for _ in shape[axis + 1 :]))
-        stride *= shape[axis]
-    return places.reshape(-1)

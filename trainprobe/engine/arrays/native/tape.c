@@ -65,15 +65,6 @@ static struct {
     Shapes shapes;
 } kept;
 
-static void kept_drop(PyTypeObject *tensor, Dtype *dtypes, int known, Shapes *shapes) {
-    for (int i = 0; i < known; i++) {
-        Py_XDECREF(dtypes[i].dtype);
-        Py_XDECREF(dtypes[i].text);
-    }
-    shapes_clear(shapes);
-    Py_XDECREF((PyObject *)tensor);
-}
-
 static void kept_take(Tape *self) {
     if (kept.tensor != self->plain[0]) return;
     self->dtypes_known = kept.dtypes_known, self->shapes = kept.shapes;
@@ -84,7 +75,8 @@ static void kept_take(Tape *self) {
 
 static void kept_give(Tape *self) {
     if (kept.tensor || !self->plain[0] || self->shapes.used > SHAPES_KEPT) {
-        kept_drop(NULL, self->dtypes, self->dtypes_known, &self->shapes);
+        for (int i = 0; i < self->dtypes_known; i++) Py_XDECREF(self->dtypes[i].dtype), Py_XDECREF(self->dtypes[i].text);
+        shapes_clear(&self->shapes);
         return;
     }
     kept.dtypes_known = self->dtypes_known, kept.shapes = self->shapes;
