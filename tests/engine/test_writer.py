@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.engine.sinks.reels import plan_for, small_reel
+from trainprobe.engine import writer as writer_module
 from trainprobe.engine.dumps import read_log
 from trainprobe.engine.records import Finding, Place
 from trainprobe.engine.sinks.memory import MemorySink
@@ -49,6 +50,56 @@ def test_every_reel_arrives_in_order():
         writer.submit(small_reel(step))
     writer.close()
     assert [reel.step for reel in sink.reels] == list(range(20))
+
+
+class Telling(MemorySink):
+    """Says when so many steps are written."""
+
+    def __init__(self, enough):
+        super().__init__(kept=100)
+        self.enough = enough
+        self.written = threading.Event()
+
+    def write(self, reel):
+        super().write(reel)
+        if len(self.reels) == self.enough:
+            self.written.set()
+
+
+def test_steps_that_follow_one_another_wait_for_each_other_and_no_longer_than_half_the_queue(monkeypatch):
+    monkeypatch.setattr(writer_module, "LINGER", 3600.0)
+    sink = Telling(4)
+    writer = Writer({"telling": sink}, max_reels=8)
+    for step in range(3):
+        writer.submit(small_reel(step))
+    assert not sink.reels
+    writer.submit(small_reel(3))
+    assert sink.written.wait(60)
+    writer.submit(small_reel(4))
+    assert writer.flush()
+    assert [reel.step for reel in sink.reels] == list(range(5))
+    writer.submit(small_reel(5))
+    writer.close()
+    assert len(sink.reels) == 6
+
+
+def test_a_finding_does_not_wait_for_more_steps(monkeypatch):
+    monkeypatch.setattr(writer_module, "LINGER", 3600.0)
+    sink = Telling(1)
+    writer = Writer({"telling": sink})
+    writer.submit(small_reel(0))
+    writer.submit_findings([Finding("spike", "error", "the loss spiked")])
+    assert sink.written.wait(60)
+    writer.close()
+
+
+def test_a_last_step_is_written_without_being_asked_for():
+    sink = Telling(2)
+    writer = Writer({"telling": sink})
+    writer.submit(small_reel(0))
+    writer.submit(small_reel(1))
+    assert sink.written.wait(60)
+    writer.close()
 
 
 def test_a_full_queue_makes_the_training_wait():

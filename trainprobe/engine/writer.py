@@ -1,6 +1,8 @@
 """The one background thread that writes: what training hands over waits in a bounded queue and is never dropped in silence.
 
-A full queue makes the training wait (back-pressure) rather than lose data. A sink that fails, because the disk is full or
+A full queue makes the training wait (back-pressure) rather than lose data. A step is written at once, but steps that follow
+one another within LINGER are written several at a time: waking a thread for each costs the training more than the writing
+of it. A sink that fails, because the disk is full or
 cannot be written, is given up, a finding says what was lost, and the others and the training go on. A forked child
 inherits a writer that ignores all it is told: its parent writes. At the end of the interpreter what is queued is written,
 for a bounded time.
@@ -28,6 +30,7 @@ from trainprobe.engine.sinks import Sink
 from trainprobe.errors import OutputError, PlanError, UsageError
 
 EXIT_SECONDS = 60.0
+LINGER = 0.1  # seconds
 _Job = tuple[str, tuple[Any, ...], int, int]  # verb of the sink, its arguments, bytes held, step
 
 
@@ -85,7 +88,7 @@ class Writer:
         place: Place | None = None,
         on_error: str = "continue",
         tell: Callable[[Finding], None] | None = None,
-        max_reels: int = 4,
+        max_reels: int = 16,
         max_bytes: int = 256 << 20,
     ) -> None:
         self.sinks = dict(sinks)
@@ -103,6 +106,8 @@ class Writer:
         self._reels = 0
         self._bytes = 0
         self._busy = False
+        self._asleep = False  # the thread waits for the next job
+        self._hurry = False  # it is to write now, although more may follow
         self._closed = False
         self._changed = threading.Condition()
         self._pid = os.getpid()
@@ -146,6 +151,7 @@ class Writer:
         if os.getpid() != self._pid:
             return True
         with self._changed:
+            self._wake()
             done = self._changed.wait_for(lambda: not self._alive() or not (self._jobs or self._busy), timeout)
         self._raise_fault()
         return done and not self._jobs
@@ -156,7 +162,7 @@ class Writer:
             return
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._wake()
         atexit.unregister(self.close)
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -179,7 +185,12 @@ class Writer:
             self._jobs.append((verb, arguments, size, step))
             self._bytes += size
             self._reels += verb == "write"
-            self._changed.notify_all()
+            if self._asleep or verb != "write" or 2 * self._reels >= self._max_reels:
+                self._wake()
+
+    def _wake(self) -> None:
+        self._hurry = True
+        self._changed.notify_all()
 
     def _room(self, size: int) -> bool:
         return self._reels < self._max_reels and (self._bytes == 0 or self._bytes + size <= self._max_bytes)
@@ -198,13 +209,7 @@ class Writer:
     # ---- on the writer's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._closed)
-                if not self._jobs:
-                    break
-                job = self._jobs.popleft()
-                self._busy = True
+        while (job := self._next()) is not None:
             self._carry_out(job)
             with self._changed:
                 self._busy = False
@@ -216,6 +221,20 @@ class Writer:
         for name, sink in self.sinks.items():
             self._guarded(name, sink.close, -1)
             self._collect(name)
+
+    def _next(self) -> _Job | None:
+        """Return what is to be done next, None when all is done and the writer closed."""
+        with self._changed:
+            if not self._jobs:
+                self._hurry = False
+                self._changed.wait_for(lambda: self._hurry or self._closed, LINGER)
+            self._asleep = True
+            self._changed.wait_for(lambda: self._jobs or self._closed)
+            self._asleep = False
+            if not self._jobs:
+                return None
+            self._busy = True
+            return self._jobs.popleft()
 
     def _carry_out(self, job: _Job) -> None:
         verb, arguments, _, step = job
