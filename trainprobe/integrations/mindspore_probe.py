@@ -244,7 +244,11 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, list[Program]]:
     watched = CellTap(modules_of_monitor(monitor), guard) if monitor is not None else None
     naming = modules or watched or CellTap(ModulesWanted(_none, _nothing, frozenset()), guard)
     audit = audit_plan(plan.audit) if plan.audit else None
-    states = CellStateTap(_states_of_monitor(monitor)) if monitor is not None or audit is not None else None
+    states = (
+        CellStateTap(_states_of_monitor(monitor), naming.names, lambda: parts.stepping.cells)
+        if monitor is not None or audit is not None
+        else None
+    )
     parts = CellParts(naming, modules, watched, states, monitor, dumps_when_asked=asked, cuts=cuts)
     parts.stepping = OptimizerTap(guard, lambda o, gradients: parts.before([o], gradients), lambda o: parts.after([o]))
     parts.saved = SavedTensors(flags_of(plan.base_detail, cuts), guard)

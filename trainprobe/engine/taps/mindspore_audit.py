@@ -41,7 +41,6 @@ class CellAuditTap:
         self._states = states
         self._calls = KnownCalls(guard, self._called)
         self._models: list[Any] = []
-        self._optimizers: list[Any] = []
         self._tape: Tape | None = None
         self._set_up: ModelFacts | None = None
         self._batches: list[list[Value]] = []
@@ -54,9 +53,9 @@ class CellAuditTap:
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember the model as it is set up."""
-        self._models, self._optimizers = listed(model), listed(optimizer)
+        self._models = listed(model)
         if self._set_up is None:
-            self._set_up = self._facts()
+            self._set_up = self._facts(listed(optimizer))
 
     def begin(self, tape: Tape) -> None:
         """Listen to a step."""
@@ -122,7 +121,7 @@ class CellAuditTap:
         batches, self._batches = self._batches, []
         return StepFacts(
             set_up=self._set_up,
-            model=self._facts(),
+            model=self._facts(self._states.optimizers()),
             batches=tuple(joined([_checksum(reel, value) for value in values]) for values in batches),
             whole_numbers=any(_whole(value) for values in batches for value in values),
             tokens=tuple(next((prod(v.shape) for v in values if _whole(v)), 0) for values in batches),
@@ -145,8 +144,8 @@ class CellAuditTap:
         taken, self._evaluations = tuple(self._evaluations), []
         return taken
 
-    def _facts(self) -> ModelFacts:
-        held = {id(p): p for optimizer in self._optimizers for p in optimizer.parameters}
+    def _facts(self, optimizers: Sequence[Any]) -> ModelFacts:
+        held = {id(p): p for optimizer in optimizers for p in optimizer.parameters}
         everything: dict[int, tuple[Any, dict[str, None]]] = {}
         modes: dict[str, bool] = {}
         for model in self._models:
@@ -156,7 +155,7 @@ class CellAuditTap:
                     if p is not None:
                         path = f"{name}.{short}" if name else short
                         everything.setdefault(id(p), (p, {str(p.name): None}))[1][path] = None
-        owned = bool(self._optimizers)
+        owned = bool(optimizers)
         parameters = tuple(
             ParameterFact(
                 tuple(names), key, key, bool(p.requires_grad), tuple(p.shape), str(p.dtype), key in held if owned else None
@@ -164,7 +163,7 @@ class CellAuditTap:
             for key, (p, names) in everything.items()
         )  # a Parameter owns its data: the object stands for the storage
         strays = tuple((tuple(p.shape), str(p.dtype)) for key, p in held.items() if key not in everything)
-        return ModelFacts(parameters, modes, strays, optimizer=", ".join(type(o).__name__ for o in self._optimizers))
+        return ModelFacts(parameters, modes, strays, optimizer=", ".join(type(o).__name__ for o in optimizers))
 
 
 def _cells(model: Any) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mindspore.nn import Cell
+from mindspore.experimental.optim import Optimizer as ListedOptimizer
+from mindspore.nn import Cell, Optimizer
 
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.tape import Tape
@@ -45,7 +46,7 @@ class KnownCalls:
         original: Any = Cell.__call__
 
         def call(cell: Any, *args: Any, **kwargs: Any) -> Any:
-            if id(cell) not in self._known or self._asleep or call.ended:  # type: ignore[attr-defined]
+            if self._asleep or call.ended or not (id(cell) in self._known or self._joins(cell)):  # type: ignore[attr-defined]
                 return original(cell, *args, **kwargs)
             return self._run(original, cell, args, kwargs)
 
@@ -64,6 +65,10 @@ class KnownCalls:
             self._original.back()
             self._original = None
 
+    def _joins(self, cell: Any) -> bool:
+        """Tell whether a cell that is not known is one of them all the same, and know it from now on."""
+        return False
+
     def _run(self, original: Any, cell: Any, args: Any, kwargs: Any) -> Any:
         self._asleep = True  # what it calls within is part of its own call
         try:
@@ -79,9 +84,13 @@ class KnownCalls:
 
 
 class OptimizerTap(KnownCalls):
-    """Tells of calls of the optimizers: `before(optimizer, gradients)` and `after(optimizer)`."""
+    """Tells of calls of the optimizers: `before(optimizer, gradients)` and `after(optimizer)`.
+
+    Another one that steps a parameter of the model takes the place of those that hold a parameter that it holds too.
+    """
 
     def __init__(self, guard: Guard, before: Callable[[Any, Any], None], after: Callable[[Any], None]) -> None:
+        self._models: list[Any] = []
         super().__init__(
             guard,
             lambda optimizer, args, kwargs: before(optimizer, args[0] if args else next(iter(kwargs.values()), ())),
@@ -90,7 +99,18 @@ class OptimizerTap(KnownCalls):
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember the optimizers."""
+        self._models = listed(model)
         self.know(listed(optimizer))
+
+    def _joins(self, cell: Any) -> bool:
+        return isinstance(cell, Optimizer | ListedOptimizer) and bool(self._guard.run(self._take_in, cell))
+
+    def _take_in(self, optimizer: Any) -> bool:
+        held = {id(p) for p in optimizer.parameters}
+        if held.isdisjoint(id(p) for model in self._models for p in model.get_parameters()):
+            return False
+        self.know([*(other for other in self.cells if held.isdisjoint(map(id, other.parameters))), optimizer])
+        return True
 
 
 def listed(x: Any) -> list[Any]:

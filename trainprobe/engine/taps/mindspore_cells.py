@@ -11,7 +11,7 @@ training's own place, so that such an error is raised in the training and not in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -85,6 +85,27 @@ class CellInfo:
     repeats: bool  # a cell around it, or itself, is recomputed in backward
 
 
+class CellOutline:
+    """Remembers what models are made of: cells and parameters, by identity and by name. Nothing is read of a tensor."""
+
+    def __init__(self, models: Sequence[Any]) -> None:
+        cells = [cell for model in models for _, cell in model.cells_and_names()]
+        self._held = [(cell, dict(cell._cells), dict(cell._params)) for cell in cells]
+        self._names = [(p, str(p.name)) for cell in cells for p in cell._params.values() if p is not None]
+
+    def holds(self) -> bool:
+        """Tell whether the models are still made of the same."""
+        return all(
+            _same(cell._cells, cells) and _same(cell._params, parameters) for cell, cells, parameters in self._held
+        ) and all(p.name == name for p, name in self._names)
+
+
+def _same(members: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return len(members) == len(before) and all(
+        name == was and member is held for (name, member), (was, held) in zip(members.items(), before.items(), strict=True)
+    )
+
+
 class CellTap:
     """See the module text. `parameter_names`: id of parameter → the name that MindSpore itself gives it."""
 
@@ -94,6 +115,8 @@ class CellTap:
         self.parameter_names: dict[int, str] = {}
         self.notes: dict[str, None] = {}
         self._guard = guard
+        self._models: list[Any] = []
+        self._outline: CellOutline | None = None
         self.stack: list[Call] = []  # the calls that are running, outermost first
         self._tape: Tape | None = None
         self._original: Replaced | None = None
@@ -107,12 +130,23 @@ class CellTap:
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Name the cells and parameters of a model, or of a list of models."""
+        self._models = list(model) if isinstance(model, list | tuple) else [model]
+        self._scan()
+
+    def names(self) -> dict[int, str]:
+        """Return id of parameter → name, as the model is now: another dict where it is made of something else than before."""
+        if self._outline is not None and not self._outline.holds():
+            self._scan()
+        return self.parameter_names
+
+    def _scan(self) -> None:
         self.known.clear()
-        self.parameter_names.clear()
-        for cell_of in list(model) if isinstance(model, list | tuple) else [model]:
-            for p in cell_of.get_parameters():
+        self.parameter_names = {}
+        self._outline = CellOutline(self._models)
+        for model in self._models:
+            for p in model.get_parameters():
                 self.parameter_names.setdefault(id(p), p.name)
-            named = list(cell_of.cells_and_names())
+            named = list(model.cells_and_names())
             repeated = [raw.removesuffix(f".{RECOMPUTING}") for raw, _ in named if raw.endswith(f".{RECOMPUTING}")]
             for raw, cell in named:
                 if RECOMPUTING in raw.split("."):
@@ -127,6 +161,7 @@ class CellTap:
 
     def begin(self, tape: Tape) -> None:
         """Replace `Cell.__call__`."""
+        self.names()
         self._tape = tape
         self.stack.clear()
         self._forwards.clear()

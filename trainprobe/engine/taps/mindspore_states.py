@@ -85,27 +85,37 @@ class CellStateTap:
     """Hands parameters, gradients and optimizer state to the tape at "before_step" and "after_step".
 
     more: flags of the tape that are wanted of every tensor in any case; the optimizer's own count of steps is then the slot
-    `step` of its parameters.
+    `step` of its parameters. names: id of parameter → name, as the model is now. optimizers: those of the training as of now.
     """
 
-    def __init__(self, wanted: ValuesWanted) -> None:
+    def __init__(
+        self, wanted: ValuesWanted, names: Callable[[], Mapping[int, str]], optimizers: Callable[[], Sequence[Any]]
+    ) -> None:
+        self.optimizers = optimizers
         self._wanted = wanted
+        self._names = names
+        self._named: Mapping[int, str] = {}
+        self._models: list[Any] = []
         self.more = 0
         self._tape: Tape | None = None
         self._calls: dict[tuple[str, str], Call] = {}
         self._before: dict[str, HostArray] = {}
         self._parameters: list[Any] = []
-        self._optimizers: list[Any] = []
         self._collected = -1
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember whose parameters to look at."""
-        found = {id(p): p for m in (model if isinstance(model, list | tuple) else [model]) for p in m.get_parameters()}
-        self._parameters = list(found.values())
-        self._optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer else []
+        self._models = list(model) if isinstance(model, list | tuple) else [model]
+        self._list()
+
+    def _list(self) -> None:
+        self._named = self._names()
+        self._parameters = list({id(p): p for model in self._models for p in model.get_parameters()}.values())
 
     def begin(self, tape: Tape) -> None:
         """Take moments from now on."""
+        if self._named is not self._names():  # the model has other parameters than before
+            self._list()
         self._tape = tape
         self._calls.clear()
         self._before.clear()
@@ -147,9 +157,10 @@ class CellStateTap:
         if self._tape is None or len(optimizers) != 1 or not isinstance(gradients, tuple | list):
             return
         due = self._collected % self._wanted.every.get("gradient", 1) == 0
+        strays = self._strays(optimizers[0])
         for p, gradient in zip(optimizers[0].parameters, gradients, strict=False):
             flags = (self._wanted.gradient(p.name) if due else 0) | self.more
-            if flags and gradient is not None:
+            if flags and gradient is not None and p.name not in strays:
                 self._see("unclipped", p.name, "grad_unclipped", self._tape.tree(gradient, flags))
 
     def _count(self, moment: str, optimizers: Sequence[Any]) -> None:
@@ -158,21 +169,31 @@ class CellStateTap:
             counter = getattr(optimizer, "global_step", None)
             if isinstance(counter, mindspore.Tensor):
                 steps = self._tape.value(counter, self.more)
-                for p in optimizer.parameters:
-                    self._see(moment, p.name, "step_after" if moment == "after_step" else "step", steps)
+                strays = self._strays(optimizer)
+                for name in (p.name for p in optimizer.parameters if p.name not in strays):
+                    self._see(moment, name, "step_after" if moment == "after_step" else "step", steps)
 
     def _parts(self, optimizers: Sequence[Any], gradients: Any) -> Iterator[Part]:
-        others = {id(p) for o in self._optimizers if not any(o is c for c in optimizers) for p in o.parameters}
+        others = {id(p) for o in self.optimizers() if not any(o is c for c in optimizers) for p in o.parameters}
         for p in self._parameters:
             if id(p) not in others:
                 yield Part(p.name, "value", p)
         if gradients and len(optimizers) == 1:
+            strays = self._strays(optimizers[0])
             for p, gradient in zip(optimizers[0].parameters, gradients, strict=False):
-                if gradient is not None:
+                if gradient is not None and p.name not in strays:
                     yield Part(p.name, "grad", gradient)
         for optimizer in optimizers:
+            strays = self._strays(optimizer)
             for name, slot, tensor in states_of(optimizer):
-                yield Part(name, slot, tensor)
+                if name not in strays:
+                    yield Part(name, slot, tensor)
+
+    def _strays(self, optimizer: Any) -> set[str]:
+        """Return the names under which the model holds another parameter than the optimizer does."""
+        held = [p if p.inited_param is None else p.inited_param for p in optimizer.parameters]
+        taken = set(self._named.values())
+        return {p.name for p in held if id(p) not in self._named and p.name in taken}
 
     def _flags(self, slot: str) -> tuple[Callable[[str], int], str]:
         if slot == "value":
