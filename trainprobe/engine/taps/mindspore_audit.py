@@ -96,7 +96,7 @@ class CellAuditTap:
         if is_graph_mode():
             self._updates -= _counted(optimizers)
         else:
-            self._groups += [group for o in optimizers for group in _groups(o, rates[id(o)])]
+            self._groups += [group for o in optimizers for group in _groups(o, rates[id(o)], self._states.names())]
 
     def after_update(self, optimizers: Sequence[Any]) -> None:
         """These optimizers have stepped, or, in graph mode, the step is over in which they did."""
@@ -146,6 +146,7 @@ class CellAuditTap:
 
     def _facts(self, optimizers: Sequence[Any]) -> ModelFacts:
         held = {id(p): p for optimizer in optimizers for p in optimizer.parameters}
+        recorded = self._states.names()
         everything: dict[int, tuple[Any, dict[str, None]]] = {}
         modes: dict[str, bool] = {}
         for model in self._models:
@@ -154,7 +155,7 @@ class CellAuditTap:
                 for short, p in cell._params.items():
                     if p is not None:
                         path = f"{name}.{short}" if name else short
-                        everything.setdefault(id(p), (p, {str(p.name): None}))[1][path] = None
+                        everything.setdefault(id(p), (p, {recorded.get(id(p), str(p.name)): None}))[1][path] = None
         owned = bool(optimizers)
         parameters = tuple(
             ParameterFact(
@@ -177,7 +178,7 @@ def _counted(optimizers: Sequence[Any]) -> int:
     return sum(int(c.asnumpy().reshape(-1)[0]) for c in counters if isinstance(c, mindspore.Tensor))
 
 
-def _groups(optimizer: Any, rates: Sequence[float]) -> Iterator[Group]:
+def _groups(optimizer: Any, rates: Sequence[float], names: Mapping[int, str]) -> Iterator[Group]:
     """Yield the parameters of an optimizer by their learning rate, with its plain numbers where its rule is known."""
     kind = _RULES.get(type(optimizer).__name__, "")
     options: dict[str, Any] = {}
@@ -188,9 +189,9 @@ def _groups(optimizer: Any, rates: Sequence[float]) -> Iterator[Group]:
     scaled = getattr(optimizer, "need_scale", False)
     by_rate: dict[float, list[str]] = {}
     for i, p in enumerate(optimizer.parameters):
-        by_rate.setdefault(rates[i if len(rates) > 1 else 0], []).append(str(p.name))
-    for rate, names in by_rate.items():
-        yield Group("" if scaled else kind, frozenset(names), {"lr": rate, **options})
+        by_rate.setdefault(rates[i if len(rates) > 1 else 0], []).append(names.get(id(p), str(p.name)))
+    for rate, of in by_rate.items():
+        yield Group("" if scaled else kind, frozenset(of), {"lr": rate, **options})
 
 
 def _tensors_in(x: Any) -> Iterator[Any]:

@@ -11,6 +11,7 @@ training's own place, so that such an error is raised in the training and not in
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -86,17 +87,18 @@ class CellInfo:
 
 
 class CellOutline:
-    """Remembers what models are made of: cells and parameters, by identity and by name. Nothing is read of a tensor."""
+    """Remembers what models are made of: cells and parameters, by identity and by name, and which cells are recomputed."""
 
     def __init__(self, models: Sequence[Any]) -> None:
         cells = [cell for model in models for _, cell in model.cells_and_names()]
-        self._held = [(cell, dict(cell._cells), dict(cell._params)) for cell in cells]
+        self._held = [(cell, dict(cell._cells), dict(cell._params), getattr(cell, RECOMPUTING, None)) for cell in cells]
         self._names = [(p, str(p.name)) for cell in cells for p in cell._params.values() if p is not None]
 
     def holds(self) -> bool:
         """Tell whether the models are still made of the same."""
         return all(
-            _same(cell._cells, cells) and _same(cell._params, parameters) for cell, cells, parameters in self._held
+            _same(cell._cells, cells) and _same(cell._params, parameters) and getattr(cell, RECOMPUTING, None) is again
+            for cell, cells, parameters, again in self._held
         ) and all(p.name == name for p, name in self._names)
 
 
@@ -107,7 +109,7 @@ def _same(members: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 
 
 class CellTap:
-    """See the module text. `parameter_names`: id of parameter → the name that MindSpore itself gives it."""
+    """See the module text. `parameter_names`: id of parameter → MindSpore's own name, or its path where several have that."""
 
     def __init__(self, wanted: ModulesWanted, guard: Guard) -> None:
         self.wanted = wanted
@@ -141,20 +143,21 @@ class CellTap:
 
     def _scan(self) -> None:
         self.known.clear()
-        self.parameter_names = {}
         self._outline = CellOutline(self._models)
+        found = {id(p): (path, p) for model in self._models for path, p in model.parameters_and_names()}
+        often = Counter(p.name for _, p in found.values())
+        self.parameter_names = {key: path if often[p.name] > 1 else str(p.name) for key, (path, p) in found.items()}
         for model in self._models:
-            for p in model.get_parameters():
-                self.parameter_names.setdefault(id(p), p.name)
             named = list(model.cells_and_names())
-            repeated = [raw.removesuffix(f".{RECOMPUTING}") for raw, _ in named if raw.endswith(f".{RECOMPUTING}")]
+            repeated = [raw for raw, cell in named if getattr(cell, RECOMPUTING, None) is not None]
             for raw, cell in named:
                 if RECOMPUTING in raw.split("."):
                     continue  # what MindSpore puts around a cell: the same names with and without it
                 name = raw or ROOT
-                own = tuple((n, p) for n, p in cell._params.items() if p is not None and self.wanted.parameter(p.name))
-                wanted = self.wanted
-                again = any(f"{name}.".startswith(f"{outer}.") for outer in repeated)
+                wanted, names = self.wanted, self.parameter_names
+                held = [(n, p) for n, p in cell._params.items() if p is not None]
+                own = tuple((n, p) for n, p in held if wanted.parameter(names.get(id(p), str(p.name))))
+                again = any(not outer or f"{name}.".startswith(f"{outer}.") for outer in repeated)
                 self.known.setdefault(
                     id(cell), CellInfo(name, type(cell).__name__, own, wanted.flags(name), wanted.selected(name), again)
                 )

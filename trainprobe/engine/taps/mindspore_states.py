@@ -91,10 +91,10 @@ class CellStateTap:
     def __init__(
         self, wanted: ValuesWanted, names: Callable[[], Mapping[int, str]], optimizers: Callable[[], Sequence[Any]]
     ) -> None:
-        self.optimizers = optimizers
+        self.names, self.optimizers = names, optimizers
         self._wanted = wanted
-        self._names = names
         self._named: Mapping[int, str] = {}
+        self._taken: frozenset[str] = frozenset()
         self._models: list[Any] = []
         self.more = 0
         self._tape: Tape | None = None
@@ -109,12 +109,13 @@ class CellStateTap:
         self._list()
 
     def _list(self) -> None:
-        self._named = self._names()
+        self._named = self.names()
+        self._taken = frozenset(self._named.values())
         self._parameters = list({id(p): p for model in self._models for p in model.get_parameters()}.values())
 
     def begin(self, tape: Tape) -> None:
         """Take moments from now on."""
-        if self._named is not self._names():  # the model has other parameters than before
+        if self._named is not self.names():  # the model has other parameters than before
             self._list()
         self._tape = tape
         self._calls.clear()
@@ -157,11 +158,10 @@ class CellStateTap:
         if self._tape is None or len(optimizers) != 1 or not isinstance(gradients, tuple | list):
             return
         due = self._collected % self._wanted.every.get("gradient", 1) == 0
-        strays = self._strays(optimizers[0])
-        for p, gradient in zip(optimizers[0].parameters, gradients, strict=False):
-            flags = (self._wanted.gradient(p.name) if due else 0) | self.more
-            if flags and gradient is not None and p.name not in strays:
-                self._see("unclipped", p.name, "grad_unclipped", self._tape.tree(gradient, flags))
+        for name, gradient in self._gradients(optimizers[0], gradients):
+            flags = (self._wanted.gradient(name) if due else 0) | self.more
+            if flags:
+                self._see("unclipped", name, "grad_unclipped", self._tape.tree(gradient, flags))
 
     def _count(self, moment: str, optimizers: Sequence[Any]) -> None:
         assert self._tape is not None
@@ -169,31 +169,40 @@ class CellStateTap:
             counter = getattr(optimizer, "global_step", None)
             if isinstance(counter, mindspore.Tensor):
                 steps = self._tape.value(counter, self.more)
-                strays = self._strays(optimizer)
-                for name in (p.name for p in optimizer.parameters if p.name not in strays):
+                for name in self._names_in(optimizer).values():
                     self._see(moment, name, "step_after" if moment == "after_step" else "step", steps)
 
     def _parts(self, optimizers: Sequence[Any], gradients: Any) -> Iterator[Part]:
         others = {id(p) for o in self.optimizers() if not any(o is c for c in optimizers) for p in o.parameters}
         for p in self._parameters:
             if id(p) not in others:
-                yield Part(p.name, "value", p)
+                yield Part(self._named[id(p)], "value", p)
         if gradients and len(optimizers) == 1:
-            strays = self._strays(optimizers[0])
-            for p, gradient in zip(optimizers[0].parameters, gradients, strict=False):
-                if gradient is not None and p.name not in strays:
-                    yield Part(p.name, "grad", gradient)
+            for name, gradient in self._gradients(optimizers[0], gradients):
+                yield Part(name, "grad", gradient)
         for optimizer in optimizers:
-            strays = self._strays(optimizer)
+            names = self._names_in(optimizer)
             for name, slot, tensor in states_of(optimizer):
-                if name not in strays:
-                    yield Part(name, slot, tensor)
+                if name in names:
+                    yield Part(names[name], slot, tensor)
 
-    def _strays(self, optimizer: Any) -> set[str]:
-        """Return the names under which the model holds another parameter than the optimizer does."""
-        held = [p if p.inited_param is None else p.inited_param for p in optimizer.parameters]
-        taken = set(self._named.values())
-        return {p.name for p in held if id(p) not in self._named and p.name in taken}
+    def _gradients(self, optimizer: Any, gradients: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+        names = self._names_in(optimizer)
+        for p, gradient in zip(optimizer.parameters, gradients, strict=False):
+            if gradient is not None and p.name in names:
+                yield names[p.name], gradient
+
+    def _names_in(self, optimizer: Any) -> dict[str, str]:
+        """Return MindSpore's name → the recorded one, of an optimizer's parameters.
+
+        One that the model does not hold is left out where the name is that of another, by which it was replaced.
+        """
+        found: dict[str, str] = {}
+        for p in optimizer.parameters:
+            name = self._named.get(id(p if p.inited_param is None else p.inited_param))
+            if name is not None or p.name not in self._taken:
+                found[str(p.name)] = str(p.name) if name is None else name
+        return found
 
     def _flags(self, slot: str) -> tuple[Callable[[str], int], str]:
         if slot == "value":
