@@ -282,7 +282,10 @@ def test_a_graph_goes_on_as_compiled_and_what_the_model_holds_is_shown(change: C
     held = Held(net, train.optimizer)
     monitor = {"parameters": True, "optimizer_state": True}
     plan = {"output": str(tmp_path / "out"), "level": "off", "monitor": monitor, "stacks": False, "on_error": "raise"}
-    run(train, Changes(lambda: change(net, train)), held, ProbeCallback(plan))
+    callback = ProbeCallback(plan)
+    run(train, Changes(lambda: change(net, train)), held, callback)
+    told = [(finding.rule, finding.step) for finding in callback.findings if finding.severity != "info"]
+    assert told == ([] if change is parameter_frozen else [("mindspore", CHANGED)])
     moments = [step["exp_avg_after"]["up.bias"] for step in held.steps]
     assert len(set(moments)) == STEPS
     for step, seen in monitored(tmp_path / "out").items():

@@ -55,6 +55,10 @@ NOT_JUDGED = {
     "saved_and_loaded": "MindSpore tells nobody when a checkpoint is loaded",
     "update_rule": "updates are worked out again for optimizers of torch only",
 }
+REPLACED = (
+    "the optimizer of {cell} was replaced: MindSpore does not compile the step anew for it, and goes on with the first one, "
+    "whose state is recorded; only a step that it compiles later, for other shapes, has the new one. Begin a training with it"
+)
 NOT_JUDGED_IN_A_GRAPH = dict.fromkeys(
     ("finite_together", "gradient_norm", "moment_recurrence", "movement", "moments_present", "scaled_replicas"),
     "gradients stay inside the graph",
@@ -121,6 +125,7 @@ class MindSporeProbe(Probe):
     """A probe of MindSpore cells and optimizers. Raises PlanError for what a plan asks and only PyTorch shows."""
 
     framework = "mindspore"
+    _trains: tuple[Any, Any] = (None, None)  # the cell that trains, and the optimizer that it held at first
 
     @property
     def cells(self) -> CellParts:
@@ -138,6 +143,14 @@ class MindSporeProbe(Probe):
         super().moment(name, *values)
         if self.tape is not None and name in ("before_step", "after_step"):
             self.guard.run(self.cells.before if name == "before_step" else self.cells.after, self.cells.stepping.cells)
+            self.guard.run(self._tell_of_another_optimizer)
+
+    def _tell_of_another_optimizer(self) -> None:
+        """Keep as a finding, once, that the optimizer was replaced where the step is compiled."""
+        cell, first = self._trains
+        if first is not None and cell.optimizer is not first:
+            self._trains = (None, None)
+            self._tell(Finding("mindspore", "warning", REPLACED.format(cell=type(cell).__name__), step=self.step_number))
 
     def change(self, **fields: Any) -> None:
         """Raise PlanError: a plan cannot change while a MindSpore training goes on."""
@@ -145,6 +158,7 @@ class MindSporeProbe(Probe):
 
     def train_with(self, cell: Any) -> None:
         """Tell which cell trains: in graph mode its arguments are the data; MindFormers' holds the cell that clips."""
+        self._trains = cell, getattr(cell, "optimizer", None)
         clips = getattr(cell, "clip_grad_norm", None) if getattr(cell, "use_clip_grad", False) else None
         if self.cells.clipping is not None:
             self.cells.clipping.know([] if clips is None or is_graph_mode() else [clips])
