@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -71,7 +71,20 @@ class Program:
     level: str = ""
 
 
-Scheduled = tuple[list[Program], list[Tap]]
+class Scheduled:
+    """What runs in a step, worked out once for all steps of which the programs and their taps say the same.
+
+    names: of the programs. level: what a dump of such a step records, where that is not the plan's level. looks: whether any
+    program is to see calls; the audit alone may read no tensor of a step.
+    """
+
+    __slots__ = ("level", "looks", "names", "taps")
+
+    def __init__(self, programs: Sequence[Program] = (), taps: Iterable[Tap] = ()) -> None:
+        self.taps = tuple(taps)
+        self.names = tuple(program.name for program in programs)
+        self.level = next((program.level for program in programs if program.level), "")
+        self.looks = any(name != "audit" for name in self.names)
 
 
 class Probe:
@@ -106,7 +119,7 @@ class Probe:
         self._scheduled: dict[tuple[int, bool], Scheduled] = {}
         self._plans: dict[tuple[bool, ...], Scheduled] = {}  # by what was answered: whether extra, then of each who was asked
         self._run_programs(programs)
-        self._running: list[Program] = []
+        self._running = Scheduled()
         self._new_tape = new_tape
         self._find_place = find_place
         self._open_recorder = open_recorder
@@ -271,9 +284,9 @@ class Probe:
         if self._recorder is None:
             self._recorder = self._open_recorder(self.place)
         tape = self.tape = self._new_tape(self.step_number)
-        self._running, taps = self._schedule(self.step_number)
-        for tap in taps:
-            self._rests.install(tap)
+        self._running = self._schedule(self.step_number)
+        self._rests.install(self._running.taps)
+        for tap in self._running.taps:
             tap.begin(tape)
 
     def _schedule(self, step: int) -> Scheduled:
@@ -296,13 +309,13 @@ class Probe:
         whole = dict.fromkeys(tap for p in programs for tap in p.asked) if extra else {}
         rest = {tap for p in programs for tap in p.beside} if whole else set[Tap]()
         taps = dict.fromkeys(tap for p in programs for tap, wants in p.taps if wanted[wants] and tap not in rest)
-        return programs, list(whole | taps)
+        return Scheduled(programs, whole | taps)
 
     def _wants(self, step: int) -> bool:
-        return bool(self._schedule(step)[0])
+        return bool(self._schedule(step).names)
 
     def _release(self, again: bool = False) -> None:
-        staying = self._schedule(self.step_number + 1)[1] if again else []
+        staying = self._schedule(self.step_number + 1).taps if again else ()
         for tap in reversed(self._taps):
             tap.end(tap in staying)
         self._rests.clear()
@@ -315,12 +328,12 @@ class Probe:
         detail = self.plan.base_detail
         return {
             "framework": self._framework,
-            "level": next((program.level for program in self._running if program.level), self.plan.level),
+            "level": self._running.level or self.plan.level,
             "task": self.plan.task,
             "wanted": detail.statistics if detail.wants_statistics else (),
             "stacks": self._stacks.text() if self._stacks is not None else (),
             "notes": tuple(notes),
-            "programs": tuple(program.name for program in self._running),
+            "programs": self._running.names,
         }
 
     def _finish(self, complete: bool) -> Reel | None:
@@ -334,8 +347,7 @@ class Probe:
         self._collected += 1
         if self.plan.ops != ("**",):
             self._ops_seen.update(call.name for call in reel.calls if call.kind == "op")
-        looked = any(program.name != "audit" for program in self._running)  # the audit alone may read no tensor of a step
-        if complete and looked and not reel.calls and not reel.scalars:
+        if complete and self._running.looks and not reel.calls and not reel.scalars:
             self._tell(_saw_nothing(self.step_number))
         self._say_faults(tape.library.faults())
         found = [finding for watch in self.watchers for finding in watch(reel)]

@@ -13,9 +13,9 @@ class Rests:
     def __init__(self) -> None:
         self._for: dict[Tap, set[str]] = {}
 
-    def install(self, tap: Tap) -> None:
-        """Learn of a tap that takes calls from now on."""
-        self._for[tap] = set()
+    def install(self, taps: Iterable[Tap]) -> None:
+        """Learn of the taps that take calls from now on."""
+        self._for = {tap: set() for tap in taps}
 
     def clear(self) -> None:
         """Forget all: the step is over."""

@@ -319,6 +319,7 @@ class Tape:
         base = 0
         values: list[Value] = []
         strips = list(self._strips.values())
+        has_sums = any(kinds & CHECKSUM for kinds in self._strips)
         last, self._batch_rows = [] if self._batch_rows is None else [self._batch_rows], None
         harvests = self._bring([*(strip for strip, _ in strips), *last])
         for (strip, owned), (rows, checks, crcs) in zip(strips, harvests[: len(strips)], strict=True):
@@ -332,7 +333,8 @@ class Tape:
                 for i, results in enumerate(strip.harvest_extras()):
                     for name, result in zip(extras, results, strict=True):
                         extras[name][base + i] = self.library.extra(name, result, dtypes[i])
-            sums.append(checks if checks is not None else np.zeros(len(rows), np.uint64))
+            if has_sums:
+                sums.append(checks if checks is not None else np.zeros(len(rows), np.uint64))
             for i, c in enumerate(crcs or ()):
                 crc[base + i] = f"{c:08x}"
             values += owned
@@ -340,8 +342,7 @@ class Tape:
         for twin, value in self._all_noted():
             if twin.row >= 0:
                 twin.row = value.row
-        rows = np.concatenate(partials) if partials else np.zeros((0, len(PARTIALS)))
-        has_sums = any(kinds & CHECKSUM for kinds in self._strips)
+        rows = partials[0] if len(partials) == 1 else np.concatenate(partials) if partials else np.zeros((0, len(PARTIALS)))
         reel = Reel(
             step=step,
             place=place,

@@ -16,20 +16,22 @@ class Outline:
     """
 
     def __init__(self, modules: Iterable[Any]) -> None:
-        self._held: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
-        self._wanting: list[tuple[Any, bool]] = []
+        held: list[dict[str, Any]] = []
+        wanting: list[Any] = []
         for module in modules:
             own = list(module._parameters.values())
             sharded = any(hasattr(p, "_local_tensor") for p in own)
-            for members in (module._modules,) if sharded else (module._modules, module._parameters):
-                if isinstance(members, dict):  # a script module has others
-                    self._held.append((members, tuple(members.values())))
-            self._wanting += [(p, p.requires_grad) for p in own if p is not None]
+            members = (module._modules,) if sharded else (module._modules, module._parameters)
+            held += [each for each in members if isinstance(each, dict)]  # a script module has others
+            wanting += [p for p in own if p is not None]
+        self._held, self._before = tuple(held), tuple(tuple(members.values()) for members in held)
+        self._wanting, self._wanted = tuple(wanting), tuple(p.requires_grad for p in wanting)
 
     def holds(self) -> bool:
         """Tell whether the model is still made of the same."""
         if native is not None:
-            return native.outline_holds(self._held, self._wanting)
+            return native.outline_holds(self._held, self._before, self._wanting, self._wanted)
         return all(
-            len(members) == len(before) and all(map(is_, members.values(), before)) for members, before in self._held
-        ) and all(p.requires_grad == wants for p, wants in self._wanting)
+            len(members) == len(before) and all(map(is_, members.values(), before))
+            for members, before in zip(self._held, self._before, strict=True)
+        ) and all(p.requires_grad == wants for p, wants in zip(self._wanting, self._wanted, strict=True))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction, _current_graph_task_id
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from trainprobe.compiled import native
 from trainprobe.engine.flat_parameters import is_flattened
@@ -63,9 +63,9 @@ def _shim(known: dict[int, ModuleInfo], original: Any, run: Any) -> Any:
 
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         info = known.get(id(module))
-        if info is None or call.ended or is_compiling():  # type: ignore[attr-defined]
+        if info is None or call.ended or is_dynamo_compiling():  # type: ignore[attr-defined]
             return original(module, *args, **kwargs)
-        return run(info, original, module, args, kwargs)
+        return run(info, original, module, args, kwargs)  # which asks whether anything else compiles
 
     return call
 
@@ -238,7 +238,7 @@ class ModuleTap:
     # ---- a call ------------------------------------------------------------------------------------------------
 
     def _run(self, info: ModuleInfo, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
-        if self._tape is None or self._guard.tripped is not None:
+        if self._tape is None or self._guard.tripped is not None or is_compiling():
             return original(module, *args, **kwargs)
         if get_ident() != self._thread and _current_graph_task_id() == -1:
             self._note_other_thread()
@@ -264,7 +264,7 @@ class ModuleTap:
     def _odd_edges(self, x: Any, path: str) -> Edges:
         return [] if self._tape is None else odd_edges(self._tape, x, path)
 
-    def _enter(self, info: ModuleInfo, args: Any, kwargs: Any) -> tuple[Call, int, Edges]:
+    def _enter(self, info: ModuleInfo, args: Any, kwargs: Any) -> tuple[Call, int, Edges, bool]:
         tape, wanted = self._tape, self.wanted
         assert tape is not None
         with DisableTorchFunction():
@@ -274,6 +274,7 @@ class ModuleTap:
                 tape.forward_begins(info.name)
             call = self._new_call(info, again, parent)
             edges: Edges = []
+            flow = False
             if info.selected and not (again and not wanted.recompute) and self._wants(call.micro or 0):
                 save = info.flags & SAVE
                 at = f"Module.{info.name}.{info.cls}.{call.phase}.{call.call}" if save else None
@@ -284,13 +285,15 @@ class ModuleTap:
                         call.kwargs = tape.tree(kwargs, info.flags, at and f"{at}.kwargs")
                     if info.parameters and PARAMETERS in wanted.data:
                         call.params = {n: tape.tree(p, info.flags, at and f"{at}.parameters.{n}") for n, p in info.parameters}
-                if wanted.backward and torch.is_grad_enabled() and INPUTS in wanted.data:
+                if wanted.backward and INPUTS in wanted.data:
+                    flow = torch.is_grad_enabled()
+                if flow:
                     collect_edges(tape, args, "", edges)
                     collect_edges(tape, kwargs, "", edges)
                 tape.calls.append(call)
                 tape.told(call)
             self.stack.append(call)
-            return call, sequence_number(), edges
+            return call, sequence_number(), edges, flow
 
     def _wants(self, micro: int) -> bool:
         wanted = self._micros.get(micro)
@@ -315,9 +318,9 @@ class ModuleTap:
         phase = "recompute" if again else "forward"
         return Call("module", info.name, number, phase, cls=info.cls, micro=micro, parent=parent, stack=stack)
 
-    def _leave(self, info: ModuleInfo, entered: tuple[Call, int, Edges], out: Any) -> None:
+    def _leave(self, info: ModuleInfo, entered: tuple[Call, int, Edges, bool], out: Any) -> None:
         tape, wanted = self._tape, self.wanted
-        call, floor, edges = entered
+        call, floor, edges, flow = entered
         if tape is None or not info.selected or not self._wants(call.micro or 0):
             return
         with DisableTorchFunction():
@@ -325,7 +328,7 @@ class ModuleTap:
                 at = f"Module.{info.name}.{info.cls}.{call.phase}.{call.call}.output" if info.flags & SAVE else None
                 call.out = tape.tree(out, info.flags, at)
                 tape.told(call)
-            if wanted.backward and torch.is_grad_enabled():
+            if wanted.backward and (flow or torch.is_grad_enabled()):
                 self._gradients.watch(call, info.flags, floor, edges, out)
 
     # ---- gradients of parameters ---------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ static int add_text(char **text, size_t *used, size_t *room, const char *more, s
 
 static int entry_head(const Piece *self, const Entry *e, PyObject *quote, PyObject **key, PyObject **name, PyObject **shape) {
     *name = PyDict_GetItemWithError(self->names, e->dtype);
-    *key = PyObject_CallFunctionObjArgs(quote, e->key, NULL);
+    *key = call_one(quote, e->key);
     *shape = PySequence_List(e->shape);
     return *name && *key && *shape && PyUnicode_Check(*key) ? 0 : -1;
 }
@@ -199,7 +199,7 @@ int arena_flush(Arena *self) {
     if (!piece) return 0;
     self->piece = NULL;
     self->next = piece->used * 2 < FIRST ? FIRST : LARGEST;
-    PyObject *done = PyObject_CallFunctionObjArgs(self->submit, (PyObject *)piece, NULL);
+    PyObject *done = call_one(self->submit, (PyObject *)piece);
     Py_DECREF((PyObject *)piece);
     Py_XDECREF(done);
     return done ? 0 : -1;

@@ -36,7 +36,7 @@ PyObject *attribute_ask(const Attribute *a, PyObject *x, PyObject *name) {
 }
 
 static PyObject *ask_method(PyObject *method, PyObject *x, PyObject *name) {
-    return method ? PyObject_CallFunctionObjArgs(method, x, NULL) : PyObject_CallMethodObjArgs(x, name, NULL);
+    return method ? call_one(method, x) : PyObject_CallMethodObjArgs(x, name, NULL);
 }
 
 /* ---- tensors -------------------------------------------------------------------------------------------------------------- */
@@ -111,7 +111,7 @@ long long sequence_of(PyObject *node) {
 PyObject *node_register(PyObject *node, PyObject *hook, int behind) {
     const Kind *kind = kind_of(Py_TYPE(node));
     PyObject *method = kind ? kind->registers[behind] : NULL;
-    if (method) return PyObject_CallFunctionObjArgs(method, node, hook, NULL);
+    if (method) return call_two(method, node, hook);
     return PyObject_CallMethodObjArgs(node, n_registers[behind], hook, NULL);
 }
 

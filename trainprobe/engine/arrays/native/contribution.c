@@ -34,7 +34,7 @@ int contribution_add(PyObject *sum, PyObject *gradient) {
     Contribution *self = (Contribution *)sum;
     if (self->left <= 0) return 0; /* a second backward through a retained graph: the first one is what was recorded */
     if (gradient != Py_None) {
-        PyObject *total = self->total ? PyObject_CallFunctionObjArgs(self->plus, self->total, gradient, NULL) : Py_NewRef(gradient);
+        PyObject *total = self->total ? call_two(self->plus, self->total, gradient) : Py_NewRef(gradient);
         if (!total) return -1;
         Py_XDECREF(self->total);
         self->total = total;

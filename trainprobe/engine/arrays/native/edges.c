@@ -44,20 +44,20 @@ void edges_free(Edges *edges) {
 }
 
 static int edge_of_tensor(ModuleWatch *self, PyObject *t, PyObject *path, Py_ssize_t number, Edges *found) {
-    PyObject *grad = tensor_attribute(t, REQUIRES_GRAD), *node;
-    int wanted = grad ? grad == Py_True : -1;
-    Py_XDECREF(grad);
-    if (wanted <= 0) return wanted;
-    node = node_behind(t);
-    if (PyErr_Occurred()) return -1;
+    PyObject *node = node_behind(t);
+    if (!node && PyErr_Occurred()) return -1;
     int failed;
-    if (node) {
+    if (node) { /* then it wants a gradient */
         PyObject *slot = tensor_attribute(t, OUTPUT_NR);
         failed = !slot || add_edge(found, node, PyLong_AsSsize_t(slot), path, number);
         Py_XDECREF(slot);
         Py_DECREF(node);
     } else {
-        PyObject *edge = PyObject_CallFunctionObjArgs(self->edge_of, t, NULL);
+        PyObject *grad = tensor_attribute(t, REQUIRES_GRAD);
+        int wanted = grad ? grad == Py_True : -1;
+        Py_XDECREF(grad);
+        if (wanted <= 0) return wanted;
+        PyObject *edge = call_one(self->edge_of, t);
         failed = !edge || (edge != Py_None && add_edge(found, PyTuple_GetItem(edge, 0), PyLong_AsSsize_t(PyTuple_GetItem(edge, 1)), path, number));
         Py_XDECREF(edge);
     }
@@ -95,7 +95,7 @@ static int edges_named(ModuleWatch *self, PyObject *x, PyObject *name, PyObject 
 
 static int odd_edges(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t number, Edges *found) {
     PyObject *own = path || number >= 0 ? place_text(path, number) : PyUnicode_FromString("");
-    PyObject *pairs = own ? PyObject_CallFunctionObjArgs(self->odd_edges, x, own, NULL) : NULL;
+    PyObject *pairs = own ? call_two(self->odd_edges, x, own) : NULL;
     int failed = !pairs;
     for (Py_ssize_t i = 0; !failed && i < PyList_Size(pairs); i++) {
         PyObject *at, *node;

@@ -27,6 +27,7 @@
 #define MAX_D(A, B) SELECT((A) > (B), vl_baseline, A, B)
 #endif
 #define WIDEN_F(V) __builtin_convertvector(V, vd_baseline)
+#define ADD_SQUARE(S, D) ((S) + (D) * (D))
 #define SWAP_HALVES(V) ((V) << 16 | (V) >> 16)
 #ifdef X86_TARGETS
 #define MULTIPLY(A, B) ((vul_baseline)_mm_mul_epu32((__m128i)(A), (__m128i)(B)))
@@ -41,6 +42,7 @@
 #undef MIN_D
 #undef MAX_D
 #undef WIDEN_F
+#undef ADD_SQUARE
 #undef SWAP_HALVES
 #undef MULTIPLY
 
@@ -58,6 +60,7 @@
 #define MIN_D(A, B) ((vd_avx2)_mm256_min_pd((__m256d)(A), (__m256d)(B)))
 #define MAX_D(A, B) ((vd_avx2)_mm256_max_pd((__m256d)(A), (__m256d)(B)))
 #define WIDEN_F(V) ((vd_avx2)_mm256_cvtps_pd((__m128)(V)))
+#define ADD_SQUARE(S, D) ((vd_avx2)_mm256_fmadd_pd((__m256d)(D), (__m256d)(D), (__m256d)(S)))
 #define SWAP_HALVES(V) ((vu_avx2)_mm256_shufflehi_epi16(_mm256_shufflelo_epi16((__m256i)(V), 0xb1), 0xb1))
 #define MULTIPLY(A, B) ((vul_avx2)_mm256_mul_epu32((__m256i)(A), (__m256i)(B)))
 #include "sweeps.h"
@@ -68,6 +71,7 @@
 #undef MIN_D
 #undef MAX_D
 #undef WIDEN_F
+#undef ADD_SQUARE
 #undef SWAP_HALVES
 #undef MULTIPLY
 #if defined(__clang__)
@@ -85,6 +89,7 @@
 #define MIN_D(A, B) ((vd_avx512)_mm512_min_pd((__m512d)(A), (__m512d)(B)))
 #define MAX_D(A, B) ((vd_avx512)_mm512_max_pd((__m512d)(A), (__m512d)(B)))
 #define WIDEN_F(V) ((vd_avx512)_mm512_cvtps_pd((__m256)(V)))
+#define ADD_SQUARE(S, D) ((vd_avx512)_mm512_fmadd_pd((__m512d)(D), (__m512d)(D), (__m512d)(S)))
 #define SWAP_HALVES(V) ((vu_avx512)_mm512_rol_epi32((__m512i)(V), 16))
 #define MULTIPLY(A, B) ((vul_avx512)_mm512_mul_epu32((__m512i)(A), (__m512i)(B)))
 #include "sweeps.h"

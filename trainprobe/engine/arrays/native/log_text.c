@@ -63,7 +63,7 @@ static int log_tree(Log *l, PyObject *x, int depth) {
             if ((i && PUT(t, ",")) || put_quoted(t, key, l->quote) || PUT(t, ":") || log_tree(l, item, depth + 1)) return -1;
         return PUT(t, "}}");
     }
-    return put_str_and_drop(t, PyObject_CallFunctionObjArgs(l->other, x, NULL));
+    return put_str_and_drop(t, call_one(l->other, x));
 }
 
 static int log_call(Log *l, Call *c) {

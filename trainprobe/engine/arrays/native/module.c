@@ -9,6 +9,7 @@
 
 #define ALONE (64 * 1024)     /* bytes above which other Python threads may run meanwhile */
 #define TOGETHER (1024 * 1024) /* bytes from which the pool helps */
+#define LEAST_ROWS 256
 
 PyTypeObject *strip_type;
 
@@ -40,8 +41,10 @@ static int reduce_together(const Job *job, Part *out) {
 }
 
 void reduce(const Job *job, Part *out) {
-    part_clear(out);
-    if (job->n == 0) return;
+    if (job->n == 0) {
+        part_clear(out);
+        return;
+    }
 #if defined(__SSE__)
     unsigned int control = _mm_getcsr(); /* flushing of subnormals, which torch can switch on, would change the numbers */
     if (control & 0x8040) _mm_setcsr(control & ~0x8040u);
@@ -52,18 +55,20 @@ void reduce(const Job *job, Part *out) {
 #endif
 }
 
+static Py_ssize_t expected = LEAST_ROWS; /* as many rows as the latest strip had, so that the next one need not grow */
+
 static int grow(Strip *self) {
-    Py_ssize_t room = self->room ? self->room * 2 : 256;
-    double *partials = PyMem_Realloc(self->partials, (size_t)room * COLUMNS * sizeof(double));
-    if (partials) self->partials = partials;
-    uint64_t *checksums = PyMem_Realloc(self->checksums, (size_t)room * sizeof(uint64_t));
-    if (checksums) self->checksums = checksums;
+    Py_ssize_t room = self->room ? self->room * 2 : expected;
+    Py_ssize_t sizes[2] = {room * COLUMNS * (Py_ssize_t)sizeof(double), room * (Py_ssize_t)sizeof(uint64_t)};
     uint32_t *crcs = PyMem_Realloc(self->crcs, (size_t)room * sizeof(uint32_t));
-    if (crcs) self->crcs = crcs;
-    if (!partials || !checksums || !crcs) {
-        PyErr_NoMemory();
-        return -1;
+    if (!crcs) return PyErr_NoMemory(), -1;
+    self->crcs = crcs;
+    for (int i = 0; i < 2; i++) {
+        if (self->tables[i] ? PyByteArray_Resize(self->tables[i], sizes[i]) : !(self->tables[i] = PyByteArray_FromStringAndSize(NULL, sizes[i])))
+            return -1;
     }
+    self->partials = (double *)(void *)PyByteArray_AsString(self->tables[0]);
+    self->checksums = (uint64_t *)(void *)PyByteArray_AsString(self->tables[1]);
     self->room = room;
     return 0;
 }
@@ -144,20 +149,23 @@ static PyObject *strip_add(Strip *self, PyObject *const *args, Py_ssize_t nargs)
 
 static PyObject *strip_take(Strip *self, PyObject *unused) {
     (void)unused;
-    PyObject *partials = PyByteArray_FromStringAndSize((char *)self->partials, self->rows * COLUMNS * (Py_ssize_t)sizeof(double));
-    PyObject *checksums = PyByteArray_FromStringAndSize((char *)self->checksums, self->rows * (Py_ssize_t)sizeof(uint64_t));
     PyObject *crcs = PyList_New(self->has_crc ? self->rows : 0), *answer = NULL;
     for (Py_ssize_t i = 0; crcs && self->has_crc && i < self->rows; i++) {
         PyObject *crc = PyLong_FromUnsignedLong(self->crcs[i]);
         if (!crc || PyList_SetItem(crcs, i, crc)) Py_CLEAR(crcs);
     }
-    if (partials && checksums && crcs) {
-        answer = PyTuple_Pack(3, partials, checksums, crcs);
-        self->rows = 0, self->has_crc = 0, self->taken++;
-    }
-    Py_XDECREF(partials);
-    Py_XDECREF(checksums);
+    int failed = !crcs || (!self->room && grow(self)) || PyByteArray_Resize(self->tables[0], self->rows * COLUMNS * (Py_ssize_t)sizeof(double)) ||
+                 PyByteArray_Resize(self->tables[1], self->rows * (Py_ssize_t)sizeof(uint64_t));
+    if (crcs && self->room) self->room = self->rows;
+    if (!failed) answer = PyTuple_Pack(3, self->tables[0], self->tables[1], crcs);
     Py_XDECREF(crcs);
+    if (answer) {
+        if (self->rows >= LEAST_ROWS) expected = self->rows;
+        Py_CLEAR(self->tables[0]);
+        Py_CLEAR(self->tables[1]);
+        self->partials = NULL, self->checksums = NULL;
+        self->rows = self->room = 0, self->has_crc = 0, self->taken++;
+    }
     return answer;
 }
 
@@ -165,8 +173,8 @@ static Py_ssize_t strip_length(Strip *self) { return self->rows; }
 
 static void strip_free(Strip *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    PyMem_Free(self->partials);
-    PyMem_Free(self->checksums);
+    Py_XDECREF(self->tables[0]);
+    Py_XDECREF(self->tables[1]);
     PyMem_Free(self->crcs);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);

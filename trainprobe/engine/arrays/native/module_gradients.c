@@ -62,7 +62,7 @@ static int place_oddly(ModuleWatch *self, Backward *b, int side, const Edges *ed
         if (!text) Py_CLEAR(texts);
         else PyList_SetItem(texts, i, text);
     }
-    answer = texts ? PyObject_CallFunctionObjArgs(self->places, texts, side ? Py_True : Py_False, NULL) : NULL;
+    answer = texts ? call_two(self->places, texts, side ? Py_True : Py_False) : NULL;
     Py_XDECREF(texts);
     int failed = !answer || !PyArg_ParseTuple(answer, "O!O!n", &PyList_Type, &slots, &PyDict_Type, &merged, &b->length[side]);
     for (Py_ssize_t i = 0; !failed && i < edges->n; i++) {

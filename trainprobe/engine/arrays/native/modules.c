@@ -92,8 +92,8 @@ static int gradients_flow(ModuleWatch *self) {
     return flow;
 }
 
-/* Record what goes in; the call is on the stack afterwards. NULL with an exception set. */
-static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *args, PyObject *kwargs, Edges *edges) {
+/* Record what goes in; the call is on the stack afterwards. flow: set where gradients flow. NULL with an exception set. */
+static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *args, PyObject *kwargs, Edges *edges, int *flow) {
     int again = graph_task_now() != -1;
     Py_ssize_t running = PyList_Size(self->stack);
     Call *parent = running > 0 ? (Call *)PyList_GetItem(self->stack, running - 1) : NULL;
@@ -109,8 +109,8 @@ static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *args, Py
     if (!failed && wanted) {
         failed = self->forward && look_at_inputs(self, info, call, args, kwargs);
         if (!failed && self->backward && self->inputs) {
-            int flow = gradients_flow(self);
-            failed = flow < 0 || (flow && (edges_of(self, args, NULL, -1, edges, 0) || edges_of(self, kwargs, NULL, -1, edges, 0)));
+            *flow = gradients_flow(self);
+            failed = *flow < 0 || (*flow && (edges_of(self, args, NULL, -1, edges, 0) || edges_of(self, kwargs, NULL, -1, edges, 0)));
         }
         failed = failed || PyList_Append(self->calls, (PyObject *)call);
         if (!failed) tape_told(self->eye, call, ARGS | KWARGS | PARAMS);
@@ -122,7 +122,8 @@ static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *args, Py
     return call;
 }
 
-static int leave(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, Edges *edges, PyObject *out) {
+/* flow: whether gradients flowed when the module was entered; where they did not, they may since. */
+static int leave(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, Edges *edges, int flow, PyObject *out) {
     if (!self->eye || !info->selected) return 0;
     int wanted = micro_is_wanted(&self->gate, call->micro);
     if (wanted <= 0) return wanted;
@@ -134,7 +135,7 @@ static int leave(ModuleWatch *self, const ModuleInfo *info, Call *call, long lon
         if (self->eye) tape_told(self->eye, call, OUT);
     }
     if (!self->backward || !self->eye) return 0;
-    int flow = gradients_flow(self);
+    if (!flow) flow = gradients_flow(self);
     return flow <= 0 ? flow : watch_gradients(self, info, call, floor, edges, out);
 }
 
@@ -149,13 +150,15 @@ static PyObject *call_original(PyObject *original, PyObject *module, PyObject *a
     return out;
 }
 
-/* Whether this call is to be recorded: not after a fault, and not on a thread that is neither the training's nor autograd's. */
+/* Whether this call is to be recorded: not after a fault, not for a compiler, and not on a thread that is neither the training's nor autograd's. */
 static int recording(ModuleWatch *self) {
     if (!self->eye) return 0;
     PyObject *tripped = PyObject_GetAttr(self->guard, t_tripped);
     int on = tripped == Py_None;
     Py_XDECREF(tripped);
     if (!on) return PyErr_Occurred() ? -1 : 0;
+    int compiling = compiling_now();
+    if (compiling) return compiling < 0 ? -1 : 0;
     if (PyThread_get_thread_ident() == self->thread || graph_task_now() != -1) return 1;
     PyObject *said = PyErr_Occurred() ? NULL : PyObject_CallNoArgs(self->other_thread);
     Py_XDECREF(said);
@@ -174,8 +177,9 @@ static void pop(ModuleWatch *self, Py_ssize_t depth) { /* keeps an exception tha
 static PyObject *run_recorded(ModuleWatch *self, const ModuleInfo *info, PyObject *const *args) {
     Edges edges = {0};
     long long floor = 0;
+    int flow = 0;
     PyObject *off = modes_off(), *out;
-    Call *call = PyErr_Occurred() ? NULL : enter(self, info, args[3], args[4], &edges);
+    Call *call = PyErr_Occurred() ? NULL : enter(self, info, args[3], args[4], &edges, &flow);
     if (call) floor = sequence_now();
     modes_on(off);
     if (PyErr_Occurred() && give_to_guard(self->fault)) {
@@ -191,7 +195,7 @@ static PyObject *run_recorded(ModuleWatch *self, const ModuleInfo *info, PyObjec
     out = call_original(args[1], args[2], args[3], args[4]);
     if (out) {
         off = modes_off();
-        int failed = PyErr_Occurred() || leave(self, info, call, floor, &edges, out);
+        int failed = PyErr_Occurred() || leave(self, info, call, floor, &edges, flow, out);
         modes_on(off);
         if (failed && give_to_guard(self->fault)) Py_CLEAR(out);
     }
@@ -226,21 +230,33 @@ typedef struct {
     PyObject *info, *name, *key;
 } ParameterHook;
 
-static Call *gradient_call(ModuleWatch *self, const ModuleInfo *info, Py_ssize_t number, PyObject *micro) {
-    Call *latest = self->gradient_call; /* mostly of the same module */
-    if (latest && latest->name == info->name && latest->call == number) return (Call *)Py_NewRef((PyObject *)latest);
-    PyObject *key = Py_BuildValue("(On)", info->name, number), *known = key ? PyDict_GetItemWithError(self->gradient_calls, key) : NULL;
-    Call *call = NULL;
-    if (known) {
-        call = (Call *)Py_NewRef(known);
-    } else if (!PyErr_Occurred() && (call = call_new(t_parameter, info->name, number, t_backward, info->cls, micro, NULL, -1))) {
-        call->params = PyDict_New();
-        if (!call->params || PyDict_SetItem(self->gradient_calls, key, (PyObject *)call) || PyList_Append(self->calls, (PyObject *)call)) {
-            Py_DECREF((PyObject *)call);
-            call = NULL;
-        }
+/* The call of a module's gradients with this number that is on the tape already, or NULL. Not a new reference. */
+static Call *earlier_gradient_call(ModuleWatch *self, const ModuleInfo *info, Py_ssize_t number) {
+    for (Py_ssize_t i = PyList_Size(self->calls) - 1; i >= 0; i--) {
+        Call *call = (Call *)PyList_GetItem(self->calls, i);
+        if (Py_TYPE((PyObject *)call) == call_type && call->kind == t_parameter && call->name == info->name && call->call == number) return call;
     }
-    Py_XDECREF(key);
+    return NULL;
+}
+
+static Call *new_gradient_call(ModuleWatch *self, const ModuleInfo *info, Py_ssize_t number, PyObject *micro) {
+    Call *call = call_new(t_parameter, info->name, number, t_backward, info->cls, micro, NULL, -1);
+    if (!call) return NULL;
+    call->params = PyDict_New();
+    if (!call->params || PyDict_SetItem(self->gradient_calls, info->name, (PyObject *)call) || PyList_Append(self->calls, (PyObject *)call)) {
+        Py_DECREF((PyObject *)call);
+        return NULL;
+    }
+    return call;
+}
+
+/* The call that a module's gradients with this number stand in: mostly the latest of all, or the module's latest. */
+static Call *gradient_call(ModuleWatch *self, const ModuleInfo *info, Py_ssize_t number, PyObject *micro) {
+    Call *latest = self->gradient_call;
+    if (!latest || latest->name != info->name) latest = (Call *)PyDict_GetItemWithError(self->gradient_calls, info->name);
+    if (latest && latest->call > number) latest = earlier_gradient_call(self, info, number);
+    Call *call = latest && latest->call == number ? (Call *)Py_NewRef((PyObject *)latest) : NULL;
+    if (!call && !PyErr_Occurred()) call = new_gradient_call(self, info, number, micro);
     if (call) self->gradient_call = call;
     return call;
 }

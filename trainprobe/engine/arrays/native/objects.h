@@ -19,6 +19,7 @@ typedef struct {
     Py_ssize_t rows, room;
     uint64_t taken; /* how often the rows were taken: a reduction that straddles a take is dropped */
     int has_crc;
+    PyObject *tables[2]; /* bytearrays, which are handed over: partials and checksums lie in them */
     double *partials;
     uint64_t *checksums;
     uint32_t *crcs;
@@ -54,6 +55,24 @@ typedef struct {
 extern PyTypeObject *info_type, *strip_type, *value_type, *call_type, *tape_type, *stacks_type, *node_hook_type, *op_hook_type;
 
 typedef struct Tape Tape;
+
+/* Call with n arguments, as CPython's own code does it where that is there: in the stable ABI since 3.12, exported since 3.11. */
+#ifdef __ELF__
+extern PyObject *PyObject_Vectorcall(PyObject *callable, PyObject *const *args, size_t n, PyObject *names) __attribute__((weak));
+#endif
+static inline PyObject *call_one(PyObject *callable, PyObject *x) {
+#ifdef __ELF__
+    if (PyObject_Vectorcall) return PyObject_Vectorcall(callable, &x, 1, NULL);
+#endif
+    return PyObject_CallFunctionObjArgs(callable, x, NULL);
+}
+static inline PyObject *call_two(PyObject *callable, PyObject *x, PyObject *y) {
+#ifdef __ELF__
+    PyObject *args[] = {x, y};
+    if (PyObject_Vectorcall) return PyObject_Vectorcall(callable, args, 2, NULL);
+#endif
+    return PyObject_CallFunctionObjArgs(callable, x, y, NULL);
+}
 
 /* Attributes by their descriptors (attributes.c). descriptor: NULL where the attribute is to be looked up. */
 typedef struct {
@@ -155,6 +174,7 @@ void consumers_free(Consumers *found);
 int torch_known(void);
 long long graph_task_now(void);
 long long sequence_now(void);
+int compiling_now(void); /* whether torch exports or compiles what runs; -1 with an exception set */
 PyObject *modes_off(void);
 void modes_on(PyObject *off);
 int give_to_guard(PyObject *fault);

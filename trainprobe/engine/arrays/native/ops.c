@@ -27,21 +27,22 @@ struct OpHook {
 
 PyTypeObject *op_hook_type;
 static PyTypeObject *watch_type;
-static PyObject *t_op, *t_forward, *t_recompute, *t_backward, *t_micro, *t_register, *t_enter, *t_exit;
-static PyObject *graph_task, *sequence_nr, *tensor_type, *mode_depth, *disable; /* of torch, learned once */
+static PyObject *t_op, *t_forward, *t_recompute, *t_backward, *t_micro, *t_register, *t_enter, *t_exit, *t_compiling;
+static PyObject *graph_task, *sequence_nr, *tensor_type, *mode_depth, *disable, *compiler; /* of torch, learned once */
 
-int torch_known(void) { return disable != NULL; }
+int torch_known(void) { return compiler != NULL; }
 
 static PyObject *learn_torch(PyObject *module, PyObject *args) {
-    PyObject **places[] = {&graph_task, &sequence_nr, &tensor_type, &mode_depth, &disable};
+    PyObject **places[] = {&graph_task, &sequence_nr, &tensor_type, &mode_depth, &disable, &compiler};
     (void)module;
-    if (PyTuple_Size(args) != 6) return PyErr_Format(PyExc_TypeError, "learn_torch takes five functions and DLPack's table or None");
-    for (int i = 0; i < 5; i++) {
+    if (PyTuple_Size(args) != 7 || !PyDict_Check(PyTuple_GetItem(args, 5)))
+        return PyErr_Format(PyExc_TypeError, "learn_torch takes five functions, what torch.compiler holds, and DLPack's table or None");
+    for (int i = 0; i < 6; i++) {
         PyObject *before = *places[i];
         *places[i] = Py_NewRef(PyTuple_GetItem(args, i));
         Py_XDECREF(before);
     }
-    return geometry_learn(PyTuple_GetItem(args, 5)) ? NULL : Py_NewRef(Py_None);
+    return geometry_learn(PyTuple_GetItem(args, 6)) ? NULL : Py_NewRef(Py_None);
 }
 
 long long number_from(PyObject *function) {
@@ -53,6 +54,11 @@ long long number_from(PyObject *function) {
 
 long long graph_task_now(void) { return number_from(graph_task); }
 long long sequence_now(void) { return number_from(sequence_nr); }
+
+int compiling_now(void) {
+    PyObject *flag = PyDict_GetItemWithError(compiler, t_compiling); /* what torch.compiler.is_compiling reads */
+    return !flag ? (PyErr_Occurred() ? -1 : 0) : flag == Py_True;
+}
 
 /* Keep torch-function modes away from what the tool itself asks of tensors. NULL: none is there, or an exception is set. */
 PyObject *modes_off(void) {
@@ -81,7 +87,7 @@ int give_to_guard(PyObject *fault) {
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
     if (trace) PyException_SetTraceback(error, trace);
-    PyObject *done = PyObject_CallFunctionObjArgs(fault, error ? error : Py_None, NULL);
+    PyObject *done = call_one(fault, error ? error : Py_None);
     Py_XDECREF(type), Py_XDECREF(error), Py_XDECREF(trace);
     Py_XDECREF(done);
     return done ? 0 : -1;
@@ -101,7 +107,7 @@ static Py_ssize_t counted(OpWatch *self, PyObject *name) {
 
 int micro_is_wanted(MicroGate *gate, PyObject *micro) {
     if (gate->micro && PyObject_RichCompareBool(gate->micro, micro, Py_EQ) == 1) return gate->wanted;
-    PyObject *answer = PyObject_CallFunctionObjArgs(gate->function, micro, NULL);
+    PyObject *answer = call_one(gate->function, micro);
     if (!answer) return -1;
     gate->wanted = PyObject_IsTrue(answer);
     Py_DECREF(answer);
@@ -140,7 +146,7 @@ static Call *before(OpWatch *self, PyObject *name, long flags, PyObject *args, P
     Py_ssize_t number = -1, stack = -1;
     Call *call = NULL;
     if (graph_task_now() != -1) {
-        again = PyObject_CallFunctionObjArgs(self->repeats, name, parent ? parent : Py_None, NULL);
+        again = call_two(self->repeats, name, parent ? parent : Py_None);
         if (!again || again == Py_None) goto done; /* what Python does in a backward pass is no forward */
         number = PyLong_AsSsize_t(again);
     }
@@ -278,7 +284,7 @@ static PyObject *handle(OpWatch *self, PyObject *const *args, Py_ssize_t nargs) 
     self->depth++;
     if (!spec) {
         PyErr_Clear();
-        spec = PyObject_CallFunctionObjArgs(self->learn, func, NULL);
+        spec = call_one(self->learn, func);
     }
     if (!spec) {
         out = NULL;
@@ -445,7 +451,8 @@ static PyType_Slot watch_slots[] = {{Py_tp_new, watch_new},           {Py_tp_dea
 static PyType_Spec watch_spec = {"trainprobe._native.OpWatch", sizeof(OpWatch), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, watch_slots};
 
 static PyMethodDef functions[] = {
-    {"learn_torch", learn_torch, METH_VARARGS, "learn_torch(graph_task_id, sequence_nr, Tensor, len_function_stack, DisableTorchFunction)"},
+    {"learn_torch", learn_torch, METH_VARARGS, 
+     "learn_torch(graph_task_id, sequence_nr, Tensor, len_function_stack, DisableTorchFunction, vars(torch.compiler), DLPack's table)"},
     {NULL, NULL, 0, NULL}};
 
 int ops_fill(PyObject *module) {
@@ -453,7 +460,7 @@ int ops_fill(PyObject *module) {
         PyObject **at;
         const char *text;
     } names[] = {{&t_op, "op"}, {&t_forward, "forward"}, {&t_recompute, "recompute"}, {&t_backward, "backward"}, {&t_micro, "micro"},
-                 {&t_register, "register_hook"}, {&t_enter, "__enter__"}, {&t_exit, "__exit__"}};
+                 {&t_register, "register_hook"}, {&t_enter, "__enter__"}, {&t_exit, "__exit__"}, {&t_compiling, "_is_compiling_flag"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
     watch_type = (PyTypeObject *)PyType_FromSpec(&watch_spec);

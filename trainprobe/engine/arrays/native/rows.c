@@ -269,8 +269,8 @@ void reduce_block(const Job *job, int64_t block, Part *out) {
     int64_t start = block * BLOCK * CHUNK, end = start + BLOCK * CHUNK;
     if (end > job->n) end = job->n;
     Part part;
-    part_clear(out);
-    for (; start < end; start += CHUNK) {
+    reduce_chunk(job, start, end - start < CHUNK ? end - start : CHUNK, out);
+    for (start += CHUNK; start < end; start += CHUNK) {
         int64_t n = end - start < CHUNK ? end - start : CHUNK;
         reduce_chunk(job, start, n, &part);
         part_merge(out, &part, job->flags, (uint64_t)n * (uint64_t)item_size[job->dtype]);

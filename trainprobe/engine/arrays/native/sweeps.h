@@ -1,5 +1,6 @@
 /* The sweeps over one chunk, written once and compiled for each instruction set (see kernels.c, which includes this
-   file with SUFFIX, WIDTH and the vector minimum, maximum and widening defined). Sixteen lanes everywhere, so that each instruction set adds in the same order. */
+   file with SUFFIX, WIDTH and the vector minimum, maximum and widening defined). Sixteen lanes everywhere, so that each instruction set adds in the same order.
+   The square of a float is exact in a double, so ADD_SQUARE rounds once whether its multiplication and addition are one instruction or two. */
 
 #define JOIN2(a, b) a##_##b
 #define JOIN(a, b) JOIN2(a, b)
@@ -45,7 +46,7 @@ static void F(stats_f32)(const float *restrict x, int64_t n, Part *p) {
             memcpy(&v, x + i + l * (WIDTH / 8), WIDTH / 2);
             F(vd) d = WIDEN_F(v);
             s[l] += d;
-            q[l] += d * d;
+            q[l] = ADD_SQUARE(q[l], d);
         }
     }
     float low = INFINITY, high = -INFINITY, lows[L], highs[L];

@@ -161,7 +161,7 @@ static const Dtype *dtype_of(Tape *self, PyObject *t, uint32_t kind) {
         if (kind) self->dtypes[at].kind = kind;
         return &self->dtypes[at];
     }
-    PyObject *told = PyObject_CallFunctionObjArgs(self->describe, dtype, NULL); /* (text, code) */
+    PyObject *told = call_one(self->describe, dtype); /* (text, code) */
     if (!told) return NULL;
     at = self->dtypes_known < DTYPES_KNOWN ? self->dtypes_known++ : DTYPES_KNOWN - 1;
     Dtype *known = &self->dtypes[at];
@@ -178,7 +178,7 @@ static Slot *slot_of(Tape *self, long kinds) {
     for (int i = 0; i < STRIPS && self->slots[i].strip; i++)
         if (self->slots[i].kinds == kinds) return &self->slots[i];
     PyObject *number = PyLong_FromLong(kinds);
-    PyObject *told = number ? PyObject_CallFunctionObjArgs(self->open_strip, number, NULL) : NULL; /* (strip, native rows or None, list) */
+    PyObject *told = number ? call_one(self->open_strip, number) : NULL; /* (strip, native rows or None, list) */
     Py_XDECREF(number);
     if (!told) return NULL;
     int at = 0;
@@ -215,7 +215,7 @@ static int job_of(PyObject *t, Geometry *at, int code, long kinds, Job *job) {
 
 static PyObject *by_python(PyObject *function, PyObject *t, long flags) {
     PyObject *number = PyLong_FromLong(flags);
-    PyObject *value = number ? PyObject_CallFunctionObjArgs(function, t, number, NULL) : NULL;
+    PyObject *value = number ? call_two(function, t, number) : NULL;
     Py_XDECREF(number);
     return value;
 }

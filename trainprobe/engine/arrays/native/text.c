@@ -96,7 +96,7 @@ static int put_value(Dump *d, Value *v) {
         int there = PySet_Contains(d->stored, v->tensor);
         if (there < 0 || (there && (PUT(t, ", \"data_name\": ") || put_quoted(t, v->tensor, d->quote)))) return -1;
     } else if (v->tensor || v->note || v->extra) {
-        if (put_str_and_drop(t, PyObject_CallFunctionObjArgs(d->about, v, NULL))) return -1;
+        if (put_str_and_drop(t, call_one(d->about, (PyObject *)v))) return -1;
     }
     return PUT(t, "}");
 }
@@ -132,7 +132,7 @@ static int put_tree(Dump *d, PyObject *x, int depth) {
     } else if (kind == &PyUnicode_Type) {
         return PUT(t, "{\"type\": \"str\", \"value\": ") || put_quoted(t, x, d->quote) || PUT(t, "}");
     }
-    return put_str_and_drop(t, PyObject_CallFunctionObjArgs(d->other, x, NULL));
+    return put_str_and_drop(t, call_one(d->other, x));
 }
 
 static int put_listed(Dump *d, PyObject *x) {
@@ -195,7 +195,7 @@ static int put_all(Dump *d, PyObject *calls, PyObject *names, PyObject *kept, Py
         int known = name ? PySet_Contains(taken, name) : -1;
         if (known > 0) {
             Py_DECREF(name);
-            name = PyObject_CallFunctionObjArgs(free_name, c, taken, NULL);
+            name = call_two(free_name, (PyObject *)c, taken);
         }
         int failed = !name || PySet_Add(taken, name) || PyList_Append(names, name) || PyList_Append(kept, (PyObject *)c) ||
                      (PyList_Size(names) > 1 ? PUT(&d->out, ",\n  ") : PUT(&d->out, "\n  ")) || put_quoted(&d->out, name, d->quote) ||
