@@ -414,4 +414,5 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
     probe = Probe(plan, **overrides)
     with probe:
         probe.open(model, optimizer)
+        del optimizer  # one that the training replaces is not kept
         yield probe

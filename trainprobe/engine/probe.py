@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ class Probe:
         self.step_number = -1
         self.begun = 0  # how many steps began: numbers of steps may leave some out
         self.closed = False
-        self._opened: tuple[Any, Any] | None = None  # model and optimizer
+        self._opened: tuple[Any, Callable[[], Any]] | None = None  # model, and what returns its optimizer
         self._taps: tuple[Tap, ...] = ()
         self._rests = rests or Rests()  # the taps that are installed
         self._scheduled: dict[tuple[int, bool], Scheduled] = {}
@@ -149,7 +150,7 @@ class Probe:
         if self.closed:
             raise UsageError("this probe is closed: make a new one with trainprobe.Probe(plan)")
         self._place = place or self._place
-        self._opened = (model, optimizer)
+        self._opened = (model, _held_weakly(optimizer))  # an optimizer that the training replaces is not kept
         for tap in self._taps:
             tap.open(model, optimizer)
         busy = self.plan.level != "off" or len(self._programs) > 1
@@ -272,7 +273,7 @@ class Probe:
         known, self._taps = self._taps, tuple(dict.fromkeys(tap for program in programs for tap, _ in program.taps))
         for tap in self._taps:
             if self._opened is not None and tap not in known:
-                tap.open(*self._opened)
+                tap.open(self._opened[0], self._opened[1]())
         self._programs = tuple(programs)
         self._asked = tuple(dict.fromkeys(wants for p in programs for wants in (p.wants, *(wants for _, wants in p.taps))))
         self._scheduled.clear()
@@ -396,6 +397,14 @@ class Probe:
                     f"{self.step_number}",
                 )
             )
+
+
+def _held_weakly(x: Any) -> Callable[[], Any]:
+    """Return what returns x while it lives; a list of optimizers, say, is held."""
+    try:
+        return weakref.ref(x)
+    except TypeError:
+        return lambda: x
 
 
 def _saw_nothing(step: int) -> Finding:

@@ -96,6 +96,25 @@ class PlainSource:
     others: set[int] = field(default_factory=set[int])
     _masters: tuple[Any, dict[int, Any]] = field(default=((), {}), init=False, repr=False)
 
+    def learn(self, optimizer: Any) -> bool:
+        """Learn of an optimizer that steps; return whether it was unknown.
+
+        It takes the place of those that hold one of its parameters, so that neither what they leave behind nor what they alone
+        held is told as the training's; but not of one that it wraps, whose groups are its own.
+        """
+        if any(optimizer is known for known in self.optimizers):
+            return False
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        groups = set(map(id, optimizer.param_groups))
+
+        def stays(known: Any) -> bool:
+            theirs = getattr(known, "param_groups", ())
+            held = (id(p) for group in theirs for p in group["params"])
+            return own.isdisjoint(held) or not groups.isdisjoint(map(id, theirs))
+
+        self.optimizers = [*filter(stays, self.optimizers), optimizer]
+        return True
+
     def step_of(self, optimizer: Any) -> None:
         """Leave out, from now on, what other optimizers than this one own: they step at another moment of the same step."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}

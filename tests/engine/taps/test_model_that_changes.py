@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -54,7 +56,19 @@ def bias_taken_away(model, optimizer):
     model[2].bias = None
 
 
-CHANGES = [parameter_replaced, module_appended, module_replaced, parameter_frozen, parameter_trained, bias_taken_away]
+def module_renamed(model, optimizer):
+    model._modules["last"] = model._modules.pop("2")
+
+
+CHANGES = [
+    parameter_replaced,
+    module_appended,
+    module_replaced,
+    parameter_frozen,
+    parameter_trained,
+    bias_taken_away,
+    module_renamed,
+]
 
 
 def trained(change, **plan):
@@ -120,3 +134,64 @@ def test_the_monitor_shows_the_parameters_gradients_and_optimizer_state_of_its_s
             assert same(states[name]["value"], value)
             assert ("grad" in states[name]) == (grad is not None)
             assert grad is None or (same(states[name]["grad"], grad) and "exp_avg_after" in states[name])
+
+
+def test_an_optimizer_that_replaces_another_is_the_one_whose_state_is_shown_and_the_other_is_let_go(tmp_path):
+    model, optimizer = small()
+    monitor = {"parameters": True, "gradients": True, "optimizer_state": True}
+    told = []
+    with trainprobe.watch(model, optimizer, output=tmp_path / "out", level="off", monitor=monitor) as probe:
+        for step in range(STEPS):
+            if step == CHANGED:
+                before = weakref.ref(optimizer)
+                model[0].weight.requires_grad_(False)  # and left out, so that only the first optimizer held it
+                optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            with probe.step():
+                optimizer.zero_grad()
+                model(torch.ones(2, 3) + step).square().sum().backward()
+                told.append({n: p.detach().clone() for n, p in model.named_parameters()})
+                optimizer.step()
+            moments = {n: optimizer.state[p]["exp_avg"].clone() for n, p in model.named_parameters() if p in optimizer.state}
+            told[-1] = told[-1], moments
+        gc.collect()
+        assert before() is None
+    for reel in read_log(tmp_path / "out" / "rank0" / "records.jsonl"):
+        largest = reel.numbers()["max"]
+        states: dict[str, dict[str, float]] = {}
+        for call in (c for c in reel.calls if c.kind == "state"):
+            states.setdefault(call.name, {}).update({slot: largest[v.row] for slot, v in call.params.items()})
+        values, moments = told[reel.step]
+        assert {n: s["value"] for n, s in states.items()} == {
+            n: pytest.approx(v.max().item(), rel=1e-6) for n, v in values.items()
+        }
+        after = {n: s["exp_avg_after"] for n, s in states.items() if "exp_avg_after" in s}
+        assert after == {n: pytest.approx(v.max().item(), rel=1e-6) for n, v in moments.items()}
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps another optimizer, as SAM and Lookahead do, and has a state of its own."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.param_groups = inner.param_groups
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["slow"] = p.detach().clone()
+
+
+def test_an_optimizer_that_wraps_the_one_that_was_opened_does_not_take_its_place(tmp_path):
+    model, optimizer = small()
+    monitor = {"optimizer_state": True}
+    wrapper = Wrapper(optimizer)
+    with trainprobe.watch(model, optimizer, output=tmp_path / "out", level="off", monitor=monitor) as probe:
+        for _ in range(2):
+            with probe.step():
+                model(torch.ones(2, 3)).sum().backward()
+                wrapper.step()
+    *_, reel = read_log(tmp_path / "out" / "rank0" / "records.jsonl")
+    slots = {slot for call in reel.calls if call.kind == "state" for slot in call.params}
+    assert {"exp_avg_after", "slow_after"} <= slots

@@ -1,8 +1,9 @@
-"""What a model is made of, to be seen again in the next step: its modules, their parameters, which of these want gradients."""
+"""What a model is made of, to be seen again in the next step: modules and parameters, their names, which want gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -24,7 +25,7 @@ class Outline:
             members = (module._modules,) if sharded else (module._modules, module._parameters)
             held += [each for each in members if isinstance(each, dict)]  # a script module has others
             wanting += [p for p in own if p is not None]
-        self._held, self._before = tuple(held), tuple(tuple(members.values()) for members in held)
+        self._held, self._before = tuple(held), tuple(map(_flat, held))
         self._wanting, self._wanted = tuple(wanting), tuple(p.requires_grad for p in wanting)
 
     def holds(self) -> bool:
@@ -32,6 +33,11 @@ class Outline:
         if native is not None:
             return native.outline_holds(self._held, self._before, self._wanting, self._wanted)
         return all(
-            len(members) == len(before) and all(map(is_, members.values(), before))
+            2 * len(members) == len(before) and all(map(is_, _flat(members), before))
             for members, before in zip(self._held, self._before, strict=True)
         ) and all(p.requires_grad == wants for p, wants in zip(self._wanting, self._wanted, strict=True))
+
+
+def _flat(members: dict[str, Any]) -> tuple[Any, ...]:
+    """Return each name and, behind it, the member."""
+    return tuple(chain.from_iterable(members.items()))

@@ -117,8 +117,8 @@ class ParameterStateTap:
     def stepping(self, optimizer: Any) -> None:
         """Learn which optimizer steps; it becomes known, and what belongs to others is left to their own step."""
         if self._plain is not None:
-            if not any(optimizer is known for known in self._plain.optimizers):
-                self._plain.optimizers.append(optimizer)
+            if self._plain.learn(optimizer):
+                self._listed.clear()
             self._plain.step_of(optimizer)
 
     def unclipped(self, parameters: Sequence[Any]) -> None:

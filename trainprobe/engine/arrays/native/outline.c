@@ -6,9 +6,9 @@ static int same_members(PyObject *members, PyObject *before) {
     PyObject *key, *item;
     Py_ssize_t at = 0, i = 0, n = before ? PyTuple_Size(before) : -1;
     if (n < 0) return -1;
-    if (PyDict_Size(members) != n) return PyErr_Occurred() ? -1 : 0;
-    while (PyDict_Next(members, &at, &key, &item))
-        if (item != PyTuple_GetItem(before, i++)) return 0;
+    if (PyDict_Size(members) * 2 != n) return PyErr_Occurred() ? -1 : 0;
+    for (; PyDict_Next(members, &at, &key, &item); i += 2)
+        if (item != PyTuple_GetItem(before, i + 1) || key != PyTuple_GetItem(before, i)) return 0;
     return 1;
 }
 
@@ -34,7 +34,7 @@ static PyObject *outline_holds(PyObject *module, PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"outline_holds", outline_holds, METH_VARARGS,
-     "outline_holds(held, before, wanting, wanted) -> bool\n\nTuples: dicts, what each held (tuples), tensors, the requires_grad of each."},
+     "outline_holds(held, before, wanting, wanted) -> bool\n\nTuples: dicts, what each held (key, value, key, value, ...), tensors, the requires_grad of each."},
     {NULL, NULL, 0, NULL}};
 
 int outline_fill(PyObject *module) { return PyModule_AddFunctions(module, functions); }

@@ -1,0 +1,109 @@
+"""Calls of modules in unusual circumstances: what is recorded, compiled and not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import trainprobe
+from trainprobe.engine.records import Call, Reel
+from trainprobe.engine.taps import torch_modules
+
+
+@pytest.fixture(params=[True, False], ids=["compiled", "python"], autouse=True)
+def _both(request, monkeypatch):
+    if not request.param:
+        monkeypatch.setattr(torch_modules, "native", None)
+
+
+def recorded(model: torch.nn.Module, train: Any, folder: Any) -> Reel:
+    with trainprobe.watch(model, output=folder, level="L0", sinks=["memory"]) as probe:
+        probe.begin_step()
+        train()
+        reel = probe.end_step()
+        assert reel is not None
+        assert not probe.findings
+        return reel
+
+
+def calls_of(reel: Reel, kind: str, name: str) -> list[Call]:
+    return [call for call in reel.calls if call.kind == kind and call.name == name]
+
+
+class Quiet(torch.nn.Module):
+    """Leaves gradients switched off behind what it has computed."""
+
+    def forward(self, x):
+        doubled = x * 2
+        torch.set_grad_enabled(False)
+        return doubled
+
+
+class Whole(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.quiet = Quiet()
+        self.head = torch.nn.Linear(3, 1)
+
+    def forward(self, x):
+        h = self.quiet(x)
+        torch.set_grad_enabled(True)
+        return self.head(h)
+
+
+def test_a_module_that_switches_gradients_off_behind_its_result_has_the_gradient_there(tmp_path):
+    torch.manual_seed(0)
+    model = Whole()
+    x = torch.randn(2, 3, requires_grad=True)
+    reel = recorded(model, lambda: model(x).sum().backward(), tmp_path / "out")
+    back = next(call for call in calls_of(reel, "module", "quiet") if call.phase == "backward")
+    largest = reel.numbers()["max"]
+    expected = model.head.weight.detach().max().item()
+    assert largest[back.args[0].row] == expected
+    assert largest[back.out[0].row] == 2 * expected
+
+
+class Affine(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([2.0, 3.0]))
+        self.bias = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
+
+    def forward(self, x, whole):
+        return x * self.weight + self.bias if whole else x * self.weight
+
+
+def test_gradients_of_a_module_stand_together_by_their_number_and_not_by_when_they_came(tmp_path):
+    model = Affine()
+    x = torch.tensor([5.0, 7.0])
+
+    def train():
+        for factor, whole in ((1.0, False), (10.0, False), (100.0, True), (1000.0, True)):
+            (model(x, whole).sum() * factor).backward()
+
+    reel = recorded(model, train, tmp_path / "out")
+    found = [call for call in reel.calls if call.kind == "parameter"]
+    largest = reel.numbers()["max"]
+    told = {call.call: {name: largest[value.row] for name, value in call.params.items()} for call in found}
+    assert len(told) == len(found) == 4
+    assert {n: told[n]["weight"] for n in range(4)} == {0: 7.0, 1: 70.0, 2: 700.0, 3: 7000.0}
+    assert {n: told[n]["bias"] for n in (0, 1)} == {0: 100.0, 1: 1000.0}
+    assert all(set(told[n]) == {"weight"} for n in (2, 3))
+
+
+def test_a_model_that_is_exported_within_a_step_is_recorded_as_if_it_were_not(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
+    x = torch.randn(2, 3)
+
+    def train():
+        model(x)
+        torch.export.export(model, (x,), strict=False)
+        model(x)
+
+    reel = recorded(model, train, tmp_path / "out")
+    first = calls_of(reel, "module", "0")
+    assert [(call.phase, call.call) for call in first] == [("forward", 0), ("forward", 1)]
+    assert [value.note for call in first for value in call.args] == [None, None]
