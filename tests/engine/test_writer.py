@@ -66,21 +66,21 @@ class Telling(MemorySink):
             self.written.set()
 
 
-def test_steps_that_follow_one_another_wait_for_each_other_and_no_longer_than_half_the_queue(monkeypatch):
+def test_steps_that_follow_one_another_wait_for_each_other_and_no_longer_than_the_queue_has_room(monkeypatch):
     monkeypatch.setattr(writer_module, "LINGER", 3600.0)
-    sink = Telling(4)
-    writer = Writer({"telling": sink}, max_reels=8)
-    for step in range(3):
+    sink = Telling(3)
+    writer = Writer({"telling": sink}, max_reels=4)
+    for step in range(2):
         writer.submit(small_reel(step))
     assert not sink.reels
-    writer.submit(small_reel(3))
+    writer.submit(small_reel(2))
     assert sink.written.wait(60)
-    writer.submit(small_reel(4))
+    writer.submit(small_reel(3))
     assert writer.flush()
-    assert [reel.step for reel in sink.reels] == list(range(5))
-    writer.submit(small_reel(5))
+    assert [reel.step for reel in sink.reels] == list(range(4))
+    writer.submit(small_reel(4))
     writer.close()
-    assert len(sink.reels) == 6
+    assert len(sink.reels) == 5
 
 
 def test_a_finding_does_not_wait_for_more_steps(monkeypatch):

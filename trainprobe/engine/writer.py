@@ -88,7 +88,7 @@ class Writer:
         place: Place | None = None,
         on_error: str = "continue",
         tell: Callable[[Finding], None] | None = None,
-        max_reels: int = 16,
+        max_reels: int = 8,
         max_bytes: int = 256 << 20,
     ) -> None:
         self.sinks = dict(sinks)
@@ -185,7 +185,7 @@ class Writer:
             self._jobs.append((verb, arguments, size, step))
             self._bytes += size
             self._reels += verb == "write"
-            if self._asleep or verb != "write" or 2 * self._reels >= self._max_reels:
+            if self._asleep or verb != "write" or 4 * self._reels >= 3 * self._max_reels:
                 self._wake()
 
     def _wake(self) -> None:
