@@ -1,11 +1,10 @@
 """The one background thread that writes: what training hands over waits in a bounded queue and is never dropped in silence.
 
 A full queue makes the training wait (back-pressure) rather than lose data. A step is written at once, but steps that follow
-one another within LINGER are written several at a time: waking a thread for each costs the training more than the writing
-of it. A sink that fails, because the disk is full or
-cannot be written, is given up, a finding says what was lost, and the others and the training go on. A forked child
-inherits a writer that ignores all it is told: its parent writes. At the end of the interpreter what is queued is written,
-for a bounded time.
+one another within LINGER are written several at a time: waking a thread for each costs the training more than the writing of
+it. A sink that fails, because the disk is full or cannot be written, is given up, a finding says what was lost, and the others
+and the training go on. A forked child inherits a writer that ignores all it is told: its parent writes. At the end of the
+interpreter what is queued is written, for a bounded time.
 """
 
 from __future__ import annotations
