@@ -15,8 +15,8 @@ from mindspore import nn
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
 
+from tests import shown
 from tests.mindspore.tiny import GRAPH, PYNATIVE
-from trainprobe.engine.dumps import read_log
 from trainprobe.integrations.mindformers import ProbeCallback
 
 STEPS, CHANGED = 4, 3  # of the steps 1 to 4, the third is the first of the changed model
@@ -218,24 +218,18 @@ def run(train: Any, *callbacks: Any) -> None:
 def test_the_dump_shows_the_cells_and_parameters_of_its_step(change: Callable[[Net, Trains], None], tmp_path: Path) -> None:
     train, _ = trained(change, output=str(tmp_path / "out"), level="L0")
     for step, told in enumerate(train.told, start=1):
-        data = json.loads((tmp_path / "out" / f"step{step}" / "rank0" / "dump.json").read_text())["data"]
-        values = {
-            f"{key.split('.Dense.')[0].removeprefix('Cell.')}.{name}": leaf["Max"]
-            for key, entry in data.items()
-            if ".forward." in key
-            for name, leaf in entry.get("parameters", {}).items()
-        }
+        values = shown.forward_parameters(shown.entries(tmp_path / "out", step), "Dense", "Cell.")
         assert values == pytest.approx({path: now.value for path, now in told.items()}, rel=1e-6)
 
 
 def monitored(output: Path) -> dict[int, dict[str, dict[str, float]]]:
     """Return step → slot → name → the largest element."""
     steps: dict[int, dict[str, dict[str, float]]] = {}
-    for reel in read_log(output / "rank0" / "records.jsonl"):
-        largest, seen = reel.numbers()["max"], steps.setdefault(reel.step, {})
-        for call in (c for c in reel.calls if c.kind == "state"):
-            for slot, value in call.params.items():
-                seen.setdefault(slot, {})[call.name] = float(largest[value.row])
+    for step, states in shown.states(output).items():
+        seen = steps.setdefault(step, {})
+        for name, slots in states.items():
+            for slot, number in slots.items():
+                seen.setdefault(slot, {})[name] = number
     assert list(steps) == [1, 2, 3, 4]
     return steps
 
@@ -300,7 +294,7 @@ def test_a_plan_selects_by_the_names_that_there_are_now(tmp_path: Path) -> None:
     trained(cell_appended, output=str(tmp_path / "out"), level="L0", parameters=["up.*", "body.*.weight"])
     seen: dict[int, list[str]] = {}
     for step in range(1, STEPS + 1):
-        data = json.loads((tmp_path / "out" / f"step{step}" / "rank0" / "dump.json").read_text())["data"]
+        data = shown.entries(tmp_path / "out", step)
         seen[step] = sorted(f"{key.split('.Dense')[0]}.{name}" for key in data for name in data[key].get("parameters", {}))
     before = ["Cell.body.0.weight", "Cell.up.bias", "Cell.up.weight"]
     after = sorted([*before, "Cell.body.2.weight"])

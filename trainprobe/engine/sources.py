@@ -6,7 +6,7 @@ that knows; the taps and the audit ask only Sources. A Source hands out tensors 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -104,22 +104,17 @@ class PlainSource:
         """
         if any(optimizer is known for known in self.optimizers):
             return False
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        groups = set(map(id, optimizer.param_groups))
+        own, groups = _held(optimizer), set(map(id, _groups(optimizer)))
 
         def stays(known: Any) -> bool:
-            theirs = getattr(known, "param_groups", ())
-            held = (id(p) for group in theirs for p in group["params"])
-            return own.isdisjoint(held) or not groups.isdisjoint(map(id, theirs))
+            return own.isdisjoint(_held(known)) or not groups.isdisjoint(map(id, _groups(known)))
 
         self.optimizers = [*filter(stays, self.optimizers), optimizer]
         return True
 
     def step_of(self, optimizer: Any) -> None:
         """Leave out, from now on, what other optimizers than this one own: they step at another moment of the same step."""
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        others = [other for other in self.optimizers if other is not optimizer]
-        self.others = {id(p) for other in others for group in other.param_groups for p in group["params"]} - own
+        self.others = set[int]().union(*(_held(o) for o in self.optimizers if o is not optimizer)) - _held(optimizer)
 
     def parts(self, moment: str, sorts: Collection[str] = SORTS) -> Iterator[Part]:
         """Yield value, grad and state of each parameter. sorts: which of these are asked for; the others are not looked for."""
@@ -150,7 +145,7 @@ class PlainSource:
         Known where the tensors that optimizers hold and the model does not, and the trainable parameters that none of them
         holds, are as many, and each has the shape of its counterpart in order and another dtype.
         """
-        groups = [group["params"] for optimizer in self.optimizers for group in getattr(optimizer, "param_groups", ())]
+        groups = [group["params"] for optimizer in self.optimizers for group in _groups(optimizer)]
         key = tuple((id(params), len(params)) for params in groups)
         if self._masters[0] != key:
             held, own = {id(t): t for params in groups for t in params}, {id(p) for p in self.parameters}
@@ -193,6 +188,15 @@ class PlainSource:
                 if isinstance(lr, float | int):
                     out["lr" if i == j == 0 else f"lr/{i}.{j}" if i else f"lr/{j}"] = float(lr)
         return out
+
+
+def _groups(optimizer: Any) -> Sequence[Any]:
+    return getattr(optimizer, "param_groups", ())
+
+
+def _held(optimizer: Any) -> set[int]:
+    """Return the ids of what an optimizer steps."""
+    return {id(p) for group in _groups(optimizer) for p in group["params"]}
 
 
 @cache

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 
 import pytest
 import torch
 
 import trainprobe
-from trainprobe.engine.dumps import read_log
+from tests import shown
 from trainprobe.engine.taps import outline
 
 STEPS = 4
@@ -99,13 +98,8 @@ def same(number, tensor):
 def test_the_dump_shows_the_modules_parameters_and_gradients_of_its_step(change, tmp_path):
     told = trained(change, output=tmp_path / "out", level="L0")
     for step in range(STEPS):
-        data = json.loads((tmp_path / "out" / f"step{step}" / "rank0" / "dump.json").read_text())["data"]
-        values = {
-            f"{key.split('.Linear.')[0].removeprefix('Module.')}.{name}": leaf["Max"]
-            for key, entry in data.items()
-            if ".forward." in key
-            for name, leaf in entry.get("parameters", {}).items()
-        }
+        data = shown.entries(tmp_path / "out", step)
+        values = shown.forward_parameters(data, "Linear", "Module.")
         gradients = {
             f"{key.split('.Linear.')[0].removeprefix('Module.')}.{name}": leaf[0]["Max"]
             for key, entry in data.items()
@@ -124,13 +118,11 @@ def test_the_dump_shows_the_modules_parameters_and_gradients_of_its_step(change,
 def test_the_monitor_shows_the_parameters_gradients_and_optimizer_state_of_its_step(change, tmp_path):
     monitor = {"parameters": True, "gradients": True, "optimizer_state": True}
     told = trained(change, output=tmp_path / "out", level="off", monitor=monitor)
-    for reel in read_log(tmp_path / "out" / "rank0" / "records.jsonl"):
-        largest = reel.numbers()["max"]
-        states: dict[str, dict[str, float]] = {}
-        for call in (c for c in reel.calls if c.kind == "state"):
-            states.setdefault(call.name, {}).update({slot: largest[v.row] for slot, v in call.params.items()})
-        assert set(told[reel.step]) <= set(states)
-        for name, (value, grad) in told[reel.step].items():
+    recorded = shown.states(tmp_path / "out")
+    assert list(recorded) == list(range(STEPS))
+    for step, states in recorded.items():
+        assert set(told[step]) <= set(states)
+        for name, (value, grad) in told[step].items():
             assert same(states[name]["value"], value)
             assert ("grad" in states[name]) == (grad is not None)
             assert grad is None or (same(states[name]["grad"], grad) and "exp_avg_after" in states[name])
@@ -155,12 +147,10 @@ def test_an_optimizer_that_replaces_another_is_the_one_whose_state_is_shown_and_
             told[-1] = told[-1], moments
         gc.collect()
         assert before() is None
-    for reel in read_log(tmp_path / "out" / "rank0" / "records.jsonl"):
-        largest = reel.numbers()["max"]
-        states: dict[str, dict[str, float]] = {}
-        for call in (c for c in reel.calls if c.kind == "state"):
-            states.setdefault(call.name, {}).update({slot: largest[v.row] for slot, v in call.params.items()})
-        values, moments = told[reel.step]
+    recorded = shown.states(tmp_path / "out")
+    assert list(recorded) == list(range(STEPS))
+    for step, states in recorded.items():
+        values, moments = told[step]
         assert {n: s["value"] for n, s in states.items()} == {
             n: pytest.approx(v.max().item(), rel=1e-6) for n, v in values.items()
         }
@@ -192,6 +182,6 @@ def test_an_optimizer_that_wraps_the_one_that_was_opened_does_not_take_its_place
             with probe.step():
                 model(torch.ones(2, 3)).sum().backward()
                 wrapper.step()
-    *_, reel = read_log(tmp_path / "out" / "rank0" / "records.jsonl")
-    slots = {slot for call in reel.calls if call.kind == "state" for slot in call.params}
+    *_, last = shown.states(tmp_path / "out").values()
+    slots = {slot for seen in last.values() for slot in seen}
     assert {"exp_avg_after", "slow_after"} <= slots
