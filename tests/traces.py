@@ -24,6 +24,7 @@ PATCHABLE = (
     torch.autograd,
     torch.autograd.Function,
     torch.autograd.graph,
+    torch.overrides,
     torch.utils.checkpoint,
     torch._C._VariableFunctionsClass,
     torch.distributed,

@@ -7,6 +7,7 @@ made, read by a hook on that node.
 
 from __future__ import annotations
 
+import sys
 from types import MethodType
 from typing import Any
 
@@ -56,6 +57,7 @@ class OpTap:
         self._mode: _Mode | None = None
         self._on = False
         self._engine: Replaced | None = None
+        self._question: Replaced | None = None
         self._repeated = RepeatedOps()
         self._hooks: list[_OpBackward] = []
         self._parent: str | None = None
@@ -113,6 +115,8 @@ class OpTap:
         self._mode = _Mode(self, watch)
         autograd: Any = torch.autograd
         self._engine = Replaced(autograd, "_engine_run_backward", self._with_mode(autograd._engine_run_backward))
+        asked = self._without_mode(torch.overrides.has_torch_function)
+        self._question = Replaced(torch.overrides, "has_torch_function", asked, traced=True)
         keep_apart(self)
         node_hooks.hold(self)
         self.switch(True)
@@ -150,6 +154,26 @@ class OpTap:
 
         return run_backward
 
+    def _without_mode(self, original: Any) -> Any:
+        """Return the question whether anybody overrides a torch function, which modules of torch answer without our mode.
+
+        Attention and the transformer's layers take another way in eval, with other bits, where the answer is yes.
+        """
+
+        def has_torch_function(arguments: Any) -> bool:
+            mode = self._mode
+            asker = sys._getframe(1).f_globals.get("__name__", "")
+            if has_torch_function.ended or not asker.startswith("torch.nn.modules.") or mode is None:  # type: ignore[attr-defined]
+                return original(arguments)
+            if not take_off(mode):
+                return original(arguments)
+            try:
+                return original(arguments)
+            finally:
+                put_on(mode)
+
+        return has_torch_function
+
     def pause(self) -> None:
         """Take no forward calls for a while."""
         self.switch(False)
@@ -169,9 +193,10 @@ class OpTap:
         forget(self)
         if not again:
             node_hooks.let_go(self)
-        if self._engine is not None:
-            self._engine.back()
-            self._engine = None
+        for replaced in (self._engine, self._question):
+            if replaced is not None:
+                replaced.back()
+        self._engine = self._question = None
         if self._watch is not None:
             self._watch.end()
         for hook in self._hooks:
