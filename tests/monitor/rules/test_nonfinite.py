@@ -116,3 +116,24 @@ def test_infinite_gradients_under_a_loss_scale_are_a_note_and_an_error_only_when
 def test_without_a_loss_scale_or_with_a_bad_loss_infinite_gradients_are_an_error_at_once(scalars):
     (found,) = Bench("nonfinite").feed(grad("w", math.inf), **scalars)
     assert found.severity == "error"
+
+
+def test_a_batch_that_is_not_finite_is_the_origin_and_not_the_gradients_that_follow():
+    forward = [*module("", math.inf, NAN), *module("layers.0", math.inf, NAN), *module("layers.1", NAN, NAN)]
+    backward = [*module("", 1.0, NAN, "backward"), grad("layers.1.w", NAN), grad("layers.0.w", NAN)]
+    (found,) = Bench("nonfinite").feed(*forward, *backward, loss=NAN)
+    assert (found.site.name, found.site.slot) == ("", "input.0")
+    assert "it came in with the data" in found.message
+    assert "backward" not in found.message
+    assert "look at the batch" in found.next
+
+
+def test_a_forward_call_that_made_one_of_finite_values_is_still_named_beside_an_infinite_input():
+    values = [*module("mask", math.inf, 1.0), *module("layers.0", 1.0, NAN), *module("layers.1", NAN, NAN)]
+    (found,) = Bench("nonfinite").feed(*values, grad("layers.0.w", NAN), loss=NAN)
+    assert (found.site.name, found.site.slot) == ("layers.0", "output")
+
+
+def test_of_a_forward_pass_that_was_not_collected_nothing_is_said_but_that():
+    (found,) = Bench("nonfinite").feed(grad("layers.2.w", NAN))
+    assert "the forward pass was not collected, it arose in the backward pass" in found.message

@@ -4,6 +4,8 @@ Walks the step in execution order. In the forward pass an origin is a call with 
 non-finite output; in the backward pass finite gradients of outputs and a non-finite gradient of inputs or of a
 parameter; in the optimizer finite gradients and a non-finite update, state or parameter. Where the forward pass was finite
 and the loss is not, or what comes back into the backward pass is not, it is the loss. Of nested modules the innermost is named.
+Where the first non-finite value is one that a forward call is given, and a result of the forward pass is not finite, only a
+call that is known to have made such a result of finite values is an origin; without one, it came in with the batch.
 Minus infinity alone is not counted, because attention masks are made of it. While a dynamic loss scale is in use, infinite
 gradients are how it finds its limit: a few such steps are only worth a note.
 
@@ -86,10 +88,16 @@ def _finding(frame: Frame, severity: Severity, scaled: bool) -> Finding:
         site=spot.site(),
         measured=what,
         expected="finite",
-        next=None
-        if spot.site().kind == "op"
-        else f"collect step {frame.step} again with level: mix; `trainprobe judge` then names the op",
+        next=_next(spot, frame.step),
     )
+
+
+def _next(spot: Spot, step: int) -> str | None:
+    if spot.phase == "forward" and _enters(spot):
+        return f"look at the batch of step {step}, and at what prepares it"
+    if spot.kind == "op":
+        return None
+    return f"collect step {step} again with level: mix; `trainprobe judge` then names the op"
 
 
 def find_origin(frame: Frame) -> tuple[Spot, str]:
@@ -100,21 +108,43 @@ def find_origin(frame: Frame) -> tuple[Spot, str]:
     spots = [frame.tracks.spots[s] for s in frame.spots.tolist()]
     bad = (frame.bad >= INFINITE).tolist()
     first_bad = next(spot for spot, b in zip(spots, bad, strict=True) if b)
+    paired = list(zip(spots, bad, strict=True))
     ordered = [(entered, result) for result, entered_bad, entered in _calls(spots, bad) if not entered_bad]
+    if _came_in(paired, first_bad):
+        ordered = [(entered, result) for entered, result in ordered if entered and _of_forward(result)]
     if first_bad.kind == "parameter" and first_bad.phase == "forward":
         return first_bad, "it was not finite before the step began: the update of an earlier step wrote it"
-    between = _between_the_passes(list(zip(spots, bad, strict=True)), first_bad)
+    between = _between_the_passes(paired, first_bad)
     if between is not None:
         return between
     if not ordered:
         return first_bad, "it was there when the step first looked, so it came in with the data or from an earlier step"
     inner = _innermost(ordered[0][1], [result for _, result in ordered])
-    return inner, _how(inner, next(entered for entered, result in ordered if result == inner))
+    return inner, _how(inner, next(entered for entered, result in ordered if result == inner), any(map(_of_forward, spots)))
+
+
+def _of_forward(spot: Spot) -> bool:
+    return spot.phase in ("forward", "recompute") and spot.kind != "scalar"
+
+
+def _enters(spot: Spot) -> bool:
+    """Tell whether a value is one that a call is given."""
+    return spot.slot.split(".")[0] in _ENTERS.get(spot.phase, ())
+
+
+def _came_in(paired: list[tuple[Spot, bool]], first_bad: Spot) -> bool:
+    """Tell whether the first bad value was given to the step and reached the result of a forward call.
+
+    A backward pass through such a result makes bad gradients of finite ones, and a call of which nothing that it was given is
+    known has a bad result: neither is an origin then.
+    """
+    entered = first_bad.phase == "forward" and first_bad.kind != "parameter" and _enters(first_bad)
+    return entered and any(b and _of_forward(spot) and not _enters(spot) for spot, b in paired)
 
 
 def _between_the_passes(paired: list[tuple[Spot, bool]], first_bad: Spot) -> tuple[Spot, str] | None:
     """Return the loss, or the first gradient that came back, when it arose between the forward and the backward pass."""
-    passes = [(spot, b) for spot, b in paired if spot.phase in ("forward", "recompute") and spot.kind != "scalar"]
+    passes = [(spot, b) for spot, b in paired if _of_forward(spot)]
     if any(b for _, b in passes):
         return None
     seen = "the forward pass was finite" if passes else "the forward pass was not collected"
@@ -131,8 +161,8 @@ def _calls(spots: list[Spot], bad: list[bool]) -> Iterable[tuple[Spot, bool, boo
     paired = list(zip(spots, bad, strict=True))
     for _, group in groupby(paired, key=lambda pair: _owner(pair[0])):
         members = list(group)
-        enters = [b for spot, b in members if spot.slot.split(".")[0] in _ENTERS.get(spot.phase, ())]
-        results = [spot for spot, b in members if b and spot.slot.split(".")[0] not in _ENTERS.get(spot.phase, ())]
+        enters = [b for spot, b in members if _enters(spot)]
+        results = [spot for spot, b in members if b and not _enters(spot)]
         if results:
             yield results[0], any(enters), bool(enters)
 
@@ -153,13 +183,13 @@ def _innermost(first: Spot, candidates: list[Spot]) -> Spot:
     return here
 
 
-def _how(spot: Spot, entered: bool) -> str:
+def _how(spot: Spot, entered: bool, forward: bool) -> str:
     if spot.kind == "scalar":
         return "everything else that was collected in this step is finite"
     if spot.phase == "optimizer":
         return "the gradients were finite, the optimizer made it"
     if spot.slot.startswith("grad") and spot.kind == "parameter":
-        return "the forward pass was finite, it arose in the backward pass"
+        return f"the forward pass was {'finite' if forward else 'not collected'}, it arose in the backward pass"
     known = "its inputs were finite" if entered else "what went into it was not collected"
     return f"{known}, it arose in the {_PASS.get(spot.phase, spot.phase)}"
 
