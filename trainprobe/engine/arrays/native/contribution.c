@@ -24,7 +24,7 @@ int contribution_flush(PyObject *sum) {
     self->total = NULL;
     if (!total) return 0;
     self->left = 0;
-    int failed = take_input(self->backward, self->input, total);
+    int failed = backward_take((Backward *)self->backward, INPUT_SIDE, self->input, total, 0);
     Py_DECREF(total);
     return failed;
 }

@@ -265,10 +265,12 @@ static int fill(PyObject *module) {
     }
     strip_type = (PyTypeObject *)type; /* held for ever */
     Py_XDECREF(codes);
-    return failed || objects_fill(module) || attributes_fill(module) || outline_fill(module) || geometry_fill(module) || tape_fill(module) || stacks_fill(module) || text_fill(module) || log_text_fill(module) || alike_fill(module) || numbers_fill(module) || folder_fill(module) ||
-                   ops_fill(module) || graph_fill(module) ||
-                   modules_fill(module) || gradients_fill(module) || contribution_fill(module) || arena_fill(module) || parts_fill(module) || registering_fill(module) || trail_fill(module)
-               ? -1 : 0;
+    int (*const fill[])(PyObject *) = {objects_fill, attributes_fill, outline_fill, geometry_fill, looking_fill, tape_fill, stacks_fill,
+                                       text_fill, log_text_fill, alike_fill, numbers_fill, folder_fill, questions_fill, ops_fill, graph_fill,
+                                       modules_fill, gradients_fill, parameters_fill, node_hooks_fill, contribution_fill, arena_fill,
+                                       parts_fill, registering_fill, trail_fill};
+    for (size_t i = 0; !failed && i < sizeof fill / sizeof *fill; i++) failed = fill[i](module);
+    return failed ? -1 : 0;
 }
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "One pass over a tensor in memory.", -1, functions,

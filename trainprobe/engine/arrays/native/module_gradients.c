@@ -10,7 +10,7 @@ typedef struct {
 } Slot;
 
 /* The backward call of one module call, appended to the tape when its first gradient arrives. */
-typedef struct {
+struct Backward {
     PyObject_HEAD
     ModuleWatch *watch; /* not held; NULL once the step has ended */
     Call *forward, *call;
@@ -19,28 +19,8 @@ typedef struct {
     Slot few[2][2];   /* these, where they are few */
     Py_ssize_t n[2], length[2];
     long flags;
-} Backward;
-
-enum { RECEIVED, SHARED, SENT };
-
-typedef struct {
-    int kind, untouched;
-    Py_ssize_t slot, place; /* slot of the node; number of the module's output or input */
-    Backward *backward;
-    PyObject *contribution;
-} Wanted;
-
-/* One hook on one autograd node, for all modules that want what arrives there or what the node sends on. */
-struct NodeHook {
-    PyObject_HEAD
-    ModuleWatch *watch; /* not held; NULL once the step has ended */
-    Wanted *wanted;
-    Py_ssize_t n, room;
-    int before, behind; /* how the node is hooked */
-    PyObject *entry;    /* what it is entered with, (hooks, None), which a later step uses again; the hooks hold this hook */
 };
 
-PyTypeObject *node_hook_type;
 static PyTypeObject *backward_type;
 static PyObject *t_module, *t_backward;
 
@@ -141,7 +121,7 @@ failed:
     return NULL;
 }
 
-static int take(Backward *b, int side, Py_ssize_t i, PyObject *gradient, PyObject *note) {
+int backward_take(Backward *b, int side, Py_ssize_t i, PyObject *gradient, int untouched) {
     ModuleWatch *self = b->watch;
     if (!self || !self->eye || gradient == Py_None) return 0;
     if (i < 0 || i >= b->n[side]) return PyErr_Format(PyExc_IndexError, "no place %zd", i), -1;
@@ -160,7 +140,7 @@ static int take(Backward *b, int side, Py_ssize_t i, PyObject *gradient, PyObjec
         Py_XDECREF(place);
         if (!at) return -1;
     }
-    PyObject *value = with_note(b, tape_tree(self->eye, gradient, b->flags, at, 0), note);
+    PyObject *value = with_note(b, tape_tree(self->eye, gradient, b->flags, at, 0), untouched ? self->untouched : NULL);
     Py_XDECREF(at);
     if (value && side && b->merged) value = merged_value(b, value, i, where);
     if (value && slot->path) {
@@ -174,7 +154,7 @@ static int take(Backward *b, int side, Py_ssize_t i, PyObject *gradient, PyObjec
     return 0;
 }
 
-int take_input(PyObject *backward, Py_ssize_t input, PyObject *gradient) { return take((Backward *)backward, 1, input, gradient, NULL); }
+void backward_end(Backward *b) { b->watch = NULL; }
 
 static void backward_free(Backward *b) {
     PyTypeObject *type = Py_TYPE((PyObject *)b);
@@ -192,179 +172,6 @@ static void backward_free(Backward *b) {
 static PyType_Slot backward_slots[] = {{Py_tp_dealloc, backward_free}, {0, NULL}};
 static PyType_Spec backward_spec = {"trainprobe._native.Backward", sizeof(Backward), 0,
                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, backward_slots};
-
-/* ---- hooks on nodes --------------------------------------------------------------------------------------------------------- */
-
-static int hook_wants(NodeHook *hook, Backward *backward, Wanted wanted) { /* takes over the contribution */
-    if (hook->n == hook->room) {
-        Py_ssize_t room = hook->room ? hook->room * 2 : 4;
-        Wanted *all = PyMem_Realloc(hook->wanted, (size_t)room * sizeof *all);
-        if (!all) {
-            Py_XDECREF(wanted.contribution);
-            return PyErr_NoMemory(), -1;
-        }
-        hook->wanted = all, hook->room = room;
-    }
-    wanted.backward = (Backward *)Py_NewRef((PyObject *)backward);
-    hook->wanted[hook->n++] = wanted;
-    return 0;
-}
-
-/* Whether no node has the hook's own entry, and nobody added another hook there. */
-static int entry_is_free(const NodeHook *hook) {
-    PyObject *hooks = hook->entry && Py_REFCNT(hook->entry) == 1 ? PyTuple_GetItem(hook->entry, 0) : NULL;
-    return hooks && Py_REFCNT(hooks) == 1 && PyDict_Size(hooks) == 1;
-}
-
-/* Whether its node is gone: nobody has it but what it rests in and its own entry. */
-static int hook_is_free(const NodeHook *hook) { return entry_is_free(hook) && Py_REFCNT((PyObject *)hook) == 2; }
-
-static void hook_drop(NodeHook *hook) {
-    Py_CLEAR(hook->entry);
-    Py_DECREF((PyObject *)hook);
-}
-
-static int hooks_add(Hooks *hooks, NodeHook *hook) { /* takes over the hook */
-    if (hooks->n == hooks->room) {
-        Py_ssize_t room = hooks->room ? hooks->room * 2 : 256;
-        NodeHook **items = PyMem_Realloc(hooks->items, (size_t)room * sizeof *items);
-        if (!items) {
-            hook_drop(hook);
-            return PyErr_NoMemory(), -1;
-        }
-        hooks->items = items, hooks->room = room;
-    }
-    hooks->items[hooks->n++] = hook;
-    return 0;
-}
-
-void hooks_drop(Hooks *hooks) {
-    while (hooks->n) hook_drop(hooks->items[--hooks->n]);
-    PyMem_Free(hooks->items);
-    *hooks = (Hooks){0};
-}
-
-/* A hook that is used again, or a new one. */
-static NodeHook *hook_take(ModuleWatch *self) {
-    while (self->spare.n) {
-        NodeHook *hook = self->spare.items[--self->spare.n];
-        if (hook_is_free(hook)) return hook;
-        hook_drop(hook);
-    }
-    return (NodeHook *)PyType_GenericAlloc(node_hook_type, 0);
-}
-
-/* The hook of a node, made where there is none. Not a new reference. */
-static NodeHook *hook_of(ModuleWatch *self, PyObject *node) {
-    void **mark = graph_mark(self->graph, node);
-    if (!mark || *mark) return mark ? *mark : NULL;
-    NodeHook *hook = hook_take(self);
-    if (!hook || hooks_add(&self->hooks, hook)) return NULL;
-    hook->watch = self, hook->before = hook->behind = 0;
-    return *mark = hook;
-}
-
-static int take_one(Wanted w, PyObject *gradient) { /* a copy: more may be wanted of the hook meanwhile */
-    if (!gradient) return -1;
-    if (w.contribution) {
-        Py_INCREF(w.contribution);
-        int failed = contribution_add(w.contribution, gradient);
-        Py_DECREF(w.contribution);
-        return failed;
-    }
-    Backward *b = (Backward *)Py_NewRef((PyObject *)w.backward);
-    int failed = take(b, w.kind != RECEIVED, w.place, gradient, w.untouched && b->watch ? b->watch->untouched : NULL);
-    Py_DECREF((PyObject *)b);
-    return failed;
-}
-
-/* The module that returned last is the outermost: its backward begins first. */
-static int take_all(NodeHook *hook, PyObject *received, PyObject *sent) {
-    int failed = 0, arrives = !sent || !hook->before;
-    for (Py_ssize_t k = hook->n - 1; !failed && arrives && hook->watch && k >= 0; k--)
-        if (hook->wanted[k].kind == RECEIVED) failed = take_one(hook->wanted[k], PyTuple_GetItem(received, hook->wanted[k].slot));
-    for (Py_ssize_t k = 0; !failed && arrives && hook->watch && k < hook->n; k++)
-        if (hook->wanted[k].kind == SHARED) failed = take_one(hook->wanted[k], PyTuple_GetItem(received, hook->wanted[k].slot));
-    for (Py_ssize_t k = 0; !failed && sent && hook->watch && k < hook->n; k++)
-        if (hook->wanted[k].kind == SENT) failed = take_one(hook->wanted[k], PyTuple_GetItem(sent, hook->wanted[k].slot));
-    return failed;
-}
-
-/* As a pre-hook: (received). As a hook: (sent, received). */
-static PyObject *hook_called(NodeHook *hook, PyObject *args, PyObject *kwargs) {
-    ModuleWatch *self = hook->watch;
-    Py_ssize_t n = PyTuple_Size(args);
-    (void)kwargs;
-    if (!self || !self->eye || n < 1 || n > 2) return Py_NewRef(Py_None);
-    Py_INCREF((PyObject *)self);
-    Py_INCREF((PyObject *)hook);
-    PyObject *off = modes_off();
-    int failed = PyErr_Occurred() || take_all(hook, PyTuple_GetItem(args, n - 1), n == 2 ? PyTuple_GetItem(args, 0) : NULL);
-    modes_on(off);
-    failed = failed && give_to_guard(self->fault);
-    Py_DECREF((PyObject *)hook);
-    Py_DECREF((PyObject *)self);
-    return failed ? NULL : Py_NewRef(Py_None);
-}
-
-/* Become inert, and let go of what was wanted. */
-static void hook_forget(NodeHook *hook) {
-    Wanted *wanted = hook->wanted;
-    Py_ssize_t n = hook->n;
-    hook->watch = NULL, hook->n = 0;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        wanted[i].backward->watch = NULL;
-        Py_XDECREF(wanted[i].contribution);
-        Py_DECREF((PyObject *)wanted[i].backward);
-    }
-}
-
-/* The step is over: its hooks rest. As many are kept as a step has. */
-void hooks_forget(ModuleWatch *self) {
-    Py_ssize_t most = self->hooks.n > self->latest.n ? self->hooks.n : self->latest.n;
-    for (Py_ssize_t i = 0; i < self->hooks.n; i++) hook_forget(self->hooks.items[i]);
-    if (!self->hooks.n) return;
-    while (self->latest.n) {
-        NodeHook *hook = self->latest.items[--self->latest.n];
-        if (self->spare.n >= most) hook_drop(hook);
-        else if (hooks_add(&self->spare, hook)) PyErr_Clear();
-    }
-    Hooks empty = self->latest;
-    self->latest = self->hooks, self->hooks = empty;
-}
-
-static void hook_free(NodeHook *hook) {
-    PyTypeObject *type = Py_TYPE((PyObject *)hook);
-    hook_forget(hook);
-    PyMem_Free(hook->wanted);
-    Py_XDECREF(hook->entry);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(hook);
-    Py_DECREF(type);
-}
-
-/* What a node hook is entered with, (hooks, None): its own where that is free, else another one. A new reference. */
-PyObject *node_hook_entry(PyObject *x) {
-    NodeHook *hook = (NodeHook *)x;
-    if (entry_is_free(hook)) return Py_NewRef(hook->entry);
-    PyObject *made = entry_new(x);
-    if (made && !hook->entry) hook->entry = Py_NewRef(made);
-    return made;
-}
-
-static PyType_Slot hook_slots[] = {{Py_tp_dealloc, hook_free}, {Py_tp_call, hook_called}, {0, NULL}};
-static PyType_Spec hook_spec = {"trainprobe._native.NodeHook", sizeof(NodeHook), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                                hook_slots};
-
-/* Hook the node: behind it if what it sends is wanted, else before it, and once is enough. */
-static int attach(NodeHook *hook, PyObject *node) {
-    int behind = 0;
-    for (Py_ssize_t k = 0; k < hook->n; k++) behind |= hook->wanted[k].kind == SENT;
-    if (hook->behind || (hook->before && !behind)) return 0;
-    PyObject *handle = node_register(node, (PyObject *)hook, behind);
-    Py_XDECREF(handle);
-    *(behind ? &hook->behind : &hook->before) = 1;
-    return handle ? 0 : -1;
-}
 
 /* ---- one call ---------------------------------------------------------------------------------------------------------------- */
 
@@ -390,13 +197,9 @@ static int touch(Touched *touched, PyObject *node, NodeHook *hook) {
     return 0;
 }
 
-static int want(ModuleWatch *self, Touched *touched, PyObject *node, Backward *b, Wanted wanted) {
-    NodeHook *hook = hook_of(self, node);
-    if (!hook) {
-        Py_XDECREF(wanted.contribution);
-        return -1;
-    }
-    return hook_wants(hook, b, wanted) || touch(touched, node, hook) ? -1 : 0;
+static int want(ModuleWatch *self, Touched *touched, PyObject *node, Wanted wanted) { /* takes over the contribution */
+    NodeHook *hook = node_hook_of(self, node, wanted);
+    return hook ? touch(touched, node, hook) : -1;
 }
 
 static int watch_outputs(ModuleWatch *self, Touched *touched, Backward *b, const Edges *found, const Edges *inputs) {
@@ -404,7 +207,7 @@ static int watch_outputs(ModuleWatch *self, Touched *touched, Backward *b, const
         const EdgeAt *e = &found->items[i];
         int untouched = 0;
         for (Py_ssize_t k = 0; k < inputs->n; k++) untouched |= inputs->items[k].node == e->node && inputs->items[k].slot == e->slot;
-        if (want(self, touched, e->node, b, (Wanted){RECEIVED, untouched, e->slot, i, NULL, NULL})) return -1;
+        if (want(self, touched, e->node, (Wanted){RECEIVED, untouched, e->slot, i, b, NULL})) return -1;
     }
     return 0;
 }
@@ -423,10 +226,10 @@ static int watch_input(ModuleWatch *self, Touched *touched, Backward *b, long lo
     if (graph_consumers(self->graph, e->node, e->slot, floor, &to)) return -1;
     int failed = to.n > 1 && !(sum = contribution_of(self, b, to.n, i));
     for (Py_ssize_t k = 0; !failed && k < to.n; k++)
-        failed = want(self, touched, to.items[k].node, b, (Wanted){SENT, 0, to.items[k].input, i, NULL, Py_XNewRef(sum)});
+        failed = want(self, touched, to.items[k].node, (Wanted){SENT, 0, to.items[k].input, i, b, Py_XNewRef(sum)});
     for (Py_ssize_t k = 0; !failed && to.n == 0 && k < found->n; k++) {
         if (found->items[k].node != e->node || found->items[k].slot != e->slot) continue;
-        failed = want(self, touched, e->node, b, (Wanted){SHARED, 1, e->slot, i, NULL, NULL});
+        failed = want(self, touched, e->node, (Wanted){SHARED, 1, e->slot, i, b, NULL});
     }
     Py_XDECREF(sum);
     consumers_free(&to);
@@ -452,7 +255,7 @@ int watch_gradients(ModuleWatch *self, const ModuleInfo *info, Call *call, long 
         b = backward_new(self, info, call, &found, inputs);
         failed = !b || watch_outputs(self, &touched, b, &found, inputs) || (inputs->n && visit_from(self, &found, floor));
         for (Py_ssize_t i = 0; !failed && i < inputs->n; i++) failed = watch_input(self, &touched, b, floor, &found, inputs, i);
-        for (Py_ssize_t i = 0; !failed && i < touched.n; i++) failed = attach(touched.items[i].hook, touched.items[i].node);
+        for (Py_ssize_t i = 0; !failed && i < touched.n; i++) failed = node_hook_attach(touched.items[i].hook, touched.items[i].node);
     }
     if (touched.items != touched.few) PyMem_Free(touched.items);
     Py_XDECREF((PyObject *)b);
@@ -469,6 +272,5 @@ int gradients_fill(PyObject *module) {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
     backward_type = (PyTypeObject *)PyType_FromSpec(&backward_spec);
-    node_hook_type = (PyTypeObject *)PyType_FromSpec(&hook_spec);
-    return backward_type && node_hook_type ? 0 : -1;
+    return backward_type ? 0 : -1;
 }

@@ -1,10 +1,8 @@
-/* What modules.c and module_gradients.c share. */
+/* What the parts that watch module calls share: modules.c, module_gradients.c, node_hooks.c, contribution.c, edges.c, parameter_gradients.c. */
 #ifndef TRAINPROBE_MODULE_WATCH_H
 #define TRAINPROBE_MODULE_WATCH_H
 
 #include "objects.h"
-
-#define SAVE 256
 
 typedef struct NodeHook NodeHook;
 
@@ -51,13 +49,36 @@ void edges_free(Edges *edges);
 PyObject *place_text(PyObject *path, Py_ssize_t number); /* the place of a tensor as text */
 
 int watch_gradients(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, const Edges *inputs, PyObject *out);
-void hooks_forget(ModuleWatch *self);
-void hooks_drop(Hooks *hooks);
 
-/* The module's own part of the gradient at one of its inputs: into its backward call, or first summed over several consumers. */
-int take_input(PyObject *backward, Py_ssize_t input, PyObject *gradient);
+/* The backward call of a module call (module_gradients.c). Take what arrived at an output, or is sent to an input, of this number; untouched: the
+   module hands it on as it is. */
+typedef struct Backward Backward;
+enum { OUTPUT_SIDE, INPUT_SIDE };
+int backward_take(Backward *b, int side, Py_ssize_t number, PyObject *gradient, int untouched);
+void backward_end(Backward *b); /* the step is over */
+
+/* The sum of what several consumers send to one input (contribution.c). */
 PyObject *contribution_new(PyObject *backward, PyObject *plus, Py_ssize_t consumers, Py_ssize_t input);
 int contribution_add(PyObject *sum, PyObject *gradient);
 int contribution_flush(PyObject *sum);
+
+/* What one backward call wants of an autograd node (node_hooks.c): of what the node receives, for an output (RECEIVED), or for an input that
+   the module hands on as it is (SHARED); of what it sends, for an input (SENT). */
+enum { RECEIVED, SHARED, SENT };
+typedef struct {
+    int kind, untouched;
+    Py_ssize_t slot, place; /* slot of the node; number of the module's output or input */
+    Backward *backward;
+    PyObject *contribution; /* takes it first, where it is one part of several; NULL otherwise */
+} Wanted;
+
+NodeHook *node_hook_of(ModuleWatch *self, PyObject *node, Wanted wanted); /* takes over the contribution; not a new reference */
+int node_hook_attach(NodeHook *hook, PyObject *node);                     /* once all is known that is wanted of the node */
+void hooks_forget(ModuleWatch *self);
+void hooks_drop(Hooks *hooks);
+
+/* Methods of ModuleWatch that stand in parameter_gradients.c. */
+PyObject *parameter_hook_new(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *parameter_take(ModuleWatch *self, PyObject *const *args, Py_ssize_t nargs);
 
 #endif

@@ -121,6 +121,12 @@ static PyType_Slot call_slots[] = {{Py_tp_new, call_make},
 
 static PyType_Spec call_spec = {"trainprobe.engine.records.Call", sizeof(Call), 0, Py_TPFLAGS_DEFAULT, call_slots};
 
+int is_info(PyObject *x) {
+    if (Py_TYPE(x) == info_type) return 1;
+    PyErr_SetString(PyExc_TypeError, "info must be a ModuleInfo");
+    return 0;
+}
+
 static PyObject *info_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"name", "cls", "parameters", "flags", "selected", NULL};
     PyObject *name, *cls, *parameters;

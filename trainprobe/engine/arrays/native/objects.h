@@ -52,9 +52,13 @@ typedef struct {
     char selected;
 } ModuleInfo;
 
+int is_info(PyObject *x); /* 0 with an exception set where it is none */
+
 extern PyTypeObject *info_type, *strip_type, *value_type, *call_type, *tape_type, *stacks_type, *node_hook_type, *op_hook_type;
 
 typedef struct Tape Tape;
+
+#define SAVE 256 /* of flags: the values themselves are wanted too */
 
 /* Call with n arguments, as CPython's own code does it where that is there: in the stable ABI since 3.12, exported since 3.11. */
 #ifdef __ELF__
@@ -142,14 +146,6 @@ void trail_twin(PyObject *trail, Value *twin, const Value *v);
 void trail_call(PyObject *trail, Call *c, int fields);
 void tape_told(Tape *self, Call *c, int fields); /* does so where the tape has a trail */
 
-/* Whether the plan wants a micro-batch: asked once for each, and the latest answer kept. */
-typedef struct {
-    PyObject *function, *micro;
-    int wanted;
-} MicroGate;
-
-int micro_is_wanted(MicroGate *gate, PyObject *micro); /* -1 with an exception set */
-
 /* The graph of the forward that is running (graph.c). */
 PyObject *graph_new_empty(void);
 int graph_visit(PyObject *graph, PyObject *const *roots, Py_ssize_t n, long long floor); /* roots: held by the caller */
@@ -170,13 +166,24 @@ typedef struct {
 int graph_consumers(PyObject *graph, PyObject *node, Py_ssize_t slot, long long floor, Consumers *found);
 void consumers_free(Consumers *found);
 
-/* What is asked of torch (ops.c). */
+/* What is asked of torch (questions.c). */
 int torch_known(void);
+int is_tensor(PyObject *x); /* -1 with an exception set */
 long long graph_task_now(void);
 long long sequence_now(void);
 int compiling_now(void); /* whether torch exports or compiles what runs; -1 with an exception set */
 PyObject *modes_off(void);
 void modes_on(PyObject *off);
+
+/* Whether the plan wants a micro-batch: asked once for each, and the latest answer kept. */
+typedef struct {
+    PyObject *function, *micro;
+    int wanted;
+} MicroGate;
+
+int micro_is_wanted(MicroGate *gate, PyObject *micro); /* -1 with an exception set */
+
+/* Hand the exception that is set to the guard: 0 when the training goes on, -1 when it is to be raised. */
 int give_to_guard(PyObject *fault);
 
 /* What a hook is entered on a node with: (hooks, None). A new reference. */
@@ -196,6 +203,7 @@ int objects_fill(PyObject *module);
 int attributes_fill(PyObject *module);
 int outline_fill(PyObject *module);
 int geometry_fill(PyObject *module);
+int looking_fill(PyObject *module);
 int tape_fill(PyObject *module);
 int stacks_fill(PyObject *module);
 int text_fill(PyObject *module);
@@ -203,10 +211,13 @@ int log_text_fill(PyObject *module);
 int alike_fill(PyObject *module);
 int numbers_fill(PyObject *module);
 int folder_fill(PyObject *module);
+int questions_fill(PyObject *module);
 int ops_fill(PyObject *module);
 int graph_fill(PyObject *module);
 int modules_fill(PyObject *module);
 int gradients_fill(PyObject *module);
+int parameters_fill(PyObject *module);
+int node_hooks_fill(PyObject *module);
 int contribution_fill(PyObject *module);
 int arena_fill(PyObject *module);
 int parts_fill(PyObject *module);

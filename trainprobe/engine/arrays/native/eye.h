@@ -1,0 +1,70 @@
+/* The tape's eye, as the files see it that it is made of: seen.c (what was looked at already), looking.c (one tensor), trees.c (trees of
+   arguments) and tape.c (the type). */
+#ifndef TRAINPROBE_EYE_H
+#define TRAINPROBE_EYE_H
+
+#include "objects.h"
+
+#define KINDS 0xFFFF
+#define CUT 16
+#define STRIPS 8
+#define DTYPES_KNOWN 64
+
+typedef struct {
+    PyObject *dtype, *text;
+    int code;      /* -1: not for the kernel */
+    uint32_t kind; /* as in Geometry */
+} Dtype;
+
+typedef struct {
+    long kinds;
+    PyObject *strip; /* the Python strip, NULL where the slot is free */
+    Strip *rows;     /* its native rows, NULL where it has none */
+    PyObject *owned; /* list of Values */
+} Slot;
+
+typedef struct {
+    PyObject *id, *known, *shape; /* id: address of the tensor. known: a weak reference to it, or itself where held; NULL: forgotten */
+    Value *value;
+    const void *data;
+    long long version;
+    long flags;
+    int held;
+} Seen;
+
+/* What was looked at, by the address of the tensor. */
+typedef struct {
+    Seen *items;      /* in the order in which they came */
+    uint32_t *places; /* table of numbers in it, from 1 on, by address; places_n: a power of two */
+    Py_ssize_t used, room, places_n;
+} SeenTable;
+
+struct Tape {
+    PyObject_HEAD
+    PyTypeObject *plain[2];
+    PyObject *open_strip, *slow, *special, *rare, *keep, *describe;
+    PyObject *arena; /* NULL: each value passes through `keep` */
+    PyObject *trail; /* is told what is looked at, or NULL */
+    PyObject *noted; /* list of (twin with a note of its own, value), or NULL */
+    int reuse, dtypes_known;
+    Dtype dtypes[DTYPES_KNOWN];
+    Shapes shapes;
+    Slot slots[STRIPS];
+    SeenTable seen;
+    Py_ssize_t reused;
+};
+
+/* seen.c */
+Seen *seen_find(const SeenTable *table, PyObject *t); /* NULL: never looked at */
+int seen_is(const Seen *seen, PyObject *t);           /* whether it is of this tensor, and not of one whose address that was */
+int seen_note(SeenTable *table, Seen now);            /* takes references of its own to known, shape and value; -1: an exception is set */
+void seen_forget(Seen *seen);
+void seen_clear(SeenTable *table);
+
+/* looking.c. held: somebody else keeps the tensor for the rest of the step, so that a reference of the tape's own keeps nothing alive. */
+PyObject *tape_look(Tape *self, PyObject *t, long flags, int held);             /* its Value; a new reference */
+int tape_gather(Tape *self, PyObject *t, Value *value, PyObject *path);         /* 1: copied into the arena, 0: not for it, -1: an exception */
+void tape_know(Tape *self);                                                     /* what an earlier tape knew of dtypes and shapes */
+void tape_leave_known(Tape *self);                                              /* to the next tape */
+
+#endif
