@@ -99,7 +99,7 @@ class Value:
         self.row = row  # index into Reel.partials, -1 when nothing could be reduced (then `note` says why)
         self.type = type  # full class name as existing tools write it
         self.dtype = dtype  # "torch.float32", "Float32" (mindspore)
-        self.shape = shape
+        self.shape = shape  # -1 for the ragged dimension of a jagged tensor
         self.device = device
         self.requires_grad = requires_grad
         self.note = note

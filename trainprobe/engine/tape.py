@@ -195,18 +195,17 @@ class Tape:
         return row, value
 
     def _special(self, t: Any, flags: int) -> Value:
-        inner, kind, extra, note = self.library.special(t)
-        if inner is None:
-            value = Value(
-                -1, self._dtypes.get(getattr(t, "dtype", None), "unknown"), tuple(getattr(t, "shape", ())), type=kind, note=note
-            )
-        else:
-            _, value = self._reduce(inner, flags, inner)
-            value.requires_grad = bool(t.requires_grad)
-            value.type = kind
-            value.shape = tuple(t.shape)
-            value.note = value.note or note
-        value.extra = extra
+        with self.library.unnoticed():
+            inner, kind, extra, note = self.library.special(t)
+            if inner is None:
+                value = Value(-1, self._dtypes.get(getattr(t, "dtype", None), "unknown"), _shape(t), type=kind, note=note)
+            else:
+                _, value = self._reduce(inner, flags, inner)
+                value.requires_grad = bool(t.requires_grad)
+                value.type = kind
+                value.shape = _shape(t)
+                value.note = value.note or note
+            value.extra = extra
         return value
 
     def touched(self, t: Any) -> None:
@@ -298,8 +297,9 @@ class Tape:
         """Fingerprint what the model is called with."""
         if self._batch_rows is None:
             self._batch_rows = self.library.strip(CHECKSUM)
-        plain = [t if type(t) in self._plain else self.library.special(t)[0] for t in tensors]
-        rows = [row for row in (self._batch_rows.add(t) for t in plain if t is not None) if row >= 0]
+        with self.library.unnoticed():
+            plain = [t if type(t) in self._plain else self.library.special(t)[0] for t in tensors]
+            rows = [row for row in (self._batch_rows.add(t) for t in plain if t is not None) if row >= 0]
         self._batches.append(len(rows))
         if self._trail is not None:
             seen = [self._batch_rows.peek(row) for row in rows]
@@ -392,6 +392,10 @@ class Tape:
                 told = reading(carried.numbers) if reading is not None else ((None, carried.numbers.astype(np.float64)),)
                 found += [Feature(name, slot, call, micro, x, bins) for slot, (bins, x) in zip(slots, told, strict=True)]
         return found
+
+
+def _shape(t: Any) -> tuple[int, ...]:
+    return tuple(n if type(n) is int else -1 for n in getattr(t, "shape", ()))  # of a jagged tensor one is a symbol
 
 
 def _scalar(x: Any, rows: npt.NDArray[np.float64]) -> float:

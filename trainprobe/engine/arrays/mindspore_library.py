@@ -8,6 +8,7 @@ looked at anew.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,10 @@ class MindSporeLibrary:
     def is_tensor(self, x: Any) -> bool:
         """Tell whether x is a tensor of MindSpore, or one that was brought to the host."""
         return isinstance(x, mindspore.Tensor | HostArray)
+
+    def unnoticed(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: MindSpore asks no class of tensors."""
+        return nullcontext()
 
     def special(self, t: Any) -> tuple[Any | None, str, Mapping[str, Any] | None, str | None]:
         """Describe a tensor: its HostArray to reduce (or None), its type text, extra, and why not."""

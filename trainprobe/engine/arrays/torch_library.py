@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch._C import DisableTorchFunction
 
 from trainprobe.engine.arrays.torch_arrays import TorchStrip, local_of, native_code, native_in_use, reason_without_statistics
 from trainprobe.engine.arrays.torch_extras import Extra, StripWithExtras, bin_counts, exponent_counts
@@ -85,6 +87,10 @@ class TorchLibrary:
         """Tell whether x is a tensor, subclasses included."""
         return isinstance(x, torch.Tensor)
 
+    def unnoticed(self) -> AbstractContextManager[Any]:
+        """Return a context in which no `__torch_function__` is called, whose code may count, draw or write."""
+        return DisableTorchFunction()
+
     def special(self, t: Any) -> tuple[Any | None, str, Mapping[str, Any] | None, str | None]:
         """Describe a tensor subclass: the plain tensor inside it to reduce (or None), its type text, extra, and why not."""
         return local_of(t)
@@ -101,7 +107,7 @@ class TorchLibrary:
         """Describe what torch calls take beside tensors and plain scalars, as existing tools write it; None for the rest."""
         kind = type(x)
         if kind is torch.Size:
-            return Opaque("torch.Size", list(x))
+            return Opaque("torch.Size", [_plain(n) for n in x])
         if kind is torch.dtype:
             return Opaque("torch.dtype", str(x))
         if kind is torch.device:
@@ -131,5 +137,5 @@ def exponent_edges(counts: npt.NDArray[np.float64], dtype: str) -> tuple[npt.NDA
 
 
 def _plain(x: Any) -> Any:
-    """Keep plain slice bounds; a tensor used as a bound is told by its type (reading it would wait for the device)."""
+    """Keep plain numbers; a tensor as a bound of a slice is told by its type (reading it would wait for the device)."""
     return x if x is None or isinstance(x, int) else f"<{type(x).__name__}>"

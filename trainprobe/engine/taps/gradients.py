@@ -45,8 +45,12 @@ def edge_of(t: Any) -> Edge | None:
         return node, t.output_nr
     if not t.is_leaf:
         return None
-    with DisableTorchFunction():  # it makes a view
-        edge = get_gradient_edge(t)
+    with DisableTorchFunction():
+        try:
+            edge = get_gradient_edge(t)  # it makes a view
+        except RuntimeError:  # which sparse and nested leaves do not have
+            with torch.enable_grad():
+                return t.clone().grad_fn.next_functions[0]
     return edge.node, edge.output_nr
 
 

@@ -262,7 +262,8 @@ class ModuleTap:
         )
 
     def _odd_edges(self, x: Any, path: str) -> Edges:
-        return [] if self._tape is None else odd_edges(self._tape, x, path)
+        with DisableTorchFunction():
+            return [] if self._tape is None else odd_edges(self._tape, x, path)
 
     def _enter(self, info: ModuleInfo, args: Any, kwargs: Any) -> tuple[Call, int, Edges, bool]:
         tape, wanted = self._tape, self.wanted

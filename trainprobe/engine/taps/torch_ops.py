@@ -353,9 +353,11 @@ class _Mode(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         name, flags = wanted
         guard = self._guard
-        call = guard.run(self._tap.before, name, flags, args, kwargs)
+        with DisableTorchFunction():
+            call = guard.run(self._tap.before, name, flags, args, kwargs)
         floor = sequence_number()
         out = func(*args, **kwargs) if kwargs else func(*args)
         if call is not None:
-            guard.run(self._tap.after, name, flags, call, floor, args, out)
+            with DisableTorchFunction():
+                guard.run(self._tap.after, name, flags, call, floor, args, out)
         return out

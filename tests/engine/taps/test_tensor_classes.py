@@ -1,0 +1,101 @@
+"""Tensors that are not plain ones: of the program's own class, sparse, jagged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import trainprobe
+from trainprobe.engine.dumps.read import read
+from trainprobe.engine.records import Reel
+
+
+class Counting(torch.Tensor):
+    """Counts how often torch asks its class, as a class that draws or writes there would do so."""
+
+    asked = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.asked += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Counted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.identity = torch.nn.Linear(4, 4), torch.nn.Identity()
+
+    def forward(self, x):
+        return self.identity(self.linear(x.as_subclass(Counting))).square().mean().as_subclass(torch.Tensor)
+
+
+class Odd(torch.nn.Module):
+    """A sparse parameter, and rows of several lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.sparse = torch.nn.Parameter(torch.eye(4).to_sparse())
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        ragged = torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+        return (torch.sparse.mm(self.sparse, self.linear(ragged).values().T)).square().mean()
+
+
+def train(model, watch=None, steps=2) -> list[Reel]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reels: list[Reel] = []
+    for step in range(steps):
+        if watch is not None:
+            watch.begin_step()
+        loss = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if watch is not None:
+            reels.append(watch.end_step())
+    return reels
+
+
+def watched(model, folder, **plan):
+    with trainprobe.watch(model, output=folder, on_error="raise", **plan) as probe:
+        return train(model, probe)
+
+
+# the compiled op tap asks an output of such a class for its `grad_fn`, and so is left out
+@pytest.mark.parametrize(("level", "native"), [("L0", True), ("L0", False), ("L1", False), ("mix", False)])
+@pytest.mark.parametrize("task", ["statistics", "tensor"])
+def test_the_code_of_the_programs_own_class_runs_as_often_as_without_the_probe(level, native, task, tmp_path):
+    def asked(run):
+        Counting.asked = 0
+        run(Counted())
+        return Counting.asked
+
+    alone = asked(train)
+    assert alone > 0
+    assert asked(lambda model: watched(model, tmp_path / "out", level=level, native=native, task=task)) == alone
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("level", ["L0", "L1", "mix"])
+@pytest.mark.parametrize("task", ["statistics", "tensor"])
+def test_a_model_with_a_sparse_parameter_and_jagged_inputs_is_recorded(level, native, task, tmp_path):
+    torch.manual_seed(0)
+    expected = Odd()
+    torch.manual_seed(0)
+    model = Odd()
+    train(expected)
+    reels = watched(model, tmp_path / "out", level=level, native=native, task=task)
+    assert [p.to_dense().tolist() for p in model.parameters()] == [p.to_dense().tolist() for p in expected.parameters()]
+    for step, reel in enumerate(reels):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step)).double().numpy()
+        jagged, stored = (called(calls).args[0] for calls in (reel.calls, read(tmp_path / "out" / f"step{step}").calls))
+        assert jagged.shape == stored.shape == (2, -1, 4)
+        assert reel.numbers()["mean"][jagged.row] == pytest.approx(x.mean(), abs=1e-12)
+        assert reel.numbers()["norm"][jagged.row] == pytest.approx(np.linalg.norm(x))
+
+
+def called(calls):
+    return next(call for call in calls if call.name in ("linear", "Functional.linear"))
