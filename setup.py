@@ -29,6 +29,7 @@ TAPE = (
     "modules.c",
     "edges.c",
     "module_gradients.c",
+    "backward_call.c",
     "node_hooks.c",
     "parameter_gradients.c",
     "contribution.c",

@@ -16,25 +16,25 @@ static struct {
     int dtypes_known;
     Dtype dtypes[DTYPES_KNOWN];
     Shapes shapes;
-} kept;
+} shelf;
 
 void tape_know(Tape *self) {
-    if (kept.tensor != self->plain[0]) return;
-    self->dtypes_known = kept.dtypes_known, self->shapes = kept.shapes;
-    memcpy(self->dtypes, kept.dtypes, (size_t)kept.dtypes_known * sizeof *kept.dtypes);
-    kept.tensor = NULL, kept.dtypes_known = 0, kept.shapes = (Shapes){0};
+    if (shelf.tensor != self->plain[0]) return;
+    self->dtypes_known = shelf.dtypes_known, self->shapes = shelf.shapes;
+    memcpy(self->dtypes, shelf.dtypes, (size_t)shelf.dtypes_known * sizeof *shelf.dtypes);
+    shelf.tensor = NULL, shelf.dtypes_known = 0, shelf.shapes = (Shapes){0};
     Py_DECREF((PyObject *)self->plain[0]); /* it was held */
 }
 
 void tape_leave_known(Tape *self) {
-    if (kept.tensor || !self->plain[0] || self->shapes.used > SHAPES_KEPT) {
+    if (shelf.tensor || !self->plain[0] || self->shapes.used > SHAPES_KEPT) {
         for (int i = 0; i < self->dtypes_known; i++) Py_XDECREF(self->dtypes[i].dtype), Py_XDECREF(self->dtypes[i].text);
         shapes_clear(&self->shapes);
         return;
     }
-    kept.dtypes_known = self->dtypes_known, kept.shapes = self->shapes;
-    memcpy(kept.dtypes, self->dtypes, (size_t)self->dtypes_known * sizeof *kept.dtypes);
-    kept.tensor = (PyTypeObject *)Py_NewRef((PyObject *)self->plain[0]);
+    shelf.dtypes_known = self->dtypes_known, shelf.shapes = self->shapes;
+    memcpy(shelf.dtypes, self->dtypes, (size_t)self->dtypes_known * sizeof *shelf.dtypes);
+    shelf.tensor = (PyTypeObject *)Py_NewRef((PyObject *)self->plain[0]);
 }
 
 /* ---- one tensor --------------------------------------------------------------------------------------------------------- */

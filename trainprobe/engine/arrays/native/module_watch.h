@@ -1,4 +1,4 @@
-/* What the parts that watch module calls share: modules.c, module_gradients.c, node_hooks.c, contribution.c, edges.c, parameter_gradients.c. */
+/* What the parts that watch module calls share: modules.c, module_gradients.c, backward_call.c, node_hooks.c, contribution.c, edges.c, parameter_gradients.c. */
 #ifndef TRAINPROBE_MODULE_WATCH_H
 #define TRAINPROBE_MODULE_WATCH_H
 
@@ -41,7 +41,10 @@ typedef struct {
     int forward, backward, inputs, kwargs, parameters, outputs, recompute;
 } ModuleWatch;
 
-PyObject *joined_name(PyObject *name, PyObject *cls, PyObject *phase, Py_ssize_t number, const char *rest);
+/* Where the values of a module call are saved. */
+static inline PyObject *joined_name(PyObject *name, PyObject *cls, PyObject *phase, Py_ssize_t number, const char *rest) {
+    return PyUnicode_FromFormat("Module.%U.%U.%U.%zd.%s", name, cls, phase, number, rest);
+}
 
 /* Collect the edges of all tensors in a structure; path, number: where it stands (NULL, -1: the structure itself). */
 int edges_of(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t number, Edges *found, int depth);
@@ -50,10 +53,11 @@ PyObject *place_text(PyObject *path, Py_ssize_t number); /* the place of a tenso
 
 int watch_gradients(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, const Edges *inputs, PyObject *out);
 
-/* The backward call of a module call (module_gradients.c). Take what arrived at an output, or is sent to an input, of this number; untouched: the
+/* The backward call of a module call (backward_call.c). Take what arrived at an output, or is sent to an input, of this number; untouched: the
    module hands it on as it is. */
 typedef struct Backward Backward;
 enum { OUTPUT_SIDE, INPUT_SIDE };
+Backward *backward_new(ModuleWatch *self, const ModuleInfo *info, Call *forward, const Edges *outputs, const Edges *inputs);
 int backward_take(Backward *b, int side, Py_ssize_t number, PyObject *gradient, int untouched);
 void backward_end(Backward *b); /* the step is over */
 

@@ -5,10 +5,6 @@
 static PyTypeObject *watch_type;
 static PyObject *t_module, *t_forward, *t_recompute, *t_micro, *t_tripped, *t_begins;
 
-PyObject *joined_name(PyObject *name, PyObject *cls, PyObject *phase, Py_ssize_t number, const char *rest) {
-    return PyUnicode_FromFormat("Module.%U.%U.%U.%zd.%s", name, cls, phase, number, rest);
-}
-
 /* ---- a call -------------------------------------------------------------------------------------------------------------- */
 
 /* Number a forward: the micro-batches of a module's calls stand in a list, by number; that of an only call stands by itself. */

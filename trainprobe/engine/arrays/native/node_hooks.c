@@ -156,13 +156,10 @@ static void hook_free(NodeHook *hook) {
     Py_DECREF(type);
 }
 
-/* What a node hook is entered with, (hooks, None): its own where that is free, else another one. A new reference. */
-PyObject *node_hook_entry(PyObject *x) {
-    NodeHook *hook = (NodeHook *)x;
-    if (entry_is_free(hook)) return Py_NewRef(hook->entry);
-    PyObject *made = entry_new(x);
-    if (made && !hook->entry) hook->entry = Py_NewRef(made);
-    return made;
+PyObject *node_hook_entry(PyObject *hook) { return entry_is_free((NodeHook *)hook) ? Py_NewRef(((NodeHook *)hook)->entry) : NULL; }
+
+void node_hook_keep(PyObject *hook, PyObject *entry) {
+    if (!((NodeHook *)hook)->entry) ((NodeHook *)hook)->entry = Py_NewRef(entry);
 }
 
 static PyType_Slot hook_slots[] = {{Py_tp_dealloc, hook_free}, {Py_tp_call, hook_called}, {0, NULL}};

@@ -186,9 +186,9 @@ int micro_is_wanted(MicroGate *gate, PyObject *micro); /* -1 with an exception s
 /* Hand the exception that is set to the guard: 0 when the training goes on, -1 when it is to be raised. */
 int give_to_guard(PyObject *fault);
 
-/* What a hook is entered on a node with: (hooks, None). A new reference. */
-PyObject *entry_new(PyObject *hook);
-PyObject *node_hook_entry(PyObject *hook);
+/* What a hook of a module's is entered on a node with, (hooks, None): its own, once no node has it, or NULL; and what is kept for that. */
+PyObject *node_hook_entry(PyObject *hook); /* a new reference */
+void node_hook_keep(PyObject *hook, PyObject *entry);
 
 PyObject *value_with_note(Value *self, PyObject *note); /* a new reference */
 Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phase, PyObject *cls, PyObject *micro, PyObject *parent,
@@ -215,7 +215,7 @@ int questions_fill(PyObject *module);
 int ops_fill(PyObject *module);
 int graph_fill(PyObject *module);
 int modules_fill(PyObject *module);
-int gradients_fill(PyObject *module);
+int backward_fill(PyObject *module);
 int parameters_fill(PyObject *module);
 int node_hooks_fill(PyObject *module);
 int contribution_fill(PyObject *module);

@@ -18,7 +18,7 @@ static PyObject *registrar_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 }
 
 /* (hooks that hold this one, None). */
-PyObject *entry_new(PyObject *hook) {
+static PyObject *entry_new(PyObject *hook) {
     PyObject *hooks = PyObject_CallNoArgs(ordered_dict), *answer = NULL; /* ordered, as torch's own handles want to refer to it weakly */
     if (hooks && !PyObject_SetItem(hooks, our_key, hook)) answer = PyTuple_Pack(2, hooks, Py_None);
     Py_XDECREF(hooks);
@@ -28,12 +28,15 @@ PyObject *entry_new(PyObject *hook) {
 /* (hooks of the node or None, hook) → (hooks of the node, handle). */
 static PyObject *registrar_called(Registrar *self, PyObject *args, PyObject *kwargs) {
     PyObject *hook = PyTuple_Size(args) == 2 ? PyTuple_GetItem(args, 1) : NULL;
-    int ours = hook && (Py_TYPE(hook) == node_hook_type || Py_TYPE(hook) == op_hook_type);
+    int again = hook && Py_TYPE(hook) == node_hook_type, ours = again || (hook && Py_TYPE(hook) == op_hook_type);
     if (!ours || self->ended || PyTuple_GetItem(args, 0) != Py_None) {
         if (self->below) return PyObject_Call(self->below, args, kwargs);
         return PyErr_Format(PyExc_RuntimeError, "a registrar that stands in no place was called");
     }
-    return Py_TYPE(hook) == node_hook_type ? node_hook_entry(hook) : entry_new(hook);
+    PyObject *entry = again ? node_hook_entry(hook) : NULL;
+    if (entry || !(entry = entry_new(hook))) return entry;
+    if (again) node_hook_keep(hook, entry);
+    return entry;
 }
 
 static void registrar_free(Registrar *self) {
