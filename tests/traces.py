@@ -20,6 +20,7 @@ PATCHABLE = (
     torch.nn.functional,
     torch.Tensor,
     torch.nn.Module,
+    torch.nn.utils.stateless,
     torch.optim.Optimizer,
     torch.autograd,
     torch.autograd.Function,

@@ -198,7 +198,8 @@ class Tape:
         with self.library.unnoticed():
             inner, kind, extra, note = self.library.special(t)
             if inner is None:
-                value = Value(-1, self._dtypes.get(getattr(t, "dtype", None), "unknown"), _shape(t), type=kind, note=note)
+                dtype = self._dtypes[t.dtype] if hasattr(t, "dtype") else "unknown"
+                value = Value(-1, dtype, _shape(t), type=kind, note=note)
             else:
                 _, value = self._reduce(inner, flags, inner)
                 value.requires_grad = bool(t.requires_grad)

@@ -18,8 +18,8 @@ def _both(request, monkeypatch):
         monkeypatch.setattr(torch_modules, "native", None)
 
 
-def recorded(model: torch.nn.Module, train: Any, folder: Any) -> Reel:
-    with trainprobe.watch(model, output=folder, level="L0", sinks=["memory"]) as probe:
+def recorded(model: torch.nn.Module, train: Any, folder: Any, **plan: Any) -> Reel:
+    with trainprobe.watch(model, output=folder, level="L0", sinks=["memory"], **plan) as probe:
         probe.begin_step()
         train()
         reel = probe.end_step()
@@ -107,3 +107,23 @@ def test_a_model_that_is_exported_within_a_step_is_recorded_as_if_it_were_not(tm
     first = calls_of(reel, "0")
     assert [(call.phase, call.call) for call in first] == [("forward", 0), ("forward", 1)]
     assert [value.note for call in first for value in call.args] == [None, None]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_module_that_is_called_with_other_parameters_has_those_in_that_call_and_its_own_before_and_after(native, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
+    own = model[0].weight.detach().clone()
+    x = torch.randn(2, 3)
+
+    def train():
+        model(x)
+        with pytest.raises(RuntimeError):
+            torch.func.functional_call(model, {"0.weight": own * 3}, (x.T,))
+        torch.func.functional_call(model, {"0.weight": own * 2}, (x,)).sum().backward()
+        model(x)
+
+    reel = recorded(model, train, tmp_path / "out", native=native)
+    norms = reel.numbers()["norm"]
+    found = [norms[call.params["weight"].row] for call in calls_of(reel, "0") if call.phase == "forward"]
+    assert found == pytest.approx([float(own.double().norm()) * factor for factor in (1, 3, 2, 1)])

@@ -99,3 +99,35 @@ def test_a_model_with_a_sparse_parameter_and_jagged_inputs_is_recorded(level, na
 
 def called(calls):
     return next(call for call in calls if call.name in ("linear", "Functional.linear"))
+
+
+class Wrapped(torch.Tensor):
+    """Wraps a tensor and has no data of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was called on a tensor that was only to be looked at")
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_tensor_without_data_of_its_own_is_told_by_class_dtype_and_shape(native, tmp_path):
+    class Passed(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    model = Passed()
+    with trainprobe.watch(model, output=tmp_path / "out", level="L0", native=native, on_error="raise") as probe:
+        probe.begin_step()
+        model(Wrapped(torch.zeros(2, 3, dtype=torch.float16)))
+        reel = probe.end_step()
+    assert reel is not None
+    seen = reel.calls[0].args[0]
+    assert (seen.row, seen.dtype, seen.shape) == (-1, "torch.float16", (2, 3))
+    assert seen.type.endswith("Wrapped") and "no data" in seen.note

@@ -25,7 +25,7 @@ from trainprobe.engine.position import Position
 from trainprobe.engine.records import Call
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import SAVE, Tape
-from trainprobe.engine.taps import node_hooks
+from trainprobe.engine.taps import node_hooks, substituted
 from trainprobe.engine.taps.gradients import edge_of, plus, sequence_number
 from trainprobe.engine.taps.module_gradients import (
     UNTOUCHED,
@@ -70,6 +70,14 @@ def _shim(known: dict[int, ModuleInfo], original: Any, run: Any) -> Any:
     return call
 
 
+def _as_it_runs(info: ModuleInfo, module: Any) -> ModuleInfo | None:
+    """Return what is known of a module with the parameters that it has now; None where they are the same."""
+    now = tuple((short, module._parameters[short]) for short, _ in info.parameters if short in module._parameters)
+    if all(new is old for (_, new), (_, old) in zip(now, info.parameters, strict=False)):
+        return None
+    return _Info(info.name, info.cls, now, info.flags, info.selected)
+
+
 _CALL_CODE = id(_shim({}, None, None).__code__)  # where a call stack enters a module
 
 
@@ -95,6 +103,7 @@ class ModuleTap:
         self._gradients = GradientWatch(guard)
         self._thread = 0
         self._original: Replaced | None = None
+        self._substituted: Replaced | None = None
         self._outline: Outline | None = None
         self._accumulators: list[tuple[Any, Any]] = []
         self._gradient_calls: dict[tuple[str, int], Call] = {}
@@ -199,15 +208,18 @@ class ModuleTap:
         self._original = Replaced(
             torch.nn.Module, "_call_impl", _shim(self.known, torch.nn.Module._call_impl, run), traced=True
         )
+        if self._substituted is None:
+            self._substituted = substituted.follow(self.known, _as_it_runs, self._guard)
 
     def _in_python(self) -> bool:
         return self._watch is None or self._tape is None or self._tape.eye is None
 
     def uninstall(self) -> None:
         """Put the original call back."""
-        if self._original is not None:
-            self._original.back()
-        self._original = None
+        for replaced in (self._original, self._substituted):
+            if replaced is not None:
+                replaced.back()
+        self._original = self._substituted = None
 
     def pause(self) -> None:
         """Take no forward calls for a while."""
