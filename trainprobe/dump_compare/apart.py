@@ -39,8 +39,8 @@ def apart(a: Side, left: Value, b: Side, right: Value) -> Apart:
     """Return how far two values are apart; the best evidence that both sides have decides."""
     if tuple(left.shape) != tuple(right.shape):
         return Apart(math.inf, math.inf, "shape", f"shapes {list(left.shape)} and {list(right.shape)}")
-    same_bits = _same_bits(a.bits(left), b.bits(right)) if _dtype(left) == _dtype(right) else None
-    if same_bits:
+    same_bits = _same_bits(a.bits(left), b.bits(right)) if dtype(left) == dtype(right) else None
+    if same_bits or 0 in left.shape:  # of a tensor without elements there are no statistics, and nothing to differ
         return SAME
     x, y = a.array(left), b.array(right)
     if x is not None and y is not None and x.shape == y.shape:
@@ -50,7 +50,8 @@ def apart(a: Side, left: Value, b: Side, right: Value) -> Apart:
     return by_statistics(a.numbers(left), b.numbers(right), math.prod(left.shape), same_bits)
 
 
-def _dtype(value: Value) -> str:
+def dtype(value: Value) -> str:
+    """Return the number format of a value as every tool calls it: `float32`."""
     return value.dtype.rpartition(".")[2].lower()
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from trainprobe.dump_compare.arguments import given_alone
 from trainprobe.dump_compare.judge import Distance, Judged, Outcome, enclosing
 from trainprobe.dump_compare.pairing import RankPair
+from trainprobe.engine.naming import ROOT
+from trainprobe.engine.records import Call
 from trainprobe.engine.reel import entry_name
 
 _ROUNDING = "what both dumps hold agrees within rounding"
@@ -41,7 +44,7 @@ def conclude(ranks: Sequence[Compared], missing: Sequence[str]) -> Conclusion:
     counts: Counter[Outcome] = Counter(judged.outcome for rank in ranks for judged in rank.calls)
     whole = sum(counts.values())
     alone = [(rank, judged) for rank in ranks for judged in rank.calls if judged.outcome == "missing"]
-    details = [*missing, *_about_missing(alone), *_about_unread(ranks), *_about_counts(counts)]
+    details = [*missing, *_about_missing(alone), *_about_formats(ranks), *_about_unread(ranks), *_about_counts(counts)]
     first = _first(ranks)
     if first is not None:
         rank, judged = first
@@ -69,17 +72,22 @@ def _first(ranks: Sequence[Compared]) -> tuple[Compared, Judged] | None:
         found = [(rank, judged) for rank in here if (judged := first_of(rank.calls, rank.at.rank in apart)) is not None]
         if found:
             return min(found, key=lambda pair: (pair[1].outcome == "suspicious", pair[1].pair.place, pair[0].at.rank))
-        apart |= {rank.at.rank for rank in here if any(judged.outcome != "identical" for judged in rank.calls)}
+        apart |= {rank.at.rank for rank in here if any(judged.outcome in ("rounding", "carried") for judged in rank.calls)}
     return None
 
 
 def first_of(calls: Sequence[Judged], explained: bool = False) -> Judged | None:
     """Return the first call that is given something else than on the other side, or gives it; the innermost of nested ones.
 
-    explained: what the step begins with may be apart for what was before it. What is suspicious counts where nothing else does.
+    explained: the weights may be apart for what was in the steps before; the batch may not. What is suspicious counts where
+    nothing else does.
     """
-    start = -1 if explained else _first_result(calls)  # what is given behind it may come from there
-    arrives = [judged for judged in calls if judged.pair.place <= start and given_another(judged) is not None]
+    start = _first_result(calls)  # what is given behind it may come from there
+    arrives = [
+        judged
+        for judged in calls
+        if judged.pair.place <= start and given_another(judged, _is_of_the_batch if explained else None) is not None
+    ]
     for outcome in ("bug", "suspicious"):
         wrong = [judged for judged in calls if judged.outcome == outcome]
         outer = {id(call) for judged in (*wrong, *arrives) for call in enclosing(judged.pair.a)}
@@ -101,9 +109,19 @@ def _first_result(calls: Sequence[Judged]) -> int:
     return min((judged.pair.place for judged in apart if id(judged.pair.a) not in outer), default=len(calls))
 
 
-def given_another(judged: Judged) -> Distance | None:
-    """Return the first value that a call is given and that is not the same stored numbers on both sides."""
-    return next((value for value in judged.values if not value.result and value.another), None)
+def given_another(judged: Judged, counts: Callable[[Call, Distance], bool] | None = None) -> Distance | None:
+    """Return the first value that a call is given and that is not the same stored numbers on both sides.
+
+    counts: which values to look at, all of them where it is None.
+    """
+    given = (value for value in judged.values if not value.result and value.another)
+    return next((value for value in given if counts is None or counts(judged.call, value)), None)
+
+
+def _is_of_the_batch(call: Call, value: Distance) -> bool:
+    """Return whether training does not change a value: whole numbers, and what the model is called with."""
+    root = call.kind == "module" and call.name == ROOT and call.phase == "forward"
+    return value.epsilon == 0 or (root and not value.slot.startswith("parameters"))
 
 
 def _where(rank: Compared, judged: Judged) -> str:
@@ -121,7 +139,8 @@ def _what(judged: Judged) -> str:
     far = "" if worst is None else f"{_far(worst)} (own rounding {judged.own:.1e})"
     if judged.argument:
         return f"{judged.argument}; {far}" if far else judged.argument
-    given = "all that it is given agrees" if judged.given == 0 else f"what it is given is {judged.given:.1e} apart"
+    alone = given_alone(judged.pair.a, judged.pair.b) if judged.pair.a is not None and judged.pair.b is not None else ""
+    given = alone or ("all that it is given agrees" if judged.given == 0 else f"what it is given is {judged.given:.1e} apart")
     return f"{given}, {far}"
 
 
@@ -152,6 +171,16 @@ def _about_missing(alone: Sequence[tuple[Compared, Judged]]) -> list[str]:
     rank, judged = alone[0]
     side = "A" if judged.pair.b is None else "B"
     return [f"{len(alone)} calls have no partner; the first is {_where(rank, judged)}, which is in {side} alone"]
+
+
+def _about_formats(ranks: Sequence[Compared]) -> list[str]:
+    other = [(rank, judged, value) for rank in ranks for judged in rank.calls for value in judged.values if value.formats]
+    if not other:
+        return []
+    rank, judged, value = other[0]
+    return [
+        f"{len(other)} values have another number format; the first is {value.slot} of {_where(rank, judged)}: {value.formats}"
+    ]
 
 
 def _about_unread(ranks: Sequence[Compared]) -> list[str]:

@@ -21,11 +21,13 @@ known, doubt is for the call.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import zip_longest
+from typing import Literal
 
-from trainprobe.dump_compare.apart import SAME, Apart, apart
+from trainprobe.dump_compare.apart import SAME, Apart, apart, dtype
+from trainprobe.dump_compare.arguments import other_argument
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.engine.diff.number_formats import FORMATS, coarser
@@ -33,7 +35,6 @@ from trainprobe.engine.records import Call, Value
 from trainprobe.engine.reel import slots
 
 Outcome = Literal["identical", "rounding", "carried", "suspicious", "bug", "missing", "unknown"]
-_CLOSE = 1e-3  # relative: floats that may be the same number, computed twice
 SLACK = 10.0  # times the noise, before a difference is worth a look
 # what is smallest may become largest in these
 _QUOTIENTS = ("addcdiv", "div", "true_divide", "reciprocal", "rsqrt", "_fused_adam")
@@ -45,13 +46,14 @@ class Distance:
     """How far one value of a call is apart.
 
     slot: its place in the call, `input.0`, `output`, `grad_input.1`, `weight`. result: whether the call gives it, or is given
-    it. epsilon: gap of the coarser of both formats, 0 of whole numbers.
+    it. epsilon: gap of the coarser of both formats, 0 of whole numbers. formats: both number formats, where they are two.
     """
 
     slot: str
     apart: Apart
     result: bool
     epsilon: float
+    formats: str = ""
 
     @property
     def another(self) -> bool:
@@ -90,17 +92,35 @@ class Judged:
 
 def judge_calls(pairs: Sequence[CallPair], a: Side, b: Side) -> list[Judged]:
     """Return what became of each call, in order."""
-    arrived: dict[Any, float] = {}  # what the forward of a call was given, for its backward
-    judged = [_measured(pair, a, b, arrived) for pair in pairs]
+    judged = [_measured(pair, a, b) for pair in pairs]
     by_call = {id(one.pair.a): one for one in judged if one.pair.a is not None}
-    for one in judged:  # a module rounds as coarsely as what runs within it: bfloat16 under autocast
+    for one in judged:  # a module rounds as coarsely as what runs within it (bfloat16 under autocast), and is given its weights
+        weights = max((value.apart.high for value in one.values if value.slot.startswith("parameters")), default=0.0)
         for call in enclosing(one.pair.a):
             if id(call) in by_call:
-                by_call[id(call)].own = max(by_call[id(call)].own, one.own)
+                outer = by_call[id(call)]
+                outer.own, outer.given = max(outer.own, one.own), max(outer.given, weights)
+    _bring_to_backward(judged)
     for one in judged:
         if one.pair.a is not None and one.pair.b is not None:
             one.outcome = _outcome(one)
     return judged
+
+
+def _bring_to_backward(judged: Sequence[Judged]) -> None:
+    """Let a backward be given what its forward was given too, and quotients be explained by all that arrives."""
+    arrived: dict[Hashable, float] = {}
+    for one in judged:
+        call = one.pair.a
+        if call is None or one.pair.b is None:
+            continue
+        keys = [("module", call.name)] if call.kind == "parameter" else [_key(call), _key(call)[:2]]
+        if call.phase == "backward":
+            one.given = max(one.given, arrived.get(keys[0], 0.0))
+        if call.kind != "parameter":
+            arrived |= {key: max(one.given, arrived.get(key, 0.0)) for key in keys}
+        if one.given > 0 and call.kind == "op" and call.name.rpartition(".")[2].startswith(_QUOTIENTS):
+            one.given = math.inf
 
 
 def enclosing(call: Call | None) -> Iterator[Call]:
@@ -112,19 +132,12 @@ def enclosing(call: Call | None) -> Iterator[Call]:
         yield call
 
 
-def _measured(pair: CallPair, a: Side, b: Side, arrived: dict[Any, float]) -> Judged:
+def _measured(pair: CallPair, a: Side, b: Side) -> Judged:
     if pair.a is None or pair.b is None:
         return Judged(pair)
     values = list(_distances(pair.a, a, pair.b, b))
-    argument, small = _other_argument(pair.a, pair.b)
+    argument, small = other_argument(pair.a, pair.b)
     given = max((value.apart.high for value in values if not value.result), default=small)
-    keys = [("module", pair.a.name)] if pair.a.kind == "parameter" else [_key(pair.a), _key(pair.a)[:2]]
-    if pair.a.phase == "backward":
-        given = max(given, arrived.get(keys[0], 0.0))
-    if pair.a.kind != "parameter":
-        arrived |= {key: max(given, arrived.get(key, 0.0)) for key in keys}
-    if given > 0 and pair.a.kind == "op" and pair.a.name.rpartition(".")[2].startswith(_QUOTIENTS):
-        given = math.inf
     longest = math.sqrt(_longest_sum(pair.a))
     own = max((value.epsilon + _sum_epsilon(value.epsilon) * longest for value in values if value.epsilon), default=0.0)
     return Judged(pair, values=values, given=given, own=own, argument=argument)
@@ -136,6 +149,8 @@ def _key(call: Call) -> tuple[str, str, int]:
 
 def _outcome(one: Judged) -> Outcome:
     results = [value.apart for value in one.values if value.result]
+    if not any(value.apart.high for value in one.values) and any(value.formats for value in one.values):
+        return "rounding"
     if not results:  # nothing comes out, or nothing was recorded of it: what arrives is told where it comes from
         unknown = any(value.apart.evidence == "nothing" for value in one.values)
         return "bug" if one.argument else "unknown" if unknown else "carried" if one.given > 0 else "identical"
@@ -157,9 +172,14 @@ def _outcome(one: Judged) -> Outcome:
 
 def _distances(left: Call, a: Side, right: Call, b: Side) -> Iterator[Distance]:
     for slot, x, y in _together(dict(slots(left)), dict(slots(right))):
-        far = SAME if _is_filled_later(left, slot) else apart(a, x, b, y)
         result = left.kind in ("parameter", "saved") or _is_result(slot)
-        yield Distance(slot, far, result, _epsilon(x, y))
+        if x is None or y is None:
+            if result:
+                yield Distance(slot, Apart(0.0, math.inf, "nothing", f"in {'B' if x is None else 'A'} alone"), True, 0.0)
+            continue
+        far = SAME if _is_filled_later(left, slot) else apart(a, x, b, y)
+        formats = "" if dtype(x) == dtype(y) else f"{dtype(x)} in A and {dtype(y)} in B"
+        yield Distance(slot, far, result, _epsilon(x, y), formats)
 
 
 def _is_filled_later(call: Call, slot: str) -> bool:
@@ -167,13 +187,18 @@ def _is_filled_later(call: Call, slot: str) -> bool:
     return call.kind == "op" and call.name.rpartition(".")[2].startswith(("empty", "new_empty")) and slot.startswith("output")
 
 
-def _together(a: Mapping[str, Value], b: Mapping[str, Value]) -> Iterator[tuple[str, Value, Value]]:
-    """Yield values of the same slot; those that are left over in order, as one tool's third argument is another's keyword."""
+def _together(a: Mapping[str, Value], b: Mapping[str, Value]) -> Iterator[tuple[str, Value | None, Value | None]]:
+    """Yield values of the same slot; those that are left over in order, as one tool's third argument is another's keyword.
+
+    What has no partner then comes with None.
+    """
     yield from ((slot, value, b[slot]) for slot, value in a.items() if slot in b)
     for results in (False, True):
         mine = [item for item in a.items() if item[0] not in b and _is_result(item[0]) == results]
         theirs = [item for item in b.items() if item[0] not in a and _is_result(item[0]) == results]
-        yield from ((slot, value, other) for (slot, value), (_, other) in zip(mine, theirs, strict=False))
+        none = (None, None)
+        for (slot, value), (other_slot, other) in zip_longest(mine, theirs, fillvalue=none):
+            yield slot or other_slot or "", value, other
 
 
 def _is_result(slot: str) -> bool:
@@ -201,31 +226,3 @@ def _longest_sum(call: Call) -> int:
     vanishing = max(sizes, default=1) // max(1, min((size for size in sizes if size), default=1))
     widest = max((max(shape, default=1) for shape in shapes), default=1)
     return max(1, widest, *rows, vanishing if min(sizes, default=0) <= 1 else 1)
-
-
-def _other_argument(left: Call, right: Call) -> tuple[str, float]:
-    """Return the first plain argument that is another on the two sides, as text or "", and how far close ones are apart.
-
-    Two floats within a thousandth of each other may have been computed in the training: they count as what the call is given.
-    """
-    small = 0.0
-    for side, name in (("args", "argument"), ("kwargs", "")):
-        mine, theirs = dict(_plain(getattr(left, side), name)), dict(_plain(getattr(right, side), name))
-        for at in [at for at in mine if at in theirs and repr(mine[at]) != repr(theirs[at])]:
-            x, y = mine[at], theirs[at]
-            far = abs(x - y) / max(abs(x), abs(y)) if isinstance(x, float) and isinstance(y, float) and x != y else 1.0
-            if not far <= _CLOSE:
-                return f"{at} is {x!r} in A and {y!r} in B", small
-            small = max(small, far)
-    return "", small
-
-
-def _plain(tree: Any, at: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, (bool, int, float, str)):
-        yield at, tree
-    elif isinstance(tree, list):
-        for i, item in enumerate(tree):
-            yield from _plain(item, f"{at} {i}")
-    elif isinstance(tree, dict):
-        for key, item in tree.items():
-            yield from _plain(item, f"{at} {key}".strip())

@@ -1,0 +1,64 @@
+"""What a call is given beside numbers of tensors: plain arguments that are others, and what only one side gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from trainprobe.engine.records import Call
+from trainprobe.engine.reel import slots
+
+_CLOSE = 1e-3  # relative: floats that may be the same number, computed twice
+
+
+def other_argument(left: Call, right: Call) -> tuple[str, float]:
+    """Return the first plain argument that is another on the two sides, as text or "", and how far close ones are apart.
+
+    Two floats within a thousandth of each other may have been computed in the training: they count as what the call is given.
+    """
+    small = 0.0
+    mine, theirs = _all_plain(left), _all_plain(right)
+    for at in [at for at in mine if at in theirs and repr(mine[at]) != repr(theirs[at])]:
+        x, y = mine[at], theirs[at]
+        far = abs(x - y) / max(abs(x), abs(y)) if isinstance(x, float) and isinstance(y, float) and x != y else 1.0
+        if not far <= _CLOSE:
+            return f"{at} is {x!r} in A and {y!r} in B", small
+        small = max(small, far)
+    return "", small
+
+
+def given_alone(left: Call, right: Call) -> str:
+    """Return what only one side gives to a call, as text or "": `attn_mask is given in B alone`.
+
+    An argument is the same by place and by keyword. What is left out has the default of the call, which no dump tells, so this
+    is a reason for a difference and no difference in itself.
+    """
+    tensors = [[slot for slot, _ in slots(call) if slot.partition(".")[0] in ("input", "kwargs")] for call in (left, right)]
+    for side, mine, theirs in (("A", *tensors), ("B", *reversed(tensors))):
+        if len(mine) > len(theirs):
+            lone = [slot for slot in mine if slot not in theirs]
+            return f"{(lone or mine)[-1].removeprefix('kwargs.')} is given in {side} alone"
+    mine, theirs = _all_plain(left), _all_plain(right)
+    lone = [[(at, x) for at, x in one.items() if at not in other] for one, other in ((mine, theirs), (theirs, mine))]
+    for at, x in list(lone[0]):
+        same = next((i for i, (_, y) in enumerate(lone[1]) if repr(x) == repr(y)), None)
+        if same is not None:
+            lone[0].remove((at, x))
+            del lone[1][same]
+    said = [f"{at} is {x!r} in {side}" for side, rest in zip("AB", lone, strict=True) for at, x in rest[:1]]
+    return f"{said[0]} and not given in {'B' if lone[0] else 'A'}" if len(said) == 1 else ", ".join(said)
+
+
+def _all_plain(call: Call) -> dict[str, Any]:
+    return {**dict(_plain(call.args, "argument")), **dict(_plain(call.kwargs, ""))}
+
+
+def _plain(tree: Any, at: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, (bool, int, float, str)):
+        yield at, tree
+    elif isinstance(tree, list):
+        for i, item in enumerate(tree):
+            yield from _plain(item, f"{at} {i}")
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from _plain(item, f"{at} {key}".strip())
