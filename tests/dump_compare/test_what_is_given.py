@@ -116,6 +116,7 @@ def test_a_result_that_one_side_lacks_is_no_pass(compared):
     one, two = ({"middle": nn.Sequential(Passing(n), First())} for n in (1, 2))
     code, said = compared(one, two, level="L0")
     assert code == 3, said
+    assert "2 results have no partner; the first is output.1 of Module.middle.0.Passing.forward.0" in said
 
 
 class First(nn.Module):
@@ -126,6 +127,7 @@ class First(nn.Module):
 def test_a_gradient_that_one_side_lacks_is_no_pass(compared):
     code, said = compared({}, {"frozen": True}, level="L0", step=[0])
     assert code == 3, said
+    assert "bias of Module.b.Linear.parameters_grad.0 (step 0, micro-batch 0, rank 0), in A alone" in said
 
 
 @pytest.mark.parametrize("plan", [{"level": "L0"}, {"level": "mix"}, {"level": "mix", "summary": "both"}])

@@ -19,7 +19,7 @@ from trainprobe.dump_compare.dump_side import Side
 from trainprobe.engine.diff import measure
 from trainprobe.engine.records import Value
 
-Evidence = Literal["bits", "values", "statistics", "shape", "nothing"]
+Evidence = Literal["bits", "values", "statistics", "shape", "nothing", "absent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,12 @@ def by_statistics(a: Mapping[str, float], b: Mapping[str, float], n: int, same_b
     change = {name: abs(a[name] - b[name]) for name in names if not _odd(a[name])}
     if not any(change.values()):
         if same_bits is False:
-            return Apart(0.0, math.inf, "bits", "the bits differ, the statistics do not: the same numbers in another order?")
+            return Apart(
+                0.0,
+                math.inf,
+                "bits",
+                "the bits differ, the statistics do not: the same numbers in another order, or zeros of another sign?",
+            )
         return Apart(0.0, 0.0, "statistics")
     root = math.sqrt(max(1, n))
     extreme = max(change.get("max", 0.0), change.get("min", 0.0))

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from trainprobe.dump_compare.apart import Apart
 from trainprobe.dump_compare.arguments import given_alone
 from trainprobe.dump_compare.judge import Distance, Judged, Outcome, enclosing
 from trainprobe.dump_compare.pairing import RankPair
@@ -104,9 +105,13 @@ def _place(judged: Judged) -> int:
 
 def _first_result(calls: Sequence[Judged]) -> int:
     """Return the place of the first call whose results are apart, of nested ones the innermost; of none, that of the end."""
-    apart = [judged for judged in calls if any(value.result and value.apart.high > 0 for value in judged.values)]
+    apart = [judged for judged in calls if any(value.result and _is_apart(value.apart) for value in judged.values)]
     outer = {id(call) for judged in apart for call in enclosing(judged.pair.a)}
     return min((judged.pair.place for judged in apart if id(judged.pair.a) not in outer), default=len(calls))
+
+
+def _is_apart(far: Apart) -> bool:
+    return far.high > 0 and far.evidence != "absent"
 
 
 def given_another(judged: Judged, counts: Callable[[Call, Distance], bool] | None = None) -> Distance | None:
@@ -158,19 +163,25 @@ def _hints(rank: Compared, judged: Judged) -> list[str]:
         said.append(f"it runs within {entry_name(around, rank.framework)}")
     if any(word in f"{judged.call.name} {judged.call.cls}".lower() for word in _RANDOM):
         said.append("it draws random numbers: compare runs with equal generators, or with dropout off")
-    before = [other for other in rank.calls if other.outcome == "missing" and other.pair.place < judged.pair.place]
+    alone = [other for other in rank.calls if other.pair.a is None or other.pair.b is None]
+    before = [other for other in alone if other.pair.place < judged.pair.place]
     if before:
         side = "A" if before[-1].pair.b is None else "B"
         said.append(f"before it, only {side} runs {entry_name(before[-1].call, rank.framework)}")
     return said
 
 
-def _about_missing(alone: Sequence[tuple[Compared, Judged]]) -> list[str]:
-    if not alone:
-        return []
-    rank, judged = alone[0]
-    side = "A" if judged.pair.b is None else "B"
-    return [f"{len(alone)} calls have no partner; the first is {_where(rank, judged)}, which is in {side} alone"]
+def _about_missing(missing: Sequence[tuple[Compared, Judged]]) -> list[str]:
+    said: list[str] = []
+    alone = [found for found in missing if found[1].pair.a is None or found[1].pair.b is None]
+    if alone:
+        side = "A" if alone[0][1].pair.b is None else "B"
+        said = [f"{len(alone)} calls have no partner; the first is {_where(*alone[0])}, which is in {side} alone"]
+    results = [(at, value) for at in missing for value in at[1].values if value.apart.evidence == "absent"]
+    if results:
+        at, value = results[0]
+        said.append(f"{len(results)} results have no partner; the first is {value.slot} of {_where(*at)}, {value.apart.note}")
+    return said
 
 
 def _about_formats(ranks: Sequence[Compared]) -> list[str]:

@@ -157,6 +157,8 @@ def _outcome(one: Judged) -> Outcome:
     low, high = max(far.low for far in results), max(far.high for far in results)
     if high == 0:
         return "identical"
+    if low == 0 and any(far.evidence == "absent" for far in results):
+        return "missing"
     if low == 0:
         unknown = any(far.evidence == "nothing" for far in results)
         return "unknown" if unknown else "carried" if one.given > 0 else "suspicious"
@@ -175,7 +177,7 @@ def _distances(left: Call, a: Side, right: Call, b: Side) -> Iterator[Distance]:
         result = left.kind in ("parameter", "saved") or _is_result(slot)
         if x is None or y is None:
             if result:
-                yield Distance(slot, Apart(0.0, math.inf, "nothing", f"in {'B' if x is None else 'A'} alone"), True, 0.0)
+                yield Distance(slot, Apart(0.0, math.inf, "absent", f"in {'B' if x is None else 'A'} alone"), True, 0.0)
             continue
         far = SAME if _is_filled_later(left, slot) else apart(a, x, b, y)
         formats = "" if dtype(x) == dtype(y) else f"{dtype(x)} in A and {dtype(y)} in B"
