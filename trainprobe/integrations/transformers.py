@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
@@ -42,6 +43,8 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.session = Session(plan, **overrides)
         self.trainer: Any = None
         self._made_of = (plan, overrides)
+        self._step: Replaced | None = None  # the Trainer's training_step, while a step is collected
+        self._awaits_log = False  # the step is done, and what the Trainer reports of it is still to come
 
     @property
     def findings(self) -> list[Finding]:
@@ -52,9 +55,11 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the probe: the model is wrapped, the optimizer exists, a checkpoint is loaded."""
-        self.trainer = self.trainer or _calling_trainer()
+        self.trainer = _calling_trainer() or self.trainer
         self._stand_before_reporters()
         self._look_for_state(state)
+        self._look_away()
+        self._awaits_log = False
         optimizer = kwargs.get("optimizer")
         raw = getattr(optimizer, "optimizer", optimizer)
         engine = engine_of(self.trainer)
@@ -77,26 +82,36 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin a step and its first micro-batch."""
+        """Begin a step and its first micro-batch; one whose log never came ends before."""
+        if self._awaits_log:
+            self._step_ends(args, control)
         if not self.session.is_inside:
             collected = self.session.step_begins(state.global_step + 1)
             if self.trainer is None:
                 self.session.micro_begins()
             elif collected:
-                self.trainer.training_step = partial(self._training_step, self.trainer.training_step)
+                self._look_away()
+                run = self.trainer.training_step
+                self._step = Replaced(self.trainer, "training_step", self._training_step(run))
 
-    def _training_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward of a micro-batch, with its loss, or what was seen before an error, kept."""
-        self.session.micro_begins()
-        try:
-            loss = original(*args, **kwargs)
-        except BaseException as error:
-            self._look_away()
-            self.session.end(complete=False, error=error)
-            self._tell()
-            raise
-        self.session.add_loss(loss)
-        return loss
+    def _training_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs forward and backward of a micro-batch, with its loss, or what was seen before an error, kept."""
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            if training_step.ended:  # type: ignore[attr-defined]
+                return original(*args, **kwargs)
+            self.session.micro_begins()
+            try:
+                loss = original(*args, **kwargs)
+            except BaseException as error:
+                self._look_away()
+                self.session.end(complete=False, error=error)
+                self._tell()
+                raise
+            self.session.add_loss(loss)
+            return loss
+
+        return training_step
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the next micro-batch, where no Trainer is known that tells it."""
@@ -112,13 +127,19 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self.session.note("step_skipped", float(optimizer.step_was_skipped))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the step, or wait for what is about to be logged of it."""
+        """End the step, or wait for what is about to be logged of it and look at nothing else meanwhile."""
         if not control.should_log:
             self._step_ends(args, control)
+        elif self.session.is_inside and self.session.probe is not None:
+            self._awaits_log = True
+            self.session.probe.pause()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Take what the Trainer reports of the step, end it, and hand a few scalars to whatever `report_to` names."""
-        if self.session.is_inside:
+        """Take what the Trainer reports of the step, end it, and hand a few scalars to whatever `report_to` names.
+
+        What a program logs by itself in the middle of a step is left alone.
+        """
+        if self._awaits_log:
             for key, name in _REPORTED.items():
                 self.session.note(name, (logs or {}).get(key))
             self._step_ends(args, control)
@@ -130,6 +151,7 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._step_ends(args, control)
 
     def _step_ends(self, args: Any, control: Any) -> None:
+        self._awaits_log = False
         if not self.session.is_inside:
             return
         self._look_away()
@@ -139,8 +161,10 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             control.should_training_stop = True
 
     def _look_away(self) -> None:
-        if self.trainer is not None:
-            vars(self.trainer).pop("training_step", None)
+        """Give the Trainer its own training_step back, or the one that the program has put there."""
+        if self._step is not None:
+            self._step.back()
+            self._step = None
 
     # ---- checkpoints and loggers ------------------------------------------------------------------------------------
 

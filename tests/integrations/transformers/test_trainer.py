@@ -241,3 +241,72 @@ def test_the_reporters_get_a_few_scalars(tmp_path, require):
     events = EventAccumulator(str(written.parent))
     events.Reload()
     assert {"train/trainprobe/findings", "train/trainprobe/grad_norm"} <= set(events.Tags()["scalars"])
+
+
+# ---- what programs do with a Trainer besides -------------------------------------------------------------------------
+
+
+def test_what_a_program_logs_in_the_middle_of_a_step_does_not_end_it(tmp_path):
+    """As losses of TRL and of many own `compute_loss` do."""
+    from tests.integrations.transformers.small_trainer import Sequential, recorded, trainer
+
+    class Logging(Sequential):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            self.log({"share": float(loss.detach())})
+            return loss
+
+    run = trainer(tmp_path, [probe(tmp_path / "out")], drop=0.0, logging_strategy="steps", logging_steps=2)
+    run.__class__ = Logging
+    run.train()
+    train(tmp_path, probe(tmp_path / "plain"), drop=0.0, logging_strategy="steps", logging_steps=2)
+    assert recorded(tmp_path / "out") == recorded(tmp_path / "plain")
+    assert not any("trainprobe/findings" in entry for entry in run.state.log_history if "share" in entry)
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_step_whose_log_another_callback_takes_back_holds_no_evaluation_and_not_the_next_step(tmp_path, evaluates):
+    from transformers import TrainerCallback
+
+    from trainprobe.engine.dumps.log import read_log
+
+    class Silent(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_log = False
+
+    options = {"logging_strategy": "steps", "logging_steps": 1, "eval_steps": 1}
+    watch = probe(tmp_path / "out", {"level": "L0"})
+    train(tmp_path, watch, Silent(), eval_strategy="steps" if evaluates else "no", **options)
+    reels = list(read_log(tmp_path / "out" / "rank0" / "records.jsonl"))
+    assert [reel.step for reel in reels] == [1, 2, 3, 4]
+    for reel in reels:
+        assert [call.phase for call in reel.calls if call.kind == "module" and call.name == "first"] == ["forward", "backward"]
+
+
+def test_a_training_step_that_the_program_has_put_on_the_trainer_stays_there(tmp_path):
+    from tests.integrations.transformers.small_trainer import trainer
+
+    run = trainer(tmp_path, [probe(tmp_path / "one"), probe(tmp_path / "two")])
+    original, seen = run.training_step, []
+
+    def training_step(*args, **kwargs):
+        seen.append(run.state.global_step)
+        return original(*args, **kwargs)
+
+    run.training_step = training_step
+    run.train()
+    assert seen == [0, 1, 2, 3]
+    assert vars(run)["training_step"] is training_step
+    assert steps(tmp_path / "one") == steps(tmp_path / "two") == [1, 2, 3, 4]
+
+
+def test_a_callback_that_is_given_to_a_second_trainer_watches_that_one(tmp_path):
+    from trainprobe.engine.dumps.log import read_log
+
+    watch = probe(tmp_path / "out")
+    train(tmp_path, watch, accumulate=2)
+    run = train(tmp_path, watch, accumulate=2)
+    assert watch.trainer is run
+    reels = list(read_log(tmp_path / "out" / "rank0" / "records.jsonl"))
+    assert [reel.step for reel in reels] == [1, 2, 3, 4] * 2
+    assert [reel.scalars["loss"] for reel in reels[:4]] == [reel.scalars["loss"] for reel in reels[4:]]
