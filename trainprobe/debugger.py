@@ -20,7 +20,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from trainprobe.engine.plan import Plan, load_plan
+from trainprobe.engine.plan import Plan
+from trainprobe.engine.plan_loading import load_plan
 from trainprobe.errors import UsageError
 from trainprobe.watching import Probe
 

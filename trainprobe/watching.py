@@ -14,7 +14,8 @@ from trainprobe.compiled import native
 from trainprobe.engine.dumps.tensor_files import SAFETENSORS_NAMES
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.naming import Rename
-from trainprobe.engine.plan import Plan, load_plan
+from trainprobe.engine.plan import Plan
+from trainprobe.engine.plan_loading import load_plan
 from trainprobe.engine.position import BETWEEN, Position
 from trainprobe.engine.probe import Probe as EngineProbe
 from trainprobe.engine.probe import Program

@@ -10,7 +10,7 @@ import pytest
 
 from tests.config_check.made_packs import written
 from trainprobe.cli import main
-from trainprobe.config_check import pack_reader
+from trainprobe.config_check import pack_members
 from trainprobe.config_check.compare import compare_packs
 from trainprobe.config_check.pack_reader import read_pack
 from trainprobe.errors import CompareError, FormatError, UnsafeFile
@@ -54,13 +54,13 @@ def test_a_decompression_bomb_is_refused_before_it_is_unpacked(tmp_path):
 
 
 def test_a_pack_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(pack_reader, "LARGEST_PACK", 100)
+    monkeypatch.setattr(pack_members, "LARGEST_PACK", 100)
     with pytest.raises(UnsafeFile, match="more than 100 are refused"):
         read_pack(written(tmp_path))
 
 
 def test_a_member_that_is_too_large_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(pack_reader, "LARGEST_MEMBER", 10)
+    monkeypatch.setattr(pack_members, "LARGEST_MEMBER", 10)
     with pytest.raises(UnsafeFile, match="unpacks to"):
         read_pack(written(tmp_path))
 

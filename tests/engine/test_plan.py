@@ -11,7 +11,8 @@ from typing import Any, get_args
 import pytest
 
 from trainprobe.engine.detail import Slice
-from trainprobe.engine.plan import DetailRule, Histogram, Plan, SliceRule, Statistic, load_plan
+from trainprobe.engine.plan import DetailRule, Histogram, Plan, SliceRule, Statistic
+from trainprobe.engine.plan_loading import load_plan
 from trainprobe.engine.stats import STATISTICS
 from trainprobe.engine.subplans import CHECKERS
 from trainprobe.errors import PlanError
@@ -33,7 +34,10 @@ def test_every_field_says_what_it_does(model: type[Plan]) -> None:
 
 
 def test_loading_a_plan_imports_neither_a_tensor_library_nor_numpy() -> None:
-    code = "import sys, trainprobe.engine.plan as p; p.load_plan(); print({'torch', 'numpy', 'mindspore'} & {*sys.modules})"
+    code = """import sys
+from trainprobe.engine.plan_loading import load_plan
+load_plan()
+print({'torch', 'numpy', 'mindspore'} & {*sys.modules})"""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

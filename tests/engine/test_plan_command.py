@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from trainprobe.cli import main
-from trainprobe.engine.plan import Plan, load_plan
+from trainprobe.engine.plan import Plan
 from trainprobe.engine.plan_command import explain_text, schema_text, sentences
+from trainprobe.engine.plan_loading import load_plan
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

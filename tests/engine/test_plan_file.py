@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainprobe.engine.plan import load_plan
 from trainprobe.engine.plan_file import LARGEST_FILE, read_plan_file
+from trainprobe.engine.plan_loading import load_plan
 from trainprobe.errors import PlanError
 
 

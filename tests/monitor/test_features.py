@@ -17,7 +17,7 @@ from tests.lockstep import train as train_case
 from tests.traces import left_behind, traces
 from trainprobe.build import compose
 from trainprobe.engine.guard import Guard
-from trainprobe.engine.plan import load_plan
+from trainprobe.engine.plan_loading import load_plan
 from trainprobe.engine.stats.histogram import exponent_histogram
 from trainprobe.engine.stats.low_precision import lost
 from trainprobe.errors import PlanError

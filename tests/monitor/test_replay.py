@@ -79,7 +79,7 @@ def test_a_state_holds_no_more_after_many_steps_than_after_few():
 
 
 def test_findings_of_a_run_are_read_back_as_they_were_written(tmp_path):
-    from trainprobe.engine.plan import load_plan
+    from trainprobe.engine.plan_loading import load_plan
     from trainprobe.engine.records import Finding, Place, Site
     from trainprobe.engine.sinks.jsonl import open as open_log
 

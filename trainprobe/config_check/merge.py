@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 from trainprobe.config_check.pack import MANIFEST
-from trainprobe.config_check.pack_reader import checked_manifest, rank_parts, read_members, read_pack
+from trainprobe.config_check.pack_members import read_members
+from trainprobe.config_check.pack_reader import checked_manifest, rank_parts, read_pack
 from trainprobe.config_check.pack_writer import write_zip
 from trainprobe.errors import FormatError
 

@@ -11,6 +11,7 @@ from trainprobe.config_check.capture.environment import capture_environment
 from trainprobe.config_check.capture.setting_files import flat, source
 from trainprobe.config_check.capture.shell_script import is_flag
 from trainprobe.config_check.pack import Pack, RankPack
+from trainprobe.config_check.pack_members import parse_json
 from trainprobe.errors import FormatError
 
 _STEP = re.compile(r"(dataset|weights)/step(\d{1,9})/rank(\d{1,6})/[\w.-]+\.json")
@@ -28,8 +29,6 @@ def is_msprobe(members: Mapping[str, bytes]) -> bool:
 
 def read_msprobe(path: str, members: Mapping[str, bytes]) -> Pack:
     """Return the pack; what it captured once for the job stands under every rank. Secrets in its environment are left out."""
-    from trainprobe.config_check.pack_reader import parse_json
-
     trees = {n: parse_json(Path(path), n, raw) for n, raw in members.items() if n.endswith(".json") or n == "env"}
     for name, tree in trees.items():
         if not isinstance(tree, dict):

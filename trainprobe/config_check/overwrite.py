@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainprobe.config_check.pack import MANIFEST
-from trainprobe.config_check.pack_reader import read_members
+from trainprobe.config_check.pack_members import read_members
 from trainprobe.errors import FormatError, OutputError
 
 

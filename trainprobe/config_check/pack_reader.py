@@ -1,27 +1,20 @@
 """Reads packs that anybody may have made: nothing in them is trusted.
 
-A member whose name would leave the archive, an archive that unpacks to too much, a checksum that does not fit, a newer
-format: each is refused with a sentence. Nothing is ever unpacked to disk.
+A checksum that does not fit, a newer format, a member that is missing: each is refused with a sentence.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-import zipfile
-import zlib
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
+from trainprobe.config_check.msprobe_pack import is_msprobe, read_msprobe
 from trainprobe.config_check.pack import BY_MICRO_STEP, CAPTURES, FORMAT, MANIFEST, VERSION, Pack, RankPack
-from trainprobe.errors import FormatError, UnsafeFile
+from trainprobe.config_check.pack_members import parse_json, read_members
+from trainprobe.errors import FormatError
 
-LARGEST_MEMBER = 256 << 20  # bytes, unpacked
-LARGEST_PACK = 2 << 30  # bytes, unpacked
-MOST_MEMBERS = 200_000
-HIGHEST_RATIO = 200  # unpacked to packed size of a member above 1 MiB; JSON text packs to about a tenth
-DEEPEST = 100  # levels of JSON
 _MEMBER = re.compile(r"rank(\d{1,6})/(?:(dataset|weights)/micro(\d{1,9})|([a-z]+))\.json")
 
 
@@ -39,8 +32,6 @@ def read_pack(path: str | Path) -> Pack:
         raise FormatError(f"{path}: there is no such pack (looked in {path.absolute().parent})")
     members = read_members(path)
     if MANIFEST not in members:
-        from trainprobe.config_check.msprobe_pack import is_msprobe, read_msprobe
-
         if is_msprobe(members):
             return read_msprobe(str(path), members)
         raise FormatError(f"{path}: has no {MANIFEST}, so it is not a pack; `trainprobe config-check collect` makes one")
@@ -52,44 +43,6 @@ def rank_parts(path: Path) -> list[Path]:
     found = re.compile(rf"{re.escape(path.stem)}\.rank(\d+){re.escape(path.suffix or '.zip')}")
     here = [(match, p) for p in path.parent.glob("*") if (match := found.fullmatch(p.name))] if path.parent.is_dir() else []
     return [p for _, p in sorted(here, key=lambda pair: int(pair[0][1]))]
-
-
-def read_members(path: Path) -> dict[str, bytes]:
-    """Return name → bytes of all files in a zip, within the limits of this module."""
-    if path.is_dir():
-        raise FormatError(f"{path}: is a folder, and a pack is a zip file")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries = [entry for entry in archive.infolist() if not entry.is_dir()]
-            _refuse_harm(path, entries)
-            return {entry.filename: archive.read(entry) for entry in entries}
-    except zipfile.BadZipFile as error:
-        raise FormatError(f"{path}: is not a readable zip file ({error}): was it copied in full?") from None
-    except (zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise FormatError(f"{path}: a member cannot be unpacked ({error}): was it copied in full?") from None
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
-def _refuse_harm(path: Path, entries: list[zipfile.ZipInfo]) -> None:
-    if len(entries) > MOST_MEMBERS:
-        raise UnsafeFile(f"{path}: holds {len(entries)} members; more than {MOST_MEMBERS} are refused")
-    seen: set[str] = set()
-    for entry in entries:
-        name = entry.filename
-        parts = PurePosixPath(name.replace("\\", "/"))
-        if parts.is_absolute() or ".." in parts.parts or re.match(r"[A-Za-z]:", name) or "\0" in name:
-            raise UnsafeFile(f"{path}: the member {name!r} would be written outside its folder; the pack is refused")
-        if name in seen:
-            raise UnsafeFile(f"{path}: the member {name!r} is there twice; the pack is refused")
-        seen.add(name)
-        if entry.file_size > LARGEST_MEMBER:
-            raise UnsafeFile(f"{path}: {name!r} unpacks to {entry.file_size} bytes; more than {LARGEST_MEMBER} are refused")
-        if entry.file_size > 1 << 20 and entry.file_size > HIGHEST_RATIO * max(1, entry.compress_size):
-            ratio = entry.file_size // max(1, entry.compress_size)
-            raise UnsafeFile(f"{path}: {name!r} unpacks to {ratio} times its size, as a decompression bomb does; it is refused")
-    if (total := sum(entry.file_size for entry in entries)) > LARGEST_PACK:
-        raise UnsafeFile(f"{path}: unpacks to {total} bytes; more than {LARGEST_PACK} are refused")
 
 
 def checked_manifest(path: Path, members: dict[str, bytes]) -> dict[str, Any]:
@@ -114,18 +67,6 @@ def checked_manifest(path: Path, members: dict[str, bytes]) -> dict[str, Any]:
         if hashlib.sha256(members[name]).hexdigest() != said:
             raise FormatError(f"{path}: {name!r} does not fit its sha256 in {MANIFEST}: it was edited or damaged")
     return manifest
-
-
-def parse_json(path: Path, name: str, raw: bytes) -> Any:
-    """Return parsed JSON, or raise FormatError that says where it breaks."""
-    try:
-        return json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise FormatError(f"{path}: {name!r} is not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise FormatError(f"{path}: {name!r} is not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise FormatError(f"{path}: {name!r} is nested too deeply to be part of a pack") from None
 
 
 def _assemble(path: Path, members: dict[str, bytes], manifest: dict[str, Any]) -> Pack:

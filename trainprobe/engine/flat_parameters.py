@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from trainprobe.engine.naming import logical_name
-from trainprobe.engine.sources import Shard
+from trainprobe.engine.shards import Shard
 
 _FLAT = "_flat_param"  # the short name under which a module holds its flat parameter
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from trainprobe.engine.plan import Plan
 from trainprobe.errors import PlanError, did_you_mean
 
 _COMMON = {
@@ -64,8 +65,6 @@ class _Translation:
 
 def is_legacy(fields: Mapping[str, Any]) -> bool:
     """Tell whether these keys are that tool's and none of them a plan's alone."""
-    from trainprobe.engine.plan import Plan
-
     sectioned = isinstance(fields.get("statistics"), Mapping)
     own = set(Plan.model_fields) - _COMMON - _SECTIONS.keys()
     return (sectioned or bool(_TELLING & fields.keys())) and not own & fields.keys()

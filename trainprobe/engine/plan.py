@@ -6,8 +6,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, Strict, ValidationError, field_validator
 
 from trainprobe.engine.detail import Detail, Slice
-from trainprobe.engine.plan_problems import describe_problems, unknown_keys
+from trainprobe.engine.plan_problems import describe_problems
 from trainprobe.engine.selection import Names, Steps, parse_names, parse_steps
 from trainprobe.engine.subplans import check_subplan, sink_names
 from trainprobe.errors import PlanError, did_you_mean
@@ -362,42 +361,3 @@ class Plan(_Section):
             known = list(names)
             return [pair for rule in self._detail_names for pair in rule.unmatched(known)]
         return self._names[field].unmatched(names)
-
-
-def load_plan(source: Plan | Mapping[str, Any] | str | os.PathLike[str] | None = None, **overrides: Any) -> Plan:
-    """Make a plan from a file, a mapping, another plan or nothing, with `overrides` (fields of `Plan`) on top.
-
-    A file or mapping in the `config.json` dialect of mindstudio-probe is recognised by its keys and translated; what has
-    no equivalent is told in `Plan.notes`. Raises PlanError, which names every problem, the value, the file and the key.
-    """
-    from trainprobe.engine.legacy_config import is_legacy, translate
-
-    origin = "plan"
-    notes: tuple[str, ...] = ()
-    if isinstance(source, Plan):
-        fields = {name: getattr(source, name) for name in source.model_fields_set}
-        notes = source.notes
-    elif isinstance(source, Mapping):
-        fields = dict(source)
-    elif source is None:
-        fields: dict[str, Any] = {}
-    else:
-        from trainprobe.engine.plan_file import read_plan_file
-
-        origin = str(source)
-        fields = read_plan_file(Path(source))
-    if is_legacy(fields):
-        fields, notes = translate(fields, origin)
-    origins = dict.fromkeys(overrides, "keyword argument")
-    merged: dict[str, Any] = {**fields, **overrides}
-    if "on_error" not in merged and (wish := os.environ.get("TRAINPROBE_ON_ERROR")):
-        merged["on_error"] = wish
-        origins["on_error"] = "environment variable TRAINPROBE_ON_ERROR"
-    if problems := unknown_keys(merged, Plan):
-        raise PlanError("\n".join(f"{origins.get(key, origin)}: {text}" for key, text in problems))
-    try:
-        plan = Plan.model_validate(merged)
-    except ValidationError as error:
-        raise PlanError(describe_problems(error, Plan, lambda key: origins.get(key, origin))) from None
-    plan._notes = notes
-    return plan

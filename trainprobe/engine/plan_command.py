@@ -11,7 +11,8 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 
-from trainprobe.engine.plan import DetailRule, Histogram, Plan, SliceRule, load_plan
+from trainprobe.engine.plan import DetailRule, Histogram, Plan, SliceRule
+from trainprobe.engine.plan_loading import load_plan
 
 _SECTIONS = {"details": DetailRule, "slice": SliceRule, "histogram": Histogram}
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -83,7 +83,7 @@ def _sentence(problems: list[Any], model: type[BaseModel]) -> str:
         if problem["type"] == "value_error":
             return str(problem["ctx"]["error"])
         if problem["type"] == "extra_forbidden":
-            return _unknown(problem["loc"][-1], _siblings(problem["loc"], model))
+            return _unknown(problem["loc"][-1], list(model_at(model, problem["loc"][:-1]).model_fields))
         if problem["type"] == "missing":
             return "is missing"
     if isinstance(value, str):
@@ -116,13 +116,20 @@ def _unknown(key: Any, known: list[str]) -> str:
     return f"unknown key {key!r}{hint}"
 
 
-def _siblings(loc: tuple[Any, ...], model: type[BaseModel]) -> list[str]:
-    """Return the keys that the section around `loc` knows."""
-    from trainprobe.engine import plan
+def model_at(model: type[BaseModel], loc: Sequence[Any]) -> type[BaseModel]:
+    """Return the section in which a key stands; numbers of items are passed over."""
+    for piece in loc:
+        field = model.model_fields.get(str(piece))
+        model = next(_sections(field.annotation), model) if field is not None else model
+    return model
 
-    sections = {"details": plan.DetailRule, "slice": plan.SliceRule, "histogram": plan.Histogram}
-    inner = [sections[piece] for piece in loc[:-1] if piece in sections]
-    return list((inner[-1] if inner else model).model_fields)
+
+def _sections(kind: Any) -> Iterator[type[BaseModel]]:
+    """Yield the sections that the type of a field speaks of."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        yield kind
+    for inner in get_args(kind):
+        yield from _sections(inner)
 
 
 def _shown(value: Any) -> str:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from trainprobe.engine.plan_problems import model_at
 from trainprobe.errors import PlanError, did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -53,20 +54,10 @@ def read_section(section: str, model: type[Model], settings: Mapping[str, Any] |
 def _problem(model: type[BaseModel], problem: Any, at: str) -> str:
     where = ".".join(piece for piece in (at, *map(str, problem["loc"])) if piece)
     if problem["type"] == "extra_forbidden":
-        known, name = list(_model_at(model, problem["loc"][:-1]).model_fields), str(problem["loc"][-1])
+        known, name = list(model_at(model, problem["loc"][:-1]).model_fields), str(problem["loc"][-1])
         hint = did_you_mean(name, known) or f" (there are: {', '.join(known)})"
         return f"{where}: unknown key {name!r}{hint}"
     return f"{where}: {problem['input']!r} cannot be used: {problem['msg'].removeprefix('Value error, ')}"
-
-
-def _model_at(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel]:
-    """Return the section in which a key stands."""
-    for piece in loc:
-        field = model.model_fields.get(str(piece))
-        kind = field.annotation if field else None
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            model = kind
-    return model
 
 
 def sink_names() -> list[str]:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from trainprobe.engine.naming import Rename
-from trainprobe.engine.sources import Shard
+from trainprobe.engine.shards import Shard
 
 Axes = Mapping[str, tuple[int, int]]
 TIED = "embedding.word_embeddings.weight"

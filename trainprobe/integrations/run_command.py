@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from trainprobe.engine.plan import load_plan
+from trainprobe.engine.plan_loading import load_plan
 from trainprobe.errors import UsageError
 from trainprobe.integrations.unedited import environment_for
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.naming import Rename
-from trainprobe.engine.plan import load_plan
+from trainprobe.engine.plan_loading import load_plan
 from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.engine.stats import finish
 from trainprobe.engine.taps.unseen import unseen

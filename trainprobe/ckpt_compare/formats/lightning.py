@@ -14,14 +14,12 @@ from trainprobe.ckpt_compare.pieces import Checkpoint
 from trainprobe.ckpt_compare.plain_state import flat
 from trainprobe.ckpt_compare.storage import torch_archive
 
-_VERSION = b"pytorch-lightning_version"
-
 
 def sniff(path: Path) -> bool:
     """A torch file that states Lightning's version, or a distributed checkpoint with `meta.pt`."""
     if path.is_dir():
         return (path / "meta.pt").is_file() and (path / ".metadata").is_file()
-    return torch_archive.is_torch_file(str(path)) and torch_archive.mentions(str(path), _VERSION)
+    return torch_archive.is_torch_file(str(path)) and torch_archive.mentions(str(path), plain_torch.LIGHTNING)
 
 
 def open(path: Path) -> Checkpoint:

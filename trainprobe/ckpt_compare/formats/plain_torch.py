@@ -15,6 +15,7 @@ from trainprobe.ckpt_compare.storage import torch_archive
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights", "model_state", "ema")
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states", "optim_state_dict", "opt")
 SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict", "scheduler_state_dict")
+LIGHTNING = b"pytorch-lightning_version"  # a key in each file that Lightning writes
 ITERATION_KEYS = ("iteration", "step", "global_step", "epoch", "iter", "steps")
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
 
@@ -23,9 +24,7 @@ def sniff(path: Path) -> bool:
     """A file that torch.save wrote, unless Lightning did."""
     if not path.is_file() or path.suffix == ".safetensors" or not torch_archive.is_torch_file(str(path)):
         return False
-    from trainprobe.ckpt_compare.formats import lightning
-
-    return not lightning.sniff(path)
+    return not torch_archive.mentions(str(path), LIGHTNING)
 
 
 def open(path: Path) -> Checkpoint:

@@ -7,15 +7,13 @@ float64 accumulate in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
+from trainprobe.engine.arrays.torch_chunks import chunks
 from trainprobe.engine.arrays.torch_words import fingerprint_of_chunk
 
 STATS, CHECKSUM, STD, CRC32, SUBLOW = 1, 2, 4, 8, 16
-_CHUNK = 1 << 18  # elements: a float64 temporary of a chunk is 2 MiB
 _LOW = 0xFFFFFFFF
 _UNSIGNED = {torch.uint16: (torch.int16, 0xFFFF), torch.uint32: (torch.int32, _LOW)}
 _COMPONENT = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -44,21 +42,6 @@ SMALLEST_NORMAL = {
 def accumulator(device: torch.device) -> torch.dtype:
     """Return the widest float dtype that a device adds in."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def chunks(t: Tensor, most: int = _CHUNK) -> Iterator[Tensor]:
-    """Yield the elements in row-major order as 1-D tensors of at most `most` elements; views where the layout allows."""
-    n = t.numel()
-    if n <= most:
-        yield t.reshape(-1)
-    elif t.is_contiguous():
-        yield from t.view(-1).split(most)
-    elif t.shape[0] == 1:
-        yield from chunks(t[0], most)
-    else:
-        rows = max(1, most // (n // t.shape[0]))
-        for start in range(0, t.shape[0], rows):
-            yield from chunks(t.narrow(0, start, min(rows, t.shape[0] - start)), most)
 
 
 def reduce_tensor(t: Tensor, flags: int) -> tuple[Tensor, Tensor | None]:

@@ -12,6 +12,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
+from trainprobe.engine.arrays.torch_chunks import chunks
 from trainprobe.engine.stats.checksum import MASK, ROW, G, M, words_each
 
 _LOW = 0xFFFFFFFF
@@ -153,8 +154,6 @@ def crc32_of_chunk(x: Tensor, before: Tensor) -> Tensor:
 
 def crc32_register(t: Tensor, chunk: int = 1 << 16) -> Tensor:
     """Return zlib's CRC-32 of the row-major bytes of a tensor as int64 [] on its device; waits for nothing."""
-    from trainprobe.engine.arrays.torch_reduce import chunks
-
     with torch.no_grad():
         register = torch.full((), _LOW, dtype=torch.int64, device=t.device)
         for piece in chunks(t.detach(), chunk):
@@ -165,8 +164,6 @@ def crc32_register(t: Tensor, chunk: int = 1 << 16) -> Tensor:
 
 def crc32_on_host(t: Tensor) -> int:
     """Return zlib's CRC-32 of the row-major bytes of a tensor that is on the CPU."""
-    from trainprobe.engine.arrays.torch_reduce import chunks
-
     crc = 0
     with torch.no_grad():
         for piece in chunks(t.detach()):
@@ -183,8 +180,6 @@ def torch_fingerprint(t: Tensor, offset: Sequence[int] | None = None, global_sha
     offset, global_shape: where the shard begins in the global tensor and how large that is. Shares of shards that cover
     the whole once add up, modulo 2^64, to its fingerprint.
     """
-    from trainprobe.engine.arrays.torch_reduce import chunks
-
     with torch.no_grad():
         t = t.detach()
         total, place = 0, 0

@@ -14,7 +14,8 @@ from trainprobe.compiled import native
 from trainprobe.engine.facts import Piece
 from trainprobe.engine.flat_parameters import Stretch, handles_of, stretches_of
 from trainprobe.engine.records import Call, Reel, Value
-from trainprobe.engine.sources import SORTS, Part, PlainSource, Shard, Source, sort_of
+from trainprobe.engine.shards import Shard
+from trainprobe.engine.sources import SORTS, Part, PlainSource, Source, sort_of
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.taps.saved_pieces import HeldPieces, pieces_of
 from trainprobe.engine.unscaling import Scaled, unscale

@@ -18,7 +18,8 @@ from trainprobe.engine.arrays.torch_rows import to_host
 from trainprobe.engine.arrays.torch_words import fingerprint_at
 from trainprobe.engine.facts import Piece
 from trainprobe.engine.library import Carried
-from trainprobe.engine.sources import Part, Shard, mesh_shard
+from trainprobe.engine.shards import Shard, mesh_shard
+from trainprobe.engine.sources import Part
 
 _CHUNK = 1 << 20  # elements whose places are worked out at a time
 
