@@ -12,8 +12,9 @@ from benchmarks.bugs.token_loops import MainGradients, Policy, Routed, ScaledTwi
 from tests.monitor.audit.trained import assert_found, assert_found_on_two_ranks, findings
 from trainprobe.engine.facts import Clip, ModelFacts, Reduction, StepFacts
 from trainprobe.engine.records import Place
-from trainprobe.monitor.audit.evidence import Evidence, Past, Peer, Tensors
+from trainprobe.monitor.audit.evidence import Evidence, Past, Tensors
 from trainprobe.monitor.audit.messages import key_of
+from trainprobe.monitor.audit.peers import Peer
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.relations import reduced_gradients
 

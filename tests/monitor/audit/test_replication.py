@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from trainprobe.engine.facts import ParameterFact
-from trainprobe.monitor.audit.evidence import Peer, Share, Tensors
+from trainprobe.monitor.audit.evidence import Tensors
 from trainprobe.monitor.audit.messages import decode, encode
+from trainprobe.monitor.audit.peers import Peer, Share
 from trainprobe.monitor.audit.replication import (
     constants_beside_a_matrix,
     doubted_biases,

@@ -14,9 +14,10 @@ from dataclasses import replace
 from trainprobe.engine.facts import SavedTensors, StepFacts
 from trainprobe.engine.gathering import Words
 from trainprobe.engine.records import Finding, Place, Reel
-from trainprobe.monitor.audit.evidence import Evidence, Past, Peer, Share, Tensors, tensors_of
+from trainprobe.monitor.audit.evidence import Evidence, Past, Tensors, tensors_of
 from trainprobe.monitor.audit.history import handed_over, remembered, stepped_here
 from trainprobe.monitor.audit.messages import decode, digest, encode, key_of, out_of_service
+from trainprobe.monitor.audit.peers import Peer, Share
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.relaid import Relaid, as_pieces, is_relaid, rows_of, what_was_loaded
 from trainprobe.monitor.audit.relations import load_relation

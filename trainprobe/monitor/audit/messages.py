@@ -17,7 +17,7 @@ import numpy as np
 
 from trainprobe.engine.gathering import Words
 from trainprobe.engine.topology import AXES as _AXES
-from trainprobe.monitor.audit.evidence import Peer, Share
+from trainprobe.monitor.audit.peers import Peer, Share
 
 AXES = (*_AXES, "etp")
 NUMBERS = ("lr", "loss_scale", "counter", "reported_norm", "coefficient", "loss", "updates", "tokens", "differentiated")

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from trainprobe.engine.facts import Piece, SavedTensors, Schedule
 from trainprobe.engine.stats.checksum import MASK
-from trainprobe.monitor.audit.evidence import Key, Peer
 from trainprobe.monitor.audit.messages import key_of
+from trainprobe.monitor.audit.peers import Key, Peer
 
 Moment = tuple[int, int]  # step, number of ranks
 ENOUGH = 0.25  # of the tensors of a save: then it is what was loaded

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from trainprobe.engine.facts import ParameterFact
-from trainprobe.monitor.audit.evidence import Peer, Share, Tensors
+from trainprobe.monitor.audit.evidence import Tensors
+from trainprobe.monitor.audit.peers import Peer, Share
 
 _DATA = frozenset({"dp"})
 

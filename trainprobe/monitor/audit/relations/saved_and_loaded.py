@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 
 from trainprobe.engine.facts import SavedTensors
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, Key, Tensors, and_more
+from trainprobe.monitor.audit.evidence import Evidence, Tensors, and_more
+from trainprobe.monitor.audit.peers import Key
 from trainprobe.monitor.audit.relaid import ENOUGH, Relaid, in_common, match, newest, saves_of_all
 
 COST = frozenset({"fingerprints"})
