@@ -44,6 +44,7 @@ class ProbeCallback:
         self._number = -1  # of the step that is open
         self._losses = 0
         self._updates = 0
+        self._in_batch = False  # a batch that a callback skips begins and never ends
         self._hooks: list[Any] = []
 
     def __reduce__(self) -> Any:
@@ -69,6 +70,7 @@ class ProbeCallback:
             _model(trainer, pl_module),
             trainer.optimizers,
             step=trainer.global_step,
+            first=0,
             place=_place(trainer) if engine is None else place_of(engine),
             rename=None if engine is None else renaming(engine.module),
             say=_log().warning,
@@ -78,8 +80,8 @@ class ProbeCallback:
             self._hooks = [optimizer.register_step_post_hook(self._updated) for optimizer in trainer.optimizers]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write everything."""
-        self._end()
+        """Write everything; a step that is still open awaited an update that never came."""
+        self._end(complete=False)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write what was collected of the step that an error cut short."""
@@ -100,11 +102,14 @@ class ProbeCallback:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin a step, or its next micro-batch."""
+        """Begin a step, or its next micro-batch, or the one that was begun before and then skipped."""
         if not self.session.is_inside:
             self._number, self._losses, self._updates = trainer.global_step, 0, 0
             self.session.step_begins(self._number)
-        self.session.micro_begins()
+            self._in_batch = False
+        if not self._in_batch:
+            self.session.micro_begins()
+        self._in_batch = True
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Take the loss: the sum of what Lightning differentiates in a step; in manual optimization, each by itself."""
@@ -116,6 +121,7 @@ class ProbeCallback:
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End the step if an optimizer stepped in this batch."""
+        self._in_batch = False
         if not self.session.is_inside or trainer.global_step == self._number:
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)

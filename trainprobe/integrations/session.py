@@ -61,6 +61,7 @@ class Session:
         optimizers: Sequence[Any],
         *,
         step: int,
+        first: int = 1,
         place: Place | None = None,
         rename: Rename | None = None,
         say: Say | None = None,
@@ -68,21 +69,21 @@ class Session:
     ) -> None:
         """Training begins. Raises what `Probe.open` raises.
 
-        step: the number of its first step, 0 or 1 in a new run. rename: gives modules their names over all ranks. say: prints
-        the one line at the start. follow: lets the open probe take what an engine holds that trains by its own rules, and
-        returns what has `end()`, or None.
+        step: the number of its first step. first: what that is in a new run; a higher one goes on with an earlier run.
+        rename: gives modules their names over all ranks. say: prints the one line at the start. follow: lets the open probe
+        take what an engine holds that trains by its own rules, and returns what has `end()`, or None.
         """
         if self.probe is not None and self._model is model and self._last is None:
             return  # the callback was added twice: each event comes twice
         self.end(complete=False)
         plan = self.plan
-        if self._trainings or step > 1:  # what this run or the one that it resumes wrote stays
+        if self._trainings or step > first:  # what this run or the one that it resumes wrote stays
             plan = load_plan(plan, on_existing="continue")
         probe = self.probe_kind(plan, place=place, rename=rename)
         probe.open(model, list(optimizers))
         self.probe, self._model, self._place = probe, model, probe.place
         self._follower = follow(probe) if follow is not None else None
-        self._inherit(probe, step)
+        self._inherit(probe, step, first)
         self._last = self._open = None
         self._seen = 0
         self._trainings += 1
@@ -202,7 +203,7 @@ class Session:
         for old in sorted(path.parent.glob("rules_step*.json"), key=lambda p: p.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)
 
-    def _inherit(self, probe: Probe, step: int) -> None:
+    def _inherit(self, probe: Probe, step: int, first: int) -> None:
         """Let the rules go on from the checkpoint, or from the training before when this one continues it."""
         watcher = next((w for w in probe.watchers if isinstance(w, Watcher)), None)
         if watcher is None:
@@ -215,7 +216,7 @@ class Session:
                 probe.guard.run(load_state, watcher, self._state_file(probe.place.rank, int(inherited["step"])))
         elif self._watcher is not None and self._last is not None and step > self._last:
             probe.guard.run(watcher.restore, self._watcher.state())
-        elif step > 1:
+        elif step > first:
             probe.guard.run(load_state, watcher, self._state_file(probe.place.rank, step - 1))  # where it was kept
         self._watcher = watcher
 

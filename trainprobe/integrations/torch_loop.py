@@ -76,7 +76,7 @@ class TorchLoop:
         self._parameters = {id(p) for p in model.parameters()}
         given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer is not None else []
         optimizers = [getattr(wrapper, "optimizer", wrapper) for wrapper in given]  # Accelerate wraps the one that steps
-        self.session.begin(model, optimizers, step=self._number, say=_log.warning)
+        self.session.begin(model, optimizers, step=self._number, first=0, say=_log.warning)
 
     def close(self) -> None:
         """Take everything off and write what is pending. Safe to call twice."""

@@ -70,6 +70,15 @@ def test_a_loop_is_followed_by_its_updates_and_let_go_again(tmp_path):
     assert pickle.loads(pickle.dumps(model))
 
 
+def test_a_loop_that_is_resumed_after_its_first_step_goes_on(tmp_path):
+    model, optimizer = small()
+    for step in range(3):
+        loop = attach(model, optimizer, {"level": "L0"}, output=tmp_path / "out", first_step=step)
+        one_step(model, optimizer, step)
+        loop.close()
+    assert list(recorded(tmp_path / "out")) == [0, 1, 2]
+
+
 def test_the_whole_model_is_among_what_is_recorded_of_its_first_call(tmp_path):
     from trainprobe.engine.dumps.log import read_log
 
