@@ -127,3 +127,17 @@ def test_a_module_that_is_called_with_other_parameters_has_those_in_that_call_an
     norms = reel.numbers()["norm"]
     found = [norms[call.params["weight"].row] for call in calls_of(reel, "0") if call.phase == "forward"]
     assert found == pytest.approx([float(own.double().norm()) * factor for factor in (1, 3, 2, 1)])
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_part_that_torchscript_compiled_is_seen_as_any_other(native, tmp_path):
+    torch.manual_seed(0)
+    part = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.jit.script(part))
+    x = torch.randn(2, 3)
+    expected = part(model[0](x)).double()
+    reel = recorded(model, lambda: model(x).sum().backward(), tmp_path / "out", native=native)
+    forward, backward = calls_of(reel, "1")
+    numbers = reel.numbers()
+    assert numbers["mean"][forward.out.row] == pytest.approx(float(expected.mean()), rel=1e-6)
+    assert numbers["mean"][backward.args[0].row] == 1.0

@@ -12,7 +12,6 @@ import os
 import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from trainprobe.compiled import forbidden
+from trainprobe.engine.arrays.torch_apart import apart
 from trainprobe.engine.arrays.torch_reduce import CHECKSUM, CRC32, REDUCED, STATS, STD, SUBLOW
 from trainprobe.engine.arrays.torch_rows import DeviceRows, to_host
 from trainprobe.engine.stats.partials import PARTIALS
@@ -106,7 +106,7 @@ class TorchStrip:
             rows.together(self._together)
             self._placed[t.device] = []
         row = len(self) if self.native is None else self.native.blank()
-        with outside_transforms():
+        with apart():
             rows.add(t, self._flags)
         self._placed[t.device].append(row)
         return row
@@ -126,7 +126,7 @@ class TorchStrip:
         for device, rows in self._placed.items():
             at = bisect_left(rows, row)
             if at < len(rows) and rows[at] == row:
-                with outside_transforms():
+                with apart():
                     return self._devices[device].peek(at)
         return None if _native is None else _native.row_of(self.native, row)
 
@@ -192,15 +192,6 @@ def reason_without_statistics(t: Tensor) -> str:
     except (RuntimeError, NotImplementedError):
         freed = True
     return "no data behind it now (freed, or a wrapper without storage)" if freed else ""
-
-
-def outside_transforms() -> AbstractContextManager[Any]:
-    """Return a context in which no transform of `torch.func` runs: it would refuse that rows are written within it."""
-    if torch._C._functorch.peek_interpreter_stack() is None:  # pyright: ignore[reportAttributeAccessIssue]
-        return nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack()
 
 
 def _torch_func_wrapper(t: Tensor) -> str:
@@ -271,7 +262,7 @@ def copy_out(t: Tensor) -> HostCopy:
         address = 0 if t.is_neg() or t.is_conj() else t.data_ptr()
         if address > _SUSPECT:
             return HostCopy(_dtype_text(t.dtype), tuple(t.shape), _native.bytes_at(address, t.nbytes))
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with apart(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         inner = t if type(t) in _PLAIN else local_of(t)[0]
         plain = (t if inner is None else inner).detach().resolve_conj().resolve_neg()
         host = plain.to("cpu", copy=True) if plain.device.type != "cpu" else plain.clone(memory_format=torch.contiguous_format)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch._C import DisableTorchFunction
 
+from trainprobe.engine.arrays.torch_apart import apart
 from trainprobe.engine.arrays.torch_arrays import TorchStrip, local_of, native_code, native_in_use, reason_without_statistics
 from trainprobe.engine.arrays.torch_extras import Extra, StripWithExtras, bin_counts, exponent_counts
 from trainprobe.engine.arrays.torch_extras import quantiles as quantiles_at
@@ -81,7 +82,8 @@ class TorchLibrary:
 
     def bring(self, tensors: Sequence[Any]) -> list[npt.NDArray[Any]]:
         """Bring small tensors to the host, in one transfer a device, each flattened and of its own dtype."""
-        return to_host(tensors)
+        with apart():
+            return to_host(tensors)
 
     def is_tensor(self, x: Any) -> bool:
         """Tell whether x is a tensor, subclasses included."""

@@ -20,6 +20,8 @@ from torch._C import DisableTorchFunction
 from torch.autograd import _get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
 from torch.autograd.graph import get_gradient_edge
 
+from trainprobe.engine.arrays.torch_apart import apart
+
 sequence_number: Callable[[], int] = _get_sequence_nr
 
 __all__ = ["Contribution", "Edge", "Graph", "edge_of", "node_of", "sequence_number"]
@@ -45,7 +47,7 @@ def edge_of(t: Any) -> Edge | None:
         return node, t.output_nr
     if not t.is_leaf:
         return None
-    with DisableTorchFunction():
+    with DisableTorchFunction(), apart(within_transforms=True):
         try:
             edge = get_gradient_edge(t)  # it makes a view
         except RuntimeError:  # which sparse and nested leaves do not have
@@ -104,9 +106,7 @@ class Graph:
 
 def plus(total: Any, gradient: Any) -> Any:
     """Return the sum of two gradients, out of place and in their own dtype; no part of any graph."""
-    if not torch.is_grad_enabled():
-        return total + gradient
-    with torch.no_grad():
+    with apart(within_transforms=True), torch.no_grad():
         return total + gradient
 
 

@@ -159,7 +159,7 @@ class ModuleTap:
             modules = list(model.named_modules())
             outer = count_outer_wrappers(name for name, _ in modules if name)
             for raw, module in modules:
-                if is_outer_wrapper(raw, outer) or not INNER.isdisjoint(module._modules):
+                if is_outer_wrapper(raw, outer) or not INNER.isdisjoint(module._modules.keys()):
                     continue  # the model inside is recorded: the same names and numbers with and without a wrapper
                 plain = prefix + logical_name(raw, outer_wrappers=outer)
                 name = self._rename(plain) if self._rename is not None else plain  # sees the chunk: it may number over all

@@ -16,6 +16,7 @@ from torch._C import DisableTorchFunction, _current_graph_task_id
 from torch.overrides import TorchFunctionMode
 
 from trainprobe.compiled import native
+from trainprobe.engine.arrays.torch_apart import apart
 from trainprobe.engine.catalog import OpName, op_name
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.records import Call
@@ -353,11 +354,11 @@ class _Mode(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         name, flags = wanted
         guard = self._guard
-        with DisableTorchFunction():
+        with DisableTorchFunction(), apart(within_transforms=True):
             call = guard.run(self._tap.before, name, flags, args, kwargs)
         floor = sequence_number()
         out = func(*args, **kwargs) if kwargs else func(*args)
         if call is not None:
-            with DisableTorchFunction():
+            with DisableTorchFunction(), apart(within_transforms=True):
                 guard.run(self._tap.after, name, flags, call, floor, args, out)
         return out
