@@ -65,6 +65,7 @@ class Tape:
         self.micro = 0
         self.micro_told = False
         self.reused = 0
+        self.looks_again = False  # at every forward of the outermost module, at what was seen before it
         self._save = save
         self._reuse = reuse
         self._plain = library.plain
@@ -114,9 +115,14 @@ class Tape:
             self._trail.call(call)
 
     def forward_begins(self, name: str) -> None:
-        """Count micro-batches by the forwards of the outermost module, unless somebody tells them."""
+        """Count micro-batches by the forwards of the outermost module, unless somebody tells them.
+
+        Since the forward before, the program may have written to parameters without a trace (`p.data.clamp_`).
+        """
         if not self.micro_told:
             self.micro = self.count(name, "outermost forward")
+        if self.looks_again:
+            self.forget_all()
 
     # ---- values ------------------------------------------------------------------------------------------------
 

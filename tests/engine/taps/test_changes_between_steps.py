@@ -116,3 +116,38 @@ def test_each_step_is_recorded_as_without_the_compiled_parts(change, tmp_path):
     ours, theirs = (run(change, tmp_path / str(compiled), compiled=compiled) for compiled in (True, False))
     assert len(ours[0]) == STEPS and all(len(reel["calls"]) > 5 for reel in ours[0])
     assert ours == theirs
+
+
+def clipped(model):
+    for p in model.parameters():
+        p.data.clamp_(-0.1, 0.1)
+
+
+def updated_by_hand(model):
+    for p in model.parameters():
+        p.data.add_(p.grad.data, alpha=-0.5)
+
+
+def written_through_numpy(model):
+    with torch.no_grad():
+        model.second.weight.numpy()[...] *= 2
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("level", ["L0", "L1", "mix"])
+@pytest.mark.parametrize("write", [clipped, updated_by_hand, written_through_numpy], ids=lambda write: write.__name__)
+def test_a_parameter_written_without_a_trace_between_two_forwards_of_a_step_is_shown_as_it_is(write, level, compiled, tmp_path):
+    model = Loop().model
+    expected = []
+    with trainprobe.watch(model, output=tmp_path, level=level, sinks=["memory"], native=compiled, on_error="raise") as probe:
+        probe.begin_step()
+        for _ in range(3):
+            expected.append(float(model.second.weight.detach().double().norm()))
+            model(torch.randn(2, 4)).square().mean().backward()
+            write(model)
+        reel = probe.end_step()
+    norms = reel.numbers()["norm"]
+    modules = [call.params["weight"] for call in reel.calls if (call.name, call.phase) == ("second", "forward")]
+    ops = [call.args[1] for call in reel.calls if (call.name, call.phase) == ("Functional.linear", "forward")][1::3]
+    for weights in (modules,) * (level != "L1") + (ops,) * (level != "L0"):
+        assert [norms[weight.row] for weight in weights] == pytest.approx(expected)

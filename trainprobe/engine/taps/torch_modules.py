@@ -105,6 +105,7 @@ class ModuleTap:
         self._original: Replaced | None = None
         self._substituted: Replaced | None = None
         self._outline: Outline | None = None
+        self._saves = False  # whether values of modules are saved
         self._accumulators: list[tuple[Any, Any]] = []
         self._gradient_calls: dict[tuple[str, int], Call] = {}
         self._arrived: dict[int, int] = {}  # id of parameter → gradients that arrived this step
@@ -153,6 +154,7 @@ class ModuleTap:
         for _, handle in self._accumulators:
             handle.remove()
         self._accumulators.clear()
+        self._saves = False
         self._outline = Outline(module for model in self._models for module in model.modules())
         for chunk, model in enumerate(self._models):
             prefix = f"{chunk}." if len(self._models) > 1 else ""
@@ -170,9 +172,9 @@ class ModuleTap:
                 shown = name or ROOT
                 if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
                     self._note_compiled(shown)
-                self.known[id(module)] = _Info(
-                    shown, type(module).__name__, own, self.wanted.flags(shown), self.wanted.selected(shown)
-                )
+                flags = self.wanted.flags(shown)
+                self._saves = self._saves or bool(flags & SAVE)
+                self.known[id(module)] = _Info(shown, type(module).__name__, own, flags, self.wanted.selected(shown))
 
     def names(self) -> dict[int, str]:
         """Return id of parameter → name, as the model is now: another dict where it is made of something else than before."""
@@ -191,6 +193,7 @@ class ModuleTap:
         self._forwards.clear()
         self._micros.clear()
         self._gradients.tape = tape
+        tape.looks_again = not self._saves  # where values are saved, each parameter would be saved once a micro-batch
         if self._watch is not None and tape.eye is not None:
             self._watch.begin(tape, tape.eye, tape.calls, self._arrived)
         self.install()

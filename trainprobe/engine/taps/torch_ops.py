@@ -33,6 +33,8 @@ from trainprobe.engine.taps.torch_modules import ModuleTap
 from trainprobe.engine.wanted import OpsWanted
 
 _Wanted = tuple[OpName, int]
+# What is written through the memory that these hand out leaves no trace in the tensor's version counter.
+_HAND_OUT_MEMORY: tuple[Any, ...] = (torch.Tensor.data.__get__, torch.Tensor.numpy)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class OpTap:
@@ -86,6 +88,8 @@ class OpTap:
 
     def _learn(self, func: Any) -> tuple[str, int, bool, bool] | None:
         wanted = self._guard.run(self.wanted, func)
+        if func in _HAND_OUT_MEMORY:
+            return None
         spec = None if wanted is None else (wanted[0].name, wanted[1], wanted[0].writes, wanted[0].unwritten)
         self._specs[func] = spec
         return spec
@@ -214,11 +218,18 @@ class OpTap:
     # ---- one call ----------------------------------------------------------------------------------------------
 
     def wanted(self, func: Any) -> _Wanted | None:
-        """Return name and flags of a callable that is to be recorded, None for one that is not; remembered for ever."""
+        """Return name and flags of a callable that is to be recorded, None for one that is not; remembered for ever.
+
+        What hands out a tensor's memory is not remembered but comes here each time, and has all tensors looked at anew.
+        """
         try:
             return self._names[func]
         except KeyError:
             name = op_name(func)
+        if func in _HAND_OUT_MEMORY:
+            if self._tape is not None:
+                self._tape.forget_all()
+            return None
         found = None
         if name is not None and self._plan.selected(name.name) and name.in_scope(self._plan.scope):
             found = (name, self._plan.flags(name.name))
