@@ -44,12 +44,12 @@ class Stretch:
 
 
 def is_flattened(p: Any) -> bool:
-    """Tell whether a parameter is flat or a view of a flat one.
+    """Tell whether a parameter is flat or a view of a flat one, or emptied by DeepSpeed's ZeRO 3 until its module runs.
 
     Its gradient accumulator must not be asked for outside a forward: it would be made for the piece that is there then, and
     refuse the gradient of the whole.
     """
-    return getattr(p, "_fsdp_flattened", False)
+    return getattr(p, "_fsdp_flattened", False) or (hasattr(p, "ds_shape") and p.ds_shape != p.shape)
 
 
 def handles_of(models: Iterable[Any]) -> list[Any]:

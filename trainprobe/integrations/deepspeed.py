@@ -243,6 +243,7 @@ class Follower:
         else:
             self.around("forward", self._forward)
             self.around("backward", self._backward)
+            self.around("_backward_epilogue", self._backward_ends)
             self.around("step", self._step)
         self.around("save_checkpoint", self._save)
         self.around("load_checkpoint", self._load)
@@ -266,8 +267,13 @@ class Follower:
         loss = self._run_inside(run, *args, **kwargs)
         if self.probe.tape is not None:
             self.probe.guard.run(self._add_loss, loss)
-        self._micro += 1
         return loss
+
+    def _backward_ends(self, run: Any, *args: Any, **kwargs: Any) -> Any:
+        """Count the micro-batches; under ZeRO a program may call `loss.backward()` too."""
+        out = run(*args, **kwargs)
+        self._micro += 1
+        return out
 
     def _step(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         before = self.engine.global_steps

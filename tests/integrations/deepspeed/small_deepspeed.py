@@ -66,13 +66,13 @@ def engine_with(stage: int, dtype: str = "fp32", *, net: nn.Module | None = None
     return deepspeed.initialize(model=net, optimizer=optimizer_of(net), config=config)[0]
 
 
-def train(engine: Any, micro: list[Batch]) -> list[torch.Tensor]:
-    """Train with an evaluation behind each micro-batch; return the losses."""
+def train(engine: Any, micro: list[Batch], direct: bool = False) -> list[torch.Tensor]:
+    """Train with an evaluation behind each micro-batch; return the losses. direct: by `loss.backward()`."""
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else torch.float32
     losses = []
     for i, (x, y) in enumerate(micro):
         loss = engine(x.to(dtype), y)
-        engine.backward(loss)
+        loss.backward() if direct else engine.backward(loss)
         if engine.managed_gradient_accumulation() or (i + 1) % ACCUMULATE == 0:
             engine.step()
         losses.append(loss.detach())

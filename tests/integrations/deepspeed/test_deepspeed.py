@@ -14,6 +14,7 @@ from tests.integrations.records import recorded
 from trainprobe.engine.dumps import read_step
 from trainprobe.errors import UsageError
 
+DUMPS = ["zero3-fp32-dump", "zero3-fp32-dump_of_all", "zero3-fp32-always_cut", "zero2-fp32-direct"]
 EXACT = [name for name in CONFIGURATIONS if "fp32" in name.split("-")]
 ROUNDED = [name for name in CONFIGURATIONS if name not in EXACT]
 DECAYED = LR * DECAY
@@ -61,7 +62,7 @@ def joined(pair, configuration: str) -> list[dict[str, float]]:
     },
     ranks=2,
 )
-@pytest.mark.parametrize("configuration", [*CONFIGURATIONS, "zero3-fp32-dump"])
+@pytest.mark.parametrize("configuration", [*CONFIGURATIONS, *DUMPS])
 def test_each_rank_trains_to_the_same_bits_with_and_without_the_probe(pair, configuration):
     assert [told[f"{configuration} different bits"] for told in pair[1]] == [[], []]
 
@@ -122,6 +123,12 @@ def test_a_dump_under_zero_3_holds_whole_weights_of_both_micro_batches_and_no_ev
         weights = [row for row in rows if row.site.name == "fc1"]
         assert [(row.step.micro, row.shape) for row in weights] == [(0, (13, 7)), (1, (13, 7))]
         assert [row.values["norm"] for row in weights] == pytest.approx([first, first], rel=5e-5)
+
+
+def test_micro_batches_are_counted_where_the_program_calls_backward_by_itself(pair):
+    for step in range(1, STEPS + 1):
+        for reel in read_step(pair[0] / "direct" / f"step{step}").values():
+            assert [call.micro for call in reel.calls if call.name == "fc1" and call.phase == "forward"] == [0, 1]
 
 
 @pytest.mark.parametrize("configuration", ["zero0-fp32", "zero0-bf16", "zero2-fp32", "zero3-fp32"])

@@ -23,18 +23,22 @@ RANK = int(os.environ["RANK"])
 MONITORED = {"level": "off", "monitor": {"optimizer_state": True, "gradients": {"unreduced": True}, "activations": False}}
 EACH_MICRO = {"level": "off", "monitor": {"gradients": {"unreduced": True, "per_micro": True}, "activations": False}}
 DUMPED = {"level": "mix", "step": 2}
+ALL_DUMPED = {"level": "L0"}
+ALWAYS_CUT = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}  # also what is small
 
 
-def compared(told: dict[str, Any], name: str, plan: dict[str, Any], output: Path, **settings: Any) -> None:
+def compared(
+    told: dict[str, Any], name: str, plan: dict[str, Any], output: Path, direct: bool = False, **settings: Any
+) -> None:
     """Train bare and watched; tell what differs, and what the probe left on the engine. name: zeroSTAGE-DTYPE and more."""
     stage, dtype = int(name[4]), name.split("-")[1]
     bare = small.engine_with(stage, dtype, **settings)
-    plain = small.bits(bare, small.train(bare, small.batches(RANK)))
+    plain = small.bits(bare, small.train(bare, small.batches(RANK), direct))
     bare.destroy()
     engine = small.engine_with(stage, dtype, **settings)
     before = small.traces(engine)
     assert attach(attach(engine, plan, output=output)) is engine
-    losses = small.train(engine, small.batches(RANK))
+    losses = small.train(engine, small.batches(RANK), direct)
     detach(engine)
     left = small.traces(engine)
     told[f"{name} left"] = [key for key in before if before[key] != left[key]]
@@ -83,6 +87,9 @@ def main(folder: Path) -> None:
     for name, settings in small.CONFIGURATIONS.items():
         compared(told, name, MONITORED, folder / name, **settings)
     compared(told, "zero3-fp32-dump", DUMPED, folder / "dump")
+    compared(told, "zero3-fp32-dump_of_all", ALL_DUMPED, folder / "dump of all")
+    compared(told, "zero3-fp32-always_cut", ALL_DUMPED, folder / "always cut", **ALWAYS_CUT)
+    compared(told, "zero2-fp32-direct", ALL_DUMPED, folder / "direct", direct=True)
     for stage, dtype, settings in ((0, "fp32", {}), (0, "bf16", {}), (2, "fp32", {"gradient_clipping": 0.0}), (3, "fp32", {})):
         poisoned(told, f"zero{stage}-{dtype}", stage, dtype, folder / f"poisoned{stage}-{dtype}", **settings)
     resumed(told, folder)
