@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainprobe
@@ -48,6 +49,22 @@ def counted(model, x):
     return mode.seen
 
 
+class Heard(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def heard(model, x):
+    with Heard() as mode:
+        model(x).square().mean().backward()
+    return mode.seen
+
+
 def in_inference_mode(model, x):
     with torch.inference_mode():
         y = model(x).mean()
@@ -84,7 +101,7 @@ def run(train, watch=None):
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("level", ["L0", "L1", "mix"])
 @pytest.mark.parametrize("task", ["statistics", "tensor"])
-@pytest.mark.parametrize("train", [counted, in_inference_mode, faked, traced], ids=lambda train: train.__name__)
+@pytest.mark.parametrize("train", [counted, heard, in_inference_mode, faked, traced], ids=lambda train: train.__name__)
 def test_the_program_sees_and_computes_what_it_does_without_the_probe(train, task, level, native, tmp_path):
     def watch(model):
         return trainprobe.watch(model, output=tmp_path / "out", level=level, task=task, native=native, on_error="raise")
@@ -92,3 +109,25 @@ def test_the_program_sees_and_computes_what_it_does_without_the_probe(train, tas
     alone = run(train)
     assert len(alone) >= 10
     assert run(train, watch) == alone
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_probe_records_nothing_of_what_another_one_does(native, tmp_path):
+    def ops(other):
+        torch.manual_seed(0)
+        model = Model()
+        with (
+            trainprobe.watch(Model(), output=tmp_path / f"first{other}", level="L1", native=native, on_error="raise") as first,
+            trainprobe.watch(model, output=tmp_path / f"second{other}", level="L1", native=native, on_error="raise") as second,
+        ):
+            if other:
+                first.begin_step()
+            second.begin_step()
+            model(torch.ones(2, 4)).sum().backward()
+            if other:
+                first.end_step()
+            return [(call.name, call.phase) for call in second.end_step().calls]
+
+    alone = ops(False)
+    assert ("Functional.linear", "forward") in alone
+    assert ops(True) == alone

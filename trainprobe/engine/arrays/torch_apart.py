@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 from torch.utils import _python_dispatch
 
 _C: Any = torch._C
@@ -14,7 +15,7 @@ _NOTHING = nullcontext()
 
 
 def apart(*, within_transforms: bool = False) -> AbstractContextManager[Any]:
-    """Return a context in which no dispatch mode, trace or transform of the program sees what is computed.
+    """Return a context in which no mode, tensor class, trace or transform of the program sees what is computed.
 
     A transform of `torch.func` would also refuse that rows are written, a fake mode would give no numbers, and what is made in
     inference mode could not be written later. within_transforms: for what transforms have wrapped, which means nothing outside.
@@ -22,7 +23,7 @@ def apart(*, within_transforms: bool = False) -> AbstractContextManager[Any]:
     modes, tracing, inference = _C._len_torch_dispatch_stack(), _C._get_tracing_state(), torch.is_inference_mode_enabled()
     transforms = not within_transforms and _C._functorch.peek_interpreter_stack() is not None
     if not (modes or inference or transforms) and tracing is None:
-        return _NOTHING
+        return DisableTorchFunction()
     return _apart(bool(modes), inference, transforms, tracing)
 
 
@@ -30,7 +31,7 @@ def apart(*, within_transforms: bool = False) -> AbstractContextManager[Any]:
 def _apart(modes: bool, inference: bool, transforms: bool, tracing: Any) -> Generator[None]:
     without_modes = _python_dispatch._disable_current_modes() if modes else _NOTHING  # pyright: ignore[reportPrivateUsage]
     ordinary = torch.inference_mode(False) if inference else _NOTHING
-    with _outside_transforms() if transforms else _NOTHING, without_modes, ordinary:
+    with DisableTorchFunction(), _outside_transforms() if transforms else _NOTHING, without_modes, ordinary:
         _C._set_tracing_state(None)
         try:
             yield

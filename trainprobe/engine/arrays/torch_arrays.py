@@ -132,7 +132,8 @@ class TorchStrip:
 
     def blocks(self) -> list[Tensor]:
         """Return what is on devices and has to be brought to the host before `harvest`."""
-        return [block for rows in self._devices.values() for block in rows.blocks()]
+        with apart():
+            return [block for rows in self._devices.values() for block in rows.blocks()]
 
     def harvest(
         self, brought: Sequence[npt.NDArray[Any]] | None = None
@@ -262,7 +263,7 @@ def copy_out(t: Tensor) -> HostCopy:
         address = 0 if t.is_neg() or t.is_conj() else t.data_ptr()
         if address > _SUSPECT:
             return HostCopy(_dtype_text(t.dtype), tuple(t.shape), _native.bytes_at(address, t.nbytes))
-    with apart(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with apart(), torch.no_grad():
         inner = t if type(t) in _PLAIN else local_of(t)[0]
         plain = (t if inner is None else inner).detach().resolve_conj().resolve_neg()
         host = plain.to("cpu", copy=True) if plain.device.type != "cpu" else plain.clone(memory_format=torch.contiguous_format)

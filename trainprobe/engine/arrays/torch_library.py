@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch._C import DisableTorchFunction
 
 from trainprobe.engine.arrays.torch_apart import apart
 from trainprobe.engine.arrays.torch_arrays import TorchStrip, local_of, native_code, native_in_use, reason_without_statistics
@@ -91,7 +90,7 @@ class TorchLibrary:
 
     def unnoticed(self) -> AbstractContextManager[Any]:
         """Return a context in which no `__torch_function__` is called, whose code may count, draw or write."""
-        return DisableTorchFunction()
+        return apart(within_transforms=True)
 
     def special(self, t: Any) -> tuple[Any | None, str, Mapping[str, Any] | None, str | None]:
         """Describe a tensor subclass: the plain tensor inside it to reduce (or None), its type text, extra, and why not."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction
 from torch.autograd import _get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
 from torch.autograd.graph import get_gradient_edge
 
@@ -47,7 +46,7 @@ def edge_of(t: Any) -> Edge | None:
         return node, t.output_nr
     if not t.is_leaf:
         return None
-    with DisableTorchFunction(), apart(within_transforms=True):
+    with apart(within_transforms=True):
         try:
             edge = get_gradient_edge(t)  # it makes a view
         except RuntimeError:  # which sparse and nested leaves do not have

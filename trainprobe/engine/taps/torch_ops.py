@@ -365,11 +365,11 @@ class _Mode(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         name, flags = wanted
         guard = self._guard
-        with DisableTorchFunction(), apart(within_transforms=True):
+        with apart(within_transforms=True):
             call = guard.run(self._tap.before, name, flags, args, kwargs)
         floor = sequence_number()
         out = func(*args, **kwargs) if kwargs else func(*args)
         if call is not None:
-            with DisableTorchFunction(), apart(within_transforms=True):
+            with apart(within_transforms=True):
                 guard.run(self._tap.after, name, flags, call, floor, args, out)
         return out
