@@ -243,3 +243,46 @@ def test_ranks_are_said_the_short_way():
     assert which_ranks([0], [0]) == ""
     assert which_ranks(list(range(8)), list(range(8))) == ""
     assert which_ranks([r for r in range(64) if r != 3], list(range(64))) == " on all ranks except 3"
+
+
+@pytest.mark.parametrize(("a", "b"), [(20240000, 20240001), ("20240000", 20240001), (123456789, 123456792.0)])
+def test_whole_numbers_that_float32_rounds_to_one_are_not_the_same(a, b):
+    assert not same(a, b)
+    assert compare(rank_pack(settings={"seed": a}), rank_pack(settings={"seed": b})).exit_code == 2
+
+
+def with_arguments(scalars: list[dict[str, object]]):
+    made = rank_pack()
+    for micro, given in enumerate(scalars):
+        made.by_micro["dataset"][micro]["scalars"] = given
+    return made
+
+
+@pytest.mark.parametrize(
+    ("cmp", "code", "said"),
+    [
+        ([{"scale": 1.0}, {"scale": 2.0}, {"scale": 2.0}], 2, "from micro-step 1 on: 1 and 2"),
+        ([{}, {}, {}], 1, "from micro-step 0 on: 1 and (not given)"),
+    ],
+)
+def test_a_plain_argument_of_the_model_that_differs_is_told(cmp, code, said):
+    comparison = compare(with_arguments([{"scale": 1.0}] * 3), with_arguments(cmp))
+    assert (comparison.exit_code, comparison.sentence) == (code, f"scale, with which the model is called, differs {said}")
+    assert compare(with_arguments([{"scale": 1.0}] * 3), with_arguments([{"scale": 1.0, "cache": None}] * 3)).exit_code == 0
+
+
+def test_two_tensors_of_a_batch_that_were_exchanged_are_named():
+    sides = [rank_pack(), rank_pack()]
+    for side, names in zip(sides, ("xy", "yx"), strict=True):
+        for micro in side.by_micro["dataset"].values():
+            micro["tensors"] = {name: entry([[i + 0.5, 1.0]], samples=True) for i, name in enumerate(names)}
+            micro["tensors"] = {name: micro["tensors"][name] for name in "xy"}
+    assert compare(*sides).sentence == "x and y hold each other's values"
+
+
+def test_a_commit_that_only_one_side_knows_is_a_warning():
+    known = rank_pack()
+    known.single["packages"]["code"] = {"commit": "0123456789abcdef"}
+    comparison = compare(known, rank_pack())
+    assert comparison.exit_code == 1
+    assert comparison.sentence == "commit of the training code differs: 0123456789ab and (not known: no git repository)"

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainprobe.config_check.compare.sides import absent, rank_findings, rank_pairs
-from trainprobe.config_check.compare.values import close
-from trainprobe.config_check.compare.verdicts import Check, Finding, counted, number_ranges, which_ranks
+from trainprobe.config_check.compare.values import close, same
+from trainprobe.config_check.compare.verdicts import Check, Finding, Level, counted, number_ranges, shown, which_ranks
 from trainprobe.config_check.pack import Pack
 
 COLUMNS = ("micro-step", "rank", "tensor", "bench checksum", "cmp checksum", "bench", "cmp", "level")
@@ -35,6 +35,7 @@ def compare_dataset(bench: Pack, cmp: Pack) -> Check:
     rows: list[tuple[Any, ...]] = []
     first: dict[int, int] = {}
     told: dict[str, list[int]] = {}
+    plain: dict[Finding, list[int]] = {}
     findings = rank_findings("dataset", bench, cmp)
     for rank, a, b in pairs:
         left, right = a.by_micro["dataset"], b.by_micro["dataset"]
@@ -42,21 +43,49 @@ def compare_dataset(bench: Pack, cmp: Pack) -> Check:
             different = _rows(rank, micro, left[micro].get("tensors", {}), right[micro].get("tensors", {}), rows)
             if different and rank not in first:
                 first[rank] = micro
+        for finding in _scalars(rank, left, right, rows) if bench.world_size == cmp.world_size else ():
+            plain.setdefault(finding, []).append(rank)
         if left.keys() != right.keys():
             findings.append(_count_finding(rank, left, right))
         if rank in first:
             told.setdefault(_explain(_sequence(left), _sequence(right), first[rank]), []).append(rank)
+    ranks = [rank for rank, _, _ in pairs]
+    findings += [Finding(f.level, f"{f.text}{which_ranks(where, ranks)}", f.topic) for f, where in plain.items()]
     if bench.world_size != cmp.world_size:
         other = _other_size(bench, cmp, bool(first))
         if other is not None:
             passed = [(*row[:-1], "note") if other.level == "note" and row[-1] == "error" else row for row in rows]
             return Check("dataset", COLUMNS, passed, (*findings, other))
-    ranks = [rank for rank, _, _ in pairs]
     if exchanged := _exchanged(bench, cmp, first):
         told = {exchanged: ranks}
     for text, where in told.items():
         findings.append(Finding("error", f"{text}{which_ranks(where, ranks)}", "dataset", EXPLAINED_BY))
     return Check("dataset", COLUMNS, rows, tuple(findings))
+
+
+def _scalars(rank: int, left: Mapping[int, Any], right: Mapping[int, Any], rows: list[tuple[Any, ...]]) -> list[Finding]:
+    """Compare what the model is called with beside tensors; return a finding for each that differs, where it first does.
+
+    What one side does not give may have that value by default: a warning. None is as good as not given. Packs of other tools do
+    not tell any of it.
+    """
+    told: dict[str, Finding] = {}
+    for micro in sorted(left.keys() & right.keys()):
+        a, b = (_given(side[micro]) for side in (left, right))
+        for name in dict.fromkeys((*a, *b)) if "scalars" in left[micro] and "scalars" in right[micro] else ():
+            x, y = (shown(side[name]) if name in side else "(not given)" for side in (a, b))
+            both = name in a and name in b
+            equal = both and same(a[name], b[name])
+            level: Level = "error" if both else "warning"
+            rows.append((micro, rank, name, "", "", x, y, "pass" if equal else level))
+            if not equal and name not in told:
+                text = f"{name}, with which the model is called, differs from micro-step {micro} on: {x} and {y}"
+                told[name] = Finding(level, text, f"argument {name}")
+    return list(told.values())
+
+
+def _given(step: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in dict(step.get("scalars") or {}).items() if value is not None}
 
 
 def _other_size(bench: Pack, cmp: Pack, differs: bool) -> Finding | None:
@@ -145,6 +174,9 @@ def _explain(a: Sequence[Batch], b: Sequence[Batch], first: int) -> str:
     since = "" if first == 0 else f" from micro-step {first} on"
     which = "the first batch" if first == 0 else f"the data{since}"
     left, right = [_key(x) for x in a], [_key(x) for x in b]
+    names = _differing_names(a, b, first)
+    if len(names) > 1 and left == right:
+        return f"{' and '.join(names)} hold each other's values{since}"
     shift = _shift(left, right)
     if shift:
         later = "cmp" if shift > 0 else "bench"
@@ -156,7 +188,6 @@ def _explain(a: Sequence[Batch], b: Sequence[Batch], first: int) -> str:
     samples = _sample_story(a, b)
     if samples:
         return f"{samples}{since}"
-    names = _differing_names(a, b, first)
     if names and a[first] and len(names) < len(a[first]):
         verb = "differs" if len(names) == 1 else "differ"
         return f"{' and '.join(names)} {verb} from micro-step {first} on, the rest of the batch is equal"

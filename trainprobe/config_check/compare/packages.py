@@ -11,6 +11,7 @@ from trainprobe.config_check.pack import Pack
 
 COLUMNS = ("package", "bench", "cmp", "kind", "level")
 _ABSENT = "(not installed)"
+_UNKNOWN = "(not known: no git repository)"
 _LEVEL: dict[str, Level] = {"numeric": "error", "platform": "warning", "other": "warning", "tooling": "note"}
 _ORDER = ("numeric", "platform", "code", "other", "tooling")
 _MOST_SAID = 6
@@ -58,8 +59,8 @@ def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, s
     if left and right:
         found += [("platform", name, *texts) for name, texts in _unequal(left, right, "(none)")]
     mine, theirs = _code(a), _code(b)
-    if mine and theirs and mine != theirs:
-        found.append(("code", "commit of the training code", mine, theirs))
+    if "code" in a and "code" in b and mine != theirs:
+        found.append(("code", "commit of the training code", mine or _UNKNOWN, theirs or _UNKNOWN))
     return found
 
 

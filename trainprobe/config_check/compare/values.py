@@ -59,10 +59,9 @@ def _is_number(value: Any) -> bool:
 def _same_number(a: float, b: float) -> bool:
     if a == b or (isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)):
         return True
-    try:
-        x, y = float(a), float(b)
-    except OverflowError:
+    if isinstance(a, int) or isinstance(b, int):  # whole numbers, such as seeds, are never rounded
         return False
+    x, y = a, b
     short_x, short_y = _float32(x), _float32(y)
     return short_x == short_y and (x == short_x) != (y == short_y)
 
