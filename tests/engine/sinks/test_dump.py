@@ -169,9 +169,13 @@ def test_a_run_that_continues_adds_steps_and_keeps_the_old_ones(tmp_path):
     write(tmp_path, small_reel(0))
     before = (tmp_path / "step0/rank0/dump.json").read_bytes()
     write(tmp_path, small_reel(1), on_existing="continue")
-    with pytest.raises(OutputError, match="left as it is"):
-        write(tmp_path, small_reel(0), on_existing="continue")
+    sink = dump.open(tmp_path, plan_for(tmp_path, on_existing="continue"), Place())
+    for step in range(3):
+        sink.write(small_reel(step))
+    assert [(finding.rule, finding.step) for finding in sink.complaints()] == [("writer", 0)]
+    sink.close()
     assert (tmp_path / "step0/rank0/dump.json").read_bytes() == before
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.glob("step*/*")} == {f"step{step}/rank0" for step in range(3)}
 
 
 def test_a_run_that_replaces_removes_its_ranks_steps_and_no_others(tmp_path):

@@ -42,6 +42,22 @@ def test_a_run_that_is_resumed_after_its_first_step_goes_on(tmp_path):
     assert [reel.step for reel in reels] == [0, 1, 2]
 
 
+def test_a_run_that_crashed_behind_its_checkpoint_comes_by_steps_it_has_dumped_and_goes_on(tmp_path):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from tests.integrations.lightning.small_lightning import loader, module, trainer
+    from trainprobe.integrations.lightning import ProbeCallback
+
+    plan = {"level": "L0", "sinks": ["dump"], "output": tmp_path / "out"}
+    saving = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2, save_top_k=-1)
+    with pytest.raises(RuntimeError, match="broke"):
+        trainer([ProbeCallback(plan), saving], enable_checkpointing=True).fit(module(crash_at=5), loader())
+    probe = ProbeCallback(plan)
+    trainer([probe]).fit(module(), loader(), ckpt_path=str(tmp_path / "saved" / "epoch=0-step=4.ckpt"))
+    assert {path.name for path in (tmp_path / "out").glob("step*")} == {f"step{step}" for step in range(8)}
+    assert [(finding.rule, finding.step) for finding in probe.findings] == [("writer", 4)]
+
+
 def test_batches_that_no_update_followed_are_marked_as_a_step_that_was_cut_short(tmp_path):
     """Eight batches, an update after each third: two are left."""
 

@@ -61,6 +61,7 @@ class DumpSink:
         self._full = False
         self._last: _Written | None = None
         self._complaints: list[Finding] = []
+        self._left = False  # a step of an earlier run was left as it is, and that was said
 
     def tensor(self, step: int, saved: SavedTensor) -> bool:
         """Store one value of a step; return False once the size budget is used up."""
@@ -120,7 +121,10 @@ class DumpSink:
         self._step = step
 
     def write(self, reel: Reel) -> None:
-        """Write one step and make its folder visible. Raises OutputError when the step is there already."""
+        """Write one step and make its folder visible.
+
+        A step that is there already stays as it is in a run that continues, and is told of once; else raises OutputError.
+        """
         if "dump" not in reel.programs:
             return
         self._begin(reel.step)
@@ -141,9 +145,30 @@ class DumpSink:
             files += [(STACK_FILE, last.stacks), (CONSTRUCT_FILE, last.construct)]
         if isinstance(self._files, SeparateFiles):
             self._files.place(text.links)
-        folder.complete(files, self._plan.on_existing == "replace")
+        try:
+            folder.complete(files, self._plan.on_existing == "replace")
+        except OutputError:
+            if self._plan.on_existing != "continue":
+                raise
+            self._leave(reel.step)
         self._folder = self._files = self._step = None
         self._stored.clear()
+
+    def _leave(self, step: int) -> None:
+        """Say once that a run which was resumed before its last step comes by steps that it has dumped already."""
+        if self._left:
+            return
+        self._left = True
+        self._complaints.append(
+            Finding(
+                "writer",
+                "warning",
+                f"step {step} was dumped before, in {self._root}, and stays as it is, like each later one that is there. "
+                "Choose another output to dump them again.",
+                step=step,
+                place=self._place,
+            )
+        )
 
     def _like(self, reel: Reel) -> _Written | None:
         """Return what was written last where this reel differs from it in nothing but its numbers."""
