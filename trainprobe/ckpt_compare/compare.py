@@ -53,7 +53,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All that was found. `compared`: which kinds of content both sides hold and that were looked at."""
+    """All that was found. `compared`: which kinds of content both sides hold and that were looked at.
+
+    `lone`: kinds beside tensors that count and that only one side holds.
+    """
 
     a: Checkpoint
     b: Checkpoint
@@ -64,6 +67,7 @@ class Comparison:
     compared: tuple[What, ...]
     counted: tuple[What, ...]
     notes: tuple[str, ...] = ()
+    lone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,18 @@ def compare(
     rows, moves = _paired_by_content(rows, moves)
     state = compare_state(a.state, b.state)
     compared: tuple[What, ...] = tuple(dict.fromkeys([*kinds, *(r.what for r in state if r.a is not None and r.b is not None)]))
-    return Comparison(a, b, tuple(rows), tuple(faults), state, moves, compared, tuple(what), tuple(notes))
+    lone = _lone(a, b, what)
+    return Comparison(a, b, tuple(rows), tuple(faults), state, moves, compared, tuple(what), tuple(notes), lone)
+
+
+def _lone(a: Checkpoint, b: Checkpoint, what: Sequence[What]) -> tuple[str, ...]:
+    """Say which kinds of content that were asked for, and are no tensors, only one side holds."""
+    asked = [kind for kind in what if kind not in ("weights", "optimizer")]
+    return tuple(
+        f"{kind}: only in {'A' if a.state.get(kind) else 'B'}"
+        for kind in asked
+        if bool(a.state.get(kind)) != bool(b.state.get(kind))
+    )
 
 
 def _common_content(a: Checkpoint, b: Checkpoint, what: Sequence[What], notes: list[str]) -> tuple[list[What], set[str]]:

@@ -39,7 +39,7 @@ def conclude(c: Comparison) -> Conclusion:
     details = tuple(_details(c, differ, lost))
     if differ or copies or state:
         return Conclusion(DIFFER, _differ_sentence(c, differ, len(copies), state), details)
-    if lost or grave or not any(r.verdict in ("identical", "rounding") for r in c.rows):
+    if lost or grave or c.lone or not any(r.verdict in ("identical", "rounding") for r in c.rows):
         return Conclusion(INCOMPLETE_CODE, _incomplete_sentence(c, lost, len(grave)), details)
     if rounding:
         return Conclusion(ROUNDING, _rounding_sentence(c, rounding), details)
@@ -84,6 +84,8 @@ def _incomplete_sentence(c: Comparison, lost: Sequence[Row], grave: int) -> str:
     counts = Counter(r.verdict for r in lost)
     words = {"shape": "have different shapes", "incomplete": "could not be read whole"}
     said = [f"{n} tensors {words.get(v, f'are {v}')}" for v, n in counts.items()]
+    if not lost and not grave and c.lone:
+        return f"incomplete: all compared tensors agree, but {', '.join(c.lone)}"
     if not lost:
         said = [f"{grave} file{'s' if grave > 1 else ''} or part{'s' if grave > 1 else ''} could not be read"]
     example = f", such as {lost[0].key}" if lost else ""
@@ -111,7 +113,7 @@ def _details(c: Comparison, differ: Sequence[Row], lost: Sequence[Row]) -> list[
         said.append(f"… and {len(lost) - SAID} more tensors that are missing or incomplete")
     said += _all_zero(differ)
     said += _state_sentences(c)
-    said += c.notes
+    said += [*c.lone, *c.notes]
     for side, checkpoint in (("A", c.a), ("B", c.b)):
         said += [f"{side}: {note}" for note in checkpoint.notes]
     return said

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainprobe.ckpt_compare.pieces import LogicalTensor, Source, whole
+from trainprobe.ckpt_compare.plain_state import digest, plain
 
 _NORM = re.compile(r"(^|[._])(ln|norm|layernorm|layer_norm|rmsnorm)\w*[._]|norm\.weight$|(^|\.)ln_\w+\.", re.IGNORECASE)
+_NO_SETTINGS = frozenset(["params", "param_names", "foreach", "fused", "capturable", "differentiable"])
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -58,16 +60,51 @@ def name_states(optimizer: Mapping[str, Any], shapes: Shapes) -> dict[str, Mappi
 
     shapes: name → shape of the model's trainable parameters, in the model's order.
     """
+    order = _order(optimizer, shapes)
+    if order is None:
+        return None
+    states = numbered(optimizer.get("state", {}))
+    return {name: states[number] for name, number, _ in order if number in states}
+
+
+def _order(optimizer: Mapping[str, Any], shapes: Shapes) -> list[tuple[str, int, Mapping[str, Any]]] | None:
+    """Return (name, number, group) of all parameters of an optimizer, or None when no usual order fits the shapes."""
     states, groups = numbered(optimizer.get("state", {})), optimizer.get("param_groups", [])
     for order in orders(shapes, groups):
         if len(order) != len(groups) or any(len(n) != len(g["params"]) for n, g in zip(order, groups, strict=True)):
             continue
-        pairs = [
-            (n, states.get(int(i))) for ns, g in zip(order, groups, strict=True) for n, i in zip(ns, g["params"], strict=True)
-        ]
-        if all(name in shapes and _fits(state, shapes[name]) for name, state in pairs):
-            return {name: state for name, state in pairs if state is not None}
+        placed = [(n, int(i), g) for ns, g in zip(order, groups, strict=True) for n, i in zip(ns, g["params"], strict=True)]
+        if all(name in shapes and _fits(states.get(number), shapes[name]) for name, number, _ in placed):
+            return placed
     return None
+
+
+def settings(optimizer: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """Return setting → value of an optimizer's groups, such as `lr`; of several values a text that tells whose each is.
+
+    Settings that only say how a step is carried out are left out. Nothing where the parameters cannot be named.
+    """
+    groups = optimizer.get("param_groups", [])
+    if all(isinstance(p, str) for g in groups for p in g["params"]):
+        held = [(str(name), group) for group in groups for name in group["params"]]
+    else:
+        held = [(name, group) for name, _, group in _order(optimizer, shapes) or ()]
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys(key for _, group in held for key in group if key not in _NO_SETTINGS):
+        by_value: dict[str, list[str]] = {}
+        for name, group in held:
+            by_value.setdefault(repr(_plain(group.get(key))), []).append(name)
+        found[key] = _plain(held[0][1].get(key)) if len(by_value) == 1 else _told(by_value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return scalar(value) if is_array(value) else plain(value)
+
+
+def _told(by_value: Mapping[str, Sequence[str]]) -> str:
+    parts = [f"{value} of {len(names)} parameters ({digest(sorted(names))[:6]})" for value, names in by_value.items()]
+    return ", ".join(sorted(parts))
 
 
 def _fits(state: Mapping[str, Any] | None, shape: tuple[int, ...]) -> bool:
@@ -101,3 +138,10 @@ def one_or_all(steps: Sequence[float]) -> Any:
     """Return the step count if there is one, the list of them if they are not the same."""
     plain = [int(s) if float(s).is_integer() else s for s in steps]
     return plain[0] if len(plain) == 1 else plain
+
+
+def step_count(steps: Sequence[float], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `step` and the count of an optimizer; 0 where it has no states yet, nothing where its states do not count."""
+    if steps:
+        return {"step": one_or_all(steps)}
+    return {} if optimizer.get("state") else {"step": 0}

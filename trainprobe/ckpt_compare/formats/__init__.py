@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Protocol, cast
+from zipfile import is_zipfile
 
 from trainprobe.ckpt_compare.pieces import Checkpoint
 from trainprobe.errors import FormatError, did_you_mean
@@ -65,10 +66,23 @@ def recognise(path: Path) -> str:
     what = (
         f"a folder with {', '.join(sorted(p.name for p in path.iterdir())[:6]) or 'nothing in it'}"
         if path.is_dir()
-        else "a file"
+        else _what(path)
     )
     raise FormatError(
         f"{path} ({what}) is no checkpoint in a known format: {', '.join(names())}. Point to the folder of one iteration"
+    )
+
+
+def _what(file: Path) -> str:
+    """Return in words what a file that no format knows is."""
+    if not file.stat().st_size:
+        return "an empty file"
+    with file.open("rb") as content:
+        zipped = content.read(4) == b"PK\x03\x04"
+    return (
+        "a file that begins as torch.save writes it and has no end: truncated, copy it again"
+        if zipped and not is_zipfile(file)
+        else "a file"
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.ckpt_compare.names import in_model_order
-from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, one_or_all, state_tensors
+from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, settings, state_tensors, step_count
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, Source, gather, whole
 from trainprobe.ckpt_compare.plain_state import digest, flat
 from trainprobe.ckpt_compare.storage import torch_archive
@@ -71,7 +71,7 @@ def _files(path: Path, problems: list[Problem]) -> dict[Path, set[str]]:
         return {path: set()}
     for name in _INDEXES:
         if (path / name).is_file():
-            weight_map: Mapping[str, str] = _read_json(path / name)["weight_map"]
+            weight_map = _weight_map(path / name)
             promised: dict[Path, set[str]] = {}
             for tensor, file in weight_map.items():
                 promised.setdefault(path / file, set()).add(tensor)
@@ -81,6 +81,15 @@ def _files(path: Path, problems: list[Problem]) -> dict[Path, set[str]]:
             return promised
     single = next((path / n for n in _SINGLES if (path / n).is_file()), None)
     return {single: set()} if single is not None else {f: set() for f in _loose(path)}
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    """Return tensor → file name of an index; raise FormatError where it names none."""
+    held: Any = _read_json(index)
+    found = held.get("weight_map") if isinstance(held, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise FormatError(f"{index} is no index of shards: it needs a `weight_map` of tensor names to file names")
+    return found
 
 
 def read_file(file: Path) -> Iterator[tuple[str, Source]]:
@@ -132,11 +141,9 @@ def _trainer_files(
     if not (folder / "optimizer.pt").is_file():
         return []
     order = in_model_order(list(shapes))  # safetensors sort by name
-    named = (
-        name_states(torch_archive.load(str(folder / "optimizer.pt")), {n: shapes[n] for n in order})
-        if order is not None
-        else None
-    )
+    optimizer = torch_archive.load(str(folder / "optimizer.pt"))
+    ordered = {n: shapes[n] for n in order} if order is not None else {}
+    named = name_states(optimizer, ordered) if order is not None else None
     if named is None:
         problems.append(
             Problem(
@@ -146,5 +153,5 @@ def _trainer_files(
         )
         return []
     tensors, steps = state_tensors(named, "optimizer.pt")
-    state["optimizer"] = {"step": one_or_all(steps)}
+    state["optimizer"] = {**step_count(steps, optimizer), **settings(optimizer, ordered)}
     return tensors

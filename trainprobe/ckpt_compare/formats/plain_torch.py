@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, one_or_all, state_tensors
+from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, settings, state_tensors, step_count
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, gather, whole
 from trainprobe.ckpt_compare.plain_state import digest, flat
 from trainprobe.ckpt_compare.storage import torch_archive
@@ -33,20 +33,57 @@ def open(path: Path) -> Checkpoint:
 
 
 def read(path: Path, content: Any, name: str) -> Checkpoint:
-    """Build the checkpoint from what a torch file holds."""
+    """Build the checkpoint from what a torch file holds.
+
+    Tensors of a second model beside the first (an average of its weights, a discriminator) are called `NAME (SECTION)`.
+    """
     problems: list[Problem] = []
     sections: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
     model_key = next((k for k in MODEL_KEYS if isinstance(sections.get(k), Mapping)), None)
-    model = sections[model_key] if model_key is not None else content
-    weights = [whole(clean(n), a, f"{path.name}: {n}") for n, a in arrays(model)]
-    shapes = {t.name: t.shape for t in weights}
+    models = [_weights(path, sections[model_key] if model_key is not None else content)]
     state: dict[str, dict[str, Any]] = {}
-    tensors = list(weights)
-    for key in OPTIMIZER_KEYS if model_key is not None else ():
-        tensors += _optimizer(path, key, sections.get(key), shapes, state, problems)
+    tensors: list[LogicalTensor] = []
     if model_key is not None:
-        _plain(sections, state)
-    return Checkpoint(str(path), name, gather(tensors), state=state, problems=tuple(problems))
+        more = [k for k, v in sections.items() if k != model_key and _is_model(k, v)]
+        models += [_weights(path, sections[key], f" ({key})") for key in more]
+        of_optimizers = [k for k, v in sections.items() if k in OPTIMIZER_KEYS or _is_optimizer(v)]
+        shapes = _shapes_of(models)
+        for key in of_optimizers:
+            tensors += _optimizer(path, key, sections[key], shapes, state, problems)
+        _plain({k: v for k, v in sections.items() if k not in (model_key, *more, *of_optimizers)}, state)
+    weights = [tensor for model in models for tensor in model]
+    return Checkpoint(str(path), name, gather([*weights, *tensors]), state=state, problems=tuple(problems))
+
+
+def _weights(path: Path, model: Any, mark: str = "") -> list[LogicalTensor]:
+    held = arrays(model)
+    names = [clean(name) for name, _ in held]
+    if len(set(names)) < len(names):  # a part of the model itself is called `module`
+        names = [name for name, _ in held]
+    return [whole(short + mark, a, f"{path.name}: {name}{mark}") for short, (name, a) in zip(names, held, strict=True)]
+
+
+def _is_model(key: str, section: Any) -> bool:
+    """Return whether a section is another model: a dict of nothing but arrays, some of floats, or an average of weights."""
+    if not isinstance(section, Mapping) or _is_optimizer(section) or "rng" in key or key in SCHEDULER_KEYS:
+        return False
+    held = [leaf for _, leaf in torch_archive.leaves(section)]
+    floats = any(is_array(leaf) and leaf.format.mantissa is not None for leaf in held)
+    return floats and (key in MODEL_KEYS or "ema" in key.lower().split("_") or all(is_array(leaf) for leaf in held))
+
+
+def _is_optimizer(section: Any) -> bool:
+    return isinstance(section, Mapping) and "state" in section and "param_groups" in section
+
+
+def _shapes_of(models: list[list[LogicalTensor]]) -> list[dict[str, tuple[int, ...]]]:
+    """Return name → shape of what one optimizer may have: the first model, another one, a part of the first, or all."""
+    every = [{t.name: t.shape for t in model} for model in models]
+    parts: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in every[0].items():
+        parts.setdefault(name.partition(".")[0], {})[name] = shape
+    together = {n: s for shapes in every for n, s in shapes.items()}
+    return [*every, *(parts.values() if len(parts) > 1 else ()), *([together] if len(every) > 1 else ())]
 
 
 def clean(name: str) -> str:
@@ -70,37 +107,47 @@ def _local_shards(content: Any) -> list[tuple[str, Any]]:
 
 
 def _optimizer(
-    path: Path, key: str, content: Any, shapes: Mapping[str, Any], state: dict[str, dict[str, Any]], problems: list[Problem]
+    path: Path,
+    key: str,
+    content: Any,
+    shapes: list[dict[str, tuple[int, ...]]],
+    state: dict[str, dict[str, Any]],
+    problems: list[Problem],
 ) -> list[LogicalTensor]:
-    """Name the states of one optimizer, or of a list of them."""
+    """Name the states of one optimizer, or of a list of them.
+
+    shapes: name → shape of what one may have. What one was found to have is taken out.
+    """
     found: list[LogicalTensor] = []
-    steps: list[float] = []
     for one in content if isinstance(content, (list, tuple)) else [content]:
         if not isinstance(one, Mapping) or "state" not in one:
             continue
-        by_name = {clean(str(k)): v for k, v in one["state"].items() if isinstance(v, Mapping) and clean(str(k)) in shapes}
-        named = by_name or name_states(one, shapes)
-        if named is None:
+        held = next((held for held in shapes if _named(one, held) is not None), None)
+        named = None if held is None else _named(one, held)
+        if held is None or named is None:
             problems.append(
                 Problem(
                     f"{path}: {key}", "optimizer states are numbered in an order that fits no usual grouping of the parameters"
                 )
             )
             continue
-        tensors, counts = state_tensors(named, f"{path.name}: {key}")
+        tensors, steps = state_tensors(named, f"{path.name}: {key}")
+        mark = f" ({key})" if "optimizer" in state else ""  # each further one
+        told = {**step_count(steps, one), **settings(one, held)}
+        state.setdefault("optimizer", {}).update({f"{name}{mark}": value for name, value in told.items()})
+        shapes.remove(held)
         found += tensors
-        steps += counts
-    if steps:
-        state["optimizer"] = {"step": one_or_all(sorted(set(steps)))}
     return found
+
+
+def _named(one: Mapping[str, Any], held: Mapping[str, tuple[int, ...]]) -> dict[str, Mapping[str, Any]] | None:
+    by_name = {clean(str(k)): v for k, v in one["state"].items() if isinstance(v, Mapping) and clean(str(k)) in held}
+    return by_name or name_states(one, held)
 
 
 def _plain(sections: Mapping[str, Any], state: dict[str, dict[str, Any]]) -> None:
     """File the rest of a training script's dict under iteration, scheduler, rng and arguments."""
-    done = {*MODEL_KEYS, *OPTIMIZER_KEYS}
     for key, value in sections.items():
-        if key in done:
-            continue
         if key in ITERATION_KEYS and not isinstance(value, Mapping):
             state.setdefault("iteration", {}).update(flat({key: value}))
         elif key in SCHEDULER_KEYS:
