@@ -8,6 +8,7 @@ made, read by a hook on that node.
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
@@ -365,11 +366,17 @@ class _Mode(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         name, flags = wanted
         guard = self._guard
-        with apart(within_transforms=True):
+        with _unseen():
             call = guard.run(self._tap.before, name, flags, args, kwargs)
         floor = sequence_number()
         out = func(*args, **kwargs) if kwargs else func(*args)
         if call is not None:
-            with apart(within_transforms=True):
+            with _unseen():
                 guard.run(self._tap.after, name, flags, call, floor, args, out)
         return out
+
+
+def _unseen() -> AbstractContextManager[Any]:
+    """Return a context in which no tensor class and no trace notices that arguments are looked at."""
+    c: Any = torch._C
+    return DisableTorchFunction() if c._get_tracing_state() is None else apart(within_transforms=True)
