@@ -33,6 +33,17 @@ _SILENT = frozenset(
 )
 # Their outputs are memory nobody has written yet: a statistic of it would be a random number.
 _UNWRITTEN = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"})
+# Positions of arguments that are written without a trace in their version counters, by functions that are no methods in place;
+# torch.batch_norm has its running statistics at 3 and 4, torch.nn.functional.batch_norm at 1 and 2.
+_WRITTEN = {
+    "batch_norm": (1, 2, 3, 4),
+    "instance_norm": (1, 2, 3, 4),
+    "native_batch_norm": (3, 4),
+    "batch_norm_gather_stats": (3, 4),
+    "batch_norm_gather_stats_with_counts": (3, 4),
+    "_amp_foreach_non_finite_check_and_unscale_": (0, 1),
+    "_amp_update_scale_": (0, 1),
+}
 # Views and copies without arithmetic, which `ops_scope: focus` leaves out, as the incumbent does by default.
 _MOVEMENT = frozenset(
     """
@@ -61,11 +72,11 @@ _CORE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class OpName:
-    """How a callable is recorded. `writes` tells that it may write its arguments in place."""
+    """How a callable is recorded. written: bits of the positions of arguments that it may write in place, without a trace."""
 
     name: str
     unwritten: bool
-    writes: bool
+    written: int
     movement: bool
 
     def in_scope(self, scope: str) -> bool:
@@ -92,8 +103,9 @@ def op_name(func: Callable[..., Any]) -> OpName | None:
     bare = api.split(".")[0]
     if not api or bare in _SILENT:
         return None
-    writes = (bare.endswith("_") and not bare.endswith("__")) or bare in ("__setitem__", "set_") or bare.startswith("__i")
-    return OpName(f"{prefix}.{api}", bare in _UNWRITTEN, writes, bare in _MOVEMENT)
+    in_place = (bare.endswith("_") and not bare.endswith("__")) or bare in ("__setitem__", "set_") or bare.startswith("__i")
+    written = sum(1 << i for i in _WRITTEN.get(bare, (0,) if in_place else ()))
+    return OpName(f"{prefix}.{api}", bare in _UNWRITTEN, written, bare in _MOVEMENT)
 
 
 def _python_prefix(func: Callable[..., Any]) -> str:

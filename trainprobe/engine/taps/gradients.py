@@ -105,8 +105,11 @@ class Graph:
 
 def plus(total: Any, gradient: Any) -> Any:
     """Return the sum of two gradients, out of place and in their own dtype; no part of any graph."""
-    with apart(within_transforms=True), torch.no_grad():
-        return total + gradient
+    with apart(within_transforms=True):
+        if not torch.is_grad_enabled():  # as mostly in a backward pass: to switch it off takes longer than the sum
+            return total + gradient
+        with torch.no_grad():
+            return total + gradient
 
 
 class Contribution:

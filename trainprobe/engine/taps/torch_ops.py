@@ -87,11 +87,11 @@ class OpTap:
             recompute=wanted.recompute,
         )
 
-    def _learn(self, func: Any) -> tuple[str, int, bool, bool] | None:
+    def _learn(self, func: Any) -> tuple[str, int, int, bool] | None:
         wanted = self._guard.run(self.wanted, func)
         if func in _HAND_OUT_MEMORY:
             return None
-        spec = None if wanted is None else (wanted[0].name, wanted[1], wanted[0].writes, wanted[0].unwritten)
+        spec = None if wanted is None else (wanted[0].name, wanted[1], wanted[0].written, wanted[0].unwritten)
         self._specs[func] = spec
         return spec
 
@@ -268,15 +268,13 @@ class OpTap:
                 tape.told(call)
         return call
 
-    def after(self, name: OpName, flags: int, call: Call, floor: int, args: Any, out: Any) -> None:
+    def after(self, name: OpName, flags: int, call: Call, floor: int, args: Any, kwargs: Any, out: Any) -> None:
         """Record what comes out, and watch the node that the call made."""
         tape = self._tape
         if tape is None:
             return
-        if name.writes and args:  # and all tensors of its lists: `_fused_adamw_` leaves no trace in their versions
-            tape.touched(args[0])
-            for t in (t for arg in args if isinstance(arg, list | tuple) for t in arg):
-                tape.touched(t)
+        if name.written:
+            forget_written(tape, name.written, args, kwargs or {})
         if self._forward and self._outputs and not name.unwritten:
             at = f"{name.name}.{call.call}.{call.phase}.output" if flags & SAVE else None
             call.out = tape.tree(out, flags, at)
@@ -294,6 +292,17 @@ class OpTap:
             for node in made:
                 node.register_hook(record)
             self._hooks.append(record)
+
+
+def forget_written(tape: Tape, written: int, args: Any, kwargs: Any) -> None:
+    """Have what a call may have written looked at anew, tensors of lists (`_fused_adamw_`) and those with a keyword among it."""
+    for i, arg in enumerate(args):
+        if written >> i & 1:
+            tape.touched(arg)
+        for t in arg if isinstance(arg, list | tuple) else ():
+            tape.touched(t)
+    for arg in kwargs.values():
+        tape.touched(arg)
 
 
 class _OpBackward:
@@ -328,8 +337,9 @@ class _OpBackward:
                 )
                 call.args, call.out = [], []
                 tape.calls.append(call)
-            call.args += tape.tree(received, self._flags, at and f"{at}.input")
-            call.out += tape.tree(sent, self._flags, at and f"{at}.output")
+            for side, gradients, place in ((call.args, received, "input"), (call.out, sent, "output")):
+                first = len(side)  # a node that is passed twice has more of them
+                side += [tape.tree(t, self._flags, at and f"{at}.{place}.{i}") for i, t in enumerate(gradients, first)]
             tape.told(call)
 
 
@@ -372,7 +382,7 @@ class _Mode(TorchFunctionMode):
         out = func(*args, **kwargs) if kwargs else func(*args)
         if call is not None:
             with _unseen():
-                guard.run(self._tap.after, name, flags, call, floor, args, out)
+                guard.run(self._tap.after, name, flags, call, floor, args, kwargs, out)
         return out
 
 

@@ -172,6 +172,10 @@ int is_tensor(PyObject *x); /* -1 with an exception set */
 long long graph_task_now(void);
 long long sequence_now(void);
 int compiling_now(void); /* whether torch exports or compiles what runs; -1 with an exception set */
+
+/* Keep `__torch_function__` of classes and modes (functions_off), or of modes where there are any (modes_off), away from what the tool itself
+   asks of tensors, until modes_on. NULL with an exception set, or where modes_off finds none. */
+PyObject *functions_off(void);
 PyObject *modes_off(void);
 void modes_on(PyObject *off);
 

@@ -113,7 +113,8 @@ static int keep_hook(OpWatch *self, OpHook *hook) {
 static int watch_node(OpWatch *self, PyObject *t, long long floor, Call *call, long flags, OpHook **hook, PyObject *made) {
     int tensor = is_tensor(t);
     if (tensor <= 0) return tensor;
-    PyObject *node = node_behind(t);
+    PyObject *off = tape_is_plain(self->eye, t) ? NULL : functions_off(), *node = PyErr_Occurred() ? NULL : node_behind(t);
+    modes_on(off);
     if (!node) return PyErr_Occurred() ? -1 : 0;
     long long number = sequence_of(node);
     int known = number < floor || PyErr_Occurred();
@@ -137,20 +138,25 @@ static int watch_node(OpWatch *self, PyObject *t, long long floor, Call *call, l
     return failed ? -1 : 0;
 }
 
-/* An op that writes in place may do so to its first argument, and to all tensors of its lists (`_fused_adamw_`), without a trace. */
-static void forget_written(Tape *eye, PyObject *args) {
-    for (Py_ssize_t i = 0; i < PyTuple_Size(args); i++) {
+/* What an op may have written without a trace: its arguments at the positions whose bits are set, all tensors of its lists
+   (`_fused_adamw_`), and what it was given by keyword. */
+static void forget_written(Tape *eye, long written, PyObject *args, PyObject *kwargs) {
+    PyObject *name, *value;
+    Py_ssize_t at = 0, n = PyTuple_Check(args) ? PyTuple_Size(args) : 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *x = PyTuple_GetItem(args, i);
         int tuple = PyTuple_CheckExact(x), list = PyList_CheckExact(x);
-        if (i == 0) tape_touched(eye, x);
+        if (i < 32 && written >> i & 1) tape_touched(eye, x);
         for (Py_ssize_t k = 0; (tuple || list) && k < (tuple ? PyTuple_Size(x) : PyList_Size(x)); k++)
             tape_touched(eye, tuple ? PyTuple_GetItem(x, k) : PyList_GetItem(x, k));
     }
+    while (PyDict_Check(kwargs) && PyDict_Next(kwargs, &at, &name, &value)) tape_touched(eye, value);
 }
 
-static int after(OpWatch *self, PyObject *spec, long flags, Call *call, long long floor, PyObject *args, PyObject *out) {
+static int after(OpWatch *self, PyObject *spec, long flags, Call *call, long long floor, PyObject *args, PyObject *kwargs, PyObject *out) {
     if (!self->eye) return 0; /* the step has ended meanwhile */
-    if (PyTuple_GetItem(spec, 2) == Py_True && PyTuple_Check(args)) forget_written(self->eye, args);
+    long written = PyLong_AsLong(PyTuple_GetItem(spec, 2));
+    if (written > 0) forget_written(self->eye, written, args, kwargs);
     if (self->forward && self->outputs && PyTuple_GetItem(spec, 3) != Py_True) {
         PyObject *at = flags & SAVE ? joined(call->name, call->call, call->phase, ".output") : NULL;
         if (flags & SAVE && !at) return -1;
@@ -192,7 +198,7 @@ static PyObject *handle_wanted(OpWatch *self, PyObject *spec, PyObject *func, Py
     if (PyErr_Occurred() && give_to_guard(self->fault)) return NULL;
     long long floor = call && self->backward ? sequence_now() : 0;
     PyObject *out = call_it(func, args, kwargs);
-    if (out && call && after(self, spec, flags, call, floor, args, out) && give_to_guard(self->fault)) Py_CLEAR(out);
+    if (out && call && after(self, spec, flags, call, floor, args, kwargs, out) && give_to_guard(self->fault)) Py_CLEAR(out);
     Py_XDECREF((PyObject *)call);
     return out;
 }
@@ -222,22 +228,23 @@ static PyObject *handle(OpWatch *self, PyObject *const *args, Py_ssize_t nargs) 
 
 /* ---- gradients ----------------------------------------------------------------------------------------------------------- */
 
-static int join(OpWatch *self, OpHook *hook, PyObject **side, PyObject *gradients, const char *name) {
-    PyObject *at = hook->flags & SAVE ? joined(hook->forward->name, hook->forward->call, t_backward, name) : NULL;
-    if (hook->flags & SAVE && !at) return -1;
-    PyObject *tree = tape_tree(self->eye, gradients, hook->flags, at, 0);
-    Py_XDECREF(at);
-    if (!tree) return -1;
+/* Add gradients to a side of a backward call, which has some already where its node is passed twice. */
+static int join(OpWatch *self, OpHook *hook, PyObject **side, PyObject *gradients, const char *place) {
     if (!*side) {
-        *side = tree;
-        return 0;
+        if (!(*side = PyList_New(0))) return -1;
+        PyObject_GC_UnTrack(*side); /* a tree has no cycles: the collector need not walk it */
     }
-    PyObject *both = PySequence_InPlaceConcat(*side, tree);
-    Py_DECREF(tree);
-    if (!both) return -1;
-    Py_DECREF(*side);
-    *side = both;
-    return 0;
+    Py_ssize_t first = PyList_Size(*side), n = PyTuple_Size(gradients);
+    for (Py_ssize_t i = 0; i < n && self->eye; i++) {
+        PyObject *at = NULL, *tree = NULL;
+        if (hook->flags & SAVE)
+            at = PyUnicode_FromFormat("%U.%zd.%U.%s.%zd", hook->forward->name, hook->forward->call, t_backward, place, first + i);
+        if (at || !(hook->flags & SAVE)) tree = tape_tree(self->eye, PyTuple_GetItem(gradients, i), hook->flags, at, 0);
+        int failed = !tree || PyList_Append(*side, tree);
+        Py_XDECREF(at), Py_XDECREF(tree);
+        if (failed) return -1;
+    }
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 static int record(OpWatch *self, OpHook *hook, PyObject *sent, PyObject *received) {
@@ -246,8 +253,8 @@ static int record(OpWatch *self, OpHook *hook, PyObject *sent, PyObject *receive
         hook->call = call_new(t_op, forward->name, forward->call, t_backward, NULL, forward->micro, forward->parent, -1);
         if (!hook->call || PyList_Append(self->calls, (PyObject *)hook->call)) return -1;
     }
-    if (join(self, hook, &hook->call->args, received, ".input")) return -1;
-    if (hook->watch && join(self, hook, &hook->call->out, sent, ".output")) return -1;
+    if (join(self, hook, &hook->call->args, received, "input")) return -1;
+    if (hook->watch && join(self, hook, &hook->call->out, sent, "output")) return -1;
     if (hook->watch && self->eye) tape_told(self->eye, hook->call, ARGS | OUT);
     return 0;
 }

@@ -37,15 +37,14 @@ int compiling_now(void) {
     return !flag ? (PyErr_Occurred() ? -1 : 0) : flag == Py_True;
 }
 
-/* Keep torch-function modes away from what the tool itself asks of tensors. NULL: none is there, or an exception is set. */
-PyObject *modes_off(void) {
-    long long depth = number_from(mode_depth);
-    if (depth <= 0) return NULL;
+PyObject *functions_off(void) {
     PyObject *off = PyObject_CallNoArgs(disable), *entered = off ? PyObject_CallMethodObjArgs(off, t_enter, NULL) : NULL;
     if (!entered) Py_CLEAR(off);
     Py_XDECREF(entered);
     return off;
 }
+
+PyObject *modes_off(void) { return number_from(mode_depth) > 0 ? functions_off() : NULL; }
 
 void modes_on(PyObject *off) {
     if (!off) return;
