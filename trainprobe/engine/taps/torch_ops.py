@@ -295,7 +295,7 @@ class OpTap:
 
 
 def forget_written(tape: Tape, written: int, args: Any, kwargs: Any) -> None:
-    """Have what a call may have written looked at anew, tensors of lists (`_fused_adamw_`) and those with a keyword among it."""
+    """Have what a call may have written looked at anew: also tensors of lists (`_fused_adamw_`), and those with a keyword."""
     for i, arg in enumerate(args):
         if written >> i & 1:
             tape.touched(arg)
