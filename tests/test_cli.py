@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -44,15 +45,15 @@ def test_help_imports_no_tensor_library() -> None:
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-def test_an_unknown_verb_gives_2_and_the_nearest_one() -> None:
+def test_an_unknown_verb_gives_64_and_the_nearest_one() -> None:
     done = run("paln")
-    assert done.returncode == 2
+    assert done.returncode == 64
     assert done.stderr == "trainprobe: there is no verb 'paln' — did you mean 'plan'? (`trainprobe --help` lists them)\n"
 
 
-def test_an_unknown_option_gives_2() -> None:
+def test_an_unknown_option_gives_64_which_is_no_verdict() -> None:
     done = run("plan", "--explian")
-    assert done.returncode == 2
+    assert done.returncode == 64
     assert "--explian" in done.stderr
 
 
@@ -81,13 +82,49 @@ def test_an_interrupt_gives_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["plan"]) == 130
 
 
-def test_a_fault_of_a_verb_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_a_verb_is_shown_in_full_and_is_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def verb() -> None:
-        raise ZeroDivisionError
+        raise ZeroDivisionError("of nothing")
 
     use(monkeypatch, verb)
-    with pytest.raises(ZeroDivisionError):
-        cli.main(["plan"])
+    assert cli.main(["plan"]) == 3
+    said = capsys.readouterr().err
+    assert "Traceback" in said and "ZeroDivisionError: of nothing" in said
+    assert said.endswith(
+        "trainprobe: ZeroDivisionError is a fault of trainprobe, not an answer: please report it with the lines above\n"
+    )
+
+
+@pytest.mark.parametrize("shown", ["", "1"])
+def test_an_error_of_the_system_is_a_sentence_and_a_traceback_where_it_is_asked_for(
+    shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    use(monkeypatch, lambda: (tmp_path / "none").read_text())
+    monkeypatch.setenv("TRAINPROBE_TRACEBACK", shown)
+    assert cli.main(["plan"]) == 3
+    said = capsys.readouterr().err
+    assert said.endswith(f"trainprobe: {tmp_path / 'none'}: No such file or directory\n")
+    assert ("Traceback" in said) == bool(shown)
+
+
+@pytest.mark.parametrize("arguments", [("plan", "--explain"), ("plan", "--schema"), ("plan",), ("--help",), ("plan", "--help")])
+def test_a_closed_pipe_is_no_verdict(arguments: tuple[str, ...]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "trainprobe", *arguments], stdout=writing, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("verb", ["ckpt-compare", "dump-compare", "judge"])
+def test_the_help_of_a_comparison_tells_its_exit_codes(verb: str) -> None:
+    assert re.search(r"[Ee]xit code", " ".join(run(verb, "--help").stdout.split()))
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)

@@ -3,14 +3,20 @@
 A verb is one row here: its name, the module and function that carry it out (a typer-style function with annotated
 parameters, returning an exit code or None), and one line of help.
 
-Exit codes: 0 done; 1 a comparison or check found something; 2 the command line cannot be understood; 3 a file, plan or
-folder cannot be used (a ProbeError, told in one sentence); 130 interrupted.
+Exit codes: 0, 1 and 2 are answers of a verb (its `--help` tells them); 3 there is no answer: a file, plan or folder cannot be
+used, which one sentence tells, or trainprobe itself failed, which a traceback tells; 64 the command line cannot be understood
+(EX_USAGE of sysexits.h); 130 interrupted; 141 the reader closed the pipe. With TRAINPROBE_TRACEBACK=1 an error that one sentence
+tells has its traceback as well.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
+import traceback
+from contextlib import suppress
 from typing import Any
 
 from trainprobe.errors import ProbeError, did_you_mean
@@ -31,9 +37,36 @@ VERBS: dict[str, tuple[str, str]] = {
 }
 
 
+NO_ANSWER, MISUSED, INTERRUPTED, UNREAD = 3, 64, 130, 141
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one verb and return its exit code (see the module text)."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _answer(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _unread()
+    except SystemExit as end:  # what rich and click make of a closed pipe
+        if isinstance(end.__context__, BrokenPipeError):
+            return _unread()
+        raise
+    except ProbeError as error:
+        return _complain(str(error), NO_ANSWER, error)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return _complain(f"{where}{error.strerror or error}", NO_ANSWER, error)
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
+    except Exception as error:  # noqa: BLE001  (Python would exit with 1, which is an answer of the comparisons)
+        traceback.print_exc()
+        return _complain(
+            f"{type(error).__name__} is a fault of trainprobe, not an answer: please report it with the lines above", NO_ANSWER
+        )
+    return code
+
+
+def _answer(arguments: list[str]) -> int:
     if not arguments or arguments[0] in {"-h", "--help", "help"}:
         _show_verbs()
         return 0
@@ -45,33 +78,28 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if verb not in VERBS:
         kind = "option" if verb.startswith("-") else "verb"
-        return _complain(f"there is no {kind} {verb!r}{did_you_mean(verb, list(VERBS))} (`trainprobe --help` lists them)", 2)
-    try:
-        return _carry_out(verb, rest)
-    except ProbeError as error:
-        return _complain(str(error), 3)
-    except KeyboardInterrupt:
-        return _complain("interrupted", 130)
+        hint = did_you_mean(verb, list(VERBS))
+        return _complain(f"there is no {kind} {verb!r}{hint} (`trainprobe --help` lists them)", MISUSED)
+    return _carry_out(verb, rest)
 
 
 def _carry_out(verb: str, arguments: list[str]) -> int:
     import typer
 
-    target, text = VERBS[verb]
-    module, _, attribute = target.partition(":")
+    module, _, attribute = VERBS[verb][0].partition(":")
     loaded = getattr(importlib.import_module(module), attribute)
     if isinstance(loaded, typer.Typer):
         app = loaded
     else:
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        app.command(help=text, context_settings=getattr(loaded, "context_settings", None))(loaded)
+        app.command(context_settings=getattr(loaded, "context_settings", None))(loaded)
     try:
         code = app(args=arguments, prog_name=f"trainprobe {verb}", standalone_mode=False)
     except typer.Abort:
-        return _complain("interrupted", 130)
+        return _complain("interrupted", INTERRUPTED)
     except _usage_error() as error:
         error.show()  # it knows the usage line and the option it is about
-        return int(error.exit_code)
+        return MISUSED
     return code if isinstance(code, int) else 0
 
 
@@ -97,7 +125,16 @@ def _show_verbs() -> None:
     console.print(table)
 
 
-def _complain(sentence: str, code: int) -> int:
+def _unread() -> int:
+    """Let nobody write into a closed pipe any more: the last flush of the interpreter would fail and change the exit code."""
+    with suppress(io.UnsupportedOperation):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return UNREAD
+
+
+def _complain(sentence: str, code: int, error: BaseException | None = None) -> int:
+    if error is not None and os.environ.get("TRAINPROBE_TRACEBACK", "") not in {"", "0"}:
+        traceback.print_exception(error)
     sys.stderr.write(f"trainprobe: {sentence}\n")
     return code
 
