@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.compiled import native
+from trainprobe.engine.console import say_what_was_missed
 from trainprobe.engine.dumps.tensor_files import SAFETENSORS_NAMES
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.naming import Rename
@@ -410,10 +411,14 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
                     loss = model(batch); probe.note("loss", loss)
                     loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-    plan: path, dict, Plan or None; `overrides` are plan fields. Everything is written when the block ends.
+    plan: path, dict, Plan or None; `overrides` are plan fields. Everything is written when the block ends, and what the plan
+    asked for and never came is said on the console.
     """
     probe = Probe(plan, **overrides)
-    with probe:
-        probe.open(model, optimizer)
-        del optimizer  # one that the training replaces is not kept
-        yield probe
+    try:
+        with probe:
+            probe.open(model, optimizer)
+            del optimizer  # one that the training replaces is not kept
+            yield probe
+    finally:
+        say_what_was_missed(probe.findings, probe.place.rank)

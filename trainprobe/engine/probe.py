@@ -344,12 +344,12 @@ class Probe:
         if self.plan.scope is not None:
             reel.calls, why = within(reel.calls, *self.plan.scope, self._framework)
             if why:
-                self._tell(Finding("plan", "warning", why, step=reel.step))
+                self._tell_once(Finding("plan", "warning", why, step=reel.step))
         self._collected += 1
         if self.plan.ops != ("**",):
             self._ops_seen.update(call.name for call in reel.calls if call.kind == "op")
         if complete and self._running.looks and not reel.calls and not reel.scalars:
-            self._tell(_saw_nothing(self.step_number))
+            self._tell_once(_saw_nothing(self.step_number), key="nothing was seen")
         self._say_faults(tape.library.faults())
         found = [finding for watch in self.watchers for finding in watch(reel)]
         for finding in found:
@@ -372,11 +372,15 @@ class Probe:
         if self._recorder is not None:
             self._recorder.submit_findings([finding])
 
+    def _tell_once(self, finding: Finding, key: str = "") -> None:
+        key = key or finding.message
+        if key not in self._said:
+            self._said.add(key)
+            self._tell(finding)
+
     def _say_faults(self, faults: Sequence[str]) -> None:
         for fault in faults:
-            if fault not in self._said:
-                self._said.add(fault)
-                self._tell(Finding("kernels", "warning", fault, step=self.step_number))
+            self._tell_once(Finding("kernels", "warning", fault, step=self.step_number))
 
     def _say_what_never_came(self) -> None:
         unmatched = self.plan.unmatched(self._ops_seen, "ops") if self._collected and self.plan.level in ("L1", "mix") else []
@@ -385,7 +389,14 @@ class Probe:
             self._tell(
                 Finding("plan", "warning", f"the plan's ops pattern {pattern!r} matched no op in any collected step{hint}")
             )
-        if self._first_step is None or self.plan.level in ("off", "debug"):
+        if self._first_step is None:
+            return
+        world = self.place.world_size
+        if not any(map(self.plan.wants_rank, range(world))):
+            there = f"ranks 0 to {world - 1}" if world > 1 else "rank 0 alone"
+            why = f"no rank of the plan's rank {list(self.plan.rank)} is there: the run has {there}"
+            self._tell(Finding("plan", "warning", why))
+        if self.plan.level in ("off", "debug"):
             return
         pending = self.plan.pending_steps(self.step_number, self._first_step)
         if pending:
