@@ -5,8 +5,8 @@ parameters, returning an exit code or None), and one line of help.
 
 Exit codes: 0, 1 and 2 are answers of a verb (its `--help` tells them); 3 there is no answer: a file, plan or folder cannot be
 used, which one sentence tells, or trainprobe itself failed, which a traceback tells; 64 the command line cannot be understood
-(EX_USAGE of sysexits.h); 130 interrupted; 141 the reader closed the pipe. With TRAINPROBE_TRACEBACK=1 an error that one sentence
-tells has its traceback as well.
+(EX_USAGE of sysexits.h); 130 interrupted; 141 the reader closed the pipe. With TRAINPROBE_TRACEBACK=1 an error that one
+sentence tells has its traceback as well.
 """
 
 from __future__ import annotations

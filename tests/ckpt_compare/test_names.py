@@ -73,6 +73,36 @@ def test_a_map_without_rules_is_refused():
         read_map("family: x", "own.yaml")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rules: [}", "own.yaml is no YAML: .* line 1"),
+        ("rules: 5", "a list of `rules`"),
+        ("rules:\n  - {from: a, to: b}\n  - {to: b}", "rule 2 is .* needs `from`"),
+        ("rules: [a]", "rule 1 is 'a': it needs `from`"),
+        ("rules: [{from: a}]", r"rule 1 \(a\) needs `to`"),
+        ("rules: [{from: 'a.{L}', to: 'b.{K}'}]", r"`to` has \{K\}, which `from` does not have"),
+        ("rules: [{from: 'a.{1}', to: b}]", r"'a.\{1\}' is no pattern"),
+    ],
+)
+def test_a_map_that_cannot_be_used_is_refused_with_its_place(text, said):
+    with pytest.raises(FormatError, match=said):
+        read_map(text, "own.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "No such file"), (b"family: \xff", "no text in UTF-8"), ("", "Is a directory")]
+)
+def test_a_map_that_cannot_be_read_is_told_by_its_path(tmp_path, content, said):
+    own = tmp_path / "own.yaml"
+    if isinstance(content, bytes):
+        own.write_bytes(content)
+    elif content is not None:
+        own.mkdir()
+    with pytest.raises(FormatError, match=f"own.yaml.*{said}"):
+        to_logical(checkpoint(tensor("a", X)), {}, [str(own)])
+
+
 def test_sorted_names_are_put_into_the_model_s_order():
     names = [
         "lm_head.weight",

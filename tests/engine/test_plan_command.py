@@ -75,5 +75,10 @@ def test_schema_is_written_to_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "s.json").read_text(encoding="utf-8") == schema_text()
 
 
+def test_a_file_that_cannot_be_written_gives_3_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--explain", "-o", str(tmp_path)]) == 3
+    assert capsys.readouterr().err == f"trainprobe: --output {tmp_path} cannot be written: Is a directory\n"
+
+
 def test_level_off_is_said_to_record_nothing() -> None:
     assert list(sentences(load_plan(level="off"))) == ["record nothing, because level is off"]

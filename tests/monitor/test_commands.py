@@ -22,7 +22,7 @@ def test_judge_prints_the_findings_and_returns_one(run, capsys):
     assert main(["judge", str(run)]) == 1
     out = capsys.readouterr().out
     assert "error   nonfinite (step 50, rank 0)" in out
-    assert "60 steps of 1 ranks, 9 rules: 1 error" in out
+    assert "60 steps of 1 rank, 9 rules: 1 error" in out
 
 
 def test_judge_with_chosen_rules_that_find_nothing_returns_zero(run, capsys):
@@ -40,6 +40,25 @@ def test_judge_takes_settings_from_a_file_and_prints_json(run, tmp_path, capsys)
 def test_judge_of_an_unknown_rule_is_an_error_that_guesses(run, capsys):
     assert main(["judge", str(run), "--rules", "spikes"]) == 3
     assert "did you mean 'spike'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"spike: [", b"\xff\xfe\xff"])
+def test_judge_with_rules_that_are_no_yaml_gives_three_and_names_the_file(run, tmp_path, capsys, content):
+    (tmp_path / "rules.yaml").write_bytes(content)
+    assert main(["judge", str(run), "--rules", str(tmp_path / "rules.yaml")]) == 3
+    said = capsys.readouterr().err
+    assert (
+        said.startswith(f"trainprobe: --rules {tmp_path / 'rules.yaml'} cannot be read as YAML: ") and "Traceback" not in said
+    )
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_judge_of_a_log_without_a_step_is_no_pass(run, tmp_path, capsys, more):
+    (tmp_path / "rank0").mkdir()
+    (log,) = run.rglob("records.jsonl")  # and a run that was killed while it wrote its first line
+    (tmp_path / "rank0" / "records.jsonl").write_bytes(log.read_bytes()[:100])
+    assert main(["judge", str(tmp_path), *more]) == 3
+    assert "holds no step that could be judged" in capsys.readouterr().err
 
 
 def test_top_shows_step_loss_findings_and_what_stands_out(run, capsys):

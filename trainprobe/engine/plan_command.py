@@ -13,6 +13,7 @@ from rich.console import Console
 
 from trainprobe.engine.plan import DetailRule, Histogram, Plan, SliceRule
 from trainprobe.engine.plan_loading import load_plan
+from trainprobe.errors import OutputError
 
 _SECTIONS = {"details": DetailRule, "slice": SliceRule, "histogram": Histogram}
 
@@ -32,7 +33,7 @@ def plan(
         if output is None:
             console.print(text, end="")
         else:
-            output.write_text(text, encoding="utf-8")
+            _write(output, text)
         return 0
     checked = load_plan(file)
     console.print(f"{file or 'The default plan'} can be used. It will:")
@@ -41,6 +42,13 @@ def plan(
     for note in checked.notes:
         console.print(f"  ! {note}")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"--output {path} cannot be written: {error.strerror or error}") from None
 
 
 def schema_text() -> str:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trainprobe.engine.records import Finding
-from trainprobe.errors import PlanError
+from trainprobe.errors import FormatError, PlanError
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.rules import RuleOptions, rule_names
 from trainprobe.monitor.run_folder import read_frames
@@ -30,7 +30,7 @@ def judge(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object a finding")] = False,
 ) -> int:
-    """Judge the run in DIR. The exit code is 1 when a rule found a warning or an error, else 0."""
+    """Judge the run in DIR. Exit code: 0 nothing to worry about, 1 a warning or an error was found, 3 cannot be judged."""
     chosen = read_rules(rules)
     steps = Counter[int]()
 
@@ -40,6 +40,8 @@ def judge(
             yield frame
 
     found = in_order(judge_frames(counted(), chosen))
+    if not steps:
+        raise FormatError(f"{folder} holds no step that could be judged: the run wrote none before it ended, or not to here")
     if json:
         for finding in found:
             typer.echo(orjson.dumps(dataclasses.asdict(finding), default=str).decode())
@@ -53,8 +55,11 @@ def read_rules(text: str | None) -> dict[str, RuleOptions]:
     if text is None:
         return make_rules(None)
     path = Path(text)
-    if path.suffix in (".yaml", ".yml", ".json") and path.exists():
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if path.suffix in (".yaml", ".yml", ".json"):
+        try:
+            loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise PlanError(f"--rules {path} cannot be read as YAML: {' '.join(str(error).split())}") from None
         section = loaded.get("monitor", loaded) if isinstance(loaded, dict) else None
         if not isinstance(section, dict):
             raise PlanError(f"{path}: expected a section of rules and their settings")
@@ -75,5 +80,12 @@ def _show(found: list[Finding], steps: Counter[int], rules: dict[str, RuleOption
         if finding.next:
             console.print(Text(f"        → {finding.next}", style="dim"))
     count = Counter(f.severity for f in found)
-    told = ", ".join(f"{n} {severity}{'s' if n > 1 and severity != 'info' else ''}" for severity, n in count.items())
-    console.print(f"{sum(steps.values())} steps of {len(steps)} ranks, {len(rules)} rules: {told or 'nothing found'}")
+    told = ", ".join(f"{n} info" if severity == "info" else _counted(n, severity) for severity, n in count.items())
+    seen = ", ".join(
+        (f"{_counted(sum(steps.values()), 'step')} of {_counted(len(steps), 'rank')}", _counted(len(rules), "rule"))
+    )
+    console.print(f"{seen}: {told or 'nothing found'}")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

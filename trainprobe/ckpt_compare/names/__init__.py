@@ -26,6 +26,7 @@ from trainprobe.ckpt_compare.transforms import NEEDS, TRANSFORMS
 from trainprobe.errors import FormatError, did_you_mean
 
 _FIELD = re.compile(r"\\\{(\w+)\\\}")
+_WRITTEN = re.compile(r"\{(\w+)\}")
 _ADAPTER = re.compile(r"(?P<base>.+)\.(?P<part>lora_(?:A|B|magnitude_vector))(?:\.(?!weight$)\w+)?(?:\.weight)?")
 _OPTIONAL = re.compile(r"\\\[(.+?)\\\]")
 
@@ -68,7 +69,7 @@ class NameMap:
         return None if begins is None else begins[0][: begins[1]]
 
 
-def _compile(pattern: str) -> re.Pattern[str]:
+def _compile(pattern: str, where: str) -> re.Pattern[str]:
     seen: set[str] = set()
 
     def group(match: re.Match[str]) -> str:
@@ -78,32 +79,57 @@ def _compile(pattern: str) -> re.Pattern[str]:
         seen.add(name)
         return f"(?P<{name}>\\d+)" if name.isupper() else f"(?P<{name}>\\w+)"
 
-    return re.compile(_OPTIONAL.sub(r"(?:\1)?", _FIELD.sub(group, re.escape(pattern))))
+    try:
+        return re.compile(_OPTIONAL.sub(r"(?:\1)?", _FIELD.sub(group, re.escape(pattern))))
+    except re.error as error:
+        raise FormatError(f"{where}: {pattern!r} is no pattern: {error}") from None
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
+    return tuple(map(str, value)) if isinstance(value, (list, tuple)) else () if value is None else (str(value),)
 
 
 def read_map(text: str, where: str) -> NameMap:
     """Parse a name map; raise FormatError that names the faulty rule."""
-    data = yaml.safe_load(text)
-    if not isinstance(data, dict) or "rules" not in data:
-        raise FormatError(f"{where} is not a name map: it needs `family`, `signature` and `rules`")
-    rules: list[Rule] = []
-    for entry in data["rules"]:
-        by = _strings(entry.get("by"))
-        for name in by:
-            if name not in TRANSFORMS:
-                raise FormatError(
-                    f"{where}: rule {entry['from']!r} wants transform {name!r}{did_you_mean(name, list(TRANSFORMS))}"
-                )
-        flags = {k: bool(entry.get(k)) for k in ("vocabulary", "drop")}
-        to, when = _strings(entry.get("to")), entry.get("when", "")
-        rules += [Rule(_compile(source), to, by, when=when, **flags) for source in _strings(entry["from"])]
-    signature = tuple(_compile(p) for p in _strings(data.get("signature")))
-    order = tuple(_compile(p) for p in _strings(data.get("order")))
-    return NameMap(str(data.get("family", where)), signature, _strings(data.get("strip")), tuple(rules), order)
+    try:
+        data: Any = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise FormatError(f"{where} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("rules"), list):
+        raise FormatError(f"{where} is not a name map: it needs `family`, `signature` and a list of `rules`")
+    rules = tuple(rule for number, entry in enumerate(data["rules"], 1) for rule in _rules(entry, f"{where}: rule {number}"))
+    signature, order = (tuple(_compile(p, where) for p in _strings(data.get(key))) for key in ("signature", "order"))
+    return NameMap(str(data.get("family", where)), signature, _strings(data.get("strip")), rules, order)
+
+
+def _rules(entry: Any, where: str) -> list[Rule]:
+    """Return the rules of one entry, one for each pattern that `from` lists."""
+    if not isinstance(entry, dict) or not _strings(entry.get("from")):
+        raise FormatError(f"{where} is {entry!r}: it needs `from`, the pattern of the names that it matches")
+    sources, to, by = (_strings(entry.get(key)) for key in ("from", "to", "by"))
+    if not to and not entry.get("drop"):
+        raise FormatError(f"{where} ({sources[0]}) needs `to`, the logical name, or `drop: true`")
+    for name in by:
+        if name not in TRANSFORMS:
+            raise FormatError(f"{where} ({sources[0]}) wants transform {name!r}{did_you_mean(name, list(TRANSFORMS))}")
+    made = [
+        Rule(_compile(source, where), to, by, bool(entry.get("vocabulary")), entry.get("when", ""), bool(entry.get("drop")))
+        for source in sources
+    ]
+    for rule in made:
+        unknown = [f for name in to for f in _WRITTEN.findall(name) if f not in {"i", *rule.pattern.groupindex}]
+        if unknown:
+            raise FormatError(f"{where} ({sources[0]}): `to` has {{{unknown[0]}}}, which `from` does not have")
+    return made
+
+
+def _read(path: str) -> NameMap:
+    try:
+        return read_map(Path(path).read_text(encoding="utf-8"), path)
+    except OSError as error:
+        raise FormatError(f"--names {path}: {error.strerror or error}; name a YAML file (docs/ckpt_compare.md)") from None
+    except UnicodeDecodeError as error:
+        raise FormatError(f"--names {path} is no text in UTF-8: {error.reason} at byte {error.start}") from None
 
 
 @lru_cache(maxsize=1)
@@ -119,7 +145,7 @@ def find_map(checkpoint: Checkpoint, extra: Sequence[str] = ()) -> tuple[NameMap
 
     A user's maps are asked first. None when no map fits.
     """
-    maps = [read_map(Path(p).read_text(encoding="utf-8"), p) for p in extra] + list(built_in())
+    maps = [_read(p) for p in extra] + list(built_in())
     names = sorted({t.name for t in checkpoint.tensors.values()})
     return next(((m, prefix) for m in maps if (prefix := m.wrapper(names)) is not None), None)
 
