@@ -156,6 +156,25 @@ def test_a_path_without_a_dump_is_an_error(tmp_path, capsys, path):
     assert "no dump at" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("there", "named", "said"),
+    [
+        ("gpu.zip", "gpu.zip", "gpu.zip: it is a file; name the folder"),
+        ("other.json", "other.json", "other.json: expected step folders"),
+        ("rank0/records.jsonl", ".", "records.jsonl is a record log"),
+        ("rank0/records.jsonl", "rank0", "records.jsonl is a record log"),
+        ("rank0/stack.json", ".", "expected step folders"),
+        ("a", "b", "b: there is no such file or folder"),
+    ],
+)
+def test_what_is_no_dump_is_told_by_its_own_path(tmp_path, capsys, there, named, said):
+    (tmp_path / there).parent.mkdir(exist_ok=True)
+    (tmp_path / there).touch()
+    assert main(["dump-compare", str(tmp_path / named), str(tmp_path / named)]) == 3
+    told = capsys.readouterr().err
+    assert f"no dump at {tmp_path / named}: " in told and said in told
+
+
 def test_ranks_are_compared_each_with_its_own(tmp_path, capsys):
     a, b = run(tmp_path / "a", level="L0", step=[0]), run(tmp_path / "b", level="L0", step=[0])
     other = run(tmp_path / "c", "gelu", level="L0", step=[0])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.dumps import find_ranks, find_steps
-from trainprobe.engine.dumps.layout import DEBUG_FILE, DUMP_FILE
+from trainprobe.engine.dumps.layout import DEBUG_FILE, DUMP_FILE, LOG_FILE
 from trainprobe.engine.naming import ROOT
 from trainprobe.engine.records import Call
 from trainprobe.errors import CompareError, FormatError
@@ -70,15 +70,33 @@ def _paired(a: dict[int, Any], b: dict[int, Any], what: str, missing: list[str])
 
 def _ranks_of(path: Path) -> dict[int, dict[int, Path]]:
     """Return step → rank → folder of what a user names: a dump's root, a step, a rank, or its file."""
-    if path.is_file():
-        path = path.parent
-    if any((path / name).is_file() for name in (DUMP_FILE, DEBUG_FILE)):
+    if path.is_file() and path.suffix != ".json":
+        raise FormatError(
+            f"no dump at {path}: it is a file; name the folder of a dump, of a step or of a rank, or a {DUMP_FILE}"
+        )
+    named, path = path, path.parent if path.is_file() else path
+    if _holds(path, DUMP_FILE, DEBUG_FILE):
         return {_number(path.parent): {_number(path): path}}
     steps = {number: find_ranks(folder) for number, folder in find_steps(path).items()} or {_number(path): find_ranks(path)}
     found = {number: ranks for number, ranks in steps.items() if ranks}
-    if not found:
-        raise FormatError(f"no dump at {path}: expected step folders (step0, …), rank folders (rank0, …) or a dump.json there")
+    folders = [folder for ranks in found.values() for folder in ranks.values()]
+    if not any(_holds(folder, DUMP_FILE, DEBUG_FILE) for folder in folders):
+        raise FormatError(f"no dump at {named}: {_lacking(path, [path, *folders])}")
     return found
+
+
+def _holds(folder: Path, *names: str) -> bool:
+    return any((folder / name).is_file() for name in names)
+
+
+def _lacking(path: Path, folders: Sequence[Path]) -> str:
+    """Say what stands where a dump was looked for."""
+    if not path.exists():
+        return "there is no such file or folder"
+    log = next((folder / LOG_FILE for folder in folders if _holds(folder, LOG_FILE)), None)
+    if log is not None:
+        return f"{log} is a record log, which `trainprobe judge` reads; record with `sinks: [dump]` to compare"
+    return f"expected step folders (step0, …), rank folders (rank0, …) or a {DUMP_FILE} there"
 
 
 def _number(folder: Path) -> int:
