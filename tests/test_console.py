@@ -72,3 +72,21 @@ def test_ranks_that_are_not_there_are_said(capfd, tmp_path):
     with trainprobe.watch(model, output=tmp_path / "out", rank=[5, "7-9"]) as probe:
         train(probe, model)
     assert "no rank of the plan's rank [5, '7-9'] is there: the run has rank 0 alone" in capfd.readouterr().err
+
+
+def test_patterns_of_tensors_and_details_that_matched_nothing_are_said(capfd, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    details = [
+        {"match": ["0"], "statistics": ["max"]},
+        {"match": ["0.weight"], "task": "tensor"},
+        {"match": ["layers.*"], "task": "tensor"},
+    ]
+    with trainprobe.watch(
+        model, output=tmp_path / "out", tensors=["1", "Functional.linear", "8"], details=details, level="mix"
+    ) as probe:
+        train(probe, model)
+    said = capfd.readouterr().err.splitlines()
+    assert [line.partition(" matched")[0] for line in said] == [
+        "trainprobe: the plan's tensors pattern '8'",
+        "trainprobe: the plan's details pattern 'layers.*'",
+    ]

@@ -26,6 +26,7 @@ from trainprobe.engine.scope import within
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import Tap
+from trainprobe.engine.unmet import Unmet
 from trainprobe.errors import StopTraining, UsageError
 
 
@@ -133,9 +134,8 @@ class Probe:
         self._moments: dict[str, list[Callable[..., None]]] = {}
         self._inside = False
         self._first_step: int | None = None
-        self._collected = 0
         self._extra_steps: set[int] = set()
-        self._ops_seen: set[str] = set()
+        self._unmet = Unmet(plan)
         guard._tell = self._tell
         guard.on_trip(self._release)
 
@@ -345,9 +345,7 @@ class Probe:
             reel.calls, why = within(reel.calls, *self.plan.scope, self._framework)
             if why:
                 self._tell_once(Finding("plan", "warning", why, step=reel.step))
-        self._collected += 1
-        if self.plan.ops != ("**",):
-            self._ops_seen.update(call.name for call in reel.calls if call.kind == "op")
+        self._unmet.saw(reel)
         if complete and self._running.looks and not reel.calls and not reel.scalars:
             self._tell_once(_saw_nothing(self.step_number), key="nothing was seen")
         self._say_faults(tape.library.faults())
@@ -378,36 +376,13 @@ class Probe:
             self._said.add(key)
             self._tell(finding)
 
+    def _say_what_never_came(self) -> None:
+        for finding in self._unmet.findings(self._first_step, self.step_number, self.place):
+            self._tell(finding)
+
     def _say_faults(self, faults: Sequence[str]) -> None:
         for fault in faults:
             self._tell_once(Finding("kernels", "warning", fault, step=self.step_number))
-
-    def _say_what_never_came(self) -> None:
-        unmatched = self.plan.unmatched(self._ops_seen, "ops") if self._collected and self.plan.level in ("L1", "mix") else []
-        for pattern, near in unmatched:
-            hint = f"; did you mean {near!r}?" if near else ""
-            self._tell(
-                Finding("plan", "warning", f"the plan's ops pattern {pattern!r} matched no op in any collected step{hint}")
-            )
-        if self._first_step is None:
-            return
-        world = self.place.world_size
-        if not any(map(self.plan.wants_rank, range(world))):
-            there = f"ranks 0 to {world - 1}" if world > 1 else "rank 0 alone"
-            why = f"no rank of the plan's rank {list(self.plan.rank)} is there: the run has {there}"
-            self._tell(Finding("plan", "warning", why))
-        if self.plan.level in ("off", "debug"):
-            return
-        pending = self.plan.pending_steps(self.step_number, self._first_step)
-        if pending:
-            self._tell(
-                Finding(
-                    rule="plan",
-                    severity="warning",
-                    message=f"the plan's step {', '.join(pending)} never came: the run had steps {self._first_step} to "
-                    f"{self.step_number}",
-                )
-            )
 
 
 def _held_weakly(x: Any) -> Callable[[], Any]:

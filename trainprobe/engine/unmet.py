@@ -1,0 +1,60 @@
+"""What a plan asked for and did not get: told once no step can come any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainprobe.engine.plan import Plan
+from trainprobe.engine.records import Call, Finding, Place, Reel
+
+
+class Unmet:
+    """Learns from the steps that are dumped what there was to be matched."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._collected = False
+        self._ops: set[str] = set()
+        self._names: set[str] = set()  # of modules, parameters and ops
+
+    def saw(self, reel: Reel) -> None:
+        """Learn from a step."""
+        if "dump" not in reel.programs:
+            return
+        self._collected = True
+        if self._plan.ops != ("**",) or self._plan.tensors or self._plan.details:
+            self._ops.update(call.name for call in reel.calls if call.kind == "op")
+            self._names.update(name for call in reel.calls for name in _names(call))
+
+    def findings(self, first_step: int | None, last_step: int, place: Place) -> Iterator[Finding]:
+        """Yield what never came, as warnings. first_step, last_step: of the run, collected or not; None where it had none."""
+        if self._collected:
+            yield from self._patterns()
+        if first_step is None:
+            return
+        plan = self._plan
+        if not any(map(plan.wants_rank, range(place.world_size))):
+            there = f"ranks 0 to {place.world_size - 1}" if place.world_size > 1 else "rank 0 alone"
+            yield _warning(f"no rank of the plan's rank {list(plan.rank)} is there: the run has {there}")
+        pending = () if plan.level in ("off", "debug") else plan.pending_steps(last_step, first_step)
+        if pending:
+            yield _warning(f"the plan's step {', '.join(pending)} never came: the run had steps {first_step} to {last_step}")
+
+    def _patterns(self) -> Iterator[Finding]:
+        level = self._plan.level
+        asked = [("ops", "op", self._ops)] if level in ("L1", "mix") else []
+        if level in ("L0", "L1", "mix"):
+            asked += [(field, "module, parameter or op", self._names) for field in ("tensors", "details")]
+        for field, what, names in asked:
+            for pattern, near in self._plan.unmatched(names, field):
+                hint = f"; did you mean {near!r}?" if near else ""
+                yield _warning(f"the plan's {field} pattern {pattern!r} matched no {what} in any collected step{hint}")
+
+
+def _names(call: Call) -> Iterator[str]:
+    yield call.name
+    yield from (f"{call.name}.{short}" for short in call.params or ())
+
+
+def _warning(message: str) -> Finding:
+    return Finding("plan", "warning", message)
