@@ -127,6 +127,12 @@ def test_the_help_of_a_comparison_tells_its_exit_codes(verb: str) -> None:
     assert re.search(r"[Ee]xit code", " ".join(run(verb, "--help").stdout.split()))
 
 
+@pytest.mark.parametrize("verb", [("run",), ("config-check", "collect")])
+def test_the_usage_of_what_starts_a_command_shows_where_it_stands(verb: tuple[str, ...]) -> None:
+    usage = " ".join(run(*verb, "--help").stdout.split()).partition("Usage:")[2]
+    assert "-- COMMAND" in usage.partition("╭")[0]
+
+
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_every_verb_of_the_table_exists(verb: str) -> None:
     module, _, attribute = cli.VERBS[verb][0].partition(":")

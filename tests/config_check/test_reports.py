@@ -119,6 +119,13 @@ def test_a_file_of_that_name_that_is_somebody_elses_is_not_replaced(tmp_path, na
     assert (tmp_path / f"result.{name}").read_text() == "mine"
 
 
+def test_an_unknown_format_is_refused_before_a_verdict_is_printed(tmp_path, capsys):
+    pack = written(tmp_path, "a.zip")
+    assert main(["config-check", "compare", str(pack), str(pack), "--format", "pdf"]) == 3
+    said = capsys.readouterr()
+    assert said.out == "" and "--format 'pdf' is not one" in said.err
+
+
 def test_an_unknown_format_is_told_with_a_guess(tmp_path):
     with pytest.raises(UsageError, match="did you mean 'xlsx'"):
         write_reports(different(), tmp_path, ["xls"])

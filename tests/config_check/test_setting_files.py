@@ -94,7 +94,7 @@ def test_a_value_that_looks_like_a_key_is_withheld_whatever_its_name(tmp_path, v
     assert values == {"model": WITHHELD, "name": "hf-internal-testing/tiny-random-gpt2", "url": "https://***:***@host/x"}
 
 
-def test_secrets_of_the_environment_are_only_named():
+def test_secrets_of_the_environment_are_only_named_and_what_captures_it_is_left_out():
     variables = {
         "OPENAI_API_KEY": "abc",
         "MY_PASSWORD": "def",
@@ -102,6 +102,7 @@ def test_secrets_of_the_environment_are_only_named():
         "EDITOR": "vi",
         "HF_TOKEN": "ghi",
         "DB_DSN": "jkl",
+        "TRAINPROBE_CONFIG_CHECK": "{}",
     }
     captured = capture_environment(variables)
     assert captured["variables"] == {"NCCL_ALGO": "Ring"}

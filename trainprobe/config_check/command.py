@@ -15,12 +15,15 @@ from trainprobe.config_check.settings import Settings, make_settings
 from trainprobe.errors import UsageError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__, no_args_is_help=True)
-_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+_PASS_ON = {"ignore_unknown_options": True}
 
 
 @app.command(context_settings=_PASS_ON)  # pyright: ignore[reportUntypedFunctionDecorator]
 def collect(
-    context: typer.Context,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- COMMAND", help="A training command; 4 micro-steps of it are captured.", show_default=False),
+    ] = None,
     scripts: Annotated[
         list[str] | None, typer.Option("--scripts", "-s", help="Shell, YAML or JSON files that hold settings.")
     ] = None,
@@ -29,7 +32,7 @@ def collect(
     tokens: Annotated[int, typer.Option(help="How many first elements of each integer input to store as they are.")] = 0,
 ) -> int:
     """Write a pack of a command that is run (`collect -- python train.py …`), or of settings files alone (`--scripts`)."""
-    files, command = _split(scripts or [], list(context.args))
+    files, command = _split(scripts or [], list(words or []))
     settings = make_settings({"output": output, "micro_steps": micro_steps, "tokens": tokens, "scripts": files})
     if not files and not command:
         raise UsageError("nothing to collect: give `--scripts train.sh …`, or a command behind `--`")
@@ -87,14 +90,16 @@ def compare(
     """Say what differs between two packs. Exit code: 0 pass, 1 warnings, 2 errors, 3 could not compare."""
     from trainprobe.config_check.compare import compare_packs
     from trainprobe.config_check.pack_reader import read_pack
-    from trainprobe.config_check.report import write_reports
+    from trainprobe.config_check.report import check_formats, write_reports
     from trainprobe.config_check.report.terminal import show
 
+    kinds = [name.strip() for name in formats.split(",") if name.strip()]
+    check_formats(kinds)
     comparison = compare_packs(read_pack(bench), read_pack(cmp))
     console = Console(highlight=False)
     show(comparison, console)
     if output is not None:
-        for path in write_reports(comparison, output, [name.strip() for name in formats.split(",") if name.strip()]):
+        for path in write_reports(comparison, output, kinds):
             console.print(Text(f"report: {path}", style="dim"), soft_wrap=True)
     return comparison.exit_code
 

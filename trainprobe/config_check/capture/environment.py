@@ -14,6 +14,8 @@ import yaml
 
 from trainprobe.config_check.names import load_names, masked
 
+OWN = "TRAINPROBE_"  # what the variables of this tool begin with; they change no number
+
 
 @cache
 def table() -> tuple[tuple[str, str, str], ...]:
@@ -36,7 +38,7 @@ def capture_environment(variables: Mapping[str, str] | None = None) -> dict[str,
     """Return {"variables": name → value, "others": name → hash, "withheld": names}.
 
     variables: the environment, that of this process by default. Values outside the table are hashed (64 bits of SHA-256);
-    what looks like a secret is only named.
+    what looks like a secret is only named. The variables of trainprobe itself are left out: they tell how a run was captured.
     """
     variables = os.environ if variables is None else variables
     names = load_names()
@@ -44,6 +46,8 @@ def capture_environment(variables: Mapping[str, str] | None = None) -> dict[str,
     others: dict[str, str] = {}
     withheld: list[str] = []
     for name, value in sorted(variables.items()):
+        if name.startswith(OWN):
+            continue
         effect = effect_of(name)
         if masked(name, value, names) != value or (effect is None and names.is_secret_variable(name)):
             withheld.append(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainprobe.config_check.capture.environment import effect_of, what_it_does
+from trainprobe.config_check.capture.environment import OWN, effect_of, what_it_does
 from trainprobe.config_check.compare.sides import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.values import same
 from trainprobe.config_check.compare.verdicts import Check, Finding, Level, shown, which_ranks
@@ -54,7 +54,7 @@ def _by_name(content: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 def _differing_others(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
     left, right = dict(a.get("others", {})), dict(b.get("others", {}))
-    return {name for name in left.keys() | right.keys() if left.get(name) != right.get(name)}
+    return {name for name in left.keys() | right.keys() if left.get(name) != right.get(name) and not name.startswith(OWN)}
 
 
 def _rank_text(where: list[int], ranks: list[int]) -> str:

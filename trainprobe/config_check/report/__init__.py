@@ -18,11 +18,7 @@ def write_reports(comparison: Comparison, folder: Path, formats: list[str]) -> l
 
     Raises UsageError for an unknown format, OutputError where a file of that name is not a report of this tool.
     """
-    for name in formats:
-        if name not in FORMATS:
-            raise UsageError(
-                f"--format {name!r} is not one{did_you_mean(name, list(FORMATS))} (there are: {', '.join(FORMATS)})"
-            )
+    check_formats(formats)
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{folder}: is a file; name a folder for the reports")
     paths = [folder / f"result.{name}" for name in dict.fromkeys(formats)]
@@ -41,6 +37,15 @@ def write_reports(comparison: Comparison, folder: Path, formats: list[str]) -> l
             raise
         raise OutputError(f"{folder}: a report cannot be written: {error.strerror or error}") from None
     return paths
+
+
+def check_formats(formats: list[str]) -> None:
+    """Raise UsageError for an unknown format."""
+    for name in formats:
+        if name not in FORMATS:
+            raise UsageError(
+                f"--format {name!r} is not one{did_you_mean(name, list(FORMATS))} (there are: {', '.join(FORMATS)})"
+            )
 
 
 def _is_ours(path: Path) -> bool:
