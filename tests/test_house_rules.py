@@ -147,10 +147,10 @@ def test_a_file_is_named_for_its_one_idea() -> None:
 
 
 def test_everything_is_caught_only_by_the_guard() -> None:
-    """A handler whose last statement is a bare `raise` lets everything pass and is no catch."""
+    """And by the command line, whose exit code 1 is an answer. A handler that ends in a bare `raise` lets everything pass."""
     wrong: list[str] = []
     for path in FILES:
-        if relative(path) == "trainprobe/engine/guard.py":
+        if relative(path) in {"trainprobe/engine/guard.py", "trainprobe/cli.py"}:
             continue
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ExceptHandler) and ast.unparse(node.body[-1]) != "raise":
