@@ -2,13 +2,15 @@
 
 The order of calls is that of `megatron.training.checkpointing.save_checkpoint` for this format. Megatron FSDP names CUDA
 devices in so many places that `torch.device` itself answers cpu here; gradients are summed and not scaled, since gloo cannot
-do that.
+do that. Gathered parameters are waited for at once: it frees their memory by the order of CUDA streams, and a gloo thread that
+still writes there then breaks the heap.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 warnings.filterwarnings("ignore")
@@ -24,6 +26,7 @@ import megatron_on_cpu  # noqa: E402
 
 _DEVICE = torch.device
 _FROM_GROUP = DeviceMesh.from_group
+_COALESCING = c10d._coalescing_manager
 
 
 class _OnCpu(type):
@@ -43,7 +46,15 @@ def from_group(*args, **kwargs):
     return _FROM_GROUP(*args, **{**kwargs, "device_type": "cpu"})
 
 
+@contextmanager
+def coalescing(*args, **kwargs):
+    with _COALESCING(*args, **kwargs) as manager:
+        yield manager
+    manager.wait()
+
+
 megatron_on_cpu.install()
+dist._coalescing_manager = c10d._coalescing_manager = coalescing
 torch.device = Device
 DeviceMesh.from_group = staticmethod(from_group)
 dist._make_nccl_premul_sum = c10d._make_nccl_premul_sum = lambda factor: dist.ReduceOp.SUM
