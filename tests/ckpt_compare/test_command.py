@@ -132,6 +132,19 @@ def test_a_tensor_name_cannot_break_out_of_the_page(files, tmp_path):
     assert "<script>alert" not in (tmp_path / "o.html").read_text()
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_the_page_says_of_nan_and_infinity_what_the_console_says(files, tmp_path, value):
+    def spoil(b):
+        b["model.layers.1.mlp.down_proj.weight"][2, 3] = value
+
+    main(["ckpt-compare", "--html", str(tmp_path / "o.html"), *files(spoil)])
+    page = (tmp_path / "o.html").read_text()
+    data = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.S)[1])
+    (row,) = (row for row in data["rows"] if row["verdict"] == "differ")
+    assert [row[k] for k in ("relative_l2", "l2", "cos", "max_abs", "max_ulp")] == ["nan/inf"] * 3 + ["inf"] * 2
+    assert ["differ", None, row["name"]] in [cell for line in data["maps"][0]["grid"] for cell in line]
+
+
 @pytest.mark.slow
 def test_the_page_draws_its_heatmap_in_a_browser(files, tmp_path):
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -143,6 +156,8 @@ def test_the_page_draws_its_heatmap_in_a_browser(files, tmp_path):
     assert dom.count("<td") >= 3 * 3
     assert "differ: 1 of 11 tensors" in dom
     assert "var(--good)" in dom
+    assert "NaN or infinity on one side" in dom
+    assert re.search(r'<td[^>]*colspan="10"[^>]*>at \[2,3\] · ', dom)
 
 
 def test_show_lists_logical_tensors(files, capsys):

@@ -49,7 +49,9 @@ def page_data(c: Comparison, conclusion: Conclusion) -> dict[str, Any]:
 
 def _plain(row: Row) -> dict[str, Any]:
     found = {k: v for k, v in entry(row).items() if k not in ("native", "numel")}
-    found["relative_l2"] = None if row.difference.misplaced else found["relative_l2"]
+    if row.difference.misplaced:  # what the finite elements beside it would give is no answer
+        found |= dict.fromkeys(("relative_l2", "l2", "cos"), "nan/inf")
+    found = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}  # JSON has no inf
     return {"name": row.key, "count": row.difference.count, **found}
 
 
@@ -60,7 +62,8 @@ def _slots(rows: Sequence[Row]) -> list[str]:
 def heatmap(rows: Sequence[Row], slot: str) -> dict[str, Any] | None:
     """Return one heatmap: parameters down, layers across; the worst expert stands for all. None when there are no layers.
 
-    A cell is [verdict, log10 of the relative error or None, name of the worst tensor].
+    A cell is [verdict, log10 of the relative error, name of the worst tensor]; None for the error where something is NaN or
+    infinite on one side alone.
     """
     cells: dict[str, dict[int, Row]] = {}
     for row in rows:
