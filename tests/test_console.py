@@ -90,3 +90,12 @@ def test_patterns_of_tensors_and_details_that_matched_nothing_are_said(capfd, tm
         "trainprobe: the plan's tensors pattern '8'",
         "trainprobe: the plan's details pattern 'layers.*'",
     ]
+
+
+def test_the_parameters_of_the_model_itself_are_known_by_their_own_names(capfd, tmp_path):
+    model = torch.nn.Linear(3, 1)
+    details = [{"match": ["weight"], "task": "tensor"}, {"match": ["wieght"], "task": "tensor"}]
+    with trainprobe.watch(model, output=tmp_path / "out", details=details) as probe:
+        train(probe, model)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "'wieght' matched no module, parameter or op" in line

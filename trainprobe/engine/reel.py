@@ -60,6 +60,11 @@ def parent_name(call: Call, framework: str = "pytorch") -> str | None:
     return entry_name(parent, framework, "backward" if call.phase == "backward" else parent.phase)
 
 
+def parameter_name(call: Call, short: str) -> str:
+    """Return the whole name of a parameter that a call of its module shows."""
+    return f"{call.name}.{short}" if call.name not in ("", ROOT) else short
+
+
 def slots(call: Call) -> Iterator[tuple[str, Value]]:
     """Yield (slot, value) for each tensor value of a call, in order. The only element of a list of outputs has no number."""
     if call.kind == "saved":
@@ -149,5 +154,4 @@ def _site(call: Call, slot: str) -> Site:
     if call.kind != "parameter":
         return Site(call.kind, call.name, slot, call.call, call.cls)
     short, _, rest = slot.partition(".")
-    name = f"{call.name}.{short}" if call.name not in ("", ROOT) else short
-    return Site("parameter", name, f"grad.{rest}" if rest else "grad", call.call, call.cls)
+    return Site("parameter", parameter_name(call, short), f"grad.{rest}" if rest else "grad", call.call, call.cls)

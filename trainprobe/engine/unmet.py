@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Call, Finding, Place, Reel
+from trainprobe.engine.reel import parameter_name
 
 
 class Unmet:
@@ -53,7 +54,7 @@ class Unmet:
 
 def _names(call: Call) -> Iterator[str]:
     yield call.name
-    yield from (f"{call.name}.{short}" for short in call.params or ())
+    yield from (parameter_name(call, short) for short in call.params or ())
 
 
 def _warning(message: str) -> Finding:
