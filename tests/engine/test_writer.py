@@ -265,3 +265,92 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
         open_writer(plan_for(tmp_path / "file" / "out"), Place())
+
+
+@pytest.fixture
+def many(tmp_path, monkeypatch):
+    """Give all steps to the writer before it takes the first of them."""
+    monkeypatch.setattr(writer_module, "LINGER", 3600.0)
+
+    def write(steps, **fields):
+        fields = {"sinks": ("dump", "jsonl"), **fields}
+        writer = open_writer(plan_for(tmp_path, on_error="continue", **fields), Place())
+        for step in steps:
+            writer.submit(small_reel(step))
+        writer.close()
+        return writer.findings()
+
+    return write
+
+
+def whole(folder):
+    return sorted(int(path.parent.name[4:]) for path in folder.glob("step*/rank0") if (path / "dump.json").stat().st_size)
+
+
+def test_many_steps_at_once_are_each_written(many, tmp_path):
+    assert many(range(20)) == []
+    assert whole(tmp_path) == list(range(20))
+    assert [reel.step for reel in read_log(tmp_path / "rank0" / "records.jsonl")] == list(range(20))
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_of_many_steps_at_once_those_before_the_one_that_fails_are_written(many, tmp_path):
+    (tmp_path / "step3" / ".rank0.partial").mkdir(parents=True)  # left behind: made anew
+    (tmp_path / "step5").write_text("a file where a folder has to be")
+    findings = many(range(8))
+    assert whole(tmp_path) == [0, 1, 2, 3, 4]
+    assert [(finding.severity, finding.step) for finding in findings] == [("error", 5), ("error", 5)]
+    assert "step 5 and what comes after it are lost" in findings[0].message
+    assert "lost 3 steps, 5 to 7" in findings[1].message
+    assert [reel.step for reel in read_log(tmp_path / "rank0" / "records.jsonl")] == list(range(8))
+
+
+def test_of_many_lines_at_once_those_that_fit_on_the_disk_are_kept(tmp_path):
+    code = f"""
+import resource, sys
+from tests.engine.sinks.reels import plan_for, small_reel
+from trainprobe.engine import writer as module
+from trainprobe.engine.records import Place
+module.LINGER = 3600.0
+writer = module.open_writer(plan_for({str(tmp_path)!r}, on_error="continue", sinks=("jsonl",)), Place())
+resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+for step in range(8):
+    writer.submit(small_reel(step))
+writer.close()
+print([(finding.step, finding.message) for finding in writer.findings()])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    kept = [reel.step for reel in read_log(tmp_path / "rank0" / "records.jsonl")]
+    assert 0 < len(kept) < 7
+    assert kept == list(range(len(kept)))
+    assert f"step {len(kept)} and what comes after it are lost" in done.stdout
+    assert f"lost {8 - len(kept)} steps, {len(kept)} to 7" in done.stdout
+
+
+def test_few_large_steps_wait_and_many_small_ones(monkeypatch):
+    monkeypatch.setattr(writer_module, "LINGER", 3600.0)
+    sink = Slow()
+    writer = Writer({"slow": sink})
+    waits = writer._room
+    for step in range(writer_module.FEW):
+        assert waits(0)
+        writer.submit(large_reel(step))
+    assert not waits(0)
+    sink.gate.set()
+    assert writer.flush()
+    assert [reel.step for reel in sink.reels] == list(range(writer_module.FEW))
+    writer.close()
+    writer = Writer({"slow": sink})
+    for step in range(3 * writer_module.FEW - 1):
+        assert writer._room(0)
+        writer.submit(small_reel(step))
+    writer.close()
+    assert len(sink.reels) == 4 * writer_module.FEW - 1
+
+
+def large_reel(step):
+    reel = small_reel(step)
+    reel.partials = np.zeros((writer_module.MANY_ROWS // 2, reel.partials.shape[1]))
+    return reel

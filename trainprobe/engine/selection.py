@@ -55,7 +55,10 @@ class Steps:
     spans: tuple[Span, ...]
 
     def __contains__(self, number: int) -> bool:
-        return any(number in span for span in self.spans)
+        for span in self.spans:  # noqa: SIM110  (asked in each step)
+            if number in span:
+                return True
+        return False
 
     def last(self) -> int | None:
         """Return the largest number, or None when the set never ends."""

@@ -344,7 +344,7 @@ class Tape:
                 sums.append(checks if checks is not None else np.zeros(len(rows), np.uint64))
             for i, c in enumerate(crcs or ()):
                 crc[base + i] = f"{c:08x}"
-            values += owned
+            values = values + owned if values else owned  # no copy of the one list that there is as a rule
             base += len(rows)
         for twin, value in self._all_noted():
             if twin.row >= 0:

@@ -1,10 +1,10 @@
 """The one background thread that writes: what training hands over waits in a bounded queue and is never dropped in silence.
 
 A full queue makes the training wait (back-pressure) rather than lose data. A step is written at once, but steps that follow
-one another within LINGER are written several at a time: waking a thread for each costs the training more than the writing of
-it. A sink that fails, because the disk is full or cannot be written, is given up, a finding says what was lost, and the others
-and the training go on. A forked child inherits a writer that ignores all it is told: its parent writes. At the end of the
-interpreter what is queued is written, for a bounded time.
+one another within LINGER are written several at a time: waking a thread for each, and winning the interpreter's lock back
+from the training for each file, costs more than the writing of it. A sink that fails, because the disk is full or cannot be
+written, is given up, a finding says what was lost, and the others and the training go on. A forked child inherits a writer
+that ignores all it is told: its parent writes. At the end of the interpreter what is queued is written, for a bounded time.
 """
 
 from __future__ import annotations
@@ -19,45 +19,28 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
+from trainprobe.engine.dumps.shared import Steady
 from trainprobe.engine.dumps.tensor_files import SavedTensor
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Finding, Place, Reel
-from trainprobe.engine.sinks import Sink
+from trainprobe.engine.sinks import ComplainingSink, ManySink, PieceSink, Sink, TensorSink
 from trainprobe.errors import OutputError, PlanError, UsageError
 
 EXIT_SECONDS = 60.0
 LINGER = 0.1  # seconds
-_Job = tuple[str, tuple[Any, ...], int, int]  # verb of the sink, its arguments, bytes held, step
+MANY_ROWS = 1 << 15  # where more rows than that wait, there is room for few steps
+FEW = 8
 
 
-@runtime_checkable
-class TensorSink(Protocol):
-    """A sink that stores tensor values too, as they come; the reel of their step follows them."""
-
-    def tensor(self, step: int, saved: SavedTensor) -> bool:
-        """Store one value; return whether more are wanted (False: the size budget is reached)."""
-        ...
-
-
-@runtime_checkable
-class PieceSink(Protocol):
-    """A tensor sink that takes many values at once."""
-
-    def piece(self, step: int, piece: Any) -> bool:
-        """Store the values of a piece (see `SavedTensor.all_of`); return whether more are wanted."""
-        ...
-
-
-@runtime_checkable
-class ComplainingSink(Protocol):
-    """A sink that has something to say about its own work, such as a budget that was reached."""
-
-    def complaints(self) -> Sequence[Finding]:
-        """Return what there is to say since the last call."""
-        ...
+class _Job(NamedTuple):
+    verb: str  # of the sink
+    arguments: tuple[Any, ...]
+    bytes: int  # that it holds
+    rows: int
+    step: int
 
 
 class _SinkGuard(Guard):
@@ -77,7 +60,7 @@ class Writer:
 
     sinks: name → sink. on_error: "raise" makes the next call here raise the fault of a sink. tell: is given each finding of the
     writer, on the writer's thread. max_reels, max_bytes: how much may wait (tensors count by their bytes, one larger
-    than the bound may wait alone).
+    than the bound may wait alone; of large reels no more than FEW).
     """
 
     def __init__(
@@ -87,7 +70,7 @@ class Writer:
         place: Place | None = None,
         on_error: str = "continue",
         tell: Callable[[Finding], None] | None = None,
-        max_reels: int = 8,
+        max_reels: int = 32,
         max_bytes: int = 256 << 20,
     ) -> None:
         self.sinks = dict(sinks)
@@ -101,8 +84,10 @@ class Writer:
         self._guards = {name: _SinkGuard() for name in sinks}
         self._lost: dict[str, list[int]] = {}
         self._findings: list[Finding] = []
+        self._steady = Steady()
         self._jobs: deque[_Job] = deque()
         self._reels = 0
+        self._rows = 0
         self._bytes = 0
         self._busy = False
         self._asleep = False  # the thread waits for the next job
@@ -118,7 +103,8 @@ class Writer:
 
     def submit(self, reel: Reel) -> None:
         """Hand over a finished reel; it must not be changed afterwards. Waits while the queue is full."""
-        self._put("write", (reel,), 0, reel.step)
+        self._steady.settle(reel)
+        self._put(_Job("write", (reel,), 0, len(reel.partials), reel.step))
 
     def submit_tensor(self, step: int, key: str, data: Any) -> None:
         """Hand over one value of a step, before the reel that refers to it by `key`. Waits while too many bytes are queued.
@@ -127,17 +113,17 @@ class Writer:
         wait for a copy from a device that is under way); nothing changes it afterwards.
         """
         if self.tensors_wanted:
-            self._put("tensor", (step, key, data), int(getattr(data, "nbytes", 0)), step)
+            self._put(_Job("tensor", (step, key, data), int(getattr(data, "nbytes", 0)), 0, step))
 
     def submit_piece(self, step: int, piece: Any) -> None:
         """Hand over many values of a step at once, as the compiled tape gathers them. Waits while too many bytes are queued."""
         if self.tensors_wanted:
-            self._put("piece", (step, piece), piece.nbytes, step)
+            self._put(_Job("piece", (step, piece), piece.nbytes, 0, step))
 
     def submit_findings(self, findings: Sequence[Finding]) -> None:
         """Hand over findings for the sinks that keep them."""
         if findings:
-            self._put("findings", (tuple(findings),), 0, -1)
+            self._put(_Job("findings", (tuple(findings),), 0, 0, -1))
 
     def findings(self) -> list[Finding]:
         """Return and forget what the writer itself has to say: sinks given up, budgets reached."""
@@ -173,18 +159,20 @@ class Writer:
             )
         self._raise_fault()
 
-    def _put(self, verb: str, arguments: tuple[Any, ...], size: int, step: int) -> None:
+    def _put(self, job: _Job) -> None:
         if os.getpid() != self._pid:
             return
         self._raise_fault()
         with self._changed:
             if self._closed:
-                raise UsageError(f"step {step} was handed to a writer that is closed; make a new probe to record more")
-            self._changed.wait_for(lambda: self._room(size) or not self._alive())
-            self._jobs.append((verb, arguments, size, step))
-            self._bytes += size
-            self._reels += verb == "write"
-            if self._asleep or verb != "write" or 4 * self._reels >= 3 * self._max_reels:
+                raise UsageError(f"step {job.step} was handed to a writer that is closed; make a new probe to record more")
+            if not self._room(job.bytes):
+                self._changed.wait_for(lambda: self._room(job.bytes) or not self._alive())
+            self._jobs.append(job)
+            self._bytes += job.bytes
+            self._rows += job.rows
+            self._reels += job.verb == "write"
+            if self._asleep or job.verb != "write" or 4 * self._reels >= 3 * self._most_reels():
                 self._wake()
 
     def _wake(self) -> None:
@@ -192,7 +180,10 @@ class Writer:
         self._changed.notify_all()
 
     def _room(self, size: int) -> bool:
-        return self._reels < self._max_reels and (self._bytes == 0 or self._bytes + size <= self._max_bytes)
+        return self._reels < self._most_reels() and (self._bytes == 0 or self._bytes + size <= self._max_bytes)
+
+    def _most_reels(self) -> int:
+        return self._max_reels if self._rows < MANY_ROWS else min(FEW, self._max_reels)
 
     def _alive(self) -> bool:
         return self._thread.is_alive()
@@ -208,21 +199,22 @@ class Writer:
     # ---- on the writer's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
-            self._carry_out(job)
+        while jobs := self._next():
+            self._carry_out(jobs)
             with self._changed:
                 self._busy = False
-                self._bytes -= job[2]
-                self._reels -= job[0] == "write"
+                self._bytes -= sum(job.bytes for job in jobs)
+                self._rows -= sum(job.rows for job in jobs)
+                self._reels -= sum(job.verb == "write" for job in jobs)
                 self._changed.notify_all()
-            del job
+            del jobs
         self._summarise()
         for name, sink in self.sinks.items():
             self._guarded(name, sink.close, -1)
             self._collect(name)
 
-    def _next(self) -> _Job | None:
-        """Return what is to be done next, None when all is done and the writer closed."""
+    def _next(self) -> list[_Job]:
+        """Return what is to be done next, one job or steps in a row; nothing when all is done and the writer closed."""
         with self._changed:
             if not self._jobs:
                 self._hurry = False
@@ -230,22 +222,38 @@ class Writer:
             self._asleep = True
             self._changed.wait_for(lambda: self._jobs or self._closed)
             self._asleep = False
-            if not self._jobs:
-                return None
-            self._busy = True
-            return self._jobs.popleft()
+            jobs = [self._jobs.popleft()] if self._jobs else []
+            rows = jobs[0].rows if jobs else 0
+            while self._jobs and jobs[0].verb == self._jobs[0].verb == "write" and rows + self._jobs[0].rows < MANY_ROWS // FEW:
+                jobs.append(self._jobs.popleft())
+                rows += jobs[-1].rows
+            self._busy = bool(jobs)
+            return jobs
 
-    def _carry_out(self, job: _Job) -> None:
-        verb, arguments, _, step = job
+    def _carry_out(self, jobs: list[_Job]) -> None:
+        verb, arguments, _, _, step = jobs[0]
         if verb == "tensor":
             self._store(*arguments)
         elif verb == "piece":
             self._store_piece(*arguments)
+        elif verb == "write":
+            for name, sink in self.sinks.items():
+                self._write(name, sink, [job.arguments[0] for job in jobs])
         else:
             for name, sink in self.sinks.items():
                 self._guarded(name, getattr(sink, verb), step, *arguments)
         for name in self._complaining:
             self._collect(name)
+
+    def _write(self, name: str, sink: Sink, reels: Sequence[Reel]) -> None:
+        if isinstance(sink, ManySink) and self._guards[name].tripped is None:
+            self._guards[name].run(sink.write_many, reels)
+            if self._guards[name].fault is None:
+                return
+            self._give_up(name, sink.at)
+            reels = [reel for reel in reels if reel.step > sink.at]
+        for reel in reels:
+            self._guarded(name, sink.write, reel.step, reel)
 
     def _store(self, step: int, key: str, data: Any) -> None:
         more = False
@@ -276,14 +284,18 @@ class Writer:
                 self._lost[name].append(step)
             return None
         answer = guard.run(call, *arguments)
-        fault = guard.fault
-        if fault is not None:
-            self._lost[name] = [step] if step >= 0 else []
-            kind = "" if isinstance(fault, OSError) else f"{type(fault).__name__}: "
-            what = f"step {step} and what comes after it are lost to it" if step >= 0 else "what it wrote last may be lost"
-            message = f"the writer {name!r} failed and is given up: {what}; the training goes on: {kind}{fault}"
-            self._say("error", message, step if step >= 0 else None)
+        if guard.fault is not None:
+            self._give_up(name, step)
         return answer
+
+    def _give_up(self, name: str, step: int) -> None:
+        """Say what is lost to a sink that failed at this step, -1 where it was at none."""
+        fault = self._guards[name].fault
+        self._lost[name] = [step] if step >= 0 else []
+        kind = "" if isinstance(fault, OSError) else f"{type(fault).__name__}: "
+        what = f"step {step} and what comes after it are lost to it" if step >= 0 else "what it wrote last may be lost"
+        message = f"the writer {name!r} failed and is given up: {what}; the training goes on: {kind}{fault}"
+        self._say("error", message, step if step >= 0 else None)
 
     def _collect(self, name: str) -> None:
         sink = self._complaining.get(name)

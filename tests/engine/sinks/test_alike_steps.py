@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.sinks.reels import partials_of, plan_for, reels
+from tests.engine.sinks.reels import partials_of, plan_for, reels, told
 from trainprobe.engine.dumps import entry_text, layout, record_log, shared
-from trainprobe.engine.dumps.shared import pattern_of
+from trainprobe.engine.dumps.shared import Steady, pattern_of
 from trainprobe.engine.records import Call, Opaque, Place, Reel, Value
 from trainprobe.engine.sinks import dump, jsonl
 from trainprobe.engine.stats.partials import PARTIALS, finish
@@ -200,9 +200,57 @@ def test_values_that_two_steps_share_make_another_pattern():
     now.calls[2].args = [before.values[3]]
     first = pattern_of(before)
     assert pattern_of(now, first) is not first
-    twice = reel(2)
-    twice.calls = before.calls
-    assert pattern_of(twice, first) is not first
+
+
+@compiled
+def test_alike_steps_share_the_calls_of_the_first_and_keep_their_own_numbers():
+    steady = Steady()
+    steps = [reel(number) for number in range(3)]
+    for step in steps:
+        steady.settle(step)
+    assert all(step.calls is steps[0].calls and step.values is steps[0].values for step in steps)
+    assert len({pattern_of(step) for step in steps}) == 1
+    for number, step in enumerate(steps):
+        assert [told(a) for a in step.records()] == [told(b) for b in reel(number).records()]
+
+
+@compiled
+@pytest.mark.parametrize("name", IN_THE_CALLS)
+def test_a_step_that_differs_keeps_its_calls_and_lends_them_to_the_next(name):
+    steady = Steady()
+    first, other, again, back = reel(0), reel(1, CHANGES[name]), reel(2, CHANGES[name]), reel(3)
+    own = other.calls
+    for step in (first, other, again, back):
+        steady.settle(step)
+    assert other.calls is own
+    assert again.calls is own
+    assert back.calls is not own
+
+
+@compiled
+def test_steps_of_other_programs_are_not_compared():
+    steady = Steady()
+    dumped, monitored, dumped_again = reel(0), reel(1), reel(2)
+    monitored.programs = ("monitor",)
+    for step in (dumped, monitored, dumped_again):
+        steady.settle(step)
+    assert monitored.calls is not dumped.calls
+    assert dumped_again.calls is dumped.calls
+
+
+@compiled
+def test_a_step_can_be_compared_while_it_is_logged():
+    made = reel(0)
+    alone = shared.native.log_calls(made.calls, record_log._quoted, record_log._leaf_text)[:4]
+    compared = []
+
+    def text_of(leaf):
+        compared.append(shared.native.calls_alike(made.calls, reel(1).calls, Opaque))
+        return record_log._leaf_text(leaf)
+
+    assert shared.native.log_calls(made.calls, record_log._quoted, text_of)[:4] == alone
+    assert compared
+    assert all(compared)
 
 
 def same_again(made, step, partials):

@@ -132,6 +132,8 @@ class TorchStrip:
 
     def blocks(self) -> list[Tensor]:
         """Return what is on devices and has to be brought to the host before `harvest`."""
+        if not self._devices:
+            return []
         with apart():
             return [block for rows in self._devices.values() for block in rows.blocks()]
 
@@ -152,7 +154,9 @@ class TorchStrip:
             crcs = crcs or [0] * len(partials)
             for device, (rows, checks, registers) in taken.items():
                 at = self._placed[device][: len(rows)]
-                partials[at], sums[at] = rows, checks
+                partials[at] = rows
+                if sums is not None:
+                    sums[at] = checks
                 for row, register in zip(at, registers, strict=True):
                     crcs[row] = register
         self._devices, self._placed = {}, {}
@@ -162,11 +166,12 @@ class TorchStrip:
         """Return nothing: a plain strip computes no more than partials, checksums and CRCs."""
         return ()
 
-    def _take_native(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64], list[int]]:
+    def _take_native(self) -> tuple[npt.NDArray[np.float64], Any, list[int]]:
         if self.native is None:
             return np.zeros((0, len(PARTIALS))), np.zeros(0, np.uint64), []
         partials, sums, crcs = self.native.take()
-        return np.frombuffer(partials, np.float64).reshape(-1, len(PARTIALS)), np.frombuffer(sums, np.uint64), crcs
+        rows = np.frombuffer(partials, np.float64).reshape(-1, len(PARTIALS))
+        return rows, np.frombuffer(sums, np.uint64) if self._flags & CHECKSUM else None, crcs
 
 
 def reason_without_statistics(t: Tensor) -> str:

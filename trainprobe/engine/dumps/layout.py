@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainprobe.compiled import native
@@ -17,6 +18,8 @@ PARTIAL = ".partial"  # ending of a file that is not whole yet
 HEADER = "trainprobe"  # key of what this package adds to the top of a dump
 _STEP = re.compile(r"step(\d+)")
 _RANK = re.compile(r"rank(\d+)")
+
+Files = list[tuple[str, bytes]]  # names and texts
 
 
 class RankFolder:
@@ -48,17 +51,26 @@ class RankFolder:
             self._made = True
         return Path(self._hidden)
 
-    def complete(self, files: list[tuple[str, bytes]], replace: bool) -> None:
-        """Write these files, (name, text), and move the folder to its place.
+    def complete(self, files: Files, replace: bool) -> None:
+        """Write these files and move the folder to its place.
 
         Raises OutputError when something is there and is not to be replaced, OSError where the disk refuses.
         """
-        if native is not None and not self._made and native.write_folder(self._step, self._hidden, self._final, files):
-            return
         self.make()
         for name, text in files:
             self._write(name, text)
         self._publish(replace)
+
+    @staticmethod
+    def complete_new(folders: Sequence[tuple[RankFolder, Files]]) -> int:
+        """Write folders that nothing was made of yet and whose place is free; return how many were, from the first on.
+
+        What was not is left to `complete`, which says why.
+        """
+        new = list(itertools.takewhile(lambda pair: not pair[0]._made, folders))
+        if native is None:
+            return 0
+        return native.write_folders([(f._step, f._hidden, f._final, files) for f, files in new])
 
     def _write(self, name: str, text: bytes) -> None:
         path = f"{self._hidden}{os.sep}{name}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from trainprobe.engine.dumps.tensor_files import SavedTensor
 from trainprobe.engine.records import Finding, Reel
 
 
@@ -12,7 +13,7 @@ class Sink(Protocol):
     """What a writer offers. All three are called on the writer thread, never inside a training step's hooks.
 
     A module in this folder holds `def open(folder: pathlib.Path, plan: Plan, place: Place) -> Sink`; the sink is named for its
-    file. What a sink may offer besides (tensor values, complaints) is in engine.writer.
+    file. The other protocols here are what a sink may offer besides.
     """
 
     def write(self, reel: Reel) -> None:
@@ -25,4 +26,42 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Flush and close; safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class TensorSink(Protocol):
+    """A sink that stores tensor values too, as they come; the reel of their step follows them."""
+
+    def tensor(self, step: int, saved: SavedTensor) -> bool:
+        """Store one value; return whether more are wanted (False: the size budget is reached)."""
+        ...
+
+
+@runtime_checkable
+class PieceSink(Protocol):
+    """A tensor sink that takes many values at once."""
+
+    def piece(self, step: int, piece: Any) -> bool:
+        """Store the values of a piece (see `SavedTensor.all_of`); return whether more are wanted."""
+        ...
+
+
+@runtime_checkable
+class ManySink(Protocol):
+    """A sink that takes many steps at once."""
+
+    at: int  # where `write_many` raised, the step that is lost, with those after it
+
+    def write_many(self, reels: Sequence[Reel]) -> None:
+        """Write steps as `write` does each of them, with fewer calls of the system."""
+        ...
+
+
+@runtime_checkable
+class ComplainingSink(Protocol):
+    """A sink that has something to say about its own work, such as a budget that was reached."""
+
+    def complaints(self) -> Sequence[Finding]:
+        """Return what there is to say since the last call."""
         ...

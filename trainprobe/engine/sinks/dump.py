@@ -21,6 +21,7 @@ from trainprobe.engine.dumps.layout import (
     DUMP_FILE,
     HEADER,
     STACK_FILE,
+    Files,
     RankFolder,
     existing_of_rank,
     remove,
@@ -31,6 +32,8 @@ from trainprobe.engine.dumps.tensor_files import DATA_FOLDER, SavedTensor, Separ
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.errors import OutputError
+
+AT_ONCE = 1 << 20  # bytes of text that may wait to be written in one call
 
 
 class _Written(NamedTuple):
@@ -45,6 +48,14 @@ class _Written(NamedTuple):
     construct: bytes
 
 
+class _Ready(NamedTuple):
+    """A step that only has to be written."""
+
+    step: int
+    folder: RankFolder
+    files: Files
+
+
 class DumpSink:
     """Writes each reel as a folder. Tensors arrive first and are streamed into the hidden folder of their step."""
 
@@ -52,6 +63,7 @@ class DumpSink:
         self._root = str(root)
         self._plan = plan
         self._place = place
+        self.at = -1  # the step that is being written
         self._step: int | None = None
         self._folder: RankFolder | None = None
         self._files: TensorFiles | None = None
@@ -125,8 +137,27 @@ class DumpSink:
 
         A step that is there already stays as it is in a run that continues, and is told of once; else raises OutputError.
         """
-        if "dump" not in reel.programs:
-            return
+        self.write_many((reel,))
+
+    def write_many(self, reels: Sequence[Reel]) -> None:
+        """Write steps as `write` does, many of them at once. Where it raises, `at` is the step that is lost."""
+        waiting: list[_Ready] = []
+        size = 0
+        try:
+            for reel in reels:
+                self.at = reel.step
+                if "dump" not in reel.programs:
+                    continue
+                ready = self._ready(reel)
+                waiting.append(ready)
+                size += sum(len(text) for _, text in ready.files)
+                if size >= AT_ONCE:
+                    self._complete(waiting)
+                    size = 0
+        finally:
+            self._complete(waiting)
+
+    def _ready(self, reel: Reel) -> _Ready:
         self._begin(reel.step)
         folder = self._folder
         assert folder is not None
@@ -145,14 +176,23 @@ class DumpSink:
             files += [(STACK_FILE, last.stacks), (CONSTRUCT_FILE, last.construct)]
         if isinstance(self._files, SeparateFiles):
             self._files.place(text.links)
-        try:
-            folder.complete(files, self._plan.on_existing == "replace")
-        except OutputError:
-            if self._plan.on_existing != "continue":
-                raise
-            self._leave(reel.step)
         self._folder = self._files = self._step = None
         self._stored.clear()
+        return _Ready(reel.step, folder, files)
+
+    def _complete(self, waiting: list[_Ready]) -> None:
+        """Write these folders and empty the list."""
+        del waiting[: RankFolder.complete_new([(ready.folder, ready.files) for ready in waiting])]
+        while waiting:
+            ready = waiting.pop(0)
+            at, self.at = self.at, ready.step
+            try:
+                ready.folder.complete(ready.files, self._plan.on_existing == "replace")
+            except OutputError:
+                if self._plan.on_existing != "continue":
+                    raise
+                self._leave(ready.step)
+            self.at = at
 
     def _leave(self, step: int) -> None:
         """Say once that a run which was resumed before its last step comes by steps that it has dumped already."""

@@ -18,11 +18,14 @@ from trainprobe.engine.dumps.record_log import Lines
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Finding, Place, Reel
 
+AT_ONCE = 1 << 20  # bytes of lines that may wait to be written in one call
+
 
 class JsonlSink:
     """Appends to the record log of one rank."""
 
     def __init__(self, folder: Path) -> None:
+        self.at = -1  # the step that is being written
         self._log = AppendedFile(folder / LOG_FILE)
         self._lines = Lines()
         self._findings_path = folder / FINDINGS_FILE
@@ -30,7 +33,35 @@ class JsonlSink:
 
     def write(self, reel: Reel) -> None:
         """Append one line."""
-        self._log.write(*self._lines.line(reel))
+        self.write_many((reel,))
+
+    def write_many(self, reels: Sequence[Reel]) -> None:
+        """Append a line a reel, many of them at once. Where it raises, `at` is the step that is lost."""
+        waiting: list[tuple[int, Sequence[bytes]]] = []
+        size = 0
+        try:
+            for reel in reels:
+                self.at = reel.step
+                line = self._lines.line(reel)
+                waiting.append((reel.step, line))
+                size += sum(map(len, line))
+                if size >= AT_ONCE:
+                    self._append(waiting)
+                    size = 0
+        finally:
+            self._append(waiting)
+
+    def _append(self, waiting: list[tuple[int, Sequence[bytes]]]) -> None:
+        """Append these lines and empty the list; where they do not fit on the disk, those that do."""
+        try:
+            self._log.write(*(piece for _, line in waiting for piece in line))
+            waiting.clear()
+        except OSError:
+            at = self.at
+            while waiting:
+                self.at, line = waiting.pop(0)
+                self._log.write(*line)
+            self.at = at
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Append one line a finding."""

@@ -1,5 +1,5 @@
 /* Whether the calls of two steps are alike: all that is written of them is the same but the numbers (see dumps/pattern.py).
-   No Python code runs in between, so the marks of a comparison are nobody else's. */
+   No Python code runs in between, so the marks of a comparison are nobody else's; a log of one of the two may be in the making. */
 #include <string.h>
 
 #include "objects.h"
@@ -12,7 +12,7 @@ typedef struct {
     Py_ssize_t values;
 } Pair;
 
-/* Marks on values and calls are of the log or comparison whose epoch they carry. */
+/* Marks on values and calls are of the log, or of the comparison, whose epoch they carry. */
 uint64_t next_epoch(void) {
     static uint64_t epochs;
     return ++epochs;
@@ -39,10 +39,10 @@ static int same_attribute(Pair *p, PyObject *a, PyObject *b, const char *name, i
 
 /* A value is told by its place in the order in which values are met. One that is part of both steps is not compared. */
 static int same_value(Pair *p, Value *a, Value *b) {
-    if (b->epoch == p->now) return a->epoch == p->before && a->mark == b->mark;
-    if (a == b || a->epoch == p->before || a->epoch == p->now || b->epoch == p->before) return 0;
-    a->epoch = p->before, b->epoch = p->now;
-    a->mark = b->mark = p->values++;
+    if (b->pair_epoch == p->now) return a->pair_epoch == p->before && a->pair == b->pair;
+    if (a == b || a->pair_epoch == p->before || a->pair_epoch == p->now || b->pair_epoch == p->before) return 0;
+    a->pair_epoch = p->before, b->pair_epoch = p->now;
+    a->pair = b->pair = p->values++;
     return a->row == b->row && there(a->requires_grad) == there(b->requires_grad) && same_word(a->dtype, b->dtype) &&
            same_word(a->type, b->type) && same_word(a->device, b->device) && same_word(a->note, b->note) &&
            same_word(a->tensor, b->tensor) && same_tree(p, a->shape, b->shape, 0) && same_tree(p, a->extra, b->extra, 0);
@@ -96,8 +96,8 @@ static int same_name(const Call *a, const Call *b) {
 static int same_parent(const Pair *p, PyObject *a, PyObject *b) {
     if (!there(a) || !there(b) || Py_TYPE(a) != call_type || Py_TYPE(b) != call_type) return same_word(a, b);
     const Call *x = (Call *)a, *y = (Call *)b;
-    if (x->epoch == p->before && y->epoch == p->now) return x->mark == y->mark;
-    return x->epoch != p->before && y->epoch != p->now && same_name(x, y); /* neither is among the calls */
+    if (x->pair_epoch == p->before && y->pair_epoch == p->now) return x->pair == y->pair;
+    return x->pair_epoch != p->before && y->pair_epoch != p->now && same_name(x, y); /* neither is among the calls */
 }
 
 static int same_call(Pair *p, Call *a, Call *b) {
@@ -109,8 +109,8 @@ static int same_call(Pair *p, Call *a, Call *b) {
 static int marked(PyObject *calls, Py_ssize_t n, uint64_t epoch, uint64_t other) {
     for (Py_ssize_t i = 0; i < n; i++) {
         Call *c = (Call *)PyList_GetItem(calls, i);
-        if (Py_TYPE((PyObject *)c) != call_type || c->epoch == other) return 0;
-        c->epoch = epoch, c->mark = i;
+        if (Py_TYPE((PyObject *)c) != call_type || c->pair_epoch == other) return 0;
+        c->pair_epoch = epoch, c->pair = i;
     }
     return 1;
 }

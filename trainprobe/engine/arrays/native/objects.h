@@ -32,16 +32,16 @@ typedef struct {
     PyObject_HEAD
     Py_ssize_t row;
     PyObject *type, *dtype, *shape, *device, *requires_grad, *note, *tensor, *extra;
-    uint64_t epoch; /* with mark: its number in the log that is being written, or among two that are compared */
-    Py_ssize_t mark;
+    uint64_t epoch, pair_epoch; /* with mark: its number in the log that is being written; with pair: among two that are compared */
+    Py_ssize_t mark, pair;
 } Value;
 
 typedef struct {
     PyObject_HEAD
     Py_ssize_t call, stack;
     PyObject *kind, *name, *phase, *cls, *micro, *parent, *args, *kwargs, *out, *params, *node;
-    uint64_t epoch;
-    Py_ssize_t mark;
+    uint64_t epoch, pair_epoch;
+    Py_ssize_t mark, pair;
 } Call;
 
 /* A module of the model as it is recorded; nothing of it changes. */
