@@ -11,7 +11,18 @@ import torch
 from reduction_oracle import IMPLEMENTATIONS, sample
 
 from trainprobe.engine.arrays import torch_arrays
-from trainprobe.engine.arrays.torch_arrays import CHECKSUM, CRC32, STATS, STD, TorchStrip, copy_out, local_of, native_in_use
+from trainprobe.engine.arrays.torch_arrays import (
+    CHECKSUM,
+    CRC32,
+    STATS,
+    STD,
+    SUBLOW,
+    TorchStrip,
+    copy_out,
+    local_of,
+    native_in_use,
+)
+from trainprobe.engine.arrays.torch_reduce import REDUCED
 
 native_only = pytest.mark.skipif(not native_in_use(), reason="the extension is not built")
 EVERYTHING = STATS | CHECKSUM | STD | CRC32
@@ -136,19 +147,22 @@ def test_adding_changes_neither_the_tensor_nor_the_graph_nor_the_random_state(na
 
 
 @native_only
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", REDUCED, ids=str)
 @pytest.mark.parametrize("name", ["baseline", "avx2", "avx512"])
 def test_numbers_do_not_depend_on_the_instruction_set(dtype: torch.dtype, name: str) -> None:
     native = torch_arrays._native
-    t = sample(dtype, 70001)
+    long, wide = sample(dtype, 70001), sample(dtype, 130, 70)
+    several = [long, long[:1], long[5:38], long[::3], wide.t(), wide[:, 3:66]]
     before = native.instruction_set()
-    first = harvest(t)
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        wide[::7, ::5], wide[::11, ::3] = float("nan"), float("inf")
+    first = [harvest(t, EVERYTHING | SUBLOW) for t in several]
     try:
         native.use(name)
     except ValueError:
         pytest.skip(f"this machine has no {name}")
     try:
-        assert harvest(t) == first
+        assert [harvest(t, EVERYTHING | SUBLOW) for t in several] == first
     finally:
         native.use(before)
 
