@@ -31,7 +31,7 @@ from trainprobe.errors import OutputError, PlanError, UsageError
 
 EXIT_SECONDS = 60.0
 LINGER = 0.1  # seconds
-MANY_ROWS = 1 << 15  # where more rows than that wait, there is room for few steps
+MANY_ROWS = 1 << 15  # where more rows than that wait, or tensors, there is room for few steps
 FEW = 8
 
 
@@ -60,7 +60,7 @@ class Writer:
 
     sinks: name → sink. on_error: "raise" makes the next call here raise the fault of a sink. tell: is given each finding of the
     writer, on the writer's thread. max_reels, max_bytes: how much may wait (tensors count by their bytes, one larger
-    than the bound may wait alone; of large reels no more than FEW).
+    than the bound may wait alone; of large reels, and with tensors, no more than FEW).
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Writer:
         return self._reels < self._most_reels() and (self._bytes == 0 or self._bytes + size <= self._max_bytes)
 
     def _most_reels(self) -> int:
-        return self._max_reels if self._rows < MANY_ROWS else min(FEW, self._max_reels)
+        return self._max_reels if self._rows < MANY_ROWS and not self._bytes else min(FEW, self._max_reels)
 
     def _alive(self) -> bool:
         return self._thread.is_alive()

@@ -34,6 +34,7 @@ static void F(stats_f32)(const float *restrict x, int64_t n, Part *p) {
     EACH(ND) s[l] = q[l] = (F(vd)){0};
     int64_t whole = n / L * L, rest = n - whole;
     for (int64_t i = 0; i < whole; i += L) {
+        __builtin_prefetch((const char *)(x + i) + AHEAD); /* L floats are a line of the cache */
         EACH(NF) {
             F(vf) v;
             memcpy(&v, x + i + l * (WIDTH / 4), WIDTH);
