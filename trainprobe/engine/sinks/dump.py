@@ -181,18 +181,20 @@ class DumpSink:
         return _Ready(reel.step, folder, files)
 
     def _complete(self, waiting: list[_Ready]) -> None:
-        """Write these folders and empty the list."""
-        del waiting[: RankFolder.complete_new([(ready.folder, ready.files) for ready in waiting])]
-        while waiting:
-            ready = waiting.pop(0)
-            at, self.at = self.at, ready.step
+        """Write these folders and empty the list, also where it raises."""
+        taken = waiting.copy()
+        waiting.clear()
+        written = RankFolder.complete_new([(ready.folder, ready.files) for ready in taken])
+        at = self.at
+        for ready in taken[written:]:
+            self.at = ready.step
             try:
                 ready.folder.complete(ready.files, self._plan.on_existing == "replace")
             except OutputError:
                 if self._plan.on_existing != "continue":
                     raise
                 self._leave(ready.step)
-            self.at = at
+        self.at = at
 
     def _leave(self, step: int) -> None:
         """Say once that a run which was resumed before its last step comes by steps that it has dumped already."""

@@ -52,14 +52,14 @@ class JsonlSink:
             self._append(waiting)
 
     def _append(self, waiting: list[tuple[int, Sequence[bytes]]]) -> None:
-        """Append these lines and empty the list; where they do not fit on the disk, those that do."""
+        """Append these lines and empty the list, also where it raises; of lines that do not fit on the disk, those that do."""
+        taken = waiting.copy()
+        waiting.clear()
         try:
-            self._log.write(*(piece for _, line in waiting for piece in line))
-            waiting.clear()
+            self._log.write(*(piece for _, line in taken for piece in line))
         except OSError:
             at = self.at
-            while waiting:
-                self.at, line = waiting.pop(0)
+            for self.at, line in taken:
                 self._log.write(*line)
             self.at = at
 
