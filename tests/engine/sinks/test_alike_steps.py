@@ -200,6 +200,9 @@ def test_values_that_two_steps_share_make_another_pattern():
     now.calls[2].args = [before.values[3]]
     first = pattern_of(before)
     assert pattern_of(now, first) is not first
+    twice = reel(2)
+    twice.calls = before.calls
+    assert pattern_of(twice, first) is not first
 
 
 @compiled

@@ -89,7 +89,7 @@ def pattern_of(reel: Reel, before: Pattern | None = None) -> Pattern:
     own = shared(reel)
     if native is None or before is None or own.pattern is before:
         return own.pattern
-    if before.calls is reel.calls or native.calls_alike(before.calls, reel.calls, Opaque):
+    if native.calls_alike(before.calls, reel.calls, Opaque):
         own.pattern = before
     return own.pattern
 
