@@ -20,6 +20,7 @@ TAPE = (
     "geometry.c",
     "tape.c",
     "seen.c",
+    "views.c",
     "looking.c",
     "trees.c",
     "stacks.c",

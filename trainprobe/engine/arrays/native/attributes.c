@@ -128,7 +128,7 @@ int attributes_fill(PyObject *module) {
         PyObject **at;
         const char *text;
     } texts[] = {{&names[VERSION], "_version"}, {&names[REQUIRES_GRAD], "requires_grad"}, {&names[GRAD_FN], "grad_fn"},
-                 {&names[OUTPUT_NR], "output_nr"}, {&n_is_neg, "is_neg"}, {&n_is_conj, "is_conj"}, {&n_next, "next_functions"},
+                 {&names[OUTPUT_NR], "output_nr"}, {&names[BASE], "_base"}, {&n_is_neg, "is_neg"}, {&n_is_conj, "is_conj"}, {&n_next, "next_functions"},
                  {&n_sequence, "_sequence_nr"}, {&n_name, "__name__"}, {&n_registers[0], "register_prehook"},
                  {&n_registers[1], "register_hook"}};
     (void)module;

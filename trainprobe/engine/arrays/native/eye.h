@@ -1,5 +1,5 @@
-/* The tape's eye, as the files see it that it is made of: seen.c (what was looked at already), looking.c (one tensor), trees.c (trees of
-   arguments) and tape.c (the type). */
+/* The tape's eye, as the files see it that it is made of: seen.c (which tensors were looked at already), views.c (which memory), looking.c (one
+   tensor), trees.c (trees of arguments) and tape.c (the type). */
 #ifndef TRAINPROBE_EYE_H
 #define TRAINPROBE_EYE_H
 
@@ -39,6 +39,31 @@ typedef struct {
     Py_ssize_t used, room, places_n;
 } SeenTable;
 
+#define VIEWS 16    /* values that are remembered */
+#define VIEW_DIMS 4 /* that they have at most, once neighbouring ones are walked as one */
+
+typedef struct {
+    int nd;
+    int64_t size[VIEW_DIMS], stride[VIEW_DIMS];
+} Axes;
+
+typedef struct {
+    PyObject *root; /* a weak reference to the tensor whose memory it is; NULL: none */
+    Strip *rows;    /* where its numbers are: in this row while the rows were taken so often */
+    Py_ssize_t row;
+    uint64_t taken, sample;
+    const char *data;
+    long long version;
+    int64_t repeats;
+    int dtype;
+    Axes memory, place;
+} View;
+
+typedef struct {
+    View *items; /* VIEWS of them, of which the one at `next` makes room first; NULL: none yet */
+    int next;
+} Views;
+
 struct Tape {
     PyObject_HEAD
     PyTypeObject *plain[2];
@@ -51,6 +76,7 @@ struct Tape {
     Shapes shapes;
     Slot slots[STRIPS];
     SeenTable seen;
+    Views views;
     Py_ssize_t reused;
 };
 
@@ -60,6 +86,12 @@ int seen_is(const Seen *seen, PyObject *t);           /* whether it is of this t
 int seen_note(SeenTable *table, Seen now);            /* takes references of its own to known, shape and value; -1: an exception is set */
 void seen_forget(Seen *seen);
 void seen_clear(SeenTable *table);
+
+/* views.c */
+PyObject *views_root(PyObject *t, const Job *job); /* the tensor whose memory it is; a new reference, or NULL: not to be remembered */
+Py_ssize_t views_find(const Views *self, PyObject *root, long long version, const Job *job, const Strip *rows); /* its row, or -1 */
+int views_note(Views *self, PyObject *root, long long version, const Job *job, Strip *rows, Py_ssize_t row);    /* -1: an exception is set */
+void views_clear(Views *self);
 
 /* looking.c. held: somebody else keeps the tensor for the rest of the step, so that a reference of the tape's own keeps nothing alive. */
 PyObject *tape_look(Tape *self, PyObject *t, long flags, int held);             /* its Value; a new reference */

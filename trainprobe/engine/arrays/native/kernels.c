@@ -13,7 +13,8 @@
 /* A NaN in the first operand gives the second: what `a < b ? a : b` says and the x86 instructions do. */
 #define SELECT(TEST, INTEGERS, A, B) ((__typeof__(A))(((INTEGERS)(TEST) & (INTEGERS)(A)) | (~(INTEGERS)(TEST) & (INTEGERS)(B))))
 
-#define AHEAD 1024 /* bytes: so long before its turn memory is asked for, which makes reading past the caches 1.2 to 1.35 times as fast */
+#define AHEAD const int64_t near = left < NEAR ? 0 : NEAR, far = left < FAR ? 0 : FAR
+#define ASK(X) (__builtin_prefetch((const char *)(X) + near, 0, 3), __builtin_prefetch((const char *)(X) + far, 0, 2))
 
 #define SUFFIX baseline
 #define WIDTH 16
@@ -31,6 +32,7 @@
 #define WIDEN_F(V) __builtin_convertvector(V, vd_baseline)
 #define ADD_SQUARE(S, D) ((S) + (D) * (D))
 #define SWAP_HALVES(V) ((V) << 16 | (V) >> 16)
+#define ODD(V) ((vu_baseline)((vul_baseline)(V) >> 32)) /* every second element, where MULTIPLY takes its own from */
 #ifdef X86_TARGETS
 #define MULTIPLY(A, B) ((vul_baseline)_mm_mul_epu32((__m128i)(A), (__m128i)(B)))
 #else
@@ -46,6 +48,7 @@
 #undef WIDEN_F
 #undef ADD_SQUARE
 #undef SWAP_HALVES
+#undef ODD
 #undef MULTIPLY
 
 #ifdef X86_TARGETS
@@ -64,6 +67,7 @@
 #define WIDEN_F(V) ((vd_avx2)_mm256_cvtps_pd((__m128)(V)))
 #define ADD_SQUARE(S, D) ((vd_avx2)_mm256_fmadd_pd((__m256d)(D), (__m256d)(D), (__m256d)(S)))
 #define SWAP_HALVES(V) ((vu_avx2)_mm256_shufflehi_epi16(_mm256_shufflelo_epi16((__m256i)(V), 0xb1), 0xb1))
+#define ODD(V) ((vu_avx2)_mm256_shuffle_epi32((__m256i)(V), 0xf5))
 #define MULTIPLY(A, B) ((vul_avx2)_mm256_mul_epu32((__m256i)(A), (__m256i)(B)))
 #include "sweeps.h"
 #undef SUFFIX
@@ -75,6 +79,7 @@
 #undef WIDEN_F
 #undef ADD_SQUARE
 #undef SWAP_HALVES
+#undef ODD
 #undef MULTIPLY
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -93,7 +98,11 @@
 #define WIDEN_F(V) ((vd_avx512)_mm512_cvtps_pd((__m256)(V)))
 #define ADD_SQUARE(S, D) ((vd_avx512)_mm512_fmadd_pd((__m512d)(D), (__m512d)(D), (__m512d)(S)))
 #define SWAP_HALVES(V) ((vu_avx512)_mm512_rol_epi32((__m512i)(V), 16))
+#define ODD(V) ((vu_avx512)_mm512_shuffle_epi32((__m512i)(V), 0xf5)) /* not a shift: it leaves the port of the multiplications alone */
 #define MULTIPLY(A, B) ((vul_avx512)_mm512_mul_epu32((__m512i)(A), (__m512i)(B)))
+#define NONZERO __mmask16
+#define ALL_NONZERO 0xffff
+#define STILL_NONZERO(MASK, V) _mm512_mask_cmp_ps_mask(MASK, (__m512)(V), _mm512_setzero_ps(), _CMP_NEQ_UQ)
 #include "sweeps.h"
 #undef SUFFIX
 #if defined(__clang__)

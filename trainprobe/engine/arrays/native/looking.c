@@ -110,8 +110,19 @@ static PyObject *by_python(PyObject *function, PyObject *t, long flags) {
     return value;
 }
 
+/* The row of its numbers, read or known from another view of the same memory; -1 when it was dropped, -2 with an exception set. */
+static Py_ssize_t row_of(Tape *self, PyObject *t, long long version, const Job *job, Strip *rows) {
+    PyObject *root = self->reuse && version >= 0 ? views_root(t, job) : NULL;
+    if (!root) return strip_reduce(rows, job);
+    Py_ssize_t row = views_find(&self->views, root, version, job, rows);
+    if (row >= 0) self->reused++, row = strip_repeat(rows, row);
+    else if ((row = strip_reduce(rows, job)) >= 0 && views_note(&self->views, root, version, job, rows, row)) row = -2;
+    Py_DECREF(root);
+    return row;
+}
+
 /* A Value of a tensor that was not seen, or not with these flags. NULL without an exception: not for the kernel. */
-static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, long flags) {
+static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, long long version, long flags) {
     const Dtype *dtype = dtype_of(self, t, at->kind);
     Slot *slot = dtype ? slot_of(self, flags & 255) : NULL;
     Job job;
@@ -124,7 +135,7 @@ static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, lo
         if (!kind) kind = PyUnicode_InternFromString("torch.Tensor"), cpu = PyUnicode_InternFromString("cpu");
         value->type = Py_NewRef(kind), value->device = Py_NewRef(cpu), value->dtype = Py_NewRef(text);
         value->shape = Py_NewRef(shape), value->requires_grad = Py_NewRef(grad);
-        value->row = strip_reduce(rows, &job);
+        value->row = row_of(self, t, version, &job, rows);
         if (value->row == -2 || PyList_Append(owned, (PyObject *)value)) {
             Py_DECREF(value);
             value = NULL;
@@ -170,7 +181,7 @@ PyObject *tape_look(Tape *self, PyObject *t, long flags, int held) {
             }
             flags |= seen->flags;
         }
-        answer = (PyObject *)reduced(self, t, shape, &at, flags);
+        answer = (PyObject *)reduced(self, t, shape, &at, version, flags);
         reuse = reuse && !(answer && ((Value *)answer)->row < 0); /* a reduction that was dropped is none */
     }
     if (!answer && !(PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_RuntimeError))) {

@@ -124,6 +124,13 @@ Py_ssize_t strip_reduce(Strip *self, const Job *job) {
     return row;
 }
 
+Py_ssize_t strip_repeat(Strip *self, Py_ssize_t row) {
+    if (self->rows == self->room && grow(self)) return -2;
+    memcpy(self->partials + self->rows * COLUMNS, self->partials + row * COLUMNS, COLUMNS * sizeof(double));
+    self->checksums[self->rows] = self->checksums[row], self->crcs[self->rows] = self->crcs[row];
+    return self->rows++;
+}
+
 static PyObject *strip_blank(Strip *self, PyObject *unused) {
     (void)unused;
     if (self->rows == self->room && grow(self)) return NULL;

@@ -26,6 +26,7 @@ typedef struct {
 } Strip;
 
 Py_ssize_t strip_reduce(Strip *self, const Job *job); /* row, -1 when it was dropped, -2 with an exception set */
+Py_ssize_t strip_repeat(Strip *self, Py_ssize_t row);        /* a row with the numbers of that one; -2 with an exception set */
 
 /* Neither is tracked by the garbage collector: a value refers to texts and a shape, a call to values and to calls before it. */
 typedef struct {
@@ -88,7 +89,7 @@ Attribute attribute_of(PyTypeObject *type, PyObject *name);
 PyObject *attribute_ask(const Attribute *a, PyObject *x, PyObject *name); /* x: of that type or derived; a new reference */
 
 /* What torch's attributes tell of tensors and nodes. */
-typedef enum { VERSION, REQUIRES_GRAD, GRAD_FN, OUTPUT_NR, TENSOR_ATTRIBUTES } TensorAttribute;
+typedef enum { VERSION, REQUIRES_GRAD, GRAD_FN, OUTPUT_NR, BASE, TENSOR_ATTRIBUTES } TensorAttribute;
 void attributes_learn(PyTypeObject *const *types);
 PyObject *tensor_attribute(PyObject *t, TensorAttribute which); /* a new reference */
 int tensor_is_resolved(PyObject *t, int may_be_conjugate);

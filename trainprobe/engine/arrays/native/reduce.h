@@ -14,6 +14,11 @@
 #define MAX_DIMS 64
 #define COLUMNS 12
 
+/* Memory is asked for before its turn: far ahead into the second cache, near into the first. In bytes; reading past the caches becomes 1.2 to 1.8
+   times as fast. */
+#define NEAR 1024
+#define FAR 8192
+
 enum { STATS = 1, CHECKSUM = 2, STD = 4, CRC32 = 8, SUBLOW = 16 };
 
 enum {
@@ -49,9 +54,10 @@ typedef struct {
     int dtype, flags;
 } Job;
 
-/* The sweeps over a chunk. n <= CHUNK. One table an instruction set; all give the same bits. */
+/* The sweeps over a chunk. n <= CHUNK; left: bytes that follow in memory and are read next. One table an instruction set; all give the same
+   bits. */
 typedef struct {
-    void (*stats_f32)(const float *x, int64_t n, Part *p); /* min, max, zero, s, q; q is not finite if any x is not */
+    void (*stats_f32)(const float *x, int64_t n, int64_t left, Part *p); /* min, max, zero, s, q; q is not finite if any x is not */
     void (*stats_f64)(const double *x, int64_t n, double scale, int64_t *bad, Part *p);
     void (*clean_f32)(const float *x, float *out, int64_t n, Part *p); /* non-finite to 0, counted */
     void (*clean_f64)(const double *x, double *out, int64_t n, Part *p);
@@ -60,6 +66,7 @@ typedef struct {
     double (*sublow_f32)(const float *x, int64_t n, float tiny);
     double (*sublow_f64)(const double *x, int64_t n, double tiny);
     uint64_t (*products)(const uint32_t *x, int64_t n, const uint32_t *low, const uint32_t *high, uint64_t key);
+    uint64_t (*row_products)(const uint32_t *x, int64_t rows, int64_t left, uint64_t row);
     void (*keys)(uint64_t place, uint64_t step, int64_t n, uint32_t *low, uint32_t *high);
     void (*to_words[3])(const void *x, uint32_t *out, int64_t n); /* elements of 1 and 2 bytes */
     void (*to_f32[DTYPES])(const void *x, float *out, int64_t n); /* where float32 holds the dtype exactly */
@@ -80,6 +87,7 @@ int kernels_select(const char *name); /* 0 when this machine has that instructio
 void layout(Job *job, int nd, const int64_t *shape, const int64_t *strides);
 void part_clear(Part *p);
 void part_merge(Part *into, const Part *from, int flags, uint64_t from_bytes);
+const char *element_at(const Job *job, int64_t index); /* of the enumeration */
 void reduce_block(const Job *job, int64_t block, Part *out);
 void reduce(const Job *job, Part *out);
 void part_finish(const Part *p, const Job *job, double *row);
@@ -95,7 +103,7 @@ static inline uint64_t hashed(uint64_t n) {
 #define ROW 256 /* words whose keys stand in a row */
 extern uint32_t key_low[ROW], key_high[ROW]; /* halves of hashed(0) to hashed(255) */
 void fingerprint_init(void);
-uint64_t fingerprint_run(int item, const char *x, int64_t n, uint64_t place, uint64_t step);
+uint64_t fingerprint_run(int item, const char *x, int64_t n, int64_t left, uint64_t place, uint64_t step);
 
 uint32_t crc32_bytes(uint32_t crc, const void *data, size_t n);
 uint32_t crc32_join(uint32_t a, uint32_t b, uint64_t bytes_of_b);

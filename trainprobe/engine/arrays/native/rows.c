@@ -5,6 +5,9 @@
 
 #include "reduce.h"
 
+#define LINE 64    /* bytes of the cache */
+#define SLICE 1024 /* bytes that are widened at a time */
+
 typedef struct {
     int64_t size, memory, place;
 } Axis;
@@ -118,14 +121,14 @@ void part_merge(Part *a, const Part *b, int flags, uint64_t bytes_of_b) {
     if (flags & CRC32) a->crc = crc32_join(a->crc, b->crc, bytes_of_b);
 }
 
-static void stats_single(const float *x, int64_t n, int dtype, int flags, Part *p) {
+static void stats_single(const float *x, int64_t n, int64_t left, int dtype, int flags, Part *p) {
     float clean[CHUNK];
-    kernels.stats_f32(x, n, p);
+    kernels.stats_f32(x, n, left, p);
     if (flags & SUBLOW) p->sublow = kernels.sublow_f32(x, n, (float)smallest_normal[dtype]);
     if (!(p->q <= DBL_MAX)) {
         Part finite_part;
         kernels.clean_f32(x, clean, n, p);
-        kernels.stats_f32(clean, n, &finite_part);
+        kernels.stats_f32(clean, n, 0, &finite_part);
         p->s = finite_part.s, p->q = finite_part.q;
         x = clean;
     }
@@ -161,21 +164,31 @@ static void stats_double(const double *x, int64_t n, int dtype, int flags, Part 
     }
 }
 
-static void stats_chunk(const Job *job, const void *x, int64_t n, Part *p) {
+/* In slices, before each of which as much is asked for of what comes FAR behind it. */
+static void widen(int dtype, const char *x, float *out, int64_t n, int64_t left) {
+    int64_t item = item_size[dtype], slice = SLICE / item;
+    for (int64_t at = 0; at < n; at += slice) {
+        int64_t run = n - at < slice ? n - at : slice;
+        for (int64_t byte = 0; left >= FAR && byte < run * item; byte += LINE) __builtin_prefetch(x + at * item + FAR + byte, 0, 2);
+        kernels.to_f32[dtype](x + at * item, out + at, run);
+    }
+}
+
+static void stats_chunk(const Job *job, const char *x, int64_t n, int64_t left, Part *p) {
     union { float single[CHUNK]; double wide[CHUNK]; } scratch;
     p->count = (double)n;
     if (job->dtype == D_F32) {
-        stats_single(x, n, job->dtype, job->flags, p);
+        stats_single((const float *)(const void *)x, n, left, job->dtype, job->flags, p);
     } else if (job->dtype == D_F64) {
-        stats_double(x, n, job->dtype, job->flags, p);
+        stats_double((const double *)(const void *)x, n, job->dtype, job->flags, p);
     } else if (kernels.to_f32[job->dtype]) {
-        kernels.to_f32[job->dtype](x, scratch.single, n);
-        stats_single(scratch.single, n, job->dtype, job->flags, p);
+        widen(job->dtype, x, scratch.single, n, left);
+        stats_single(scratch.single, n, 0, job->dtype, job->flags, p);
     } else {
         kernels.to_f64[job->dtype](x, scratch.wide, n);
         stats_double(scratch.wide, n, job->dtype, job->flags, p);
-        if (job->dtype == D_I64) p->integer_sum = kernels.sum_i64(x, n);
-        if (job->dtype == D_U64) p->integer_sum = kernels.sum_u64(x, n);
+        if (job->dtype == D_I64) p->integer_sum = kernels.sum_i64((const int64_t *)(const void *)x, n);
+        if (job->dtype == D_U64) p->integer_sum = kernels.sum_u64((const uint64_t *)(const void *)x, n);
     }
 }
 
@@ -188,6 +201,11 @@ static int64_t locate(const Dims *dims, int64_t index, int64_t *at) {
         offset += at[i] * dims->stride[i];
     }
     return offset;
+}
+
+const char *element_at(const Job *job, int64_t index) {
+    int64_t at[MAX_DIMS];
+    return job->data + locate(&job->memory, index, at);
 }
 
 /* Go on by `run` elements, which end at most at the end of the innermost dimension; return the change of offset. */
@@ -204,14 +222,14 @@ static int64_t advance(const Dims *dims, int64_t *at, int64_t run) {
     return moved;
 }
 
-static uint64_t checksum_chunk(const Job *job, const char *x, int64_t start, int64_t n) {
+static uint64_t checksum_chunk(const Job *job, const char *x, int64_t start, int64_t n, int64_t left) {
     int64_t at[MAX_DIMS], place = locate(&job->place, start, at);
     int item = item_size[job->dtype], inner = job->place.nd - 1;
     uint64_t total = 0, step = (uint64_t)job->place.stride[inner];
     while (n > 0) {
         int64_t run = job->place.size[inner] - at[inner];
         if (run > n) run = n;
-        total += fingerprint_run(item, x, run, (uint64_t)place, step);
+        total += fingerprint_run(item, x, run, left + (n - run) * item, (uint64_t)place, step);
         place += advance(&job->place, at, run);
         x += run * item;
         n -= run;
@@ -259,10 +277,11 @@ static const char *chunk_at(const Job *job, int64_t start, int64_t n, char *buff
 static void reduce_chunk(const Job *job, int64_t start, int64_t n, Part *p) {
     uint64_t buffer[CHUNK * 2];
     const char *x = chunk_at(job, start, n, (char *)buffer);
+    int64_t left = x == (const char *)buffer || job->memory.nd > 1 ? 0 : (job->n - start - n) * item_size[job->dtype];
     part_clear(p);
-    if (job->flags & CHECKSUM) p->checksum = checksum_chunk(job, x, start, n);
+    if (job->flags & CHECKSUM) p->checksum = checksum_chunk(job, x, start, n, left);
     if (job->flags & CRC32) p->crc = crc32_bytes(0, x, (size_t)n * (size_t)item_size[job->dtype]);
-    if (job->flags & STATS) stats_chunk(job, x, n, p);
+    if (job->flags & STATS) stats_chunk(job, x, n, job->flags & (CHECKSUM | CRC32) ? 0 : left, p);
 }
 
 void reduce_block(const Job *job, int64_t block, Part *out) {

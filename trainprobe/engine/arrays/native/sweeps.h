@@ -26,21 +26,64 @@ typedef float F(half_vf) __attribute__((vector_size(WIDTH / 2)));
 
 #define EACH(COUNT) _Pragma("GCC unroll 16") for (int l = 0; l < (COUNT); l++)
 
-static void F(stats_f32)(const float *restrict x, int64_t n, Part *p) {
-    F(vf) mn[NF], mx[NF];
+/* In halves, so that the compiler makes it a few instructions. */
+static inline __attribute__((always_inline)) float F(lowest)(float *v) {
+    for (int width = L / 2; width; width /= 2)
+        for (int l = 0; l < width; l++) v[l] = v[l + width] < v[l] ? v[l + width] : v[l];
+    return v[0];
+}
+
+static inline __attribute__((always_inline)) float F(highest)(float *v) {
+    for (int width = L / 2; width; width /= 2)
+        for (int l = 0; l < width; l++) v[l] = v[l + width] > v[l] ? v[l + width] : v[l];
+    return v[0];
+}
+
+#ifdef STILL_NONZERO
+/* Zeros among whole rows of lanes. */
+static int64_t F(zeros_f32)(const float *restrict x, int64_t n) {
     F(vi) z[NF];
+    int32_t zeros[L];
+    int64_t found = 0;
+    EACH(NF) z[l] = (F(vi)){0};
+    for (int64_t i = 0; i < n; i += L)
+        EACH(NF) {
+            F(vf) v;
+            memcpy(&v, x + i + l * (WIDTH / 4), WIDTH);
+            z[l] -= (F(vi))(v == 0);
+        }
+    memcpy(zeros, z, sizeof zeros);
+    for (int l = 0; l < L; l++) found += zeros[l];
+    return found;
+}
+#endif
+
+/* With STILL_NONZERO this sweep learns only whether there are zeros at all, which costs half as much; if so they are counted after it. */
+static void F(stats_f32)(const float *restrict x, int64_t n, int64_t left, Part *p) {
+    AHEAD;
+    F(vf) mn[NF], mx[NF];
     F(vd) s[ND], q[ND];
-    EACH(NF) mn[l] = (F(vf)){0} + INFINITY, mx[l] = (F(vf)){0} - INFINITY, z[l] = (F(vi)){0};
+    EACH(NF) mn[l] = (F(vf)){0} + INFINITY, mx[l] = (F(vf)){0} - INFINITY;
     EACH(ND) s[l] = q[l] = (F(vd)){0};
+#ifdef STILL_NONZERO
+    NONZERO nonzero = ALL_NONZERO;
+#else
+    F(vi) z[NF];
+    EACH(NF) z[l] = (F(vi)){0};
+#endif
     int64_t whole = n / L * L, rest = n - whole;
     for (int64_t i = 0; i < whole; i += L) {
-        __builtin_prefetch((const char *)(x + i) + AHEAD); /* L floats are a line of the cache */
+        ASK(x + i); /* L floats are a line of the cache */
         EACH(NF) {
             F(vf) v;
             memcpy(&v, x + i + l * (WIDTH / 4), WIDTH);
             mn[l] = MIN_F(v, mn[l]);
             mx[l] = MAX_F(v, mx[l]);
+#ifdef STILL_NONZERO
+            nonzero = STILL_NONZERO(nonzero, v);
+#else
             z[l] -= (F(vi))(v == 0);
+#endif
         }
         EACH(ND) {
             F(half_vf) v;
@@ -50,27 +93,28 @@ static void F(stats_f32)(const float *restrict x, int64_t n, Part *p) {
             q[l] = ADD_SQUARE(q[l], d);
         }
     }
-    float low = INFINITY, high = -INFINITY, lows[L], highs[L];
+    float lows[L], highs[L];
     double sums[L], squares[L];
+    memcpy(lows, mn, sizeof lows), memcpy(highs, mx, sizeof highs);
+    memcpy(sums, s, sizeof sums), memcpy(squares, q, sizeof squares);
+#ifdef STILL_NONZERO
+    int64_t found = nonzero == ALL_NONZERO ? 0 : F(zeros_f32)(x, whole);
+#else
     int32_t zeros[L];
     int64_t found = 0;
-    memcpy(lows, mn, sizeof lows), memcpy(highs, mx, sizeof highs), memcpy(zeros, z, sizeof zeros);
-    memcpy(sums, s, sizeof sums), memcpy(squares, q, sizeof squares);
+    memcpy(zeros, z, sizeof zeros);
+    for (int l = 0; l < L; l++) found += zeros[l];
+#endif
     const float *tail = x + whole;
     for (int64_t l = 0; l < rest; l++) {
         double d = tail[l];
-        low = tail[l] < low ? tail[l] : low;
-        high = tail[l] > high ? tail[l] : high;
+        lows[l] = tail[l] < lows[l] ? tail[l] : lows[l];
+        highs[l] = tail[l] > highs[l] ? tail[l] : highs[l];
         found += tail[l] == 0;
         sums[l] += d;
         squares[l] += d * d;
     }
-    for (int l = 0; l < L; l++) {
-        low = lows[l] < low ? lows[l] : low;
-        high = highs[l] > high ? highs[l] : high;
-        found += zeros[l];
-    }
-    p->min = low, p->max = high, p->zero = (double)found;
+    p->min = F(lowest)(lows), p->max = F(highest)(highs), p->zero = (double)found;
     p->s = F(fold)(sums), p->q = F(fold)(squares);
 }
 
@@ -194,28 +238,53 @@ static double F(sublow_f64)(const double *restrict x, int64_t n, double tiny) {
     return (double)found;
 }
 
-/* For fingerprint.c: the sum of the products of words with the halves of their keys: those at low and high, each with that of `key`
-   on top. */
+/* For fingerprint.c: the sums of the products of words with the halves of their keys, at low and high, each with those of a key on top. */
+static inline __attribute__((always_inline)) void F(multiply)(F(vul) *even, F(vul) *odd, const uint32_t *x, const uint32_t *low,
+                                                              const uint32_t *high, F(vu) low_keys, F(vu) high_keys) {
+    F(vu) w, a, b;
+    memcpy(&w, x, WIDTH), memcpy(&a, low, WIDTH), memcpy(&b, high, WIDTH);
+    a ^= w ^ low_keys;
+    b ^= SWAP_HALVES(w) ^ high_keys;
+    *even += MULTIPLY(a, b);
+    *odd += MULTIPLY(ODD(a), ODD(b));
+}
+
+static inline __attribute__((always_inline)) uint64_t F(total)(F(vul) even, F(vul) odd) {
+    uint64_t total = 0, sums[WIDTH / 8];
+    even += odd;
+    memcpy(sums, &even, sizeof sums);
+    for (int l = 0; l < WIDTH / 8; l++) total += sums[l];
+    return total;
+}
+
 static uint64_t F(products)(const uint32_t *restrict x, int64_t n, const uint32_t *restrict low, const uint32_t *restrict high,
                             uint64_t key) {
     const uint32_t low_key = (uint32_t)key, high_key = (uint32_t)(key >> 32);
     F(vu) low_keys = (F(vu)){0} + low_key, high_keys = (F(vu)){0} + high_key;
     F(vul) even = {0}, odd = {0};
-    uint64_t total = 0, sums[WIDTH / 8];
+    uint64_t total = 0;
     int64_t i = 0;
-    for (; i + WIDTH / 4 <= n; i += WIDTH / 4) {
-        F(vu) w, a, b;
-        memcpy(&w, x + i, WIDTH), memcpy(&a, low + i, WIDTH), memcpy(&b, high + i, WIDTH);
-        a ^= w ^ low_keys;
-        b ^= SWAP_HALVES(w) ^ high_keys;
-        even += MULTIPLY(a, b);
-        odd += MULTIPLY((F(vu))((F(vul))a >> 32), (F(vu))((F(vul))b >> 32));
-    }
+    for (; i + WIDTH / 4 <= n; i += WIDTH / 4) F(multiply)(&even, &odd, x + i, low + i, high + i, low_keys, high_keys);
     for (; i < n; i++) total += (uint64_t)(x[i] ^ low[i] ^ low_key) * ((x[i] << 16 | x[i] >> 16) ^ high[i] ^ high_key);
-    even += odd;
-    memcpy(sums, &even, sizeof sums);
-    for (int l = 0; l < WIDTH / 8; l++) total += sums[l];
-    return total;
+    return total + F(total)(even, odd);
+}
+
+/* The same of whole rows, from number `row` on. */
+static uint64_t F(row_products)(const uint32_t *restrict x, int64_t rows, int64_t left, uint64_t row) {
+    AHEAD;
+    F(vul) even = {0}, odd = {0};
+    for (int64_t r = 0; r < rows; r++, x += ROW) {
+        const uint64_t key = hashed(ROW + row + (uint64_t)r);
+        F(vu) low_keys = (F(vu)){0} + (uint32_t)key, high_keys = (F(vu)){0} + (uint32_t)(key >> 32);
+        for (int i = 0; i < ROW; i += L) {
+            ASK(x + i);
+            EACH(NF) {
+                int at = i + l * (WIDTH / 4);
+                F(multiply)(&even, &odd, x + at, key_low + at, key_high + at, low_keys, high_keys);
+            }
+        }
+    }
+    return F(total)(even, odd);
 }
 
 /* The keys of words whose places are `step` apart, as halves. */
@@ -295,7 +364,8 @@ EXACT_SUM(sum_u64, uint64_t)
 static const Kernels F(table) = {
     .stats_f32 = F(stats_f32), .stats_f64 = F(stats_f64), .clean_f32 = F(clean_f32), .clean_f64 = F(clean_f64),
     .m2_f32 = F(m2_f32), .m2_f64 = F(m2_f64), .sublow_f32 = F(sublow_f32), .sublow_f64 = F(sublow_f64),
-    .products = F(products), .keys = F(keys), .to_words = {[1] = F(words_1), [2] = F(words_2)},
+    
+    .products = F(products), .row_products = F(row_products), .keys = F(keys), .to_words = {[1] = F(words_1), [2] = F(words_2)},
     .to_f32 = {
         [D_BOOL] = F(from_bool), [D_U8] = F(from_u8), [D_I8] = F(from_i8), [D_U16] = F(from_u16), [D_I16] = F(from_i16),
         [D_F16] = F(from_f16), [D_BF16] = F(from_bf16), [D_E4M3FN] = F(from_e4m3fn), [D_E5M2] = F(from_e5m2),

@@ -22,6 +22,7 @@ static PyObject *value(Tape *self, PyObject *const *args, Py_ssize_t nargs) {
 void tape_touched(Tape *self, PyObject *t) {
     Seen *seen = seen_find(&self->seen, t);
     if (seen) seen_forget(seen);
+    views_clear(&self->views); /* which share memory with it, perhaps */
 }
 
 PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note) {
@@ -47,12 +48,14 @@ static PyObject *touched(Tape *self, PyObject *t) {
 static PyObject *forget_all(Tape *self, PyObject *unused) {
     (void)unused;
     seen_clear(&self->seen);
+    views_clear(&self->views);
     return Py_NewRef(Py_None);
 }
 
 static PyObject *reset(Tape *self, PyObject *unused) {
     (void)unused;
     seen_clear(&self->seen);
+    views_clear(&self->views);
     Py_CLEAR(self->noted);
     for (int i = 0; i < STRIPS; i++) {
         Py_CLEAR(self->slots[i].strip);
