@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from tests.engine.sinks.reels import plan_for, small_reel
+from trainprobe.engine import sinks
 from trainprobe.engine import writer as writer_module
 from trainprobe.engine.dumps import read_log
 from trainprobe.engine.records import Finding, Place
-from trainprobe.engine.sinks import dump
 from trainprobe.engine.sinks.memory import MemorySink
 from trainprobe.engine.writer import Writer, open_writer
 from trainprobe.errors import OutputError, UsageError
@@ -297,7 +297,7 @@ def test_many_steps_at_once_are_each_written(many, tmp_path):
 
 @pytest.mark.parametrize("at_once", [1, 10_000, 1 << 20])
 def test_of_many_steps_at_once_those_before_the_one_that_fails_are_written(many, tmp_path, monkeypatch, at_once):
-    monkeypatch.setattr(dump, "AT_ONCE", at_once)
+    monkeypatch.setattr(sinks, "AT_ONCE", at_once)
     (tmp_path / "step3" / ".rank0.partial").mkdir(parents=True)  # left behind: made anew
     (tmp_path / "step5").write_text("a file where a folder has to be")
     findings = many(range(8))
@@ -315,8 +315,8 @@ import resource, sys
 from tests.engine.sinks.reels import plan_for, small_reel
 from trainprobe.engine import writer as module
 from trainprobe.engine.records import Place
-from trainprobe.engine.sinks import jsonl
-module.LINGER, jsonl.AT_ONCE = 3600.0, {at_once}
+from trainprobe.engine import sinks
+module.LINGER, sinks.AT_ONCE = 3600.0, {at_once}
 writer = module.open_writer(plan_for({str(tmp_path)!r}, on_error="continue", sinks=("jsonl",)), Place())
 resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
 for step in range(8):

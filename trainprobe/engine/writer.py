@@ -74,8 +74,12 @@ class Writer:
         max_bytes: int = 256 << 20,
     ) -> None:
         self.sinks = dict(sinks)
-        self.tensors_wanted = any(isinstance(sink, TensorSink) for sink in sinks.values())
+        # asked once, because a protocol takes long to answer
+        self._many = {name: sink for name, sink in sinks.items() if isinstance(sink, ManySink)}
+        self._tensors = {name: sink for name, sink in sinks.items() if isinstance(sink, TensorSink)}
+        self._pieces = {name: sink for name, sink in sinks.items() if isinstance(sink, PieceSink)}
         self._complaining = {name: sink for name, sink in sinks.items() if isinstance(sink, ComplainingSink)}
+        self.tensors_wanted = bool(self._tensors)
         self._place = place
         self._raise = on_error == "raise"
         self._tell = tell
@@ -246,21 +250,20 @@ class Writer:
             self._collect(name)
 
     def _write(self, name: str, sink: Sink, reels: Sequence[Reel]) -> None:
-        if isinstance(sink, ManySink) and self._guards[name].tripped is None:
-            self._guards[name].run(sink.write_many, reels)
+        many = self._many.get(name)
+        if many is not None and self._guards[name].tripped is None:
+            self._guards[name].run(many.write_many, reels)
             if self._guards[name].fault is None:
                 return
-            self._give_up(name, sink.at)
-            reels = [reel for reel in reels if reel.step > sink.at]
+            self._give_up(name, many.at)
+            reels = [reel for reel in reels if reel.step > many.at]
         for reel in reels:
             self._guarded(name, sink.write, reel.step, reel)
 
     def _store(self, step: int, key: str, data: Any) -> None:
         more = False
         saved: SavedTensor | None = None
-        for name, sink in self.sinks.items():
-            if not isinstance(sink, TensorSink):
-                continue
+        for name, sink in self._tensors.items():
             if saved is None:
                 saved = self._guarded(name, _on_host, step, key, data)
             if saved is not None:
@@ -269,12 +272,11 @@ class Writer:
 
     def _store_piece(self, step: int, piece: Any) -> None:
         more = False
-        for name, sink in self.sinks.items():
-            if isinstance(sink, PieceSink):
-                more |= self._guarded(name, sink.piece, step, step, piece) is True
-            elif isinstance(sink, TensorSink):
-                for saved in SavedTensor.all_of(piece):
-                    more |= self._guarded(name, sink.tensor, step, step, saved) is True
+        for name, sink in self._pieces.items():
+            more |= self._guarded(name, sink.piece, step, step, piece) is True
+        for name, sink in self._tensors.items():
+            for saved in SavedTensor.all_of(piece) if name not in self._pieces else ():
+                more |= self._guarded(name, sink.tensor, step, step, saved) is True
         self.tensors_wanted = more
 
     def _guarded(self, name: str, call: Callable[..., Any], step: int, *arguments: Any) -> Any:

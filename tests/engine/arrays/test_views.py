@@ -17,7 +17,7 @@ from trainprobe.engine.arrays.torch_library import TorchLibrary
 from trainprobe.engine.tape import CHECKSUM, CRC32, STATS, STD, Tape
 
 pytestmark = pytest.mark.skipif(native is None, reason="the compiled part is not there")
-ROWS, COLUMNS = 256, 192
+ROWS, COLUMNS = 512, 192
 KINDS = (STATS, CHECKSUM, STATS | STD, STATS | CHECKSUM | CRC32)
 VIEWS: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "shapes": lambda x: [x.view(-1), x.reshape(16, -1, COLUMNS), x[:], x.unsqueeze(1)],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from trainprobe.engine.dumps.tensor_files import SavedTensor
 from trainprobe.engine.records import Finding, Reel
+
+AT_ONCE = 1 << 20  # bytes of steps that may wait to be written in one call
+_Prepared = TypeVar("_Prepared")
 
 
 class Sink(Protocol):
@@ -65,3 +68,35 @@ class ComplainingSink(Protocol):
     def complaints(self) -> Sequence[Finding]:
         """Return what there is to say since the last call."""
         ...
+
+
+def write_together(
+    sink: ManySink,
+    reels: Sequence[Reel],
+    prepare: Callable[[Reel], tuple[_Prepared, int]],
+    write: Callable[[list[_Prepared]], None],
+) -> None:
+    """Do what `write_many` does: prepare step by step and write many of them at once, also those before one that raises.
+
+    prepare: returns what is to be written of a step, and its size in bytes. write: keeps `sink.at` at the step it is at.
+    """
+    waiting: list[_Prepared] = []
+    size = 0
+
+    def write_waiting() -> None:
+        taken, at = waiting.copy(), sink.at
+        waiting.clear()
+        write(taken)
+        sink.at = at
+
+    try:
+        for reel in reels:
+            sink.at = reel.step
+            prepared, length = prepare(reel)
+            waiting.append(prepared)
+            size += length
+            if size >= AT_ONCE:
+                write_waiting()
+                size = 0
+    finally:
+        write_waiting()

@@ -31,9 +31,8 @@ from trainprobe.engine.dumps.shared import Pattern, pattern_of
 from trainprobe.engine.dumps.tensor_files import DATA_FOLDER, SavedTensor, SeparateFiles, TensorFiles, open_tensor_files
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Finding, Place, Reel
+from trainprobe.engine.sinks import write_together
 from trainprobe.errors import OutputError
-
-AT_ONCE = 1 << 20  # bytes of text that may wait to be written in one call
 
 
 class _Written(NamedTuple):
@@ -141,23 +140,9 @@ class DumpSink:
 
     def write_many(self, reels: Sequence[Reel]) -> None:
         """Write steps as `write` does, many of them at once. Where it raises, `at` is the step that is lost."""
-        waiting: list[_Ready] = []
-        size = 0
-        try:
-            for reel in reels:
-                self.at = reel.step
-                if "dump" not in reel.programs:
-                    continue
-                ready = self._ready(reel)
-                waiting.append(ready)
-                size += sum(len(text) for _, text in ready.files)
-                if size >= AT_ONCE:
-                    self._complete(waiting)
-                    size = 0
-        finally:
-            self._complete(waiting)
+        write_together(self, [reel for reel in reels if "dump" in reel.programs], self._ready, self._complete)
 
-    def _ready(self, reel: Reel) -> _Ready:
+    def _ready(self, reel: Reel) -> tuple[_Ready, int]:
         self._begin(reel.step)
         folder = self._folder
         assert folder is not None
@@ -178,15 +163,11 @@ class DumpSink:
             self._files.place(text.links)
         self._folder = self._files = self._step = None
         self._stored.clear()
-        return _Ready(reel.step, folder, files)
+        return _Ready(reel.step, folder, files), sum(len(text) for _, text in files)
 
-    def _complete(self, waiting: list[_Ready]) -> None:
-        """Write these folders and empty the list, also where it raises."""
-        taken = waiting.copy()
-        waiting.clear()
-        written = RankFolder.complete_new([(ready.folder, ready.files) for ready in taken])
-        at = self.at
-        for ready in taken[written:]:
+    def _complete(self, steps: Sequence[_Ready]) -> None:
+        written = RankFolder.complete_new([(ready.folder, ready.files) for ready in steps])
+        for ready in steps[written:]:
             self.at = ready.step
             try:
                 ready.folder.complete(ready.files, self._plan.on_existing == "replace")
@@ -194,7 +175,6 @@ class DumpSink:
                 if self._plan.on_existing != "continue":
                     raise
                 self._leave(ready.step)
-        self.at = at
 
     def _leave(self, step: int) -> None:
         """Say once that a run which was resumed before its last step comes by steps that it has dumped already."""

@@ -17,8 +17,7 @@ from trainprobe.engine.dumps.layout import FINDINGS_FILE, LOG_FILE, log_folder
 from trainprobe.engine.dumps.record_log import Lines
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Finding, Place, Reel
-
-AT_ONCE = 1 << 20  # bytes of lines that may wait to be written in one call
+from trainprobe.engine.sinks import write_together
 
 
 class JsonlSink:
@@ -37,31 +36,19 @@ class JsonlSink:
 
     def write_many(self, reels: Sequence[Reel]) -> None:
         """Append a line a reel, many of them at once. Where it raises, `at` is the step that is lost."""
-        waiting: list[tuple[int, Sequence[bytes]]] = []
-        size = 0
-        try:
-            for reel in reels:
-                self.at = reel.step
-                line = self._lines.line(reel)
-                waiting.append((reel.step, line))
-                size += sum(map(len, line))
-                if size >= AT_ONCE:
-                    self._append(waiting)
-                    size = 0
-        finally:
-            self._append(waiting)
+        write_together(self, reels, self._line, self._append)
 
-    def _append(self, waiting: list[tuple[int, Sequence[bytes]]]) -> None:
-        """Append these lines and empty the list, also where it raises; of lines that do not fit on the disk, those that do."""
-        taken = waiting.copy()
-        waiting.clear()
+    def _line(self, reel: Reel) -> tuple[tuple[int, Sequence[bytes]], int]:
+        line = self._lines.line(reel)
+        return (reel.step, line), sum(map(len, line))
+
+    def _append(self, lines: Sequence[tuple[int, Sequence[bytes]]]) -> None:
+        """Append these lines; where not all fit on the disk, those that do."""
         try:
-            self._log.write(*(piece for _, line in taken for piece in line))
+            self._log.write(*(piece for _, line in lines for piece in line))
         except OSError:
-            at = self.at
-            for self.at, line in taken:
+            for self.at, line in lines:
                 self._log.write(*line)
-            self.at = at
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Append one line a finding."""

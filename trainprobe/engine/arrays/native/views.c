@@ -5,7 +5,7 @@
 
 #include "eye.h"
 
-#define LARGE (64 * 1024) /* bytes: less is read as fast as its base is asked for */
+#define LARGE (256 * 1024) /* bytes: less is read nearly as fast as it is recognised */
 #define SAMPLES 64
 
 static uint64_t sample_of(const Job *job) {
