@@ -3,7 +3,8 @@
 Hooks append to it; nothing on it is read before the step ends. A value is recognised by the identity of its tensor (held
 weakly, so that nothing is kept alive and a reused address is never mistaken), its version counter, its memory address
 and shape: the output of one op is the input of the next and is reduced once. An in-place write bumps the version and
-makes it a new value. Writes that do not bump it (through `.data`, by a collective) are made known by `touched`.
+makes it a new value. Writes that do not bump it (through `.data`, by a collective) are made known by `touched`. Of large
+values on the host the compiled eye also knows other views of the same memory (`native/views.c`), and copies their numbers.
 """
 
 from __future__ import annotations
