@@ -21,7 +21,15 @@ from trainprobe.engine.taps.gradients import Graph
 
 pytestmark = pytest.mark.skipif(native is None, reason="the compiled parts are not built")
 ROOT = Path(__file__).parents[3]
-CASES = ("residual_gpt", "checkpoint_reentrant", "structured_outputs", "inplace_relu", "data_writes", "odd_dtypes")
+CASES = (
+    "residual_gpt",
+    "checkpoint_reentrant",
+    "structured_outputs",
+    "inplace_relu",
+    "data_writes",
+    "large_views",
+    "odd_dtypes",
+)
 
 
 def recorded(compiled: str) -> dict[str, dict[str, object]]:
