@@ -20,6 +20,9 @@ from torch import nn
 import trainprobe
 from tests import zoo
 from tests.lockstep import differences, one_step, seed_all, state
+from trainprobe.engine.records import Place
+from trainprobe.engine.selection import Names
+from trainprobe.engine.unmet import Asked, names_not_there
 from trainprobe.errors import OutputError, PlanError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,6 +90,32 @@ def test_a_module_pattern_that_matches_nothing_is_refused_with_the_nearest_name(
         trainprobe.watch(model, optimizer, output=tmp_path / "out", modules=["layers.0.atn"]),
     ):
         pass
+
+
+def test_a_pattern_of_the_monitor_that_matches_nothing_is_told_with_the_nearest_name(tmp_path):
+    case, model, optimizer = start()
+    monitor = {"activations": {"names": ["layers.0.atn"]}, "gradients": {"names": ["layers.0.**", "!layers.9.**"]}}
+    with trainprobe.watch(model, optimizer, output=tmp_path / "out", level="off", monitor=monitor) as probe:
+        with probe.step():
+            one_step(case, model, optimizer, 0)
+        told = [f.message for f in probe.findings if f.rule == "plan"]
+    assert told[0].startswith("the plan's monitor.activations.names match nothing in ")
+    assert told[0].endswith("'layers.0.atn' — did you mean 'layers.0.attn'?")
+    assert "monitor.gradients.names" in told[1] and "'!layers.9.**'" in told[1]
+    assert len(told) == 2
+
+
+def test_a_pattern_may_name_what_another_stage_of_a_pipeline_holds():
+    asked = [Asked("modules", Names(("layers.7.**", "layers.0.**")), ["layers.0.attn"], must=True)]
+
+    def told(**axes):
+        return [(f.severity, f.message) for f in names_not_there(asked, "GPT", Place(1, 8, axes))]
+
+    with pytest.raises(PlanError, match=r"the plan's modules match nothing in GPT: 'layers\.7\.\*\*'"):
+        told(dp=(1, 8))
+    ((severity, message),) = told(pp=(1, 4), dp=(0, 2))
+    assert severity == "warning" and "GPT, stage 1 of a pipeline of 4: 'layers.7.**'" in message
+    assert [severity for severity, _ in told(pp=(1, 4), vpp=(1, 2), tp=(1, 2))] == ["info"]
 
 
 def test_a_step_that_never_comes_is_told_at_the_end(tmp_path):

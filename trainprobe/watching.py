@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,13 @@ from trainprobe.engine.position import BETWEEN, Position
 from trainprobe.engine.probe import Probe as EngineProbe
 from trainprobe.engine.probe import Program
 from trainprobe.engine.records import Finding, Place, Reel
+from trainprobe.engine.selection import Names
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.topology import place_from_environment
 from trainprobe.engine.trail import Trail
-from trainprobe.errors import MissingExtra, PlanError, StopTraining, did_you_mean
+from trainprobe.engine.unmet import Asked, names_not_there
+from trainprobe.errors import MissingExtra, PlanError, StopTraining
 
 if TYPE_CHECKING:
     from trainprobe.build import Parts
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from trainprobe.monitor.watcher import Watcher
 
 PlanSource = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
+MONITORED = ("activations", "activation_gradients", "parameters", "gradients", "optimizer_state", "update")  # by name
 
 
 class Probe(EngineProbe):
@@ -215,11 +218,23 @@ class Probe(EngineProbe):
             from trainprobe.engine.control import ControlFile
 
             self._control = ControlFile(self.plan.output, self.plan.control, self.place.rank, self._gathering().gather)
-        if self.plan.level in ("L0", "mix"):
-            modules = [info.name for info in self.parts.naming.known.values()]
-            self._refuse_unmatched("modules", modules, model)
-            self._refuse_unmatched("parameters", list(self.parts.naming.parameter_names.values()), model)
+        named: Any = next(iter(model), model) if isinstance(model, list | tuple) else model
+        for finding in names_not_there(self._asked_names(), type(named).__name__, self.place):
+            self._tell_once(finding)
         return self
+
+    def _asked_names(self) -> Iterator[Asked]:
+        modules = [info.name for info in self.parts.naming.known.values()]
+        parameters = list(self.parts.naming.parameter_names.values())
+        if self.plan.level in ("L0", "mix"):
+            yield Asked("modules", Names(self.plan.modules), modules, must=True)
+            yield Asked("parameters", Names(self.plan.parameters), parameters, must=True)
+        monitor = self.parts.monitor
+        for kind in MONITORED if monitor is not None else ():
+            collect = getattr(monitor, kind)
+            names = modules if kind.startswith("activation") else parameters
+            if collect.on:
+                yield Asked(f"monitor.{kind}.names", Names(collect.names), names, must=False)
 
     def save(self, value: Any, name: str, save_backward: bool = True) -> None:
         """Record a value under a name, at any level, while a step is collected; its gradients too unless told otherwise."""
@@ -233,12 +248,6 @@ class Probe(EngineProbe):
             states.source = source
             for moment in ("before_step", "after_step", "unreduced", "unclipped"):
                 self.on(moment, partial(states.moment, moment))
-
-    def _refuse_unmatched(self, field: str, names: Sequence[str], model: Any) -> None:
-        missing = self.plan.unmatched(names, field)
-        if missing:
-            texts = [f"{pattern!r}{did_you_mean(near or pattern, list(names)) if near else ''}" for pattern, near in missing]
-            raise PlanError(f"the plan's {field} match nothing in {type(model).__name__}: {', '.join(texts)}")
 
     def _open_writer(self, place: Place) -> Any:
         from trainprobe.engine.writer import open_writer

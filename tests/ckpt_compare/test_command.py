@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from trainprobe.ckpt_compare import formats
@@ -165,6 +166,12 @@ def test_show_lists_logical_tensors(files, capsys):
     said = capsys.readouterr().out
     assert "layers.2.attention.q.weight" in said
     assert "8×8" in said
+
+
+def test_show_tells_a_small_size_in_small_units(tmp_path, capsys):
+    torch.save({"a": torch.zeros(3, 4), "b": torch.zeros(1000)}, tmp_path / "small.pt")
+    assert main(["ckpt-show", str(tmp_path / "small.pt")]) == 0
+    assert capsys.readouterr().out.startswith("plain_torch: 2 tensors, 4.048 kB\n")
 
 
 def test_show_gives_names_as_they_stand_when_asked(files, capsys):

@@ -256,3 +256,10 @@ def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_section_of_another_package_is_checked_by_that_package() -> None:
     assert load_plan(monitor={"rules": []}).monitor == {"rules": []}
     assert problem(monitor={"rulez": []}) == "keyword argument: monitor: unknown key 'rulez'"
+
+
+def test_each_problem_in_a_section_names_it_once() -> None:
+    said = problem(monitor={"activations": {"nmes": ["*"]}, "rulez": []}).splitlines()
+    assert said[0] == "keyword argument: monitor: activations.nmes: unknown key 'nmes' — did you mean 'names'?"
+    assert said[1].startswith("keyword argument: monitor: rulez: unknown key 'rulez'")
+    assert len(said) == 2

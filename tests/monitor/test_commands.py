@@ -61,6 +61,14 @@ def test_judge_of_a_log_without_a_step_is_no_pass(run, tmp_path, capsys, more):
     assert "holds no step that could be judged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["judge", "report", "top"])
+def test_a_folder_without_a_run_is_named_with_all_that_was_looked_for(command, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("nothing of a run")
+    assert main([command, str(tmp_path)]) == 3
+    said = capsys.readouterr().err
+    assert f"{tmp_path} holds no run: no records.jsonl, no dump (step{{N}}/rank{{R}}/) and no CSV file" in said
+
+
 def test_top_shows_step_loss_findings_and_what_stands_out(run, capsys):
     assert main(["top", str(run), "--once"]) == 0
     out = capsys.readouterr().out

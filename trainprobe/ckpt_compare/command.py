@@ -10,6 +10,7 @@ from typing import Annotated, Any, cast
 import orjson
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -165,8 +166,9 @@ def _summary(c: Checkpoint) -> dict[str, Any]:
 
 def _show(c: Checkpoint, described: dict[str, dict[str, Any]], console: Console) -> None:
     said = _summary(c)
+    names = f" ({c.family} names)" if c.family else ""
     console.print(
-        f"{c.format}{f' ({c.family} names)' if c.family else ''}: {len(described)} tensors, {said['bytes'] / 1e9:.3f} GB",
+        f"{c.format}{names}: {len(described)} tensors, {decimal(said['bytes'], precision=3)}",
         markup=False,
         soft_wrap=True,
     )

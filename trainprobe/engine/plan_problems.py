@@ -56,7 +56,11 @@ def describe_problems(error: ValidationError, model: type[BaseModel], origin: Ca
     for problem in error.errors(include_url=False):
         by_path.setdefault(_key_path(problem["loc"]), []).append(problem)
     deepest = [path for path in by_path if not any(_is_inside(other, path) for other in by_path)]
-    return "\n".join(f"{origin(re.split(r'[.[]', path)[0])}: {path}: {_sentence(by_path[path], model)}" for path in deepest)
+    return "\n".join(
+        f"{origin(re.split(r'[.[]', path)[0])}: {path}: {line.removeprefix(f'{path}: ')}"  # a section names itself in its own
+        for path in deepest
+        for line in _sentence(by_path[path], model).splitlines()
+    )
 
 
 def _is_inside(path: str, outer: str) -> bool:

@@ -1,12 +1,46 @@
-"""What a plan asked for and did not get: told once no step can come any more."""
+"""What a plan asked for and does not get: of names told when the model is there, of all else once no step can come any more."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Call, Finding, Place, Reel
 from trainprobe.engine.reel import parameter_name
+from trainprobe.engine.selection import Names
+from trainprobe.errors import PlanError, did_you_mean
+
+
+class Asked(NamedTuple):
+    """Patterns of a plan's field, and the names of the model that they are for. must: one that matches nothing is refused."""
+
+    field: str
+    patterns: Names
+    names: list[str]
+    must: bool
+
+
+def names_not_there(asked: Iterable[Asked], model: str, place: Place) -> Iterator[Finding]:
+    """Yield what patterns match nothing in the part of the model that this process holds.
+
+    Raises PlanError for what must match where that part is the whole model. On a stage of a pipeline a pattern may name what
+    another stage holds: there it is a warning of one rank a stage, and for the others a note.
+    """
+    stage, stages = place.axes.get("pp", (0, 1))
+    others = any(index for axis, (index, _) in place.axes.items() if axis not in ("pp", "vpp"))
+    for field, patterns, names, must in asked:
+        missing = patterns.unmatched(names)
+        if not missing:
+            continue
+        texts = ", ".join(f"{pattern!r}{did_you_mean(near or pattern, names) if near else ''}" for pattern, near in missing)
+        if stages > 1:
+            where = f"{model}, stage {stage} of a pipeline of {stages}: {texts}. Another stage may hold what is meant"
+            yield Finding("plan", "info" if others else "warning", f"the plan's {field} match nothing in {where}", place=place)
+        elif must:
+            raise PlanError(f"the plan's {field} match nothing in {model}: {texts}")
+        else:
+            yield Finding("plan", "warning", f"the plan's {field} match nothing in {model}: {texts}", place=place)
 
 
 class Unmet:

@@ -43,6 +43,11 @@ def read_frames(folder: Path) -> Iterator[Frame]:
             yield frame_of_records(reel.step, reel.place, reel.records(), tables.setdefault(rank, Tracks()), reel.complete)
     if steps:
         return
+    if folder.is_dir() and next(folder.rglob("*.csv"), None) is None:
+        raise FormatError(
+            f"{folder} holds no run: no {LOG_FILE}, no dump (step{{N}}/rank{{R}}/) and no CSV file of metrics; name the folder "
+            "that the run wrote to (`output` of its plan)"
+        )
     for step in read_metrics(folder):
         yield frame_of_records(step.step, step.place, step.records, tables.setdefault(step.place.rank, Tracks()))
 

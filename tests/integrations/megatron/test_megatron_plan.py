@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,19 @@ def test_attach_does_all_that_the_plan_says(require, tmp_path):
     plan_file(tmp_path, dumped=2)
     launch(1, Path(__file__).with_name("train_planned.py"), str(tmp_path))
     assert_all_outputs(tmp_path, dumped=2, steps=[0, 1, 2, 3, 4], layer=FC2, written=(3, f"{FC2}.weight"))
+
+
+def test_a_plan_may_name_what_one_stage_of_a_pipeline_holds(require, tmp_path):
+    require("megatron.core")
+    launch(2, Path(__file__).with_name("train_one_stage.py"), str(tmp_path))
+    first, second = (json.loads((tmp_path / f"told.{rank}.json").read_text()) for rank in range(2))
+    layer = "decoder.layers.3.mlp"
+    for told, stage, fields in ((first, 0, ("modules", "activations", "gradients")), (second, 1, ("activations",))):
+        assert [severity for severity, _ in told] == ["warning"] * len(fields)
+        for (_, message), field in zip(told, fields, strict=True):
+            assert field in message
+            assert f"stage {stage} of a pipeline of 2" in message
+    dumped = [step.name for rank in range(2) for step in (tmp_path / "out").glob(f"step*/rank{rank}")]
+    assert "rank1" in dumped
+    data = json.loads((tmp_path / "out" / "step1" / "rank1" / "dump.json").read_text())["data"]
+    assert data and all(layer in name for name in data)

@@ -13,6 +13,7 @@
 /* A NaN in the first operand gives the second: what `a < b ? a : b` says and the x86 instructions do. */
 #define SELECT(TEST, INTEGERS, A, B) ((__typeof__(A))(((INTEGERS)(TEST) & (INTEGERS)(A)) | (~(INTEGERS)(TEST) & (INTEGERS)(B))))
 
+/* In a sweep that is told how many bytes are `left` behind its own: what is not there is not asked for. X stands at a line of the cache. */
 #define AHEAD const int64_t near = left < NEAR ? 0 : NEAR, far = left < FAR ? 0 : FAR
 #define ASK(X) (__builtin_prefetch((const char *)(X) + near, 0, 3), __builtin_prefetch((const char *)(X) + far, 0, 2))
 

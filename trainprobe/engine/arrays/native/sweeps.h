@@ -26,7 +26,7 @@ typedef float F(half_vf) __attribute__((vector_size(WIDTH / 2)));
 
 #define EACH(COUNT) _Pragma("GCC unroll 16") for (int l = 0; l < (COUNT); l++)
 
-/* In halves, so that the compiler makes it a few instructions. */
+/* The smallest and the largest of the lanes; in halves, which the compiler makes a few instructions. */
 static inline __attribute__((always_inline)) float F(lowest)(float *v) {
     for (int width = L / 2; width; width /= 2)
         for (int l = 0; l < width; l++) v[l] = v[l + width] < v[l] ? v[l + width] : v[l];
@@ -364,7 +364,6 @@ EXACT_SUM(sum_u64, uint64_t)
 static const Kernels F(table) = {
     .stats_f32 = F(stats_f32), .stats_f64 = F(stats_f64), .clean_f32 = F(clean_f32), .clean_f64 = F(clean_f64),
     .m2_f32 = F(m2_f32), .m2_f64 = F(m2_f64), .sublow_f32 = F(sublow_f32), .sublow_f64 = F(sublow_f64),
-    
     .products = F(products), .row_products = F(row_products), .keys = F(keys), .to_words = {[1] = F(words_1), [2] = F(words_2)},
     .to_f32 = {
         [D_BOOL] = F(from_bool), [D_U8] = F(from_u8), [D_I8] = F(from_i8), [D_U16] = F(from_u16), [D_I16] = F(from_i16),
