@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainprobe.compiled import native
 from trainprobe.engine.console import say_what_was_missed
 from trainprobe.engine.dumps.tensor_files import SAFETENSORS_NAMES
+from trainprobe.engine.flat_parameters import FLAT
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.naming import Rename
 from trainprobe.engine.plan import Plan
@@ -230,11 +231,12 @@ class Probe(EngineProbe):
             yield Asked("modules", Names(self.plan.modules), modules, must=True)
             yield Asked("parameters", Names(self.plan.parameters), parameters, must=True)
         monitor = self.parts.monitor
+        flat = any(name.endswith(FLAT) for name in parameters)  # the monitor names what they are made of
         for kind in MONITORED if monitor is not None else ():
             collect = getattr(monitor, kind)
-            names = modules if kind.startswith("activation") else parameters
-            if collect.on:
-                yield Asked(f"monitor.{kind}.names", Names(collect.names), names, must=False)
+            of_modules = kind.startswith("activation")
+            if collect.on and (of_modules or not flat):
+                yield Asked(f"monitor.{kind}.names", Names(collect.names), modules if of_modules else parameters, must=False)
 
     def save(self, value: Any, name: str, save_backward: bool = True) -> None:
         """Record a value under a name, at any level, while a step is collected; its gradients too unless told otherwise."""

@@ -14,7 +14,7 @@ from typing import Any
 from trainprobe.engine.naming import logical_name
 from trainprobe.engine.shards import Shard
 
-_FLAT = "_flat_param"  # the short name under which a module holds its flat parameter
+FLAT = "_flat_param"  # the short name under which a module holds its flat parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def stretches_of(handle: Any, names: Mapping[int, str]) -> Iterator[Stretch]:
         known = names.get(id(owner))
         if known is None:
             continue
-        name = known if owner is not flat else known.removesuffix(_FLAT) + logical_name(flat._fqns[i])
+        name = known if owner is not flat else known.removesuffix(FLAT) + logical_name(flat._fqns[i])
         shape, count, here = tuple(flat._shapes[i]), int(flat._numels[i]), int(held.numel_in_shard or 0)
         if cut or owner is flat:
             shard = Shard((int(held.intra_param_start_idx or 0),), (here,), (count,), () if cut else ("dp",))

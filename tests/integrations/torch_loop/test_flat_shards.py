@@ -37,6 +37,7 @@ def parameters(numbers: dict[str, float]) -> dict[str, float]:
 @pytest.mark.parametrize("run", ["shards", "whole", "accumulated", "dump", "audit"])
 def test_each_rank_trains_to_the_same_bits_with_and_without_the_probe(pair, kind, run):
     assert [told[f"{kind} {run} different bits"] for told in pair[1]] == [[], []]
+    assert not [found for told in pair[1] for found in told[f"{kind} {run} found"] if found[0] == "plan"]
 
 
 @pytest.mark.proves("PyTorch", "FSDP1", ranks=2)

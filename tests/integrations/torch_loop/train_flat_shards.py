@@ -22,7 +22,8 @@ from trainprobe.integrations.torch_loop import attach
 
 RANK = int(os.environ["RANK"])
 FAULTY, STRATEGIES = 2, {"shards": ShardingStrategy.FULL_SHARD, "whole": ShardingStrategy.NO_SHARD}
-EVERYTHING = {"level": "off", "monitor": {"optimizer_state": True, "update": True, "gradients": {"unreduced": True}}}
+GRADIENTS = {"unreduced": True, "names": ["first.**", "**.weight", "**.bias"]}  # of the original parameters
+EVERYTHING = {"level": "off", "monitor": {"optimizer_state": True, "update": True, "gradients": GRADIENTS}}
 AUDITED = {"level": "off", "audit": {"every": 1}, "monitor": True}
 
 
