@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,6 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from tests.monitor.report.chromium import require_chromium
 from trainprobe.ckpt_compare import formats
 from trainprobe.cli import main
 
@@ -148,9 +148,7 @@ def test_the_page_says_of_nan_and_infinity_what_the_console_says(files, tmp_path
 
 @pytest.mark.slow
 def test_the_page_draws_its_heatmap_in_a_browser(files, tmp_path):
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no Chromium here")
+    browser = require_chromium()
     main(["ckpt-compare", "--html", str(tmp_path / "o.html"), *files(nudge)])
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{tmp_path / 'o.html'}"]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
