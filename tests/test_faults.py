@@ -22,7 +22,7 @@ from tests import zoo
 from tests.lockstep import differences, one_step, seed_all, state
 from trainprobe.engine.records import Place
 from trainprobe.engine.selection import Names
-from trainprobe.engine.unmet import Asked, names_not_there
+from trainprobe.engine.unmet import Unmatched, names_not_there
 from trainprobe.errors import OutputError, PlanError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,10 +106,10 @@ def test_a_pattern_of_the_monitor_that_matches_nothing_is_told_with_the_nearest_
 
 
 def test_a_pattern_may_name_what_another_stage_of_a_pipeline_holds():
-    asked = [Asked("modules", Names(("layers.7.**", "layers.0.**")), ["layers.0.attn"], must=True)]
+    unmatched = [Unmatched("modules", Names(("layers.7.**", "layers.0.**")).unmatched(["layers.0.attn"]), must=True)]
 
     def told(**axes):
-        return [(f.severity, f.message) for f in names_not_there(asked, "GPT", Place(1, 8, axes))]
+        return [(f.severity, f.message) for f in names_not_there(unmatched, "GPT", Place(1, 8, axes))]
 
     with pytest.raises(PlanError, match=r"the plan's modules match nothing in GPT: 'layers\.7\.\*\*'"):
         told(dp=(1, 8))

@@ -27,7 +27,7 @@ from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.topology import place_from_environment
 from trainprobe.engine.trail import Trail
-from trainprobe.engine.unmet import Asked, names_not_there
+from trainprobe.engine.unmet import Unmatched, names_not_there
 from trainprobe.errors import MissingExtra, PlanError, StopTraining
 
 if TYPE_CHECKING:
@@ -220,23 +220,24 @@ class Probe(EngineProbe):
 
             self._control = ControlFile(self.plan.output, self.plan.control, self.place.rank, self._gathering().gather)
         named: Any = next(iter(model), model) if isinstance(model, list | tuple) else model
-        for finding in names_not_there(self._asked_names(), type(named).__name__, self.place):
+        for finding in names_not_there(self._unmatched(), type(named).__name__, self.place):
             self._tell_once(finding)
         return self
 
-    def _asked_names(self) -> Iterator[Asked]:
+    def _unmatched(self) -> Iterator[Unmatched]:
         modules = [info.name for info in self.parts.naming.known.values()]
         parameters = list(self.parts.naming.parameter_names.values())
         if self.plan.level in ("L0", "mix"):
-            yield Asked("modules", Names(self.plan.modules), modules, must=True)
-            yield Asked("parameters", Names(self.plan.parameters), parameters, must=True)
+            for field, names in (("modules", modules), ("parameters", parameters)):
+                yield Unmatched(field, self.plan.unmatched(names, field), must=True)
         monitor = self.parts.monitor
         flat = any(name.endswith(FLAT) for name in parameters)  # the monitor names what they are made of
         for kind in MONITORED if monitor is not None else ():
             collect = getattr(monitor, kind)
             of_modules = kind.startswith("activation")
             if collect.on and (of_modules or not flat):
-                yield Asked(f"monitor.{kind}.names", Names(collect.names), modules if of_modules else parameters, must=False)
+                names = modules if of_modules else parameters
+                yield Unmatched(f"monitor.{kind}.names", Names(collect.names).unmatched(names), must=False)
 
     def save(self, value: Any, name: str, save_backward: bool = True) -> None:
         """Record a value under a name, at any level, while a step is collected; its gradients too unless told otherwise."""

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Call, Finding, Place, Reel
 from trainprobe.engine.reel import parameter_name
-from trainprobe.engine.selection import Names
-from trainprobe.errors import PlanError, did_you_mean
+from trainprobe.errors import PlanError
 
 
-class Asked(NamedTuple):
-    """Patterns of a plan's field, and the names of the model that they are for. must: one that matches nothing is refused."""
+class Unmatched(NamedTuple):
+    """A plan's field and its patterns that match nothing, each with the nearest name or None. must: they are refused."""
 
     field: str
-    patterns: Names
-    names: list[str]
+    patterns: Sequence[tuple[str, str | None]]
     must: bool
 
 
-def names_not_there(asked: Iterable[Asked], model: str, place: Place) -> Iterator[Finding]:
+def names_not_there(unmatched: Iterable[Unmatched], model: str, place: Place) -> Iterator[Finding]:
     """Yield what patterns match nothing in the part of the model that this process holds.
 
     Raises PlanError for what must match where that part is the whole model. On a stage of a pipeline a pattern may name what
@@ -29,18 +27,18 @@ def names_not_there(asked: Iterable[Asked], model: str, place: Place) -> Iterato
     """
     stage, stages = place.axes.get("pp", (0, 1))
     others = any(index for axis, (index, _) in place.axes.items() if axis not in ("pp", "vpp"))
-    for field, patterns, names, must in asked:
-        missing = patterns.unmatched(names)
-        if not missing:
+    for field, patterns, must in unmatched:
+        if not patterns:
             continue
-        texts = ", ".join(f"{pattern!r}{did_you_mean(near or pattern, names) if near else ''}" for pattern, near in missing)
+        texts = ", ".join(f"{pattern!r} — did you mean {near!r}?" if near else repr(pattern) for pattern, near in patterns)
+        message = f"the plan's {field} match nothing in {model}"
         if stages > 1:
-            where = f"{model}, stage {stage} of a pipeline of {stages}: {texts}. Another stage may hold what is meant"
-            yield Finding("plan", "info" if others else "warning", f"the plan's {field} match nothing in {where}", place=place)
-        elif must:
-            raise PlanError(f"the plan's {field} match nothing in {model}: {texts}")
+            message += f", stage {stage} of a pipeline of {stages}: {texts}. Another stage may hold what is meant"
         else:
-            yield Finding("plan", "warning", f"the plan's {field} match nothing in {model}: {texts}", place=place)
+            message += f": {texts}"
+            if must:
+                raise PlanError(message)
+        yield Finding("plan", "info" if stages > 1 and others else "warning", message, place=place)
 
 
 class Unmet:
