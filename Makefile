@@ -26,15 +26,18 @@ test: $(VENV)/.dev
 	rm -rf .proofs; status=0; $(MAKE) --no-print-directory check || status=1; \
 	$(MAKE) --no-print-directory test-mindspore || status=1; \
 	$(MAKE) --no-print-directory test-triton || status=1; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope tests || status=1; \
+	$(MAKE) --no-print-directory $(VENVS)/msprobe/.ready || test "$$CI" != true || status=1; \
+	TRAINPROBE_MSPROBE_PYTHON="$$(ls -d $(abspath $(VENVS)/msprobe)/bin/python)" OMP_NUM_THREADS=1 \
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope tests || status=1; \
 	$(BIN)/python -m tests.support_table --check || status=1; \
 	exit $$status
 
-# Three more environments. MindSpore needs numpy < 2 and brings 3.4 GB; it is without PyTorch. `triton` adds Triton (0.7 GB), which
-# PyTorch brings along where it is built for CUDA, to $(VENV), and runs the kernels under Triton's interpreter. `oldest` holds the
-# oldest releases that pyproject.toml accepts, PyTorch 2.4.0 first of all, and runs what a user of them stands on; it fetches 2.5 GB
-# and is for whoever changes what depends on the version, so `make test` leaves it out. Where one cannot be made, its tests are left
-# out with the reason, except in CI (CI=true), where they must run.
+# Four more environments. `msprobe` holds mindstudio-probe, with which tests/interop exchange files, and takes PyTorch from $(VENV).
+# MindSpore needs numpy < 2 and brings 3.4 GB; it is without PyTorch. `triton` adds Triton (0.7 GB), which PyTorch brings along where it
+# is built for CUDA, to $(VENV), and runs the kernels under Triton's interpreter. `oldest` holds the oldest releases that pyproject.toml
+# accepts, PyTorch 2.4.0 first of all, and runs what a user of them stands on; it fetches 2.5 GB and is for whoever changes what depends
+# on the version, so `make test` leaves it out. Where one cannot be made, its tests are left out with the reason, except in CI (CI=true),
+# where they must run.
 IN_mindspore := -p no:xdist tests/mindspore
 IN_triton := -n $(WORKERS) --dist load -k triton tests/triton_kernels tests/engine/arrays
 IN_oldest := -n $(WORKERS) --dist loadscope tests/engine tests/test_observer_effect.py tests/test_gradients.py \
@@ -83,7 +86,7 @@ $(VENVS)/%/.ready: requirements/%.txt | $(VENV)/.core
 	echo "setting up $(VENVS)/$* (gigabytes, some minutes the first time)"; \
 	test -x $(VENVS)/$*/bin/python || $(PYTHON) -m venv $(VENVS)/$*; \
 	$(VENVS)/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-cache-dir --no-deps -r $<; \
-	{ pwd; test $* != triton || $(BIN)/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))"; } \
+	{ pwd; test $* != triton -a $* != msprobe || $(BIN)/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))"; } \
 		> "$$($(VENVS)/$*/bin/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))")/trainprobe_tree.pth"; \
 	touch $@'
 

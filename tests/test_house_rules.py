@@ -42,6 +42,7 @@ STOREYS = {
     "trainprobe.ckpt_compare": 4,
     "trainprobe.dump_compare": 4,
     "trainprobe.op_check": 4,
+    "trainprobe.rollout": 4,
     "trainprobe.build": 5,
     "trainprobe.watching": 6,
     "trainprobe.debugger": 7,

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from trainprobe.config_check import ConfigChecker as ConfigChecker
     from trainprobe.debugger import PrecisionDebugger as PrecisionDebugger
     from trainprobe.engine.plan import Plan as Plan
+    from trainprobe.rollout import SingleComparator as SingleComparator
+    from trainprobe.rollout import SingleSave as SingleSave
     from trainprobe.watching import Probe as Probe
     from trainprobe.watching import watch as watch
 
@@ -20,10 +22,12 @@ _PUBLIC = {
     "Plan": "trainprobe.engine.plan",
     "PrecisionDebugger": "trainprobe.debugger",
     "Probe": "trainprobe.watching",
+    "SingleComparator": "trainprobe.rollout",
+    "SingleSave": "trainprobe.rollout",
     "watch": "trainprobe.watching",
 }
 
-__all__ = ["ConfigChecker", "Plan", "PrecisionDebugger", "Probe", "__version__", "watch"]
+__all__ = ["ConfigChecker", "Plan", "PrecisionDebugger", "Probe", "SingleComparator", "SingleSave", "__version__", "watch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -33,6 +33,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "ckpt-compare": ("trainprobe.ckpt_compare.command:ckpt_compare", "are two checkpoints the same model"),
     "dump-compare": ("trainprobe.dump_compare.command:dump_compare", "where do two dumps of the same steps part"),
     "ckpt-show": ("trainprobe.ckpt_compare.command:ckpt_show", "list the logical tensors of one checkpoint"),
+    "rollout-compare": (
+        "trainprobe.rollout.command:rollout_compare",
+        "where do the key data of two reinforcement-learning runs part",
+    ),
     "run": ("trainprobe.integrations.run_command:run", "run a training script under a plan, with no edit"),
 }
 

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.interop.peer import PEER, needs_peer
 from trainprobe.engine.dumps import TensorStore, read
 from trainprobe.engine.reel import entry_name
 
 ROOT = Path(__file__).resolve().parents[2]
-THEIRS = os.environ.get("TRAINPROBE_MSPROBE_PYTHON")
-pytestmark = pytest.mark.skipif(
-    THEIRS is None, reason="TRAINPROBE_MSPROBE_PYTHON does not name a Python with mindstudio-probe==26.2.0 and torch"
-)
+pytestmark = needs_peer
 OURS = {"phases": ["forward", "backward"]}
 
 
@@ -36,7 +34,7 @@ def our_dump(folder: Path, step: int = 0, **plan) -> Path:
 
 def their_dump(folder: Path, step: int = 0, **config) -> Path:
     script = str(ROOT / "tests/interop/train_small.py")
-    run(str(THEIRS), script, "msprobe", str(folder / "theirs"), json.dumps(config))
+    run(str(PEER), script, "msprobe", str(folder / "theirs"), json.dumps(config))
     found = next((folder / f"theirs/step{step}").iterdir())  # named for the process, for want of ranks
     return found.rename(found.with_name("rank0"))
 
@@ -44,7 +42,7 @@ def their_dump(folder: Path, step: int = 0, **config) -> Path:
 def compared(folder: Path, ours: Path, theirs: Path) -> list[dict[str, str]]:
     """Run the other tool's comparison; return the rows of tensors that it found on both sides."""
     paths = ["-tp", str(ours / "dump.json"), "-gp", str(theirs / "dump.json"), "-o", str(folder / "out")]
-    run(str(THEIRS), "-m", "msprobe.msprobe", "compare", *paths)
+    run(str(PEER), "-m", "msprobe.msprobe", "compare", *paths)
     with next((folder / "out").glob("*.csv")).open(encoding="utf-8-sig") as file:
         rows = [row for row in csv.DictReader(file) if row["Bench Name"] != "N/A"]
     return [row for row in rows if row["NPU Dtype"].startswith("torch.")]

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from trainprobe.config_check.compare.verdicts import Comparison
 from trainprobe.config_check.report import MARK
 from trainprobe.config_check.report.tables import grouped_rows, summary_rows
-from trainprobe.errors import MissingExtra
+from trainprobe.engine.sheet_cells import append, new_book
 
 MOST_ROWS = 200_000  # a sheet ends at 1 048 576 rows, and a person long before
-_LONGEST = 32_000  # characters; a cell ends at 32 767
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 _COLOURS = {"pass": "C6EFCE", "warning": "FFEB9C", "error": "FFC7CE"}
 
 
 def write(comparison: Comparison, path: Path) -> None:
     """Write the workbook; needs openpyxl (extra `xlsx`)."""
-    try:
-        from openpyxl import Workbook
-    except ImportError:
-        raise MissingExtra("openpyxl", "xlsx", "writing result.xlsx") from None
-    book: Any = Workbook()
+    book = new_book("writing result.xlsx")
     book.properties.creator = MARK
-    sheet = book.active
+    sheet: Any = book.active
     sheet.title = "summary"
     head: list[tuple[Any, ...]] = [
         (comparison.sentence,),
@@ -56,23 +49,7 @@ def write(comparison: Comparison, path: Path) -> None:
 
 
 def _append(sheet: Any, row: tuple[Any, ...], level_at: int = -1) -> None:
-    from openpyxl.cell import WriteOnlyCell
-    from openpyxl.styles import PatternFill
-
-    cells: list[Any] = []
-    for i, value in enumerate(row):
-        cell: Any = WriteOnlyCell(sheet)
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53:
-            cell.value = value
-        else:
-            text = _CONTROL.sub("�", str(value))[:_LONGEST]
-            cell.value = text
-            cell.data_type = "s"  # a text, even where it begins with =
-            cell.quotePrefix = bool(text) and text[0] in "=+-@\t\r"
-        if i == level_at and value in _COLOURS:
-            cell.fill = PatternFill("solid", fgColor=_COLOURS[value])
-        cells.append(cell)
-    sheet.append(cells)
+    append(sheet, row, _COLOURS, level_at)
 
 
 def _widths(sheet: Any) -> None:

@@ -1,0 +1,46 @@
+"""Cells of a spreadsheet: numbers stay numbers, and no text is a formula, whatever it says."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainprobe.errors import MissingExtra
+
+_LONGEST = 32_000  # characters; a cell ends at 32 767
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
+_FORMULA = frozenset("=+-@\t\r")
+
+
+def new_book(purpose: str) -> Any:
+    """Return an empty workbook. purpose: what needs it, for the MissingExtra that is raised without openpyxl."""
+    try:
+        from openpyxl import Workbook
+    except ImportError:
+        raise MissingExtra("openpyxl", "xlsx", purpose) from None
+    return Workbook()
+
+
+def append(sheet: Any, row: Sequence[Any], colours: Mapping[str, str] | None = None, coloured: int = -1) -> None:
+    """Append a row. colours: text → RRGGBB, for the cell with index `coloured`; None leaves a cell empty."""
+    from openpyxl.cell import WriteOnlyCell
+    from openpyxl.styles import PatternFill
+
+    cells: list[Any] = []
+    for i, value in enumerate(row):
+        cell: Any = WriteOnlyCell(sheet)
+        if value is None:
+            pass
+        elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53 and math.isfinite(value):
+            cell.value = value
+        else:
+            text = _CONTROL.sub("�", str(value))[:_LONGEST]
+            cell.value = text
+            cell.data_type = "s"  # a text, even where it begins with =
+            cell.quotePrefix = text[:1] in _FORMULA
+        if colours and i == coloured and isinstance(value, str) and value in colours:
+            cell.fill = PatternFill("solid", fgColor=colours[value])
+        cells.append(cell)
+    sheet.append(cells)
