@@ -56,7 +56,8 @@ def test_the_line_states_milliseconds_and_bytes(tmp_path):
     line = describe(probe)
     probe.close()
     told = re.search(
-        r"costs about ([\d.e-]+) ms \(352 kB read\) a watched step, about ([\d.e-]+) ms \(704 kB read\) at each 10\. step", line
+        r"costs about ([\d.e-]+) ms \(352 kB read\) a watched step, about ([\d.e-]+) ms \(704 kB read\) at one of 10 steps",
+        line,
     )
     assert told, line
     assert all(float(figure) > 0 for figure in told.groups())
@@ -70,8 +71,8 @@ def test_a_loop_with_no_plan_has_the_bits_that_it_has_without_the_probe_and_is_a
         model = small()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         loop = attach(model, optimizer, on_existing="replace") if watched else None
-        for step in range(12):
-            if not (spoil and step == 10):
+        for step in range(4):
+            if not (spoil and step == 1):
                 optimizer.zero_grad()
             model(torch.randn(5, 100)).square().mean().backward()
             optimizer.step()

@@ -17,7 +17,7 @@ KINDS = ("gradients", "parameters", "optimizer_state", "activations", "activatio
 def default_plan() -> dict[str, Any]:
     """Return the plan of an integration that was given none: gradients, parameters and scalars of each step are judged.
 
-    The audit looks at each tenth step. Tables and findings go to `./probe_out`; a run that is
+    The audit looks at one of ten steps on average, two in a row. Tables and findings go to `./probe_out`; a run that is
     resumed goes on there.
     """
     return {
@@ -69,7 +69,9 @@ def _costs(probe: Probe) -> str:
         parts.append(f"{told[0]} a watched step{more}")
     if audit is not None:
         every = min((e for name in relation_names() if (e := audit.interval(name))), default=0)
-        parts.append(f"{told[1]} at each {every}. step for the audit" if every > 1 else f"{told[1]} for the audit of each step")
+        parts.append(
+            f"{told[1]} at one of {every} steps for the audit" if every > 1 else f"{told[1]} for the audit of each step"
+        )
     return ", ".join(parts) + ", as timed here at the start"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import trainprobe
+from tests.monitor.audit.trained import audited
 from trainprobe.monitor.audit.plan import validate
 from trainprobe.monitor.audit.relations import STAGES, load_relation, relation_names
 
@@ -23,10 +25,40 @@ def test_relations_are_checked_in_the_order_of_a_step():
     assert stages == sorted(stages)
 
 
-def test_the_default_audits_every_tenth_step_and_nothing_between():
+def test_the_default_audits_pairs_of_steps_and_nothing_between():
     plan = validate(True)
-    assert [step for step in range(31) if plan.wants_step(step)] == [0, 10, 20, 30]
-    assert [step for step in range(101) if plan.wants(step, "rerun")] == [0, 50, 100]
+    assert [step for step in range(95) if plan.wants_step(step)] == [0, 1, 23, 24, 46, 47, 69, 70, 92, 93]
+    assert [step for step in range(150) if plan.wants(step, "rerun")] == [0, 47, 115, 143]
+
+
+def test_the_default_audits_one_step_in_ten_and_reruns_at_one_in_fifty():
+    plan = validate(True)
+    assert sum(plan.wants_step(step) for step in range(10_000)) == 1000
+    assert sum(plan.wants(step, "rerun") for step in range(10_000)) == 200
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 5, 7])
+def test_the_default_meets_every_phase_of_a_short_period_soon(period):
+    plan = validate(True)
+    assert {step % period for step in range(71) if plan.wants_step(step)} == set(range(period))
+
+
+def test_intervals_that_a_plan_gives_are_kept_exactly():
+    plan = validate({"relations": {"modes": 7, "ties": False, "hooks": True}, "every": 4})
+    assert [step for step in range(22) if "modes" in plan.due(step)] == [0, 7, 14, 21]
+    assert not any("ties" in plan.due(step) for step in range(100))
+    assert [step for step in range(30) if "hooks" in plan.due(step)] == [0, 1, 23, 24]
+    assert [step for step in range(13) if "clipping" in plan.due(step)] == [0, 4, 8, 12]
+
+
+def test_the_default_finds_what_happens_between_two_steps(tmp_path):
+    def tamper(when, step, model, optimizer):
+        if when == "end" and step % 2:  # never between two steps that are multiples of ten
+            with torch.no_grad():
+                model[0].weight[0, 0] += 1.0
+
+    first = audited(tmp_path, tamper, steps=48, every=None)[0]
+    assert (first.rule, first.site.name, first.step) == ("untouched_between_steps", "0.weight", 24)
 
 
 def test_steps_that_are_not_audited_say_nothing(tmp_path):

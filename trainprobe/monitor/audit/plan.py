@@ -12,6 +12,10 @@ from trainprobe.engine.subplans import read_section
 from trainprobe.monitor.audit.relations import load_relation, relation_names
 from trainprobe.monitor.rules import Patterns
 
+_PACE = 10  # of so many steps the audit looks at one, on average, where the plan gives no interval
+_BLOCK = 2 * _PACE  # each so many steps hold one pair of consecutive steps
+_STRIDE, _PLACES = 3, 19  # the pair moves on by so much within its block; a pair has so many places in a block
+
 Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
 Pairs: TypeAlias = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(lambda v: tuple(map(tuple, v)) if v else ())]
 
@@ -22,10 +26,11 @@ class AuditPlan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True)
 
     every: Whole | None = None
-    """Check every relation at each so many steps; left out: each at its own interval (every 10, those that run something
-    again every 50). What happens between audited steps (evaluations, steps of schedulers) is judged at the next."""
-    relations: Mapping[str, int] = Field(default_factory=dict, validate_default=True)
-    """Relation → at each so many steps; 0 or `false` leaves it out, `true` means its own interval."""
+    """Check every relation at each so many steps. Left out: at pairs of consecutive steps, one pair in each 20 steps (0 and 1,
+    23 and 24, 46 and 47 …), so that no bug of a fixed period hides; relations that run something again are checked at every
+    fifth of these steps. What happens between audited steps (evaluations, scheduler steps) is judged at the next."""
+    relations: Mapping[str, int | bool] = Field(default_factory=dict, validate_default=True)
+    """Relation → at each so many steps; 0 or `false` leaves it out, `true` checks it as if `every` were left out."""
     ranks: bool = True
     """Compare the ranks with each other: one small collective at the end of each step at which something is compared."""
     ties: Pairs = ()
@@ -39,7 +44,7 @@ class AuditPlan(BaseModel):
 
     @field_validator("relations", mode="before")
     @classmethod
-    def _check_relations(cls, value: object) -> dict[str, int]:
+    def _check_relations(cls, value: object) -> dict[str, int | bool]:
         given = dict(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else {}
         return {name: _interval(name, setting) for name, setting in given.items()}
 
@@ -49,14 +54,22 @@ class AuditPlan(BaseModel):
         return None if value is None else parse_names(value).patterns
 
     def interval(self, relation: str) -> int:
-        """Return at each how many steps a relation is checked, 0 for never."""
-        if relation in self.relations:
-            return self.relations[relation]
-        return self.every if self.every is not None else load_relation(relation).EVERY
+        """Return the number of steps in which a relation is checked once, on average; 0 for never."""
+        setting = self._setting(relation)
+        return load_relation(relation).EVERY if setting is True else setting
 
     def due(self, step: int) -> tuple[str, ...]:
         """Return the relations that are checked at a step."""
-        return tuple(name for name in relation_names() if (every := self.interval(name)) and step % every == 0)
+        return tuple(name for name in relation_names() if self._is_due(name, step))
+
+    def _setting(self, relation: str) -> int:
+        return self.relations.get(relation, True if self.every is None else self.every)
+
+    def _is_due(self, relation: str, step: int) -> bool:
+        setting = self._setting(relation)
+        if setting is True:
+            return _is_due_by_itself(load_relation(relation).EVERY, step)
+        return setting > 0 and step % setting == 0
 
     def wants_step(self, step: int) -> bool:
         """Tell whether anything is checked at a step."""
@@ -67,15 +80,32 @@ class AuditPlan(BaseModel):
         return any(cost in load_relation(name).COST for name in self.due(step))
 
 
-def _interval(name: str, setting: Any) -> int:
-    every = load_relation(name).EVERY
-    if setting is True:
-        return every
-    if setting is False or setting is None:
-        return 0
+def _interval(name: str, setting: Any) -> int | bool:
+    load_relation(name)
+    if setting is None or isinstance(setting, bool):
+        return setting or 0
     if isinstance(setting, int) and setting >= 0:
         return setting
     raise ValueError(f"{name}: {setting!r} is no interval: write a number of steps, true or false")
+
+
+def _is_due_by_itself(every: int, step: int) -> bool:
+    """Tell whether a relation that is to be checked at one of `every` steps is checked at a step, where the plan is silent."""
+    if every < _PACE:
+        return step % every == 0
+    look = _look(step)
+    return look is not None and look % round(every / _PACE) == 0
+
+
+def _look(step: int) -> int | None:
+    """Return which of the audited steps a step is, counted from 0, or None where it is none.
+
+    Two of each 20 steps are, side by side. The gaps between pairs are 23 or 4 steps long, neither of which shares a factor with
+    a short period: all residues modulo 2, 3, 4, 5 and 7 are seen within 70 steps.
+    """
+    block, within = divmod(step, _BLOCK)
+    after = within - _STRIDE * block % _PLACES
+    return 2 * block + after if after in (0, 1) else None
 
 
 def validate(settings: Mapping[str, Any] | bool | None = True) -> AuditPlan:
