@@ -1,4 +1,4 @@
-"""What a program that reads no findings is told on the console: that its plan did not do what it says."""
+"""What is printed while a program runs that reads no findings: warnings and errors when they come, one line at the end."""
 
 from __future__ import annotations
 
@@ -7,12 +7,98 @@ import torch
 
 import trainprobe
 from trainprobe import PrecisionDebugger
+from trainprobe.engine.console import FEW, Console
+from trainprobe.engine.records import Finding, Place, Site
 
 
 def train(probe, model, steps=3):
     for _ in range(steps):
         with probe.step():
             model(torch.ones(2, 3)).sum().backward()
+
+
+def train_with_a_nan(folder, at, steps=4, **plan):
+    """Train some steps of which the batch of one holds a NaN; return the probe."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trainprobe.watch(model, optimizer, output=folder, **({"level": "off", "monitor": True} | plan)) as probe:
+        for i in range(steps):
+            with probe.step():
+                x = torch.ones(2, 3)
+                x[0, 0] = float("nan") if i == at else 1.0
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+    return probe
+
+
+def test_an_error_is_printed_when_it_happens_with_step_rank_place_and_what_to_do(capfd, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trainprobe.watch(model, optimizer, output=tmp_path / "out", level="off", monitor=True) as probe:
+        for i in range(3):
+            with probe.step():
+                x = torch.full((2, 3), float("nan") if i == 1 else 1.0)
+                model(x).sum().backward()
+                optimizer.step()
+            said = capfd.readouterr().err.splitlines()
+            if i == 1:
+                first, then = said
+                assert first.startswith(
+                    "trainprobe: error nonfinite (step 1, rank 0): the first NaN of step 1 is in module root"
+                )
+                assert then == "trainprobe:   next: look at the batch of step 1, and at what prepares it"
+            else:
+                assert said == []
+
+
+def test_the_line_at_the_end_says_steps_findings_the_first_and_where_to_look(capfd, tmp_path):
+    train_with_a_nan(tmp_path / "a run", at=2, steps=6)
+    end = capfd.readouterr().err.splitlines()[-1]
+    assert end.startswith(
+        "trainprobe: 6 steps watched, 1 finding (nonfinite); it is error nonfinite (step 2, rank 0): the first NaN"
+    )
+    folder = f"'{tmp_path / 'a run'}'"
+    assert end.endswith(f"for all: trainprobe judge {folder}, as a page: trainprobe report {folder}")
+
+
+def test_a_healthy_run_says_so_in_one_line(capfd, tmp_path):
+    train_with_a_nan(tmp_path / "out", at=None, steps=5)
+    assert capfd.readouterr().err == f"trainprobe: 5 steps watched, no findings; log in {tmp_path / 'out'}\n"
+
+
+def test_a_sentence_of_an_integration_stands_at_the_end_once(capfd, tmp_path):
+    with trainprobe.watch(torch.nn.Linear(3, 1), output=tmp_path / "out", level="off", monitor=True) as probe:
+        probe.at_end("No update was ever seen.")
+        probe.at_end("No update was ever seen.")
+    assert capfd.readouterr().err.endswith(f"log in {tmp_path / 'out'} No update was ever seen.\n")
+
+
+def test_a_rule_that_finds_much_is_printed_a_few_times_and_counted_at_the_end(capfd):
+    console = Console()
+    for i in range(20):
+        console.report(Finding("spike", "warning", "a jump", i, Place(0, 1), Site("parameter", f"layers.{i}.weight", "grad")))
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == FEW + 1
+    assert said[-1] == "trainprobe: further findings of spike are written to the log and not printed here"
+
+
+def test_what_two_ranks_find_alike_is_printed_by_one(capfd, tmp_path):
+    site = Site("parameter", "weight", "grad")
+    for rank in range(2):
+        console = Console()
+        console.markers = tmp_path
+        for step in (4, 5):
+            console.report(Finding("replicas", "error", f"seen on rank {rank}", step, Place(rank, 2), site))
+        console.report(Finding("nonfinite", "error", "a NaN", 7, Place(rank, 2), Site("module", f"layers.{rank}", "output")))
+    said = capfd.readouterr().err.splitlines()
+    assert [line.partition(":")[2] for line in said] == [
+        " error replicas (step 4, rank 0): seen on rank 0",
+        " error nonfinite (step 7, rank 0): a NaN",
+        " error nonfinite (step 7, rank 1): a NaN",
+    ]
 
 
 def test_a_step_that_never_came_and_an_op_that_never_ran_are_said_when_the_block_ends(capfd, tmp_path):
@@ -22,8 +108,9 @@ def test_a_step_that_never_came_and_an_op_that_never_ran_are_said_when_the_block
     ) as probe:
         train(probe, model)
         assert capfd.readouterr().err == ""
-    said = capfd.readouterr().err.splitlines()
+    *said, end = capfd.readouterr().err.splitlines()
     assert len(said) == 2
+    assert end.startswith("trainprobe: 3 steps, 2 of them watched, nothing judged")
     assert all(line.startswith("trainprobe: the plan's ") for line in said)
     assert "did you mean" in "".join(line for line in said if "lienar" in line)
     assert "500 never came" in "".join(said)
@@ -34,7 +121,7 @@ def test_steps_in_which_nothing_was_seen_are_said_once(capfd, tmp_path):
     with trainprobe.watch(torch.nn.Linear(3, 1), output=tmp_path / "out") as probe:
         train(probe, other, steps=5)
     assert [f.step for f in probe.findings if f.rule == "probe"] == [0]
-    (line,) = capfd.readouterr().err.splitlines()
+    line, _ = capfd.readouterr().err.splitlines()
     assert "step 0 was collected and nothing was seen" in line
 
 
@@ -60,10 +147,17 @@ def test_a_debugger_says_it_when_it_is_closed(capfd, tmp_path):
     assert "7 never came" in capfd.readouterr().err
 
 
-def test_a_plan_that_came_true_says_nothing(capfd, tmp_path):
+def test_a_plan_that_came_true_is_worth_the_line_at_the_end_alone(capfd, tmp_path):
     model = torch.nn.Linear(3, 1)
     with trainprobe.watch(model, output=tmp_path / "out", step=["0-2"]) as probe:
         train(probe, model)
+    said = "3 steps watched, nothing judged (monitor=True and audit=True judge the steps)"
+    assert capfd.readouterr().err == f"trainprobe: {said}; log in {tmp_path / 'out'}\n"
+
+
+def test_a_silent_plan_prints_nothing_whatever_is_found(capfd, tmp_path):
+    probe = train_with_a_nan(tmp_path / "out", at=1, console=False)
+    assert [f.rule for f in probe.findings] == ["nonfinite"]
     assert capfd.readouterr().err == ""
 
 
@@ -85,7 +179,7 @@ def test_patterns_of_tensors_and_details_that_matched_nothing_are_said(capfd, tm
         model, output=tmp_path / "out", tensors=["1", "Functional.linear", "8"], details=details, level="mix"
     ) as probe:
         train(probe, model)
-    said = capfd.readouterr().err.splitlines()
+    *said, _ = capfd.readouterr().err.splitlines()
     assert [line.partition(" matched")[0] for line in said] == [
         "trainprobe: the plan's tensors pattern '8'",
         "trainprobe: the plan's details pattern 'layers.*'",
@@ -97,5 +191,5 @@ def test_the_parameters_of_the_model_itself_are_known_by_their_own_names(capfd, 
     details = [{"match": ["weight"], "task": "tensor"}, {"match": ["wieght"], "task": "tensor"}]
     with trainprobe.watch(model, output=tmp_path / "out", details=details) as probe:
         train(probe, model)
-    (line,) = capfd.readouterr().err.splitlines()
+    line, _ = capfd.readouterr().err.splitlines()
     assert "'wieght' matched no module, parameter or op" in line

@@ -20,7 +20,6 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from trainprobe.engine.console import say_what_was_missed
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.plan_loading import load_plan
 from trainprobe.errors import UsageError
@@ -129,7 +128,6 @@ class PrecisionDebugger:
         if cls._only is not None:
             only, PrecisionDebugger._only = cls._only, None
             only.probe.close()
-            say_what_was_missed(only.probe.findings, only.probe.place.rank)
 
 
 def _close_only() -> None:

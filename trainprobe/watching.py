@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.compiled import native
-from trainprobe.engine.console import say_what_was_missed
 from trainprobe.engine.dumps.tensor_files import SAFETENSORS_NAMES
 from trainprobe.engine.flat_parameters import FLAT
 from trainprobe.engine.guard import Guard
@@ -88,6 +88,8 @@ class Probe(EngineProbe):
             self.watchers.append(self._watcher)
             self.deciders.append(self._decide)
 
+        if self.parts.monitor is not None and not self.parts.monitor.actions.console:
+            self.console.silent = frozenset(self.parts.monitor.rules)
         self._place_told = place is not None
         self._audit = self._make_audit()
         self._control: ControlFile | None = None
@@ -154,7 +156,8 @@ class Probe(EngineProbe):
         tap.sampled = lambda: costs("rerun")
         audit = Audit(parts.audit_plan, tap.take, self._gathering().gather)
         audit.everyone = tap.saves.everyone
-        self.watchers += [audit, Undeclared(audit, tap.has_declared_loss)]
+        audit.count = self._count
+        self.watchers += [audit, Undeclared(audit, tap.has_declared_loss, self.at_end)]
         return audit
 
     def change(self, **fields: Any) -> None:
@@ -211,6 +214,7 @@ class Probe(EngineProbe):
         Raises PlanError when a pattern of the plan matches nothing in it, OutputError when the output cannot be written.
         """
         super().open(model, optimizer, place)
+        self._open_console()
         if self._audit is not None and (self._place_told or place is not None or _reduces(model)):
             self._audit.certain = frozenset({"dp", "cp"})
         if self._audit is not None and not all(map(self.plan.wants_rank, range(self.place.world_size))):
@@ -223,6 +227,15 @@ class Probe(EngineProbe):
         for finding in names_not_there(self._unmatched(), type(named).__name__, self.place):
             self._tell_once(finding)
         return self
+
+    def _open_console(self) -> None:
+        """Let one rank alone print what all ranks share."""
+        ranks, rank = range(self.place.world_size), self.place.rank
+        self.console.speaks = rank == next(filter(self.plan.wants_rank, ranks), 0)
+        if self.place.world_size > 1 and self._recorder is not None:
+            self.console.markers = self.plan.output / ".printed"
+            if self.console.speaks:
+                shutil.rmtree(self.console.markers, ignore_errors=True)  # of an earlier run
 
     def _unmatched(self) -> Iterator[Unmatched]:
         modules = [info.name for info in self.parts.naming.known.values()]
@@ -276,11 +289,29 @@ class Probe(EngineProbe):
 
     def close(self) -> None:
         """Write everything that is pending, and what the rules remember, so that a run that is continued is judged as one."""
-        opened = self._recorder is not None
+        opened, ended = self._recorder is not None, self.closed
         self._close_audit()
         super().close()
         if opened and self._watcher is not None:
             self.guard.run(self._save_state, self._watcher)
+        if not ended and self.console.speaks and (self.begun or self.sentences):
+            self._print_end()
+
+    def _print_end(self) -> None:
+        """Print the line that ends the run."""
+        from trainprobe.monitor.end_line import Run, end_line
+
+        run = Run(
+            steps=self.begun,
+            collected=self.collected,
+            first_step=self._first_step or 0,
+            place=self.place,
+            output=self.plan.output,
+            judged=self.parts.monitor is not None or self.parts.audit_plan is not None,
+            written=any(sink in self.plan.sinks for sink in ("jsonl", "dump", "csv")),
+            stopped=self.guard.tripped is not None,
+        )
+        self.console.line(" ".join((end_line(run, self.findings), *self.sentences)))
 
     def end_step(self, *, complete: bool = True) -> Reel | None:
         """End the step; see `engine.probe.Probe.end_step`. A rank whose probe has stopped still answers the others' audit."""
@@ -423,14 +454,10 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
                     loss = model(batch); probe.note("loss", loss)
                     loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-    plan: path, dict, Plan or None; `overrides` are plan fields. Everything is written when the block ends, and what the plan
-    asked for and never came is said on the console.
+    plan: path, dict, Plan or None; `overrides` are plan fields. Everything is written when the block ends. Warnings and errors
+    are printed when they happen, and one line when the block ends, unless the plan says `console: false`.
     """
-    probe = Probe(plan, **overrides)
-    try:
-        with probe:
-            probe.open(model, optimizer)
-            del optimizer  # one that the training replaces is not kept
-            yield probe
-    finally:
-        say_what_was_missed(probe.findings, probe.place.rank)
+    with Probe(plan, **overrides) as probe:
+        probe.open(model, optimizer)
+        del optimizer  # one that the training replaces is not kept
+        yield probe

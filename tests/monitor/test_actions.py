@@ -5,7 +5,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+import torch
 
+import trainprobe
 from trainprobe.engine.records import Finding, Place
 from trainprobe.errors import StopTraining
 from trainprobe.monitor.actions import Alerts, decide
@@ -84,8 +86,19 @@ def test_a_webhook_that_does_not_answer_is_complained_about_once():
     assert alerts.complaints() == []
 
 
-def test_the_console_and_the_callback_get_the_alert(capsys):
+def test_the_callback_gets_the_alert_and_the_console_prints_it_once(capsys, tmp_path):
     got = []
-    Alerts(rules("alert"), Actions(callback=got.append)).findings([finding()])
-    assert capsys.readouterr().err == "trainprobe: warning spike (step 7, rank 1): a jump\n"
-    assert got[0].rule == "spike"
+    monitor = {"rules": {"spike": {"actions": ["alert"]}}, "actions": {"callback": got.append}}
+    with trainprobe.Probe({"output": tmp_path, "level": "off", "monitor": monitor}) as probe:
+        probe.open(torch.nn.Linear(2, 2))
+        probe._tell(finding())
+        probe.flush()
+        assert capsys.readouterr().err == "trainprobe: warning spike (step 7, rank 1): a jump\n"
+    assert [f.rule for f in got] == ["spike"]
+
+
+def test_the_console_can_be_silent_about_the_rules(capsys, tmp_path):
+    with trainprobe.Probe({"output": tmp_path, "level": "off", "monitor": {"actions": {"console": False}}}) as probe:
+        probe.open(torch.nn.Linear(2, 2))
+        probe._tell(finding())
+    assert capsys.readouterr().err == ""

@@ -215,6 +215,9 @@ class Plan(_Section):
     """tidy: one row a value and statistic; wide: one row a value, one column a statistic."""
     nan_tokens: Flag = False
     """Write the bare tokens NaN and Infinity into JSON, for readers that insist on them; such a file is not strict JSON."""
+    console: Flag = True
+    """Print warnings and errors when they happen, and one line when the run ends. Faults of the tool itself are printed
+    in any case."""
     on_error: Literal["continue", "raise"] = "continue"
     """What a fault of the tool itself does: disable the tool and let the training go on, or raise. Where it is left out,
     the environment variable TRAINPROBE_ON_ERROR decides."""

@@ -16,8 +16,10 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
+from trainprobe.engine.console import Console
+from trainprobe.engine.findings import counted
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Finding, Place, Reel
@@ -39,6 +41,10 @@ class Recorder(Protocol):
 
     def submit_findings(self, findings: Sequence[Finding]) -> None:
         """Queue findings."""
+        ...
+
+    def submit_counts(self, findings: Sequence[Finding]) -> None:
+        """Queue findings that were handed over before and have been seen at more steps since."""
         ...
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -109,6 +115,10 @@ class Probe:
         self.plan = plan
         self.guard = guard
         self.findings: list[Finding] = []
+        self.console = Console(plan.console)
+        self.collected = 0  # how many steps were collected and ended well
+        self.sentences: list[str] = []  # at the end of the line that ends the run
+        self._counts: dict[int, Finding] = {}  # place in `findings` → one that was counted and is not written yet
         self.watchers: list[Watcher] = []
         self.deciders: list[Decider] = []
         self.tape: Tape | None = None
@@ -211,6 +221,7 @@ class Probe:
         self._release()
         self.closed = True
         self.guard.run(self._say_what_never_came)
+        self.guard.run(self._write_counts)
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
             self.guard.run(recorder.close)
@@ -231,6 +242,11 @@ class Probe:
     def collect_next(self, steps: int = 1) -> None:
         """Collect the next `steps` steps whatever the plan says (a rule's action "dump")."""
         self._extra_steps.update(range(self.step_number + 1, self.step_number + 1 + steps))
+
+    def at_end(self, sentence: str) -> None:
+        """Add a sentence to the line that is printed when the run ends; the same sentence once."""
+        if sentence not in self.sentences:
+            self.sentences.append(sentence)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until everything that was handed to the writer is on disk, at most `timeout_s` seconds."""
@@ -258,7 +274,7 @@ class Probe:
         """Call `listener` at each `moment` of collected steps (used when the probe is composed)."""
         self._moments.setdefault(moment, []).append(listener)
 
-    def __enter__(self) -> Probe:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -349,6 +365,7 @@ class Probe:
         if complete and self._running.looks and not reel.calls and not reel.scalars:
             self._tell_once(_saw_nothing(self.step_number), key="nothing was seen")
         self._say_faults(tape.library.faults())
+        self.collected += complete
         found = [finding for watch in self.watchers for finding in watch(reel)]
         for finding in found:
             self._tell(finding)
@@ -369,6 +386,23 @@ class Probe:
         self.findings.append(finding)
         if self._recorder is not None:
             self._recorder.submit_findings([finding])
+        self.console.report(finding)
+
+    def _count(self, seen: Sequence[Finding], step: int) -> list[Finding]:
+        """Count findings that were made before and hold at this step too; return them as they are now."""
+        now = [counted(finding, step) for finding in seen]
+        for old, new in zip(seen, now, strict=True):
+            place = next((i for i, finding in enumerate(self.findings) if finding is old), None)
+            if place is not None:
+                self.findings[place] = self._counts[place] = new
+        if any(finding.count & (finding.count - 1) == 0 for finding in now):  # at the powers of two, and at the end
+            self._write_counts()
+        return now
+
+    def _write_counts(self) -> None:
+        if self._recorder is not None and self._counts:
+            self._recorder.submit_counts(list(self._counts.values()))
+        self._counts.clear()
 
     def _tell_once(self, finding: Finding, key: str = "") -> None:
         key = key or finding.message

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -239,18 +239,35 @@ class Reel:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule, an audit or a guard has to say, with its evidence.
+    """What a rule, a relation of the audit or the probe itself has to report, with its evidence."""
 
-    severity: "info", "warning", "error". measured, expected, floor: numbers or short texts. next: the command to run.
-    """
+    __pydantic_config__: ClassVar[dict[str, bool]] = {"use_attribute_docstrings": True}  # for the schema, see engine.findings
 
     rule: str
+    """Name of the rule or of the relation; `plan`, `probe`, `guard`, `writer`, `kernels` and `alerts` are the tool itself."""
     severity: Literal["info", "warning", "error"]
+    """How grave it is; info is a note."""
     message: str
+    """What, the value and where, in words."""
     step: int | None = None
+    """The first step at which it was seen; null for what is about the whole run."""
     place: Place | None = None
+    """The rank that saw it."""
     site: Site | None = None
+    """The value that it is about; of several, the first."""
     measured: float | str | None = None
+    """What was measured; null stands for NaN too."""
     expected: float | str | None = None
+    """What it should have been."""
     floor: float | None = None
+    """The difference below which nothing would have been reported."""
     next: str | None = None
+    """What to do next."""
+    names: tuple[str, ...] = ()
+    """All parameters, modules or scalars that it is about, also where the message names only some of them."""
+    count: int = 1
+    """At how many steps it was seen, the first included."""
+    last_step: int | None = None
+    """The last step at which it was seen, where that is not the first."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that saw it, where findings of several ranks were joined."""

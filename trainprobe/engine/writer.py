@@ -26,7 +26,7 @@ from trainprobe.engine.dumps.tensor_files import SavedTensor
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Finding, Place, Reel
-from trainprobe.engine.sinks import ComplainingSink, ManySink, PieceSink, Sink, TensorSink
+from trainprobe.engine.sinks import ComplainingSink, CountingSink, ManySink, PieceSink, Sink, TensorSink
 from trainprobe.errors import OutputError, PlanError, UsageError
 
 EXIT_SECONDS = 60.0
@@ -79,6 +79,7 @@ class Writer:
         self._tensors = {name: sink for name, sink in sinks.items() if isinstance(sink, TensorSink)}
         self._pieces = {name: sink for name, sink in sinks.items() if isinstance(sink, PieceSink)}
         self._complaining = {name: sink for name, sink in sinks.items() if isinstance(sink, ComplainingSink)}
+        self._counting = {name: sink for name, sink in sinks.items() if isinstance(sink, CountingSink)}
         self.tensors_wanted = bool(self._tensors)
         self._place = place
         self._raise = on_error == "raise"
@@ -128,6 +129,11 @@ class Writer:
         """Hand over findings for the sinks that keep them."""
         if findings:
             self._put(_Job("findings", (tuple(findings),), 0, 0, -1))
+
+    def submit_counts(self, findings: Sequence[Finding]) -> None:
+        """Hand over findings again that were seen at more steps since, for the sinks that keep their counts."""
+        if findings:
+            self._put(_Job("counts", (tuple(findings),), 0, 0, -1))
 
     def findings(self) -> list[Finding]:
         """Return and forget what the writer itself has to say: sinks given up, budgets reached."""
@@ -244,7 +250,7 @@ class Writer:
             for name, sink in self.sinks.items():
                 self._write(name, sink, [job.arguments[0] for job in jobs])
         else:
-            for name, sink in self.sinks.items():
+            for name, sink in (self._counting if verb == "counts" else self.sinks).items():
                 self._guarded(name, getattr(sink, verb), step, *arguments)
         for name in self._complaining:
             self._collect(name)

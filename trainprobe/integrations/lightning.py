@@ -13,6 +13,7 @@ import sys
 from functools import cache, partial, wraps
 from typing import Any
 
+from trainprobe.engine.findings import sentence
 from trainprobe.engine.flat_parameters import handles_of
 from trainprobe.engine.records import Finding, Place
 from trainprobe.engine.taps.replaced import Replaced
@@ -21,7 +22,6 @@ from trainprobe.errors import MissingExtra
 from trainprobe.integrations.deepspeed import engine_of, follow
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.session import Session
-from trainprobe.monitor.actions import sentence
 from trainprobe.watching import PlanSource
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
@@ -160,7 +160,6 @@ class ProbeCallback:
 
     def _tell(self, trainer: Any = None) -> None:
         for finding in self.session.fresh_findings():
-            _log().warning("trainprobe: %s", sentence(finding))
             for logger in trainer.loggers if trainer is not None and trainer.is_global_zero else ():
                 add_text = getattr(logger.experiment, "add_text", None)
                 if add_text is not None:

@@ -30,7 +30,6 @@ from trainprobe.errors import StopTraining
 from trainprobe.integrations.mindspore_place import place_of_process, told_place
 from trainprobe.integrations.mindspore_probe import MindSporeProbe, agreed, number_of
 from trainprobe.integrations.session import Session
-from trainprobe.monitor.actions import sentence
 from trainprobe.watching import PlanSource
 
 REGISTRY = "mindformers.tools.register.register"
@@ -134,7 +133,6 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
 
     def _end(self, complete: bool = True, error: BaseException | None = None) -> None:
         self.session.end(complete=complete, error=error)
-        self._tell()
 
     # ---- a step of a Model ----------------------------------------------------------------------------------------
 
@@ -188,7 +186,6 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
             if is_graph_mode():
                 self._moment("after_step")
         stop = self.session.step_ends()
-        self._tell()
         if self.session.may_stop and agreed(stop is not None) and stop is None:
             return StopTraining("a rule stopped the training on another rank")
         return stop
@@ -206,11 +203,6 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
     def _moment(self, name: str) -> None:
         if self.session.probe is not None:
             self.session.probe.moment(name)
-
-    def _tell(self) -> None:
-        for finding in self.session.fresh_findings():
-            if "mindformers" in sys.modules:
-                _say(f"trainprobe: {sentence(finding)}")
 
     # ---- what the PyNative Trainer also calls -----------------------------------------------------------------------
 

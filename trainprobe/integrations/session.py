@@ -70,8 +70,9 @@ class Session:
         """Training begins. Raises what `Probe.open` raises.
 
         step: the number of its first step. first: what that is in a new run; a higher one goes on with an earlier run.
-        rename: gives modules their names over all ranks. say: prints the one line at the start. follow: lets the open probe
-        take what an engine holds that trains by its own rules, and returns what has `end()`, or None.
+        rename: gives modules their names over all ranks. say: prints a line: what is watched at the start, each finding, the
+        outcome at the end. follow: lets the open probe take what an engine holds that trains by its own rules, and returns what
+        has `end()`, or None.
         """
         if self.probe is not None and self._model is model and self._last is None:
             return  # the callback was added twice: each event comes twice
@@ -80,6 +81,8 @@ class Session:
         if self._trainings or step > first:  # what this run or the one that it resumes wrote stays
             plan = load_plan(plan, on_existing="continue")
         probe = self.probe_kind(plan, place=place, rename=rename)
+        if say is not None:
+            probe.console.say = say
         probe.open(model, list(optimizers))
         self.probe, self._model, self._place = probe, model, probe.place
         self._follower = follow(probe) if follow is not None else None

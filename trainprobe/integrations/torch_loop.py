@@ -20,7 +20,6 @@ from trainprobe.engine.taps.step_hooks import StepListener, settle
 from trainprobe.errors import StopTraining
 from trainprobe.integrations.session import Session, agreed
 from trainprobe.integrations.unedited import called_from
-from trainprobe.monitor.actions import sentence
 from trainprobe.watching import PlanSource
 
 # training that one of these drives is watched by its own integration
@@ -143,8 +142,6 @@ class TorchLoop:
         self._leave_step()
         stop = self.session.step_ends()
         self._number += 1
-        for finding in self.session.fresh_findings():
-            _log.warning("trainprobe: %s", sentence(finding))
         if self.session.may_stop and agreed(stop is not None, next(self._model.parameters()).device):
             self.close()
             raise stop or StopTraining(f"a rule on another rank wants to stop after step {self._number - 1}")

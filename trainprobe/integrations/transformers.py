@@ -20,7 +20,6 @@ from trainprobe.errors import MissingExtra
 from trainprobe.integrations.deepspeed import engine_of, follow
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.session import Session, agreed
-from trainprobe.monitor.actions import sentence
 from trainprobe.watching import PlanSource
 
 try:
@@ -77,7 +76,6 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Write everything."""
         self._step_ends(args, control)
         self.session.end()
-        self._tell()
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -106,7 +104,6 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             except BaseException as error:
                 self._look_away()
                 self.session.end(complete=False, error=error)
-                self._tell()
                 raise
             self.session.add_loss(loss)
             return loss
@@ -156,7 +153,6 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             return
         self._look_away()
         stop = self.session.step_ends() is not None
-        self._tell()
         if self.session.may_stop and agreed(stop, args.device):
             control.should_training_stop = True
 
@@ -197,10 +193,6 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         own = [entry for entry in entries if _output_of(entry) == str(self.session.plan.output)] or entries
         if state.global_step and not self.session.inherited:
             self.session.inherited = own[-1]["attributes"].get("remembered")
-
-    def _tell(self) -> None:
-        for finding in self.session.fresh_findings():
-            _log.warning("trainprobe: %s", sentence(finding))
 
     def _stand_before_reporters(self) -> None:
         """Come right behind the Trainer's own flow control, so that what is added to a log reaches those who report it."""

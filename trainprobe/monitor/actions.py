@@ -1,7 +1,7 @@
 """What findings do: `decide` says it, the probe carries it out, and `Alerts` sends them out on the writer's thread.
 
 log      keep it: findings file, report, the probe's list (always)
-alert    console, webhook, callback
+alert    webhook, callback (the console prints warnings and errors of every rule)
 dump     collect the next steps in full
 stop     end the run: the integration raises StopTraining
 """
@@ -9,13 +9,13 @@ stop     end the run: the integration raises StopTraining
 from __future__ import annotations
 
 import dataclasses
-import sys
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import orjson
 
+from trainprobe.engine.findings import sentence
 from trainprobe.engine.records import Finding, Reel
 from trainprobe.errors import StopTraining
 from trainprobe.monitor.plan import Actions
@@ -69,8 +69,6 @@ class Alerts:
             options = self._rules.get(finding.rule)
             if options is None or "alert" not in options.actions:
                 continue
-            if self._actions.console and finding.severity != "info":
-                sys.stderr.write(f"trainprobe: {sentence(finding)}\n")
             if self._actions.webhook is not None:
                 self._post(self._actions.webhook, finding)
             if self._actions.callback is not None:
@@ -95,10 +93,3 @@ class Alerts:
                 message = f"the webhook {url} did not take the alert ({error}); the training goes on, later alerts are tried"
                 self._complaints.append(Finding("alerts", "warning", message, step=finding.step))
             self._complained = True
-
-
-def sentence(finding: Finding) -> str:
-    """Return a finding as one line for people."""
-    where = [f"step {finding.step}"] if finding.step is not None else []
-    where += [f"rank {finding.place.rank}"] if finding.place else []
-    return f"{finding.severity} {finding.rule} ({', '.join(where)}): {finding.message}"

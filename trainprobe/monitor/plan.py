@@ -58,7 +58,7 @@ class Actions(_Section):
     """How findings leave the process."""
 
     console: bool = True
-    """Write warnings and errors to the standard error stream."""
+    """Print the warnings and errors of the rules; `console: false` of the plan silences all else too."""
     webhook: str | None = None
     """URL that gets each alert as a JSON POST, from the writer's thread; a failure is told once and never waited for."""
     webhook_timeout: Annotated[float, Field(gt=0, le=60)] = 5.0

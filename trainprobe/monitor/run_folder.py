@@ -15,6 +15,7 @@ import orjson
 from trainprobe.engine.dumps.layout import FINDINGS_FILE, LOG_FILE, find_steps
 from trainprobe.engine.dumps.log import read_log
 from trainprobe.engine.dumps.read import read_step
+from trainprobe.engine.findings import with_last_counts
 from trainprobe.engine.records import Finding, Place, Site
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import Frame, Tracks, frame_of_records, frame_of_reel
@@ -61,16 +62,21 @@ def find_logs(folder: Path) -> list[Path]:
 
 
 def read_findings(folder: Path) -> list[Finding]:
-    """Return the findings that a run wrote, in the order of ranks and lines; a torn last line is left out."""
-    files = sorted(folder.rglob(FINDINGS_FILE)) if folder.is_dir() else []
-    found: list[Finding] = []
-    for file in files:
-        for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
-            try:
-                found.append(finding_of(orjson.loads(line)))
-            except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-                raise FormatError(f"{file}, line {number}: not a finding: {error!r}") from None
-    return found
+    """Return the findings that a run wrote, in the order of ranks and lines, each with the last count that was written.
+
+    folder: as for `read_frames`. A torn last line is left out. Raises FormatError for a line that is no finding.
+    """
+    where = folder if folder.is_dir() else folder.parent
+    files = sorted(where.rglob(FINDINGS_FILE)) if folder.is_dir() else [*where.glob(FINDINGS_FILE)]
+    return [finding for file in files for finding in with_last_counts(_read_lines(file))]
+
+
+def _read_lines(file: Path) -> Iterator[Finding]:
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            yield finding_of(orjson.loads(line))
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{file}, line {number}: not a finding: {error!r}") from None
 
 
 def finding_of(text: Mapping[str, Any]) -> Finding:
@@ -88,4 +94,8 @@ def finding_of(text: Mapping[str, Any]) -> Finding:
         expected=text.get("expected"),
         floor=text.get("floor"),
         next=text.get("next"),
+        names=tuple(text.get("names") or ()),
+        count=text.get("count", 1),
+        last_step=text.get("last_step"),
+        ranks=tuple(text.get("ranks") or ()),
     )

@@ -8,11 +8,14 @@ from typing import Any
 
 import orjson
 
+from trainprobe.engine.findings import ranks_of
 from trainprobe.engine.records import Finding, Reel
 from trainprobe.errors import FormatError
+from trainprobe.monitor.audit.relations import STAGES, load_relation, relation_names
 from trainprobe.monitor.frames import Frame, Tracks, frame_of_reel
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions, load_rule
+from trainprobe.monitor.scalar_names import role_of
 
 FORMAT = 1
 
@@ -88,18 +91,41 @@ def judge_frames(frames: Iterable[Frame], rules: Mapping[str, RuleOptions]) -> l
 
 
 def in_order(findings: Sequence[Finding]) -> list[Finding]:
-    """Return findings by step, gravity, part of the step and rank: of a NaN that spread over ranks, its origin comes first."""
-    weight = {"error": 0, "warning": 1, "info": 2}
-    rank = lambda f: f.place.rank if f.place else 0  # noqa: E731
-    return sorted(findings, key=lambda f: (f.step if f.step is not None else -1, weight[f.severity], _part(f), rank(f)))
+    """Return findings with causes before consequences.
+
+    By step, then by where in a step they arise, gravity and rank; findings about the whole run come last.
+    """
+    return sorted(findings, key=lambda f: (f.step is None, f.step or 0, *_stage(f), _GRAVITY[f.severity], ranks_of(f)))
 
 
-def _part(finding: Finding) -> int:
-    """Return 0 for a place in the forward pass, then gradients as they are made, joined and used, then the optimizer."""
-    if finding.site is None or finding.rule != "nonfinite":
-        return 0
-    if finding.site.kind == "scalar":
-        return 6
-    slot = finding.site.slot.split(".")[0]
-    parts = {"grad_output": 1, "grad_input": 1, "grad_unreduced": 2, "grad_unclipped": 3, "grad": 4}
-    return parts.get(slot, 5 if slot.endswith("_after") or slot == "update" else 0)
+def _stage(finding: Finding) -> tuple[int, int]:
+    """Return the stage of a step in which a violation arises, and its order within the stage."""
+    if finding.rule in relation_names():
+        return STAGES.index(load_relation(finding.rule).STAGE), relation_names().index(finding.rule)
+    site = finding.site
+    if site is None:
+        return len(STAGES), 0
+    slot = site.slot.split(".")[0]
+    if site.kind == "scalar":
+        return _OF_SCALARS.get(role_of(site.name) or "", STAGES.index("evaluation")), 0
+    places = (place for part, place in _OF_SLOTS if slot.startswith(part) or slot.endswith(part))
+    return next(places, STAGES.index("forward")), 0
+
+
+_GRAVITY = {"error": 0, "warning": 1, "info": 2}
+_OF_SCALARS = {
+    "loss": STAGES.index("forward"),
+    "loss scale": STAGES.index("backward"),
+    "gradient norm": STAGES.index("clipping"),
+    "learning rate": STAGES.index("rate"),
+}
+_OF_SLOTS = (  # the first that fits: how the slot begins or ends
+    ("_after", STAGES.index("update")),
+    ("update", STAGES.index("update")),
+    ("exp_avg", STAGES.index("update")),
+    ("grad_output", STAGES.index("backward")),
+    ("grad_input", STAGES.index("backward")),
+    ("grad_unreduced", STAGES.index("backward")),
+    ("grad_unclipped", STAGES.index("whole gradient")),
+    ("grad", STAGES.index("clipping")),
+)

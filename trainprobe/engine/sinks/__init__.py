@@ -70,6 +70,15 @@ class ComplainingSink(Protocol):
         ...
 
 
+@runtime_checkable
+class CountingSink(Protocol):
+    """A sink that keeps at how many steps a finding was seen."""
+
+    def counts(self, findings: Sequence[Finding]) -> None:
+        """Write findings again that were written before and have been seen at more steps since."""
+        ...
+
+
 def write_together(
     sink: ManySink,
     reels: Sequence[Reel],

@@ -57,6 +57,8 @@ class JsonlSink:
         option = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
         self._findings.write(b"".join(orjson.dumps(dataclasses.asdict(f), default=str, option=option) for f in findings))
 
+    counts = findings  # a line of the same finding with its new count, which readers take in place of the earlier one
+
     def close(self) -> None:
         """Close the files."""
         self._log.close()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from trainprobe.engine.facts import SavedTensors, StepFacts
+from trainprobe.engine.findings import counted
 from trainprobe.engine.gathering import Words
 from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.monitor.audit.evidence import Evidence, Past, Tensors, tensors_of
@@ -63,7 +64,8 @@ class Audit:
         self._agreed = 0  # … and was the same on all ranks
         self._past = Past()
         self._answered = -1  # the last step at which this rank took part in the collective
-        self._violated: set[str] = set()  # relations that did not hold when they were last checked
+        self._violated: dict[str, list[Finding]] = {}  # relations that did not hold when they were last checked
+        self.count: Callable[[Sequence[Finding], int], list[Finding]] = _counted  # findings that hold at one more step
 
     def __call__(self, reel: Reel) -> list[Finding]:
         """Check the relations that are due and return the violations that are new."""
@@ -79,14 +81,18 @@ class Audit:
         return self.judge(evidence, due)
 
     def judge(self, evidence: Evidence, due: Sequence[str]) -> list[Finding]:
-        """Check relations on evidence; a relation that goes on being violated is told once."""
+        """Check relations on evidence; a relation that goes on being violated is reported once and counted then."""
         least = _GRAVITY[self.plan.severity]
         found: list[Finding] = []
         for name in due:
             violations = [f for f in load_relation(name).check(evidence) if _GRAVITY[f.severity] >= least]
-            if name not in self._violated:
+            if not violations:
+                self._violated.pop(name, None)
+            elif name in self._violated:
+                self._violated[name] = self.count(self._violated[name], evidence.step)
+            else:
                 found += violations
-            (self._violated.add if violations else self._violated.discard)(name)
+                self._violated[name] = violations
         return found
 
     def late(self, facts: StepFacts, step: int, place: Place) -> list[Finding]:
@@ -219,6 +225,10 @@ class Audit:
         fresh = {name: key for name, key in fresh.items() if name not in self._replicated}
         seen = replicas_at_first(fresh.values(), draft.axes, peers, draft.place.rank) if fresh else {}
         self._replicated |= {name: seen[key] for name, key in fresh.items()}
+
+
+def _counted(findings: Sequence[Finding], step: int) -> list[Finding]:
+    return [counted(finding, step) for finding in findings]
 
 
 def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:

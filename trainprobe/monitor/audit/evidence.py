@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -225,10 +225,12 @@ class Evidence:
         next: str | None = None,
         kind: str = "parameter",
         severity: str = "error",
+        names: Sequence[str] = (),
     ) -> Finding:
-        """Make a finding at this step and place."""
+        """Make a finding at this step and place. names: all that it is about, where the message may name only some."""
         site = Site(kind, name, slot) if name else None  # pyright: ignore[reportArgumentType]
-        return Finding(rule, severity, message, self.step, self.place, site, measured, expected, floor, next)  # pyright: ignore[reportArgumentType]
+        about = (rule, severity, message, self.step, self.place, site, measured, expected, floor, next)
+        return Finding(*about, names=tuple(names) or ((name,) if name else ()))  # pyright: ignore[reportArgumentType]
 
 
 def resting(evidence: Evidence) -> frozenset[str]:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 from trainprobe.engine.records import Finding, Reel
 from trainprobe.monitor.audit.audit import Audit
 
-_LINE = (
-    "trainprobe: the audit does not judge whether the applied gradient is that of the loss over the whole batch: declare that "
+_SENTENCE = (
+    "The audit does not judge whether the applied gradient is that of the loss over the whole batch: declare that "
     "loss in each step, `probe.declare_loss(lambda model: loss_of_the_whole_step(model, batches))`, or leave it out, "
-    "`audit: {relations: {declared_loss: false}}`\n"
+    "`audit: {relations: {declared_loss: false}}`."
 )
 
 
 class Undeclared:
-    """A watcher that comes behind the audit. declared: whether the loss is; rank 0 alone says that it is not, once."""
+    """A watcher that comes behind the audit. declared: whether the loss is. at_end: takes a sentence for the end of the run."""
 
-    def __init__(self, audit: Audit, declared: Callable[[], bool]) -> None:
+    def __init__(self, audit: Audit, declared: Callable[[], bool], at_end: Callable[[str], None]) -> None:
         self._audit = audit
         self._declared = declared
+        self._at_end = at_end
         self._silent = False
 
     def __call__(self, reel: Reel) -> list[Finding]:
@@ -30,6 +30,6 @@ class Undeclared:
             return []
         if "declared_loss" in self._audit.plan.due(reel.step):
             self._silent = True
-            if reel.place.rank == 0 and not self._declared():
-                sys.stderr.write(_LINE)
+            if not self._declared():
+                self._at_end(_SENTENCE)
         return []

@@ -1,0 +1,93 @@
+"""The one line that a person reads when a run is over: steps, findings by rule, the first in words, and where to look."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainprobe.engine.findings import merged, place_in_words
+from trainprobe.engine.records import Finding, Place
+from trainprobe.errors import FormatError
+from trainprobe.monitor.run_folder import read_findings
+from trainprobe.monitor.watcher import in_order
+
+OWN = frozenset({"plan", "probe", "guard", "writer", "kernels", "alerts"})  # about the tool: printed when they were made
+LONG = 400  # characters of a message
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that is over, as one rank saw it.
+
+    steps, collected: how many there were, and how many were looked at. judged: whether the plan has a monitor or an audit.
+    written: whether `output` can be read back. stopped: whether the tool has disabled itself.
+    """
+
+    steps: int
+    collected: int
+    first_step: int
+    place: Place
+    output: Path
+    judged: bool = True
+    written: bool = True
+    stopped: bool = False
+
+
+def end_line(run: Run, findings: Sequence[Finding]) -> str:
+    """Return the line, without the tool's name. findings: of this rank; what other ranks wrote in this run is added."""
+    found = [f for f in in_order(merged([*findings, *_of_other_ranks(run)])) if _matters(f)]
+    if found:
+        outcome = f"{_number(len(found), 'finding')} ({_by_rule(found)}); {_first(found)}"
+    else:
+        outcome = "no findings" if run.judged else "nothing judged (monitor=True and audit=True judge the steps)"
+    return f"{_steps(run)}, {outcome}; {_where(run, bool(found))}"
+
+
+def _steps(run: Run) -> str:
+    all_of_them = run.steps == run.collected
+    seen = _number(run.steps, "step") + (" watched" if all_of_them else f", {run.collected} of them watched")
+    return seen + (", then disabled by a fault of its own" if run.stopped else "")
+
+
+def _matters(finding: Finding) -> bool:
+    return finding.severity != "info" and finding.rule not in OWN
+
+
+def _of_other_ranks(run: Run) -> list[Finding]:
+    """Return what the other ranks wrote since this run began; nothing where their files are elsewhere."""
+    if run.place.world_size == 1 or not run.written:
+        return []
+    try:
+        found = read_findings(run.output)
+    except (FormatError, OSError):
+        return []  # one that is being written
+    others = [f for f in found if f.place is not None and f.place.rank != run.place.rank]
+    return [f for f in others if f.step is None or f.step >= run.first_step]
+
+
+def _by_rule(found: Sequence[Finding]) -> str:
+    return ", ".join(f"{rule} {n}" if n > 1 else rule for rule, n in Counter(f.rule for f in found).items())
+
+
+def _first(found: Sequence[Finding]) -> str:
+    first = found[0]
+    message = first.message if len(first.message) <= LONG else f"{first.message[:LONG]}…"
+    where = place_in_words(first)
+    lead = "the first is" if len(found) > 1 else "it is"
+    return f"{lead} {first.severity} {first.rule}{f' ({where})' if where else ''}: {message}"
+
+
+def _where(run: Run, found: bool) -> str:
+    folder = shlex.quote(str(run.output))
+    if not run.written:
+        return "nothing was written to disk"
+    if found:
+        return f"for all: trainprobe judge {folder}, as a page: trainprobe report {folder}"
+    return f"log in {folder}"
+
+
+def _number(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
