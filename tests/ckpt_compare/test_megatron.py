@@ -46,6 +46,14 @@ def test_experts_of_two_expert_ranks_are_those_of_one(megatron, one, other, kind
     assert len(found.rows) == FAMILIES[one][1]
 
 
+@pytest.mark.parametrize("kind", ["dist", "legacy"])
+def test_arguments_of_classes_that_nobody_listed_are_kept_as_data(megatron, kind):
+    found = open_checkpoint(megatron(f"{kind}_tp1"))
+    args = found.state["args"]
+    assert (args["exit_signal"], args["attention_backend"], args["config.hidden_size"]) == ("Signals(15)", "AttnBackend(5)", 8)
+    assert (found.problems, found.warnings) == ((), ())
+
+
 def test_two_legacy_layouts_are_compared_with_each_other(megatron):
     assert judged(megatron("legacy_tp2"), megatron("legacy_pp2vpp2")).code == 0
 

@@ -160,7 +160,7 @@ def _summary(c: Checkpoint) -> dict[str, Any]:
     return {
         "path": c.path, "format": c.format, "family": c.family, "layout": dict(c.layout), "bytes": sum(sizes),
         "config": {k: v for k, v in c.config.items() if v is not None}, "state": {k: dict(v) for k, v in c.state.items()},
-        "problems": [f"{p.where}: {p.message}" for p in c.problems], "notes": list(c.notes),
+        "warnings": list(c.warnings), "problems": [f"{p.where}: {p.message}" for p in c.problems], "notes": list(c.notes),
     }  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def _show(c: Checkpoint, described: dict[str, dict[str, Any]], console: Console)
             highlight=False,
             soft_wrap=True,
         )
-    for line in [*said["problems"], *said["notes"]]:
+    for line in [*said["warnings"], *said["problems"], *said["notes"]]:
         console.print(f"  ! {line}", markup=False, highlight=False, style="yellow", soft_wrap=True)
     table = Table(box=None, header_style="bold", pad_edge=False)
     some = next(iter(described.values()), {})

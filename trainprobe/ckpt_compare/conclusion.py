@@ -105,7 +105,8 @@ def _rounding_sentence(c: Comparison, rounding: Sequence[Row]) -> str:
 
 def _details(c: Comparison, differ: Sequence[Row], lost: Sequence[Row]) -> list[str]:
     """Say what moved, what is broken, and what else is not the same."""
-    said = layer_sentences(c.moves)
+    said = [f"{side}: warning: {text}" for side, one in (("A", c.a), ("B", c.b)) for text in one.warnings]
+    said += layer_sentences(c.moves)
     said += [f"{f.side}: {f.message} ({f.where})" for f in c.faults]
     lost = sorted(lost, key=lambda r: not r.note)  # what is known to be broken before what is merely absent
     said += [f"{r.key}: {r.verdict}{f', {r.note}' if r.note else ''}" for r in lost[:SAID]]

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainprobe.ckpt_compare.plain_state import digest, flat
 from trainprobe.ckpt_compare.storage.inert_pickle import Thing
+from trainprobe.ckpt_compare.storage.mapped import inside, read_text
 
 LATEST = "latest_checkpointed_iteration.txt"
 
@@ -20,8 +21,8 @@ def iteration_folder(path: Path) -> Path | None:
     latest = path / LATEST
     if not latest.is_file():
         return path
-    said = latest.read_text().strip()
-    folder = path / (said if said == "release" else f"iter_{int(said):07d}" if said.isdigit() else said)
+    said = read_text(latest).strip()
+    folder = inside(path, f"iter_{int(said):07d}" if said.isdigit() and len(said) < 20 else said)
     return folder if folder.is_dir() else path
 
 

@@ -166,7 +166,7 @@ class Checkpoint:
 
     family: whose names the tensors carry ("megatron", "huggingface", … or "" when unknown). layout: (axis → size) it was
     written in. config: what the names need to know (heads, groups, …). state: section → (path → plain value) for all that is
-    not a tensor.
+    not a tensor. warnings: what a user must know about the files before anything else.
     """
 
     path: str
@@ -178,6 +178,7 @@ class Checkpoint:
     state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ and save again, in `torch_dist` and in the legacy per-rank layout that `megatron
 from __future__ import annotations
 
 import argparse
+import datetime
 import logging
 import random
+import signal
 import sys
 import warnings
 from functools import partial
@@ -84,6 +86,20 @@ def rng_state(a) -> dict:
     }
 
 
+def foreign_arguments() -> dict:
+    """Values of the classes that Megatron-LM's own namespace holds beside numbers and text."""
+    from megatron.core.enums import ModelType
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return {
+        "exit_signal": signal.SIGTERM, "attention_backend": AttnBackend.auto, "model_type": ModelType.encoder_or_decoder,
+        "init_method": partial(torch.nn.init.normal_, std=0.02), "activation_func": torch.nn.functional.silu,
+        "save": Path("/checkpoints"), "distributed_timeout": datetime.timedelta(minutes=10),
+        "config": TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2),
+    }  # fmt: skip
+
+
 def training_arguments(a) -> argparse.Namespace:
     """The fields of Megatron-LM's own namespace that describe the model and the layout."""
     world = dist.get_world_size()
@@ -100,6 +116,7 @@ def training_arguments(a) -> argparse.Namespace:
         vocab_size=a.vocab, ddp_bucket_size=a.bucket, q_lora_rank=MLA["q_lora_rank"], kv_lora_rank=MLA["kv_lora_rank"],
         qk_pos_emb_head_dim=MLA["qk_pos_emb_head_dim"],
         params_dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[a.dtype],
+        **foreign_arguments(),
     )  # fmt: skip
 
 

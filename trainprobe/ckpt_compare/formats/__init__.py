@@ -14,13 +14,15 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Protocol, cast
 from zipfile import is_zipfile
 
 from trainprobe.ckpt_compare.pieces import Checkpoint
-from trainprobe.errors import FormatError, did_you_mean
+from trainprobe.ckpt_compare.storage import remarks
+from trainprobe.errors import FormatError, ProbeError, did_you_mean
 
 
 class Format(Protocol):
@@ -60,6 +62,8 @@ def recognise(path: Path) -> str:
     """Return the name of the first format that knows the file or folder; raise FormatError when none does."""
     if not path.exists():
         raise FormatError(f"{path} does not exist")
+    if not path.is_dir() and not path.is_file():
+        raise FormatError(f"{path} is neither a file nor a folder, but a pipe, a socket or a device: name a checkpoint")
     for name in names():
         if get(name).sniff(path):
             return name
@@ -86,7 +90,22 @@ def _what(file: Path) -> str:
     )
 
 
+# what a damaged or hostile file makes a reader raise, beside FormatError
+_DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, MemoryError, OSError)
+
+
 def open_checkpoint(path: Path | str, name: str | None = None) -> Checkpoint:
-    """Open a checkpoint in whatever format it is (or in the one given by name)."""
+    """Open a checkpoint in whatever format it is (or in the one given by name); raise FormatError where that cannot be done."""
     path = Path(path)
-    return get(name or recognise(path)).open(path)
+    with remarks.collected() as made:
+        try:
+            name = name or recognise(path)
+            found = get(name).open(path)
+        except ProbeError:
+            raise
+        except _DAMAGED as error:
+            said = f"{type(error).__name__}: {error}"
+            raise FormatError(f"{path} cannot be read{f' as {name}' if name else ''}; it may be damaged ({said})") from error
+    return replace(
+        found, problems=(*found.problems, *made.problems), warnings=tuple(dict.fromkeys([*found.warnings, *made.warnings]))
+    )

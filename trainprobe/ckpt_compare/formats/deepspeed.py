@@ -19,6 +19,7 @@ from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, one_o
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Piece, Point, Problem, gather, whole
 from trainprobe.ckpt_compare.plain_state import flat
 from trainprobe.ckpt_compare.storage import torch_archive
+from trainprobe.ckpt_compare.storage.mapped import inside, read_text
 from trainprobe.ckpt_compare.zero_partitions import Fragment, fragments
 from trainprobe.errors import FormatError
 
@@ -47,7 +48,7 @@ def tag_folder(path: Path) -> Path | None:
         return None
     latest = path / "latest"
     if latest.is_file():
-        tagged = path / latest.read_text().strip()
+        tagged = inside(path, read_text(latest).strip())
         return tagged if tagged.is_dir() else path
     return path
 

@@ -12,6 +12,7 @@ from trainprobe.ckpt_compare.formats.plain_torch import arrays, clean
 from trainprobe.ckpt_compare.optimizer_names import is_array, one_or_all, scalar
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Point, Problem, Reshaped, Source, gather, whole
 from trainprobe.ckpt_compare.storage import torch_archive
+from trainprobe.ckpt_compare.storage.mapped import inside, read_text
 from trainprobe.errors import FormatError
 
 
@@ -20,7 +21,7 @@ def tag_folder(path: Path) -> Path | None:
     if not path.is_dir():
         return None
     latest = path / "latest_universal"
-    return path / latest.read_text().strip() if latest.is_file() else path
+    return inside(path, read_text(latest).strip()) if latest.is_file() else path
 
 
 def sniff(path: Path) -> bool:

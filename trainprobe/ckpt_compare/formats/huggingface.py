@@ -5,7 +5,6 @@ The config and the files that the Trainer writes beside the model are read as we
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, setti
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, Source, gather, whole
 from trainprobe.ckpt_compare.plain_state import digest, flat
 from trainprobe.ckpt_compare.storage import torch_archive
+from trainprobe.ckpt_compare.storage.mapped import inside, read_json
 from trainprobe.ckpt_compare.storage.safetensors_file import is_safetensors, read_safetensors
 from trainprobe.errors import FormatError
 
@@ -74,7 +74,7 @@ def _files(path: Path, problems: list[Problem]) -> dict[Path, set[str]]:
             weight_map = _weight_map(path / name)
             promised: dict[Path, set[str]] = {}
             for tensor, file in weight_map.items():
-                promised.setdefault(path / file, set()).add(tensor)
+                promised.setdefault(inside(path, file), set()).add(tensor)
             for file in [f for f in promised if not f.is_file()]:
                 lost = sorted(promised.pop(file))
                 problems.append(Problem(str(file), f"is missing; it holds {len(lost)} tensors, among them {lost[0]}"))
@@ -85,8 +85,8 @@ def _files(path: Path, problems: list[Problem]) -> dict[Path, set[str]]:
 
 def _weight_map(index: Path) -> Mapping[str, str]:
     """Return tensor → file name of an index; raise FormatError where it names none."""
-    held: Any = _read_json(index)
-    found = held.get("weight_map") if isinstance(held, dict) else None
+    held = read_json(index)
+    found: Any = held.get("weight_map") if isinstance(held, dict) else None  # pyright: ignore[reportUnknownMemberType]
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise FormatError(f"{index} is no index of shards: it needs a `weight_map` of tensor names to file names")
     return found
@@ -103,12 +103,10 @@ def read_file(file: Path) -> Iterator[tuple[str, Source]]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FormatError(f"{file} is no valid JSON: {error}") from error
+    held = read_json(file) if file.is_file() else {}
+    if not isinstance(held, dict):
+        raise FormatError(f"{file} holds no JSON object")
+    return held  # pyright: ignore[reportUnknownVariableType]
 
 
 def model_config(config: Mapping[str, Any]) -> dict[str, Any]:

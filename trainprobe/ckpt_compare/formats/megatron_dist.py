@@ -6,7 +6,6 @@ one; both are taken apart here, so that the names are those of the per-rank form
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +19,7 @@ from trainprobe.ckpt_compare.megatron_zarr import read_zarr_folder
 from trainprobe.ckpt_compare.optimizer_names import one_or_all
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, gather
 from trainprobe.ckpt_compare.storage import torch_archive
+from trainprobe.ckpt_compare.storage.mapped import read_json, read_text
 from trainprobe.ckpt_compare.transforms import unstack
 from trainprobe.errors import FormatError
 
@@ -33,16 +33,14 @@ def sniff(path: Path) -> bool:
     """A folder with `metadata.json` that names a sharded backend, or one that points to such an iteration."""
     folder = iteration_folder(path)
     return (
-        folder is not None
-        and (folder / "metadata.json").is_file()
-        and "sharded_backend" in (folder / "metadata.json").read_text()
+        folder is not None and (folder / "metadata.json").is_file() and "sharded_backend" in read_text(folder / "metadata.json")
     )
 
 
 def open(path: Path) -> Checkpoint:
     """Open a torch_dist checkpoint; raise FormatError for a backend that cannot be read here."""
     folder = iteration_folder(path) or path
-    backend = json.loads((folder / "metadata.json").read_text()).get("sharded_backend")
+    backend = read_json(folder / "metadata.json")["sharded_backend"]
     if backend not in ("torch_dist", "zarr"):
         raise FormatError(f"{folder}: sharded backend {backend!r} is not known; torch_dist and zarr are")
     stored = read_zarr_folder(folder) if backend == "zarr" else torch_dcp.read_metadata(folder)

@@ -14,10 +14,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from trainprobe.ckpt_compare.formats.plain_torch import arrays
 from trainprobe.ckpt_compare.megatron import iteration_folder, model_config, namespace, plain_sections, rank_of, rng_digests
 from trainprobe.ckpt_compare.megatron_optimizer import Local, local_states
 from trainprobe.ckpt_compare.megatron_shards import Ranks, place
-from trainprobe.ckpt_compare.optimizer_names import is_array, one_or_all
+from trainprobe.ckpt_compare.optimizer_names import one_or_all
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, gather
 from trainprobe.ckpt_compare.storage import torch_archive
 from trainprobe.errors import FormatError
@@ -147,9 +148,7 @@ def _layer_offsets(files: Sequence[RankFile]) -> dict[tuple[int, int], int]:
 
 
 def _arrays(chunk: Any) -> Iterator[tuple[str, Any]]:
-    for path, leaf in torch_archive.leaves(chunk):
-        if is_array(leaf) and path[-1] != "_extra_state":
-            yield ".".join(path), leaf
+    yield from ((name, array) for name, array in arrays(chunk) if not name.endswith("_extra_state"))
 
 
 def _locals(file: RankFile, offsets: Mapping[tuple[int, int], int]) -> Iterator[Local]:

@@ -10,7 +10,8 @@ from typing import Any
 from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, settings, state_tensors, step_count
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, gather, whole
 from trainprobe.ckpt_compare.plain_state import digest, flat
-from trainprobe.ckpt_compare.storage import torch_archive
+from trainprobe.ckpt_compare.storage import remarks, torch_archive
+from trainprobe.ckpt_compare.storage.inert_pickle import Thing, runs_code
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights", "model_state", "ema")
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states", "optim_state_dict", "opt")
@@ -92,18 +93,30 @@ def clean(name: str) -> str:
 
 
 def arrays(content: Any) -> list[tuple[str, Any]]:
-    """Return (dotted name, array) for every array in nested containers."""
-    found = [(".".join(at), leaf) for at, leaf in torch_archive.leaves(content) if is_array(leaf)]
-    sharded = [".".join(at) for at, leaf in torch_archive.leaves(content) if isinstance(leaf, torch_archive.ShardedTensor)]
-    return found if not sharded else [*found, *_local_shards(content)]
+    """Return (dotted name, array) for every array in nested containers of weights.
+
+    A value that holds numbers in a way that is not known here, or whose making would run code, is remarked as a fault.
+    """
+    found: list[tuple[str, Any]] = []
+    sharded: list[tuple[str, Any]] = []
+    for at, leaf in torch_archive.leaves(content):
+        if is_array(leaf):
+            found.append((".".join(at), leaf))
+        elif isinstance(leaf, torch_archive.ShardedTensor):
+            sharded.append((".".join(at), leaf.local))
+        elif isinstance(leaf, Thing) and at[-1:] != ("_extra_state",):
+            lament(".".join(at), leaf)
+    return [*found, *sharded]
 
 
-def _local_shards(content: Any) -> list[tuple[str, Any]]:
-    return [
-        (".".join(at), leaf.local)
-        for at, leaf in torch_archive.leaves(content)
-        if isinstance(leaf, torch_archive.ShardedTensor)
-    ]
+def lament(name: str, value: Thing) -> None:
+    """Remark that a value among the weights is a tensor of a kind that cannot be read, if it is one."""
+    if value.fault:
+        return  # remarked by its reader
+    if runs_code(value.name):
+        remarks.fault(name, f"would be the result of {value.name}, which runs code: it is refused")
+    elif any(is_array(leaf) for inner in (value.args, value.state) for _, leaf in torch_archive.leaves(inner)):
+        remarks.fault(name, f"is a {value.name}, a kind of tensor that cannot be read as numbers here")
 
 
 def _optimizer(

@@ -18,7 +18,7 @@ from trainprobe.ckpt_compare.pieces import Array, Checkpoint, LogicalTensor, Pie
 from trainprobe.ckpt_compare.plain_state import flat
 from trainprobe.ckpt_compare.storage import torch_archive
 from trainprobe.ckpt_compare.storage.inert_pickle import read_pickle
-from trainprobe.ckpt_compare.storage.mapped import forget_pages
+from trainprobe.ckpt_compare.storage.mapped import extent, forget_pages, inside, mapping
 from trainprobe.engine.diff.number_formats import NumberFormat, number_format
 from trainprobe.errors import FormatError
 
@@ -69,7 +69,8 @@ def sniff(path: Path) -> bool:
 
 def read_metadata(folder: Path) -> Stored:
     """Read `.metadata` of a distributed checkpoint."""
-    meta = read_pickle((folder / ".metadata").read_bytes(), str(folder / ".metadata"))
+    file = str(folder / ".metadata")
+    meta = read_pickle(mapping(file), file)
     places = {(index["fqn"], tuple(index.state.get("offset") or ())): info for index, info in meta["storage_data"].items()}
     tensors: dict[str, LogicalTensor] = {}
     objects: dict[str, tuple[str, int, int]] = {}
@@ -78,12 +79,20 @@ def read_metadata(folder: Path) -> Stored:
         if "chunks" not in entry.state:
             info = places.get((key, ()))
             if info is not None:
-                objects[key] = (str(folder / info["relative_path"]), info["offset"], info["length"])
+                objects[key] = (str(inside(folder, info["relative_path"])), *_span(info))
             continue
         fmt = number_format(_dtype(entry["properties"]))
         pieces = tuple(_pieces(folder, key, entry["chunks"], fmt, places, problems))
-        tensors[key] = LogicalTensor(key, tuple(entry["size"]), pieces)
+        tensors[key] = LogicalTensor(key, extent(entry["size"]), pieces)
     return Stored(tensors, objects, tuple(problems))
+
+
+def _span(info: Any) -> tuple[int, int]:
+    """Return first byte and length of an item."""
+    start, length = info["offset"], info["length"]
+    if not (isinstance(start, int) and isinstance(length, int) and min(start, length) >= 0):
+        raise FormatError(f"the metadata has {start!r} and {length!r} for the first byte and the length of an item")
+    return start, length
 
 
 def _dtype(properties: Any) -> str:
@@ -95,18 +104,18 @@ def _pieces(
     folder: Path, key: str, chunks: Any, fmt: NumberFormat, places: Mapping[Any, Any], problems: list[Problem]
 ) -> Iterator[Piece]:
     for chunk in chunks:
-        offset, size = tuple(chunk["offsets"]), tuple(chunk["sizes"])
+        offset, size = extent(chunk["offsets"]), extent(chunk["sizes"])
         info = places.get((key, offset))
         if info is None:
             problems.append(
                 Problem(f"{folder}: {key} at {list(offset)}", "the metadata lists this chunk but not where it lies")
             )
             continue
-        file = folder / info["relative_path"]
+        file = inside(folder, info["relative_path"])
         if not file.exists():
             problems.append(Problem(str(file), f"is missing; it holds {key} at {list(offset)}"))
             continue
-        yield Piece(offset, Item(str(file), info["offset"], info["length"], size, fmt), f"{file.name}: {key} at {list(offset)}")
+        yield Piece(offset, Item(str(file), *_span(info), size, fmt), f"{file.name}: {key} at {list(offset)}")
 
 
 def open(path: Path) -> Checkpoint:

@@ -1,137 +1,55 @@
-"""Read a pickle as data: nothing in the file can run, and nothing it names is imported.
+"""Read a pickle as data: nothing in the file can run, and nothing that it names is imported.
 
-A pickle is a program for a small stack machine that may call whatever it can name. Here every name it asks for is looked up in
-a closed table: containers become plain containers, tensors become references to bytes, and classes that are known to be mere
-data (argparse namespaces, framework enums, …) become an inert `Thing` that only remembers what it was given. Any other name is
-refused with `UnsafeFile` before anything is built. This is the rule of torch's `weights_only`, without needing torch.
+A pickle is a program that may call whatever it can name. Here it runs on a machine of our own (`pickle_machine`), and a name
+is only a name: containers, numbers, NumPy arrays and tensors are built by the functions of a closed table, and any other class
+or function becomes an inert `Thing` that remembers its name, its arguments and its state. No list of harmless classes is
+needed, because no class is ever looked up: one that is not known costs the value that it stands for and nothing else. A name
+that would run code if another program loaded the file (`os.system`, `eval`) is remarked as a warning about the file.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
+from trainprobe.ckpt_compare.storage import remarks
+from trainprobe.ckpt_compare.storage.pickle_machine import Machine, check_key
 from trainprobe.errors import FormatError, UnsafeFile
 
-
-class _Closed(type):
-    """A metaclass under which a class cannot be changed: a pickle may hold classes, and must not touch them."""
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        raise UnsafeFile(f"a pickle tried to set {name!r} on the class {cls.__name__}")
+T = TypeVar("T")
+DEEPEST = 200  # containers inside containers
+SHARED_LEAST, SHARED_MOST = 100_000, 8  # values that may be reached on several paths: so many, and so many times their number
 
 
-class Thing(metaclass=_Closed):
-    """An object of a class known to hold only data: its class name, constructor arguments and attributes, never its code."""
+class Name(str):
+    """The full name of a class or function, `signal.Signals`; never the class or function itself."""
 
-    __slots__ = ("args", "state")
-    args: tuple[Any, ...]
-    state: dict[str, Any]
+    __slots__ = ()
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Thing:
-        made = object.__new__(cls)
-        made.args = args
-        made.state = dict(kwargs)
-        return made
 
-    @property
-    def name(self) -> str:
-        """Full name of the class that this stands in for."""
-        return type(self).__name__
+class Thing:
+    """What a call of a class or function would give: its name, arguments and attributes, never its code.
 
-    def __setstate__(self, state: Any) -> None:
-        match state:
-            case (dict() | None as plain, dict() | None as slots):  # as copyreg pairs __dict__ and __slots__
-                self.state = {**(plain or {}), **(slots or {})}
-            case dict():
-                self.state = dict(state)
-            case _:
-                self.state = {"state": state}
+    fault: why a value that should have been read is not ("" for classes that are simply not known).
+    """
+
+    __slots__ = ("args", "fault", "name", "state")
+
+    def __init__(self, name: str, args: Sequence[Any] = (), state: Mapping[str, Any] | None = None, fault: str = "") -> None:
+        self.name = name
+        self.args = tuple(args)
+        self.state: dict[Any, Any] = dict(state or {})
+        self.fault = fault
 
     def __getitem__(self, key: str) -> Any:
         return self.state[key]
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.state[key] = value
-
-    def append(self, item: Any) -> None:
-        """Take a list item (classes derived from list)."""
-        self.state.setdefault("items", []).append(item)
-
-    def extend(self, items: Any) -> None:
-        """Take several list items."""
-        self.state.setdefault("items", []).extend(items)
-
     def __repr__(self) -> str:
         inner = ", ".join([*(repr(a) for a in self.args), *(f"{k}={v!r}" for k, v in self.state.items())])
         return f"{self.name.rpartition('.')[2]}({inner})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Thing) and (self.name, self.args, self.state) == (other.name, other.args, other.state)
-
-    def __hash__(self) -> int:
-        return hash((self.name, repr(self.args), repr(self.state)))
-
-
-def stand_in(full_name: str) -> type[Thing]:
-    """Return an inert class to stand where the class `full_name` would stand."""
-    return _Closed(full_name, (Thing,), {"__slots__": ()})
-
-
-class PlainDict(dict[Any, Any]):
-    """A dict that takes the extra attributes of pickled dict classes and drops them (`_metadata` of a state dict)."""
-
-    def __setstate__(self, state: Any) -> None:
-        """Drop the attributes."""
-
-
-# Classes that are data and nothing else, in the frameworks whose checkpoints we read. A new one is a line here.
-HARMLESS = re.compile(
-    r"""
-    argparse\.Namespace
-    | types\.SimpleNamespace
-    | pathlib\.(Pure)?(Posix|Windows)?Path(\._local)?   | pathlib\._local\.(Pure)?(Posix|Windows)?Path
-    | datetime\.(datetime|timedelta|date)
-    | torch\.(Size|device|layout|memory_format|Generator)
-    | torch\.(optim|distributed)\..*(State|Metadata|Index|Property|Properties|Placement|Mesh|Shard|Replicate|Partial)\w*
-    | torch\.distributed\.checkpoint\.(metadata|planner)\.\w+
-    | torch\.distributed\.checkpoint\.filesystem\.\w+
-    | torch\.distributed\.tensor\.placement_types\.\w+
-    | torch\.distributed\._tensor\.placement_types\.\w+
-    | torch\.distributed\._shard\.\w+(\.\w+)*
-    | torch\.distributed\.(tensor\.)?(device_mesh|_dtensor_spec)\.\w+
-    | megatron\.core\.(enums|transformer\.enums|optimizer\.optimizer_config|rerun_state_machine|optimizer_param_scheduler)\.\w+
-    | megatron\.core\.transformer\.(transformer_config|cuda_graphs)\.\w+
-    | megatron\.core\.dist_checkpointing\.(mapping|core|dict_utils)\.\w+
-    | megatron\.(model|training|legacy)\.(enums|\w+\.enums)\.\w+
-    | deepspeed\.runtime\.(fp16\.loss_scaler|zero\.config|precision_config|config)\.\w+
-    | deepspeed\.utils\.tensor_fragment\.\w+
-    | deepspeed\.runtime\.zero\.(offload_config|partition_parameters)\.(ZeroParamStatus|Offload\w+)
-    | deepspeed\.checkpoint\.\w+\.\w+
-    | transformers\.(trainer_utils|training_args|trainer_pt_utils|integrations\.\w+|utils\.generic)\.\w+
-    | accelerate\.(state|utils\.dataclasses)\.\w+
-    | lightning\.fabric\.utilities\.data\.AttributeDict | pytorch_lightning\.utilities\.parsing\.AttributeDict
-    | lightning\.pytorch\.utilities\.parsing\.AttributeDict | lightning_fabric\.utilities\.data\.AttributeDict
-    | omegaconf\.(dictconfig\.DictConfig|listconfig\.ListConfig|base\.\w+|nodes\.\w+) | typing\.Any
-    """,
-    re.VERBOSE,
-)
-_DTYPES = {
-    "float64": "float64", "double": "float64", "float32": "float32", "float": "float32", "float16": "float16",
-    "half": "float16",
-    "bfloat16": "bfloat16", "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2",
-    "float8_e4m3fnuz": "float8_e4m3fnuz",
-    "float8_e5m2fnuz": "float8_e5m2fnuz", "float8_e8m0fnu": "float8_e8m0fnu", "int64": "int64", "long": "int64",
-    "int32": "int32",
-    "int16": "int16", "int8": "int8", "uint8": "uint8", "uint16": "uint16", "uint32": "uint32", "uint64": "uint64",
-    "bool": "bool",
-    "complex64": "complex64", "complex128": "complex128",
-}  # fmt: skip
 
 
 class DtypeName(str):
@@ -140,9 +58,41 @@ class DtypeName(str):
     __slots__ = ()
 
 
-def _numpy_scalar(dtype: np.dtype[Any], raw: bytes | str = b"") -> Any:
+# names that run code, open files or reach the network when they are called: whoever writes them into a checkpoint wants that
+_RUNS_CODE = re.compile(
+    r"""
+    (?:os|posix|nt|posixpath|subprocess|_posixsubprocess|pty|sys|runpy|importlib|imp|code|codeop|ctypes|_ctypes|cffi|marshal)\..+
+    | (?:pickle|_pickle|shelve|dill|cloudpickle|joblib|shutil|socket|_socket|ssl|http|urllib|requests|ftplib|smtplib)\..+
+    | (?:webbrowser|multiprocessing|concurrent|asyncio|_asyncio|threading|_thread|tempfile|glob|fileinput|linecache)\..+
+    | (?:pip|pydoc|bdb|pdb|timeit|trace|cProfile|profile|doctest|tkinter|venv|ensurepip|setuptools|distutils|site|gc|atexit)\..+
+    | (?:io|_io|codecs)\.(?:open|open_code|FileIO|TextIOWrapper)  | _?pathlib\..*Path\.[a-z]\w*
+    | builtins\.(?:eval|exec|execfile|compile|open|__import__|input|breakpoint|setattr|delattr|globals|locals|vars|apply|map)
+    | _?operator\.(?:attrgetter|methodcaller|call)  | types\.(?:FunctionType|CodeType|LambdaType|MethodType)
+    | torch\.(?:load|hub|jit|package|ops|serialization\.load|utils\.cpp_extension|_inductor|_dynamo)\b.*
+    | numpy\.(?:load|fromfile|memmap|loadtxt|genfromtxt|f2py|lib\..*load|testing\..*runstring)\b.*
+    | pandas\..*read_\w+ | logging\.config\..+ | yaml\..*load\w*
+    """,
+    re.VERBOSE,
+)
+_HARMLESS = re.compile(
+    r"(?:http\.HTTP(?:Status|Method)|multiprocessing\.context|os\._Environ|sys\.version_info|importlib\.metadata)\b.*"
+)
+
+
+def runs_code(name: str) -> bool:
+    """Whether calling what this name stands for could run code, touch files or open connections."""
+    return _RUNS_CODE.fullmatch(name) is not None and _HARMLESS.fullmatch(name) is None
+
+
+def _numpy_scalar(dtype: Any, raw: bytes | str = b"") -> Any:
     data = raw.encode("latin1") if isinstance(raw, str) else raw
-    return np.frombuffer(data, dtype)[0].item()
+    return np.frombuffer(data, _plain_dtype(dtype))[0].item()
+
+
+def _plain_dtype(dtype: Any) -> np.dtype[Any]:
+    if not isinstance(dtype, _DtypeThing):
+        raise UnsafeFile("a pickled NumPy array holds objects")
+    return dtype.dtype
 
 
 def _numpy_dtype(code: Any, *_: Any) -> Any:
@@ -159,7 +109,7 @@ class _DtypeThing:
     def __init__(self, code: str) -> None:
         self.dtype = np.dtype(code)
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
+    def set_state(self, state: Any) -> None:
         if len(state) > 1 and state[1] in ("<", ">"):
             self.dtype = self.dtype.newbyteorder(state[1])
 
@@ -172,67 +122,57 @@ class PickledArray:
     def __init__(self, *_: Any) -> None:
         self.value: np.ndarray[Any, Any] = np.empty(0)
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
+    def set_state(self, state: Any) -> None:
+        """Take version, shape, dtype, order and bytes, as `ndarray.__reduce__` gives them."""
         _, shape, dtype, fortran, raw = state
         data = raw.encode("latin1") if isinstance(raw, str) else raw
-        if not isinstance(dtype, _DtypeThing) or not isinstance(data, bytes):
+        if not isinstance(data, bytes):
             raise UnsafeFile("a pickled NumPy array holds objects")
-        self.value = np.frombuffer(data, dtype.dtype).reshape(shape, order="F" if fortran else "C")
+        self.value = np.frombuffer(data, _plain_dtype(dtype)).reshape(shape, order="F" if fortran else "C")
 
 
 def _latin1(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1" if encoding not in ("utf-8", "utf8") else encoding)
 
 
-def _tuple(items: Any = ()) -> tuple[Any, ...]:
-    return tuple(items)
+def _bytes(data: Any = b"", *encoding: Any) -> bytes:
+    if isinstance(data, (list, tuple)):
+        return bytes(data)  # pyright: ignore[reportUnknownArgumentType]
+    return _latin1(data, *encoding) if isinstance(data, str) else _checked(data, bytes)
 
 
-def _made_dict(*args: Any) -> dict[Any, Any]:
-    return PlainDict(*args)
+def _checked(value: Any, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise FormatError(f"a value of kind {type(value).__name__} stands where {kind.__name__} is expected")
+    return value
 
 
-def _plain_defaultdict(*_: Any) -> dict[Any, Any]:
-    return PlainDict()
+def _plain_word(value: Any) -> str | int:
+    return value if isinstance(value, int) else _checked(value, str)
 
 
-def _inert(cls: Any) -> type[Thing]:
-    if not (isinstance(cls, _Closed) and issubclass(cls, Thing)):
-        raise UnsafeFile(f"a pickle tried to build or look into {cls!r}")
-    return cls
+def _items(value: Any = ()) -> Any:
+    """Return a container that may be turned into another one."""
+    if not isinstance(value, (list, tuple, set, frozenset, dict)):
+        raise FormatError(f"a container is made of a {type(value).__name__}")
+    return value  # pyright: ignore[reportUnknownVariableType]
 
 
-def _reconstructor(cls: Any, base: Any, state: Any) -> Any:
-    _inert(cls)
-    return cls() if state is None else cls(state)
+def _made_dict(entries: Any = ()) -> dict[Any, Any]:
+    return {check_key(k): v for k, v in (entries.items() if isinstance(entries, dict) else _items(entries))}
 
 
-def _newobj(cls: Any, *args: Any) -> Any:
-    return _inert(cls)(*args)
+def _plain_defaultdict(_factory: Any = None, entries: Any = ()) -> dict[Any, Any]:
+    return _made_dict(entries)
 
 
-def _attribute(*args: Any) -> Any:
-    """Stand for `getattr(SomeEnum, "MEMBER")`, as enums of the standard library are pickled: only on an inert class."""
-    owner, name = args
-    if not isinstance(name, str):
-        raise UnsafeFile(f"a pickle wanted getattr({owner!r}, {name!r})")
-    return _inert(owner)(name)
+def _number(kind: Callable[[Any], Any]) -> Callable[..., Any]:
+    def make(value: Any = 0) -> Any:
+        if not isinstance(value, (int, float, bool)) and not (isinstance(value, str) and len(value) < 100):
+            raise FormatError(f"a number is made of a {type(value).__name__}")
+        return kind(value)
 
-
-class _Frozen:
-    """Lets a plain function be called from a pickle, and nothing else be done with it."""
-
-    __slots__ = ("_call", "_name")
-
-    def __init__(self, name: str, call: Callable[..., Any]) -> None:
-        object.__setattr__(self, "_call", call)
-        object.__setattr__(self, "_name", name)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._call(*args)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise UnsafeFile(f"a pickle tried to set {name!r} on {self._name}")
+    return make
 
 
 _CALLS: dict[str, Callable[..., Any]] = {
@@ -240,104 +180,228 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "collections.defaultdict": _plain_defaultdict,
     "collections.Counter": _made_dict,
     "builtins.dict": _made_dict,
-    "builtins.set": lambda *a: set(*a),
-    "builtins.frozenset": lambda *a: frozenset(*a),
-    "builtins.list": lambda *a: list(*a),
-    "builtins.tuple": _tuple,
-    "builtins.bytearray": lambda *a: bytes(_latin1(*a) if a and isinstance(a[0], str) else bytes(*a)),
-    "builtins.complex": complex,
-    "builtins.slice": slice,
-    "builtins.int": int,
-    "builtins.float": float,
-    "builtins.str": str,
-    "builtins.bool": bool,
-    "builtins.getattr": _attribute,
+    "builtins.set": lambda *a: set(map(check_key, _items(*a))),
+    "builtins.frozenset": lambda *a: frozenset(map(check_key, _items(*a))),
+    "builtins.list": lambda *a: list(_items(*a)),
+    "builtins.tuple": lambda *a: tuple(_items(*a)),
+    "builtins.bytearray": _bytes,
+    "builtins.bytes": _bytes,
+    "builtins.complex": lambda *a: complex(*map(_number(float), a)),
+    "builtins.slice": lambda *a: slice(*a),
+    "builtins.int": _number(int),
+    "builtins.float": _number(float),
+    "builtins.str": lambda v="": str(_checked(v, str)),
+    "builtins.bool": _number(bool),
     "_codecs.encode": _latin1,
-    "copyreg._reconstructor": _reconstructor,
-    "copyreg.__newobj__": _newobj,
-    "torch.Size": _tuple,
-    "torch.device": lambda *a: ":".join(str(x) for x in a),
-    "torch.serialization._get_layout": str,
+    "torch.Size": lambda *a: tuple(_items(*a)),
+    "torch.device": lambda *a: ":".join(str(x) for x in map(_plain_word, a)),
+    "torch.serialization._get_layout": lambda v="": str(_checked(v, str)),
     "numpy.dtype": _numpy_dtype,
     "numpy.ndarray": PickledArray,
     "numpy.core.multiarray._reconstruct": PickledArray,
     "numpy._core.multiarray._reconstruct": PickledArray,
-    "numpy.core.multiarray.scalar": lambda d, *a: _numpy_scalar(d.dtype, *a),
-    "numpy._core.multiarray.scalar": lambda d, *a: _numpy_scalar(d.dtype, *a),
-    "io.BytesIO": lambda *a: bytes(*a),
-    "_io.BytesIO": lambda *a: bytes(*a),
+    "numpy.core.multiarray.scalar": _numpy_scalar,
+    "numpy._core.multiarray.scalar": _numpy_scalar,
+    "io.BytesIO": _bytes,
+    "_io.BytesIO": _bytes,
 }  # fmt: skip
-_TABLE: Mapping[str, _Frozen] = {name: _Frozen(name, call) for name, call in _CALLS.items()}
-_OBJECT = _Frozen("builtins.object", lambda: None)
+_DTYPES = {
+    **{name: name for name in ("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool")},
+    **{name: name for name in ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8")},
+    **{name: name for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")},
+    **{"double": "float64", "float": "float32", "half": "float16", "long": "int64"},
+}
+_OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+# what a value of the wrong kind makes a function of the table raise
+_MISFITS = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, MemoryError)
 
 
-class DataUnpickler(pickle.Unpickler):
-    """An unpickler that can only build data.
+class _Table:
+    """The names of one file. tensors: further functions, given by the archive's reader (storages and tensor rebuilders)."""
 
-    tensors: further names it may call, given by the archive reader (storages and tensor rebuilders). where: the file, for
-    messages.
-    """
-
-    def __init__(
-        self,
-        file: BinaryIO,
-        where: str,
-        tensors: Mapping[str, Any] | None = None,
-        storage: Callable[[Any], Any] | None = None,
-    ) -> None:
-        super().__init__(file, encoding="latin1")
-        self._where = where
+    def __init__(self, where: str, tensors: Mapping[str, Any] | None, storage: Callable[[Any], Any] | None) -> None:
+        self._where, self._storage = where, storage
         self._tensors = tensors or {}
-        self._storage = storage
+        self._warned: set[str] = set()
+        self.lost = 0  # tensors that could not be built
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Look a name up in the closed table; never import it."""
-        module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
-        full = f"{module}.{name}"
-        if full in self._tensors:
-            return self._tensors[full]
-        if full in _TABLE:
-            return _TABLE[full]
-        if full == "builtins.object":
-            return _OBJECT
+    def find(self, module: str, name: str) -> Any:
+        """Return a dtype, a storage class, or the name itself."""
+        full = f"{_OLD_MODULES.get(module, module)}.{name}"
+        known = self._tensors.get(full)
+        if isinstance(known, str):
+            return known
         if module == "torch" and name in _DTYPES:
             return DtypeName(_DTYPES[name])
-        if HARMLESS.fullmatch(full):
-            return stand_in(full)
-        raise UnsafeFile(
-            f"{self._where} is refused: loading it would import {full}, which is not known to be plain data. If you trust it, "
-            "load it with the framework that wrote it and save the tensors alone (safetensors, or a dict of tensors)"
-        )
+        if known is None and full not in _CALLS:
+            self._look_at(full)
+        return Name(full)
 
-    def persistent_load(self, pid: Any) -> Any:
+    def _look_at(self, full: str) -> None:
+        if full not in self._warned and runs_code(full):
+            self._warned.add(full)
+            remarks.warn(f"{self._where} names {full}, which would run code in a program that loads the file; nothing was run")
+
+    def call(self, function: Any, args: Sequence[Any], keywords: dict[str, Any] | None = None) -> Any:
+        """Build what the table knows, and a `Thing` for all else; a call that does not work costs its value alone."""
+        if not isinstance(function, Name):
+            return Thing(repr(function)[:80], args, keywords)
+        if function in ("copyreg.__newobj__", "copyreg.__newobj_ex__", "copyreg._reconstructor"):
+            return self._reconstructed(function, args)
+        if function == "builtins.getattr":
+            return self._member(args)
+        known = self._tensors.get(function) or _CALLS.get(function)
+        if known is None:
+            return Thing(function, args, keywords)
+        try:
+            return known(*args)
+        except _MISFITS as error:
+            self.lost += function in self._tensors
+            return Thing(function, args, keywords, fault=_why(args, error))
+
+    def _reconstructed(self, function: str, args: Sequence[Any]) -> Any:
+        if not args or not isinstance(args[0], Name):
+            raise FormatError("an object without a class")
+        cls, rest = args[0], args[1:]
+        if function == "copyreg._reconstructor":  # (class, base, state of the base)
+            rest = [a for a in rest[1:] if a is not None]
+        elif function == "copyreg.__newobj_ex__":
+            rest = rest[0] if rest and isinstance(rest[0], tuple) else ()
+        return self.call(cls, list(rest))  # pyright: ignore[reportUnknownArgumentType]
+
+    def _member(self, args: Sequence[Any]) -> Any:
+        """Stand for `getattr(SomeEnum, "MEMBER")`, as newer Pythons pickle enums."""
+        owner, name = (*args, None, None)[:2]
+        full = f"{owner if isinstance(owner, Name) else getattr(owner, 'name', '?')}.{name}"
+        self._look_at(full)
+        return Thing(str(owner), (name,)) if isinstance(owner, Name) else Thing("builtins.getattr", args)
+
+    def build(self, target: Any, state: Any) -> None:
+        """Keep an object's attributes; the attributes of a plain dict (`_metadata` of a state dict) are dropped."""
+        if isinstance(target, (PickledArray, _DtypeThing)):
+            target.set_state(state)
+        elif isinstance(target, Thing):
+            match state:
+                case (dict() | None as plain, dict() | None as slots):  # as copyreg pairs __dict__ and __slots__
+                    target.state |= {**(plain or {}), **(slots or {})}
+                case dict():
+                    target.state |= state
+                case _:
+                    target.state["state"] = state
+        elif not isinstance(target, (dict, list, set)):
+            raise FormatError(f"attributes are set on a {type(target).__name__}")
+
+    def append(self, target: Any, items: list[Any]) -> None:
+        """Keep the items of a class derived from list."""
+        _checked(target, Thing).state.setdefault("items", []).extend(items)
+
+    def insert(self, target: Any, entries: list[tuple[Any, Any]]) -> None:
+        """Keep the entries of a class derived from dict."""
+        _checked(target, Thing).state.update(entries)
+
+    def refer(self, pid: Any) -> Any:
         """Turn a reference to a storage into a reference to bytes of the file."""
         if self._storage is None:
-            raise FormatError(f"{self._where} refers to data outside of its pickle: {str(pid)[:80]!r}")
+            raise FormatError(f"it refers to data outside of itself: {str(pid)[:80]!r}")
         return self._storage(pid)
 
 
-# what a damaged stream makes the pickle machine raise
-_DAMAGED = (
-    pickle.UnpicklingError,
-    EOFError,
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    OverflowError,
-    MemoryError,
-)
+def _why(args: Sequence[Any], error: Exception) -> str:
+    """Say why a value could not be built: what it depends on, or what went wrong."""
+    unknown = next((a for a in args if isinstance(a, Thing)), None)
+    if unknown is None:
+        return f"cannot be read: {error or type(error).__name__}"
+    harm = ", which would run code: it is refused" if runs_code(unknown.name) else ", which is not known here"
+    return f"depends on {unknown.name}{harm}"
+
+
+def children(value: Any) -> Iterator[Any]:
+    """Yield what a container holds; nothing for a plain value or an array."""
+    if isinstance(value, dict):
+        yield from value.keys()  # pyright: ignore[reportUnknownVariableType]
+        yield from value.values()  # pyright: ignore[reportUnknownVariableType]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from value  # pyright: ignore[reportUnknownVariableType]
+    elif isinstance(value, Thing):
+        yield value.args
+        yield value.state
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, Thing)
+
+
+def check_shape(value: Any) -> None:
+    """Raise FormatError for data that no walk could get through: in itself, too deep, or shared more than it is large.
+
+    Sixty lists that each hold the one before twice are 2⁶⁰ paths.
+    """
+    sizes: dict[int, int] = {}  # id of a container → values on all paths below it, 0 while it is being looked at
+    depths: dict[int, int] = {}
+    pending = [(value, iter([c for c in children(value) if isinstance(c, _CONTAINERS)]))]
+    sizes[id(value)] = own = 0
+    while pending:
+        one, rest = pending[-1]
+        child = next(rest, None)
+        if child is not None:
+            known = sizes.get(id(child))
+            if known == 0:
+                raise FormatError("its data contains itself")
+            if known is None:
+                sizes[id(child)] = 0
+                pending.append((child, iter([c for c in children(child) if isinstance(c, _CONTAINERS)])))
+            if len(pending) > DEEPEST:
+                raise FormatError(f"its data is nested more than {DEEPEST} levels deep")
+            continue
+        pending.pop()
+        held = list(children(one))
+        inside = [id(c) for c in held if isinstance(c, _CONTAINERS)]
+        own += 1 + len(held)
+        sizes[id(one)] = 1 + len(held) + sum(sizes[i] for i in inside)
+        depths[id(one)] = 1 + max((depths[i] for i in inside), default=0)
+    if depths[id(value)] > DEEPEST:
+        raise FormatError(f"its data is nested more than {DEEPEST} levels deep")
+    if sizes[id(value)] > SHARED_LEAST + SHARED_MOST * own:
+        raise FormatError(f"its data is {own:,} values that are reached on {sizes[id(value)]:.3g} paths")
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (path, leaf) for everything in nested dicts, lists, tuples and Things with attributes, depth first."""
+    if isinstance(value, Thing) and value.state and not value.fault:
+        value = value.state
+    if isinstance(value, Mapping):
+        for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
+            yield from leaves(inner, (*path, str(key)))  # pyright: ignore[reportUnknownArgumentType]
+    elif isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            yield from leaves(inner, (*path, str(i)))
+    else:
+        yield path, value.value if isinstance(value, PickledArray) else value
+
+
+# what a damaged stream makes the machine raise
+_DAMAGED = (*_MISFITS, EOFError, RecursionError)
 
 
 def read_pickle(
-    data: bytes | BinaryIO, where: str, tensors: Mapping[str, Any] | None = None, storage: Callable[[Any], Any] | None = None
+    data: Any, where: str, tensors: Mapping[str, Any] | None = None, storage: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Return one pickled object as data. Raises UnsafeFile for a name outside the table, FormatError for a damaged stream."""
-    file = io.BytesIO(data) if isinstance(data, bytes) else data
+    """Return one pickled object as data. data: bytes or a mapped file. Raises FormatError for a damaged or hostile stream."""
+    return read_pickle_at(data, 0, where, tensors, storage)[0]
+
+
+def read_pickle_at(
+    data: Any, at: int, where: str, tensors: Mapping[str, Any] | None = None, storage: Callable[[Any], Any] | None = None
+) -> tuple[Any, int]:
+    """Return the object whose pickle begins at byte `at`, and the first byte behind it."""
+    table = _Table(where, tensors, storage)
+    machine = Machine(data, table, at)
     try:
-        return DataUnpickler(file, where, tensors, storage).load()
-    except FormatError:
-        raise
+        found = machine.run()
+        check_shape(found)
+        for path, leaf in leaves(found) if table.lost else ():
+            if isinstance(leaf, Thing) and leaf.fault:
+                remarks.fault(f"{where}: {'.'.join(path)}", leaf.fault)
     except _DAMAGED as error:
-        raise FormatError(f"{where} holds a pickle that cannot be read: {type(error).__name__}: {error}") from error
+        said = str(error) if isinstance(error, FormatError) else f"{type(error).__name__}: {error}"
+        raise FormatError(f"{where} holds a pickle that cannot be read: {said}") from error
+    return found, machine.at

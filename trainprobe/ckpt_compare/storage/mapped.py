@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
+import os
+import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,19 +18,39 @@ import numpy.typing as npt
 
 from trainprobe.ckpt_compare.pieces import Point
 from trainprobe.engine.diff.number_formats import NumberFormat
-from trainprobe.errors import FormatError
+from trainprobe.errors import FormatError, UnsafeFile
 
+LARGEST_TEXT = 1 << 28  # bytes
+LARGEST = 1 << 60  # elements of an array, dimensions of 0 left out: beyond it NumPy's own arithmetic overflows
 OPEN_FILES = 256  # mapped at the same time; the least recently used one is let go
 
 
-@lru_cache(maxsize=OPEN_FILES)
 def mapping(path: str) -> mmap.mmap:
-    """Map a whole file for reading."""
+    """Map a whole file for reading; raise FormatError for what is no regular file, or empty, or may not be read."""
     try:
-        with Path(path).open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        found = os.stat(path)  # noqa: PTH116  (called for every tensor: a Path costs more than the call)
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, a device may have no end
+            raise FormatError(f"{path} is no regular file: name a checkpoint's file or folder")
+        return _mapping(path, found.st_ino, found.st_size, found.st_mtime_ns)
+    except FormatError:
+        raise
     except (OSError, ValueError) as error:
         raise FormatError(f"{path} cannot be read: {error}. Check that the file is whole and that you may read it") from error
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _mapping(path: str, *_version: int) -> mmap.mmap:
+    """Map this version of a file: one that was written anew must not be read through the old mapping."""
+    with Path(path).open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def extent(numbers: Iterable[Any]) -> Point:
+    """Return a shape or strides; raise FormatError for one that no array has."""
+    found = tuple(numbers)
+    if not all(type(n) is int and n >= 0 for n in found) or math.prod(n for n in found if n) > LARGEST:
+        raise FormatError(f"{str(found)[:80]} is the shape of no array")
+    return found
 
 
 def forget_pages(path: str, start: int, stop: int) -> None:
@@ -35,6 +59,33 @@ def forget_pages(path: str, start: int, stop: int) -> None:
     first, stop = start - start % mmap.PAGESIZE, min(stop, len(held))
     if hasattr(held, "madvise") and stop > first:
         held.madvise(mmap.MADV_DONTNEED, first, stop - first)
+
+
+def read_text(path: Path) -> str:
+    """Return a small text file (a pointer, a configuration, an index); raise FormatError for what is none."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > LARGEST_TEXT:
+            raise FormatError(f"{path} is no text file of at most {LARGEST_TEXT >> 20} MiB")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path} cannot be read: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """Return what a small JSON file holds; raise FormatError for what is none."""
+    try:
+        return json.loads(read_text(path))
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is no valid JSON: {error}") from error
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """Return the file of this name in a folder; raise UnsafeFile for a name that leads out of it (links are followed)."""
+    if not isinstance(name, str) or not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise UnsafeFile(f"{folder} names the file {str(name)[:200]!r}, which leads out of the folder: it is not opened")
+    return folder / name
 
 
 @runtime_checkable

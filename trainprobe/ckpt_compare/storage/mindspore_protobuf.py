@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainprobe.ckpt_compare.storage.mapped import mapping
+from trainprobe.ckpt_compare.storage.mapped import extent, mapping
 from trainprobe.errors import FormatError
 
 _TRAILER = 17  # bytes: `crc_num` and a ten-byte number
@@ -132,7 +132,7 @@ def _tensor(held: mmap.mmap, tag: str, start: int, stop: int) -> Value:
             dtype = held[at:end].decode()
         elif number == 3:
             content = (at, end)
-    return Value(tag, tuple(dims), dtype, content[0], content[1] - content[0])
+    return Value(tag, extent(dims), dtype, content[0], content[1] - content[0])
 
 
 def shape_of(value: Value, itemsize: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Files written by torch.save, read without torch: the tensors stay in the file and are mapped when they are asked for.
 
 Two layouts: the zip archive (since torch 1.6; each storage is an uncompressed member) and the older stream of pickles followed
-by raw storages. The pickle inside is read as data (see inert_pickle).
+by raw storages. The pickle inside is read as data (see inert_pickle). A tensor that cannot be read costs that tensor alone.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import io
 import math
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from trainprobe.ckpt_compare.pieces import Point
-from trainprobe.ckpt_compare.storage.inert_pickle import DtypeName, PickledArray, Thing, read_pickle, stand_in
-from trainprobe.ckpt_compare.storage.mapped import HeldArray, MappedArray, mapping
+from trainprobe.ckpt_compare.storage.inert_pickle import DtypeName, read_pickle, read_pickle_at
+from trainprobe.ckpt_compare.storage.inert_pickle import leaves as leaves
+from trainprobe.ckpt_compare.storage.mapped import HeldArray, MappedArray, extent, mapping
 from trainprobe.engine.diff.number_formats import number_format
 from trainprobe.errors import FormatError
 
@@ -32,17 +33,19 @@ _STORAGES = {
 }  # fmt: skip
 
 
+LARGEST_REPEAT = 1 << 28  # bytes of a tensor that shows the elements of its storage more than once
+_DAMAGED_ZIP = (zipfile.BadZipFile, KeyError, EOFError, struct.error, OSError, ValueError, RuntimeError, OverflowError)
+Places = dict[str, tuple[int, int]]  # storage → first byte in the file, bytes
+
+
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """Bytes of one storage in the file; dtype is that of its typed class.
-
-    `slot` is filled once the place is known (old layout).
-    """
+    """Bytes of one storage in the file; dtype is that of its typed class."""
 
     path: str
     key: str
     dtype: str
-    places: dict[str, int]
+    places: Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,15 @@ def _tensor(storage: _Storage, offset: int, size: Point, stride: Point, *_: Any,
     fmt = number_format(dtype or storage.dtype)
     if storage.key not in storage.places:
         raise FormatError(f"{storage.path} lacks the data of storage {storage.key}: the file is truncated, copy it again")
-    shape, stride = tuple(size), tuple(stride)
-    start = storage.places[storage.key] + offset * fmt.itemsize
-    return MappedArray(storage.path, start, shape, fmt, None if _row_major(shape, stride) else stride)
+    shape, stride = extent(size), extent(stride)
+    first, held = storage.places[storage.key]
+    start = offset * fmt.itemsize
+    array = MappedArray(storage.path, first + start, shape, fmt, None if _row_major(shape, stride) else stride)
+    if start < 0 or start + array.span > held:
+        raise FormatError(f"its shape {list(shape)} {fmt.name} reaches to byte {start + array.span} of a storage of {held}")
+    if array.strides is not None and math.prod(shape) * fmt.itemsize > max(held, LARGEST_REPEAT):
+        raise FormatError(f"its shape {list(shape)} {fmt.name} repeats the elements of a storage of {held} bytes")
+    return array
 
 
 def _tensor_v3(
@@ -85,6 +94,12 @@ def _wrapper_subclass(cls: Any, *_args: Any) -> Any:
     raise FormatError(f"tensor subclass {cls} is stored as a wrapper that cannot be read as numbers")
 
 
+def _from_type(function: Any, _type: Any, args: Any, _state: Any) -> Any:
+    if function not in _REBUILD:
+        raise FormatError(f"depends on {function}, which is not known here")
+    return _REBUILD[function](*args)
+
+
 def _dtensor(*args: Any) -> Any:
     return ShardedTensor(args[0], args[1:])
 
@@ -100,38 +115,39 @@ _REBUILD: dict[str, Any] = {
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch._tensor._rebuild_from_type_v2": lambda func, _type, args, _state: func(*args),
+    "torch._tensor._rebuild_from_type_v2": _from_type,
     "torch._utils._rebuild_wrapper_subclass": _wrapper_subclass,
     "torch.distributed.tensor._api._rebuild_dtensor": _dtensor,
     "torch._utils._rebuild_device_tensor_from_numpy": lambda data, *_: data,
     "torch.storage._load_from_bytes": lambda data: load_bytes(data, "a tensor inside a pickle"),
-    "torch.Tensor": stand_in("torch.Tensor"),
-    "torch.nn.parameter.Parameter": stand_in("torch.nn.parameter.Parameter"),
-    "torch.distributed.tensor.DTensor": stand_in("torch.distributed.tensor.DTensor"),
     **_STORAGE_NAMES,
 }
 
 
 def is_torch_file(path: str) -> bool:
     """Whether the file looks as if torch.save had written it."""
+    if not Path(path).is_file():
+        return False
     try:
         with Path(path).open("rb") as file:
-            head = file.read(4)
-            if head == b"PK\x03\x04":
-                return _has_data_pickle(path)
-            return head[:1] == b"\x80" and _is_legacy(file)
-    except (OSError, zipfile.BadZipFile):
+            head = file.read(20)
+        if head[:4] == b"PK\x03\x04":
+            with zipfile.ZipFile(path) as archive:
+                return _pickle_in(archive) is not None
+    except _DAMAGED_ZIP:
         return False
+    return head[:1] == b"\x80" and _LEGACY_MAGIC.to_bytes(10, "little") in head
 
 
-def _has_data_pickle(path: str) -> bool:
-    with zipfile.ZipFile(path) as archive:
-        return any(n.endswith("/data.pkl") or n == "data.pkl" for n in archive.namelist())
+def _pickle_in(archive: zipfile.ZipFile) -> str | None:
+    return next((n for n in archive.namelist() if n.endswith("/data.pkl") or n == "data.pkl"), None)
 
 
-def _is_legacy(file: BinaryIO) -> bool:
-    file.seek(0)
-    return _LEGACY_MAGIC.to_bytes(10, "little") in file.read(20)
+def _member(archive: zipfile.ZipFile, name: str) -> bytes:
+    """Return a member of the archive as it is stored; raise FormatError for a compressed one, whose size nothing bounds."""
+    if archive.getinfo(name).compress_type != zipfile.ZIP_STORED:
+        raise FormatError("it is a compressed zip archive: torch.save never writes one, save it again")
+    return archive.read(name)
 
 
 def mentions(path: str, word: bytes) -> bool:
@@ -140,9 +156,9 @@ def mentions(path: str, word: bytes) -> bool:
         return mapping(path).find(word) >= 0
     try:
         with zipfile.ZipFile(path) as archive:
-            pickled = next(n for n in archive.namelist() if n.endswith("data.pkl"))
-            return word in archive.read(pickled)
-    except (zipfile.BadZipFile, StopIteration, EOFError):
+            pickled = _pickle_in(archive)
+            return pickled is not None and word in _member(archive, pickled)
+    except _DAMAGED_ZIP:
         return False
 
 
@@ -167,24 +183,22 @@ def load_part(path: str, start: int, length: int) -> Any:
 
 def load_bytes(data: bytes, where: str) -> Any:
     """Return what torch.save wrote into a byte string; its tensors are held in memory."""
-    held: dict[str, Any] = {}
-    if data[:4] != b"PK\x03\x04":
-        raise FormatError(f"{where} is not a torch archive")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        pickled = next(n for n in archive.namelist() if n.endswith("data.pkl"))
+        pickled = _pickle_in(archive)
+        if pickled is None:
+            raise FormatError(f"{where} is not a torch archive")
         root = pickled[: -len("data.pkl")]
 
         def storage(pid: Any) -> Any:
-            held[str(pid[2])] = archive.read(f"{root}data/{pid[2]}")
-            return held[str(pid[2])], str(pid[1])
+            return _member(archive, f"{root}data/{pid[2]}"), str(pid[1])
 
         def tensor(store: Any, offset: int, size: Point, stride: Point, *_: Any) -> HeldArray:
             fmt = number_format(store[1].removeprefix("storage:"))
-            count = math.prod(size)
-            flat = np.frombuffer(store[0], np.uint8, count * fmt.itemsize, offset * fmt.itemsize).view(fmt.storage)
-            return HeldArray(flat.reshape(tuple(size)), fmt)
+            shape = extent(size)
+            flat = np.frombuffer(store[0], np.uint8, math.prod(shape) * fmt.itemsize, offset * fmt.itemsize)
+            return HeldArray(flat.view(fmt.storage).reshape(shape), fmt)
 
-        return read_pickle(archive.read(pickled), where, {**_REBUILD, "torch._utils._rebuild_tensor_v2": tensor}, storage)
+        return read_pickle(_member(archive, pickled), where, {**_REBUILD, "torch._utils._rebuild_tensor_v2": tensor}, storage)
 
 
 class _Section(io.RawIOBase):
@@ -200,8 +214,11 @@ class _Section(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = (0, self._at, self._length)[whence] + offset
-        return self._at
+        at = (0, self._at, self._length)[whence] + offset
+        if at < 0:
+            raise OSError("a place before the beginning of the file")
+        self._at = at
+        return at
 
     def tell(self) -> int:
         return self._at
@@ -216,39 +233,40 @@ class _Section(io.RawIOBase):
 def _zip_load(path: str, start: int, length: int) -> Any:
     try:
         with zipfile.ZipFile(_Section(path, start, length)) as archive:  # pyright: ignore[reportArgumentType]
-            names = archive.namelist()
-            pickled = next((n for n in names if n.endswith("/data.pkl") or n == "data.pkl"), None)
+            pickled = _pickle_in(archive)
             if pickled is None:
-                raise FormatError(f"{path} is a zip file without a data.pkl: not written by torch.save")
+                raise FormatError("it is a zip file without a data.pkl: not written by torch.save")
             root = pickled[: -len("data.pkl")]
-            _refuse_big_endian(archive, root, path)
+            _refuse_big_endian(archive, root)
             places = _places(archive, root, path, start)
-            data = archive.read(pickled)
-    except (zipfile.BadZipFile, KeyError, EOFError, struct.error) as error:
+            data = _member(archive, pickled)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
+    except _DAMAGED_ZIP as error:
         raise FormatError(f"{path} is damaged or truncated ({error}): copy it again") from error
     return read_pickle(data, path, _REBUILD, _storage_finder(path, places))
 
 
-def _refuse_big_endian(archive: zipfile.ZipFile, root: str, path: str) -> None:
-    if f"{root}byteorder" in archive.namelist() and archive.read(f"{root}byteorder") != b"little":
-        raise FormatError(f"{path} holds big-endian numbers: save it again on a little-endian machine")
+def _refuse_big_endian(archive: zipfile.ZipFile, root: str) -> None:
+    if f"{root}byteorder" in archive.NameToInfo and _member(archive, f"{root}byteorder") != b"little":
+        raise FormatError("it holds big-endian numbers: save it again on a little-endian machine")
 
 
-def _places(archive: zipfile.ZipFile, root: str, path: str, start: int) -> dict[str, int]:
-    """Return storage key → first byte in the file. The local header repeats the name and may be padded, so it is read."""
-    held, places = mapping(path), dict[str, int]()
+def _places(archive: zipfile.ZipFile, root: str, path: str, start: int) -> Places:
+    """Return where each storage lies. The local header repeats the name and may be padded, so it is read."""
+    held, places = mapping(path), Places()
     for info in archive.infolist():
         if not info.filename.startswith(f"{root}data/"):
             continue
         if info.compress_type != zipfile.ZIP_STORED:
-            raise FormatError(f"{path} is a compressed zip archive: torch.save never writes one, save it again")
+            raise FormatError("it is a compressed zip archive: torch.save never writes one, save it again")
         header = start + info.header_offset
         name, extra = struct.unpack("<HH", held[header + 26 : header + 30])
-        places[info.filename.removeprefix(f"{root}data/")] = header + 30 + name + extra
+        places[info.filename.removeprefix(f"{root}data/")] = header + 30 + name + extra, info.file_size
     return places
 
 
-def _storage_finder(path: str, places: dict[str, int]) -> Callable[[Any], _Storage]:
+def _storage_finder(path: str, places: Places) -> Callable[[Any], _Storage]:
     def find(pid: Any) -> _Storage:
         kind, cls, key = pid[0], str(pid[1]), str(pid[2])
         if kind != "storage":
@@ -263,50 +281,42 @@ def _legacy_load(path: str) -> Any:
 
     Magic, protocol, system info, the object, storage keys, then count and bytes of each storage.
     """
-    with Path(path).open("rb") as file:
-        if read_pickle(file, path) != _LEGACY_MAGIC:
-            raise FormatError(f"{path} is a bare pickle and no torch file")
-        read_pickle(file, path)
-        if not read_pickle(file, path).get("little_endian", True):
-            raise FormatError(f"{path} holds big-endian numbers: save it again on a little-endian machine")
-        at = file.tell()
-        dtypes: dict[str, str] = {}
+    held = mapping(path)
+    magic, at = read_pickle_at(held, 0, path)
+    if magic != _LEGACY_MAGIC:
+        raise FormatError(f"{path} is a bare pickle and no torch file")
+    _, at = read_pickle_at(held, at, path)
+    system, at = read_pickle_at(held, at, path)
+    if not isinstance(system, dict) or not system.get("little_endian", True):  # pyright: ignore
+        raise FormatError(f"{path} holds big-endian numbers: save it again on a little-endian machine")
+    places = Places()  # filled below: the storages lie behind the object
+    dtypes: dict[str, str] = {}
+    finder = _storage_finder(path, places)
 
-        def note(pid: Any) -> None:
-            dtypes[str(pid[2])] = str(pid[1]).removeprefix("storage:")
+    def note(pid: Any) -> None:
+        dtypes[str(pid[2])] = finder(pid).dtype
 
-        # first pass: which storages there are; the tensors are built in the second, when their places are known
-        read_pickle(file, path, {name: _nothing for name in _REBUILD if "_rebuild" in name} | _STORAGE_NAMES, note)
-        keys = read_pickle(file, path)
-        places = _legacy_places(path, file.tell(), [(str(key), dtypes[str(key)]) for key in keys])
-        file.seek(at)
-        return read_pickle(file, path, _REBUILD, _storage_finder(path, places))
+    # first pass: which storages there are; the tensors are built in the second, when their places are known
+    _, end = read_pickle_at(held, at, path, {name: _nothing for name in _REBUILD if "_rebuild" in name} | _STORAGE_NAMES, note)
+    keys, end = read_pickle_at(held, end, path)
+    if not isinstance(keys, (list, tuple)) or any(str(key) not in dtypes for key in keys):  # pyright: ignore
+        raise FormatError(f"{path} is damaged: its list of storages does not fit its tensors")
+    places.update(_legacy_places(path, end, [(str(key), dtypes[str(key)]) for key in keys]))  # pyright: ignore
+    return read_pickle_at(held, at, path, _REBUILD, finder)[0]
 
 
 def _nothing(*_: Any) -> None:
     return None
 
 
-def _legacy_places(path: str, start: int, storages: list[tuple[str, str]]) -> dict[str, int]:
-    held, places = mapping(path), dict[str, int]()
+def _legacy_places(path: str, start: int, storages: list[tuple[str, str]]) -> Places:
+    held, places = mapping(path), Places()
     for key, dtype in storages:
         if start + 8 > len(held):
             raise FormatError(f"{path} is truncated before storage {key}: copy it again")
         (count,) = struct.unpack("<q", held[start : start + 8])
-        places[key] = start + 8
-        start += 8 + count * number_format(dtype).itemsize
+        if count < 0:
+            raise FormatError(f"{path} is damaged: storage {key} has {count} elements")
+        places[key] = start + 8, count * number_format(dtype).itemsize
+        start += 8 + places[key][1]
     return places
-
-
-def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (path, leaf) for everything in nested dicts, lists, tuples and Things, depth first."""
-    if isinstance(value, Thing) and value.state:
-        value = value.state
-    if isinstance(value, (dict, Mapping)):
-        for key, inner in value.items():
-            yield from leaves(inner, (*path, str(key)))
-    elif isinstance(value, (list, tuple)):
-        for i, inner in enumerate(value):
-            yield from leaves(inner, (*path, str(i)))
-    else:
-        yield path, value.value if isinstance(value, PickledArray) else value

@@ -19,9 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.ckpt_compare.pieces import LogicalTensor, Piece, Point, Problem, Source, window
-from trainprobe.ckpt_compare.storage.mapped import HeldArray, MappedArray
+from trainprobe.ckpt_compare.storage.mapped import HeldArray, MappedArray, extent, read_json
 from trainprobe.engine.diff.number_formats import NumberFormat, number_format
 from trainprobe.errors import FormatError, MissingExtra
+
+MOST_CHUNKS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,14 @@ class PackedChunk:
 def read_zarr(folder: Path, name: str, problems: list[Problem]) -> LogicalTensor:
     """Return the array in `folder` with one piece a chunk; raise FormatError for a `.zarray` that cannot be understood."""
     try:
-        meta = json.loads((folder / ".zarray").read_text(encoding="utf-8"))
-        shape, chunk = tuple(map(int, meta["shape"])), tuple(map(int, meta["chunks"]))
+        meta = read_json(folder / ".zarray")
+        shape, chunk = extent(meta["shape"]), extent(meta["chunks"])
         fmt = number_format(_dtype(meta["dtype"]))
         if meta["zarr_format"] != 2 or meta.get("filters") or meta["order"] not in ("C", "F") or len(chunk) != len(shape):
             raise ValueError("zarr version 2 without filters is what can be read")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True)) > MOST_CHUNKS:
+            raise ValueError(f"shape {list(shape)} in chunks of {list(chunk)} are more than {MOST_CHUNKS} chunks")
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise FormatError(f"{folder / '.zarray'} cannot be read: {error}") from error
     return LogicalTensor(name, shape, tuple(_pieces(folder, name, shape, chunk, fmt, meta, problems)))
 
