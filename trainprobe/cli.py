@@ -25,7 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "demo": ("trainprobe.demo.command:demo", "train a small GPT with the probe on and show what it saw"),
     "plan": ("trainprobe.engine.plan_command:plan", "check, explain or export the schema of a plan"),
     "report": ("trainprobe.monitor.report_command:report", "one self-contained HTML page of a run"),
-    "judge": ("trainprobe.monitor.judge_command:judge", "apply the rules to a recorded run again"),
+    "judge": ("trainprobe.monitor.judge_command:judge", "the findings of a run, recorded and worked out again"),
     "top": ("trainprobe.monitor.top_command:top", "live terminal view of a run"),
     "black-box": ("trainprobe.monitor.black_box.black_box_command:black_box", "the last steps before something happened"),
     "csv2tb": ("trainprobe.monitor.csv2tb_command:csv2tb", "turn metric CSV files into TensorBoard event files"),

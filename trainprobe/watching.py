@@ -311,7 +311,7 @@ class Probe(EngineProbe):
             written=any(sink in self.plan.sinks for sink in ("jsonl", "dump", "csv")),
             stopped=self.guard.tripped is not None,
         )
-        self.console.line(" ".join((end_line(run, self.findings), *self.sentences)))
+        self.console.line(". ".join((end_line(run, self.findings), *self.sentences)))
 
     def end_step(self, *, complete: bool = True) -> Reel | None:
         """End the step; see `engine.probe.Probe.end_step`. A rank whose probe has stopped still answers the others' audit."""

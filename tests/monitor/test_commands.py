@@ -5,8 +5,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from watched_training import watched_training
 
+import trainprobe
 from trainprobe.cli import main
 from trainprobe.monitor.top_command import spark
 
@@ -23,6 +25,58 @@ def test_judge_prints_the_findings_and_returns_one(run, capsys):
     out = capsys.readouterr().out
     assert "error   nonfinite (step 50, rank 0)" in out
     assert "60 steps of 1 rank, 9 rules: 1 error" in out
+
+
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory) -> Path:
+    """The folder of a run whose optimizer lacks a layer: only the audit sees that, and a rule that the layer does not move."""
+    folder = tmp_path_factory.mktemp("audited") / "run"
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(list(model.parameters())[2:], lr=0.1)
+    plan = {"level": "off", "monitor": True, "audit": {"every": 2}, "console": False}
+    with trainprobe.watch(model, optimizer, plan, output=folder) as probe:
+        for _ in range(12):  # `frozen` comes at step 10
+            with probe.step():
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+    return folder
+
+
+def test_judge_shows_what_the_audit_recorded_and_returns_one(audited, capsys):
+    assert main(["judge", str(audited)]) == 1
+    first, *_ = capsys.readouterr().out.splitlines()
+    where = "(step 0, rank 0, also at 5 later steps until step 10)"
+    assert first.startswith(f"error   ownership {where} [recorded]: the optimizer owns 4 of 6")
+
+
+def test_what_is_recorded_and_found_again_is_one_entry_with_both_origins(audited, capsys):
+    assert main(["judge", str(audited), "--json"]) == 1
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(f["rule"], f["origin"], f["count"], f["last_step"]) for f in told] == [
+        ("ownership", "recorded", 6, 10),
+        ("movement", "recorded", 6, 10),
+        ("frozen", "both", 1, None),
+    ]
+
+
+def test_judge_with_chosen_rules_leaves_the_audit_out(audited, capsys):
+    assert main(["judge", str(audited), "--rules", "spike"]) == 0
+    assert "nothing found" in capsys.readouterr().out
+
+
+def test_judge_shows_recorded_findings_where_there_is_no_log_of_steps(audited, tmp_path, capsys):
+    (tmp_path / "rank0").mkdir()
+    (found,) = audited.rglob("findings.jsonl")
+    (tmp_path / "rank0" / "findings.jsonl").write_bytes(found.read_bytes())
+    assert main(["judge", str(tmp_path)]) == 1
+    assert "ownership" in capsys.readouterr().out
+
+
+def test_top_shows_what_the_audit_recorded_cause_first(audited, capsys):
+    assert main(["top", str(audited), "--once"]) == 0
+    out = capsys.readouterr().out
+    assert 0 < out.index("ownership") < out.index("frozen")
 
 
 def test_judge_with_chosen_rules_that_find_nothing_returns_zero(run, capsys):

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainprobe.engine.findings import merged, place_in_words
+from trainprobe.engine.findings import place_in_words
 from trainprobe.engine.records import Finding, Place
 from trainprobe.errors import FormatError
 from trainprobe.monitor.run_folder import read_findings
-from trainprobe.monitor.watcher import in_order
+from trainprobe.monitor.watcher import causes
 
 OWN = frozenset({"plan", "probe", "guard", "writer", "kernels", "alerts"})  # about the tool: printed when they were made
 LONG = 400  # characters of a message
@@ -38,7 +38,7 @@ class Run:
 
 def end_line(run: Run, findings: Sequence[Finding]) -> str:
     """Return the line, without the tool's name. findings: of this rank; what other ranks wrote in this run is added."""
-    found = [f for f in in_order(merged([*findings, *_of_other_ranks(run)])) if _matters(f)]
+    found = [f for f in causes([*findings, *_of_other_ranks(run)]) if _matters(f)]
     if found:
         outcome = f"{_number(len(found), 'finding')} ({_by_rule(found)}); {_first(found)}"
     else:

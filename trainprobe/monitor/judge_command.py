@@ -1,11 +1,11 @@
-"""`trainprobe judge DIR`: applies the rules to a recorded run again; what they find is what they would have found live."""
+"""`trainprobe judge DIR`: what a run found, the audit included, beside what the rules find in its record now."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import orjson
 import typer
@@ -13,41 +13,73 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from trainprobe.engine.findings import place_in_words, schema_text
 from trainprobe.engine.records import Finding
 from trainprobe.errors import FormatError, PlanError
+from trainprobe.monitor.findings_of_run import Told, all_findings
+from trainprobe.monitor.frames import Frame
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.rules import RuleOptions, rule_names
-from trainprobe.monitor.run_folder import read_frames
-from trainprobe.monitor.watcher import in_order, judge_frames
+from trainprobe.monitor.run_folder import read_findings, read_frames
+from trainprobe.monitor.watcher import judge_frames
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+_ORIGINS = {"recorded": "recorded", "judged": "found now", "both": "recorded and found now"}
+
+
+def _print_schema(wanted: bool) -> None:
+    if wanted:
+        typer.echo(schema_text(), nl=False)
+        raise typer.Exit
 
 
 def judge(
     folder: Annotated[Path, typer.Argument(help="folder that the run wrote to", metavar="DIR")],
     rules: Annotated[
-        str | None, typer.Option("--rules", help="names between commas, or a YAML file of rules and their settings")
+        str | None,
+        typer.Option("--rules", help="only these: names between commas, or a YAML file of rules and their settings"),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="one JSON object a finding")] = False,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object a finding, with its origin")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="print the JSON schema of a finding", is_eager=True, callback=_print_schema)
+    ] = False,
 ) -> int:
-    """Judge the run in DIR. Exit code: 0 nothing to worry about, 1 a warning or an error was found, 3 cannot be judged."""
-    chosen = read_rules(rules)
-    steps = Counter[int]()
+    """Show what the run in DIR found, the audit included, and what the rules find in its record now.
 
-    def counted() -> Any:
+    Exit code: 0 nothing to worry about, 1 there is a warning or an error, 3 there is nothing to judge.
+    """
+    chosen = read_rules(rules)
+    recorded = [f for f in read_findings(folder) if rules is None or f.rule in chosen]
+    steps = Counter[int]()
+    told = all_findings(recorded, _judge_again(folder, chosen, steps, bool(recorded)))
+    if json:
+        for one in told:
+            typer.echo(orjson.dumps(one.to_json(), default=str).decode())
+    else:
+        _show(told, steps, chosen)
+    return int(any(one.finding.severity != "info" for one in told))
+
+
+def _judge_again(folder: Path, rules: dict[str, RuleOptions], steps: Counter[int], recorded: bool) -> list[Finding]:
+    """Apply the rules to the record and count the steps of each rank.
+
+    Raises FormatError when there is no record, unless the run recorded findings, which can be shown by themselves.
+    """
+
+    def frames() -> Iterator[Frame]:
         for frame in read_frames(folder):
             steps[frame.place.rank] += 1
             yield frame
 
-    found = in_order(judge_frames(counted(), chosen))
-    if not steps:
+    try:
+        found = judge_frames(frames(), rules)
+    except FormatError:
+        if not recorded or steps:
+            raise
+        return []
+    if not steps and not recorded:
         raise FormatError(f"{folder} holds no step that could be judged: the run wrote none before it ended, or not to here")
-    if json:
-        for finding in found:
-            typer.echo(orjson.dumps(dataclasses.asdict(finding), default=str).decode())
-    else:
-        _show(found, steps, chosen)
-    return int(any(f.severity != "info" for f in found))
+    return found
 
 
 def read_rules(text: str | None) -> dict[str, RuleOptions]:
@@ -70,21 +102,20 @@ def read_rules(text: str | None) -> dict[str, RuleOptions]:
     return make_rules(names)
 
 
-def _show(found: list[Finding], steps: Counter[int], rules: dict[str, RuleOptions]) -> None:
+def _show(told: list[Told], steps: Counter[int], rules: dict[str, RuleOptions]) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    for finding in found:
-        where = [f"step {finding.step}"] if finding.step is not None else []
-        where += [f"rank {finding.place.rank}"] if finding.place else []
+    for one in told:
+        finding, where = one.finding, place_in_words(one.finding)
         line = Text(f"{finding.severity:<8}", style=_COLOURS[finding.severity])
-        console.print(line.append(f"{finding.rule} ", style="bold not dim").append(f"({', '.join(where)}): {finding.message}"))
+        line.append(f"{finding.rule} ", style="bold not dim").append(f"({where}) " if where else "")
+        console.print(line.append(f"[{_ORIGINS[one.origin]}]: {finding.message}"))
         if finding.next:
             console.print(Text(f"        → {finding.next}", style="dim"))
-    count = Counter(f.severity for f in found)
-    told = ", ".join(f"{n} info" if severity == "info" else _counted(n, severity) for severity, n in count.items())
-    seen = ", ".join(
-        (f"{_counted(sum(steps.values()), 'step')} of {_counted(len(steps), 'rank')}", _counted(len(rules), "rule"))
-    )
-    console.print(f"{seen}: {told or 'nothing found'}")
+    count = Counter(one.finding.severity for one in told)
+    found = ", ".join(f"{n} info" if severity == "info" else _counted(n, severity) for severity, n in count.items())
+    seen = f"{_counted(max(steps.values(), default=0), 'step')} of {_counted(len(steps), 'rank')}"
+    seen += f", {_counted(len(rules), 'rule')}" if steps else " to judge again"
+    console.print(f"{seen}: {found or 'nothing found'}")
 
 
 def _counted(number: int, what: str) -> str:

@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from trainprobe.monitor.findings_of_run import of_rules
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.report import write_page
 from trainprobe.monitor.report.from_run import collect_series, view_of
 from trainprobe.monitor.run_folder import read_findings, read_frames
 from trainprobe.monitor.series import Series
-from trainprobe.monitor.watcher import in_order, judge_frames
+from trainprobe.monitor.watcher import judge_frames
 
 
 def report(
@@ -24,12 +25,14 @@ def report(
 ) -> int:
     """Write one self-contained HTML page of the run in DIR."""
     series: dict[int, Series] = {}
-    findings = [] if judge else read_findings(folder)
-    judged = judge or not findings
+    recorded = read_findings(folder)
+    judged = judge or not of_rules(recorded)
     found = judge_frames(collect_series(read_frames(folder), series), make_rules(None) if judged else {})
-    findings = found if judged else findings
-    meta = {"findings by": "rules applied when this page was written" if judged else "the run itself"}
+    findings = found if judge else [*recorded, *found]
+    by = ["the run itself"] if recorded and not judge else []
+    by += ["rules applied when this page was written"] if judged else []
+    meta = {"findings by": ", ".join(by)}
     target = output or (folder if folder.is_dir() else folder.parent) / "report.html"
-    page = write_page(view_of(title or folder.resolve().name, series, in_order(findings), meta), target)
+    page = write_page(view_of(title or folder.resolve().name, series, findings, meta), target)
     Console(highlight=False, soft_wrap=True).print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", markup=False)
     return 0

@@ -16,15 +16,18 @@ from rich.table import Table
 from rich.text import Text
 
 from trainprobe.engine.dumps.record_log import decode
+from trainprobe.engine.findings import place_in_words
 from trainprobe.engine.records import Finding
+from trainprobe.monitor.findings_of_run import all_findings, of_rules
 from trainprobe.monitor.frames import F64, Frame, Tracks, frame_of_reel
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.report.from_run import worst_offenders
 from trainprobe.monitor.run_folder import find_logs, read_findings, read_frames
 from trainprobe.monitor.scalar_names import role_of
 from trainprobe.monitor.series import Series
-from trainprobe.monitor.watcher import Watcher, in_order
+from trainprobe.monitor.watcher import Watcher
 
+SHOWN = 8  # findings
 BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
@@ -53,7 +56,10 @@ class Tail:
 
 
 class View:
-    """What the terminal shows: series of every rank, and findings, those of the run or else of the rules applied here."""
+    """What the terminal shows: series of every rank, and the findings of the run.
+
+    Where no rule found anything in the run itself, the rules are applied here.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,12 +75,13 @@ class View:
 
     def render(self) -> Group:
         """Return the view as it is now."""
-        findings = in_order(read_findings(self.folder) or self.judged)
+        recorded = read_findings(self.folder)
+        found = all_findings(recorded, [] if of_rules(recorded) else self.judged)
         steps = [s.last_step for s in self.series.values() if s.last_step is not None]
         head = Text.assemble(
             (str(self.folder), "bold"), f"   last step {max(steps) if steps else '—'}   ranks {len(self.series)}"
         )
-        return Group(head, self._scalars(), self._offenders(), _finding_panel(findings))
+        return Group(head, self._scalars(), self._offenders(), _finding_panel([told.finding for told in found]))
 
     def _scalars(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
@@ -100,9 +107,11 @@ class View:
 
 def _finding_panel(findings: list[Finding]) -> Panel:
     lines = [
-        Text.assemble((f"{f.severity:<8}", _COLOURS[f.severity]), (f"{f.rule} ", "bold"), f"step {f.step}: {f.message}")
-        for f in findings[-8:]
+        Text.assemble((f"{f.severity:<8}", _COLOURS[f.severity]), (f"{f.rule} ", "bold"), f"({place_in_words(f)}): {f.message}")
+        for f in findings[:SHOWN]
     ]
+    if len(findings) > SHOWN:
+        lines.append(Text(f"and {len(findings) - SHOWN} more: trainprobe judge", style="dim"))
     body = Group(*lines) if lines else Text("nothing found", style="green")
     return Panel(body, title=f"findings: {len(findings)}", title_align="left", border_style="dim")
 

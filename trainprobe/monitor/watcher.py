@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from trainprobe.engine.findings import ranks_of
+from trainprobe.engine.findings import merged, ranks_of
 from trainprobe.engine.records import Finding, Reel
 from trainprobe.errors import FormatError
 from trainprobe.monitor.audit.relations import STAGES, load_relation, relation_names
@@ -88,6 +89,32 @@ def judge_frames(frames: Iterable[Frame], rules: Mapping[str, RuleOptions]) -> l
         watcher = watchers.setdefault(frame.place.rank, Watcher(rules))
         found += watcher.judge(frame)
     return in_order(found)
+
+
+def causes(findings: Iterable[Finding]) -> list[Finding]:
+    """Return one finding a cause, causes before consequences.
+
+    A NaN that other ranks see only once gradients have been exchanged is that of the rank where it arose earlier in the step.
+    """
+    found: list[Finding] = []
+    born: dict[int | None, int] = {}  # step → where in `found` the origin of its non-finite values is
+    for finding in in_order(merged(findings)):
+        origin = born.get(finding.step) if finding.rule == "nonfinite" else None
+        if origin is not None and _came_from(finding, found[origin]):
+            ranks = tuple(sorted({*ranks_of(found[origin]), *ranks_of(finding)}))
+            found[origin] = replace(found[origin], ranks=ranks)
+            continue
+        if finding.rule == "nonfinite":
+            born.setdefault(finding.step, len(found))
+        found.append(finding)
+    return found
+
+
+def _came_from(finding: Finding, origin: Finding) -> bool:
+    """Tell whether a non-finite value was seen after the exchange of gradients, and `origin` before it on another rank."""
+    exchanged = STAGES.index("whole gradient")
+    elsewhere = not {*ranks_of(finding)} & {*ranks_of(origin)}
+    return elsewhere and _stage(origin)[0] < exchanged <= _stage(finding)[0] and origin.severity == finding.severity
 
 
 def in_order(findings: Sequence[Finding]) -> list[Finding]:

@@ -16,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from trainprobe.engine.findings import place_in_words
 from trainprobe.engine.records import Finding
 from trainprobe.errors import OutputError
 from trainprobe.monitor.report.planes import Codes, bucket, pack, smallest
 from trainprobe.monitor.report.run_view import Curve, Metric, RunView
+from trainprobe.monitor.watcher import causes
 
 CELL_BUDGET = 20_000_000  # bytes of heatmap before compression; a larger run joins neighbouring steps, single ranks first
 CURVE_POINTS = 8_192  # a longer curve keeps the smallest and largest value of each stretch
@@ -93,7 +95,7 @@ def _describe(run: RunView, blobs: _Blobs) -> dict[str, Any]:
         "meta": [[str(k), str(v)] for k, v in run.meta.items()],
         "scalars": [_describe_curve(name, curve, blobs) for name, curve in run.scalars.items()],
         "metrics": [_describe_metric(m, every, blobs) for m in run.metrics],
-        "findings": [_describe_finding(f) for f in run.findings],
+        "findings": [_describe_finding(f) for f in causes(run.findings)],
         "tables": [{"title": t.title, "columns": list(t.columns), "rows": [list(r) for r in t.rows]} for t in run.tables],
         "notes": list(run.notes),
     }
@@ -196,6 +198,8 @@ def _describe_finding(finding: Finding) -> dict[str, Any]:
         "message": finding.message,
         "step": finding.step,
         "rank": place.rank if place else None,
+        "when": place_in_words(finding),
+        "names": list(finding.names),
         "name": site.name if site else None,
         "slot": site.slot if site else None,
         "kind": site.kind if site else None,

@@ -60,8 +60,8 @@ class RunView:
     """All that the page of one run shows.
 
     meta: label → text, shown under the title. scalars: name → (steps [S], values [S]), drawn as curves in this order.
-    metrics: the heatmaps. findings: what the rules said, in any order. tables: shown last. notes: sentences on what was
-    not seen, shown beside the findings.
+    metrics: the heatmaps. findings: in any order; the page shows one entry a cause, causes first. tables: shown last. notes:
+    sentences on what was not seen, shown beside the findings.
     """
 
     title: str

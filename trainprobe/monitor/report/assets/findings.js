@@ -1,20 +1,17 @@
-// What the rules found, first offender first, and the run at a glance.
-const WEIGHT = { error: 0, warning: 1, info: 2 };
+// What was found, causes first and notes last, and the run at a glance.
 let offender;
 
 function firstOffender() {
   if (offender !== undefined) return offender;
-  const placed = run.findings.filter((f) => f.step !== null && f.severity !== "info");
-  const errors = placed.filter((f) => f.severity === "error");
-  offender = (errors.length ? errors : placed).reduce((a, b) => (a === null || b.step < a.step ? b : a), null);
+  offender = run.findings.find((f) => f.step !== null && f.severity !== "info") ?? null;
   return offender;
 }
 
 function listFindings() {
-  const list = document.getElementById("finding-list"), first = firstOffender();
-  const order = [...run.findings].sort((a, b) => (b === first) - (a === first) || WEIGHT[a.severity] - WEIGHT[b.severity] || (a.step ?? 1e18) - (b.step ?? 1e18));
+  const list = document.getElementById("finding-list"), note = (f) => f.severity === "info";
+  const order = [...run.findings].sort((a, b) => note(a) - note(b));
   const section = document.getElementById("findings");
-  if (!order.length) list.replaceWith(el("p", { class: "calm" }, "No rule found anything wrong."));
+  if (!order.length) list.replaceWith(el("p", { class: "calm" }, "No findings."));
   list.append(...order.slice(0, 8).map(findingItem));
   if (order.length > 8) {
     const more = el("button", { type: "button", id: "more-findings" }, `show ${show(order.length - 8)} more`);
@@ -31,10 +28,10 @@ function findingItem(f) {
   if (f.expected !== null) place.push(el("span", {}, "expected ", el("code", {}, show(f.expected))));
   if (f.floor !== null) place.push(el("span", {}, "noise floor ", el("code", {}, show(f.floor))));
   if (f.step !== null && run.metrics.length) place.push(el("button", { type: "button", class: "show", onclick: () => showFinding(f) }, "show on the map"));
-  const when = [f.step === null ? null : `step ${show(f.step)}`, f.rank === null ? null : `rank ${f.rank}`].filter(Boolean).join(", ");
+  const all = f.names.length > 1 ? el("details", { class: "names" }, el("summary", {}, `all ${show(f.names.length)} names`), el("code", {}, f.names.join(", "))) : null;
   const body = el("div", {}, el("div", { class: "say" }, f === firstOffender() ? el("span", { class: "first-badge" }, "first") : null, f.message),
-    el("div", { class: "where" }, ...place), f.next ? el("div", { class: "next" }, f.next) : null);
-  return el("li", { class: `finding ${f.severity}` }, el("div", { class: "mark" }, f.rule, el("span", {}, when)), body);
+    el("div", { class: "where" }, ...place), f.next ? el("div", { class: "next" }, f.next) : null, all);
+  return el("li", { class: `finding ${f.severity}` }, el("div", { class: "mark" }, f.rule, el("span", {}, f.when)), body);
 }
 
 async function showFinding(f) {
@@ -57,7 +54,7 @@ async function drawGlance() {
   for (const f of run.findings) counts[f.severity]++;
   const worst = counts.error ? "error" : counts.warning ? "warning" : "good", first = firstOffender();
   const total = run.findings.length;
-  box.append(tile("Findings", total ? show(total) : "none", total ? `${counted(counts.error, "error")}, ${counted(counts.warning, "warning")}` : "every rule is content", worst));
+  box.append(tile("Findings", total ? show(total) : "none", total ? `${counted(counts.error, "error")}, ${counted(counts.warning, "warning")}` : "neither by rules nor by the audit", worst));
   if (first) box.append(tile("First at", `step ${show(first.step)}`, first.name ?? first.rule, first.severity));
   const wanted = [/^(train.)?loss$/i, /grad.*norm/i, /^(lr|learning.rate)/i];
   const chosen = wanted.map((w) => run.scalars.find((s) => w.test(s.name))).filter(Boolean);

@@ -1,0 +1,54 @@
+"""All findings about a recorded run: what it found itself, and what the rules find in its record now."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from trainprobe.engine.findings import Cause, cause_of, ranks_of
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.rules import rule_names
+from trainprobe.monitor.watcher import causes
+
+Origin = Literal["recorded", "judged", "both"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """One cause. origin: whether the run recorded it, the rules find it in the record now, or both."""
+
+    finding: Finding
+    origin: Origin
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the finding as in `findings.jsonl`, with its origin."""
+        return {**dataclasses.asdict(self.finding), "origin": self.origin}
+
+
+def all_findings(recorded: Sequence[Finding], judged: Sequence[Finding]) -> list[Told]:
+    """Return one entry a cause, causes before consequences; a finding that is in both is one entry."""
+    known = {_key(finding) for finding in recorded}
+    new = [finding for finding in judged if _key(finding) not in known]
+    by_run, now = _causes(recorded), _causes(judged)
+    return [Told(finding, _origin(cause_of(finding), by_run, now)) for finding in causes([*recorded, *new])]
+
+
+def of_rules(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings that rules of the monitor made: without those of the audit and of the tool itself."""
+    rules = set(rule_names())
+    return [finding for finding in findings if finding.rule in rules]
+
+
+def _key(finding: Finding) -> tuple[Cause, int | None, tuple[int, ...]]:
+    return cause_of(finding), finding.step, ranks_of(finding)
+
+
+def _causes(findings: Iterable[Finding]) -> set[Cause]:
+    return {cause_of(finding) for finding in findings}
+
+
+def _origin(cause: Cause, recorded: set[Cause], judged: set[Cause]) -> Origin:
+    if cause in recorded and cause in judged:
+        return "both"
+    return "recorded" if cause in recorded else "judged"
