@@ -198,6 +198,35 @@ class Repeat:
 
 
 @dataclass(frozen=True, slots=True)
+class LossCall:
+    """One call of a loss function of torch, in training.
+
+    kind: the function of `torch.nn.functional`. reduction: "mean", "sum", "none", or "weighted" by classes. forward: the call
+    of the model that it follows, from 0 on in the step, -1 where none came before. backward: how many backward passes had
+    begun. count: the elements of the target. shapes: of input and target, as they were before they were expanded. rows: of
+    the tokens that the model was called with, 0 where there were none.
+
+    numbers: "value" of the loss, NaN where it is not one number; "valid" targets, which are not ignored; "input_low",
+    "input_high", "target_low", "target_high"; "off_one": the largest distance from 1 of a sum over the classes (of a part of
+    the input). Of tokens [rows, columns], for time along dimension D and a shift of S: "pairs D S" valid targets that have a
+    token S places further, "equal D S" of these that equal it, "masked D S" of these at which the attention mask is 0.
+    """
+
+    kind: str
+    reduction: str
+    forward: int
+    backward: int
+    count: int
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    rows: int = 0
+    numbers: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def number(self, name: str) -> float:
+        """Return one of the numbers; NaN for what was not looked at."""
+        return self.numbers.get(name, float("nan"))
+
+
+@dataclass(frozen=True, slots=True)
 class StepFacts:
     """All that the audit's taps saw of one step.
 
@@ -218,7 +247,7 @@ class StepFacts:
     random state of what is split over tp, 0 where none is told. reductions: gradients before and after they were joined over
     the ranks. recomputed: forwards that ran again. reruns: updates that were worked out again. saved: what was saved last,
     where something was loaded since; loaded: the pieces that were held then, before the update. same_epochs: epochs that a
-    shuffling sampler began in the order of the one before.
+    shuffling sampler began in the order of the one before. losses: calls of loss functions, in their order.
     """
 
     set_up: ModelFacts
@@ -260,6 +289,7 @@ class StepFacts:
     saved: tuple[SavedTensors, ...] = ()
     loaded: Mapping[tuple[str, str], Piece] | None = None
     same_epochs: int = 0
+    losses: tuple[LossCall, ...] = ()
 
     @property
     def updated_once(self) -> bool:

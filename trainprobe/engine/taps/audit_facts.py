@@ -19,6 +19,7 @@ from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.taps.backward_starts import BackwardStarts
 from trainprobe.engine.taps.declared_loss import DeclaredGradient
 from trainprobe.engine.taps.gradient_use import GradientUse
+from trainprobe.engine.taps.loss_inputs import LossInputs
 from trainprobe.engine.taps.model_calls import ModelCalls, unwrapped
 from trainprobe.engine.taps.parameter_states import ParameterStateTap
 from trainprobe.engine.taps.random_state import random_fingerprint
@@ -67,6 +68,8 @@ class AuditTap:
         self._calls = ModelCalls(guard)
         self._backward = BackwardStarts(guard, self._first_backward, self._backward_begins, self._clears)
         self._use = GradientUse(names)
+        self._losses = LossInputs(guard, lambda: self._backward.count, lambda: self._calls.asleep)
+        self._calls.on_call = self._losses.model_called
         self._samplers = SamplerWatch(guard)
         self._reduced = ReducedGradients(guard, names, lambda: self.reduces() and states.source is None)
         self._reduced.weighs = lambda: self.world() > 1
@@ -126,6 +129,7 @@ class AuditTap:
         self._rerun.begin(tape)
         self._calls.looks_for_repeats = self.repeats()
         self._calls.begin(tape)
+        self._losses.begin(tape)
         self._backward.begin()
 
     def pause(self) -> None:
@@ -139,6 +143,7 @@ class AuditTap:
         self._tape = None
         self._states.more = 0
         self._calls.end()
+        self._losses.end()
         self._backward.end()
         self._reduced.end()
 
@@ -285,6 +290,7 @@ class AuditTap:
             saved=self.saves.take(),
             loaded=None if self._loaded is None else self._loaded.read(),
             same_epochs=self._samplers.take(),
+            losses=self._losses.take(),
             recomputed=tuple(
                 Repeat(name, order, _outputs(reel, again), tuple(_outputs(reel, f) for f in first))
                 for name, order, again, first in calls.repeated()

@@ -34,6 +34,7 @@ class ModelCalls:
         self.drawn = False
         self.asleep = False  # while the audit itself runs the model
         self.before_first: Callable[[], None] | None = None
+        self.on_call: Callable[[Any, Any, Any], None] | None = None  # is told the inner model and the arguments of a call
         self.called: dict[int, bool] = {}  # id of each module that ran in training → whether with gradients enabled
         self.looks_for_repeats = False
         self.repeats: list[tuple[int, list[Value]]] = []  # id of a module and the outputs of its forward that ran again
@@ -184,6 +185,8 @@ class ModelCalls:
         if self._tape is None or not torch.is_grad_enabled():
             return original(module, *args, **kwargs)
         self._guard.run(self._take, wrappers, args, kwargs)
+        if self.on_call is not None:
+            self._guard.run(self.on_call, list(unwrapped(module))[-1], args, kwargs)
         before = self._guard.run(random_fingerprint)
         self._depth += 1
         try:

@@ -25,6 +25,7 @@ from trainprobe.monitor.audit.relations import load_relation
 from trainprobe.monitor.audit.relations.reported_loss import differentiated, explained
 from trainprobe.monitor.audit.relations.saved_and_loaded import came_back, held
 from trainprobe.monitor.audit.relations.shared_scalars import agree
+from trainprobe.monitor.audit.relations.weighed_targets import target_weight, targets
 from trainprobe.monitor.audit.replication import (
     constants_beside_a_matrix,
     doubted_biases,
@@ -257,6 +258,8 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
         "updates": float(facts.updates),
         "tokens": float(sum(facts.tokens)),
         "differentiated": differentiated(draft),
+        "targets": targets(facts),
+        "target_weight": target_weight(facts),
     }
     marks = {
         "modes": digest(repr(sorted(facts.model.modes.items()))),

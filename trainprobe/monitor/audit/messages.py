@@ -20,7 +20,19 @@ from trainprobe.engine.topology import AXES as _AXES
 from trainprobe.monitor.audit.peers import Peer, Share
 
 AXES = (*_AXES, "etp")
-NUMBERS = ("lr", "loss_scale", "counter", "reported_norm", "coefficient", "loss", "updates", "tokens", "differentiated")
+NUMBERS = (
+    "lr",
+    "loss_scale",
+    "counter",
+    "reported_norm",
+    "coefficient",
+    "loss",
+    "updates",
+    "tokens",
+    "differentiated",
+    "targets",
+    "target_weight",
+)
 MARKS = ("modes", "trainable", "random", "drawn", "whole_numbers", "region", "out")
 _COUNTS = ("rank", "step", "batches", "rows", "projections", "gradients")
 _UNKNOWN = 1 << 63  # nobody knows yet over which axes it is replicated

@@ -1,0 +1,221 @@
+"""What the loss functions of a step are given: how many targets count, where they stand in the model's input, what an input is.
+
+The functions of torch that compute losses are replaced while a step is audited, beneath `torch.nn.functional`: loss modules,
+functions of `torch.nn.functional` and those that were imported from there all end here. The program's call comes first; what is
+looked at then are counts and bounds, worked out where the tensors are, out of sight of the program's modes, and brought to the
+host with all else. Calls without a gradient (metrics), in a backward pass (recomputation), under a transform of `torch.func`,
+and of tensors that are not plain are left out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainprobe.engine.arrays.torch_apart import apart
+from trainprobe.engine.facts import LossCall
+from trainprobe.engine.guard import Guard
+from trainprobe.engine.library import Carried
+from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps.replaced import Replaced
+
+SHIFTS = (-1, 0, 1, 2)
+_INPUTS = ("decoder_input_ids", "input_ids", "tokens", "input_tokens", "idx")
+_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+_OF_CLASSES = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss"}
+_OF_NUMBERS = {name: name for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")}
+_OF_PROBABILITIES = {"binary_cross_entropy": "binary_cross_entropy"}
+_ELSEWHERE = {"binary_cross_entropy_with_logits": "binary_cross_entropy_with_logits", "kl_div": "kl_div"}
+_LOOKED_AT = 16  # entries of each dimension but that of the classes that are looked at for the form of an input
+_SHORTEST = 4  # tokens; shorter rows would match by chance
+_MOST = 64  # calls of a step that are looked at
+
+
+class LossInputs:
+    """See the module text. backwards: returns how many backward passes have begun. asleep: whether the audit runs the model."""
+
+    def __init__(self, guard: Guard, backwards: Callable[[], int], asleep: Callable[[], bool]) -> None:
+        self._guard = guard
+        self._backwards = backwards
+        self._asleep = asleep
+        self._tape: Tape | None = None
+        self._replaced: list[Replaced] = []
+        self._forwards = 0
+        self._given: Mapping[str, Tensor] = {}
+        self._seen: list[tuple[LossCall, tuple[str, ...], Carried]] = []
+
+    def begin(self, tape: Tape) -> None:
+        """Look at the calls of a step."""
+        self._tape, self._forwards, self._given, self._seen = tape, 0, {}, []
+        if self._replaced:
+            return
+        nn: Any = getattr(torch._C, "_nn")  # noqa: B009
+        places = [(nn, _OF_CLASSES | _OF_NUMBERS | _OF_PROBABILITIES), (torch, _ELSEWHERE)]
+        self._replaced = [
+            Replaced(owner, name, self._watched(getattr(owner, name), kind), traced=True)
+            for owner, kinds in places
+            for name, kind in kinds.items()
+            if hasattr(owner, name)
+        ]
+
+    def end(self) -> None:
+        """Put the functions back."""
+        for replaced in self._replaced:
+            replaced.back()
+        self._replaced, self._tape, self._given = [], None, {}
+
+    def model_called(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Learn the tokens and the mask that the model is called with in training. model: without its wrappers."""
+        self._forwards += 1
+        self._given = dict(_tokens_and_mask(_named(model, args, kwargs)))
+
+    def take(self) -> tuple[LossCall, ...]:
+        """Return the calls of the step, once it has crossed to the host."""
+        seen, self._seen = self._seen, []
+        return tuple(_with_numbers(call, names, carried) for call, names, carried in seen if carried.numbers is not None)
+
+    def _watched(self, original: Any, kind: str) -> Any:
+        def loss_function(*args: Any, **kwargs: Any) -> Any:
+            out = original(*args, **kwargs)
+            if not loss_function.ended and not torch.compiler.is_compiling() and self._counts(out, args):  # type: ignore[attr-defined]
+                self._guard.run(self._look, kind, args, kwargs, out)
+            return out
+
+        return loss_function
+
+    def _counts(self, out: Any, args: Sequence[Any]) -> bool:
+        """Tell whether a call is one of the training, of plain tensors that can be looked at."""
+        return (
+            self._tape is not None
+            and not self._asleep()
+            and len(self._seen) < _MOST
+            and len(args) >= 2
+            and all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type != "meta" for t in (out, *args[:2]))
+            and out.requires_grad
+            and torch._C._current_graph_task_id() == -1
+            and getattr(torch._C, "_functorch").peek_interpreter_stack() is None  # noqa: B009
+            and not (out.is_cuda and torch.cuda.is_current_stream_capturing())
+        )
+
+    def _look(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> None:
+        assert self._tape is not None
+        x, y = args[0].detach(), args[1].detach()
+        reduction = _reduction(kind, args, kwargs)
+        with apart(), torch.no_grad():
+            found = {"value": out.detach() if out.numel() == 1 else x.new_full((), float("nan"), dtype=torch.float32)}
+            found |= _about(kind, x, y, args, kwargs, self._given)
+            wide = torch.float64 if x.device.type in ("cpu", "cuda") else torch.float32
+            numbers = torch.stack([number.reshape(()).to(device=x.device, dtype=wide) for number in found.values()])
+        rows = self._given["tokens"].shape[0] if "tokens" in self._given else 0
+        call = LossCall(kind, reduction, self._forwards - 1, self._backwards(), y.numel(), (_shape(x), _shape(y)), rows)
+        self._seen.append((call, tuple(found), self._tape.carry(numbers)))
+
+
+def _with_numbers(call: LossCall, names: tuple[str, ...], carried: Carried) -> LossCall:
+    assert carried.numbers is not None
+    return replace(call, numbers=dict(zip(names, map(float, carried.numbers), strict=True)))
+
+
+def _reduction(kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    if kind in ("cross_entropy", "nll_loss") and args[2] is not None:
+        return "weighted"
+    place = 3 if kind in ("cross_entropy", "nll_loss", "binary_cross_entropy") else 2
+    place = 4 if kind == "binary_cross_entropy_with_logits" else place
+    return _REDUCTIONS.get(args[place] if len(args) > place else kwargs.get("reduction", 1), "none")
+
+
+def _about(
+    kind: str, x: Tensor, y: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return what is to be known of a call, as small tensors."""
+    if kind in ("cross_entropy", "nll_loss"):
+        classes = not y.is_floating_point()
+        about = _form(x) if x.dim() >= 1 and x.numel() else {}
+        return about | (_targets(y, int(args[4]) if len(args) > 4 else -100, given) if classes else {})
+    if kind in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss") or not x.numel() or not y.numel():
+        return {}
+    return _bounds(x, "input") | ({} if kwargs.get("log_target") else _bounds(y, "target"))
+
+
+def _bounds(t: Tensor, what: str) -> dict[str, Tensor]:
+    low, high = torch.aminmax(t)
+    return {f"{what}_low": low, f"{what}_high": high}
+
+
+def _form(x: Tensor) -> dict[str, Tensor]:
+    """Return bounds of an input [N, C, …] or [C], and how far the sums over its classes are from 1, of its first entries."""
+    classes = 1 if x.dim() > 1 else 0
+    for d in range(x.dim()):
+        x = x if d == classes else x.narrow(d, 0, min(_LOOKED_AT, x.shape[d]))
+    off = (x.sum(classes, dtype=torch.float32) - 1).abs().amax()
+    return _bounds(x, "input") | {"off_one": off}
+
+
+def _targets(y: Tensor, ignored: int, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Count targets that are not ignored, and those that equal the model's input so many places further."""
+    counts = y != ignored
+    found = {"valid": counts.sum()}
+    tokens, mask = given.get("tokens"), given.get("mask")
+    if tokens is None or tokens.device != y.device:
+        return found
+    for dim, rows in _laid_out(y, tokens):
+        for shift in SHIFTS:
+            at, beside = _beside(rows, tokens, dim, shift)
+            there = at != ignored
+            found[f"pairs {dim} {shift}"] = there.sum()
+            found[f"equal {dim} {shift}"] = (there & (at == beside)).sum()
+            if mask is not None and mask.shape == tokens.shape and mask.device == y.device:
+                found[f"masked {dim} {shift}"] = (there & (_beside(rows, mask, dim, shift)[1] == 0)).sum()
+    return found
+
+
+def _laid_out(y: Tensor, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield the targets as rows like those of tokens [a, b], or shorter by one, along each dimension that may be time."""
+    for dim in (1, 0):
+        whole = list(tokens.shape)
+        shorter = [n - (d == dim) for d, n in enumerate(whole)]
+        shape = next((shape for shape in (whole, shorter) if shape[0] * shape[1] == y.numel()), None)
+        if shape is not None and shape[dim] >= _SHORTEST and (y.dim() == 1 or list(y.shape) == shape):
+            yield dim, y.reshape(shape)
+
+
+def _beside(rows: Tensor, tokens: Tensor, dim: int, shift: int) -> tuple[Tensor, Tensor]:
+    """Return targets, and the tokens that stand `shift` places further, where there are some."""
+    first = max(0, -shift)
+    count = max(0, min(rows.shape[dim] - first, tokens.shape[dim] - first - shift))
+    return rows.narrow(dim, first, count), tokens.narrow(dim, first + shift, count)
+
+
+def _shape(t: Tensor) -> tuple[int, ...]:
+    """Return the shape that a tensor had before it was expanded."""
+    return tuple(1 if t.stride(d) == 0 else n for d, n in enumerate(t.shape))
+
+
+def _named(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call by their names, in their order, and keyword dicts that are handed on as they are."""
+    try:
+        named = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        named = {str(i): x for i, x in enumerate(args)} | dict(kwargs)
+    flat: dict[str, Any] = {}
+    for name, x in named.items():
+        items = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, tuple) else [(name, x)]
+        flat |= {str(key): item for key, item in items}
+    return flat
+
+
+def _tokens_and_mask(named: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    plain = {name: t for name, t in named.items() if type(t) is Tensor and t.dim() == 2}
+    whole = [t for t in plain.values() if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool]
+    tokens = next((plain[name] for name in _INPUTS if name in plain), whole[0] if whole else None)
+    if tokens is None or tokens.is_floating_point():
+        return
+    yield "tokens", tokens.detach()
+    mask = plain.get("decoder_attention_mask" if "decoder_input_ids" in plain else "attention_mask")
+    if mask is not None:
+        yield "mask", mask.detach()

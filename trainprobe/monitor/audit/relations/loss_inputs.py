@@ -1,0 +1,99 @@
+"""A loss function is given what it is defined for.
+
+Relation, for the functions of `torch.nn.functional` in training:
+
+    cross_entropy                       the input is not a probability already: no element below 0, all sums over classes 1
+    nll_loss, kl_div                    the input is a log-probability: no element is above 0
+    binary_cross_entropy[_with_logits]  targets lie in [0, 1]
+    …_with_logits                       not all of 64 or more inputs, which differ, lie in [0, 1] at two audited steps in a row,
+                                        both after the twentieth step of the run
+    kl_div                              targets are probabilities: no element is below 0 (unless `log_target`)
+    mse_loss, l1_loss, huber_loss …     input and target are not broadcast against each other, [N, 1] and [N] to [N, N]
+
+Tolerance: 1e-3 for bounds, 5e-3 for sums. Of inputs over classes the first 16 entries of each other dimension are looked at.
+Told as warnings: torch computes all of this, and somebody may want it.
+Usually caused by a softmax or sigmoid in the model before a loss that has its own, by a loss that wants logarithms and does not
+get them, by images in 0 … 255 as targets, and by a prediction [N, 1] against targets [N]. A loss function that is given what it
+is defined for cannot violate this.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.facts import LossCall
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "forward"
+_BOUND, _SUM = 1e-3, 5e-3
+_EARLY = 20  # steps in which logits that have hardly been trained may all be small
+_FEWEST = 64
+_APART = 1e-2  # inputs that differ by less may be the output of a layer that begins as zeros
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find the first call of a loss function whose input does not fit it."""
+    for call in evidence.facts.losses:
+        told = _wrong(call) or _twice_squashed(call, evidence)
+        if told is not None:
+            what, hint = told
+            return [evidence.finding("loss_inputs", what, call.kind, kind="scalar", severity="warning", next=hint)]
+    return []
+
+
+def _wrong(call: LossCall) -> tuple[str, str] | None:
+    """Return what is wrong with a call and what to do, or None."""
+    low, high = call.number("input_low"), call.number("input_high")
+    if _is_outer(call):
+        shapes = " and ".join(str(list(shape)) for shape in call.shapes)
+        what = f"{call.kind} was given {shapes}, which are broadcast against each other"
+        return (
+            f"{what}: each prediction is compared with every target",
+            "give input and target one shape: squeeze or unsqueeze one of them",
+        )
+    if call.kind in ("cross_entropy", "nll_loss") and low >= 0 and call.number("off_one") <= _SUM and high <= 1 + _BOUND:
+        what = f"the input of {call.kind} is probabilities (in [{low:.3g}, {high:.3g}], each sum over the classes is 1)"
+        if call.kind == "nll_loss":
+            return f"{what}, and it expects their logarithms", "give it log_softmax, or give logits to cross_entropy"
+        return (
+            f"{what}, and it applies softmax itself: applied twice, gradients are small",
+            "give it the logits, without softmax",
+        )
+    if call.kind in ("nll_loss", "kl_div") and high > _BOUND:
+        what = f"the input of {call.kind} is no log-probability: its largest element is {high:.3g}, above 0"
+        return what, "give it log_softmax of the logits"
+    least, most = call.number("target_low"), call.number("target_high")
+    if call.kind == "kl_div" and least < -_BOUND:
+        return (
+            f"the target of kl_div is no probability: its smallest element is {least:.3g}",
+            "exponentiate it, or pass log_target",
+        )
+    if call.kind.startswith("binary") and (least < -_BOUND or most > 1 + _BOUND):
+        return f"the targets of {call.kind} lie in [{least:.3g}, {most:.3g}], and not in [0, 1]", "scale the targets to [0, 1]"
+    return None
+
+
+def _is_outer(call: LossCall) -> bool:
+    """Tell whether input and target were each expanded along a dimension of the other."""
+    if not call.kind.endswith(("mse_loss", "l1_loss", "huber_loss")):
+        return False
+    pairs = list(zip(*call.shapes, strict=False))
+    return any(a == 1 < b for a, b in pairs) and any(b == 1 < a for a, b in pairs)
+
+
+def _twice_squashed(call: LossCall, evidence: Evidence) -> tuple[str, str] | None:
+    """Return the finding that logits are probabilities, where they were so at the audited step before too."""
+    before = evidence.before
+    if before is None or evidence.facts.ordinal <= _EARLY or not _looks_squashed(call):
+        return None
+    if not all(_looks_squashed(other) for other in before.facts.losses if other.kind == call.kind):
+        return None
+    bounds = f"[{call.number('input_low'):.3g}, {call.number('input_high'):.3g}]"
+    what = f"all inputs of {call.kind} lie in {bounds}: they look like probabilities, and it applies the sigmoid itself"
+    return what, "give it the logits, without sigmoid"
+
+
+def _looks_squashed(call: LossCall) -> bool:
+    low, high = call.number("input_low"), call.number("input_high")
+    return call.kind == "binary_cross_entropy_with_logits" and call.count >= _FEWEST and 0 <= low <= high - _APART and high <= 1

@@ -1,0 +1,90 @@
+"""The targets of a language model are the tokens that come next, and no padding.
+
+Relation, where a loss over classes (`cross_entropy`, `nll_loss`) has one target for each token that the model was called with:
+not all valid targets are the input token at the same place, two places further, or one place before, unless they are also the
+token that comes next. Targets that are the next token lie where the attention mask is not 0, but for one a row (an end of text
+may have the token that pads). At least 16 targets; an equality that holds for all of them, tolerance none. Where a loss of the
+step does predict the next token, others may predict the one behind it. Models with an encoder and a decoder are not judged, as
+their input may be copied. Told as a warning, because it is assumed that the model is to predict the next token: a model that is
+to reproduce its input does the first on purpose.
+Usually caused by labels that are not shifted (the loss falls to nothing, as the model may copy), that are shifted by the loader
+and once more by the model, or by labels that are a copy of padded inputs. A model that predicts the next token of text cannot
+violate this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trainprobe.engine.facts import LossCall
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "data"
+_FEWEST = 16
+_WRONG = {
+    0: (
+        "the input tokens themselves: they are not shifted, and the model can copy them",
+        "predict the token that comes next: logits[:, :-1] against tokens[:, 1:]",
+    ),
+    2: (
+        "the input token two places further: they are shifted twice, and the next token is never predicted",
+        "shift the labels once, in the data or in the model (models of transformers shift by themselves)",
+    ),
+    -1: (
+        "the input token one place before: they are shifted the wrong way, and the model has seen them",
+        "predict the token that comes next: logits[:, :-1] against tokens[:, 1:]",
+    ),
+}
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find targets that are not those of a language model."""
+    calls = [call for call in evidence.facts.losses if call.number("valid") >= _FEWEST]
+    if _encodes_and_decodes(evidence.model.modes):
+        return []
+    if any(_all_equal(call, 1) for call in calls):
+        return next(([_masked(evidence, call)] for call in calls if _masked_targets(call) > call.rows), [])
+    for shift, (what, hint) in _WRONG.items():
+        call = next((call for call in calls if _all_equal(call, shift)), None)
+        if call is not None:
+            text = f"all {call.number('valid'):.0f} targets of {call.kind} are {what}"
+            text += " (assuming that the model is to predict the next token)"
+            return [_finding(evidence, text, float(shift), 1.0, hint)]
+    return []
+
+
+def _all_equal(call: LossCall, shift: int) -> bool:
+    return any(
+        call.number(f"pairs {dim} {shift}") >= _FEWEST
+        and call.number(f"equal {dim} {shift}") == call.number(f"pairs {dim} {shift}")
+        for dim in (0, 1)
+    )
+
+
+def _masked_targets(call: LossCall) -> float:
+    """Return how many targets that are the next token stand where the mask is 0."""
+    return call.number("masked 1 1") if _all_equal(call, 1) else 0.0
+
+
+def _masked(evidence: Evidence, call: LossCall) -> Finding:
+    count, valid = _masked_targets(call), call.number("valid")
+    text = (
+        f"{count:.0f} of {valid:.0f} targets of {call.kind} are tokens at which the attention mask is 0: the model is "
+        "trained to predict padding, and the mean is divided by it"
+    )
+    hint = "set the labels to ignore_index (-100) where the attention mask is 0"
+    return _finding(evidence, text, count, 0.0, hint)
+
+
+def _encodes_and_decodes(modules: Iterable[str]) -> bool:
+    last = {name.rpartition(".")[2] for name in modules}
+    return "encoder" in last and "decoder" in last
+
+
+def _finding(evidence: Evidence, text: str, measured: float, expected: float, hint: str) -> Finding:
+    return evidence.finding(
+        "shifted_targets", text, "labels", measured=measured, expected=expected, kind="scalar", severity="warning", next=hint
+    )

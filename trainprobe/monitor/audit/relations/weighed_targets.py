@@ -1,0 +1,126 @@
+"""Every target of a step weighs the same.
+
+Relation: with mᵢ the factor by which the mean loss of micro-batch i goes into what its backward pass begins from, and vᵢ the
+targets of it that are not ignored, mᵢ / vᵢ is the same for all micro-batches of a step. Found is the usual violation: all mᵢ
+are equal within 1e-3 and the largest vᵢ is 1.25 times the smallest or more, in this audited step and in the one before. Over
+the dp and cp ranks the same is found where a rank does weigh its own micro-batches by their targets. One call of
+`cross_entropy` or `nll_loss` for each backward pass is judged, without weights of classes. Told as a warning: some want a
+mean of means.
+Usually caused by gradient accumulation that divides by the number of micro-batches where rows are padded or prompts are masked:
+a target of a short micro-batch then weighs more than one of a long one, and the loss depends on how the batch is cut (the
+gradient accumulation bug of transformers, issue 34198). A training without padding has equal vᵢ, so it cannot violate this.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from trainprobe.engine.facts import StepFacts
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, along, group_words
+
+COST = frozenset({"host", "ranks"})
+EVERY = 10
+STAGE = "backward"
+_EQUAL = 1e-3
+_RAGGED = 1.25
+
+
+class _Part(NamedTuple):
+    """A micro-batch: its targets that count, and what its mean loss was multiplied by."""
+
+    targets: float
+    factor: float
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find means of micro-batches, or of ranks, that were averaged though they are of different numbers of targets."""
+    parts, before = _parts(evidence.facts), evidence.before
+    if _is_mean_of_means(parts) and before is not None and _is_mean_of_means(_parts(before.facts)):
+        counts = [part.targets for part in parts]
+        text = (
+            f"the mean losses of {len(counts)} micro-batches weigh the same in the gradient, though they are means over "
+            f"{_listed(counts)} targets: one target of the smallest weighs {max(counts) / min(counts):.3g} times as "
+            "much as one of the largest"
+        )
+        hint = "sum the losses of the micro-batches and divide by the number of targets in the whole step, over all ranks"
+        return [_finding(evidence, text, counts, hint)]
+    return _over_ranks(evidence)
+
+
+def targets(facts: StepFacts) -> float:
+    """Return how many targets of a step count; NaN where that is not known."""
+    parts = _parts(facts)
+    return sum(part.targets for part in parts) if parts else float("nan")
+
+
+def target_weight(facts: StepFacts) -> float:
+    """Return what each target's loss was multiplied by, where the micro-batches are ragged and all have one; otherwise NaN."""
+    parts = _parts(facts)
+    each = [part.factor / part.targets for part in parts]
+    return each[0] if _are_ragged([part.targets for part in parts]) and _are_equal(each) else float("nan")
+
+
+def _over_ranks(evidence: Evidence) -> list[Finding]:
+    axes = frozenset({"dp", "cp"})
+    group = along(evidence, axes)
+    counts = [peer.numbers["targets"] for peer in group]
+    weights = [peer.numbers["target_weight"] for peer in group]
+    if not all(map(math.isfinite, (*counts, *weights))) or not _are_ragged(counts):
+        return []
+    if not _are_equal([weight * count for weight, count in zip(weights, counts, strict=True)]):
+        return []
+    text = (
+        f"each rank of the {group_words(evidence, axes, group)} divides by its own number of targets, {_listed(counts)}, and "
+        f"the ranks are averaged: one target weighs up to {max(counts) / min(counts):.3g} times as much as another"
+    )
+    hint = "divide by the number of targets of all ranks (all-reduced), times the number of ranks that average gradients"
+    return [_finding(evidence, text, counts, hint)]
+
+
+def _parts(facts: StepFacts) -> list[_Part]:
+    """Return the micro-batches of a step; none where anything but one loss function went into each backward pass."""
+    roots = facts.differentiated
+    calls = {call.backward: call for call in facts.losses if call.kind in ("cross_entropy", "nll_loss")}
+    if len(roots) < 2 or len(facts.losses) != len(roots) or set(calls) != set(range(len(roots))):
+        return []
+    found: list[_Part] = []
+    for i, root in enumerate(roots):
+        call = calls[i]
+        count, value = call.number("valid"), call.number("value")
+        if call.reduction not in ("mean", "sum") or not count > 0 or not math.isfinite(value) or value == 0:
+            return []
+        factor = root / value * (count if call.reduction == "sum" else 1.0)
+        found.append(_Part(count, factor))
+    return found
+
+
+def _is_mean_of_means(parts: list[_Part]) -> bool:
+    return _are_ragged([part.targets for part in parts]) and _are_equal([part.factor for part in parts])
+
+
+def _are_ragged(counts: list[float]) -> bool:
+    return len(counts) > 1 and max(counts) >= _RAGGED * min(counts)
+
+
+def _are_equal(numbers: list[float]) -> bool:
+    return max(numbers) - min(numbers) <= _EQUAL * max(map(abs, numbers))
+
+
+def _listed(counts: list[float]) -> str:
+    return ", ".join(f"{count:.0f}" for count in counts[:8]) + (" …" if len(counts) > 8 else "")
+
+
+def _finding(evidence: Evidence, text: str, counts: list[float], hint: str) -> Finding:
+    return evidence.finding(
+        "weighed_targets",
+        text,
+        "loss",
+        measured=max(counts) / min(counts),
+        expected=1.0,
+        floor=_RAGGED,
+        kind="scalar",
+        severity="warning",
+        next=hint,
+    )
