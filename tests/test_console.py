@@ -9,6 +9,9 @@ import trainprobe
 from trainprobe import PrecisionDebugger
 from trainprobe.engine.console import FEW, Console
 from trainprobe.engine.records import Finding, Place, Site
+from trainprobe.monitor.plan import make_rules
+from trainprobe.monitor.run_folder import read_findings, read_frames
+from trainprobe.monitor.watcher import judge_frames
 
 
 def train(probe, model, steps=3):
@@ -55,10 +58,10 @@ def test_an_error_is_printed_when_it_happens_with_step_rank_place_and_what_to_do
 
 
 def test_the_line_at_the_end_says_steps_findings_the_first_and_where_to_look(capfd, tmp_path):
-    train_with_a_nan(tmp_path / "a run", at=2, steps=6)
+    train_with_a_nan(tmp_path / "a run", at=5, steps=6)
     end = capfd.readouterr().err.splitlines()[-1]
     assert end.startswith(
-        "trainprobe: 6 steps watched, 1 finding (nonfinite); it is error nonfinite (step 2, rank 0): the first NaN"
+        "trainprobe: 6 steps watched, 1 finding (nonfinite); it is error nonfinite (step 5, rank 0): the first NaN"
     )
     folder = f"'{tmp_path / 'a run'}'"
     assert end.endswith(f"for all: trainprobe judge {folder}, as a page: trainprobe report {folder}")
@@ -193,3 +196,31 @@ def test_the_parameters_of_the_model_itself_are_known_by_their_own_names(capfd, 
         train(probe, model)
     line, _ = capfd.readouterr().err.splitlines()
     assert "'wieght' matched no module, parameter or op" in line
+
+
+def test_a_nan_that_stays_is_counted_and_not_repeated(capfd, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trainprobe.watch(model, optimizer, output=tmp_path / "out", level="off", monitor=True) as probe:
+        for i in range(9):
+            with probe.step():
+                optimizer.zero_grad()
+                model(torch.full((2, 3), float("nan") if i == 2 else 1.0)).sum().backward()
+                optimizer.step()  # the weights are NaN from now on
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 3
+    assert "1 finding (nonfinite); it is error nonfinite (step 2, rank 0, also at 6 later steps until step 8)" in said[-1]
+    (finding,) = probe.findings
+    assert (finding.count, finding.last_step) == (7, 8)
+    assert read_findings(tmp_path / "out") == [finding]
+    assert [f.count for f in judge_frames(read_frames(tmp_path / "out"), make_rules(None))] == [7]
+
+
+def test_a_next_names_the_folder_of_the_run(tmp_path, capfd):
+    monitor = {"rules": {"threshold": {"limit": 1e-9}}}
+    with trainprobe.watch(torch.nn.Linear(3, 1), output=tmp_path / "a run", level="off", monitor=monitor) as probe:
+        train(probe, torch.nn.Linear(3, 1), steps=1)
+        with probe.step():
+            probe.note("loss", 2.0)
+    assert f"`trainprobe report '{tmp_path / 'a run'}'`" in capfd.readouterr().err

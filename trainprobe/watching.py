@@ -85,6 +85,7 @@ class Probe(EngineProbe):
             self._choose = chosen_calls(self.parts.monitor)
             self.watchers.append(lambda reel: self._choose(reel) if self._choose is not None else ())
             self._watcher = Watcher(self.parts.monitor.rules)
+            self._watcher.count = self._count
             self.watchers.append(self._watcher)
             self.deciders.append(self._decide)
 

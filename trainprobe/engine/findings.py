@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.records import Finding
@@ -28,9 +30,35 @@ def cause_of(finding: Finding) -> Cause:
     return finding.rule, finding.severity, where, finding.expected if isinstance(finding.expected, str) else ""
 
 
+Count = Callable[[Sequence[Finding], int], list[Finding]]  # counts findings that hold at one more step, returns them then
+
+
+def counted_all(findings: Sequence[Finding], step: int) -> list[Finding]:
+    """Return findings that were seen at one more step."""
+    return [counted(finding, step) for finding in findings]
+
+
 def counted(finding: Finding, step: int) -> Finding:
     """Return a finding that was seen at one more step."""
     return dataclasses.replace(finding, count=finding.count + 1, last_step=step)
+
+
+def recount(found: list[Finding], seen: Sequence[Finding], step: int) -> dict[int, Finding]:
+    """Count the findings `seen`, which hold at one more step, in `found`; return place → finding as it is there now."""
+    now: dict[int, Finding] = {}
+    for finding in seen:
+        key = cause_of(finding), finding.step, ranks_of(finding)
+        place = next((i for i, f in enumerate(found) if (cause_of(f), f.step, ranks_of(f)) == key), None)
+        if place is not None:
+            found[place] = now[place] = counted(found[place], step)
+    return now
+
+
+def in_folder(finding: Finding, folder: Path) -> Finding:
+    """Return a finding whose `next` names the run's folder where it said `{output}`."""
+    if finding.next is None or "{output}" not in finding.next:
+        return finding
+    return dataclasses.replace(finding, next=finding.next.replace("{output}", shlex.quote(str(folder))))
 
 
 def with_last_counts(findings: Iterable[Finding]) -> list[Finding]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from trainprobe.engine.console import Console
-from trainprobe.engine.findings import counted
+from trainprobe.engine.findings import in_folder, recount
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Finding, Place, Reel
@@ -383,6 +383,7 @@ class Probe:
                 raise stop
 
     def _tell(self, finding: Finding) -> None:
+        finding = in_folder(finding, self.plan.output)
         self.findings.append(finding)
         if self._recorder is not None:
             self._recorder.submit_findings([finding])
@@ -390,14 +391,11 @@ class Probe:
 
     def _count(self, seen: Sequence[Finding], step: int) -> list[Finding]:
         """Count findings that were made before and hold at this step too; return them as they are now."""
-        now = [counted(finding, step) for finding in seen]
-        for old, new in zip(seen, now, strict=True):
-            place = next((i for i, finding in enumerate(self.findings) if finding is old), None)
-            if place is not None:
-                self.findings[place] = self._counts[place] = new
-        if any(finding.count & (finding.count - 1) == 0 for finding in now):  # at the powers of two, and at the end
+        now = recount(self.findings, seen, step)
+        self._counts |= now
+        if any(finding.count & (finding.count - 1) == 0 for finding in now.values()):  # the powers of two, and at the end
             self._write_counts()
-        return now
+        return list(now.values())
 
     def _write_counts(self) -> None:
         if self._recorder is not None and self._counts:

@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from trainprobe.engine.findings import place_in_words, schema_text
+from trainprobe.engine.findings import in_folder, place_in_words, schema_text
 from trainprobe.engine.records import Finding
 from trainprobe.errors import FormatError, PlanError
 from trainprobe.monitor.findings_of_run import Told, all_findings
@@ -72,7 +72,7 @@ def _judge_again(folder: Path, rules: dict[str, RuleOptions], steps: Counter[int
             yield frame
 
     try:
-        found = judge_frames(frames(), rules)
+        found = [in_folder(finding, folder) for finding in judge_frames(frames(), rules)]
     except FormatError:
         if not recorded or steps:
             raise

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from trainprobe.engine.findings import in_folder
 from trainprobe.monitor.findings_of_run import of_rules
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.report import write_page
@@ -27,7 +28,8 @@ def report(
     series: dict[int, Series] = {}
     recorded = read_findings(folder)
     judged = judge or not of_rules(recorded)
-    found = judge_frames(collect_series(read_frames(folder), series), make_rules(None) if judged else {})
+    frames = collect_series(read_frames(folder), series)
+    found = [in_folder(f, folder) for f in judge_frames(frames, make_rules(None) if judged else {})]
     findings = found if judge else [*recorded, *found]
     by = ["the run itself"] if recorded and not judge else []
     by += ["rules applied when this page was written"] if judged else []

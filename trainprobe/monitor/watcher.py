@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from trainprobe.engine.findings import merged, ranks_of
+from trainprobe.engine.findings import Count, counted_all, merged, ranks_of, recount
 from trainprobe.engine.records import Finding, Reel
 from trainprobe.errors import FormatError
 from trainprobe.monitor.audit.relations import STAGES, load_relation, relation_names
@@ -29,6 +29,8 @@ class Watcher:
         self.tracks = Tracks()
         self.memories = {name: Memory() for name in rules}
         self._checks = {name: load_rule(name).check for name in rules}
+        self.count: Count = counted_all  # findings that hold at one more step
+        self._last: dict[str, list[Finding]] = {}  # rule → what it reported last, while that lasts
 
     def __call__(self, reel: Reel) -> list[Finding]:
         """Judge one collected step and return what the rules found."""
@@ -39,8 +41,21 @@ class Watcher:
         names = self._checks if frame.complete else [name for name in self._checks if name == "nonfinite"]
         found: list[Finding] = []
         for name in names:
-            found += self._checks[name](frame, self.memories[name], self.rules[name])
+            fresh = self._checks[name](frame, self.memories[name], self.rules[name])
+            lasts = getattr(load_rule(name), "lasts", None)
+            if lasts is not None:
+                self._follow(name, fresh, lasts(self.memories[name]), frame.step)
+            found += fresh
         return found
+
+    def _follow(self, rule: str, fresh: list[Finding], lasts: bool, step: int) -> None:
+        """Count what a rule reported last if it holds at this step too."""
+        if fresh:
+            self._last[rule] = fresh
+        elif lasts and rule in self._last:
+            self._last[rule] = self.count(self._last[rule], step)
+        else:
+            self._last.pop(rule, None)
 
     def change(self, rules: Mapping[str, RuleOptions]) -> None:
         """Judge by these rules from now on; those that go on judging keep what they remember."""
@@ -85,8 +100,13 @@ def judge_frames(frames: Iterable[Frame], rules: Mapping[str, RuleOptions]) -> l
     """
     watchers: dict[int, Watcher] = {}
     found: list[Finding] = []
+
+    def count(seen: Sequence[Finding], step: int) -> list[Finding]:
+        return list(recount(found, seen, step).values())
+
     for frame in frames:
         watcher = watchers.setdefault(frame.place.rank, Watcher(rules))
+        watcher.count = count
         found += watcher.judge(frame)
     return in_order(found)
 

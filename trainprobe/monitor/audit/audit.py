@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from trainprobe.engine.facts import SavedTensors, StepFacts
-from trainprobe.engine.findings import counted
+from trainprobe.engine.findings import Count, counted_all
 from trainprobe.engine.gathering import Words
 from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.monitor.audit.evidence import Evidence, Past, Tensors, tensors_of
@@ -66,7 +66,7 @@ class Audit:
         self._past = Past()
         self._answered = -1  # the last step at which this rank took part in the collective
         self._violated: dict[str, list[Finding]] = {}  # relations that did not hold when they were last checked
-        self.count: Callable[[Sequence[Finding], int], list[Finding]] = _counted  # findings that hold at one more step
+        self.count: Count = counted_all  # findings that hold at one more step
 
     def __call__(self, reel: Reel) -> list[Finding]:
         """Check the relations that are due and return the violations that are new."""
@@ -226,10 +226,6 @@ class Audit:
         fresh = {name: key for name, key in fresh.items() if name not in self._replicated}
         seen = replicas_at_first(fresh.values(), draft.axes, peers, draft.place.rank) if fresh else {}
         self._replicated |= {name: seen[key] for name, key in fresh.items()}
-
-
-def _counted(findings: Sequence[Finding], step: int) -> list[Finding]:
-    return [counted(finding, step) for finding in findings]
 
 
 def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:

@@ -6,7 +6,8 @@ A rule is a class `Options` (its settings, with a docstring below every one) and
 
 that is called once for each collected step of one rank, in order. All it knows of the past is `memory`, which it changes
 and which is written as JSON; so the same rule gives the same findings live, after a restart, and offline on a recorded
-run. Other packages bring rules through the entry point group `trainprobe.rules`.
+run. A rule that reports something once while it lasts may have `lasts(memory: Memory) -> bool`: whether what it reported last
+holds at this step too, which is then counted. Other packages bring rules through the entry point group `trainprobe.rules`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
 
 from trainprobe.engine.records import Finding
@@ -60,6 +63,11 @@ class Rule(Protocol):
     def check(self, frame: Frame, memory: Memory, options: Any) -> list[Finding]:
         """Judge one step."""
         ...
+
+
+def names_at(frame: Frame, places: npt.NDArray[np.int64]) -> tuple[str, ...]:
+    """Return the names of the modules, parameters and scalars whose values stand at these places of a frame, each once."""
+    return tuple(dict.fromkeys(frame.tracks.tracks[track].spot.name for track in frame.at[places].tolist()))
 
 
 def rule_names() -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.frames import Frame, Selection, Track
 from trainprobe.monitor.memory import Memory
-from trainprobe.monitor.rules import Patterns, RuleOptions
+from trainprobe.monitor.rules import Patterns, RuleOptions, names_at
 
 
 class Options(RuleOptions):
@@ -52,6 +52,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
             site=first.site(),
             measured=float(values[ripe][0]),
             expected="less than all zeros",
+            names=names_at(frame, places[ripe]),
             next="look at what feeds it: a dead activation, a mask, a detached tensor, or a branch that is never taken",
         )
     ]

@@ -15,7 +15,7 @@ import numpy as np
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.frames import Frame, Selection
 from trainprobe.monitor.memory import Memory
-from trainprobe.monitor.rules import Patterns, RuleOptions
+from trainprobe.monitor.rules import Patterns, RuleOptions, names_at
 
 
 class Options(RuleOptions):
@@ -62,5 +62,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
             site=track.spot.site(),
             measured=float(size[worst]),
             expected=float(h[worst]),
+            names=names_at(frame, places[begins]),
+            next="look at this value on the page that `trainprobe report {output}` writes",
         )
     ]

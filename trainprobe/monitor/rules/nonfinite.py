@@ -59,6 +59,11 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     return [_finding(frame, options.severity if grave else "info", scaled)]
 
 
+def lasts(memory: Memory) -> bool:
+    """Tell whether this step has non-finite values too."""
+    return memory.numbers.get("bad", 0.0) > 0
+
+
 def _only_gradients_under_a_scale(frame: Frame, bad: np.ndarray) -> bool:
     scale = scalar(frame.scalars, "loss scale")
     if scale is None or not scale > 1:

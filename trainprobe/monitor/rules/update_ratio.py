@@ -18,7 +18,7 @@ import numpy as np
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.frames import F64, I64, Frame, Selection
 from trainprobe.monitor.memory import Memory
-from trainprobe.monitor.rules import Patterns, RuleOptions
+from trainprobe.monitor.rules import Patterns, RuleOptions, names_at
 from trainprobe.monitor.scalar_names import scalar
 
 
@@ -55,7 +55,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     if not ripe.any():
         return []
     worst = int(np.argmax(np.where(ripe, np.abs(np.log(np.maximum(ratio, 1e-30)) - np.log(1e-3)), -1.0)))
-    return [_finding(frame, options, int(values[worst]), float(ratio[worst]), int(ripe.sum()))]
+    return [_finding(frame, options, int(values[worst]), float(ratio[worst]), names_at(frame, values[ripe]))]
 
 
 @cache
@@ -85,10 +85,10 @@ def _ratio(frame: Frame, memory: Memory, rows: I64, values: I64, updates: I64) -
     return np.where(norm > 0, np.where(known, exact, bound), np.nan)
 
 
-def _finding(frame: Frame, options: Options, place: int, ratio: float, how_many: int) -> Finding:
+def _finding(frame: Frame, options: Options, place: int, ratio: float, names: tuple[str, ...]) -> Finding:
     spot = frame.tracks.tracks[frame.at[place]].spot
     too = "large" if ratio > options.high else "small"
-    others = f", and those of {how_many - 1} other parameters" if how_many > 1 else ""
+    others = f", and those of {len(names) - 1} other parameters" if len(names) > 1 else ""
     return Finding(
         rule="update_ratio",
         severity=options.severity,
@@ -98,5 +98,6 @@ def _finding(frame: Frame, options: Options, place: int, ratio: float, how_many:
         site=spot.site(),
         measured=ratio,
         expected=f"{options.low:g} to {options.high:g}",
+        names=names,
         next="check the learning rate of its parameter group, and the warm-up",
     )
