@@ -146,14 +146,17 @@ class Session:
         with unseen():
             probe.note(name, value.detach() if hasattr(value, "detach") else value)
 
-    def step_ends(self) -> StopTraining | None:
-        """Tell that the step has ended; return the wish of a rule to stop the training, if there is one."""
+    def step_ends(self, *, complete: bool = True) -> StopTraining | None:
+        """Tell that the step has ended; return the wish of a rule to stop the training, if there is one.
+
+        complete: False for one that was cut short.
+        """
         if self.probe is None or self._open is None:
             return None
         self._last, self._open = self._open, None
         self.reel = None
         try:
-            self.reel = self.probe.end_step()
+            self.reel = self.probe.end_step(complete=complete)
         except StopTraining as stop:
             return stop
         return None

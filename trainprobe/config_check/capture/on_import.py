@@ -36,29 +36,31 @@ class ImportWatch(importlib.abc.MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         """Find a module that is waited for as the other finders do, and call back after it has run."""
-        waiting = self._waiting.pop(fullname, None)
-        if waiting is None:
+        if fullname not in self._waiting:
             return None
-        before, then = waiting
         for finder in [f for f in sys.meta_path if f is not self]:
             find = getattr(finder, "find_spec", None)
             spec = find(fullname, path, target) if find is not None else None
             if spec is not None and spec.loader is not None:
-                before()
-                _call_after(spec.loader, then)
+                self._call_around(fullname, spec.loader)
                 return spec
         return None
 
+    def _call_around(self, name: str, loader: Any) -> None:
+        """Have this one loader call back around running the module; a program may look for a module and never import it."""
+        run = loader.exec_module
 
-def _call_after(loader: Any, then: Then) -> None:
-    """Let this one loader call `then` after it has run the module."""
-    run = loader.exec_module
+        def exec_module(module: ModuleType) -> None:
+            before, then = self._waiting.pop(name, (_nothing, _nothing))
+            before()
+            run(module)
+            then(module)
 
-    def exec_module(module: ModuleType) -> None:
-        run(module)
-        then(module)
+        try:
+            loader.exec_module = exec_module
+        except AttributeError:  # a built-in loader takes no attribute; such modules are not waited for
+            pass
 
-    try:
-        loader.exec_module = exec_module
-    except AttributeError:  # a built-in loader takes no attribute; such modules are not waited for
-        pass
+
+def _nothing(*_: Any) -> None:
+    """Do nothing."""

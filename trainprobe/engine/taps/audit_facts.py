@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from trainprobe.engine.taps.samplers import SamplerWatch
 from trainprobe.engine.taps.saved_pieces import HeldPieces
 from trainprobe.engine.taps.saved_states import SavedStates
 from trainprobe.engine.taps.schedules import ScheduleWatch
-from trainprobe.engine.taps.set_up import model_facts, optimizer_groups
+from trainprobe.engine.taps.set_up import model_facts, modes_of, optimizer_groups
 from trainprobe.engine.taps.update_rules import UpdateRerun
 from trainprobe.engine.taps.waiting_gradients import waiting_gradients
 
@@ -94,6 +95,7 @@ class AuditTap:
         self._updates = 0
         self._repeated = False
         self._stepped: set[int] = set()  # ids of what an optimizer of this step holds
+        self._modes: dict[str, bool] | None = None  # of the modules as the first backward of this step began
         self._rates: tuple[float, ...] = ()
         self._random_begun = 0
         self._calls.before_first = self._first_forward
@@ -123,6 +125,7 @@ class AuditTap:
         self._waiting = {}
         self._reduced.begin(tape)
         self._updates, self._rates, self._repeated, self._stepped = 0, (), False, set()
+        self._modes = None
         self._loaded = None
         self._random_begun = random_fingerprint()
         self.declared.begin(tape)
@@ -230,7 +233,10 @@ class AuditTap:
             self._backward.unused = 0
 
     def _first_backward(self) -> None:
-        if self._tape is None or self._states.source is not None:
+        if self._tape is None:
+            return
+        self._modes = modes_of(self._models)  # what is evaluated after the update, within the step, leaves the mode of training
+        if self._states.source is not None:
             return
         names = self._names()
         with DisableTorchFunction():
@@ -253,7 +259,7 @@ class AuditTap:
         kept = {name: (_checksum(reel, v), _norm(reel, v)) for name, v in self._kept.items()}
         facts = StepFacts(
             set_up=self._set_up,
-            model=self._facts(),
+            model=self._model_facts(),
             batches=tuple(_joined(reel, values) for values in calls.batches),
             whole_numbers=any("int" in v.dtype for values in calls.batches for v in values),
             tokens=tuple(_tokens(values) for values in calls.batches),
@@ -334,6 +340,10 @@ class AuditTap:
     def _facts(self) -> ModelFacts:
         known = self._plain() and bool(self._optimizers)
         return model_facts(self._models, self._optimizers, self._names(), owners_known=known)
+
+    def _model_facts(self) -> ModelFacts:
+        facts = self._facts()
+        return facts if self._modes is None else replace(facts, modes=self._modes)
 
     def _parameters_changed(self) -> bool:
         names: Mapping[int, str] = self._names()

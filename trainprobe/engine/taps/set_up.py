@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainprobe.engine.facts import Group, ModelFacts, ParameterFact
@@ -19,16 +19,12 @@ def model_facts(
     """
     held = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
     everything: dict[int, tuple[Any, list[str]]] = {}
-    modes: dict[str, bool] = {}
+    for plain, module in _named_modules(models):
+        for short, p in module._parameters.items():
+            if p is not None:
+                everything.setdefault(id(p), (p, []))[1].append(f"{plain}.{short}" if plain else short)
     for number, model in enumerate(models):
-        prefix = f"{number}." if len(models) > 1 else ""
-        outer = count_outer_wrappers(name for name, _ in model.named_modules() if name)
-        for raw, module in model.named_modules():
-            plain = prefix + logical_name(raw, outer_wrappers=outer)
-            modes.setdefault(plain, module.training)
-            for short, p in module._parameters.items():
-                if p is not None:
-                    everything.setdefault(id(p), (p, []))[1].append(f"{plain}.{short}" if plain else short)
+        prefix, outer = _prefix(models, number), _outer(model)
         for raw, p in model.named_parameters(remove_duplicate=False):
             name = prefix + logical_name(raw, outer_wrappers=outer)
             known = everything.setdefault(id(p), (p, []))[1]
@@ -42,7 +38,7 @@ def model_facts(
     kinds = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     return ModelFacts(
         parameters,
-        modes,
+        modes_of(models),
         strays if owners_known else (),
         _foreign(models, everything),
         kinds,
@@ -50,6 +46,29 @@ def model_facts(
         hidden_parameters(models, everything.keys() | held.keys()) if owners_known else (),
         repeated_hooks(models),
     )
+
+
+def modes_of(models: Sequence[Any]) -> dict[str, bool]:
+    """Return module name → whether the module is in training mode."""
+    modes: dict[str, bool] = {}
+    for name, module in _named_modules(models):
+        modes.setdefault(name, module.training)
+    return modes
+
+
+def _named_modules(models: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    for number, model in enumerate(models):
+        prefix, outer = _prefix(models, number), _outer(model)
+        for raw, module in model.named_modules():
+            yield prefix + logical_name(raw, outer_wrappers=outer), module
+
+
+def _prefix(models: Sequence[Any], number: int) -> str:
+    return f"{number}." if len(models) > 1 else ""
+
+
+def _outer(model: Any) -> int:
+    return count_outer_wrappers(name for name, _ in model.named_modules() if name)
 
 
 def parameters_of(optimizer: Any) -> Iterable[Any]:
