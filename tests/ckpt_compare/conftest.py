@@ -20,10 +20,13 @@ VOCAB = 119
 
 # sizes that are no multiples of 64, so that the buckets of the distributed optimizer end between its alignments
 ODD = "--hidden 48 --ffn 72 --bias 1 --qkln 1 --norm LayerNorm --dtype bf16 --untied 1"
+# sizes that are all multiples of 64 (Megatron-LM's usual ones): any order of the parameters fills the buckets
+EVEN = "--dtype bf16 --untied 1"
 
 # name → (ranks, arguments, the layout whose weights are loaded; None: trained here)
 MEGATRON: dict[str, tuple[int, str, str | None]] = {
     "tp1": (1, "", None),
+    "arguments1": (1, "--foreign-arguments 1", None),
     "tp2": (2, "--tp 2", "tp1"),
     "pp2": (2, "--pp 2", "tp1"),
     "pp2vpp2": (2, "--pp 2 --vpp 2", "tp1"),
@@ -34,6 +37,9 @@ MEGATRON: dict[str, tuple[int, str, str | None]] = {
     "bucketpp2vpp2": (2, "--dist-opt 1 --pp 2 --vpp 2 --sharding dp_reshardable", "zero2"),
     "odd1": (1, f"--dist-opt 1 {ODD}", None),
     "bucketodd2": (2, f"--dist-opt 1 {ODD} --sharding dp_reshardable --bucket 9000 --overlap-grad 1", "odd1"),
+    "sharedodd2": (2, f"--dist-opt 1 {ODD} --sharding dp_reshardable --fully-parallel 1", "odd1"),
+    "even1": (1, f"--dist-opt 1 {EVEN}", None),
+    "sharedeven2": (2, f"--dist-opt 1 {EVEN} --sharding dp_reshardable --fully-parallel 1 --bucket 40000", "even1"),
     "zeromoeep2": (2, "--dist-opt 1 --moe 4 --ep 2", None),
     "half1": (1, "--dtype bf16 --untied 1 --qkln 1 --bias 1 --norm LayerNorm", None),
     "half2": (2, "--dtype bf16 --untied 1 --qkln 1 --bias 1 --norm LayerNorm --tp 2", "half1"),

@@ -10,13 +10,15 @@ from tests.ckpt_compare.memory import dense
 from tests.ckpt_compare.verdicts import compared, judged, kinds
 from trainprobe.ckpt_compare.formats import open_checkpoint, recognise
 from trainprobe.ckpt_compare.names import to_logical
+from trainprobe.cli import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 
 FAMILIES = {  # name of the one that was trained → (other layouts, weights, optimizer tensors)
     "tp1": (["tp2", "pp2", "pp2vpp2"], 38, 76),
     "zero2": (["zero1", "zerotp2", "zeropp2vpp2", "bucketpp2vpp2"], 38, 114),
-    "odd1": (["bucketodd2"], 92, 276),
+    "odd1": (["bucketodd2", "sharedodd2"], 92, 276),
+    "even1": (["sharedeven2"], 39, 117),
     "zeromoeep2": ([], 78, 234),
     "half1": (["half2"], 92, 276),
     "mla1": (["mlatp2"], 50, 100),
@@ -48,7 +50,7 @@ def test_experts_of_two_expert_ranks_are_those_of_one(megatron, one, other, kind
 
 @pytest.mark.parametrize("kind", ["dist", "legacy"])
 def test_arguments_of_classes_that_nobody_listed_are_kept_as_data(megatron, kind):
-    found = open_checkpoint(megatron(f"{kind}_tp1"))
+    found = open_checkpoint(megatron(f"{kind}_arguments1"))
     args = found.state["args"]
     assert (args["exit_signal"], args["attention_backend"], args["config.hidden_size"]) == ("Signals(15)", "AttnBackend(5)", 8)
     assert (found.problems, found.warnings) == ((), ())
@@ -135,6 +137,47 @@ def spoil(path, edit):
 
 def rank(root, name):
     return root / "iter_0000002" / name / "model_optim_rng.pt"
+
+
+def test_states_whose_masters_are_not_the_weights_are_not_placed_and_never_said_to_differ(megatron, copy):
+    """Weights that are no rounded masters any more: to whom the states of that place belong cannot be known."""
+    spoiled = copy("legacy_even1")
+
+    def edit(content):
+        for layer in range(4):
+            key = f"decoder.layers.{layer}.self_attention.linear_proj.weight"
+            content["model"][key] = content["model"][key].flip(0)
+
+    spoil(rank(spoiled, "mp_rank_00"), edit)
+    found = compared(megatron("dist_even1"), spoiled)
+    states = [r for r in found.rows if r.what == "optimizer"]
+    assert {r.verdict for r in states} == {"identical", "only in A"}
+    assert len([r for r in states if r.verdict == "only in A"]) == 12
+    assert any("the states of 4 parameters are not placed" in f.message for f in found.faults)
+
+
+def test_a_check_finds_nothing_in_what_megatron_wrote(megatron, capsys):
+    for name in ("dist_sharedeven2", "legacy_half2"):
+        assert main(["ckpt-show", "--check", str(megatron(name))]) == 0
+        assert re.search(r"sound: .* (39|92) of them held against their masters", capsys.readouterr().out)
+
+
+def test_a_check_names_nan_masters_copies_and_missing_parts(megatron, copy, capsys):
+    spoiled = copy("legacy_half2")
+
+    def edit(content):
+        content["model"]["decoder.layers.1.input_layernorm.weight"].add_(0.5)
+        content["model"]["decoder.layers.2.mlp.linear_fc2.weight"][3, 4] = float("nan")
+
+    spoil(rank(spoiled, "mp_rank_01"), edit)
+    assert main(["ckpt-show", "--check", str(spoiled)]) == 2
+    said = capsys.readouterr().out
+    assert "layers.2.mlp.fc2.weight: 1 NaN and 0 infinite of 6,144 elements" in said
+    assert "layers.1.attention.norm.weight: copies disagree in 64 of 64 elements" in said
+    assert "layers.2.mlp.fc2.weight#master: rounded to bfloat16, 1 of 6,144 master weights are not the weight" in said
+    (rank(spoiled, "mp_rank_01")).unlink()
+    assert main(["ckpt-show", "--check", str(spoiled)]) == 3
+    assert "no file holds" in capsys.readouterr().out
 
 
 def test_one_changed_element_in_one_shard_is_found_named_and_located(megatron, copy):

@@ -15,6 +15,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from trainprobe.ckpt_compare import formats, report
+from trainprobe.ckpt_compare.check import Checked, summary
+from trainprobe.ckpt_compare.check import check as check_all
 from trainprobe.ckpt_compare.compare import compare, logical
 from trainprobe.ckpt_compare.conclusion import conclude
 from trainprobe.ckpt_compare.cover import cover
@@ -121,6 +123,9 @@ def ckpt_show(
     path: Annotated[Path, typer.Argument(help="a checkpoint: a file or folder in any known format")],
     native: Annotated[bool, typer.Option("--native", help="names as they stand in the checkpoint, nothing split")] = False,
     fingerprint: Annotated[bool, typer.Option("--fingerprint", help="a 64-bit fingerprint a tensor, free of layout")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="read everything: NaN, missing parts, copies and masters that disagree")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     names: Maps = None,
     heads: Heads = None,
@@ -128,19 +133,36 @@ def ckpt_show(
     head_dim: HeadDim = None,
     format: Annotated[str | None, typer.Option(help="format, where recognising it fails")] = None,
 ) -> int:
-    """List the logical tensors, the layout and the metadata of one checkpoint. Exit code 3 when parts of it cannot be read."""
+    """List the logical tensors, the layout and the metadata of one checkpoint.
+
+    Exit code 3 when parts of it are missing or cannot be read; with --check 2 when values are wrong in themselves.
+    """
     checkpoint = formats.open_checkpoint(path, format)
     if not native:
         given = {k: v for k, v in (("heads", heads), ("groups", groups), ("head_dim", head_dim)) if v}
         checkpoint = to_logical(checkpoint, {**checkpoint.config, **given}, [str(n) for n in names or ()])
     described = {t.key: _described(t, fingerprint) for t in checkpoint.tensors.values()}
     console = report.wide_console()
+    checked = check_all(checkpoint) if check else None
     if json:
-        console.print_json(orjson.dumps(_summary(checkpoint) | {"tensors": described}, default=str).decode())
+        said = _summary(checkpoint) | ({} if checked is None else {"check": summary(checked)})
+        console.print_json(orjson.dumps(said | {"tensors": described}, default=str).decode())
+    elif checked is not None:
+        _show_check(checked, console)
     else:
         _show(checkpoint, described, console)
+    if checked is not None:
+        return checked.code
     broken = checkpoint.problems or any(d["missing"] for d in described.values())
     return 3 if broken else 0
+
+
+def _show_check(checked: Checked, console: Console) -> None:
+    """Print the answer, and every fault on a line of its own."""
+    style = {0: "bold green", 2: "bold red"}.get(checked.code, "bold yellow")
+    console.print(checked.sentence, markup=False, highlight=False, style=style, soft_wrap=True)
+    for fault in checked.faults:
+        console.print(f"  • {fault.where}: {fault.message}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _described(tensor: LogicalTensor, fingerprint: bool) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Optimizer states that Megatron's distributed optimizer stored bucket by bucket inside a `torch_dist` checkpoint.
 
 `dp_reshardable`, the default of Megatron-LM: for each tensor and pipeline rank, each buffer and bucket, one flat tensor a slot
-(`optimizer.distributed.dp_group_idx_R.gbuf_idx_G.dtype_(…).bucket_idx_B.exp_avg`). Which parameters a rank held, and in which
-order, follows from the model's own tensors in the same checkpoint; they must fill the buckets to the element.
+(`optimizer.distributed.dp_group_idx_R.gbuf_idx_G.dtype_(…).bucket_idx_B.exp_avg`). Which parameters a rank held follows from
+the model's own tensors in the same checkpoint, and their order from how Megatron builds its models (`megatron_order`). They
+must fill the buckets to the element, begin where stored chunks begin, and have masters that are the weights once they are
+rounded; a parameter for which that does not hold is reported and not placed.
 Source: `megatron.core.optimizer.distrib_optimizer.sharded_param_state_dp_reshardable`.
 """
 
@@ -15,10 +17,12 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
+from trainprobe.ckpt_compare.masters import Agreement, not_placed, strangers
 from trainprobe.ckpt_compare.megatron_buckets import bucket_places
 from trainprobe.ckpt_compare.megatron_optimizer import FLAT_SLOTS, SHARED
+from trainprobe.ckpt_compare.megatron_order import model_orders
 from trainprobe.ckpt_compare.megatron_shards import Local, Ranks, axis_of, place
-from trainprobe.ckpt_compare.pieces import LogicalTensor, Point, Problem, window
+from trainprobe.ckpt_compare.pieces import LogicalTensor, Point, Problem, gather, window
 
 _KEY = re.compile(
     r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<rank>\d+)\.gbuf_idx_(?P<buffer>\d+)\."
@@ -64,13 +68,17 @@ def bucket_states(
             problems.append(Problem(where, "a second optimizer of a chain belongs to no expert"))
             continue
         ranks = _ranks(rank, chain, layout)
-        chunks = list(_chunks(weights, ranks, layout, config, None if not experts else bool(chain)))
+        orders = [
+            list(_chunks(order, weights, ranks, layout, config, None if not experts else bool(chain)))
+            for order in model_orders([w.name for w in weights])
+        ]
         buffers = [list(b) for _, b in groupby(held, key=lambda b: b.buffer)]
-        if len(chunks) != len(buffers):
-            problems.append(Problem(where, f"{len(buffers)} buffers do not fit {len(chunks)} parts of the model"))
+        if len(orders[0]) != len(buffers):
+            problems.append(Problem(where, f"{len(buffers)} buffers do not fit {len(orders[0])} parts of the model"))
             continue
-        for chunk, buffer in zip(chunks, buffers, strict=True):
-            yield from _placed(chunk, buffer, ranks, config, where, problems)
+        known = {w.name: w for w in weights}
+        for i, buffer in enumerate(buffers):
+            yield from _best([chunks[i] for chunks in orders], buffer, ranks, config, known, where, problems)
 
 
 def _bucket(key: str, tensor: LogicalTensor) -> Bucket | None:
@@ -99,37 +107,27 @@ def _ranks(rank: int, chain: int, layout: Mapping[str, int]) -> Ranks:
 
 
 def _chunks(
-    weights: Sequence[LogicalTensor], ranks: Ranks, layout: Mapping[str, int], config: Mapping[str, Any], experts: bool | None
+    order: Sequence[str],
+    weights: Sequence[LogicalTensor],
+    ranks: Ranks,
+    layout: Mapping[str, int],
+    config: Mapping[str, Any],
+    experts: bool | None,
 ) -> Iterator[list[Local]]:
-    """Yield what this rank held, one list a virtual stage, in the order of the model's parameters."""
+    """Yield what this rank held, one list a virtual stage, in an order of the model's parameters."""
     pp, vpp = layout.get("pp", 1), layout.get("vpp", 1)
-    layers = 1 + max((int(m["n"]) for w in weights if (m := _LAYER.fullmatch(w.name))), default=-1)
+    layers = 1 + max((int(m["n"]) for n in order if (m := _LAYER.fullmatch(n))), default=-1)
     per_stage = layers // (pp * vpp)
     shapes = {w.name: w.shape for w in weights}
     for v in range(vpp):
         stage = v * pp + ranks.pp
         first, last = stage * per_stage, layers if stage == pp * vpp - 1 else (stage + 1) * per_stage
-        names = [n for n in _model_order(shapes) if _on_stage(n, stage, pp * vpp, first, last)]
+        names = [n for n in order if _on_stage(n, stage, pp * vpp, first, last)]
         if stage == pp * vpp - 1 and stage and config.get("tied") and SHARED[0] in shapes:
             names.append(SHARED[0])  # the last stage holds the embedding once more, as its head
         if experts is not None:
             names = [n for n in names if _expert(n) == experts and (not experts or _own(n, ranks, config))]
         yield [_local(n, shapes[n], ranks, v) for n in names]
-
-
-def _model_order(shapes: Mapping[str, Point]) -> list[str]:
-    """Put stacked parameters, which come layer after layer for each, into the order layer by layer."""
-    places = {n: i for i, n in enumerate(shapes)}
-    layered = [places[n] for n in shapes if _LAYER.fullmatch(n)]
-    first, last = (min(layered), max(layered)) if layered else (len(shapes), len(shapes))
-
-    def key(name: str) -> tuple[int, int, int]:
-        match = _LAYER.fullmatch(name)
-        if match is None:
-            return (0 if places[name] < first else 2 if places[name] > last else 1, 0, places[name])
-        return 1, int(match["n"]), places[name]
-
-    return sorted(shapes, key=key)
 
 
 def _on_stage(name: str, stage: int, stages: int, first: int, last: int) -> bool:
@@ -161,26 +159,55 @@ class _NoNumbers:
         raise NotImplementedError
 
 
-def _placed(
-    chunk: Sequence[Local],
+def _best(
+    orders: Sequence[Sequence[Local]],
     buffer: Sequence[Bucket],
     ranks: Ranks,
     config: Mapping[str, Any],
+    weights: Mapping[str, LogicalTensor],
     where: str,
     problems: list[Problem],
-) -> Iterator[LogicalTensor]:
-    sizes = [next(g).tensor.shape[0] for _, g in groupby(buffer, key=lambda b: b.bucket)]
-    places = bucket_places([w.local_shape for w in chunk], sizes)
-    if places is None:
-        text = f"buckets of {sizes} elements are not filled by the {len(chunk)} parameters that this rank should hold"
+) -> list[LogicalTensor]:
+    """Place a buffer in the order that leaves the fewest masters which are not their weights; leave those out."""
+    best: tuple[list[LogicalTensor], dict[str, Agreement | None]] | None = None
+    for chunk in orders:
+        placed = _placed(chunk, buffer, ranks, config)
+        if placed is not None:
+            masters = gather(t for t in placed if t.slot == "master")
+            odd = dict(strangers(masters.values(), weights)) if masters else dict.fromkeys(t.name for t in placed)
+            if best is None or len(odd) < len(best[1]):
+                best = placed, odd
+            if not odd:
+                break
+    if best is None:
+        sizes = [b.tensor.shape[0] for b in buffer if b.slot == buffer[0].slot]
+        text = f"buckets of {sizes} elements are not filled by the {len(orders[0])} parameters that this rank should hold"
         problems.append(Problem(where, text))
-        return
+        return []
+    placed, odd = best
+    if odd:
+        problems.append(Problem(where, not_placed(odd)))
+    return [t for t in placed if t.name not in odd]
+
+
+def _placed(
+    chunk: Sequence[Local], buffer: Sequence[Bucket], ranks: Ranks, config: Mapping[str, Any]
+) -> list[LogicalTensor] | None:
+    """Return the tensors of a buffer whose parameters stand in this order, None where they cannot."""
+    tensors = [list(held) for _, held in groupby(buffer, key=lambda b: b.bucket)]
+    places = bucket_places([w.local_shape for w in chunk], [held[0].tensor.shape[0] for held in tensors])
+    if places is None:
+        return None
+    made: list[LogicalTensor] = []
     for local, (bucket, start) in zip(chunk, places, strict=True):
         stop = start + prod(local.local_shape)
-        for one in (b for b in buffer if b.bucket == bucket):
+        for one in tensors[bucket]:
+            if len(one.tensor.pieces) > 1 and not any(piece.offset[0] == start for piece in one.tensor.pieces):
+                return None  # Megatron stores each parameter, and each gap between two, as a chunk of its own
             for piece in one.tensor.pieces:
                 lo, hi = max(start, piece.offset[0]), min(stop, piece.offset[0] + piece.shape[0])
                 if lo < hi:
                     part = window(piece.source, (slice(lo - piece.offset[0], hi - piece.offset[0]),))
-                    made = replace(local, source=part, slot=one.slot, where=piece.where, start=lo - start)
-                    yield from place(made, ranks, config)
+                    flat = replace(local, source=part, slot=one.slot, where=piece.where, start=lo - start)
+                    made += place(flat, ranks, config)
+    return made

@@ -40,6 +40,8 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--save-logits", help="what the model says to a fixed input, on one rank")
     p.add_argument("--iteration", type=int, default=2)
     p.add_argument("--sharding", default="fully_reshardable", help="how the distributed optimizer stores its state")
+    p.add_argument("--fully-parallel", type=int, default=0, help="ranks share the saving out, as Megatron-LM does by default")
+    p.add_argument("--foreign-arguments", type=int, default=0, help="which torch.load(weights_only=True) refuses")
     p.add_argument("--mla", type=int, default=0, help="multi-latent attention")
     p.add_argument("--mtp", type=int, default=0, help="layers of multi-token prediction")
     return p.parse_args()
@@ -116,7 +118,7 @@ def training_arguments(a) -> argparse.Namespace:
         vocab_size=a.vocab, ddp_bucket_size=a.bucket, q_lora_rank=MLA["q_lora_rank"], kv_lora_rank=MLA["kv_lora_rank"],
         qk_pos_emb_head_dim=MLA["qk_pos_emb_head_dim"],
         params_dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[a.dtype],
-        **foreign_arguments(),
+        **(foreign_arguments() if a.foreign_arguments else {}),
     )  # fmt: skip
 
 
@@ -162,6 +164,8 @@ def save_dist(a, chunks, optimizer) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
     folder = Path(a.save_dist) / f"iter_{a.iteration:07d}"
     if dist.get_rank() == 0:
@@ -171,7 +175,11 @@ def save_dist(a, chunks, optimizer) -> None:
     state = {**sharded(a, chunks, optimizer, False), **common(a)}
     grid = (a.pp, a.tp), (ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank())
     state["rng_state"] = ShardedObject("rng_state", [rng_state(a)], *grid, replica_id=ps.get_data_parallel_rank())
-    dist_checkpointing.save(state, str(folder))
+    strategy = None
+    if a.fully_parallel:
+        strategy = get_default_save_sharded_strategy("torch_dist", 1)
+        strategy = FullyParallelSaveStrategyWrapper(strategy, ps.get_data_parallel_group(with_context_parallel=True))
+    dist_checkpointing.save(state, str(folder), strategy)
 
 
 def legacy_name(a) -> str:

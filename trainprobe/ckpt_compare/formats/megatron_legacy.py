@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.ckpt_compare.formats.plain_torch import arrays
+from trainprobe.ckpt_compare.masters import without_strangers
 from trainprobe.ckpt_compare.megatron import iteration_folder, model_config, namespace, plain_sections, rank_of, rng_digests
 from trainprobe.ckpt_compare.megatron_optimizer import Local, local_states
 from trainprobe.ckpt_compare.megatron_shards import Ranks, place
@@ -65,16 +66,21 @@ def open(path: Path) -> Checkpoint:
     _check_ranks(folder, files, layout, problems)
     offsets = _layer_offsets(files)
     tensors: list[LogicalTensor] = []
+    moved: list[LogicalTensor] = []
     steps: set[float] = set()
     for file in files:
         locals_ = list(_locals(file, offsets))
         for local in locals_:
             tensors += place(local, file.ranks, config)
         flat_file = file.folder / "distrib_optim.pt"
-        states, counts = local_states(file.content.get("optimizer"), flat_file, locals_, problems, {**config, **layout})
-        for local in states:
-            tensors += place(local, file.ranks, config)
+        found, counts = local_states(file.content.get("optimizer"), flat_file, locals_, problems, {**config, **layout})
+        for local in found:
+            moved += place(local, file.ranks, config)
         steps.update(counts)
+    states, odd = without_strangers(moved, gather(tensors))
+    if odd:
+        problems.append(Problem(str(folder), odd))
+    tensors += states
     state = plain_sections(files[0].content) if files else {}
     state["rng"] = {k: v for f in files for k, v in _rng(f).items()}
     if steps:
