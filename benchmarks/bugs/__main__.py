@@ -1,21 +1,22 @@
-"""What the audit finds of the published silent bugs: detected, after how many collected steps, located, false alarms, overhead.
+"""What the probe finds of silent bugs: found, at which step, named first, false alarms on the healthy twins.
 
-python -m benchmarks.bugs
-python -m benchmarks.bugs --held-out
-python -m benchmarks.bugs --unseen
-python -m benchmarks.bugs --unseen-again
-python -m benchmarks.bugs --unseen-third
-python -m benchmarks.bugs --unseen-fourth
-python -m benchmarks.bugs --only "2 norm not reduced" --why
+python -m benchmarks.bugs --set open                        # under the default plan, as users run it
+python -m benchmarks.bugs --set open --plan every-step      # with the audit at every step
+python -m benchmarks.bugs --set published --json lines.json
+python -m benchmarks.bugs --set held-out --only "2 norm not reduced" --why
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks.bugs.held_out import HELD_OUT
+from benchmarks.bugs.open_bench import judge as open_bench
+from benchmarks.bugs.open_bench.catalogue import OPEN
 from benchmarks.bugs.published import PUBLISHED, Bug
 from benchmarks.bugs.two_ranks import launch
 from benchmarks.bugs.unseen import UNSEEN
@@ -25,10 +26,21 @@ from benchmarks.bugs.unseen_third import UNSEEN_THIRD
 from trainprobe.engine.records import Finding, Site
 
 ALARMS = ("warning", "error")
+SETS: dict[str, tuple[Bug, ...]] = {
+    "published": PUBLISHED,
+    "held-out": HELD_OUT,
+    "unseen": UNSEEN,
+    "unseen-again": UNSEEN_AGAIN,
+    "unseen-third": UNSEEN_THIRD,
+    "unseen-fourth": UNSEEN_FOURTH,
+}
 
 
-def judge(bug: Bug, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Put what both ranks found of a bug and of its twin into one line; the first finding of the first rank counts."""
+def judge(bug: Bug, ranks: list[dict[str, Any]], whole_run: bool = False) -> dict[str, Any]:
+    """Put what both ranks found of a bug and of its twin into one line; the first finding of the first rank counts.
+
+    whole_run: an alarm at any step from the bug's first on is in time, as under a plan that audits some steps only.
+    """
     ranks = [rank for rank in ranks if bug.name in rank]
     found = [_first(rank[bug.name]["bug"]["findings"]) for rank in ranks]
     firsts = sorted((f for f in found if f is not None), key=lambda f: f.step if f.step is not None else 1 << 30)
@@ -38,9 +50,10 @@ def judge(bug: Bug, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     alarms = [f for rank in ranks for f in rank[bug.name]["twin"]["findings"] if f["severity"] in ALARMS]
     bare, twin = (sum(rank[bug.name][kind]["seconds"] for rank in ranks) for kind in ("bare", "twin"))
     early = steps is not None and steps < 1
+    detected = first is not None and not early and (whole_run or (steps or 0) <= bug.within)
     return {
         "bug": bug.name,
-        "detected": first is not None and not early and (steps or 0) <= bug.within,
+        "detected": detected,
         "steps": steps,
         "located": first is not None and bug.located(first),
         "named": "" if first is None else f"{first.rule}: {first.site.name if first.site else ''}",
@@ -58,40 +71,46 @@ def _first(findings: list[dict[str, Any]]) -> Finding | None:
     return None
 
 
+def lines_of(name: str, plan: str, only: list[str] | None) -> list[dict[str, Any]]:
+    """Run a set under a plan and return a line for each of its bugs."""
+    if name == "open":
+        return list(open_bench.run([bug for bug in OPEN if not only or bug.name in only], plan))
+    bugs = [bug for bug in SETS[name] if not only or bug.name in only]
+    ranks = launch(bugs, plan=plan)
+    return [judge(bug, ranks, whole_run=plan == "default") for bug in bugs]
+
+
+def shown(line: dict[str, Any], why: bool) -> None:
+    """Print a line."""
+    words = ["yes" if line[key] else "NO" for key in ("detected", "located")]
+    print(f"{line['bug']:34} {words[0]:6} {line['steps'] or '-'!s:>5} {words[1]:6} {line['alarms']:>6}  {line['named']}")
+    for message in line["why"] if why else ():
+        print(f"    {message}")
+
+
 def main(
-    held_out: Annotated[bool, typer.Option(help="the bugs that the detectors were not built against")] = False,
-    unseen: Annotated[bool, typer.Option(help="bugs in loops of many styles, which declare nothing")] = False,
-    unseen_again: Annotated[bool, typer.Option(help="a second set of those")] = False,
-    unseen_third: Annotated[bool, typer.Option(help="a third set, in loops of further styles")] = False,
-    unseen_fourth: Annotated[bool, typer.Option(help="a fourth set, with models of further kinds")] = False,
+    bugs: Annotated[str, typer.Option("--set", help=f"open, {', '.join(SETS)}")] = "open",
+    plan: Annotated[str, typer.Option(help="default (what a user gets), or every-step (the audit at each step)")] = "default",
     only: Annotated[list[str] | None, typer.Option(help="names of bugs, as they are printed")] = None,
     why: Annotated[bool, typer.Option(help="print every finding too")] = False,
+    output: Annotated[Path | None, typer.Option("--json", help="write the lines to this file")] = None,
 ) -> None:
-    """Print one line a bug; the exit code is 1 when the bar is missed."""
-    sets = {
-        HELD_OUT: held_out,
-        UNSEEN: unseen,
-        UNSEEN_AGAIN: unseen_again,
-        UNSEEN_THIRD: unseen_third,
-        UNSEEN_FOURTH: unseen_fourth,
-    }
-    chosen = next((bugs for bugs, asked in sets.items() if asked), PUBLISHED)
-    bugs = [bug for bug in chosen if not only or bug.name in only]
-    ranks = launch(bugs)
-    lines = [judge(bug, ranks) for bug in bugs]
-    print(f"{'bug':32} {'detected':9} {'steps':>5} {'located':8} {'alarms':>6} {'overhead':>8}  named first")
+    """Print one line a bug; the exit code is 1 when the bar is missed.
+
+    The bar: no false alarm, and under the default plan 60 % found and 90 % of those named first, with the audit at
+    every step all found and 80 % named first.
+    """
+    lines = lines_of(bugs, plan, only)
+    if output:
+        output.write_text(json.dumps(lines, indent=1))
+    print(f"{'bug':34} {'found':6} {'steps':>5} {'named':6} {'alarms':>6}  first finding")
     for line in lines:
-        words = ["yes" if line[key] else "NO" for key in ("detected", "located")]
-        print(
-            f"{line['bug']:32} {words[0]:9} {line['steps'] or '-'!s:>5} {words[1]:8} "
-            f"{line['alarms']:>6} {line['overhead']:>8.2f}  {line['named']}"
-        )
-        for message in line["why"] if why else ():
-            print(f"    {message}")
-    detected, located = (sum(bool(line[key]) for line in lines) for key in ("detected", "located"))
-    alarms = sum(line["alarms"] for line in lines)
-    print(f"{detected} of {len(lines)} detected in time, {located} located, {alarms} false alarms")
-    raise typer.Exit(0 if detected == len(lines) and located >= 0.8 * len(lines) and not alarms else 1)
+        shown(line, why)
+    found, alarms = sum(line["detected"] for line in lines), sum(line["alarms"] for line in lines)
+    named = sum(line["detected"] and line["located"] for line in lines)
+    print(f"{found} of {len(lines)} found, {named} of them named first, {alarms} false alarms")
+    bar = (0.6 * len(lines), 0.9 * found) if plan == "default" else (len(lines), 0.8 * len(lines))
+    raise typer.Exit(0 if found >= bar[0] and named >= bar[1] and not alarms else 1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Runs bugs and their twins, in two gloo processes or in one, and brings back what was found on each rank.
 
-python -m benchmarks.bugs.two_ranks NAMES RESULT_FOLDER        (one rank; started by `launch`)
+python -m benchmarks.bugs.two_ranks NAMES RESULT_FOLDER PLAN        (one rank; started by `launch`)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.bugs.held_out import HELD_OUT
+from benchmarks.bugs.open_bench.bug import told
 from benchmarks.bugs.published import PUBLISHED, Bug
 from benchmarks.bugs.unseen import UNSEEN
 from benchmarks.bugs.unseen_again import UNSEEN_AGAIN
@@ -26,15 +27,20 @@ from benchmarks.bugs.unseen_fourth import UNSEEN_FOURTH
 from benchmarks.bugs.unseen_third import UNSEEN_THIRD
 from tests.distributed.launch import free_port
 from tests.distributed.one_rank import settle
+from trainprobe.integrations import default_plan
 from trainprobe.watching import Probe
 
 ALL = {bug.name: bug for bug in (*PUBLISHED, *HELD_OUT, *UNSEEN, *UNSEEN_AGAIN, *UNSEEN_THIRD, *UNSEEN_FOURTH)}
 RANKS = 2
 PLAN: dict[str, Any] = {"level": "off", "audit": {"every": 1}, "sinks": []}
+DEFAULT_STEPS = 75  # under the default plan, which audits few steps, the loops run for at least so many
 
 
-def train(kind: type[Any], watched: bool) -> dict[str, Any]:
-    """Train once on this rank; return the findings and the time that it took."""
+def train(kind: type[Any], watched: bool, plan: str = "every-step") -> dict[str, Any]:
+    """Train once on this rank; return the findings and the time that it took.
+
+    plan: "every-step" for the plan of the set itself, or "default" for that of an integration that is given none.
+    """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     folder = Path(tempfile.mkdtemp(prefix="trainprobe_bugs_"))
     kept: list[Probe] = []
@@ -43,13 +49,16 @@ def train(kind: type[Any], watched: bool) -> dict[str, Any]:
         if not watched:
             return None
         existing = "continue" if kept else "replace"
-        probe = Probe(getattr(kind, "plan", PLAN), output=str(folder / "out"), on_existing=existing, place=place)
+        chosen = default_plan() if plan == "default" else getattr(kind, "plan", PLAN)
+        probe = Probe(chosen, output=str(folder / "out"), on_existing=existing, place=place)
         kept.append(probe.open(model, optimizer))
         return probe
 
     if world > 1:
         dist.barrier()
     run = kind(rank, world, probe_of)
+    if plan == "default":
+        run.steps = max(run.steps, DEFAULT_STEPS)
     began = time.process_time()
     run.run()
     spent = time.process_time() - began
@@ -61,30 +70,18 @@ def train(kind: type[Any], watched: bool) -> dict[str, Any]:
     return {"findings": found, "seconds": spent, "begins": kind.begins}
 
 
-def told(finding: Any) -> dict[str, Any]:
-    """Return a finding as JSON values."""
-    site = finding.site
-    return {
-        "rule": finding.rule,
-        "severity": finding.severity,
-        "message": finding.message,
-        "step": finding.step,
-        "site": None if site is None else [site.kind, site.name, site.slot],
-        "measured": finding.measured,
-    }
-
-
-def launch(bugs: list[Bug], timeout: float = 1500) -> list[dict[str, Any]]:
+def launch(bugs: list[Bug], timeout: float = 1500, plan: str = "every-step") -> list[dict[str, Any]]:
     """Run bugs on as many processes as they need; return for each rank {bug: {"bug": …, "twin": …, "bare": …}}.
 
-    Raises RuntimeError when a rank fails.
+    plan: see `train`. Raises RuntimeError when a rank fails.
     """
     alone = [bug for bug in bugs if getattr(bug.run, "ranks", RANKS) == 1]
     together = [bug for bug in bugs if bug not in alone]
-    return (_launch(alone, 1, timeout) if alone else []) + (_launch(together, RANKS, timeout) if together else [])
+    launched = [_launch(group, ranks, timeout, plan) for group, ranks in ((alone, 1), (together, RANKS)) if group]
+    return [rank for ranks in launched for rank in ranks]
 
 
-def _launch(bugs: list[Bug], ranks: int, timeout: float) -> list[dict[str, Any]]:
+def _launch(bugs: list[Bug], ranks: int, timeout: float, plan: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="trainprobe_bugs_") as folder:
         environment = {
             **os.environ,
@@ -93,7 +90,7 @@ def _launch(bugs: list[Bug], ranks: int, timeout: float) -> list[dict[str, Any]]
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "benchmarks.bugs.two_ranks", json.dumps([bug.name for bug in bugs]), folder]
+        command = [sys.executable, "-m", "benchmarks.bugs.two_ranks", json.dumps([bug.name for bug in bugs]), folder, plan]
         running = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(ranks)]
         try:
             codes = [process.wait(timeout) for process in running]
@@ -113,13 +110,14 @@ def main() -> None:
     if not alone:
         dist.init_process_group("gloo")
     results: dict[str, Any] = {}
+    plan = sys.argv[3]
     twins: dict[type[Any], Any] = {}
     for name in json.loads(sys.argv[1]):
         bug = ALL[name]
         if bug.twin not in twins:
             train(bug.twin, False)  # the first run pays for what is loaded late
-            twins[bug.twin] = {"bare": train(bug.twin, False), "twin": train(bug.twin, True)}
-        results[name] = {**twins[bug.twin], "bug": train(bug.run, True)}
+            twins[bug.twin] = {"bare": train(bug.twin, False, plan), "twin": train(bug.twin, True, plan)}
+        results[name] = {**twins[bug.twin], "bug": train(bug.run, True, plan)}
     (Path(sys.argv[2]) / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
     if not alone:
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ from trainprobe.integrations import default_plan
 
 
 def plan_named(name: str) -> dict[str, Any]:
-    """Return the plan `default` (what an integration runs with when it is given none) or `every-step` (its audit at each step)."""
+    """Return the plan `default` (that of an integration that is given none) or `every-step` (its audit at each step)."""
     plan = default_plan()
     return plan if name == "default" else {**plan, "audit": {"every": 1}}
 

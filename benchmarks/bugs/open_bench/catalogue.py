@@ -39,7 +39,8 @@ OPEN: tuple[Bug, ...] = (
     Bug("sampled_without_gradient", "gradients", "pytorch/pytorch#4620", generative.vae, 0, r"fc1.*|fc2[12].*", "sampl"),
     Bug("fake_not_detached", "gradients", "heykeetae/Self-Attention-GAN#48", generative.gan, 0, r"generator.*"),
     Bug("target_not_detached", "gradients", "Farama-Foundation/Gymnasium#1494", reinforcement.a2c, 0, r"critic.*"),
-    Bug("penalty_without_graph", "gradients", "ooples/AiDotNet#1844", trainers.wgan, 0, rf"critic.*|{LOSS}", "create_graph|detach"),
+    Bug("penalty_without_graph", "gradients", "ooples/AiDotNet#1844", trainers.wgan, 0, rf"critic.*|{LOSS}",
+        "create_graph|detach"),
     Bug("ascent_gradient_kept", "gradients", "rollovd/LookSAM#3", vision.sharpness, 0, r"(conv|fc).*"),
     Bug("zero_grad_per_epoch", "gradients", "pytorch/pytorch#47175", vision.mnist, 1, r"(conv|fc).*"),
     Bug("tail_divided_by_all", "gradients", "Lightning-AI/pytorch-lightning#19987", trainers.regression, 3,
@@ -58,7 +59,8 @@ OPEN: tuple[Bug, ...] = (
     Bug("schedulers_not_stepped", "optimizer", "voicepaw/so-vits-svc-fork#291", trainers.wgan, 2, RATE, "learning rate"),
     Bug("filled_with_a_constant", "optimizer", "HomericIntelligence/Mnemosyne#1987", vision.tabular, 0, r"[02]\..*"),
     Bug("adapter_loaded_frozen", "optimizer", "huggingface/peft#282", trainers.adapters, 1, r".*lora_.*"),
-    Bug("average_without_buffers", "optimizer", "CuriousAI/mean-teacher#9", vision.imagenet, 12, rf"{RUNNING}|.*ema.*", "average"),
+    Bug("average_without_buffers", "optimizer", "CuriousAI/mean-teacher#9", vision.imagenet, 12, rf"{RUNNING}|.*ema.*",
+        "average"),
     # ---- modes ------------------------------------------------------------------------------------------------------
     Bug("frozen_statistics_move", "modes", "kdexd/virtex#16", vision.transfer, 0, rf"{RUNNING}|backbone.*"),
     Bug("teacher_in_training_mode", "modes", "yxuansu/TaCL#11", generative.distill, 0, r"teacher.*"),
@@ -72,7 +74,8 @@ OPEN: tuple[Bug, ...] = (
         "autocast"),
     # ---- state ------------------------------------------------------------------------------------------------------
     Bug("halved_by_saving", "state", "ultralytics/ultralytics#14418", text.nano_gpt, 12, WEIGHTS),
-    Bug("seeded_by_sampling", "state", "huggingface/diffusers#175", generative.diffusion, 8, rf"random state|{BATCH}", "random"),
+    Bug("seeded_by_sampling", "state", "huggingface/diffusers#175", generative.diffusion, 8, rf"random state|{BATCH}",
+        "random"),
     # ---- two ranks --------------------------------------------------------------------------------------------------
     Bug("codebook_of_each_rank", "distributed", "ZhikangNiu/encodec-pytorch#15", ranks.codec, 0,
         r".*quantizer.*", ranks=2),

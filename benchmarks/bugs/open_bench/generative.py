@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from benchmarks.bugs.open_bench.bug import Watch
 from benchmarks.bugs.open_bench.vision import stripes
@@ -22,11 +22,11 @@ class VAE(nn.Module):
         self.fc3, self.fc4 = nn.Linear(6, 48), nn.Linear(48, 64)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h = F.relu(self.fc1(x))
+        h = functional.relu(self.fc1(x))
         mu, logvar = self.fc21(h), self.fc22(h)
         posterior = torch.distributions.Normal(mu, (0.5 * logvar).exp())
         z = posterior.rsample() if self.reparameterized else posterior.sample()
-        return torch.sigmoid(self.fc4(F.relu(self.fc3(z)))), mu, logvar
+        return torch.sigmoid(self.fc4(functional.relu(self.fc3(z)))), mu, logvar
 
 
 def vae(bug: str, watch: Watch) -> None:
@@ -41,7 +41,7 @@ def vae(bug: str, watch: Watch) -> None:
                 with probe.step():
                     optimizer.zero_grad()
                     recon, mu, logvar = model(data)
-                    bce = F.binary_cross_entropy(recon, data, reduction="sum")
+                    bce = functional.binary_cross_entropy(recon, data, reduction="sum")
                     loss = bce - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
                     loss.backward()
                     optimizer.step()
@@ -88,7 +88,7 @@ class Denoiser(nn.Module):
         self.middle, self.leave = nn.Linear(32, 32), nn.Linear(32, 2)
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        return self.leave(F.silu(self.middle(F.silu(self.enter(x) + self.time(t)))))
+        return self.leave(functional.silu(self.middle(functional.silu(self.enter(x) + self.time(t)))))
 
 
 def diffusion(bug: str, watch: Watch) -> None:
@@ -113,7 +113,7 @@ def diffusion(bug: str, watch: Watch) -> None:
         with accelerator.accumulate(model):
             noise, t = torch.randn_like(batch), torch.randint(0, 50, (len(batch),))
             a = kept[t][:, None]
-            loss = F.mse_loss(model(a.sqrt() * batch + (1 - a).sqrt() * noise, t), noise)
+            loss = functional.mse_loss(model(a.sqrt() * batch + (1 - a).sqrt() * noise, t), noise)
             accelerator.backward(loss)
             if accelerator.sync_gradients or bug == "clipped_each_micro_batch":
                 accelerator.clip_grad_norm_(model.parameters(), 0.15)
@@ -153,12 +153,12 @@ def contrast(bug: str, watch: Watch) -> None:
             for batch in loader:
                 with probe.step():
                     views = torch.cat([batch + 0.3 * torch.randn_like(batch) for _ in range(2)])
-                    z = F.normalize(model["projector"](model["encoder"](views)), dim=1)
+                    z = functional.normalize(model["projector"](model["encoder"](views)), dim=1)
                     similarity = z @ z.T / 0.2
                     if bug != "compared_with_itself":
                         similarity = similarity.masked_fill(torch.eye(len(z), dtype=torch.bool), float("-inf"))
                     n = len(batch)
-                    loss = F.cross_entropy(similarity, torch.cat([torch.arange(n, 2 * n), torch.arange(n)]))
+                    loss = functional.cross_entropy(similarity, torch.cat([torch.arange(n, 2 * n), torch.arange(n)]))
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
@@ -205,7 +205,9 @@ def distill(bug: str, watch: Watch) -> None:
                     soft = (taught / temperature).softmax(-1)
                     said = (taught if bug == "teacher_twice" else out) / temperature
                     said = said.softmax(-1) if bug == "divergence_of_probabilities" else said.log_softmax(-1)
-                    loss = F.cross_entropy(out, y) + temperature**2 * F.kl_div(said, soft, reduction="batchmean")
+                    loss = functional.cross_entropy(out, y) + temperature**2 * functional.kl_div(
+                        said, soft, reduction="batchmean"
+                    )
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()

@@ -1,4 +1,4 @@
-"""Runs the open bench, each program in processes of its own, and judges what was found of each bug and on its twin."""
+"""Runs the open bench, and judges what was found of each bug and on its twin."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bugs.open_bench.bug import OpenBug
-from tests.distributed.launch import free_port
 
 ALARMS = ("warning", "error")
 Line = dict[str, Any]
@@ -39,16 +37,20 @@ def judged(bug: OpenBug, ranks: list[Line]) -> Line:
         "bug": bug.name,
         "family": bug.family,
         "source": bug.source,
-        "found": first is not None,
-        "step": None if first is None else first["step"],
-        "named": first is not None and bug.located(first),
-        "first": "" if first is None else f"{first['rule']}: {_place(first)}",
-        "message": "" if first is None else first["message"],
-        "later": [f"{f['rule']}: {_place(f)} (step {f['step']})" for f in new[1:]],
-        "twin": [f"{f['rule']}: {_place(f)} (step {f['step']}): {f['message']}" for f in twin],
+        "program": bug.program.__name__,
+        "detected": first is not None,
+        "steps": None if first is None or first["step"] is None else first["step"] - bug.begins + 1,
+        "located": first is not None and bug.located(first),
+        "named": "" if first is None else f"{first['rule']}: {_place(first)}",
+        "alarms": len(twin),
         "faults": [f["message"] for f in runs if f["rule"] == "probe" and f["severity"] in ALARMS],
+        "why": [_told(f) for f in new] + [f"ALARM {_told(f)}" for f in twin],
         "seconds": sum(rank[bug.name]["seconds"] for rank in ranks),
     }
+
+
+def _told(finding: Line) -> str:
+    return f"{finding['rule']}: {_place(finding)} (step {finding['step']}): {finding['message']}"
 
 
 def _place(finding: Line) -> str:
@@ -59,44 +61,37 @@ def _step(finding: Line) -> int:
     return 1 << 30 if finding["step"] is None else finding["step"]
 
 
-def run(bugs: Iterable[OpenBug], plan: str, timeout: float = 1500) -> Iterator[Line]:
-    """Run bugs program by program, and yield a line for each. A program that fails yields lines that say so."""
-    ordered = sorted(bugs, key=lambda bug: bug.program.__name__)
-    for _name, group in groupby(ordered, key=lambda bug: bug.program.__name__):
-        together = list(group)
-        try:
-            ranks = _launch(together, plan, timeout)
-        except RuntimeError as error:
-            yield from ({"bug": bug.name, "family": bug.family, "source": bug.source, "failed": str(error)} for bug in together)
-        else:
-            yield from (judged(bug, ranks) for bug in together)
-
-
-def _launch(bugs: list[OpenBug], plan: str, timeout: float) -> list[Line]:
+def run(bugs: Iterable[OpenBug], plan: str, timeout: float = 1500) -> list[Line]:
+    """Run bugs and return a line for each, in their order. Raises RuntimeError when a program fails."""
+    bugs = list(bugs)
     with tempfile.TemporaryDirectory(prefix="trainprobe_open_") as folder:
-        count = bugs[0].ranks
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
-        if count == 1 and bugs[0].program.__name__ != "engine":  # as without a launcher
-            environment = {k: v for k, v in environment.items() if k not in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-        running: list[tuple[Any, Path, Path]] = []
-        for rank in range(count):
-            result, log = Path(folder) / f"{rank}.json", Path(folder) / f"{rank}.log"
-            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.bugs.open_bench.worker", plan, str(result)]
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if "WORLD_SIZE" in environment else environment
-            process = subprocess.Popen(
-                [*command, *(bug.name for bug in bugs)], env=own, stdout=log.open("w"), stderr=subprocess.STDOUT
+        for ranks in sorted({bug.ranks for bug in bugs}):
+            _launch([bug for bug in bugs if bug.ranks == ranks], ranks, plan, Path(folder), timeout)
+        return [judged(bug, _results(bug, Path(folder))) for bug in bugs]
+
+
+def _results(bug: OpenBug, folder: Path) -> list[Line]:
+    name = bug.program.__name__
+    if broken := [path.read_text() for path in folder.glob(f"{name}.*.error")]:
+        raise RuntimeError(f"{name} failed:\n" + "\n".join(broken))
+    return [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(bug.ranks)]
+
+
+def _launch(bugs: list[OpenBug], ranks: int, plan: str, folder: Path, timeout: float) -> None:
+    """Run bugs that need so many ranks, and leave what was found in a folder."""
+    shared = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.bugs.open_bench.worker", plan, str(folder)]
+    running: list[subprocess.Popen[bytes]] = []
+    for rank in range(ranks):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        own = {**os.environ, **shared, **(place if ranks > 1 else {})}
+        with (folder / f"{ranks}.{rank}.log").open("w") as log:
+            running.append(
+                subprocess.Popen([*command, *(bug.name for bug in bugs)], env=own, stdout=log, stderr=subprocess.STDOUT)
             )
-            running.append((process, result, log))
-        try:
-            for process, _result, _log in running:
-                process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            for process, _result, _log in running:
-                process.kill()
-        broken = [log.read_text()[-3000:] for process, result, log in running if process.wait() or not result.exists()]
-        if broken:
-            raise RuntimeError("\n".join(broken))
-        return [json.loads(result.read_text()) for _process, result, _log in running]
+    try:
+        for process in running:
+            process.wait(timeout)
+    finally:
+        for process in running:
+            process.kill()

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as with_gradient
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.bugs.open_bench.bug import Watch
@@ -31,7 +31,7 @@ class Codebook(nn.Module):
         chosen = torch.cdist(z.detach(), self.embed).argmin(1)
         quantized = self.embed[chosen]
         if self.training:
-            onehot = F.one_hot(chosen, 16).float()
+            onehot = functional.one_hot(chosen, 16).float()
             counts, sums = onehot.sum(0), onehot.T @ z.detach()
             if self.reduced:
                 dist.all_reduce(counts)
@@ -39,7 +39,7 @@ class Codebook(nn.Module):
             self.cluster_size.mul_(0.9).add_(counts, alpha=0.1)
             self.embed_avg.mul_(0.9).add_(sums, alpha=0.1)
             self.embed.copy_(self.embed_avg / (self.cluster_size[:, None] + 1e-3))
-        return z + (quantized - z).detach(), F.mse_loss(z, quantized)
+        return z + (quantized - z).detach(), functional.mse_loss(z, quantized)
 
 
 class Codec(nn.Module):
@@ -64,7 +64,7 @@ def codec(bug: str, watch: Watch) -> None:
             x = torch.randn(32, 12, generator=g).sign() + 0.1 * torch.randn(32, 12, generator=g)
             with probe.step():
                 out, commitment = model(x)
-                loss = F.mse_loss(out, x) + 0.25 * commitment
+                loss = functional.mse_loss(out, x) + 0.25 * commitment
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -86,7 +86,7 @@ def unfreezing(bug: str, watch: Watch) -> None:
                 model = model if bug == "unfrozen_after_wrapping" else DistributedDataParallel(net)
             x = torch.randn(32, 12, generator=g)
             with probe.step():
-                loss = F.cross_entropy(model(x), x[:, :4].argmax(1))
+                loss = functional.cross_entropy(model(x), x[:, :4].argmax(1))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -102,7 +102,11 @@ class Towers(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return F.normalize(self.image(image), dim=1), F.normalize(self.text(text), dim=1), self.logit_scale.exp()
+        return (
+            functional.normalize(self.image(image), dim=1),
+            functional.normalize(self.text(text), dim=1),
+            self.logit_scale.exp(),
+        )
 
 
 def gathered(features: Tensor) -> Tensor:
@@ -128,7 +132,10 @@ def clip(bug: str, watch: Watch) -> None:
                 else:
                     images, texts = (torch.cat(with_gradient.all_gather(f)) for f in (image, text))
                 own = torch.arange(16) + 16 * dist.get_rank()
-                loss = (F.cross_entropy(scale * image @ texts.T, own) + F.cross_entropy(scale * text @ images.T, own)) / 2
+                loss = (
+                    functional.cross_entropy(scale * image @ texts.T, own)
+                    + functional.cross_entropy(scale * text @ images.T, own)
+                ) / 2
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

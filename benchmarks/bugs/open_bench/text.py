@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from benchmarks.bugs.open_bench.bug import Watch
 
@@ -76,7 +76,7 @@ def nano_gpt(bug: str, watch: Watch) -> None:
             with probe.step():
                 with torch.autocast("cpu", torch.bfloat16, enabled=bug == "fine_tuning"):
                     logits = model(x)
-                loss = F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+                loss = functional.cross_entropy(logits.float().flatten(0, 1), y.flatten())
                 loss.backward()
                 norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
@@ -86,7 +86,7 @@ def nano_gpt(bug: str, watch: Watch) -> None:
 
 
 def nano_gpt_small_rate(bug: str, watch: Watch) -> None:
-    """The same as a fine-tuning with a small rate: bfloat16 by autocast where it is healthy, and weights in bfloat16 where not."""
+    """A fine-tuning with a small rate, in bfloat16 by autocast; the bug has its weights in bfloat16."""
     nano_gpt(bug or "fine_tuning", watch)
 
 
@@ -114,7 +114,7 @@ def mixed_precision(bug: str, watch: Watch) -> None:
                 with torch.autocast("cpu", torch.bfloat16):
                     hidden = whole["body"](x)
                     with torch.autocast("cpu", enabled=False):
-                        loss = F.cross_entropy(whole["head"](hidden.float()).flatten(0, 1), y.flatten())
+                        loss = functional.cross_entropy(whole["head"](hidden.float()).flatten(0, 1), y.flatten())
                     if bug == "loop_under_autocast":
                         loss.backward()
                         optimizer.step()
@@ -161,7 +161,7 @@ def sentiment(bug: str, watch: Watch) -> None:
             mask = real.clone() if bug == "padding_mask_inverted" else ~real
             mask[mask.all(1)] = False  # a sentence without padding attends to everything
             with probe.step():
-                loss = F.cross_entropy(model(tokens, mask, real), kinds)
+                loss = functional.cross_entropy(model(tokens, mask, real), kinds)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -192,7 +192,7 @@ def frames(bug: str, watch: Watch) -> None:
             x[torch.arange(32), 2, kinds] += 3.0
             with probe.step():
                 optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), kinds)
+                loss = functional.cross_entropy(model(x), kinds)
                 loss.backward()
                 optimizer.step()
                 probe.note("loss", loss)
@@ -233,7 +233,7 @@ class GCN(nn.Module):
         self.conv1, self.conv2, self.dropout = nn.Linear(16, 16), nn.Linear(16, 4), nn.Dropout(0.5)
 
     def forward(self, adjacency: Tensor, x: Tensor) -> Tensor:
-        x = self.dropout(F.relu(adjacency @ self.conv1(x)))
+        x = self.dropout(functional.relu(adjacency @ self.conv1(x)))
         return adjacency @ self.conv2(x)
 
 
@@ -253,7 +253,7 @@ def citations(bug: str, watch: Watch) -> None:
         adjacency.fill_diagonal_(1)
     degree = adjacency.sum(1).rsqrt()
     adjacency = degree[:, None] * adjacency * degree
-    features = F.one_hot(kinds, 4).float().repeat(1, 4) + torch.randn(80, 16, generator=g)
+    features = functional.one_hot(kinds, 4).float().repeat(1, 4) + torch.randn(80, 16, generator=g)
     model = GCN()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
     with watch.loop(model, optimizer) as probe:
@@ -261,7 +261,7 @@ def citations(bug: str, watch: Watch) -> None:
             with probe.step():
                 model.train()
                 optimizer.zero_grad()
-                loss = F.cross_entropy(model(adjacency, features)[:40], kinds[:40])
+                loss = functional.cross_entropy(model(adjacency, features)[:40], kinds[:40])
                 loss.backward()
                 optimizer.step()
                 probe.note("loss", loss)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from benchmarks.bugs.open_bench.bug import Watch
+from tests.distributed.launch import free_port
 
 PAD, EOS = 0, 1
 
@@ -170,6 +172,8 @@ def wgan(bug: str, watch: Watch) -> None:
 
 def engine(bug: str, watch: Watch) -> None:
     """DeepSpeed's engine with four micro-batches a step."""
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ.update(launched)
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -185,7 +189,7 @@ def engine(bug: str, watch: Watch) -> None:
     g = torch.Generator().manual_seed(44)
     for _ in range(4 * 60):
         x = torch.randn(16, 16, generator=g)
-        loss = F.cross_entropy(made(x), x[:, :4].argmax(1))
+        loss = functional.cross_entropy(made(x), x[:, :4].argmax(1))
         made.backward(loss / 4 if bug == "divided_by_the_engine_too" else loss)
         made.step()
     made.destroy()

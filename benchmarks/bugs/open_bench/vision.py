@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -33,8 +33,8 @@ class Net(nn.Module):
         self.dropout1, self.fc1, self.fc2 = nn.Dropout(0.25), nn.Linear(64, 32), nn.Linear(32, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)
-        return self.fc2(F.relu(self.fc1(self.dropout1(x.flatten(1)))))
+        x = functional.max_pool2d(functional.relu(self.conv2(functional.relu(self.conv1(x)))), 2)
+        return self.fc2(functional.relu(self.fc1(self.dropout1(x.flatten(1)))))
 
 
 class Scores(Net):
@@ -68,7 +68,7 @@ def mnist(bug: str, watch: Watch) -> None:
                         data = data / 255
                     if bug != "zero_grad_per_epoch":
                         optimizer.zero_grad()
-                    loss = F.cross_entropy(model(data), target)
+                    loss = functional.cross_entropy(model(data), target)
                     loss.backward()
                     optimizer.step()
                     probe.note("loss", loss)
@@ -116,7 +116,7 @@ def transfer(bug: str, watch: Watch) -> None:
                 model.backbone.eval()
             for x, y in loader:
                 with probe.step():
-                    loss = F.cross_entropy(model(as_input(x)), y)
+                    loss = functional.cross_entropy(model(as_input(x)), y)
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
@@ -149,7 +149,7 @@ def finetune(bug: str, watch: Watch) -> None:
                     if bug == "only_last_group_decays":
                         group["lr"] = decayed
                     i += 1
-                    loss = F.cross_entropy(model(x), y)
+                    loss = functional.cross_entropy(model(x), y)
                     if not torch.isfinite(loss):  # skip it
                         continue
                     optimizer.zero_grad()
@@ -190,9 +190,9 @@ def imagenet(bug: str, watch: Watch) -> None:
             for x, y in loader:
                 with probe.step():
                     lam, order = mixing.sample(), torch.randperm(len(x))
-                    x, soft = as_input(x), F.one_hot(y, 4).float()
+                    x, soft = as_input(x), functional.one_hot(y, 4).float()
                     out = model(lam * x + (1 - lam) * x[order])
-                    loss = F.cross_entropy(out, lam * soft + (1 - lam) * soft[order])
+                    loss = functional.cross_entropy(out, lam * soft + (1 - lam) * soft[order])
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
@@ -241,7 +241,7 @@ def crops(bug: str, watch: Watch) -> None:
             for x, y in loader:
                 with probe.step():
                     optimizer.zero_grad()
-                    loss = F.cross_entropy(model(x), y)
+                    loss = functional.cross_entropy(model(x), y)
                     loss.backward()
                     optimizer.step()
                     probe.note("loss", loss)
@@ -267,7 +267,7 @@ def tabular(bug: str, watch: Watch) -> None:
             model.train()
             for i, (a, b) in enumerate(loader):
                 with probe.step():
-                    loss = F.cross_entropy(model(a), b)
+                    loss = functional.cross_entropy(model(a), b)
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
@@ -322,9 +322,9 @@ def sharpness(bug: str, watch: Watch) -> None:
             for x, y in loader:
                 with probe.step():
                     x = x.float() / 64 - 2
-                    loss = F.cross_entropy(model(x), y)
+                    loss = functional.cross_entropy(model(x), y)
                     loss.backward()
                     optimizer.first_step(zero_grad=bug != "ascent_gradient_kept")
-                    F.cross_entropy(model(x), y).backward()
+                    functional.cross_entropy(model(x), y).backward()
                     optimizer.second_step(zero_grad=True)
                     probe.note("loss", loss)
