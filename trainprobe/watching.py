@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from trainprobe.monitor.watcher import Watcher
 
 PlanSource = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
+_DATA_PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 MONITORED = ("activations", "activation_gradients", "parameters", "gradients", "optimizer_state", "update")  # by name
 
 
@@ -216,8 +217,10 @@ class Probe(EngineProbe):
         """
         super().open(model, optimizer, place)
         self._open_console()
-        if self._audit is not None and (self._place_told or place is not None or _reduces(model)):
-            self._audit.certain = frozenset({"dp", "cp"})
+        if self._audit is not None:
+            told = self._place_told or place is not None
+            self._audit.certain = frozenset({"dp", "cp"}) if told or _wrapped(model, "DistributedDataParallel") else frozenset()
+            self._audit.assumed = not told and not _wrapped(model, *_DATA_PARALLEL)
         if self._audit is not None and not all(map(self.plan.wants_rank, range(self.place.world_size))):
             self._audit.gather = None  # some ranks do not collect: they would never answer
         if self.plan.control is not None and self._control is None:
@@ -431,10 +434,11 @@ def _merged(was: Any, value: Any) -> Any:
     return {**under, **{key: _merged(under.get(key), inner) for key, inner in value.items()}}
 
 
-def _reduces(model: Any) -> bool:
-    """Tell whether a model is wrapped for data parallelism, so that its parameters are known to be replicated."""
+def _wrapped(model: Any, *kinds: str) -> bool:
+    """Tell whether a model, or what it holds, is of one of these kinds."""
     chunks = model if isinstance(model, list | tuple) else [model]
-    return any(type(chunk).__name__ == "DistributedDataParallel" for chunk in chunks)
+    bases = (base.__name__ for chunk in chunks for module in chunk.modules() for base in type(module).__mro__)
+    return any(name in kinds for name in bases)
 
 
 def _require_torch() -> None:

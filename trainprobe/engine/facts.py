@@ -56,20 +56,23 @@ class ModelFacts:
 class Evaluation:
     """One forward of the model in evaluation mode.
 
-    live: modules in training mode. random: innermost modules that drew random numbers.
+    live: modules in training mode. random: innermost modules that drew random numbers. dropped: those in which a dropout of
+    `torch.nn.functional` was applied as in training.
     """
 
     live: tuple[str, ...]
     random: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A learning-rate scheduler since the last update of its optimizer.
+    """A learning-rate scheduler since it was last looked at.
 
-    advances: how often it was stepped. rates: what it declares for its present position, a number a group, or empty where
-    that is not a function of the position alone. actual: what the optimizer used. between: how often it was stepped between
-    that update and the one that was looked at before.
+    advances: how often it was stepped, once its optimizer had. updates: how often its optimizer stepped. position: where it
+    stood at the update, or where none was seen, at first. rates: what it declares for that position, a number a group, or empty
+    where that is not a function of the position alone. actual: what the optimizer used. between: advances and updates from the
+    update that was looked at before to this one.
     """
 
     kind: str
@@ -77,7 +80,8 @@ class Schedule:
     position: int
     rates: tuple[float, ...]
     actual: tuple[float, ...]
-    between: int = 0
+    updates: int = 0
+    between: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +237,8 @@ class StepFacts:
     batches: fingerprint of what the model was called with, a micro-batch each. tokens: how many whole numbers the first such
     tensor of each held. bypassed: the model inside a wrapper was
     called, and not the wrapper. left: parameter → (fingerprint, norm) of a gradient that was there when the first backward
-    pass began. buffers: name → fingerprint after the update. rates: learning rate of each group as the optimizer used it.
+    pass began. buffers: name → fingerprint after the update. rates: learning rate of each group as the optimizer used it;
+    rates_next: as it is at the end of the step, where a scheduler may have moved it. groups: as the optimizer used them.
     repeated: a parameter was in two updates. twice: parameters that were stepped again with the gradient of the update before.
     called: module → whether it ran with gradients enabled, of the modules that ran in training. reached, unreached: parameters
     of the optimizers that stepped, with a gradient and without. idle: parameters of optimizers that stepped at each audited
@@ -242,7 +247,8 @@ class StepFacts:
     waiting: parameters whose gradient `fully_shard` had not reduced when the optimizer stepped.
     closure: an optimizer ran forward and backward within its step, more than once. differentiated: the losses of the backward
     passes, empty where one began from more than a number. begun: name → fingerprint of a buffer before the first forward.
-    ordinal: how many steps had begun with this one. clips: the calls that clipped.
+    ordinal: how many steps had begun with this one. updates_between: how often optimizers stepped since the audited step
+    before, in steps that are not audited, or in none. clips: the calls that clipped.
     random: fingerprint of the random state at the end of the step; random_begun: of that at its beginning. region: that of the
     random state of what is split over tp, 0 where none is told. reductions: gradients before and after they were joined over
     the ranks. recomputed: forwards that ran again. reruns: updates that were worked out again. saved: what was saved last,
@@ -271,10 +277,12 @@ class StepFacts:
     differentiated: tuple[float, ...] = ()
     begun: Mapping[str, int] = field(default_factory=dict[str, int])
     ordinal: int = 0
+    updates_between: int = 0
     left: Mapping[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
     buffers: Mapping[str, int] = field(default_factory=dict[str, int])
     groups: tuple[Group, ...] = ()
     rates: tuple[float, ...] = ()
+    rates_next: tuple[float, ...] = ()
     clips: tuple[Clip, ...] = ()
     random: int = 0
     random_begun: int = 0

@@ -2,16 +2,65 @@
 
 from __future__ import annotations
 
-from trainprobe.monitor.frames import F64, I64, Frame, Track
+import re
+
+import numpy as np
+
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Track
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.scalar_names import role_of
 
+_WHOLE = re.compile(r"((train|training|total|reported|lm)[ _./-]?)?loss([ _./-](total|train|sum))?")
+_FADES = 1 - 2**-10
+_LEAST = 1e-6  # of the largest value that a series has had: a smaller one is what rounding leaves
+
 
 def limits(frame: Frame, memory: Memory, places: I64, rows: I64, *, loss: float, norms: float) -> F64:
-    """Return the limit of each series, [n]: `loss`, `norms`, or 0 for a scalar that is neither the loss nor a gradient norm."""
+    """Return the limit of each series, [n]: `loss`, `norms`, or 0 for a scalar that is neither the loss nor a gradient norm.
+
+    A loss that nobody minimises as a whole has the limit of norms (see `falling`).
+    """
 
     def limit(track: Track) -> float:
         role = role_of(track.spot.name) if track.spot.kind == "scalar" else "gradient norm"
         return {"loss": loss, "gradient norm": norms}.get(role or "", 0.0)
 
-    return memory.learned("limit", frame, places, rows, limit)
+    found = memory.learned("limit", frame, places, rows, limit)
+    return np.where(losses(frame, memory, places, rows) & ~falling(frame, memory, places, rows), norms, found)
+
+
+def losses(frame: Frame, memory: Memory, places: I64, rows: I64) -> Bools:
+    """Tell which series are losses, [n]."""
+    return memory.learned("loss", frame, places, rows, _kind_of_loss) > 0
+
+
+def falling(frame: Frame, memory: Memory, places: I64, rows: I64) -> Bools:
+    """Tell which series are losses that a healthy training never lets rise for long, [n].
+
+    That is the one loss of a training, or the one that its name calls the whole. Parts of a loss trade places, a loss of
+    validation rises when a model is overfitted, and where optimizers take turns (adversaries) each undoes what another did.
+    """
+    kinds = memory.learned("loss", frame, places, rows, _kind_of_loss)
+    alone = sum(role_of(name) == "loss" for name in frame.scalars) == 1
+    return (kinds == 1) | ((kinds == 2) & alone) if frame.scalars.get("objectives", 0.0) < 2 else kinds < 0
+
+
+def above_rounding(memory: Memory, rows: I64, size: F64) -> F64:
+    """Return magnitudes, [n], of which those are raised that are nothing but rounding beside what their series has been.
+
+    The loss of a model that has learned its data by heart wanders over decades, and says nothing by it. What is remembered of
+    the largest value rises by no more than a factor of three at a time, because of outliers, and fades slowly.
+    """
+    largest = memory.array("largest", fill=0.0)
+    known = largest[rows] * _FADES
+    seen = np.where(np.isfinite(size), size, 0.0)
+    largest[rows] = np.maximum(known, np.where(known > 0, np.minimum(seen, 3 * known), seen))
+    return np.maximum(size, _LEAST * largest[rows])
+
+
+def _kind_of_loss(track: Track) -> float:
+    """Return 1 for a loss that is called the whole, 2 for another, 0 for what is none."""
+    name = track.spot.name.lower()
+    if track.spot.kind != "scalar" or role_of(name) != "loss":
+        return 0.0
+    return 1.0 if _WHOLE.fullmatch(name) else 2.0

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.facts import Clip, ModelFacts, Output, Repeat, StepFacts
+from trainprobe.engine.facts import Clip, Group, ModelFacts, Output, Repeat, StepFacts
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.records import Place, Reel, Value
 from trainprobe.engine.stats import finish
@@ -30,7 +30,8 @@ from trainprobe.engine.taps.samplers import SamplerWatch
 from trainprobe.engine.taps.saved_pieces import HeldPieces
 from trainprobe.engine.taps.saved_states import SavedStates
 from trainprobe.engine.taps.schedules import ScheduleWatch
-from trainprobe.engine.taps.set_up import model_facts, modes_of, optimizer_groups
+from trainprobe.engine.taps.set_up import model_facts, modes_of, optimizer_groups, rates_of
+from trainprobe.engine.taps.step_hooks import StepListener
 from trainprobe.engine.taps.update_rules import UpdateRerun
 from trainprobe.engine.taps.waiting_gradients import waiting_gradients
 
@@ -97,6 +98,9 @@ class AuditTap:
         self._stepped: set[int] = set()  # ids of what an optimizer of this step holds
         self._modes: dict[str, bool] | None = None  # of the modules as the first backward of this step began
         self._rates: tuple[float, ...] = ()
+        self._groups: dict[int, tuple[Group, ...]] = {}  # id of each optimizer that steps → its groups as it steps
+        self._between = 0  # updates since the last step that was listened to
+        self._listener: StepListener | None = None
         self._random_begun = 0
         self._calls.before_first = self._first_forward
 
@@ -108,6 +112,7 @@ class AuditTap:
         self._reduced.open(self._models)
         self._schedules.start()
         self._samplers.start()
+        self._listener = self._listener or StepListener(lambda optimizer, args, kwargs: self._count_between())
         if self.keeps_saves:
             self.saves.start(self.folder(), self.goes_on())
         if self._set_up is None:
@@ -124,7 +129,7 @@ class AuditTap:
         self._use.begin()
         self._waiting = {}
         self._reduced.begin(tape)
-        self._updates, self._rates, self._repeated, self._stepped = 0, (), False, set()
+        self._updates, self._rates, self._repeated, self._stepped, self._groups = 0, (), False, set(), {}
         self._modes = None
         self._loaded = None
         self._random_begun = random_fingerprint()
@@ -156,6 +161,9 @@ class AuditTap:
         self._calls.close()
         self._schedules.stop()
         self._samplers.stop()
+        if self._listener is not None:
+            self._listener.remove()
+            self._listener = None
         self.saves.stop()
 
     # ---- moments of the step -------------------------------------------------------------------------------------
@@ -193,7 +201,8 @@ class AuditTap:
         if self.reruns():
             self._rerun.before(optimizer)
         self._schedules.at_update(optimizer)
-        self._rates += tuple(float(g["lr"]) for g in optimizer.param_groups if isinstance(g.get("lr"), float | int))
+        self._rates += rates_of(optimizer)
+        self._groups[id(optimizer)] = optimizer_groups([optimizer], self._names())
         if not self._backward.cleared:
             names = self._names()
             own = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
@@ -211,6 +220,9 @@ class AuditTap:
         self._rerun.after()
         if self.fingerprints():
             self._buffers = self._look_at_buffers(self._tape)
+
+    def _count_between(self) -> None:
+        self._between += self._tape is None
 
     def _first_forward(self) -> None:
         self.declared.first_forward()
@@ -279,10 +291,12 @@ class AuditTap:
             differentiated=tuple(_mean(reel, value) for value in self._use.roots or ()),
             begun={name: _checksum(reel, v) for name, v in self._begun.items()},
             ordinal=self.ordinal(),
+            updates_between=self._between,
             left={name: seen for name, seen in kept.items() if seen[1] != 0},
             buffers={name: _checksum(reel, v) for name, v in self._buffers.items()},
-            groups=optimizer_groups(self._optimizers, self._names()) if self._plain() else (),
+            groups=self._used_groups() if self._plain() else (),
             rates=self._rates,
+            rates_next=tuple(rate for optimizer in self._optimizers for rate in rates_of(optimizer)),
             clips=tuple(Clip(c.names, _norm(reel, c.norm), c.used, c.limit) for c in self._states.clips),
             random=random_fingerprint(),
             random_begun=self._random_begun,
@@ -303,6 +317,7 @@ class AuditTap:
             ),
         )
         self._left, self._kept, self._buffers, self._begun = {}, {}, {}, {}
+        self._between = 0
         self._use.begin()
         if facts.batches:
             self.saves.trained_on(reel.step, facts.batches)
@@ -318,6 +333,12 @@ class AuditTap:
         values += [((name, "buffer"), tape.value(b, STATS | CHECKSUM)) for name, b in saved_buffers(self._models)]
         sums = tape.harvest(-1, Place(), framework="", level="off", task="statistics").checksums
         return {} if sums is None else {key: int(sums[value.row]) for key, value in values if value.row >= 0}
+
+    def _used_groups(self) -> tuple[Group, ...]:
+        """Return the groups of all optimizers as they stepped: behind the update a scheduler sets those of the next step."""
+        names = self._names()
+        used = (self._groups.get(id(optimizer)) or optimizer_groups([optimizer], names) for optimizer in self._optimizers)
+        return tuple(group for groups in used for group in groups)
 
     def _settings(self) -> dict[str, Any]:
         groups = optimizer_groups(self._optimizers, self._names()) if self._plain() else ()

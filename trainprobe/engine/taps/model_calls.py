@@ -18,6 +18,7 @@ from trainprobe.engine.guard import Guard
 from trainprobe.engine.naming import count_outer_wrappers, logical_name
 from trainprobe.engine.records import Value
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
+from trainprobe.engine.taps.functional_dropout import DropoutWatch
 from trainprobe.engine.taps.random_state import random_fingerprint
 from trainprobe.engine.taps.replaced import Replaced
 
@@ -52,6 +53,9 @@ class ModelCalls:
         self._train: Replaced | None = None
         self._inside: list[bool] | None = None
         self._random: list[str] = []
+        self._dropped: list[str] = []
+        self._path: list[Any] = []  # the modules that are running
+        self._dropouts = DropoutWatch(lambda: self._guard.run(self._drops))
 
     def open(self, models: Sequence[Any]) -> None:
         """Learn which modules are the model, inside its wrappers and with them."""
@@ -206,12 +210,14 @@ class ModelCalls:
     def _evaluate(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         self._left -= 1
         live = tuple(self._names.get(id(m), "") for m in module.modules() if m.training)
-        self._inside, self._random = [], []
+        self._inside, self._random, self._dropped, self._path = [], [], [], []
+        self._dropouts.start()
         try:
             return self._look_inside(original, module, args, kwargs)
         finally:
+            self._dropouts.stop()
             self._inside = None
-            self.evaluations.append(Evaluation(live, tuple(self._random)))
+            self.evaluations.append(Evaluation(live, tuple(self._random), tuple(self._dropped)))
             if not self._left and self._tape is None:
                 self._uninstall()
 
@@ -221,15 +227,24 @@ class ModelCalls:
         assert stack is not None
         before = self._guard.run(random_fingerprint)
         stack.append(False)
+        self._path.append(module)
         try:
             return original(module, *args, **kwargs)
         finally:
             inner = stack.pop()
+            self._path.pop()
             drew = before != self._guard.run(random_fingerprint)
             if drew and not inner:
-                self._random.append(self._names.get(id(module), type(module).__name__))
+                self._random.append(self._name(module))
             if drew and stack:
                 stack[-1] = True
+
+    def _drops(self) -> None:
+        if self._path:
+            self._dropped.append(self._name(self._path[-1]))
+
+    def _name(self, module: Any) -> str:
+        return self._names.get(id(module), type(module).__name__)
 
 
 def unwrapped(model: Any) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from trainprobe.engine.shards import Shard
 from trainprobe.engine.sources import SORTS, Part, PlainSource, Source, sort_of
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.taps.saved_pieces import HeldPieces, pieces_of
+from trainprobe.engine.taps.turns import Turns
 from trainprobe.engine.unscaling import Scaled, unscale
 
 
@@ -90,6 +91,7 @@ class ParameterStateTap:
         self._late: list[tuple[Part, Value, Value | None]] = []  # gradients at a clipping behind that, until the next update
         self._scale: Value | None = None  # what torch's scaler has multiplied gradients by and not divided again
         self._multiplied: list[Scaled] = []
+        self._turns = Turns()
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember whose parameters to look at."""
@@ -116,11 +118,17 @@ class ParameterStateTap:
         return [] if self._plain is None else self._plain.parameters
 
     def stepping(self, optimizer: Any) -> None:
-        """Learn which optimizer steps; it becomes known, and what belongs to others is left to their own step."""
+        """Learn which optimizer steps; it becomes known, and what belongs to others is left to their own step.
+
+        Where several take turns, their number becomes the scalar `objectives`.
+        """
         if self._plain is not None:
             if self._plain.learn(optimizer):
                 self._listed.clear()
             self._plain.step_of(optimizer)
+        objectives = self._turns.step(optimizer)
+        if objectives and self._tape is not None:
+            self._tape.note("objectives", float(objectives))
 
     def unclipped(self, parameters: Sequence[Any]) -> None:
         """Look at the gradients of these parameters, which are about to be clipped."""

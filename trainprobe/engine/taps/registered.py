@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,15 +32,19 @@ def hidden_parameters(models: Sequence[Any], known: Collection[int]) -> tuple[st
 
 
 def repeated_hooks(models: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """Return (parameter or module, function) of each hook that is registered there more than once."""
+    """Return (parameter or module, function) of each hook that is registered there more than once.
+
+    A hook of a module that returns nothing is left out: what it does (setting a flag, as `enable_input_require_grads` of
+    transformers does, which PEFT and trainers each call) may well be done twice. One that returns something replaces a value.
+    """
     found: dict[tuple[str, str], None] = {}
     for model in models:
         for owners, attributes in ((model.named_parameters(), _OF_PARAMETERS), (model.named_modules(), _OF_MODULES)):
             for name, owner in owners:
                 for attribute in attributes:
                     hooks = getattr(owner, attribute, None)
-                    if hooks and len(hooks) > 1:
-                        found |= {(name or "root", told): None for told in _repeated(list(hooks.values()))}
+                    acting = [hook for hook in (hooks or {}).values() if attributes is _OF_PARAMETERS or _returns(hook)]
+                    found |= {(name or "root", told): None for told in _repeated(acting)}
     return tuple(found)
 
 
@@ -67,6 +73,16 @@ def _repeated(hooks: list[Any]) -> Iterator[str]:
     for i, hook in enumerate(hooks):
         if any(_same(hook, other) for other in hooks[:i]):
             yield str(getattr(hook, "__qualname__", type(hook).__name__))
+
+
+def _returns(hook: Any) -> bool:
+    """Tell whether a function returns anything but None; True where its code cannot be read."""
+    code = getattr(hook, "__code__", None)
+    if code is None:
+        return True
+    lines = list(dis.get_instructions(code))
+    returned = [(before, line) for before, line in pairwise(lines) if line.opname.startswith("RETURN_")]
+    return any((line if line.opname == "RETURN_CONST" else before).argval is not None for before, line in returned)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -77,6 +77,12 @@ def parameters_of(optimizer: Any) -> Iterable[Any]:
         yield from group["params"]
 
 
+def rates_of(optimizer: Any) -> tuple[float, ...]:
+    """Return the learning rate of each parameter group that keeps it as a plain number."""
+    rates = (group.get("lr") for group in getattr(optimizer, "param_groups", ()))
+    return tuple(float(rate) for rate in rates if isinstance(rate, float | int))
+
+
 def optimizer_groups(optimizers: Sequence[Any], names: Mapping[int, str]) -> tuple[Group, ...]:
     """Return the parameter groups of all optimizers with their plain numbers."""
     return tuple(

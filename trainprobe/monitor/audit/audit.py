@@ -46,11 +46,13 @@ class Audit:
 
     take: the facts of the step that a reel holds. gather: brings every rank's message to every rank; None: ranks are not
     compared. certain: axes over which plain parameters are known to be replicated, because somebody told the topology.
+    assumed: nobody told it, nor shows a wrapper what the ranks share.
     """
 
     def __init__(self, plan: AuditPlan, take: Callable[[Reel], StepFacts], gather: Gather | None) -> None:
         self.plan = plan
         self.certain: frozenset[str] = frozenset()
+        self.assumed = False
         self.last: Evidence | None = None
         self._take = take
         self.gather = gather
@@ -141,6 +143,7 @@ class Audit:
             explained=self._explained,
             agreed=self._agreed,
             past=self._past,
+            assumed=self.assumed,
         )
         peers: tuple[Peer, ...] = ()
         if self.exchanges(reel.step, reel.place.world_size):

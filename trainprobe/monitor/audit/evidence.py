@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainprobe.monitor.audit.plan import AuditPlan
 
 F64 = npt.NDArray[np.float64]
+HALF_UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # how far a number is from what it is rounded to, relative
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +56,11 @@ class Tensors:
         """Return the fingerprint, or None where none was taken."""
         row = self.rows.get((name, slot))
         return None if row is None or self.checksums is None else int(self.checksums[row])
+
+    def half_unit(self, *slots: str) -> float:
+        """Return the largest relative rounding of the formats that these slots have, 0 where all have 32 bits or more."""
+        kinds = {dtype for (_, slot), dtype in self.dtypes.items() if slot in slots}
+        return max((HALF_UNITS.get(kind, 0.0) for kind in kinds), default=0.0)
 
     def slots(self, name: str) -> list[str]:
         """Return the slots of a parameter."""
@@ -125,7 +131,8 @@ class Past:
     all of the same child of the model with it). randoms: random states at the ends of the last ones. settings: (parameter
     group, setting) → its value, and at how many in a row it was that. divisor: what reduction last multiplied all gradients
     by, after how many backward passes, and at how many in a row. recurrences: (parameter group, slot of state) → what it
-    follows (see `recurrences`).
+    follows (see `recurrences`). paced: classes of schedulers that were stepped no more often than their optimizer. followed:
+    those whose declared rate was in use.
     """
 
     exactly: int = 0
@@ -135,6 +142,8 @@ class Past:
     settings: Mapping[tuple[int, str], tuple[Any, int]] = field(default_factory=dict[tuple[int, str], tuple[Any, int]])
     divisor: tuple[float, int, int] = (0.0, 0, 0)
     recurrences: Mapping[tuple[int, str], Recurrence] = field(default_factory=dict[tuple[int, str], Recurrence])
+    paced: frozenset[str] = frozenset()
+    followed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +158,8 @@ class Evidence:
     another layout than it was saved in, until the ranks have compared it. stalled: audited steps in a row, this one included,
     that ran backward and did not update, after at least three that did. explained: audited steps in a row before this one whose
     reported loss was what the backward passes began from. agreed: those in a row at which all ranks that differ in dp, cp or tp
-    reported one loss. past: what else was learned from the audited steps before.
+    reported one loss. past: what else was learned from the audited steps before. assumed: nobody said along
+    which axes the ranks stand; all are taken for data parallel.
     """
 
     step: int
@@ -171,6 +181,7 @@ class Evidence:
     explained: int = 0
     agreed: int = 0
     past: Past = field(default_factory=lambda: Past())
+    assumed: bool = False
 
     @property
     def model(self) -> ModelFacts:
@@ -179,8 +190,8 @@ class Evidence:
 
     @property
     def follows(self) -> bool:
-        """Whether the audited step before is the very step before."""
-        return self.passed == 1
+        """Whether the audited step before is the very step before, and no optimizer stepped outside of both."""
+        return self.passed == 1 and not self.facts.updates_between
 
     @property
     def passed(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 from trainprobe.monitor.audit.evidence import Evidence, Past, along, resting
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.recurrences import learned
+from trainprobe.monitor.audit.relations.learning_rate import follows
 from trainprobe.monitor.audit.relations.reduced_gradients import divisor_of
 from trainprobe.monitor.audit.relations.reported_loss import exactly_explained
 
@@ -29,6 +30,8 @@ def remembered(evidence: Evidence) -> Past:
         settings=_settings(evidence),
         divisor=_divisor(evidence),
         recurrences=learned(evidence),
+        paced=past.paced | {s.kind for s in evidence.facts.schedules if 0 < s.advances <= s.updates},
+        followed=past.followed | {s.kind for s in evidence.facts.schedules if follows(s)},
     )
 
 

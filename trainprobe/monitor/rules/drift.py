@@ -9,7 +9,8 @@ For the loss the limit is `loss_limit` and s is the lowest f so far, because a h
 restart: for 2 · `fast` collected steps after the learning rate has more than doubled from one to the next s is f. A single
 value enters clipped to a factor of three. After a finding s starts anew at f. Only upward drift is judged: a level that falls
 is what training does. A loss that was below zero once (a policy's objective, a likelihood of densities) has no level on a log
-scale, and is not judged.
+scale, and is not judged. Parts of a loss, losses of validation, and all losses where optimizers take turns (adversaries) have
+the limit of norms. What lies below a millionth of the largest value of its series is rounding, and taken for that millionth.
 
 Source: moving average convergence/divergence as in process control (Roberts, 1959, for the exponential mean).
 """
@@ -21,11 +22,11 @@ from functools import cache
 import numpy as np
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection, Track
-from trainprobe.monitor.limits import limits
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
+from trainprobe.monitor.limits import above_rounding, falling, limits, losses
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import Patterns, RuleOptions
-from trainprobe.monitor.scalar_names import role_of, scalar
+from trainprobe.monitor.scalar_names import scalar
 
 
 class Options(RuleOptions):
@@ -51,12 +52,12 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     if not places.size:
         return []
     limit = limits(frame, memory, places, rows, loss=options.loss_limit, norms=options.limit)
-    size = np.abs(frame.values[places])
+    size = above_rounding(memory, rows, np.abs(frame.values[places]))
     signed = memory.array("signed", fill=False)
     signed[rows] |= frame.values[places] < 0
-    usable = np.isfinite(size) & (size > 0) & (limit > 0) & ~(signed[rows] & _losses(frame, memory, places, rows))
+    usable = np.isfinite(size) & (size > 0) & (limit > 0) & ~(signed[rows] & losses(frame, memory, places, rows))
     rows, places, limit = rows[usable], places[usable], limit[usable]
-    loss, restarted = _losses(frame, memory, places, rows), _restarted(frame, memory, options)
+    loss, restarted = falling(frame, memory, places, rows), _restarted(frame, memory, options)
     fast, slow, noise = _means(memory, options, rows, np.log(size[usable]), loss, restarted)
     least = np.maximum(np.log(limit), 6 * noise / np.sqrt(2 * options.fast))
     left = (fast - slow > least) & (memory.array("count", fill=0)[rows] > options.warmup)
@@ -77,14 +78,6 @@ def _chosen(names: Patterns) -> tuple[Selection, ...]:
         Selection(("module",), ("output",), ("norm",), names),
         Selection(("parameter",), ("value",), ("norm",), names),
     )
-
-
-def _losses(frame: Frame, memory: Memory, places: I64, rows: I64) -> Bools:
-    return memory.learned("loss", frame, places, rows, _is_loss) == 1
-
-
-def _is_loss(track: Track) -> bool:
-    return track.spot.kind == "scalar" and role_of(track.spot.name) == "loss"
 
 
 def _restarted(frame: Frame, memory: Memory, options: Options) -> bool:

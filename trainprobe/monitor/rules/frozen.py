@@ -2,7 +2,8 @@
 
 A parameter is frozen when its value is bit-equal (by checksum; without one, when norm, largest magnitude and mean are
 all equal) at `patience` collected steps in a row, while its gradient was not zero and the learning rate is not zero. A gradient
-below 1e-6 of the largest one is taken for zero: that of a bias before a normalisation is nothing but rounding.
+below 1e-6 of the largest one is taken for zero: that of a bias before a normalisation is nothing but rounding. So is one below
+1e-4 of the largest that the parameter has had: a training that has converged stands still.
 Where gradients are not collected, a parameter counts only if it has moved before. A parameter that is frozen on purpose has
 no gradient and is not judged. For one of 16 bits that has moved before it takes `patience_short` steps, because small updates
 round away for a while in a healthy training.
@@ -18,12 +19,13 @@ from functools import cache
 import numpy as np
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.frames import I64, Bools, Frame, Selection, Spot
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection, Spot
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import Patterns, RuleOptions
 from trainprobe.monitor.scalar_names import scalar
 
-_NOISE = 1e-6
+_NOISE = 1e-6  # of the largest gradient of the model in a step
+_AT_REST = 1e-4  # of the largest gradient that a parameter has had: below it, a training has come to rest
 
 
 class Options(RuleOptions):
@@ -48,7 +50,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     ever = memory.array("ever", fill=False)
     ever[keys] |= ~stays & (np.bincount(member, new, len(addresses)) == 0)
     gradients = memory.worked_out("gradients", places, lambda: _gradients(frame, addresses))
-    pulled = _pulled(frame, gradients, stays, ever[keys])
+    pulled = _pulled(frame, gradients, stays, ever[keys], memory.array("pull", fill=0.0), keys)
     held = memory.lasting("still", keys, stays & pulled)
     ripe = memory.newly("frozen", keys, held >= np.where(short & ever[keys], options.patience_short, options.patience))
     if not ripe.any():
@@ -94,17 +96,23 @@ def _gradients(frame: Frame, addresses: list[Spot]) -> tuple[bool, I64, I64, I64
     return bool(found), places, whose, np.array([numbers[spot.name] for spot in addresses], np.int64)
 
 
-def _pulled(frame: Frame, gradients: tuple[bool, I64, I64, I64], stays: Bools, ever: Bools) -> Bools:
-    """Tell whether something should have moved each parameter: a gradient, or where none is seen, that it moved before."""
-    rate = scalar(frame.scalars, "learning rate")
-    if (rate is not None and rate == 0) or not stays.any():
+def _pulled(frame: Frame, gradients: tuple[bool, I64, I64, I64], stays: Bools, ever: Bools, pull: F64, keys: I64) -> Bools:
+    """Tell whether something should have moved each parameter: a gradient, or where none is seen, that it moved before.
+
+    pull: the largest gradient that each parameter has had, written to. keys: the row of each.
+    """
+    rate, (some, places, whose, own) = scalar(frame.scalars, "learning rate"), gradients
+    if rate == 0:
         return np.zeros(stays.size, dtype=bool)
-    some, places, whose, own = gradients
     if not some:
         return ever
-    sizes = frame.values[places]
-    least = _NOISE * float(np.max(sizes[np.isfinite(sizes)], initial=0.0))
-    return (np.bincount(whose, sizes > least, stays.size) > 0)[own]
+    sizes = np.nan_to_num(frame.values[places], nan=0.0, posinf=0.0, neginf=0.0)
+    noise = _NOISE * float(np.max(sizes, initial=0.0))
+    largest = np.zeros(stays.size)
+    np.maximum.at(largest, whose, sizes)
+    largest = largest[own]
+    pull[keys] = np.maximum(pull[keys], largest)
+    return (largest > noise) & (largest > _AT_REST * pull[keys])
 
 
 def _finding(frame: Frame, options: Options, spots: list[Spot], of: int, held: int) -> Finding:

@@ -6,8 +6,9 @@ parameter; in the optimizer finite gradients and a non-finite update, state or p
 and the loss is not, or what comes back into the backward pass is not, it is the loss. Of nested modules the innermost is named.
 Where the first non-finite value is one that a forward call is given, and a result of the forward pass is not finite, only a
 call that is known to have made such a result of finite values is an origin; without one, it came in with the batch.
-Minus infinity alone is not counted, because attention masks are made of it. While a dynamic loss scale is in use, infinite
-gradients are how it finds its limit: a few such steps are only worth a note.
+Minus infinity alone is not counted, because attention masks are made of it. What stands in single calls alone, and in nothing
+that is made of them, is worth a note (a constant, a mask, memory that nobody had filled yet), and is no origin later. While a
+dynamic loss scale is in use, infinite gradients are how it finds its limit: a few such steps are only worth a note.
 
 Source: the "first divergence" of TrainCheck and the overflow checks of mixed precision training (Micikevicius et al., 2018).
 """
@@ -20,7 +21,7 @@ from itertools import groupby
 import numpy as np
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.frames import INFINITE, NOT_A_NUMBER, Frame, Spot
+from trainprobe.monitor.frames import INFINITE, NOT_A_NUMBER, Bools, Frame, Spot
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions, Severity
 from trainprobe.monitor.scalar_names import role_of, scalar
@@ -30,6 +31,9 @@ _ENTERS = {
     "recompute": {"input", "kwargs", "value", "parameters"},
     "backward": {"grad_output"},
 }
+_MAKERS = frozenset(
+    {"tensor", "as_tensor", "scalar_tensor", "full", "full_like", "new_full", "new_tensor", "empty", "empty_like", "new_empty"}
+) | {"empty_strided", "new_empty_strided", "empty_permuted"}  # the last ones hand out memory as it is
 _PASS = {"forward": "forward pass", "recompute": "recomputed forward pass", "backward": "backward pass"}
 
 
@@ -45,6 +49,11 @@ class Options(RuleOptions):
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Name the origin when a step has the first non-finite value after a finite step."""
     bad = frame.bad >= INFINITE
+    if bad.any() and _stays_inside(frame, bad):
+        memory.numbers["bad"] = 0.0
+        new = _not_known(frame, memory, bad, learn=True)
+        return [_note(frame, bad)] if new.any() else []
+    bad = _of_interest(frame, memory, bad)
     before = memory.numbers.get("bad", 0.0)
     memory.numbers["bad"] = before + 1 if bad.any() else 0.0
     if not bad.any():
@@ -56,7 +65,58 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     memory.numbers["told"] = max(told, level)
     if told >= level:
         return []
-    return [_finding(frame, options.severity if grave else "info", scaled)]
+    after = "; the loss scaler skips such a step and lowers the scale" if scaled else ""
+    return [_finding(frame, bad, options.severity if grave else "info", after)]
+
+
+def _stays_inside(frame: Frame, bad: Bools) -> bool:
+    """Tell whether what is not finite stands in single calls alone, and in nothing that is made of them.
+
+    A constant, a mask, memory that nobody has filled yet, a quotient that `where` leaves out: none of it reaches a module's
+    result, a gradient, a parameter or the loss. Where no gradients of parameters are collected, those of calls must be finite.
+    """
+    spots = [frame.tracks.spots[s] for s in frame.spots.tolist()]
+    if any(spot.kind != "op" for spot, b in zip(spots, bad.tolist(), strict=True) if b):
+        return False
+    judged = any(spot.kind == "parameter" and spot.slot == "grad" for spot in spots)
+    if not judged and any(spot.phase == "backward" for spot, b in zip(spots, bad.tolist(), strict=True) if b):
+        return False
+    forward = [(spot, b) for spot, b in zip(spots[: _begins(spots)], bad.tolist(), strict=False) if _of_forward(spot)]
+    return not forward or not forward[-1][1]
+
+
+def _begins(spots: list[Spot]) -> int:
+    """Return where the backward pass begins."""
+    return next((i for i, spot in enumerate(spots) if spot.phase == "backward"), len(spots))
+
+
+def _not_known(frame: Frame, memory: Memory, bad: Bools, learn: bool = False) -> Bools:
+    """Tell which bad values were not bad in a step in which they did not matter; with `learn` remember them as such."""
+    places = np.flatnonzero(bad)
+    spots = [frame.tracks.spots[s] for s in frame.spots[places].tolist()]
+    keys = ["\t".join((spot.phase, spot.name, str(spot.call), spot.slot)) for spot in spots]
+    known = memory.array("harmless", fill=False)
+    new = np.array([key not in memory.keys or not known[memory.keys[key]] for key in keys])
+    if learn:
+        rows = [memory.row(key) for key in keys]
+        memory.array("harmless", fill=False)[rows] = True
+    out = np.zeros(bad.size, dtype=bool)
+    out[places[new]] = True
+    return out
+
+
+def _of_interest(frame: Frame, memory: Memory, bad: Bools) -> Bools:
+    """Leave out what is known not to matter, and constants that a call makes of nothing; all stays if nothing else is bad."""
+    if not bad.any():
+        return bad
+    made = np.array([_makes(frame.tracks.spots[s]) for s in frame.spots.tolist()])
+    chosen = _not_known(frame, memory, bad) & ~made
+    return chosen if chosen.any() else bad
+
+
+def _makes(spot: Spot) -> bool:
+    """Tell whether a value is what a call makes of numbers or of nothing, and not of tensors."""
+    return spot.kind == "op" and spot.name.rpartition(".")[2] in _MAKERS
 
 
 def lasts(memory: Memory) -> bool:
@@ -77,13 +137,22 @@ def _loss_is_bad(frame: Frame) -> bool:
     return loss is not None and not np.isfinite(loss)
 
 
-def _finding(frame: Frame, severity: Severity, scaled: bool) -> Finding:
-    spot, how = find_origin(frame)
+def _note(frame: Frame, bad: Bools) -> Finding:
+    """Return the note on values that do not matter."""
+    spot = frame.tracks.spots[int(frame.spots[np.flatnonzero(bad)[0]])]
+    what = "NaN" if frame.bad[bad].max() == NOT_A_NUMBER else "infinity"
+    text = (
+        f"step {frame.step} has {what} in {describe(spot)}, and no result of a module, no gradient, no parameter and no loss "
+        "has it: it is taken for a constant, a mask or memory that nobody had filled yet"
+    )
+    return Finding("nonfinite", "info", text, frame.step, frame.place, spot.site(), what, "finite")
+
+
+def _finding(frame: Frame, bad: Bools, severity: Severity, after: str) -> Finding:
+    spot, how = find_origin(frame, bad)
     worst = frame.bad[frame.spots == frame.tracks.spot(spot)].max(initial=INFINITE)
     what = "NaN" if worst == NOT_A_NUMBER else "infinity"
-    text = f"the first {what} of step {frame.step} is in {describe(spot)}: {how}"
-    if scaled:
-        text += "; the loss scaler skips such a step and lowers the scale"
+    text = f"the first {what} of step {frame.step} is in {describe(spot)}: {how}{after}"
     return Finding(
         rule="nonfinite",
         severity=severity,
@@ -105,13 +174,13 @@ def _next(spot: Spot, step: int) -> str | None:
     return f"collect step {step} again with level: mix; `trainprobe judge` then names the op"
 
 
-def find_origin(frame: Frame) -> tuple[Spot, str]:
+def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Spot, str]:
     """Return the first place where finite values gave a non-finite one, and how it came about, in words.
 
-    The frame must hold a value that is not finite.
+    The frame must hold a value that is not finite. chosen: which of its values are to be taken for such, by default all.
     """
     spots = [frame.tracks.spots[s] for s in frame.spots.tolist()]
-    bad = (frame.bad >= INFINITE).tolist()
+    bad = (frame.bad >= INFINITE if chosen is None else chosen).tolist()
     first_bad = next(spot for spot, b in zip(spots, bad, strict=True) if b)
     paired = list(zip(spots, bad, strict=True))
     ordered = [(entered, result) for result, entered_bad, entered in _calls(spots, bad) if not entered_bad]
@@ -125,7 +194,14 @@ def find_origin(frame: Frame) -> tuple[Spot, str]:
     if not ordered:
         return first_bad, "it was there when the step first looked, so it came in with the data or from an earlier step"
     inner = _innermost(ordered[0][1], [result for _, result in ordered])
+    if inner.kind == "op" and inner.phase == "forward" and spots.index(inner) > _ends(spots):
+        return inner, "it arose behind the backward pass, before the update: in clipping or what the optimizer prepares"
     return inner, _how(inner, next(entered for entered, result in ordered if result == inner), any(map(_of_forward, spots)))
+
+
+def _ends(spots: list[Spot]) -> int:
+    """Return where the last value of a backward pass stands, or behind everything where there is none."""
+    return max((i for i, spot in enumerate(spots) if spot.phase == "backward"), default=len(spots))
 
 
 def _of_forward(spot: Spot) -> bool:

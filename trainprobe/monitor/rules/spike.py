@@ -25,7 +25,7 @@ import numpy as np
 
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
-from trainprobe.monitor.limits import limits
+from trainprobe.monitor.limits import above_rounding, limits
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import Patterns, RuleOptions
 
@@ -58,7 +58,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     if not places.size:
         return []
     judged, least = memory.worked_out("least", places, lambda: _least(frame, memory, options, places, rows))
-    size = np.abs(frame.values[places])
+    size = above_rounding(memory, rows, np.abs(frame.values[places]))
     usable = np.isfinite(size) & (size > 0) & judged
     x = np.log(np.where(usable, size, 1.0))
     count = memory.array("count", fill=0)[rows]

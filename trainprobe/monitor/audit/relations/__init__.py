@@ -34,6 +34,7 @@ STAGES = (
     "clipping",
     "rate",
     "update",
+    "moments",
     "evaluation",
 )
 

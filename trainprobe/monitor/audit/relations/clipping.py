@@ -1,9 +1,10 @@
 """Clipping by norm multiplies every gradient by one coefficient, the same on all ranks.
 
 Relation: ‖g after‖ / ‖g before‖ is one number over all parameters of a rank that were clipped in one call, and over all
-ranks; and an update comes after the call that clips, in the same step. Floor: 1e-3 of it over parameters (bfloat16 gradients
-round), 1e-4 over ranks. Where elements were clipped by value nothing is judged. Usually caused by a norm that was taken over
-the wrong ranks or over a part of the parameters, or by clipping on some ranks only, or behind the update.
+ranks; and an update comes after the call that clips, in the same step. Floor: 2e-3 of it over parameters, 1e-4 over ranks,
+and twice half a unit in the last place of the gradients' format where that has 16 bits. Where elements were clipped by value
+nothing is judged. Usually caused by a norm that was taken over the wrong ranks or over a part of the parameters, or by clipping
+on some ranks only, or behind the update.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from trainprobe.monitor.audit.relations.replicas import differs
 COST = frozenset({"host", "ranks"})
 EVERY = 10
 STAGE = "clipping"
-_OVER_PARAMETERS, _OVER_RANKS = 1e-3, 1e-4
+_OVER_PARAMETERS, _OVER_RANKS = 2e-3, 1e-4
 
 
 def check(evidence: Evidence) -> list[Finding]:
@@ -62,13 +63,12 @@ def _in_one_call(evidence: Evidence, names: frozenset[str]) -> list[Finding]:
     if len(ratios) < 2:
         return []
     middle = float(np.median(list(ratios.values())))
-    apart = [name for name, ratio in ratios.items() if abs(ratio - middle) > 2 * _OVER_PARAMETERS * middle + 1e-12]
+    floor = _OVER_PARAMETERS + _rounding(evidence)
+    apart = [name for name, ratio in ratios.items() if abs(ratio - middle) > floor * middle + 1e-12]
     if not apart:
         return []
     text = f"clipping multiplied {and_more(apart, len(ratios))} by {ratios[apart[0]]:.6g} and the others by {middle:.6g}"
-    return [
-        evidence.finding("clipping", text, apart[0], "grad", measured=ratios[apart[0]], expected=middle, floor=_OVER_PARAMETERS)
-    ]
+    return [evidence.finding("clipping", text, apart[0], "grad", measured=ratios[apart[0]], expected=middle, floor=floor)]
 
 
 def _over_ranks(evidence: Evidence) -> list[Finding]:
@@ -84,4 +84,10 @@ def _over_ranks(evidence: Evidence) -> list[Finding]:
         )
         return f"clip coefficients differ over the ranks: {listed}; {why}"
 
-    return apart_over_ranks(evidence, "clipping", "coefficient", "clip coefficient", _OVER_RANKS, words, digits=6)
+    floor = _OVER_RANKS + _rounding(evidence)
+    return apart_over_ranks(evidence, "clipping", "coefficient", "clip coefficient", floor, words, digits=6)
+
+
+def _rounding(evidence: Evidence) -> float:
+    """Return how far a coefficient can be off because gradients before and after it are rounded."""
+    return 2 * evidence.tensors.half_unit("grad", "grad_unclipped")

@@ -68,15 +68,23 @@ def _over(evidence: Evidence, axis: str) -> list[Finding]:
         f"ranks {', '.join(map(str, alike))} train on the same data "
         f"({group_words(evidence, axes, group)}): equal fingerprints of the batch"
     )
-    return [_alike(evidence, text, next="give each rank its own part: a DistributedSampler, or a seed that holds the rank")]
+    hint = "give each rank its own part: a DistributedSampler, or a seed that holds the rank"
+    if not evidence.assumed:
+        return [_alike(evidence, text, next=hint)]
+    text += ". The ranks are taken for data parallel, as nobody said what they share"
+    hint += "; or say where each rank stands: trainprobe.watch(..., place=Place(rank, world, {'tp': (rank, world)}))"
+    return [_alike(evidence, text, severity="warning", next=hint)]
 
 
 def _tensor_parallel_guess(evidence: Evidence) -> bool:
-    """Tell whether some parameters differ over ranks that were only guessed to be replicas: they may share data on purpose."""
-    told = {name for name, slot in evidence.tensors.replicas if slot == "value"}
-    return any(
-        "dp" not in over for name, over in evidence.replicated.items() if name not in told and not name.startswith("buffer ")
-    )
+    """Tell whether some parameters differ over ranks that were only guessed to be replicas: they may share data on purpose.
+
+    Of a DTensor that no data-parallel wrapper shards, the mesh alone does not say along which axis it is cut.
+    """
+    seen = evidence.tensors
+    guessed = {name: over for name, over in evidence.replicated.items() if (name, "value") not in seen.replicas}
+    told = {name: over for (name, slot), over in seen.replicas.items() if slot == "value"} if evidence.assumed else {}
+    return any("dp" not in over for name, over in (guessed | told).items() if not name.startswith("buffer "))
 
 
 def _same_over_tp(evidence: Evidence) -> list[Finding]:

@@ -1,13 +1,15 @@
 """An evaluation repeats: with the same input it gives the same output.
 
-Relation: in a forward of a model that is in evaluation mode no module is in training mode, and no random number is drawn.
-Nothing is run again: the random state before and after each module tells. Tolerance none.
+Relation: in a forward of a model that is in evaluation mode no module is in training mode, and no dropout draws random
+numbers. Nothing is run again: the random state before and after each module tells, and whether a dropout was applied there. A
+model that samples on purpose (a variational autoencoder) does so without one: that is a note. Tolerance none.
 Usually caused by a part of the model that `eval()` did not reach (transformers issue 33844), or by `dropout(x)` without
 `training=self.training`.
 """
 
 from __future__ import annotations
 
+from trainprobe.engine.facts import Evaluation
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
@@ -18,20 +20,25 @@ STAGE = "evaluation"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find evaluations in which something of the training was alive."""
-    for seen in evidence.facts.evaluations:
-        if seen.random:
-            state = "it is in training mode" if seen.random[0] in seen.live else "although it is in evaluation mode"
-            text = (
-                f"{and_more(list(seen.random))} drew random numbers in an evaluation, {state}: the same input gives two outputs"
-            )
-            return [_finding(evidence, text, seen.random[0], "random numbers drawn", "none drawn")]
-        if seen.live:
-            text = f"{len(seen.live)} modules are in training mode in an evaluation: {and_more(list(seen.live))}"
-            return [_finding(evidence, text, seen.live[0], "training mode", "evaluation mode")]
+    return next((found for seen in evidence.facts.evaluations if (found := _judge(evidence, seen))), [])
+
+
+def _judge(evidence: Evidence, seen: Evaluation) -> list[Finding]:
+    awake = [name for name in seen.random if name in seen.live or name in seen.dropped]
+    if awake:
+        state = "it is in training mode" if awake[0] in seen.live else "its dropout does not ask for the mode"
+        text = f"{and_more(awake)} drew random numbers in an evaluation, as {state}: the same input gives two outputs"
+        return [_finding(evidence, text, awake[0], "random numbers drawn", "none drawn")]
+    if seen.live:
+        text = f"{len(seen.live)} modules are in training mode in an evaluation: {and_more(list(seen.live))}"
+        return [_finding(evidence, text, seen.live[0], "training mode", "evaluation mode")]
+    if seen.random:
+        text = f"{and_more(list(seen.random))} draws random numbers in an evaluation; no dropout does, so it is taken for meant"
+        return [_finding(evidence, text, seen.random[0], "random numbers drawn", "none drawn", "info")]
     return []
 
 
-def _finding(evidence: Evidence, text: str, name: str, measured: str, expected: str) -> Finding:
+def _finding(evidence: Evidence, text: str, name: str, measured: str, expected: str, severity: str = "error") -> Finding:
     return evidence.finding(
         "evaluation",
         text,
@@ -40,5 +47,6 @@ def _finding(evidence: Evidence, text: str, name: str, measured: str, expected: 
         measured=measured,
         expected=expected,
         kind="module",
+        severity=severity,
         next="call model.eval() on the whole model, and pass training=self.training to functional dropout",
     )

@@ -4,8 +4,10 @@ Relation: the scalar that is reported equals √Σ‖g‖² over all parameters,
 before clipping, and is the same on all ranks. A report of the norm after clipping is told as a warning where one call of
 `torch.nn.utils` shows what it was before: it cannot rise above the threshold. Where several calls clip the gradients of
 several optimizers, the norm that each finds is that over the gradients that it was given. Where a loop clips by itself, the
-norm before clipping is only known to be at least that after it. Floor: 2e-3 of it. A norm that equals the largest magnitude
-(norm type infinity) is taken for that, and a loss scale that is still in the gradients is allowed for.
+norm before clipping is only known to be at least that after it. Floor: 2e-3 of it, and half a unit in the last place for each
+format of 16 bits in which gradients stand (norms of single gradients are rounded to it) or the reported number may. A norm
+that equals the largest magnitude (norm type infinity) is taken for that, and a loss scale that is still in the gradients is
+allowed for.
 Usually caused by a norm that is taken over one rank's shards (pytorch issue 170862, Megatron-LM issue 5916), or that counts
 replicas.
 """
@@ -14,8 +16,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, apart_over_ranks
+from trainprobe.monitor.audit.evidence import HALF_UNITS, Evidence, apart_over_ranks
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.relations.replicas import differs
 from trainprobe.monitor.audit.replication import logical_norms
@@ -25,6 +29,7 @@ COST = frozenset({"host", "ranks"})
 EVERY = 10
 STAGE = "clipping"
 _FLOOR, _RANKS_FLOOR = 2e-3, 1e-5
+_ALONE = "report what clip_grad_norm_ returns, called with all parameters that the optimizer steps"
 _NEXT = "sum the squares over every group that shards parameters, and count replicas once"
 
 
@@ -55,7 +60,19 @@ def check(evidence: Evidence) -> list[Finding]:
 def _accepted(evidence: Evidence, told: float, norms: list[float]) -> bool:
     scale = scalar(evidence.scalars, "loss scale") or 1.0
     values = [*norms, _largest(evidence)]
-    return any(abs(told * factor - value) <= _FLOOR * value for value in values for factor in (1.0, scale))
+    floor = _floor(evidence, told)
+    return any(abs(told * factor - value) <= floor * value for value in values for factor in (1.0, scale))
+
+
+def _floor(evidence: Evidence, told: float) -> float:
+    """Return by how much of itself a norm that was told may be off."""
+    return _FLOOR + evidence.tensors.half_unit("grad", "grad_unclipped") + _format_of(told)
+
+
+def _format_of(told: float) -> float:
+    """Return half a unit in the last place of the shortest format that holds a number as it is; 0 for 32 bits and more."""
+    bits = int(np.float32(told).view(np.uint32))
+    return 0.0 if bits & 0xFFFF and float(np.float16(told)) != told else HALF_UNITS["float16" if bits & 0xFFFF else "bfloat16"]
 
 
 def _of_each_call(evidence: Evidence) -> list[tuple[float, float]]:
@@ -75,12 +92,21 @@ def _of_each_call(evidence: Evidence) -> list[tuple[float, float]]:
 
 
 def _finding(evidence: Evidence, reported: float, true: float) -> Finding:
-    own = evidence.norms.get("own")
-    hint = ""
-    if own is not None and abs(reported - own) <= _FLOOR * own and len(evidence.peers) > 1:
-        hint = f"; it is the norm of what rank {evidence.place.rank} holds: the sum over the ranks is missing"
-    text = f"the reported gradient norm {reported:.6g} is {reported / true:.4g} times the true one, {true:.6g}{hint}"
-    return _told(evidence, text, reported, true, next=_NEXT)
+    own, several = evidence.norms.get("own"), len(evidence.peers) > 1
+    why, hint = "", _NEXT if several else _ALONE
+    if _is_scaled(evidence, reported, true):
+        why = "; that factor is the loss scale, which is still in the gradients that the norm was taken of"
+        hint = "unscale before the norm is taken and gradients are clipped: scaler.unscale_(optimizer)"
+    elif own is not None and several and abs(reported - own) <= _floor(evidence, reported) * own:
+        why = f"; it is the norm of what rank {evidence.place.rank} holds: the sum over the ranks is missing"
+    text = f"the reported gradient norm {reported:.6g} is {reported / true:.4g} times the true one, {true:.6g}{why}"
+    return _told(evidence, text, reported, true, next=hint)
+
+
+def _is_scaled(evidence: Evidence, reported: float, true: float) -> bool:
+    """Tell whether a norm is a loss scale times the true one: this step's, or the next, which a scaler doubles or halves."""
+    scale, factor = scalar(evidence.scalars, "loss scale") or 1.0, reported / true
+    return any(s > 1 and abs(factor - s) <= _floor(evidence, reported) * s for s in (scale, 2 * scale, scale / 2))
 
 
 def _after_clipping(evidence: Evidence, reported: float, true: float) -> Finding:
@@ -93,7 +119,7 @@ def _after_clipping(evidence: Evidence, reported: float, true: float) -> Finding
 
 def _told(evidence: Evidence, text: str, measured: float, expected: float, **more: Any) -> Finding:
     """Return a finding of two norms that are further apart than the noise floor."""
-    floor = _FLOOR * expected
+    floor = _floor(evidence, measured) * expected
     return evidence.finding(
         "gradient_norm", text, "grad_norm", measured=measured, expected=expected, floor=floor, kind="scalar", **more
     )
@@ -105,9 +131,10 @@ def _by_itself(evidence: Evidence, reported: float, true: float) -> list[Finding
     scaled = any(differs(evidence, name, "grad") for name in evidence.tensors.names if evidence.over(name, "grad"))
     if before is None or scaled:
         return []
+    floor = _floor(evidence, reported)
     was, told = before.norms.get("clipped", 0.0), scalar(before.scalars, "gradient norm") or 0.0
-    clipped = told > was * (1 + _FLOOR) > 0
-    if not clipped or abs(true - was) <= _FLOOR * was:
+    clipped = told > was * (1 + floor) > 0
+    if not clipped or abs(true - was) <= floor * was:
         return []
     text = (
         f"the gradient that was clipped by the reported norm {reported:.6g} has norm {true:.6g} and "

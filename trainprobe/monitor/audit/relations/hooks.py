@@ -1,9 +1,9 @@
 """No hook is registered twice on one parameter or module.
 
 Relation: no function stands more than once among the hooks of a parameter (`register_hook`,
-`register_post_accumulate_grad_hook`) or of a module. Two functions made by the same lines over the same objects are one.
-Tolerance none. Usually caused by set-up code that runs again after a resume, a new phase or an evaluation: a hook that
-scales, masks or reduces gradients then does so twice, and nothing else looks wrong.
+`register_post_accumulate_grad_hook`) or, of those that return something, of a module. Two functions made by the same lines over
+the same objects are one. Tolerance none. Usually caused by set-up code that runs again after a resume, a new phase or an
+evaluation: a hook that scales, masks or reduces gradients then does so twice, and nothing else looks wrong.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
 """The learning rate is the one that is reported, and follows the declared schedule.
 
-Relation: a torch scheduler advances at most once for each update of its optimizer, and at most once between one update and the
-next; the rate in use is the one that the
-scheduler (where its rate is a function of its position) or the plan's `schedule` declares for this step; the reported rate is
-the rate in use. Floor: 1e-5 of the rate, 1e-12 absolute.
+Relation: a torch scheduler advances no more often than its optimizer steps (or the loop, where a step is skipped): in all, and
+from one update to a later one. Both are counted from the first update that was seen, so that it does not matter at which step a
+run begins. The rate in use is the one that the scheduler declares for its position, where its rate is a function of that and
+was in use at an audited step before (a warm-up that is set by hand is not judged), or the one that the plan's `schedule`
+declares for this step; the reported rate is the rate in use, or the next one. Floor: 1e-5 of the rate, 1e-12 absolute.
 Usually caused by a scheduler that is stepped once a rank or once a micro-batch (accelerate issue 2926), or before the optimizer
-where it was behind it, by a rate that is set elsewhere too, or by a report of the rate of the next step.
+where it was behind it, or by a rate that is set elsewhere too. A scheduler that has been stepped more often than its optimizer
+from the start may be meant so: that is a warning.
 """
 
 from __future__ import annotations
 
+from trainprobe.engine.facts import Schedule
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.scalar_names import scalar
@@ -22,60 +25,89 @@ _FLOOR = 1e-5
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find rates that leave the schedule."""
-    facts = evidence.facts
-    passed = max(1, facts.updates) if evidence.before is None else max(1, facts.updates) * max(1, evidence.passed)
     found: list[Finding] = []
-    for schedule in facts.schedules:
-        if schedule.advances > passed:
-            text = (
-                f"the learning rate leaves the declared schedule: {schedule.kind} advanced "
-                f"{schedule.advances} times for {passed} "
-                f"update{'s' if passed > 1 else ''} and stands at {schedule.position}"
-            )
-            found.append(_finding(evidence, text, float(schedule.advances), float(passed)))
-        elif evidence.before is not None and evidence.before.facts.updates and schedule.between > passed:
-            text = (
-                f"{schedule.kind} advanced {schedule.between} times between the updates of steps {evidence.before.step} and "
-                f"{evidence.step}: it is stepped before the optimizer now, so that a rate of the schedule is never used"
-            )
-            found.append(_finding(evidence, text, float(schedule.between), float(passed)))
-        for declared, used in zip(schedule.rates, schedule.actual, strict=False):
-            if _apart(used, declared, max(schedule.rates)):
-                text = (
-                    f"the learning rate {used:.9g} is not the {declared:.9g} that {schedule.kind} "
-                    f"declares for position {schedule.position}"
-                )
-                found.append(_finding(evidence, text, used, declared))
-                break
-    if evidence.plan.schedule is not None and facts.rates:
-        declared = float(evidence.plan.schedule(evidence.step))
-        if _apart(facts.rates[0], declared, declared):
-            text = (
-                f"the learning rate {facts.rates[0]:.9g} is not the {declared:.9g} that the plan declares "
-                f"for step {evidence.step}"
-            )
-            found.append(_finding(evidence, text, facts.rates[0], declared))
-    reported = scalar(evidence.scalars, "learning rate")
-    if reported is not None and facts.rates and facts.updates and all(_apart(reported, rate, rate) for rate in facts.rates):
-        nexts = [rate for schedule in facts.schedules for rate in schedule.rates]
-        if not nexts:
-            text = f"the reported learning rate {reported:.9g} is not the rate in use, {facts.rates[0]:.9g}"
-            found.append(_finding(evidence, text, reported, facts.rates[0], "warning"))
+    for schedule in evidence.facts.schedules:
+        advanced = _too_often(evidence, schedule) or _before_the_optimizer(evidence, schedule)
+        found += [finding for finding in (advanced, _not_declared(evidence, schedule)) if finding is not None]
+    found += [finding for finding in (_not_planned(evidence), _not_reported(evidence)) if finding is not None]
     return found
+
+
+def follows(schedule: Schedule) -> bool:
+    """Tell whether the rates in use are those that a scheduler declares."""
+    pairs = zip(schedule.actual, schedule.rates, strict=False)
+    return bool(schedule.rates) and not any(_apart(used, declared, max(schedule.rates)) for used, declared in pairs)
+
+
+def _steps(evidence: Evidence) -> int:
+    """Return how many steps of the loop there were since the audited step before, or since the probe began."""
+    return evidence.facts.ordinal if evidence.before is None else evidence.passed
+
+
+def _too_often(evidence: Evidence, schedule: Schedule) -> Finding | None:
+    updates = max(schedule.updates, _steps(evidence))
+    if schedule.advances <= updates:
+        return None
+    text = (
+        f"{schedule.kind} was stepped {schedule.advances} times for {updates} update{'s' * (updates > 1)} of its optimizer "
+        f"and stands at {schedule.position}: the learning rate runs ahead of its schedule"
+    )
+    changed = schedule.kind in evidence.past.paced
+    if not changed:
+        text += ", unless the schedule was made for so many steps"
+    hint = "step the scheduler once for each optimizer step, on every rank alike"
+    return _finding(evidence, text, schedule.advances, updates, hint, "error" if changed else "warning")
+
+
+def _before_the_optimizer(evidence: Evidence, schedule: Schedule) -> Finding | None:
+    before, (advances, updates) = evidence.before, schedule.between
+    most = max(updates, evidence.passed)
+    if before is None or not before.facts.updates or advances <= most:
+        return None
+    text = (
+        f"{schedule.kind} advanced {advances} times between the updates of steps {before.step} and {evidence.step}: it is "
+        "stepped before the optimizer now, so that a rate of the schedule is never used"
+    )
+    return _finding(evidence, text, advances, most, "step the scheduler behind the optimizer, as at the steps before")
+
+
+def _not_declared(evidence: Evidence, schedule: Schedule) -> Finding | None:
+    if not schedule.rates or not schedule.actual or follows(schedule) or schedule.kind not in evidence.past.followed:
+        return None
+    size = max(schedule.rates)
+    used, declared = next((u, d) for u, d in zip(schedule.actual, schedule.rates, strict=False) if _apart(u, d, size))
+    text = (
+        f"the learning rate {used:.9g} is not the {declared:.9g} that {schedule.kind} declares for position "
+        f"{schedule.position}, as it was at an audited step before"
+    )
+    return _finding(evidence, text, used, declared, "look for what else writes to the rate of optimizer.param_groups")
+
+
+def _not_planned(evidence: Evidence) -> Finding | None:
+    if evidence.plan.schedule is None or not evidence.facts.rates:
+        return None
+    used, declared = evidence.facts.rates[0], float(evidence.plan.schedule(evidence.step))
+    if not _apart(used, declared, declared):
+        return None
+    text = f"the learning rate {used:.9g} is not the {declared:.9g} that the plan declares for step {evidence.step}"
+    return _finding(evidence, text, used, declared, "compare the plan's `schedule` with what sets the rate")
+
+
+def _not_reported(evidence: Evidence) -> Finding | None:
+    facts, reported = evidence.facts, scalar(evidence.scalars, "learning rate")
+    known = [*facts.rates, *facts.rates_next, *(rate for schedule in facts.schedules for rate in schedule.rates)]
+    if reported is None or not facts.rates or not facts.updates or not all(_apart(reported, rate, rate) for rate in known):
+        return None
+    text = f"the reported learning rate {reported:.9g} is not the rate in use, {facts.rates[0]:.9g}"
+    return _finding(evidence, text, reported, facts.rates[0], "report the rate of optimizer.param_groups", "warning")
 
 
 def _apart(a: float, b: float, size: float) -> bool:
     return abs(a - b) > _FLOOR * abs(size) + 1e-12
 
 
-def _finding(evidence: Evidence, text: str, measured: float, expected: float, severity: str = "error") -> Finding:
+def _finding(evidence: Evidence, text: str, measured: float, expected: float, hint: str, severity: str = "error") -> Finding:
+    measured, expected = float(measured), float(expected)
     return evidence.finding(
-        "learning_rate",
-        text,
-        "lr",
-        measured=measured,
-        expected=expected,
-        kind="scalar",
-        severity=severity,
-        next="step the scheduler once for each optimizer step, on every rank alike",
+        "learning_rate", text, "lr", measured=measured, expected=expected, kind="scalar", severity=severity, next=hint
     )

@@ -21,7 +21,7 @@ from trainprobe.monitor.audit.recurrences import BROKEN, equations_of
 
 COST = frozenset({"fingerprints"})
 EVERY = 10
-STAGE = "update"
+STAGE = "moments"
 STEADY = 2
 _FLOOR = 1e-4
 _EPSILON = 2.0**-23

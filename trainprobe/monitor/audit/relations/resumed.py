@@ -54,7 +54,7 @@ def _over_layouts(evidence: Evidence, relaid: Relaid) -> list[Finding]:
 def _schedule(evidence: Evidence, saved: SavedTensors, schedules: Sequence[Schedule]) -> list[Finding]:
     for schedule in schedules:
         stood = saved.positions.get(schedule.kind)
-        stands = schedule.position if schedule.rates or schedule.actual else schedule.position - schedule.advances
+        stands = schedule.position
         if stood is None or stood <= stands <= _farthest(evidence, saved, stood):
             continue
         again = "begins again" if stands < stood else "ran ahead"
