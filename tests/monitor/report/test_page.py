@@ -133,6 +133,29 @@ def test_a_finding_is_listed_first_when_it_was_first_and_leads_to_its_place(page
     assert low <= 250 <= high < 299
 
 
+def test_the_cause_comes_before_a_graver_consequence_and_a_note_and_has_one_entry_for_all_ranks_and_steps(browser, tmp_path):
+    names = tuple(f"layers.{i}.weight" for i in range(30))
+    site = Site("parameter", names[0], "grad")
+    found = [
+        Finding("nonfinite", "error", "the first NaN", 40, Place(0, 2), Site("scalar", "loss", "value")),
+        Finding("dead", "info", "a note", 3),
+        *(
+            Finding("replicas", "warning", "it differs", step, Place(r, 2), site, names=names)
+            for step in (8, 12)
+            for r in (0, 1)
+        ),
+    ]
+    browser.errors.clear()
+    browser.open(write_page(RunView("x", findings=found), tmp_path / "report.html"))
+    shown = browser.run("[...document.querySelectorAll('.finding')].map(f => f.innerText)")
+    assert [text.split()[0] for text in shown] == ["replicas", "nonfinite", "dead"]
+    assert "step 8, ranks 0, 1, also at 1 later step, step 12" in shown[0]
+    assert "all 30 names" in shown[0] and "layers.29.weight" not in shown[0]
+    browser.run("document.querySelector('.finding summary').click()")
+    assert "layers.29.weight" in browser.run("document.querySelector('.finding').innerText")
+    assert browser.errors == []
+
+
 def choose(page, name, value, event):
     page.run(f"(e => {{ e.value = '{value}'; e.dispatchEvent(new Event('{event}')) }})(document.getElementById('pick-{name}'))")
 
