@@ -40,6 +40,7 @@ class ModelFacts:
     model does not. foreign: parameters that a data-parallel wrapper reduces and that are not the model's (and the other way
     round). hidden: parameters with a gradient that modules keep in plain lists and dicts, so that they are not the model's, and
     that no optimizer holds. hooked: (parameter or module, function) of each hook that is registered there more than once.
+    dropouts: modules that drop with a probability above 0.
     """
 
     parameters: tuple[ParameterFact, ...] = ()
@@ -50,6 +51,7 @@ class ModelFacts:
     wrapped: str = ""
     hidden: tuple[str, ...] = ()
     hooked: tuple[tuple[str, str], ...] = ()
+    dropouts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +256,7 @@ class StepFacts:
     the ranks. recomputed: forwards that ran again. reruns: updates that were worked out again. saved: what was saved last,
     where something was loaded since; loaded: the pieces that were held then, before the update. same_epochs: epochs that a
     shuffling sampler began in the order of the one before. losses: calls of loss functions, in their order.
+    ambient: what holds for the whole thread where the first update begins, in words: autocast, grad mode, default dtype …
     """
 
     set_up: ModelFacts
@@ -298,6 +301,7 @@ class StepFacts:
     loaded: Mapping[tuple[str, str], Piece] | None = None
     same_epochs: int = 0
     losses: tuple[LossCall, ...] = ()
+    ambient: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def updated_once(self) -> bool:

@@ -17,6 +17,7 @@ from trainprobe.engine.records import Place, Reel, Value
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
+from trainprobe.engine.taps.ambient_state import ambient_state
 from trainprobe.engine.taps.backward_starts import BackwardStarts
 from trainprobe.engine.taps.declared_loss import DeclaredGradient
 from trainprobe.engine.taps.gradient_use import GradientUse
@@ -102,6 +103,7 @@ class AuditTap:
         self._between = 0  # updates since the last step that was listened to
         self._listener: StepListener | None = None
         self._random_begun = 0
+        self._ambient: dict[str, str] = {}
         self._calls.before_first = self._first_forward
 
     def open(self, model: Any, optimizer: Any = None) -> None:
@@ -132,6 +134,7 @@ class AuditTap:
         self._updates, self._rates, self._repeated, self._stepped, self._groups = 0, (), False, set(), {}
         self._modes = None
         self._loaded = None
+        self._ambient = {}
         self._random_begun = random_fingerprint()
         self.declared.begin(tape)
         self._rerun.begin(tape)
@@ -187,6 +190,7 @@ class AuditTap:
         """An optimizer is about to step."""
         if self._tape is None:
             return
+        self._ambient = self._ambient or ambient_state(optimizer)
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         if self.saves.awaits and self._loaded is None:
@@ -311,6 +315,7 @@ class AuditTap:
             loaded=None if self._loaded is None else self._loaded.read(),
             same_epochs=self._samplers.take(),
             losses=self._losses.take(),
+            ambient=self._ambient,
             recomputed=tuple(
                 Repeat(name, order, _outputs(reel, again), tuple(_outputs(reel, f) for f in first))
                 for name, order, again, first in calls.repeated()

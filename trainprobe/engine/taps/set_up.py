@@ -45,6 +45,7 @@ def model_facts(
         _wrapper(models),
         hidden_parameters(models, everything.keys() | held.keys()) if owners_known else (),
         repeated_hooks(models),
+        frozenset(name for name, module in _named_modules(models) if _drops(module)),
     )
 
 
@@ -69,6 +70,12 @@ def _prefix(models: Sequence[Any], number: int) -> str:
 
 def _outer(model: Any) -> int:
     return count_outer_wrappers(name for name, _ in model.named_modules() if name)
+
+
+def _drops(module: Any) -> bool:
+    """Tell whether a module is a dropout that is not set to 0."""
+    share = vars(module).get("p", vars(module).get("drop_prob"))
+    return "drop" in type(module).__name__.lower() and isinstance(share, int | float) and share > 0
 
 
 def parameters_of(optimizer: Any) -> Iterable[Any]:

@@ -15,6 +15,7 @@ from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
 from trainprobe.monitor.audit.peers import Key, Peer
 from trainprobe.monitor.audit.relaid import Relaid
+from trainprobe.monitor.scalar_names import role_of
 
 if TYPE_CHECKING:
     from trainprobe.monitor.audit.plan import AuditPlan
@@ -122,6 +123,15 @@ class Recurrence:
 
 
 @dataclass(frozen=True, slots=True)
+class Streak:
+    """A value that was the same at so many audited steps in a row. since: the first of them, as `StepFacts.ordinal`."""
+
+    value: float | bool
+    count: int
+    since: int
+
+
+@dataclass(frozen=True, slots=True)
 class Past:
     """What the audited steps before have shown of this training; `history.remembered` adds one.
 
@@ -132,7 +142,8 @@ class Past:
     group, setting) → its value, and at how many in a row it was that. divisor: what reduction last multiplied all gradients
     by, after how many backward passes, and at how many in a row. recurrences: (parameter group, slot of state) → what it
     follows (see `recurrences`). paced: classes of schedulers that were stepped no more often than their optimizer. followed:
-    those whose declared rate was in use.
+    those whose declared rate was in use. streaks: ("scalar", name), ("rate", parameter group), ("unreached", parameter) or
+    ("moves", buffer) → what it was last (see `streaks_now`). peaks: largest rate of each parameter group.
     """
 
     exactly: int = 0
@@ -144,6 +155,8 @@ class Past:
     recurrences: Mapping[tuple[int, str], Recurrence] = field(default_factory=dict[tuple[int, str], Recurrence])
     paced: frozenset[str] = frozenset()
     followed: frozenset[str] = frozenset()
+    streaks: Mapping[tuple[str, str], Streak] = field(default_factory=dict[tuple[str, str], Streak])
+    peaks: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +213,11 @@ class Evidence:
             return 0
         return self.facts.ordinal - self.before.facts.ordinal or self.step - self.before.step
 
+    def streak(self, kind: str, name: str) -> Streak | None:
+        """Return the streak that a thing is in with this step; None where it is not known now."""
+        now = streaks_now(self).get((kind, name))
+        return None if now is None else _prolonged(self.past.streaks.get((kind, name)), now, self.facts.ordinal)
+
     @property
     def axes(self) -> frozenset[str]:
         """The axes along which there is more than one rank or chunk."""
@@ -242,6 +260,35 @@ class Evidence:
         site = Site(kind, name, slot) if name else None  # pyright: ignore[reportArgumentType]
         about = (rule, severity, message, self.step, self.place, site, measured, expected, floor, next)
         return Finding(*about, names=tuple(names) or ((name,) if name else ()))  # pyright: ignore[reportArgumentType]
+
+
+def streaks_now(evidence: Evidence) -> dict[tuple[str, str], float | bool]:
+    """Return what is followed from one audited step to the next, as it is at this one.
+
+    Loss and gradient norm as reported, the rates in use, parameters that an update found without a gradient, and whether each
+    buffer moved between the first forward and the update.
+    """
+    facts = evidence.facts
+    now: dict[tuple[str, str], float | bool] = {
+        ("scalar", name): value for name, value in evidence.scalars.items() if role_of(name) in ("loss", "gradient norm")
+    }
+    now |= {("rate", str(i)): rate for i, rate in enumerate(facts.rates)}
+    now |= {("unreached", name): True for name in facts.unreached}
+    return now | {("moves", name): facts.buffers[name] != was for name, was in facts.begun.items() if name in facts.buffers}
+
+
+def streaks_with(evidence: Evidence) -> dict[tuple[str, str], Streak]:
+    """Return all streaks with this step; without an update they stay what they were."""
+    known, at = evidence.past.streaks, evidence.facts.ordinal
+    if not evidence.facts.updates:
+        return dict(known)
+    return {key: _prolonged(known.get(key), value, at) for key, value in streaks_now(evidence).items()}
+
+
+def _prolonged(known: Streak | None, value: float | bool, at: int) -> Streak:
+    if known is None or known.value != value:
+        return Streak(value, 1, at)
+    return Streak(value, known.count + 1, known.since)
 
 
 def resting(evidence: Evidence) -> frozenset[str]:

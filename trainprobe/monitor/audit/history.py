@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from trainprobe.monitor.audit.evidence import Evidence, Past, along, resting
+from trainprobe.monitor.audit.evidence import Evidence, Past, along, resting, streaks_with
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.recurrences import learned
 from trainprobe.monitor.audit.relations.learning_rate import follows
@@ -32,7 +32,14 @@ def remembered(evidence: Evidence) -> Past:
         recurrences=learned(evidence),
         paced=past.paced | {s.kind for s in evidence.facts.schedules if 0 < s.advances <= s.updates},
         followed=past.followed | {s.kind for s in evidence.facts.schedules if follows(s)},
+        streaks=streaks_with(evidence),
+        peaks=_peaks(evidence),
     )
+
+
+def _peaks(evidence: Evidence) -> tuple[float, ...]:
+    rates, peaks = evidence.facts.rates, evidence.past.peaks
+    return tuple(map(max, rates, peaks)) if len(rates) == len(peaks) else rates or peaks
 
 
 def handed_over(evidence: Evidence) -> frozenset[str]:

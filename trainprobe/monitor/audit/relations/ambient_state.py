@@ -1,0 +1,35 @@
+"""What holds for the whole thread is the same at each update.
+
+Relation: where the first optimizer of a step begins to update, autocast, grad mode, inference mode, the default dtype,
+deterministic algorithms and the precision of float32 matrix products are what they were there at the audited step before.
+Tolerance none. Told as a warning, since a program may switch on purpose in the middle of a run.
+Usually caused by an evaluation or a library that sets one of them and does not put it back (`torch.set_default_dtype`,
+`set_float32_matmul_precision`, an `__enter__` without its end): new tensors, caches and optimizer states then have another
+dtype, and the same code computes other numbers. A loop whose steps run the same code in the same place cannot violate this.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "update"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find the first of them that changed."""
+    before = evidence.before.facts.ambient if evidence.before is not None else {}
+    for name, now in evidence.facts.ambient.items():
+        was = before.get(name, now)
+        if was != now:
+            step = evidence.before.step if evidence.before is not None else 0
+            text = f"{name} at the update is {now} and was {was} at step {step}: something set it and did not put it back"
+            hint = "look for what sets it between these steps (an evaluation, a callback, an import), and restore it there"
+            return [
+                evidence.finding(
+                    "ambient_state", text, name, kind="scalar", severity="warning", measured=now, expected=was, next=hint
+                )
+            ]
+    return []

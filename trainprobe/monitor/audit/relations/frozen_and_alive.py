@@ -1,0 +1,76 @@
+"""What is frozen is at rest: no statistics that move, no dropout.
+
+Relation, for what was frozen at set-up, is frozen now and has stood still since the audited step before (so that nothing
+drives it, as a moving average would): the running statistics of a normalisation layer whose parameters are frozen (or that
+has none and lies in a module all of whose parameters are) do not move between the first forward of a step and its update; and
+a dropout in such a module is not active while the module runs without gradients (a teacher, a reference, a fixed encoder).
+Dropout in a frozen part through which gradients flow is left alone: adapters are trained like that. Tolerance none. Told as a
+warning.
+Usually caused by `requires_grad_(False)` without `eval()`, or by a `model.train()` after it that wakes the frozen part too:
+its outputs then drift, or are random, though no weight changes. A frozen part in evaluation mode cannot violate this.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+
+COST = frozenset({"fingerprints"})
+EVERY = 10
+STAGE = "forward"
+_STATISTICS = ("running_mean", "running_var")
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find statistics that move in frozen parts, and dropout that is active in them."""
+    still = _still(evidence)
+    if not still or len(still) == len(evidence.model.parameters) or not evidence.facts.updates:
+        return []
+    facts = evidence.facts
+    moved = [name for name, was in facts.begun.items() if name.endswith(_STATISTICS) and facts.buffers.get(name, was) != was]
+    moved = [name for name in moved if _is_frozen(evidence, name.rpartition(".")[0], still)]
+    if moved:
+        text = f"{and_more(moved)} moves, though the parameters around it are frozen: that part is in training mode and drifts"
+        return [_finding(evidence, text, moved, "buffer", "buffer")]
+    ran = {name for name, with_gradients in facts.called.items() if not with_gradients}
+    awake = [name for name in sorted(evidence.model.dropouts) if name in ran and _is_frozen(evidence, name, still)]
+    if awake:
+        text = f"dropout {and_more(awake)} is active in a frozen part that runs without gradients: its outputs are random"
+        return [_finding(evidence, text, awake, "mode", "module")]
+    return []
+
+
+def _still(evidence: Evidence) -> frozenset[str]:
+    """Return the parameters that have been frozen since set-up and have not moved since the audited step before."""
+    before, seen = evidence.before, evidence.tensors
+    if before is None:
+        return frozenset()
+    begun = {p.name for p in evidence.facts.set_up.parameters if not p.trainable}
+    frozen = (p.name for p in evidence.model.parameters if not p.trainable and p.name in begun)
+    same = ((name, before.tensors.checksum(name, "value_after"), seen.checksum(name, "value")) for name in frozen)
+    return frozenset(name for name, was, now in same if was is not None and was == now)
+
+
+def _is_frozen(evidence: Evidence, module: str, still: frozenset[str]) -> bool:
+    """Tell whether the parameters of a module, or of the first around it that has any, all stand still."""
+    while True:
+        inside = [p.name for p in evidence.model.parameters if not module or p.name.startswith(f"{module}.")]
+        if inside or not module:
+            return bool(inside) and still.issuperset(inside)
+        module = module.rpartition(".")[0]
+
+
+def _finding(evidence: Evidence, text: str, names: list[str], slot: str, kind: str) -> Finding:
+    hint = "call eval() on the frozen part, after every model.train()"
+    return evidence.finding(
+        "frozen_and_alive",
+        text,
+        names[0],
+        slot,
+        kind=kind,
+        measured="alive",
+        expected="at rest",
+        severity="warning",
+        next=hint,
+        names=names,
+    )

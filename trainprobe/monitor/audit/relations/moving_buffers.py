@@ -1,0 +1,52 @@
+"""A buffer that moves at each step goes on moving while its module trains.
+
+Relation: a buffer that moved between the first forward and the update at five or more audited steps in a row (running
+statistics, a codebook that is averaged, a queue) moves at each later one in which its module runs in training mode and an
+update is made. Tolerance none. Told as a warning.
+Usually caused by a momentum that was set to 0, by a buffer that was replaced by another object so that the module updates one
+and saves the other, or by a forward that takes another path after an evaluation. A module in evaluation mode is not judged
+(`modes` judges that), and a buffer of a module in training mode that follows its data cannot violate this.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+
+COST = frozenset({"fingerprints"})
+EVERY = 10
+STAGE = "update"
+_LOOKS = 5
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find buffers that stand still."""
+    facts, known = evidence.facts, evidence.past.streaks
+    if not facts.updates or evidence.before is None:
+        return []
+    moved = [name for (kind, name), streak in known.items() if kind == "moves" and streak.value and streak.count >= _LOOKS]
+    stopped = [name for name in moved if _stands(evidence, name) and (name.rpartition(".")[0] or "root") in facts.called]
+    if not stopped:
+        return []
+    text = (
+        f"{and_more(stopped, len(moved))} moved at each audited step until {evidence.before.step} and stands still at this one"
+    )
+    hint = "look for a changed momentum, a buffer that was assigned anew, or a forward that no longer updates it"
+    return [
+        evidence.finding(
+            "moving_buffers",
+            text,
+            stopped[0],
+            "buffer",
+            measured="unchanged",
+            expected="changed",
+            severity="warning",
+            next=hint,
+            names=stopped,
+        )
+    ]
+
+
+def _stands(evidence: Evidence, name: str) -> bool:
+    facts = evidence.facts
+    return name in facts.begun and facts.begun[name] == facts.buffers.get(name)

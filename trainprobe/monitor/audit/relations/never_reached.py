@@ -1,0 +1,53 @@
+"""What an optimizer holds and is trainable gets a gradient at some step.
+
+Relation: a parameter that requires a gradient, that an optimizer holds, and whose module ran in training mode in this step,
+had a gradient at one of the audited steps, of which there were four or more with an update. What ran with gradients enabled
+is judged by `reached_parameters`; here it is what ran without: then no single step looks wrong, whatever its grad mode.
+Modules that did not run (heads of other tasks, experts) and those in evaluation mode are left out. Tolerance none. Told as a
+warning: a part that is frozen only by `no_grad` may be meant.
+Usually caused by `torch.no_grad` or `inference_mode` around a part of the model that is to be trained, left over from a
+frozen phase or from a decorator on its forward. A part that is frozen with `requires_grad_(False)`, or is not handed to the
+optimizer, cannot violate this.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "backward"
+_LOOKS = 4
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find parameters that run without gradients at each step."""
+    never = [name for name in evidence.facts.unreached if _is_judged(evidence, name)]
+    if not never:
+        return []
+    text = (
+        f"{and_more(never)} requires a gradient and is held by the optimizer, but its module runs with gradients disabled, and "
+        f"no gradient has come in {_LOOKS} audited steps: it never trains"
+    )
+    hint = "remove the no_grad around it, or freeze it with requires_grad_(False) and leave it out of the optimizer"
+    return [
+        evidence.finding(
+            "never_reached",
+            text,
+            never[0],
+            "grad",
+            measured="no gradient",
+            expected="a gradient",
+            severity="warning",
+            next=hint,
+            names=never,
+        )
+    ]
+
+
+def _is_judged(evidence: Evidence, name: str) -> bool:
+    known = evidence.past.streaks.get(("unreached", name))
+    if known is None or known.count + 1 < _LOOKS or name in evidence.ever_reached:
+        return False
+    return evidence.facts.called.get(name.rpartition(".")[0] or "root") is False

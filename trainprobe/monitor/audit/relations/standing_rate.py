@@ -1,0 +1,50 @@
+"""A learning rate does not stand still far below what it was, while the training goes on.
+
+Relation: no parameter group is updated at one and the same rate, to the bit, at four or more audited steps in a row that span
+20 steps or more, where that rate is 0 or at most 1e-3 of the largest at which the group was updated at an audited step
+before. Told as a warning.
+Usually caused by a scheduler whose number of steps is too small (counted before accumulation, for one epoch, or for one rank
+of several), so that the rest of the training hardly moves, or by one that is stepped too often. Warm-up cannot violate this,
+as the rate was never higher; nor can a schedule that ends with the training, or one that goes down to a tenth or a hundredth.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "rate"
+_LOOKS, _SPAN, _FAR = 4, 20, 1e-3
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find the first group whose rate has come to its end early."""
+    facts, peaks = evidence.facts, evidence.past.peaks
+    if len(peaks) != len(facts.rates) or not facts.updates:
+        return []
+    for group, (rate, peak) in enumerate(zip(facts.rates, peaks, strict=True)):
+        streak = evidence.streak("rate", str(group))
+        passed = 0 if streak is None else facts.ordinal - streak.since
+        if streak is None or streak.count < _LOOKS or passed < _SPAN or not 0 <= rate <= _FAR * peak or peak == 0:
+            continue
+        text = (
+            f"parameter group {group} has been updated at the rate {rate:.4g} for {passed} steps, after {peak:.4g} before: the "
+            "schedule has come to its end and the training goes on"
+        )
+        hint = "give the scheduler the number of its steps in the whole training, or step it less often"
+        return [
+            evidence.finding(
+                "standing_rate",
+                text,
+                "lr",
+                kind="scalar",
+                severity="warning",
+                measured=rate,
+                expected=f"above {_FAR * peak:.4g}",
+                floor=_FAR,
+                next=hint,
+            )
+        ]
+    return []

@@ -1,0 +1,58 @@
+"""A reported loss or gradient norm changes while the weights move.
+
+Relation: no scalar that is called a loss or a gradient norm has one value, to the bit, at six or more audited steps in a row
+at which the weights moved. Zero, infinity and NaN are left out (a hinge loss may be 0 for long), and so is a norm that equals
+the limit of the clipping. Tolerance none: the numbers of two updates of a training do not agree in all bits by chance. Told
+as a warning.
+Usually caused by a report of a value that was taken once (a closure over an old batch, a cached or detached result, a
+variable that is not assigned any more), or by a loss that does not depend on the batch. A training that reports what it
+computes cannot violate this.
+"""
+
+from __future__ import annotations
+
+import math
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.scalar_names import role_of
+
+COST = frozenset({"fingerprints"})
+EVERY = 10
+STAGE = "backward"
+_LOOKS = 6
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find the first scalar that stands still."""
+    limits = {clip.limit for clip in evidence.facts.clips}
+    for name, value in evidence.scalars.items():
+        streak = evidence.streak("scalar", name)
+        if streak is None or streak.count < _LOOKS or value == 0 or not math.isfinite(value) or not _moves(evidence):
+            continue
+        if role_of(name) == "gradient norm" and any(math.isclose(value, limit, rel_tol=1e-5) for limit in limits):
+            continue
+        text = (
+            f"the reported {name} was {value:.9g}, the same to the bit, at {streak.count} audited steps in a row, over "
+            f"{evidence.facts.ordinal - streak.since} steps, while the weights moved"
+        )
+        hint = "report the value that this step computed; look for a variable that is assigned once, or a cached batch"
+        return [
+            evidence.finding(
+                "unchanging_scalars",
+                text,
+                name,
+                kind="scalar",
+                severity="warning",
+                measured=value,
+                expected="another value at each step",
+                next=hint,
+            )
+        ]
+    return []
+
+
+def _moves(evidence: Evidence) -> bool:
+    """Tell whether this update changed any weight."""
+    seen = evidence.tensors
+    return any(seen.checksum(name, "value") != seen.checksum(name, "value_after") for name in seen.with_slot("value_after"))
