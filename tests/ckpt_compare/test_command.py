@@ -92,6 +92,8 @@ def test_a_path_that_does_not_exist_gives_three(files, capsys):
 def test_json_has_the_classic_shape_for_every_tensor(files, tmp_path):
     main(["ckpt-compare", "--json", str(tmp_path / "o.json"), *files(nudge)])
     found = json.loads((tmp_path / "o.json").read_text())
+    summary = found.pop("__comparison__")
+    assert (summary["verdict"], summary["exit_code"], summary["missing"], summary["faults"]) == ("differ", 2, [], [])
     entry = found["layers.1.mlp.fc2.weight"]
     assert len(found) == 11
     assert (entry["l2"], entry["numel"], entry["shape"], entry["max_abs_at"]) == (
@@ -228,3 +230,31 @@ def test_memory_stays_far_below_the_size_of_the_files(tmp_path):
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300, check=True
     )
     assert int(ran.stderr.split()[-1]) < 600  # MiB, of 2400 MB read
+
+
+def test_only_and_ignore_choose_what_counts(files, capsys, tmp_path):
+    assert main(["ckpt-compare", *files(nudge), "--only", "layers.0.*"]) == 0
+    assert "8 of 11 tensors are left out by --only and --ignore" in capsys.readouterr().out
+    assert main(["ckpt-compare", *files(nudge), "--only", "layers.1.*", "--only", "final*"]) == 2
+    assert main(["ckpt-compare", *files(nudge), "--ignore", "*.mlp.*"]) == 0
+    assert main(["ckpt-compare", *files(nudge), "--only", "layer.1.*"]) == 64
+    assert "leaves no tensor" in capsys.readouterr().err
+
+
+def test_a_tolerance_is_a_verdict_of_its_own(files, capsys):
+    def small(b):
+        b["model.layers.1.mlp.down_proj.weight"] += np.float32(1e-3)
+
+    assert main(["ckpt-compare", *files(small)]) == 2
+    assert main(["ckpt-compare", *files(small), "--atol", "0.0005"]) == 2
+    capsys.readouterr()
+    assert main(["ckpt-compare", *files(small), "--atol", "0.002"]) == 1
+    said = "equal within the tolerance that was given: 1 of 11 tensors differ by at most 0.001 (layers.1.mlp.fc2.weight)"
+    assert capsys.readouterr().out.startswith(said)
+    assert main(["ckpt-compare", *files(small), "--rtol", "0.01"]) == 1
+
+    def broken(b):
+        b["model.layers.1.mlp.down_proj.weight"][0, 0] = np.nan
+
+    assert main(["ckpt-compare", *files(broken), "--atol", "1e30", "--rtol", "1e30"]) == 2
+    assert main(["ckpt-compare", *files(), "--atol", "nan"]) == 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from trainprobe.ckpt_compare.cover import cover
 from trainprobe.ckpt_compare.fingerprints import tensor_fingerprint
 from trainprobe.ckpt_compare.names import to_logical
 from trainprobe.ckpt_compare.pieces import KINDS, Checkpoint, LogicalTensor, What
+from trainprobe.ckpt_compare.tolerance import selected, tolerated
 from trainprobe.ckpt_compare.work import Advance
 from trainprobe.ckpt_compare.world import place, run_in_world, run_on_ray
 from trainprobe.errors import UsageError, did_you_mean
@@ -55,21 +57,33 @@ def ckpt_compare(
     copies: Annotated[bool, typer.Option(help="also compare the copies of a tensor inside each checkpoint")] = True,
     ray: Annotated[bool, typer.Option("--ray", help="measure on a Ray cluster whose machines see the same paths")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the verdict alone")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="compare tensors whose name matches this pattern (`layers.0.*`)")
+    ] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="leave out tensors whose name matches this pattern")] = None,
+    atol: Annotated[float, typer.Option(min=0.0, help="differences of up to this much are no difference (code 1)")] = 0.0,
+    rtol: Annotated[float, typer.Option(min=0.0, help="relative l2 differences of up to this much are none (code 1)")] = 0.0,
 ) -> int:
     """Compare two checkpoints. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""
     chosen = kinds_of(what)
+    if not all(math.isfinite(number) for number in (atol, rtol)):
+        raise typer.BadParameter("--atol and --rtol need finite numbers")
     given = {"heads": heads, "groups": groups, "head_dim": head_dim, "vocab": vocab}
     config = {k: v for k, v in given.items() if v}
     opened = formats.open_checkpoint(a, format_a), formats.open_checkpoint(b, format_b)
     left, right = logical(*opened, config, [str(n) for n in names or ()])
     with _progress(_bytes(left, right, chosen), quiet) as advance:
         runner = run_on_ray if ray else run_in_world
+        left, right = (selected(one, only or (), ignore or ()) for one in (left, right))
         found = compare(left, right, chosen, threads=threads, copies=copies, advance=advance, runner=runner)
+    if only and not found.rows:
+        raise typer.BadParameter(f"--only {' '.join(only)} leaves no tensor; `trainprobe ckpt-show` lists the names")
+    found = tolerated(found, atol, rtol)
     conclusion = conclude(found)
     if place()[0] > 0:
         return conclusion.code  # in a torchrun world rank 0 speaks for all
     if json is not None:
-        report.write_json(found, json)
+        report.write_json(found, json, conclusion)
     if csv is not None:
         report.write_csv(found, csv)
     if html is not None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from trainprobe.ckpt_compare.causes import Cause, Odd, find_causes
 from trainprobe.ckpt_compare.cover import Cover, Part, cover, overlaps
 from trainprobe.ckpt_compare.pairing import Move, align, explain_moves
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Rectangle, What
@@ -68,6 +69,7 @@ class Comparison:
     counted: tuple[What, ...]
     notes: tuple[str, ...] = ()
     lone: tuple[str, ...] = ()
+    causes: tuple[Cause, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,9 @@ def compare(
     state = compare_state(a.state, b.state)
     compared: tuple[What, ...] = tuple(dict.fromkeys([*kinds, *(r.what for r in state if r.a is not None and r.b is not None)]))
     lone = _lone(a, b, what)
-    return Comparison(a, b, tuple(rows), tuple(faults), state, moves, compared, tuple(what), tuple(notes), lone)
+    odd = [Odd(r.key, pairs[r.key].a, pairs[r.key].b, r.difference) for r in rows if r.verdict == "differ" and r.key in pairs]
+    causes = find_causes(odd, moves)
+    return Comparison(a, b, tuple(rows), tuple(faults), state, moves, compared, tuple(what), tuple(notes), lone, causes)
 
 
 def _lone(a: Checkpoint, b: Checkpoint, what: Sequence[What]) -> tuple[str, ...]:

@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainprobe.ckpt_compare.causes import headline
 from trainprobe.ckpt_compare.compare import INCOMPLETE, Comparison, Row
 from trainprobe.ckpt_compare.pairing import layer_sentences
 from trainprobe.ckpt_compare.pieces import KINDS
 from trainprobe.ckpt_compare.state import StateRow
 
 IDENTICAL, ROUNDING, DIFFER, INCOMPLETE_CODE = 0, 1, 2, 3
+TOLERATED = "within --atol"  # how the note of a row begins whose difference a user allows
 SAID = 6  # named examples in a list
 
 
@@ -71,7 +73,9 @@ def _differ_sentence(c: Comparison, differ: Sequence[Row], copies: int, state: S
         where = f" ({worst.where})" if worst.where else ""
         what = f"{d.misplaced:,} misplaced NaN or infinity" if d.misplaced else f"relative error {d.relative_l2:.3g}"
         share = f"{d.changed:,} of {d.count:,} elements"
-        return f"differ: {len(differ)} of {len(c.rows)} tensors; worst is {worst.key}: {what}, {share}, largest{place}{where}"
+        cause = headline(c.causes, {r.key: r for r in differ})
+        first = f"{cause}; {len(differ)}" if cause else len(differ)
+        return f"differ: {first} of {len(c.rows)} tensors; worst is {worst.key}: {what}, {share}, largest{place}{where}"
     if copies:
         return f"differ: {copies} tensor{'s' if copies > 1 else ''} whose copies inside one checkpoint disagree"
     first = state[0]
@@ -95,6 +99,13 @@ def _incomplete_sentence(c: Comparison, lost: Sequence[Row], grave: int) -> str:
 
 
 def _rounding_sentence(c: Comparison, rounding: Sequence[Row]) -> str:
+    allowed = [r for r in rounding if r.note.startswith(TOLERATED)]
+    if allowed:
+        worst = max(allowed, key=lambda r: r.difference.max_abs)
+        return (
+            f"equal within the tolerance that was given: {len(allowed)} of {len(c.rows)} tensors differ by at most "
+            f"{worst.difference.max_abs:.3g} ({worst.key}), relative error {worst.difference.relative_l2:.3g}"
+        )
     pairs = Counter(f"{r.dtype_a}/{r.dtype_b}" if r.dtype_a != r.dtype_b else r.dtype_a for r in rounding)
     most = max(r.difference.max_ulp for r in rounding)
     return (
@@ -106,6 +117,7 @@ def _rounding_sentence(c: Comparison, rounding: Sequence[Row]) -> str:
 def _details(c: Comparison, differ: Sequence[Row], lost: Sequence[Row]) -> list[str]:
     """Say what moved, what is broken, and what else is not the same."""
     said = [f"{side}: warning: {text}" for side, one in (("A", c.a), ("B", c.b)) for text in one.warnings]
+    said += [cause.sentence for cause in c.causes]
     said += layer_sentences(c.moves)
     said += [f"{f.side}: {f.message} ({f.where})" for f in c.faults]
     lost = sorted(lost, key=lambda r: not r.note)  # what is known to be broken before what is merely absent

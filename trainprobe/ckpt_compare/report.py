@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainprobe.ckpt_compare.compare import Comparison, Row
+from trainprobe.ckpt_compare.compare import INCOMPLETE, Comparison, Row
 from trainprobe.ckpt_compare.conclusion import Conclusion, by_error, relative
 from trainprobe.errors import OutputError
 
@@ -24,6 +24,8 @@ COLUMNS = (
     "dtype_a",
     "dtype_b", "shape_a", "shape_b", "noise_floor", "where", "note", "native_a", "native_b",
 )  # fmt: skip
+SUMMARY = "__comparison__"  # no tensor has this name
+VERDICTS = ("identical", "equal within rounding", "differ", "incomplete")
 WIDTH = 132  # least columns of a table: a narrow terminal may wrap its lines, numbers must not be cut
 _NUMBERS = re.compile(r"(?<![A-Za-z_\d])\d+(?![A-Za-z_\d])")
 _STYLE = {"identical": "green", "rounding": "cyan", "differ": "red"}
@@ -59,9 +61,25 @@ def entry(row: Row) -> dict[str, Any]:
     }
 
 
-def write_json(c: Comparison, path: Path) -> None:
-    """Write `{name: {l2, cos, numel, shape, …}}`, one entry a logical tensor."""
-    _write(path, orjson.dumps({r.key: entry(r) for r in c.rows}, option=orjson.OPT_INDENT_2))
+def write_json(c: Comparison, path: Path, conclusion: Conclusion) -> None:
+    """Write `{name: {l2, cos, numel, shape, …}}`, one entry a logical tensor, and the verdict under `SUMMARY`."""
+    held: dict[str, Any] = {SUMMARY: summary(c, conclusion)} | {r.key: entry(r) for r in c.rows}
+    _write(path, orjson.dumps(held, option=orjson.OPT_INDENT_2))
+
+
+def summary(c: Comparison, conclusion: Conclusion) -> dict[str, Any]:
+    """Return the whole comparison in a few plain values: for CI, which should not read sentences."""
+    return {
+        "verdict": VERDICTS[conclusion.code],
+        "exit_code": conclusion.code,
+        "sentence": conclusion.sentence,
+        "details": list(conclusion.details),
+        "causes": [{"sentence": cause.sentence, "tensors": sorted(cause.keys)} for cause in c.causes],
+        "moves": [{"a": m.a_key, "b": m.b_key, "transposed": m.turned} for m in c.moves],
+        "faults": [{"side": f.side, "where": f.where, "message": f.message} for f in c.faults],
+        "missing": [{"name": r.key, "verdict": r.verdict, "note": r.note} for r in c.rows if r.verdict in INCOMPLETE],
+        "warnings": {side: list(one.warnings) for side, one in (("A", c.a), ("B", c.b))},
+    }
 
 
 def write_csv(c: Comparison, path: Path) -> None:

@@ -1,0 +1,126 @@
+"""The cause stands in the first line: each planted in a model, alone, and the same model without it is identical."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.ckpt_compare.memory import checkpoint, tensor
+from trainprobe.ckpt_compare.compare import compare
+from trainprobe.ckpt_compare.conclusion import conclude
+
+HEADS, GROUPS, DIM, HIDDEN = 4, 2, 6, 24
+
+
+def model(seed=0):
+    """Two layers with attention, an MLP of three experts, a router and norms, float32."""
+    g = np.random.default_rng(seed)
+    found = {"embedding.word.weight": g.standard_normal((31, HIDDEN)), "final_norm.weight": 1 + 0.1 * g.standard_normal(HIDDEN)}
+    for i in range(3):
+        sizes = {"q": HEADS * DIM, "k": GROUPS * DIM, "v": GROUPS * DIM, "proj": HIDDEN}
+        found |= {f"layers.{i}.attention.{p}.weight": g.standard_normal((n, HIDDEN)) for p, n in sizes.items()}
+        found |= {f"layers.{i}.mlp.norm.weight": 1 + 0.1 * g.standard_normal(HIDDEN)}
+        found |= {f"layers.{i}.mlp.router.weight": g.standard_normal((5, HIDDEN))}
+        for e in range(3):
+            found |= {f"layers.{i}.mlp.experts.{e}.{p}.weight": g.standard_normal((10, HIDDEN)) for p in ("gate", "up")}
+    return {k: v.astype(np.float32) for k, v in found.items()}
+
+
+def swap(held, one, other):
+    held[one], held[other] = held[other], held[one]
+
+
+def exchanged_layers(b):
+    for key in [k for k in b if k.startswith("layers.0.")]:
+        swap(b, key, key.replace("layers.0.", "layers.1."))
+
+
+def exchanged_gates(b):
+    for key in [k for k in b if ".gate." in k]:
+        swap(b, key, key.replace(".gate.", ".up."))
+
+
+def other_rotary_order(b):
+    for key in [k for k in b if k.endswith((".q.weight", ".k.weight"))]:
+        b[key] = b[key].reshape(-1, 2, DIM // 2, HIDDEN).transpose(0, 2, 1, 3).reshape(-1, HIDDEN)
+
+
+def not_interleaved(b):
+    """Megatron's fused rows, by group, taken for all q, all k, all v."""
+    for i in range(3):
+        q, k, v = (b[f"layers.{i}.attention.{p}.weight"] for p in "qkv")
+        share = HEADS // GROUPS * DIM
+        rows = [r for g in range(GROUPS) for r in (q[g * share :][:share], k[g * DIM :][:DIM], v[g * DIM :][:DIM])]
+        fused = np.concatenate(rows)
+        for p, part in zip("qkv", np.split(fused, [len(q), len(q) + len(k)]), strict=True):
+            b[f"layers.{i}.attention.{p}.weight"] = part
+
+
+def permuted_router(b):
+    for i in range(3):
+        b[f"layers.{i}.mlp.router.weight"] = b[f"layers.{i}.mlp.router.weight"][[3, 1, 0, 4, 2]]
+
+
+def zero_centred(b):
+    for key in [k for k in b if "norm" in k]:
+        b[key] = b[key] - 1
+
+
+def scaled(b):
+    for key in [k for k in b if ".proj." in k]:
+        b[key] = b[key] * np.float32(0.125)
+
+
+def transposed(b):
+    for key in [k for k in b if ".proj." in k]:
+        b[key] = b[key].T
+
+
+PLANTED = {
+    exchanged_layers: "layers 0 and 1 are exchanged; ",
+    exchanged_gates: "gate and up are exchanged in 9 experts; ",
+    other_rotary_order: "in the other rotary order: halves in A, interleaved pairs in B (heads of 6); ",
+    not_interleaved: "q, k and v hold each other's rows: one side is interleaved by query group and the other is not (",
+    permuted_router: "the same in another order of rows of the router; ",
+    zero_centred: "4 tensors, such as final_norm.weight, are zero-centred in B: one less than in the other; ",
+    scaled: "0.125 times as large in B as in A; ",
+    transposed: "transposed in B; ",
+}
+
+
+def judged(a, b):
+    sides = (checkpoint(*(tensor(k, v) for k, v in held.items())) for held in (a, b))
+    return conclude(compare(*sides))
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda f: f.__name__)
+def test_the_first_line_names_the_cause(plant):
+    a, b = model(), model()
+    assert judged(a, b).code == 0
+    plant(b)
+    found = judged(a, b)
+    assert found.code == 2
+    assert PLANTED[plant] in found.sentence
+
+
+def test_masters_that_are_rounded_weights_are_named():
+    a, b = model(), model()
+    short = {k: (v.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) for k, v in b.items()}
+    sides = [
+        checkpoint(*(tensor(k, v) for k, v in a.items()), *(tensor(k, v, slot="master") for k, v in masters.items()))
+        for masters in (a, short)
+    ]
+    found = conclude(compare(*sides))
+    said = f"differ: the masters of B are bfloat16 numbers in {len(a)} tensors: its weights were loaded without its optimizer"
+    assert found.sentence.startswith(said)
+
+
+def test_a_cause_is_not_named_for_other_values():
+    """Another model, and one changed element: nothing is explained, and the first line says what it always said."""
+    a, b = model(), model(1)
+    assert judged(a, b).sentence.startswith(f"differ: {len(a)} of {len(a)} tensors; worst is")
+    b = model()
+    other_rotary_order(b)
+    for key in [k for k in b if k.endswith((".q.weight", ".k.weight"))]:
+        b[key][0, 0] += 1
+    assert judged(a, b).sentence.startswith("differ: 6 of")
