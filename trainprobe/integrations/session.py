@@ -136,6 +136,10 @@ class Session:
         if probe is not None and probe.tape is not None:
             probe.guard.run(self._add_loss, probe, loss)
 
+    def forget_loss(self) -> None:
+        """Begin the sum of the losses anew: what was added so far was for the update of another model."""
+        self._loss = None
+
     def note(self, name: str, value: Any) -> None:
         """Keep a scalar of the step that is open; anything but a number or a tensor of one element is left out."""
         probe = self.probe

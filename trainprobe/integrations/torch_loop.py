@@ -314,6 +314,8 @@ class TorchLoop:
             return
         if not self._learn(optimizer):
             self._left_out.saw(optimizer)
+            if self._step is not None and self._step.backward and not self._step.stepped:
+                self.session.forget_loss()  # the backward passed through this model for the update of another
             return
         self._updates += 1
         if self._asleep:

@@ -16,6 +16,7 @@ class ImportWatch(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[Callable[[], None], Then]] = {}
+        self._searching: set[str] = set()  # another finder of this kind asks all finders in turn, this one too
 
     def wait_for(self, name: str, then: Then, before: Callable[[], None] = lambda: None) -> None:
         """Call then(module) once `name` has been imported, and before() when its import begins."""
@@ -36,8 +37,15 @@ class ImportWatch(importlib.abc.MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         """Find a module that is waited for as the other finders do, and call back after it has run."""
-        if fullname not in self._waiting:
+        if fullname not in self._waiting or fullname in self._searching:
             return None
+        self._searching.add(fullname)
+        try:
+            return self._find(fullname, path, target)
+        finally:
+            self._searching.discard(fullname)
+
+    def _find(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> Any:
         for finder in [f for f in sys.meta_path if f is not self]:
             find = getattr(finder, "find_spec", None)
             spec = find(fullname, path, target) if find is not None else None
