@@ -21,8 +21,8 @@ END = "<!-- end of the table -->"
 HEAD = "| framework | what a user writes | run in CI |\n|---|---|---|"
 CALLBACK = '`Trainer(callbacks=[ProbeCallback("plan.yaml")])`'
 LINES = {
-    "PyTorch": "`with trainprobe.watch(model, optimizer) as probe:`",
-    "Lightning": CALLBACK,
+    "PyTorch": "`with trainprobe.watch(model, optimizer) as probe:`, or `trainprobe run plan.yaml -- train.py`",
+    "Lightning": f"{CALLBACK}, also as `class_path` in a file of LightningCLI",
     "Hugging Face Trainer": CALLBACK,
     "Accelerate": "as a plain loop",
     "DeepSpeed": '`engine = trainprobe.integrations.deepspeed.attach(engine, "plan.yaml")`',

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import sys
 from functools import cache, partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainprobe.engine.findings import sentence
 from trainprobe.engine.flat_parameters import handles_of
@@ -22,19 +22,20 @@ from trainprobe.errors import MissingExtra
 from trainprobe.integrations.deepspeed import engine_of, follow
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.session import Session
+from trainprobe.integrations.unedited import asked_output
 from trainprobe.watching import PlanSource
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 
 
-class ProbeCallback:
+class PlainCallback:
     """Watches a Lightning training. plan: path, dict, Plan or None for the default; `overrides` are plan fields on top.
 
     The object that is made is a callback of whichever Lightning the program has imported. Raises MissingExtra where none is
     installed, PlanError for a plan that cannot be carried out.
     """
 
-    def __new__(cls, plan: PlanSource = None, **overrides: Any) -> ProbeCallback:
+    def __new__(cls, plan: PlanSource = None, **overrides: Any) -> PlainCallback:
         """Make an object that is a callback of the program's Lightning too."""
         return object.__new__(_callback_class(cls, _namespace()))
 
@@ -59,7 +60,7 @@ class ProbeCallback:
     @property
     def state_key(self) -> str:
         """Tell several callbacks apart in a checkpoint by where they write."""
-        return f"ProbeCallback[{self.session.plan.output}]"
+        return f"ProbeCallback[{asked_output(self.session.plan.output)}]"
 
     # ---- a training ----------------------------------------------------------------------------------------------
 
@@ -166,6 +167,18 @@ class ProbeCallback:
                     add_text("trainprobe/findings", sentence(finding), finding.step)
 
 
+if TYPE_CHECKING:
+    ProbeCallback = PlainCallback
+
+
+def __getattr__(name: str) -> Any:
+    """Return `ProbeCallback`: a class of callbacks of the Lightning that is imported, as its LightningCLI wants it."""
+    if name != "ProbeCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    imported = next((namespace for namespace in NAMESPACES if namespace in sys.modules), None)
+    return PlainCallback if imported is None else _callback_class(PlainCallback, imported)
+
+
 def _namespace() -> str:
     """Return the Lightning that the program has imported, or else one that is installed."""
     for name in NAMESPACES:
@@ -181,10 +194,11 @@ def _namespace() -> str:
 def _callback_class(cls: type, namespace: str) -> type:
     """Return `cls` as a callback of that Lightning."""
     base = importlib.import_module(namespace).Callback
-    return cls if issubclass(cls, base) else type(cls.__name__, (cls, base), {"__module__": cls.__module__, "plain_class": cls})
+    name = "ProbeCallback" if cls is PlainCallback else cls.__name__
+    return cls if issubclass(cls, base) else type(name, (cls, base), {"__module__": cls.__module__, "plain_class": cls})
 
 
-def _make_again(cls: type[ProbeCallback], plan: PlanSource, overrides: dict[str, Any]) -> ProbeCallback:
+def _make_again(cls: type[PlainCallback], plan: PlanSource, overrides: dict[str, Any]) -> PlainCallback:
     return cls(plan, **overrides)
 
 
@@ -215,8 +229,8 @@ def attach_to_script(plan: PlanSource) -> None:
 def _fit_with_callback(original: Any, plan: PlanSource) -> Any:
     @wraps(original)
     def fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(callback, ProbeCallback) for callback in trainer.callbacks):
-            trainer.callbacks.insert(0, ProbeCallback(plan))
+        if not any(isinstance(callback, PlainCallback) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, PlainCallback(plan))
         return original(trainer, *args, **kwargs)
 
     return fit

@@ -9,34 +9,74 @@ from typing import Annotated
 
 import typer
 
+from trainprobe.engine.plan import Plan
 from trainprobe.engine.plan_loading import load_plan
 from trainprobe.errors import UsageError
-from trainprobe.integrations.unedited import environment_for
+from trainprobe.integrations import default_plan
+from trainprobe.integrations.unedited import Run, environment_for, put_beside
+
+NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES", "PET_NNODES")
 
 
 def run(
-    plan: Annotated[str, typer.Argument(help="Plan that the run is watched under (YAML or JSON), or `default`.")],
-    command: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND", help="The script or command.", show_default=False)
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PLAN] -- COMMAND",
+            help="Plan (YAML or JSON, or `default`), then the script or command.",
+            show_default=False,
+        ),
     ] = None,
+    plan: Annotated[str | None, typer.Option(help="The plan, in place of the first argument.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to write to, in place of the plan's.")] = None,
 ) -> None:
     """Run `script.py ARGS`, or any command that starts Python such as `torchrun … script.py`, watched as the plan says.
 
     The program takes the place of this process, so signals and exit codes are its own. Processes that it starts are watched
-    too.
+    too. Where the folder holds an earlier run, a new one is written beside it (`probe_out.2`), and a training that is resumed
+    from a checkpoint goes on in it; a plan that says `on_existing: continue` or `replace` is followed.
     """
-    words = [word for i, word in enumerate(command or []) if word != "--" or i]
-    if not words:
+    left = list(words or [])
+    if plan is None and left and left[0] != "--" and not left[0].endswith(".py"):
+        plan = left.pop(0)
+    while len(left) > 1 and left[0] in ("--output", "--plan"):  # behind the plan
+        name, value = left.pop(0), left.pop(0)
+        plan, output = (value, output) if name == "--plan" else (plan, Path(value))
+    if left and left[0] == "--":
+        left.pop(0)
+    if not left:
         raise UsageError(
             "nothing to run: give the script and its arguments behind `--`, as in `trainprobe run plan.yaml -- train.py`"
         )
-    if plan != "default":
-        load_plan(plan)
-    started = [sys.executable, *words] if words[0].endswith(".py") or words[0] == "-m" else words
+    path = None if plan in (None, "default") else Path(plan)
+    chosen = load_plan(path if path is not None else default_plan(), **({} if output is None else {"output": output}))
+    started = [sys.executable, *left] if left[0].endswith(".py") or left[0] == "-m" else left
     try:
-        os.execvpe(started[0], started, environment_for(Path(plan) if plan != "default" else None))
+        os.execvpe(started[0], started, environment_for(_run(path, chosen, left)))
     except OSError as error:
         raise UsageError(f"{started[0]!r} cannot be run: {error.strerror or error}") from None
 
 
-run.context_settings = {"ignore_unknown_options": True}  # type: ignore[attr-defined]
+def _run(path: Path | None, plan: Plan, command: list[str]) -> Run:
+    """Return where this run is written; said where that is beside an earlier one."""
+    folder = plan.output
+    if (path is not None and plan.on_existing != "refuse") or _has_several_nodes(command):
+        return Run(path, folder)
+    beside, earlier = put_beside(folder)
+    if earlier is not None:
+        sys.stderr.write(
+            f"trainprobe: {earlier} holds an earlier run: this one is written to {beside}, unless it resumes that one from a "
+            "checkpoint\n"
+        )
+    return Run(path, beside, earlier)
+
+
+def _has_several_nodes(command: list[str]) -> bool:
+    """Return whether other machines start this run too: they could not agree on a new folder."""
+    after = [b for a, b in zip(command, [*command[1:], ""], strict=True) if a in ("--nnodes", "--num_machines")]
+    equals = [word.partition("=")[2] for word in command if word.startswith(("--nnodes=", "--num_machines="))]
+    told = [*after, *equals, *(os.environ.get(name, "1") for name in NODES)]
+    return any(number not in ("1", "1:1") for number in told)
+
+
+run.context_settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # type: ignore[attr-defined]

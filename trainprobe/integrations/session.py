@@ -20,6 +20,7 @@ from trainprobe.engine.stats import finish
 from trainprobe.engine.taps.unseen import unseen
 from trainprobe.errors import StopTraining
 from trainprobe.integrations import default_plan, say_what_is_watched
+from trainprobe.integrations.unedited import resumed_output
 from trainprobe.monitor.watcher import Watcher, load_state, save_state
 from trainprobe.watching import PlanSource, Probe
 
@@ -77,6 +78,8 @@ class Session:
         if self.probe is not None and self._model is model and self._last is None:
             return  # the callback was added twice: each event comes twice
         self.end(complete=False)
+        if step > first and not self._trainings:
+            self.plan = load_plan(self.plan, output=resumed_output(self.plan.output))
         plan = self.plan
         if self._trainings or step > first:  # what this run or the one that it resumes wrote stays
             plan = load_plan(plan, on_existing="continue")

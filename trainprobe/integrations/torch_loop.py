@@ -126,6 +126,8 @@ class TorchLoop:
         self._parameters = {id(p): p for p in model.parameters()}
         optimizers = [getattr(wrapper, "optimizer", wrapper) for wrapper in optimizers]  # Accelerate wraps the one that steps
         self.session.begin(model, optimizers, step=self._number, first=0, say=_log.warning)
+        atexit.unregister(self.close)
+        atexit.register(self.close)  # before the session's own, which knows nothing of a step that waits for its end
 
     def close(self) -> None:
         """Take everything off and write what is pending. Safe to call twice."""

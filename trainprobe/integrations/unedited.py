@@ -6,14 +6,20 @@ import importlib
 import importlib.util
 import os
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.engine import at_start as python_start
 
+if TYPE_CHECKING:
+    from trainprobe.engine.plan import Plan
+
 VARIABLE = "TRAINPROBE_RUN"  # path of the plan, or "default"
+OUTPUT = "TRAINPROBE_RUN_OUTPUT"  # folder that this run is written to
+EARLIER = "TRAINPROBE_RUN_EARLIER"  # folder of the earlier run that it was put beside; empty where there is none
 
 # what a program imports → file of trainprobe.integrations that has attach_to_script(plan); it is called once that is imported
 FRAMEWORKS = {
@@ -28,24 +34,72 @@ FRAMEWORKS = {
 }
 
 
-def environment_for(plan: Path | None) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a program is watched under. plan: a file, or None for the default plan. output: where it is written.
+
+    earlier: the newest run in a folder of that name, which a training that is resumed goes on with.
+    """
+
+    plan: Path | None
+    output: Path
+    earlier: Path | None = None
+
+
+def environment_for(run: Run) -> dict[str, str]:
     """Return the environment in which a program, and each Python process that it starts, is watched."""
-    return {**python_start.environment_for(__name__), VARIABLE: str(plan.absolute()) if plan else "default"}
+    return {
+        **python_start.environment_for(__name__),
+        VARIABLE: str(run.plan.absolute()) if run.plan else "default",
+        OUTPUT: str(run.output),
+        EARLIER: str(run.earlier or ""),
+    }
+
+
+def put_beside(folder: Path) -> tuple[Path, Path | None]:
+    """Return a folder that holds no run, `folder` or the first free `folder.2`, `folder.3` …, and the one before it."""
+    earlier, free, number = None, folder, 1
+    while _holds_run(free):
+        number += 1
+        earlier, free = free, folder.with_name(f"{folder.name}.{number}")
+    return free, earlier
+
+
+def _holds_run(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in ("rank*", "step*/rank*"))
+
+
+def resumed_output(output: Path) -> Path:
+    """Return where a training that is resumed goes on: the earlier run, where `output` was put beside one."""
+    earlier = os.environ.get(EARLIER)
+    return Path(earlier) if earlier and output == Path(os.environ.get(OUTPUT, "")) else output
+
+
+def asked_output(output: Path) -> Path:
+    """Return the folder that was asked for, where `output` was put beside it."""
+    return output.with_name(output.name.rpartition(".")[0]) if resumed_output(output) != output else output
 
 
 def at_start() -> None:
     """Attach to each framework from the moment in which it is imported."""
-    told = os.environ[VARIABLE]
-    plan = None if told == "default" else told
     for name, file in FRAMEWORKS.items():
         if importlib.util.find_spec(f"trainprobe.integrations.{file}") is not None:
-            ImportWatch().wait_for(name, partial(_attach, file, plan))
+            ImportWatch().wait_for(name, partial(_attach, file))
 
 
-def _attach(file: str, plan: str | None, imported: Any) -> None:
+def _attach(file: str, imported: Any) -> None:
     attach = getattr(importlib.import_module(f"trainprobe.integrations.{file}"), "attach_to_script", None)
     if attach is not None:
-        attach(plan)
+        attach(_plan())
+
+
+def _plan() -> Plan:
+    """Return the plan of this run."""
+    from trainprobe.engine.plan_loading import load_plan
+    from trainprobe.integrations import default_plan
+
+    told = os.environ[VARIABLE]
+    return load_plan(default_plan() if told == "default" else told, output=os.environ[OUTPUT])
 
 
 def called_from(packages: tuple[str, ...]) -> bool:

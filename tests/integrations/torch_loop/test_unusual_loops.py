@@ -178,6 +178,7 @@ def said(caplog: pytest.LogCaptureFixture, words: str) -> int:
     return sum(line.count(words) for line in lines(caplog))
 
 
+@pytest.mark.proves("PyTorch", "updates without torch.optim")
 def test_updates_by_other_means_are_said_once_and_at_the_end(tmp_path, caplog):
     loop = attach_to_script({**PLAN, "output": tmp_path / "out"})
     list(by_hand())

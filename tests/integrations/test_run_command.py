@@ -1,0 +1,113 @@
+"""`trainprobe run`: where it writes, and which run a training that is resumed goes on with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integrations.records import recorded
+from trainprobe.cli import main
+from trainprobe.integrations import torch_loop, unedited
+
+Start = Callable[..., dict[str, str]]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
+    """Return what gives `trainprobe run` words, and returns its program's variables and command instead of starting it."""
+    monkeypatch.chdir(tmp_path)
+    for name in run_names():
+        monkeypatch.delenv(name, raising=False)
+
+    def go(*words: str) -> dict[str, str]:
+        started: list[tuple[list[str], dict[str, str]]] = []
+        monkeypatch.setattr(os, "execvpe", lambda _, command, environment: started.append((command, environment)))
+        assert main(["run", *words]) == 0
+        ((command, environment),) = started
+        return {**environment, "command": " ".join(command[-2:])}
+
+    return go
+
+
+def run_names() -> tuple[str, ...]:
+    return unedited.VARIABLE, unedited.OUTPUT, unedited.EARLIER, "SLURM_NNODES", "NNODES", "PET_NNODES", "SLURM_JOB_NUM_NODES"
+
+
+def a_run(folder: Path) -> None:
+    (folder / "rank0").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("default", "--", "train.py", "--output=x"),
+        ("--", "train.py", "--output=x"),
+        ("train.py", "--output=x"),
+        ("--plan", "default", "--", "train.py", "--output=x"),
+    ],
+)
+def test_plan_and_command_are_told_apart(start: Start, tmp_path: Path, words: tuple[str, ...]) -> None:
+    started = start(*words)
+    assert (started[unedited.VARIABLE], started["command"]) == ("default", "train.py --output=x")
+    assert started[unedited.OUTPUT] == "probe_out"
+
+
+@pytest.mark.parametrize(
+    "words", [("--output", "here", "plan.yaml"), ("plan.yaml", "--output", "here"), ("--output=here", "plan.yaml")]
+)
+def test_the_output_may_be_said_before_and_behind_the_plan(start: Start, tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "plan.yaml").write_text("level: L0\n")
+    started = start(*words, "--", "train.py", "--output")
+    assert started[unedited.OUTPUT] == "here"
+    assert started[unedited.VARIABLE] == str(tmp_path / "plan.yaml")
+    assert started["command"] == "train.py --output"
+
+
+def test_a_second_run_is_written_beside_the_first_and_says_so(start: Start, tmp_path: Path, capsys) -> None:
+    for number in ("", ".2", ".3"):
+        started = start("default", "--", "train.py")
+        assert started[unedited.OUTPUT] == f"probe_out{number}"
+        a_run(tmp_path / f"probe_out{number}")
+    assert started[unedited.EARLIER] == "probe_out.2"
+    assert "this one is written to probe_out.3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", ["continue", "replace"])
+def test_a_plan_that_says_what_to_do_with_an_earlier_run_is_followed(start: Start, tmp_path: Path, asked: str) -> None:
+    (tmp_path / "plan.yaml").write_text(f"output: out\non_existing: {asked}\n")
+    a_run(tmp_path / "out")
+    assert start("plan.yaml", "--", "train.py")[unedited.OUTPUT] == "out"
+
+
+def test_several_machines_share_one_folder(start: Start, tmp_path: Path) -> None:
+    a_run(tmp_path / "probe_out")
+    assert start("default", "--", "torchrun", "--nnodes", "2", "train.py")[unedited.OUTPUT] == "probe_out"
+
+
+def test_only_a_training_that_is_resumed_goes_on_in_the_earlier_run(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(first_step: int) -> None:
+        started = start("default", "--", "train.py")
+        for name in run_names():
+            if name in started:
+                monkeypatch.setenv(name, started[name])
+        loop = torch_loop.attach(model, optimizer, unedited._plan(), first_step=first_step)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        loop.close()
+
+    for first_step in (0, 2, 0):
+        train(first_step)
+    assert unedited.asked_output(Path("probe_out.2")) == Path("probe_out")
+    assert unedited.asked_output(Path("other.2")) == Path("other.2")
+    assert list(recorded(tmp_path / "probe_out")) == [0, 1, 2, 3]
+    assert list(recorded(tmp_path / "probe_out.2")) == [0, 1]
