@@ -98,6 +98,7 @@ class Probe(EngineProbe):
         self._box: BlackBox | None = None
         self._position: Position | None = None
         self._dumped_after = False
+        self._said_closed = False
         if self.plan.black_box:
             self._fill_box()
 
@@ -188,6 +189,9 @@ class Probe(EngineProbe):
     def begin_step(self, number: int | None = None) -> bool:
         """Begin a step; see `engine.probe.Probe.begin_step`. A rank whose probe has stopped still looks with the others."""
         step = self.step_number + 1 if number is None else number
+        if self.closed and not self._said_closed:
+            self._said_closed = True
+            self.console.line(f"step {step} begins after the probe was closed: it and later steps are not recorded")
         if self._control is not None and not self.closed:
             try:
                 told = self._control.look(step)
@@ -240,6 +244,10 @@ class Probe(EngineProbe):
             self.console.markers = self.plan.output / ".printed"
             if self.console.speaks:
                 shutil.rmtree(self.console.markers, ignore_errors=True)  # of an earlier run
+
+    def tell_once(self, finding: Finding) -> None:
+        """Report a finding, unless one with this message was reported before."""
+        self._tell_once(finding)
 
     def _unmatched(self) -> Iterator[Unmatched]:
         modules = [info.name for info in self.parts.naming.known.values()]
@@ -315,7 +323,8 @@ class Probe(EngineProbe):
             written=any(sink in self.plan.sinks for sink in ("jsonl", "dump", "csv")),
             stopped=self.guard.tripped is not None,
         )
-        self.console.line(". ".join((end_line(run, self.findings), *self.sentences)))
+        line = end_line(run, self.findings)
+        self.console.line(" ".join((f"{line}.", *self.sentences)) if self.sentences else line)
 
     def end_step(self, *, complete: bool = True) -> Reel | None:
         """End the step; see `engine.probe.Probe.end_step`. A rank whose probe has stopped still answers the others' audit."""
@@ -462,7 +471,18 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
     plan: path, dict, Plan or None; `overrides` are plan fields. Everything is written when the block ends. Warnings and errors
     are printed when they happen, and one line when the block ends, unless the plan says `console: false`.
     """
+    from trainprobe.integrations.loop_checks import LoopChecks, wrong_optimizers
+
     with Probe(plan, **overrides) as probe:
         probe.open(model, optimizer)
+        for finding in wrong_optimizers(model, optimizer):
+            probe.tell_once(finding)
         del optimizer  # one that the training replaces is not kept
-        yield probe
+        checks = LoopChecks(model)
+        try:
+            yield probe
+            judged = probe.parts.monitor is not None or probe.parts.audit_plan is not None
+            if (sentence := checks.sentence(probe.begun, judged)) and probe.plan.level != "debug":
+                probe.at_end(sentence)
+        finally:
+            checks.close()

@@ -1,0 +1,80 @@
+"""Whether a watched loop is what `watch` was told: its steps, its model and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from trainprobe.engine.records import Finding
+from trainprobe.engine.taps.step_hooks import StepListener, settle
+from trainprobe.integrations.live_modules import LeftOut, model_of, parameters_of
+
+NO_STEP = "No step was seen: put `with probe.step():` around the forward, the backward and the update of each step."
+
+
+class LoopChecks:
+    """Listens to updates until one is of the model that was given."""
+
+    def __init__(self, model: Any) -> None:
+        self._models: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
+        self._own = False
+        self._others = LeftOut()
+        self._listener = StepListener(after=self._stepped)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._listener.remove()
+        settle()
+
+    def sentence(self, steps: int, judged: bool) -> str:
+        """Return what the end of the run has to say; empty where the loop was what was told.
+
+        steps: how many began. judged: whether the plan has a monitor or an audit, which expect updates.
+        """
+        name, others = type(self._models[0]).__name__, self._others.words()
+        if not steps:
+            return NO_STEP
+        if self._own or not (others or judged):
+            return ""
+        if others:
+            return (
+                f"Nothing updated {name}, the model that was given; trained here: {others}. Give watch the model that trains."
+            )
+        return (
+            f"No update of {name} by an optimizer of torch.optim was seen: gradients, updates and optimizer state are missing."
+        )
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._own and not any(holds_any(optimizer, model) for model in self._models) and self._is_another(optimizer):
+            self._others.saw(optimizer)
+        elif not self._own:
+            self._own = True
+            self._listener.remove()
+
+    def _is_another(self, optimizer: Any) -> bool:
+        """Return whether what it holds is another model's: parameters of no module may be copies in a higher precision."""
+        return optimizer in self._others or model_of(optimizer) is not None
+
+
+def holds_any(optimizer: Any, model: Any) -> bool:
+    """Return whether an optimizer holds parameters of a model."""
+    own = parameters_of(model)
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+def wrong_optimizers(model: Any, optimizer: Any) -> Iterator[Finding]:
+    """Yield a finding for each optimizer that holds another model's parameters and none of this one's."""
+    models = list(model) if isinstance(model, list | tuple) else [model]
+    for given in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+        if not hasattr(given, "param_groups") or any(holds_any(given, m) for m in models):
+            continue
+        other = model_of(given)
+        if other is not None:
+            yield Finding(
+                "probe",
+                "warning",
+                f"the {type(given).__name__} that was given holds no parameter of {type(models[0]).__name__}, the model that "
+                f"was given, but those of another {type(other).__name__}",
+                next="make the optimizer of the parameters of the model that trains, after that was copied or wrapped; give "
+                "both to watch",
+            )
