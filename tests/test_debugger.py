@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import types
 
 import pytest
 import torch
 
+import trainprobe
 from trainprobe import PrecisionDebugger
 from trainprobe.errors import UsageError
 
@@ -106,3 +110,130 @@ def test_debug_level_records_only_what_is_saved(tmp_path):
     data = json.loads((tmp_path / "out/step0/rank0/debug.json").read_text())["data"]
     assert list(data) == ["values.0.debug", "values_grad.0.debug"]
     assert data["values_grad.0.debug"]["y"][0]["Mean"] == 1.0
+
+
+def classic(tmp_path, **keys):
+    """Write a config.json that has these keys as well."""
+    path = tmp_path / "config.json"
+    settings = {"task": "statistics", "dump_path": str(tmp_path / "out"), "level": "L1", "risk_level": "ALL"}
+    path.write_text(json.dumps({**settings, **keys}))
+    return path
+
+
+def test_recording_is_switched_on_and_off_while_the_training_runs(tmp_path, config):
+    path = classic(tmp_path, dump_enable=False)
+    debugger = PrecisionDebugger(path)
+    for steps, enabled in ((2, True), (2, False), (1, True), (1, None)):
+        train(debugger, steps=steps)
+        if enabled is None:
+            break
+        classic(tmp_path, dump_enable=enabled, x=str(steps) * 9)
+    PrecisionDebugger.close()
+    assert sorted(path.name for path in (tmp_path / "out").glob("step*")) == ["step2", "step3", "step5"]
+
+
+def test_a_switch_that_cannot_be_read_stays_as_it_is(tmp_path, config, capsys):
+    debugger = PrecisionDebugger(classic(tmp_path, dump_enable=True))
+    train(debugger, steps=1)
+    (tmp_path / "config.json").write_text('{"dump_enable": fal')
+    train(debugger, steps=1)
+    PrecisionDebugger.close()
+    assert sorted(path.name for path in (tmp_path / "out").glob("step*")) == ["step0", "step1"]
+    assert capsys.readouterr().err.count("dump_enable stays true: ") == 1
+
+
+@pytest.mark.parametrize("release", ["1.3", "26.2"])
+def test_arguments_without_names_are_those_of_each_release(tmp_path, config, release):
+    model = torch.nn.Linear(4, 1)
+    further = (model, [0, "2-3"]) if release == "1.3" else ([0, "2-3"],)
+    debugger = PrecisionDebugger(None, "statistics", str(tmp_path / "out"), "L0", *further)
+    assert (debugger.plan.task, debugger.plan.level, debugger.plan.step) == ("statistics", "L0", (0, "2-3"))
+    assert PrecisionDebugger() is debugger
+    debugger.start() if release == "1.3" else debugger.start(model)
+    model(torch.ones(2, 4)).sum().backward()
+    debugger.forward_backward_dump_end()
+    debugger.step()
+    PrecisionDebugger.close()
+    assert "Module.root.Linear.forward.0" in entries(tmp_path, 0)
+
+
+def test_what_differs_is_printed_once_when_the_configuration_is_read(tmp_path, config, capsys):
+    debugger = PrecisionDebugger(classic(tmp_path, seed=1, zzz=3))
+    debugger.start(token_range=[1, 3])
+    debugger.stop()
+    debugger.start(token_range=[1, 3])
+    told = capsys.readouterr().err
+    assert [
+        told.count(text) for text in ("zzz: unknown key", "call `from trainprobe.pytorch import seed_all", "token_range")
+    ] == [
+        1,
+        1,
+        1,
+    ]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_function_of_the_program_is_recorded_as_one_op(tmp_path, config, native):
+    library = types.ModuleType("mylib")
+
+    def gate(x, scale=1.0):
+        a, b = x.chunk(2, -1)
+        return torch.nn.functional.silu(a) * b * scale
+
+    library.gate = gate
+    debugger = PrecisionDebugger(classic(tmp_path), native=native)
+    debugger.register_custom_api(library, "gate", "MyLib")
+    x = torch.randn(3, 8, requires_grad=True, generator=torch.Generator().manual_seed(0))
+    seen = []
+
+    class Watching(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    debugger.start()
+    with Watching():
+        out = library.gate(x, scale=2.0)
+    out.sum().backward()
+    debugger.stop()
+    debugger.step()
+    assert seen == ["chunk", "silu", "mul", "mul"]  # the program's own mode sees what it saw without us
+    debugger.restore_custom_api(library, "gate")
+    assert library.gate is gate
+    with pytest.raises(UsageError, match="mylib has no function 'gat'"):
+        debugger.register_custom_api(library, "gat")
+    PrecisionDebugger.close()
+    data = entries(tmp_path, 0)
+    assert list(data) == ["MyLib.gate.0.forward", "Tensor.sum.0.forward", "Tensor.sum.0.backward", "MyLib.gate.0.backward"]
+    assert data["MyLib.gate.0.forward"]["input_kwargs"]["scale"]["value"] == 2.0
+    norm = data["MyLib.gate.0.forward"]["output"][0]["Norm"]
+    assert norm == pytest.approx(float(gate(x, 2.0).detach().double().norm()), rel=1e-6)
+
+
+def test_seed_all_repeats_random_numbers_and_removes_dropout_on_request():
+    code = """
+import random, numpy, torch
+from trainprobe.pytorch import seed_all
+from trainprobe.errors import UsageError
+def draw(): return random.random(), numpy.random.rand(), float(torch.rand(()))
+seed_all(7); first = draw()
+seed_all(7); assert draw() == first
+seed_all(8); assert draw() != first
+x = torch.ones(100)
+assert float(torch.nn.Dropout(0.5)(x).min()) == 0.0
+seed_all(7, mode=True, rm_dropout=True)
+assert float(torch.nn.Dropout(0.5)(x).min()) == float(torch.nn.functional.dropout(x, p=0.9).min()) == 1.0
+assert torch.are_deterministic_algorithms_enabled()
+try: seed_all(-1)
+except UsageError as error: print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "seed_all: -1 is no seed" in done.stdout, done.stderr
+
+
+def test_what_cannot_be_had_says_what_replaces_it():
+    with pytest.raises(ImportError, match="run `trainprobe dump-compare A B`"):
+        from trainprobe.pytorch import compare  # noqa: F401
+    from trainprobe.core import SingleSave
+
+    assert SingleSave is trainprobe.SingleSave

@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from trainprobe.engine.dump_switch import DumpSwitch
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.plan_loading import load_plan
+from trainprobe.engine.records import Place
 from trainprobe.errors import UsageError
 from trainprobe.watching import Probe
 
@@ -29,9 +32,10 @@ from trainprobe.watching import Probe
 class PrecisionDebugger:
     """Collects the steps that its configuration selects, between `start` and `stop`.
 
-    config_path: a plan, or the `config.json` of mindstudio-probe. The other arguments are fields of the plan on top of it;
-    `dump_path` is the plan's `output`. Raises PlanError for bad settings and UsageError for a second construction with other
-    settings.
+    config_path: a plan, or the `config.json` of mindstudio-probe; what differs from that tool is printed once. The other
+    arguments are fields of the plan on top of it; `dump_path` is the plan's `output`. model: as for `start`. Arguments without
+    their names are taken in that tool's order: config_path, task, dump_path, level, then model and step, or step alone.
+    Raises PlanError for bad settings and UsageError for a second construction with other settings.
     """
 
     _only: ClassVar[PrecisionDebugger | None] = None
@@ -43,16 +47,22 @@ class PrecisionDebugger:
     def __init__(
         self,
         config_path: str | os.PathLike[str] | Mapping[str, Any] | Plan | None = None,
-        *,
         task: str | None = None,
         dump_path: str | os.PathLike[str] | None = None,
         level: str | None = None,
+        *further: Any,
+        model: Any = None,
         step: Any = None,
         rank: Any = None,
         **fields: Any,
     ) -> None:
+        model, step = _model_and_step(further, model, step)
         named = {"task": task, "output": dump_path, "level": level, "step": step, "rank": rank}
-        plan = load_plan(config_path, **{k: v for k, v in named.items() if v is not None}, **fields)
+        named = {k: v for k, v in named.items() if v is not None} | fields
+        if PrecisionDebugger._only is self and config_path is None and not named:
+            return
+        switch = DumpSwitch.of(config_path)
+        plan = load_plan(config_path if switch is None else switch.settings, **named)
         if PrecisionDebugger._only is self:
             if plan != self.plan:
                 raise UsageError(
@@ -64,7 +74,13 @@ class PrecisionDebugger:
         self.probe = Probe(plan)
         self._step = 0
         self._model: Any = None
+        self._given = model
         self._running = False
+        self._switch = switch
+        self._said: set[str] = set()
+        self._functions: Any = None
+        for note in plan.notes:
+            self._say(note)
         PrecisionDebugger._only = self
         atexit.register(_close_only)
 
@@ -76,14 +92,27 @@ class PrecisionDebugger:
         return cls._only
 
     @classmethod
-    def start(cls, model: Any = None) -> None:
-        """Begin collecting, if this step is selected. model: needed once for levels L0 and mix; a list of chunks is allowed."""
+    def start(
+        cls, model: Any = None, token_range: Any = None, rank_id: int | None = None, scheduled_tokens: Any = None
+    ) -> None:
+        """Begin collecting, if this step is selected.
+
+        model: a module or a list of chunks, needed once for levels L0 and mix. rank_id: the rank whose folder is written to,
+        where torch.distributed does not tell it. token_range, scheduled_tokens: not used, which is printed once.
+        """
         self = cls.instance()
-        if self._running:
+        if self._running or (self._switch is not None and not self._switch.on()):
             return
+        model = model if model is not None else self._given
+        if token_range is not None or scheduled_tokens is not None:
+            self._say(
+                "start(token_range=, scheduled_tokens=): tokens are not told apart, every forward of the model is recorded"
+            )
         if model is not None and model is not self._model:
             self._model = model
-            self.probe.open(model)
+            self.probe.open(
+                model, place=None if rank_id is None else Place(rank_id, max(rank_id + 1, self.probe.place.world_size))
+            )
         elif self._model is None and self.plan.level in ("L0", "mix"):
             raise UsageError(f"level {self.plan.level} records modules: call start(model=your_model)")
         self._running = True
@@ -99,6 +128,8 @@ class PrecisionDebugger:
         if self._running:
             self._running = False
             self.probe.pause()
+
+    forward_backward_dump_end = stop
 
     @classmethod
     def step(cls) -> None:
@@ -118,6 +149,26 @@ class PrecisionDebugger:
         self.probe.save(value, name, save_backward)
 
     @classmethod
+    def register_custom_api(cls, module: Any, api_name: str, api_prefix: str | None = None) -> None:
+        """Record calls of the function `module.api_name` as the op `api_prefix.api_name` at levels L1 and mix.
+
+        api_prefix: by default the module's name. Raises UsageError where the module has no such function.
+        """
+        self = cls.instance()
+        if self._functions is None:
+            from trainprobe.engine.taps.custom_functions import CustomFunctions
+
+            self._functions = CustomFunctions(self.probe.parts.ops)
+        self._functions.register(module, api_name, api_prefix)
+
+    @classmethod
+    def restore_custom_api(cls, module: Any, api_name: str) -> None:
+        """Put the program's own function back where `register_custom_api` replaced it."""
+        functions = cls.instance()._functions
+        if functions is not None:
+            functions.restore(module, api_name)
+
+    @classmethod
     def set_init_step(cls, number: int) -> None:
         """Number the next step `number` (after a resume)."""
         cls.instance()._step = number
@@ -128,6 +179,26 @@ class PrecisionDebugger:
         if cls._only is not None:
             only, PrecisionDebugger._only = cls._only, None
             only.probe.close()
+
+    def _say(self, sentence: str) -> None:
+        """Print a sentence, once, on rank 0."""
+        if sentence not in self._said and not self.probe.place.rank:
+            self._said.add(sentence)
+            sys.stderr.write(f"trainprobe: {sentence}\n")
+
+
+def _model_and_step(further: tuple[Any, ...], model: Any, step: Any) -> tuple[Any, Any]:
+    """Return the model and the steps among arguments without names: older releases take both, newer ones the steps alone."""
+    if len(further) > 2:
+        raise TypeError(f"PrecisionDebugger takes at most 6 arguments without their names, {4 + len(further)} were given")
+    first, second = (*further, None, None)[:2]
+    if len(further) == 1 and isinstance(first, int | str | list | range) and not _holds_modules(first):
+        return model, first if step is None else step
+    return (first if model is None else model), (second if step is None else step)
+
+
+def _holds_modules(value: Any) -> bool:
+    return isinstance(value, list | tuple) and any(hasattr(item, "named_modules") for item in value)  # pyright: ignore
 
 
 def _close_only() -> None:

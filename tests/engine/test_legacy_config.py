@@ -129,37 +129,38 @@ def test_the_data_mode_chooses_phases_and_data(mode: list[str], phases: tuple[st
     assert (plan.phases, plan.data) == (phases, data)
 
 
+def test_list_selects_by_the_full_names_of_calls() -> None:
+    plan = load_plan({"level": "mix", **section(list=["layers.0", "Functional.relu.3.forward"])})
+    assert plan.entries == ("layers.0", "Functional.relu.3.forward")
+    assert (plan.modules, plan.ops, plan.notes) == (("**",), ("**",), ())
+
+
 @pytest.mark.parametrize(
-    ("name", "yes", "no"),
+    ("names", "yes", "no"),
     [
-        ("relu", "Functional.relu", "Functional.linear"),
-        ("Functional.relu.0.forward", "Functional.relu", "Functional.relu6"),
-        ("Tensor.", "Tensor.add", "Functional.relu"),
-        ("a*b", "Torch.a*b", "Torch.axb"),
+        (["relu"], "Functional.relu", "Functional.linear"),
+        (["Functional.relu.0.forward"], "Functional.relu", "Functional.relu6"),
+        (["a*b"], "Torch.a*b", "Torch.axb"),
+        (["relu", "Tensor."], "Functional.linear", None),
+        (["backward"], "Functional.linear", None),
+        (["ward"], "Functional.linear", None),
+        (["3"], "Functional.linear", None),
     ],
 )
-def test_list_selects_ops_by_substring_or_full_name(name: str, yes: str, no: str) -> None:
-    plan = load_plan(section(list=[name]))
-    assert (plan.op_selected(yes), plan.op_selected(no)) == (True, False)
+def test_ops_that_no_entry_of_a_list_can_name_are_not_looked_at(names: list[str], yes: str, no: str | None) -> None:
+    plan = load_plan(section(list=names))
+    assert plan.op_selected(yes)
+    assert no is None or not plan.op_selected(no)
 
 
-def test_list_selects_modules_at_level_l0() -> None:
-    plan = load_plan({"level": "L0", **section(list=["mlp", "Module.head.Linear.forward.0"])})
-    assert [plan.module_selected(n) for n in ("layers.0.mlp.fc1", "head", "heads")] == [True, True, False]
+def test_modules_that_no_entry_of_a_list_can_name_are_not_looked_at() -> None:
+    plan = load_plan({"level": "L0", **section(list=["Module.head.Linear.forward.0"])})
+    assert [plan.module_selected(n) for n in ("layers.0.mlp.fc1", "head", "heads")] == [False, True, False]
+    assert load_plan({"level": "L0", **section(list=["Linear", "Module.head.Linear.forward.0"])}).modules == ("**",)
 
 
-def test_one_call_of_an_op_cannot_be_chosen_and_that_is_told() -> None:
-    assert "all calls of Functional.relu are recorded" in load_plan(section(list=["Functional.relu.3.forward"])).notes[0]
-
-
-def test_a_name_of_a_class_is_told_to_be_none() -> None:
-    assert "not in the names of classes" in load_plan({"level": "L0", **section(list=["Linear"])}).notes[0]
-
-
-def test_list_at_level_mix_records_all_and_tells() -> None:
-    plan = load_plan({"level": "mix", **section(list=["layers.0"])})
-    assert plan.module_selected("head")
-    assert "no equivalent: all is recorded" in plan.notes[0]
+def test_a_list_for_graph_mode_is_told() -> None:
+    assert "name-regex" in load_plan(section(list=["name-regex(Default/.+)"])).notes[0]
 
 
 def test_tensor_list_saves_values_by_substring() -> None:
@@ -192,10 +193,11 @@ def test_nan_check_counts_nan_and_infinities() -> None:
     assert "nan_check counts NaN" in plan.notes[0]
 
 
-def test_a_switched_off_file_records_nothing_and_tells_that_it_is_not_watched() -> None:
+def test_a_switched_off_file_records_nothing() -> None:
     plan = load_plan({"dump_path": "x", "dump_enable": False})
     assert plan.level == "off"
-    assert "the file is not watched" in plan.notes[0]
+    assert "only PrecisionDebugger looks at this key" in plan.notes[0]
+    assert load_plan({"dump_path": "x", "dump_enable": True}).notes == ()
 
 
 def test_a_live_comparison_is_told_to_be_none() -> None:
@@ -203,20 +205,61 @@ def test_a_live_comparison_is_told_to_be_none() -> None:
     assert "not compared while training" in plan.notes[0]
 
 
-def test_a_key_that_nobody_knows_is_told() -> None:
-    assert load_plan({"dump_path": "x", "zzzzzz": 1}).notes == ("plan: zzzzzz: unknown key, not used",)
+@pytest.mark.parametrize(
+    ("config", "note"),
+    [
+        ({"zzzzzz": 1}, "plan: zzzzzz: unknown key, not used"),
+        ({"dump_paht": "y"}, "plan: dump_paht: unknown key, not used — did you mean 'dump_path'?"),
+        ({"statistics": {"lisst": []}}, "plan: statistics.lisst: unknown key, not used — did you mean 'list'?"),
+    ],
+)
+def test_a_key_that_nobody_knows_is_told(config: dict[str, Any], note: str) -> None:
+    assert load_plan({"dump_path": "x", **config}).notes == (note,)
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "note"),
+    [
+        ("acc_check", {"task": "tensor", "level": "L1"}, "not run again against a reference"),
+        ("run_ut", {"task": "tensor"}, "not run again against a reference"),
+        ("diff_check", {"task": "tensor"}, "dump-compare"),
+        ("overflow_check", {"task": "statistics", "statistics": ("max", "min", "mean", "norm", "nan", "inf")}, "overflow flag"),
+        ("exception_dump", {"task": "statistics"}, "black_box"),
+        ("grad_probe", {"level": "off", "monitor": {"gradients": {"names": ["**fc**"]}}}, "docs/monitor.md"),
+        ("free_benchmark", {"level": "off"}, "perturbing ops changes the training"),
+    ],
+)
+def test_old_tasks_record_what_is_nearest_and_tell_the_difference(task: str, fields: dict[str, Any], note: str) -> None:
+    sections = {"grad_probe": {"grad_level": "L1", "param_list": ["fc"], "bounds": [-1, 0, 1]}, "run_ut": {"white_list": []}}
+    plan = load_plan({"dump_path": "x", "task": task, **sections})
+    assert {name: getattr(plan, name) for name in fields} == fields
+    assert note in plan.notes[0]
+
+
+def test_seeds_are_for_the_script_to_set() -> None:
+    note = load_plan({"dump_path": "x", "seed": 7, "is_deterministic": True}).notes[0]
+    assert "call `from trainprobe.pytorch import seed_all; seed_all(seed=7, mode=True)`" in note
+    assert "call start(), stop() and step()" in load_plan({"dump_path": "x", "enable_dataloader": True}).notes[0]
+
+
+@pytest.mark.parametrize("release", ["1.3", "26.2"])
+def test_the_configurations_that_the_releases_ship_are_read(release: str) -> None:
+    older = {
+        "enable_dataloader": False,
+        "overflow_check": {"overflow_nums": 1, "check_mode": "all"},
+        "run_ut": {"white_list": [], "black_list": [], "error_data_path": "./"},
+        "grad_probe": {"grad_level": "L1", "param_list": [], "bounds": [-1, 0, 1]},
+        "free_benchmark": {"scope": [], "list": [], "fuzz_device": "npu", "pert_mode": "improve_precision"},
+    }
+    assert load_plan({**SHIPPED, **(older if release == "1.3" else {})}).notes == ()
 
 
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"dump_paht": "y"}, "plan: dump_paht: unknown key — did you mean 'dump_path'?"),
-        ({"statistics": {"lisst": []}}, "plan: statistics.lisst: unknown key — did you mean 'list'?"),
         ({"statistics": []}, None),
         ({"statistics": "x"}, "plan: statistics: 'x' cannot be used: expected a section"),
         ({"task": "statistic"}, "did you mean 'statistics'?"),
-        ({"task": "acc_check"}, "plan: task: 'acc_check': re-running ops against a reference is not part of a plan"),
-        ({"task": "free_benchmark"}, "perturbing ops changes the training"),
         ({"level": "L2"}, "plan: level: 'L2' (kernel dumps of the device) has no equivalent"),
         ({"level": "L9"}, "plan: level: 'L9' cannot be used"),
         ({"risk_level": "FOCSU"}, "did you mean 'FOCUS'?"),

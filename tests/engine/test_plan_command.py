@@ -59,7 +59,7 @@ def test_a_bad_file_gives_3_and_one_sentence(tmp_path: Path, capsys: pytest.Capt
 
 def test_notes_about_a_foreign_file_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
-    path.write_text('{"dump_path": "x", "dump_enable": true}')
+    path.write_text('{"dump_path": "x", "seed": 1}')
     assert main(["plan", str(path)]) == 0
     assert "! " in capsys.readouterr().out
 

@@ -1,11 +1,15 @@
 """Two steps of one small model on the CPU, recorded by either tool: `train_small.py WHO FOLDER JSON`.
 
-WHO is "trainprobe" (JSON: fields of a plan) or "msprobe" (JSON: a config.json). The second step adds a NaN.
+WHO is "trainprobe" (JSON: fields of a plan), or "classic" or "msprobe" (JSON: a config.json, read by PrecisionDebugger of
+trainprobe or of mindstudio-probe). The second step adds a NaN. With several JSON texts, each run is a process of its own and
+writes to FOLDER/0, FOLDER/1 and so on.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -70,11 +74,21 @@ def by_trainprobe(folder: str, settings: dict[str, Any]) -> None:
 
 
 def by_msprobe(folder: str, settings: dict[str, Any]) -> None:
-    config = Path(f"{folder}.json")
-    config.write_text(json.dumps({"dump_path": folder, "rank": [], "step": [0, 1], "risk_level": "ALL", **settings}))
     from msprobe.pytorch import PrecisionDebugger
 
-    debugger = PrecisionDebugger(config_path=str(config))
+    by_debugger(PrecisionDebugger, folder, settings)
+
+
+def by_classic_front(folder: str, settings: dict[str, Any]) -> None:
+    from trainprobe.pytorch import PrecisionDebugger
+
+    by_debugger(PrecisionDebugger, folder, settings)
+
+
+def by_debugger(kind: Any, folder: str, settings: dict[str, Any]) -> None:
+    config = Path(f"{folder}.json")
+    config.write_text(json.dumps({"dump_path": folder, "rank": [], "step": [0, 1], "risk_level": "ALL", **settings}))
+    debugger = kind(config_path=str(config))
     torch.manual_seed(0)
     model = Net()
 
@@ -87,5 +101,22 @@ def by_msprobe(folder: str, settings: dict[str, Any]) -> None:
     train(model, around)
 
 
+def run_all(run: Callable[[str, dict[str, Any]], None], folder: Path, texts: list[str]) -> None:
+    """Run each configuration in a child of this process, which has imported everything once."""
+    importlib.import_module("msprobe.pytorch" if run is by_msprobe else "trainprobe.pytorch")
+    for i, text in enumerate(texts):
+        child = os.fork()
+        if not child:
+            run(str(folder / str(i)), json.loads(text))
+            sys.exit()
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"{text} failed")
+
+
 if __name__ == "__main__":
-    {"trainprobe": by_trainprobe, "msprobe": by_msprobe}[sys.argv[1]](sys.argv[2], json.loads(sys.argv[3]))
+    who = {"trainprobe": by_trainprobe, "classic": by_classic_front, "msprobe": by_msprobe}[sys.argv[1]]
+    if len(sys.argv) > 4:
+        Path(sys.argv[2]).mkdir(parents=True)
+        run_all(who, Path(sys.argv[2]), sys.argv[3:])
+    else:
+        who(sys.argv[2], json.loads(sys.argv[3]))

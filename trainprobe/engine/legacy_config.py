@@ -17,7 +17,7 @@ from trainprobe.errors import PlanError, did_you_mean
 
 _COMMON = {
     *("task", "dump_path", "rank", "step", "level", "async_dump", "dump_enable", "extra_info", "precision", "risk_level"),
-    *("custom_op_namespaces", "load"),
+    *("custom_op_namespaces", "load", "seed", "is_deterministic", "enable_dataloader"),
 }
 _SELECTING = {"scope", "list", "data_mode"}
 _SECTIONS = {
@@ -26,17 +26,24 @@ _SECTIONS = {
     "nan_check": _SELECTING | {"tensor_list"},
     "structure": _SELECTING,
 }
-_RERUN = "re-running ops against a reference is not part of a plan: record with task tensor, then use trainprobe.op_check"
-_ELSEWHERE = {
-    "acc_check": _RERUN,
-    "run_ut": _RERUN,
-    "diff_check": "comparing while training has no equivalent: record both runs, then `trainprobe dump-compare`",
-    "exception_dump": "it has no equivalent: use the monitor, whose rules and black box keep what led to a fault",
-    "overflow_check": "it has no equivalent: use task statistics with the statistics nan and inf, and the monitor",
-    "grad_probe": "gradients are watched by the monitor: leave the task out and add a `monitor` section",
-    "free_benchmark": "perturbing ops changes the training, which a plan never does: use trainprobe.op_check offline",
+_RERUN = "ops are not run again against a reference: their inputs and outputs are recorded, as with task tensor"
+# tasks that a plan does not have → the task that records most of the same, and what is different then
+_TRANSLATED = {
+    "acc_check": ("tensor", _RERUN),
+    "run_ut": ("tensor", _RERUN),
+    "diff_check": ("tensor", "nothing is compared while training: record both runs, then `trainprobe dump-compare`"),
+    "overflow_check": ("nan_check", "NaN and infinities are counted in every value; the device's overflow flag is not read"),
+    "exception_dump": (
+        "statistics",
+        "every step is recorded, not only one that ends in an error: `black_box: true` in a plan does that",
+    ),
+    "grad_probe": (
+        "off",
+        "the monitor watches the gradients (see docs/monitor.md); `trainprobe csv2tb` and `report` show them",
+    ),
+    "free_benchmark": ("off", "perturbing ops changes the training, which a plan never does: nothing is recorded"),
 }
-_TELLING = (_COMMON | _SECTIONS.keys() | _ELSEWHERE.keys()) - {"task", "rank", "step", "level", "statistics"}
+_TELLING = (_COMMON | _SECTIONS.keys() | _TRANSLATED.keys()) - {"task", "rank", "step", "level", "statistics"}
 _STATISTICS = {
     **{name: name for name in ("max", "min", "mean")},
     **{"l2norm": "norm", "nan count": "nan", "zero count": "zero", "negative zero count": "zero"},
@@ -73,32 +80,33 @@ def is_legacy(fields: Mapping[str, Any]) -> bool:
 def translate(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the fields of a plan and the notes; PlanError names what cannot be carried over."""
     out = _Translation(origin)
-    _check_keys(out, config, _COMMON | _SECTIONS.keys() | _ELSEWHERE.keys(), "")
-    task = config.get("task") or "statistics"
-    if task in _ELSEWHERE:
-        raise out.refuse("task", f"{task!r}: {_ELSEWHERE[task]}")
-    if task not in _SECTIONS:
-        known = [*_SECTIONS, *_ELSEWHERE]
+    _check_keys(out, config, _COMMON | _SECTIONS.keys() | _TRANSLATED.keys(), "")
+    asked = task = config.get("task") or "statistics"
+    if asked in _TRANSLATED:
+        task, difference = _TRANSLATED[asked]
+        out.note("task", f"{asked!r}: {difference}")
+    if task not in _SECTIONS and task != "off":
+        known = [*_SECTIONS, *_TRANSLATED]
         raise out.refuse("task", f"{task!r} is not a task{did_you_mean(str(task), known)} (there are: {', '.join(known)})")
-    section = config.get(task) or {}
+    section = config.get(task if task == asked else "", {}) or {}
     if not isinstance(section, Mapping):
         raise out.refuse(task, f"{section!r} cannot be used: expected a section of `key: value` lines")
     section = cast("Mapping[str, Any]", section)
-    _check_keys(out, section, _SECTIONS[task], f"{task}.")
     _common(out, config, task)
+    if task == "off":
+        out.fields |= {"level": "off", "monitor": _grad_probe(out, config)} if asked == "grad_probe" else {"level": "off"}
+        return out.fields, tuple(out.notes)
+    _check_keys(out, section, _SECTIONS[task], f"{task}.")
     _task(out, section, task)
     _selection(out, section, task)
     return out.fields, tuple(out.notes)
 
 
 def _check_keys(out: _Translation, given: Mapping[str, Any], known: set[str], prefix: str) -> None:
-    """Refuse a near miss, which is a slip; tell of a stranger, which that tool ignores."""
+    """Note each key that neither tool uses: that tool ignores them."""
     for key in given:
-        if key in known:
-            continue
-        if hint := did_you_mean(str(key), sorted(known)):
-            raise out.refuse(f"{prefix}{key}", f"unknown key{hint}")
-        out.note(f"{prefix}{key}", "unknown key, not used")
+        if key not in known:
+            out.note(f"{prefix}{key}", f"unknown key, not used{did_you_mean(str(key), sorted(known))}")
 
 
 def _common(out: _Translation, config: Mapping[str, Any], task: str) -> None:
@@ -119,12 +127,25 @@ def _common(out: _Translation, config: Mapping[str, Any], task: str) -> None:
         out.note("custom_op_namespaces", "every registered op is recorded, whatever its namespace")
     if config.get("load"):
         raise out.refuse("load", "replaying recorded inputs changes the training, which a plan never does: remove the section")
-    if config.get("dump_enable") is not None:
-        out.note("dump_enable", "read once at the start; the file is not watched while the training runs")
-        if not config["dump_enable"]:
-            fields["level"] = "off"
+    if config.get("seed") is not None or config.get("is_deterministic"):
+        seed = config.get("seed") if config.get("seed") is not None else 1234
+        call = f"seed_all(seed={seed!r}, mode={bool(config.get('is_deterministic'))})"
+        out.note("seed", f"a plan changes nothing in the training: call `from trainprobe.pytorch import seed_all; {call}`")
+    if config.get("enable_dataloader"):
+        out.note("enable_dataloader", "steps are not taken from the DataLoader: call start(), stop() and step() in the loop")
+    if config.get("dump_enable") is False:
+        fields["level"] = "off"  # PrecisionDebugger watches the key, and hands over true
+        out.note("dump_enable", "false: nothing is recorded; only PrecisionDebugger looks at this key while the training runs")
     if task == "tensor":
         fields["tensor_format"] = "pt"
+
+
+def _grad_probe(out: _Translation, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the monitor that watches what a grad_probe section names."""
+    section = config.get("grad_probe")
+    names = cast("Mapping[str, Any]", section).get("param_list") if isinstance(section, Mapping) else None
+    chosen = [f"**{_literal(name)}**" for name in _texts(out, names, "grad_probe.param_list")] if names else ["**"]
+    return {"gradients": {"names": chosen}}
 
 
 def _task(out: _Translation, section: Mapping[str, Any], task: str) -> None:
@@ -213,25 +234,37 @@ def _data_mode(out: _Translation, modes: object, key: str) -> None:
 
 
 def _list(out: _Translation, names: list[str], key: str) -> None:
-    patterns = [_pattern(out, name, key) for name in names]
+    """Select by the full names of calls, as that tool does; ops and modules that cannot match are not looked at."""
+    out.fields["entries"] = names
     level = out.fields["level"]
-    if level == "mix" and not all(name.startswith(_OP_PREFIXES) for name in names):
-        out.note(
-            key, "at level mix it selects all that runs inside the modules that match, which has no equivalent: all is recorded"
-        )
-    elif level in {"L1", "mix"}:
-        out.fields["ops"] = patterns
-    else:
-        out.fields["modules"] = patterns
+    if level == "L1" and all(possible := [_possible_op(name) for name in names]):
+        out.fields["ops"] = possible
+    if level == "L0" and all(possible := [_possible_module(name) for name in names]):
+        out.fields["modules"] = possible
+    if any(name.startswith("name-regex(") for name in names):
+        out.note(key, "name-regex(…) is for the graph mode of MindSpore, and matches nothing here: write a part of the names")
+
+
+def _possible_op(name: str) -> str:
+    """Return a pattern of all ops of which a call's full name may contain this text, or "" where that is not known."""
+    if match := re.fullmatch(r"(.+)\.\d+(?:\.(?:forward|backward))?", name):
+        return _literal(match[1]) if name.startswith(_OP_PREFIXES) else ""
+    return f"**{_literal(name)}**" if name not in "forward backward" and "." not in name and not name.isdigit() else ""
+
+
+def _possible_module(name: str) -> str:
+    """Return the pattern of the one module that a full name is of, or "" for a part of a name."""
+    match = re.fullmatch(r"(?:Module|Cell)\.(.+)\.\w+\.(?:forward|backward)(?:\.\d+)?", name)
+    return _literal(match[1]) if match else ""
 
 
 def _pattern(out: _Translation, name: str, key: str) -> str:
     """Turn a substring of a full name, or a full name, into a pattern of the names that a plan knows."""
-    if match := re.fullmatch(r"(?:Module|Cell)\.(.+)\.\w+\.(?:forward|backward)(?:\.\d+)?", name):
-        return _literal(match[1])
+    if module := _possible_module(name):
+        return module
     if match := re.fullmatch(r"(.+)\.\d+(?:\.(?:forward|backward))?", name):
         if name.startswith(_OP_PREFIXES):
-            out.note(key, f"{name!r}: all calls of {match[1]} are recorded, not this one alone")
+            out.note(key, f"{name!r}: the values of all calls of {match[1]} are saved, not of this one alone")
             return _literal(match[1])
     elif name[:1].isupper() and "." not in name:
         out.note(key, f"{name!r}: is looked for in the names of modules and ops, not in the names of classes")

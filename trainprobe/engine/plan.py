@@ -209,6 +209,9 @@ class Plan(_Section):
     precision."""
     scope: tuple[str, str] | None = None
     """First and last call to record, both included, as full names such as `Module.layers.0.Block.forward.0`."""
+    entries: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_many)] = ()
+    """Keep only calls whose full name, such as `Module.layers.0.fc.Linear.forward.0` or `Functional.linear.1.backward`,
+    contains one of these texts; at level mix also what ran inside such a module."""
     sinks: Patterns = ("dump", "jsonl")
     """Which writers: dump, csv, tensorboard, jsonl, memory, or one that another package brings."""
     csv_layout: Literal["tidy", "wide"] = "tidy"

@@ -135,6 +135,8 @@ def _narrowed(checked: Plan) -> str:
         parts.append(f"ops in the {checked.ops_scope} set")
     if checked.scope:
         parts.append(f"from {checked.scope[0]} to {checked.scope[1]}")
+    if checked.entries:
+        parts.append(f"calls whose full names contain {' or '.join(checked.entries)}")
     return f", only {'; '.join(parts)}" if parts else ""
 
 

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainprobe.engine.console import Console
 from trainprobe.engine.findings import in_folder, recount
@@ -24,12 +24,15 @@ from trainprobe.engine.guard import Guard
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.engine.resting import Rests
-from trainprobe.engine.scope import within
+from trainprobe.engine.scope import selected, selects
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import Tap
 from trainprobe.engine.unmet import Unmet
 from trainprobe.errors import StopTraining, UsageError
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 class Recorder(Protocol):
@@ -357,10 +360,6 @@ class Probe:
         tape, self.tape = self.tape, None
         assert tape is not None and self._recorder is not None
         reel = tape.harvest(self.step_number, self.place, complete=complete, **self._about_step())
-        if self.plan.scope is not None:
-            reel.calls, why = within(reel.calls, *self.plan.scope, self._framework)
-            if why:
-                self._tell_once(Finding("plan", "warning", why, step=reel.step))
         self._unmet.saw(reel)
         if complete and self._running.looks and not reel.calls and not reel.scalars:
             self._tell_once(_saw_nothing(self.step_number), key="nothing was seen")
@@ -369,6 +368,10 @@ class Probe:
         found = [finding for watch in self.watchers for finding in watch(reel)]
         for finding in found:
             self._tell(finding)
+        if selects(self.plan):
+            reel.calls, why = selected(reel.calls, self.plan, self._framework)
+            if why:
+                self._tell_once(Finding("plan", "warning", why, step=reel.step))
         self._recorder.submit(reel)
         self._act(found)
         return reel

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Call, Finding, Place, Reel
-from trainprobe.engine.reel import parameter_name
+from trainprobe.engine.reel import entry_name, parameter_name
 from trainprobe.errors import PlanError
 
 
@@ -49,6 +49,7 @@ class Unmet:
         self._collected = False
         self._ops: set[str] = set()
         self._names: set[str] = set()  # of modules, parameters and ops
+        self._entries = dict.fromkeys(plan.entries, False)  # text → whether some call's full name held it
 
     def saw(self, reel: Reel) -> None:
         """Learn from a step."""
@@ -58,6 +59,9 @@ class Unmet:
         if self._plan.ops != ("**",) or self._plan.tensors or self._plan.details:
             self._ops.update(call.name for call in reel.calls if call.kind == "op")
             self._names.update(name for call in reel.calls for name in _names(call))
+        if not all(self._entries.values()):
+            names = {entry_name(call, reel.framework) for call in reel.calls}
+            self._entries |= {text: True for text in self._entries if any(text in name for name in names)}
 
     def findings(self, first_step: int | None, last_step: int, place: Place) -> Iterator[Finding]:
         """Yield what never came, as warnings. first_step, last_step: of the run, collected or not; None where it had none."""
@@ -74,6 +78,8 @@ class Unmet:
             yield _warning(f"the plan's step {', '.join(pending)} never came: the run had steps {first_step} to {last_step}")
 
     def _patterns(self) -> Iterator[Finding]:
+        for text in (text for text, seen in self._entries.items() if not seen):
+            yield _warning(f"the plan's entries {text!r} is part of no call's name in any collected step")
         level = self._plan.level
         asked = [("ops", "op", self._ops)] if level in ("L1", "mix") else []
         if level in ("L0", "L1", "mix"):

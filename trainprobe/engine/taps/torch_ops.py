@@ -106,6 +106,20 @@ class OpTap:
         if self._watch is not None:
             self._watch.parent = parent
 
+    def call(self, func: Any, args: Any, kwargs: Any, otherwise: Any) -> Any:
+        """Call `func`, a function that was made known, as an op; where no calls are taken, call `otherwise` instead."""
+        mode = self._mode
+        if not self._on or mode is None or not take_off(mode):
+            return otherwise(*args, **kwargs)
+        try:
+            return _Mode.__torch_function__(mode, func, (), args, kwargs)  # unseen by the program's modes, which stay on
+        finally:
+            put_on(mode)
+
+    def know(self, func: Any, name: OpName) -> None:
+        """Record a callable that is not torch's under this name, where the plan selects it."""
+        self._names[func] = (name, self._plan.flags(name.name)) if self._plan.selected(name.name) else None
+
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Nothing to learn: ops have no owner."""
 

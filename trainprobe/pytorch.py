@@ -1,0 +1,45 @@
+"""What scripts import from `msprobe.pytorch`: change the package's name and keep the rest (docs/migration.md)."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from trainprobe.debugger import PrecisionDebugger as PrecisionDebugger
+
+if TYPE_CHECKING:
+    from trainprobe.integrations.seeds import seed_all as seed_all
+
+_INSTEAD = {
+    "TrainerMon": "watch the training with trainprobe.integrations.torch_loop.attach(model, optimizer, plan), whose section "
+    "`monitor` says what is watched (docs/monitor.md)",
+    "compare": "run `trainprobe dump-compare A B`",
+    "compare_distributed": "run `trainprobe dump-compare A B`, which pairs the ranks itself",
+    "random_save": "capture random calls with trainprobe.ConfigChecker (docs/config_check.md)",
+    "set_fx_dump_config": "graphs of torchair are not recorded",
+    "set_ge_dump_config": "graphs of torchair are not recorded",
+    "acl_save": "graphs that a device replays are not recorded",
+    "AclGraphDumper": "graphs that a device replays are not recorded",
+}
+
+
+def module_dump(module: Any, module_name: str) -> None:
+    """Say that what runs inside `module` is recorded too; the calls stay in place."""
+    sys.stderr.write(
+        f"trainprobe: module_dump({module_name!r}): what runs inside {type(module).__name__} is recorded too; to leave it out, "
+        "name the module itself in `modules` of a plan at level L0\n"
+    )
+
+
+def module_dump_end() -> None:
+    """End what `module_dump` began, which is nothing."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "seed_all":
+        from trainprobe.integrations.seeds import seed_all
+
+        return seed_all
+    if name in _INSTEAD:
+        raise ImportError(f"trainprobe.pytorch has no {name}: {_INSTEAD[name]}")
+    raise AttributeError(f"module 'trainprobe.pytorch' has no attribute {name!r}")
