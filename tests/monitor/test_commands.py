@@ -10,6 +10,7 @@ from watched_training import watched_training
 
 import trainprobe
 from trainprobe.cli import main
+from trainprobe.monitor.run_folder import read_findings
 from trainprobe.monitor.top_command import spark
 
 
@@ -58,6 +59,14 @@ def test_what_is_recorded_and_found_again_is_one_entry_with_both_origins(audited
         ("movement", "recorded", 6, 10),
         ("frozen", "both", 1, None),
     ]
+
+
+def test_a_finding_names_all_parameters_of_which_its_message_names_some(audited):
+    found = {f.rule: f for f in read_findings(audited)}
+    assert "0.weight and 1 more" in found["ownership"].message
+    assert {rule: f.names for rule, f in found.items()} == dict.fromkeys(
+        ("ownership", "movement", "frozen"), ("0.weight", "0.bias")
+    )
 
 
 def test_judge_with_chosen_rules_leaves_the_audit_out(audited, capsys):

@@ -25,7 +25,7 @@ from trainprobe.engine.records import Finding
 from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
 from trainprobe.monitor.limits import above_rounding, falling, limits, losses
 from trainprobe.monitor.memory import Memory
-from trainprobe.monitor.rules import Patterns, RuleOptions
+from trainprobe.monitor.rules import Patterns, RuleOptions, names_at
 from trainprobe.monitor.scalar_names import scalar
 
 
@@ -66,9 +66,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
         return []
     memory.array("slow", fill=0.0)[rows[ripe]] = fast[ripe]
     worst = int(np.argmax(np.where(ripe, fast - slow, -np.inf)))
-    return [
-        _finding(frame, options, int(places[worst]), float(np.exp(fast[worst])), float(np.exp(slow[worst])), int(ripe.sum()))
-    ]
+    return [_finding(frame, options, int(places[worst]), float(np.exp(fast[worst])), float(np.exp(slow[worst])), places[ripe])]
 
 
 @cache
@@ -106,9 +104,9 @@ def _means(memory: Memory, options: Options, rows: I64, x: F64, loss: Bools, res
     return fast[rows], slow[rows], np.sqrt(noise[rows])
 
 
-def _finding(frame: Frame, options: Options, place: int, recent: float, usual: float, how_many: int) -> Finding:
+def _finding(frame: Frame, options: Options, place: int, recent: float, usual: float, ripe: I64) -> Finding:
     track = frame.tracks.tracks[frame.at[place]]
-    others = f"; {how_many - 1} other series drifted with it" if how_many > 1 else ""
+    others = f"; {ripe.size - 1} other series drifted with it" if ripe.size > 1 else ""
     return Finding(
         rule="drift",
         severity=options.severity,
@@ -118,5 +116,6 @@ def _finding(frame: Frame, options: Options, place: int, recent: float, usual: f
         site=track.spot.site(),
         measured=recent,
         expected=usual,
-        next="find the step at which the curve begins to rise: `trainprobe report` on this folder shows it",
+        names=names_at(frame, ripe),
+        next="find the step at which the curve begins to rise, on the page that `trainprobe report {output}` writes",
     )

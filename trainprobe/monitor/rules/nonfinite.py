@@ -170,8 +170,10 @@ def _next(spot: Spot, step: int) -> str | None:
     if spot.phase == "forward" and _enters(spot):
         return f"look at the batch of step {step}, and at what prepares it"
     if spot.kind == "op":
-        return None
-    return f"collect step {step} again with level: mix; `trainprobe judge` then names the op"
+        return (
+            f"look at the inputs of this op in {{output}}/step{step}/rank*/dump.json, and at its call in stack.json beside it"
+        )
+    return f"record the step again (level: mix, step: [{step}], output: again); `trainprobe judge again` then names the op"
 
 
 def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Spot, str]:

@@ -27,7 +27,7 @@ from trainprobe.engine.records import Finding
 from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
 from trainprobe.monitor.limits import above_rounding, limits
 from trainprobe.monitor.memory import Memory
-from trainprobe.monitor.rules import Patterns, RuleOptions
+from trainprobe.monitor.rules import Patterns, RuleOptions, names_at
 
 RENEW = 8
 RECENT = 4
@@ -66,7 +66,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     z = (x - middle) / spread
     known = count >= options.warmup
     jumped = usable & known & (z > options.z) & (x - middle > least) & (x - _recent(memory, rows) > least / 2)
-    risen = int(jumped.sum())
+    risen = jumped
     jumped = _above_the_largest(frame, memory, options, places, rows, x, jumped)
     clipped = np.where(known, np.minimum(x, middle + options.z * spread), x)
     _remember(memory, options, rows[usable], clipped[usable], x[usable])
@@ -76,7 +76,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     if not jumped.any() or (not begins and x[worst] - middle[worst] < memory.numbers["height"] + np.log(ESCALATION)):
         return []
     memory.numbers["height"] = float(x[worst] - middle[worst])
-    return [_finding(frame, options, int(places[worst]), float(np.exp(middle[worst])), float(z[worst]), risen)]
+    return [_finding(frame, options, int(places[worst]), float(np.exp(middle[worst])), float(z[worst]), places[risen])]
 
 
 @cache
@@ -132,9 +132,9 @@ def _median(x: F64) -> F64:
     return (ordered[row, last // 2] + ordered[row, (last + 1) // 2]) / 2
 
 
-def _finding(frame: Frame, options: Options, place: int, usual: float, z: float, how_many: int) -> Finding:
+def _finding(frame: Frame, options: Options, place: int, usual: float, z: float, risen: I64) -> Finding:
     track, value = frame.tracks.tracks[frame.at[place]], float(frame.values[place])
-    others = f"; {how_many - 1} other series jumped with it" if how_many > 1 else ""
+    others = f"; {risen.size - 1} other series jumped with it" if risen.size > 1 else ""
     return Finding(
         rule="spike",
         severity=options.severity,
@@ -145,5 +145,6 @@ def _finding(frame: Frame, options: Options, place: int, usual: float, z: float,
         site=track.spot.site(),
         measured=value,
         expected=usual,
+        names=names_at(frame, risen),
         next="look at the batch of this step and the one before; a lower peak learning rate or clipping is the usual cure",
     )

@@ -47,6 +47,7 @@ def check(evidence: Evidence) -> list[Finding]:
             measured=left[names[0]][1],
             expected=0.0,
             next="call optimizer.zero_grad() once for every optimizer step",
+            names=names,
         )
     ]
 
@@ -82,4 +83,5 @@ def _waiting(evidence: Evidence) -> Finding:
         measured="not reduced",
         expected="reduced before the update",
         next="call set_requires_gradient_sync(True) before the last micro-batch of each step",
+        names=names,
     )

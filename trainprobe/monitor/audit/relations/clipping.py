@@ -68,7 +68,11 @@ def _in_one_call(evidence: Evidence, names: frozenset[str]) -> list[Finding]:
     if not apart:
         return []
     text = f"clipping multiplied {and_more(apart, len(ratios))} by {ratios[apart[0]]:.6g} and the others by {middle:.6g}"
-    return [evidence.finding("clipping", text, apart[0], "grad", measured=ratios[apart[0]], expected=middle, floor=floor)]
+    return [
+        evidence.finding(
+            "clipping", text, apart[0], "grad", measured=ratios[apart[0]], expected=middle, floor=floor, names=apart
+        )
+    ]
 
 
 def _over_ranks(evidence: Evidence) -> list[Finding]:

@@ -55,6 +55,7 @@ def check(evidence: Evidence) -> list[Finding]:
             expected=1.0,
             floor=floor,
             next="check what the loss is divided by: tokens of the whole batch, over all micro-batches and ranks",
+            names=names,
         )
     ]
 

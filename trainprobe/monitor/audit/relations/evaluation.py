@@ -9,6 +9,8 @@ Usually caused by a part of the model that `eval()` did not reach (transformers 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trainprobe.engine.facts import Evaluation
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
@@ -28,25 +30,28 @@ def _judge(evidence: Evidence, seen: Evaluation) -> list[Finding]:
     if awake:
         state = "it is in training mode" if awake[0] in seen.live else "its dropout does not ask for the mode"
         text = f"{and_more(awake)} drew random numbers in an evaluation, as {state}: the same input gives two outputs"
-        return [_finding(evidence, text, awake[0], "random numbers drawn", "none drawn")]
+        return [_finding(evidence, text, awake, "random numbers drawn", "none drawn")]
     if seen.live:
         text = f"{len(seen.live)} modules are in training mode in an evaluation: {and_more(list(seen.live))}"
-        return [_finding(evidence, text, seen.live[0], "training mode", "evaluation mode")]
+        return [_finding(evidence, text, seen.live, "training mode", "evaluation mode")]
     if seen.random:
         text = f"{and_more(list(seen.random))} draws random numbers in an evaluation; no dropout does, so it is taken for meant"
-        return [_finding(evidence, text, seen.random[0], "random numbers drawn", "none drawn", "info")]
+        return [_finding(evidence, text, seen.random, "random numbers drawn", "none drawn", "info")]
     return []
 
 
-def _finding(evidence: Evidence, text: str, name: str, measured: str, expected: str, severity: str = "error") -> Finding:
+def _finding(
+    evidence: Evidence, text: str, names: Sequence[str], measured: str, expected: str, severity: str = "error"
+) -> Finding:
     return evidence.finding(
         "evaluation",
         text,
-        name,
+        names[0],
         "output",
         measured=measured,
         expected=expected,
         kind="module",
         severity=severity,
+        names=names,
         next="call model.eval() on the whole model, and pass training=self.training to functional dropout",
     )

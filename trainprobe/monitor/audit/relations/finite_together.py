@@ -45,6 +45,7 @@ def _hidden(evidence: Evidence) -> list[Finding]:
             expected="finite",
             severity="warning",
             next=hint,
+            names=[r.name for r in lost],
         )
     ]
 

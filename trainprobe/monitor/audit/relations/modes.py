@@ -8,6 +8,8 @@ running statistics of batch normalisation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, and_more, group_words
 from trainprobe.monitor.audit.messages import key_of
@@ -32,7 +34,7 @@ def check(evidence: Evidence) -> list[Finding]:
             f"{len(off)} of {len(modes)} modules left training mode since step {evidence.before.step}: "
             f"{and_more([n or 'the whole model' for n in off])}"
         )
-        return [_finding(evidence, text, first, "evaluation mode", "training mode")]
+        return [_finding(evidence, text, first, "evaluation mode", "training mode", off)]
     if len(set(roots.values())) > 1:
         first = next(name for name, mode in roots.items() if not mode)
         return [
@@ -57,11 +59,11 @@ def check(evidence: Evidence) -> list[Finding]:
             f"training modes differ in the {group_words(evidence, axes, group)}: {first} is in evaluation "
             f"mode on rank {ranks} only"
         )
-        return [_finding(evidence, text, first, "evaluation mode", "equal on all ranks")]
+        return [_finding(evidence, text, first, "evaluation mode", "equal on all ranks", apart)]
     return []
 
 
-def _finding(evidence: Evidence, text: str, name: str, measured: str, expected: str) -> Finding:
+def _finding(evidence: Evidence, text: str, name: str, measured: str, expected: str, names: Sequence[str] = ()) -> Finding:
     return evidence.finding(
         "modes",
         text,
@@ -70,5 +72,6 @@ def _finding(evidence: Evidence, text: str, name: str, measured: str, expected: 
         measured=measured,
         expected=expected,
         kind="module",
+        names=[other or "root" for other in names],
         next="call model.train() after every evaluation, on every chunk and rank",
     )

@@ -54,7 +54,7 @@ def _no_longer_followed(evidence: Evidence) -> list[Finding]:
             f"off by {off.max():.3g} times its noise floor"
         )
         hint = "look for what writes to the optimizer's state beside its rule, such as an operation in place on a view of it"
-        return [evidence.finding("moment_recurrence", text, names[0], key[1], floor=BROKEN, next=hint)]
+        return [evidence.finding("moment_recurrence", text, names[0], key[1], floor=BROKEN, next=hint, names=names)]
     return []
 
 

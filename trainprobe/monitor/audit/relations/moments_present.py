@@ -42,6 +42,7 @@ def check(evidence: Evidence) -> list[Finding]:
                     measured=0.0,
                     expected="not empty",
                     next="load the optimizer's whole state, or reset its step counters too",
+                    names=empty,
                 )
             ]
     return []

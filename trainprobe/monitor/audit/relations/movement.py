@@ -58,20 +58,23 @@ def check(evidence: Evidence) -> list[Finding]:
                 measured="unchanged",
                 expected="changed",
                 next="check that the optimizer holds this parameter and that the step was not skipped",
+                names=stuck,
             )
         )
     idle = evidence.facts.idle
     if idle and scalar(evidence.scalars, "loss scale") is None:
         text = f"the optimizer of {and_more(list(idle))} did not step, as it did at each audited step before"
         hint = "call step() on every optimizer"
-        told = evidence.finding("movement", text, idle[0], measured="no step", expected="a step", severity="warning", next=hint)
+        told = evidence.finding(
+            "movement", text, idle[0], measured="no step", expected="a step", severity="warning", next=hint, names=list(idle)
+        )
         found.append(told)
     never = evidence.facts.never
     if never:
         text = f"the optimizer of {and_more(list(never))} has not stepped once, though these have gradients and others step"
         hint = "call step() on every optimizer"
         told = evidence.finding(
-            "movement", text, never[0], measured="no step", expected="a step", severity="warning", next=hint
+            "movement", text, never[0], measured="no step", expected="a step", severity="warning", next=hint, names=list(never)
         )
         found.append(told)
     if evidence.stalled == _STALLED:
@@ -87,11 +90,13 @@ def check(evidence: Evidence) -> list[Finding]:
             f"{and_more(copied, len(mastered))} is as it was at step {evidence.step - 1}, though its master weight was stepped"
         )
         hint = "copy every master weight back after the update"
-        found.append(evidence.finding("movement", text, copied[0], measured="unchanged", expected="changed", next=hint))
+        found.append(
+            evidence.finding("movement", text, copied[0], measured="unchanged", expected="changed", next=hint, names=copied)
+        )
     found += _no_longer_driven(evidence)
     if drawn:
         text = f"{and_more(drawn)} has no gradient and moved in the update"
-        found.append(evidence.finding("movement", text, drawn[0], measured="changed", expected="unchanged"))
+        found.append(evidence.finding("movement", text, drawn[0], measured="changed", expected="unchanged", names=drawn))
     return found
 
 
@@ -107,7 +112,9 @@ def _no_longer_driven(evidence: Evidence) -> list[Finding]:
     text = f"{and_more(still, len(known))} was moved beside the optimizer at each audited step before, and stands still now"
     hint = "a moving average of the weights must follow the model that is trained"
     return [
-        evidence.finding("movement", text, still[0], measured="unchanged", expected="changed", severity="warning", next=hint)
+        evidence.finding(
+            "movement", text, still[0], measured="unchanged", expected="changed", severity="warning", next=hint, names=still
+        )
     ]
 
 

@@ -33,7 +33,9 @@ def _hidden(evidence: Evidence) -> list[Finding]:
         "optimizer steps it, no checkpoint saves it"
     )
     hint = "keep modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList or nn.ParameterDict"
-    return [evidence.finding("ownership", text, hidden[0], measured="not owned", expected="owned", next=hint)]
+    return [
+        evidence.finding("ownership", text, hidden[0], measured="not owned", expected="owned", next=hint, names=list(hidden))
+    ]
 
 
 def _lost(evidence: Evidence) -> list[Finding]:
@@ -57,5 +59,6 @@ def _lost(evidence: Evidence) -> list[Finding]:
             measured=float(held),
             expected=float(len(trainable)),
             next="make the optimizer after the model has its final dtype, device and wrappers, from model.parameters()",
+            names=names,
         )
     ]

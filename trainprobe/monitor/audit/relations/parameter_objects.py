@@ -27,11 +27,15 @@ def check(evidence: Evidence) -> list[Finding]:
         text = f"the parameter objects are not those seen at set-up: {and_more(other, len(was))} was replaced"
         hint = "replace values in place (copy_) or make the optimizer and wrappers again afterwards"
         told.append(
-            evidence.finding("parameter_objects", text, other[0], measured="replaced", expected="the same object", next=hint)
+            evidence.finding(
+                "parameter_objects", text, other[0], measured="replaced", expected="the same object", next=hint, names=other
+            )
         )
     elif gone:
         text = f"the model does not have the parameters that it had at set-up: {and_more(gone)} came or went"
-        told.append(evidence.finding("parameter_objects", text, gone[0], measured="came or went", expected="as at set-up"))
+        told.append(
+            evidence.finding("parameter_objects", text, gone[0], measured="came or went", expected="as at set-up", names=gone)
+        )
     foreign = evidence.model.foreign
     if foreign and not other:
         text = (
@@ -40,6 +44,14 @@ def check(evidence: Evidence) -> list[Finding]:
             "they were replaced, so their gradients stay those of one rank"
         )
         told.append(
-            evidence.finding("parameter_objects", text, foreign[0], "grad", measured="not registered", expected="registered")
+            evidence.finding(
+                "parameter_objects",
+                text,
+                foreign[0],
+                "grad",
+                measured="not registered",
+                expected="registered",
+                names=list(foreign),
+            )
         )
     return told

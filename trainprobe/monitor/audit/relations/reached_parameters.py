@@ -32,10 +32,10 @@ def check(evidence: Evidence) -> list[Finding]:
         text = (
             f"no gradient reaches {and_more(lost)} any more, though its module ran and it had one at each audited step before"
         )
-        return [_finding(evidence, text, lost[0], "error")]
+        return [_finding(evidence, text, lost, "error")]
     if never:
         text = f"no gradient reaches {and_more(never)}, though its module ran and the optimizer holds it: it never trains"
-        return [_finding(evidence, text, never[0], "warning")]
+        return [_finding(evidence, text, never, "warning")]
     return []
 
 
@@ -49,14 +49,15 @@ def _is_masked(evidence: Evidence, name: str) -> bool:
     return any(seen.number(other, "grad", "absmax") > 0 for other in beside)
 
 
-def _finding(evidence: Evidence, text: str, name: str, severity: str) -> Finding:
+def _finding(evidence: Evidence, text: str, names: list[str], severity: str) -> Finding:
     return evidence.finding(
         "reached_parameters",
         text,
-        name,
+        names[0],
         "grad",
         measured="no gradient",
         expected="a gradient",
         severity=severity,
+        names=names,
         next="look for detach, no_grad or an unused output behind this module; or take it out of the optimizer",
     )

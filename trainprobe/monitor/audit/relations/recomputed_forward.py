@@ -42,6 +42,7 @@ def check(evidence: Evidence) -> list[Finding]:
             floor=_FLOOR,
             kind="module",
             next="let the checkpoint restore the random state, and keep buffers and flags as they are in the first forward",
+            names=names,
         )
     ]
 

@@ -65,6 +65,7 @@ def check(evidence: Evidence) -> list[Finding]:
             expected=1.0,
             floor=_FLOOR,
             next="reduce every gradient once, over the same group and by the same divisor, after its last micro-batch",
+            names=apart,
         )
     ]
 

@@ -103,7 +103,9 @@ def _missing(evidence: Evidence, names: list[str]) -> Finding:
     over = evidence.over(names[0], "grad")
     where = group_words(evidence, over, along(evidence, over))
     text = f"{and_more(names)} has a gradient in the {where}, but not on rank {ranks}: that rank skips this update"
-    return evidence.finding("replicas", text, names[0], "grad", measured=f"none on rank {ranks}", expected="on every rank")
+    return evidence.finding(
+        "replicas", text, names[0], "grad", measured=f"none on rank {ranks}", expected="on every rank", names=names
+    )
 
 
 def beside_one_factor(evidence: Evidence, names: list[str]) -> list[str] | None:
@@ -159,7 +161,8 @@ def _finding(evidence: Evidence, slot: str, names: list[str], scaled: bool = Fal
         measured=f"fingerprints {', '.join(list(seen)[:4])}",
         expected="one fingerprint",
         floor=0.0,
-        next=_advice(slot),
+        next=_advice(slot, evidence.step, group),
+        names=names,
     )
 
 
@@ -190,7 +193,8 @@ def _cause(evidence: Evidence, slot: str, names: list[str], group: list[Peer], k
     return ""
 
 
-def _advice(slot: str) -> str:
+def _advice(slot: str, step: int, group: list[Peer]) -> str:
     if slot in ("grad", "grad_unclipped"):
         return "check that this parameter's gradient is all-reduced over the group before clipping and the update"
-    return "collect the next step with level: mix on the group's ranks; `trainprobe dump-compare` compares the folders of two"
+    a, b = (f"again/step{step}/rank{peer.rank}" for peer in (group[0], group[-1]))
+    return f"record the step again (level: mix, step: [{step}], output: again); `trainprobe dump-compare {a} {b}`"

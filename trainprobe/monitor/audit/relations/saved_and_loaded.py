@@ -64,7 +64,8 @@ def _compare(evidence: Evidence, saved: Mapping[Key, int], now: Mapping[Key, int
             measured="another tensor" if (name, slot) in now else "absent",
             expected=f"as saved {when}",
             floor=0.0,
-            next="save and load by name, after everything is initialised; `trainprobe ckpt-compare` compares checkpoints",
+            next="save and load by name, after all is initialised; `trainprobe ckpt-compare A B` compares two checkpoints",
+            names=names,
         )
     ]
 
@@ -105,7 +106,7 @@ def _over_layouts(evidence: Evidence, relaid: Relaid) -> list[Finding]:
 
 def _unjudged(evidence: Evidence, why: str) -> list[Finding]:
     text = f"what was loaded is cut in another way than what was saved, and nothing of it was judged: {why}"
-    hint = "`trainprobe ckpt-compare` compares the checkpoints"
+    hint = "`trainprobe ckpt-compare A B` compares the two checkpoints"
     return [evidence.finding("saved_and_loaded", text, severity="warning", next=hint)]
 
 

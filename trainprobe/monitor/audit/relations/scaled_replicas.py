@@ -47,5 +47,6 @@ def check(evidence: Evidence) -> list[Finding]:
             expected=1.0,
             floor=0.0,
             next="clip on every rank, by one norm that is taken over all of them",
+            names=differing,
         )
     ]

@@ -64,5 +64,6 @@ def _finding(evidence: Evidence, changed: list[tuple[int, str]], was: Any, value
             kind="scalar",
             severity="warning",
             next="look for what writes to optimizer.param_groups behind the schedule",
+            names=names,
         )
     ]

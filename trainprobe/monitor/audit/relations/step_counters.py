@@ -24,7 +24,9 @@ def check(evidence: Evidence) -> list[Finding]:
     if twice:
         text = f"{and_more(list(twice))} was stepped twice with the same gradient, in step {evidence.step}"
         hint = "call step() once for each backward pass, and let one optimizer hold each parameter"
-        return [evidence.finding("step_counters", text, twice[0], "grad", measured=2.0, expected=1.0, next=hint)]
+        return [
+            evidence.finding("step_counters", text, twice[0], "grad", measured=2.0, expected=1.0, next=hint, names=list(twice))
+        ]
     if not evidence.facts.updated_once:
         return []
     wrong: list[tuple[str, float, float]] = []
@@ -38,7 +40,11 @@ def check(evidence: Evidence) -> list[Finding]:
     if wrong:
         name, before, after = wrong[0]
         text = f"the step counter of {and_more([n for n, _, _ in wrong])} went from {before:g} to {after:g} in one update"
-        return [evidence.finding("step_counters", text, name, "step", measured=after, expected=before + 1)]
+        return [
+            evidence.finding(
+                "step_counters", text, name, "step", measured=after, expected=before + 1, names=[n for n, _, _ in wrong]
+            )
+        ]
     return _between(evidence)
 
 

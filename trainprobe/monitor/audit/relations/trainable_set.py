@@ -66,7 +66,14 @@ def _told(evidence: Evidence, wrong: list[ParameterFact], text: str, severity: s
     measured, expected = ("requires a gradient", "frozen") if first.trainable else ("frozen", "requires a gradient")
     text = f"{and_more([p.name for p in wrong], of)} {text}"
     return evidence.finding(
-        "trainable_set", text, first.name, measured=measured, expected=expected, severity=severity, next=hint
+        "trainable_set",
+        text,
+        first.name,
+        measured=measured,
+        expected=expected,
+        severity=severity,
+        next=hint,
+        names=[p.name for p in wrong],
     )
 
 
@@ -85,4 +92,6 @@ def _over_ranks(evidence: Evidence) -> list[Finding]:
         f"the set of trainable parameters differs in the {group_words(evidence, axes, group)}: {and_more(apart, len(trained))} "
         f"is trained on rank {evidence.place.rank} and not on rank {ranks}"
     )
-    return [evidence.finding("trainable_set", text, apart[0], measured="not trainable", expected="equal on all ranks")]
+    return [
+        evidence.finding("trainable_set", text, apart[0], measured="not trainable", expected="equal on all ranks", names=apart)
+    ]

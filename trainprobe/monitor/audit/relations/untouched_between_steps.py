@@ -50,7 +50,12 @@ def check(evidence: Evidence) -> list[Finding]:
         )
         found.append(
             evidence.finding(
-                "untouched_between_steps", text, *gone[0], measured="absent", expected="as the last update left it"
+                "untouched_between_steps",
+                text,
+                *gone[0],
+                measured="absent",
+                expected="as the last update left it",
+                names=list(dict.fromkeys((n for n, _ in gone))),
             )
         )
     return found
@@ -84,6 +89,7 @@ def _statistics(evidence: Evidence, before: Evidence) -> list[Finding]:
             expected="unchanged",
             severity="warning",
             next=hint,
+            names=moved,
         )
     ]
 
@@ -116,4 +122,4 @@ def _finding(evidence: Evidence, before: Evidence, slot: str, names: list[str]) 
         f"{what} of {and_more(names, len(evidence.tensors.names))} changed between the updates of steps "
         f"{before.step} and {evidence.step} (norm {old:.9g} to {new:.9g}): {how}"
     )
-    return evidence.finding("untouched_between_steps", text, first, slot, measured=new, expected=old, floor=0.0)
+    return evidence.finding("untouched_between_steps", text, first, slot, measured=new, expected=old, floor=0.0, names=names)

@@ -43,5 +43,6 @@ def check(evidence: Evidence) -> list[Finding]:
             expected=first.change,
             floor=1.0,
             next="step this parameter with foreach=False, fused=False and compare; look for writes beside the optimizer",
+            names=named,
         )
     ]

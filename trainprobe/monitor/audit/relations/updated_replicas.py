@@ -48,5 +48,6 @@ def check(evidence: Evidence) -> list[Finding]:
             expected="equal",
             floor=0.0,
             next="compare learning rates, weight decay and step counters of the ranks",
+            names=apart,
         )
     ]
