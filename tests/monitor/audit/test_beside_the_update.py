@@ -143,6 +143,22 @@ def test_what_an_evaluation_leaves_switched_on_is_found(tmp_path, name, leak, ba
     assert found(tmp_path / "b", model, between=lambda step: between(step, True))[0] == []
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_update_under_autocast_is_found_and_a_forward_under_it_is_not(tmp_path, whole):
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trainprobe.watch(model, optimizer, level="off", sinks=[], audit=True, output=tmp_path / "out") as probe, probe.step():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(9, 6)).float().square().mean()
+            if whole:
+                loss.backward()
+                optimizer.step()
+        if not whole:
+            loss.backward()
+            optimizer.step()
+    assert [f.rule for f in probe.findings] == (["ambient_state"] if whole else [])
+
+
 def decays_in(steps, floor=0.0):
     return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: max(floor, 1 - at / steps))
 

@@ -2,10 +2,12 @@
 
 Relation: where the first optimizer of a step begins to update, autocast, grad mode, inference mode, the default dtype,
 deterministic algorithms and the precision of float32 matrix products are what they were there at the audited step before.
-Tolerance none. Told as a warning, since a program may switch on purpose in the middle of a run.
+Autocast is off there: it is for the forward pass and the loss. Tolerance none. Told as warnings, since a program may do
+either on purpose.
 Usually caused by an evaluation or a library that sets one of them and does not put it back (`torch.set_default_dtype`,
 `set_float32_matmul_precision`, an `__enter__` without its end): new tensors, caches and optimizer states then have another
-dtype, and the same code computes other numbers. A loop whose steps run the same code in the same place cannot violate this.
+dtype, and the same code computes other numbers; and by a `with torch.autocast` around the whole step. A loop whose steps run
+the same code in the same place cannot violate this.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ STAGE = "update"
 
 
 def check(evidence: Evidence) -> list[Finding]:
-    """Find the first of them that changed."""
+    """Find the first of them that changed, or an update under autocast."""
     before = evidence.before.facts.ambient if evidence.before is not None else {}
     for name, now in evidence.facts.ambient.items():
         was = before.get(name, now)
@@ -27,9 +29,19 @@ def check(evidence: Evidence) -> list[Finding]:
             step = evidence.before.step if evidence.before is not None else 0
             text = f"{name} at the update is {now} and was {was} at step {step}: something set it and did not put it back"
             hint = "look for what sets it between these steps (an evaluation, a callback, an import), and restore it there"
-            return [
-                evidence.finding(
-                    "ambient_state", text, name, kind="scalar", severity="warning", measured=now, expected=was, next=hint
-                )
-            ]
+            return [_finding(evidence, name, text, now, was, hint)]
+    now = evidence.facts.ambient.get("autocast", "off")
+    if now != "off":
+        text = (
+            f"autocast ({now}) is on at the update: matrix products of the optimizer, and of a backward pass in the same place"
+        )
+        text += f", are computed in {now}"
+        hint = "end the autocast context before backward() and step(): it is for the forward pass and the loss"
+        return [_finding(evidence, "autocast", text, now, "off", hint)]
     return []
+
+
+def _finding(evidence: Evidence, name: str, text: str, measured: str, expected: str, hint: str) -> Finding:
+    return evidence.finding(
+        "ambient_state", text, name, kind="scalar", severity="warning", measured=measured, expected=expected, next=hint
+    )
