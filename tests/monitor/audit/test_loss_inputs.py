@@ -169,6 +169,7 @@ def x(number):
 
 FITTING = {
     "logits": lambda m, i: functional.cross_entropy(m(x(i)), classes(i)),
+    "a head that begins as zeros": lambda m, i: functional.cross_entropy(m(x(i)) * min(i, 1), classes(i)),
     "a module": lambda m, i: nn.CrossEntropyLoss()(m(x(i)), classes(i)),
     "log-probabilities": lambda m, i: functional.nll_loss(m(x(i)).log_softmax(-1), classes(i)),
     "logits of one class": lambda m, i: functional.binary_cross_entropy_with_logits(m(x(i))[:, 0], (classes(i) > 2).float()),
@@ -183,6 +184,7 @@ FITTING = {
 UNFITTING = {
     "softmax twice": (lambda m, i: cross_entropy(m(x(i)).softmax(-1), classes(i)), "cross_entropy"),
     "softmax twice in a module": (lambda m, i: nn.CrossEntropyLoss()(m(x(i)).softmax(-1), classes(i)), "cross_entropy"),
+    "an activation on logits": (lambda m, i: cross_entropy(m(x(i)).relu(), classes(i)), "cross_entropy"),
     "no logarithm": (lambda m, i: functional.nll_loss(m(x(i)).softmax(-1), classes(i)), "nll_loss"),
     "logits for nll": (lambda m, i: functional.nll_loss(m(x(i)), classes(i)), "nll_loss"),
     "sigmoid twice": (

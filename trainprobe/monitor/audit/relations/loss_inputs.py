@@ -3,6 +3,7 @@
 Relation, for the functions of `torch.nn.functional` in training:
 
     cross_entropy                       the input is not a probability already: no element below 0, all sums over classes 1
+    … and …_with_logits                 the smallest input is not 0 exactly, where others are larger
     nll_loss, kl_div                    the input is a log-probability: no element is above 0
     binary_cross_entropy[_with_logits]  targets lie in [0, 1]
     …_with_logits                       not all of 64 or more inputs, which differ, lie in [0, 1] at two audited steps in a row,
@@ -12,9 +13,9 @@ Relation, for the functions of `torch.nn.functional` in training:
 
 Tolerance: 1e-3 for bounds, 5e-3 for sums. Of inputs over classes the first 16 entries of each other dimension are looked at.
 Told as warnings: torch computes all of this, and somebody may want it.
-Usually caused by a softmax or sigmoid in the model before a loss that has its own, by a loss that wants logarithms and does not
-get them, by images in 0 … 255 as targets, and by a prediction [N, 1] against targets [N]. A loss function that is given what it
-is defined for cannot violate this.
+Usually caused by a softmax, a sigmoid or a ReLU in the model before a loss that takes logits, by a loss that wants logarithms
+and does not get them, by images in 0 … 255 as targets, and by a prediction [N, 1] against targets [N]. A loss function that
+is given what it is defined for cannot violate this.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ def _wrong(call: LossCall) -> tuple[str, str] | None:
     if call.kind in ("nll_loss", "kl_div") and high > _BOUND:
         what = f"the input of {call.kind} is no log-probability: its largest element is {high:.3g}, above 0"
         return what, "give it log_softmax of the logits"
+    if call.kind in ("cross_entropy", "binary_cross_entropy_with_logits") and low == 0 < high:
+        what = f"no input of {call.kind} is below 0 and some are 0 exactly (the largest is {high:.3g}): a ReLU, not logits"
+        return what, "remove the activation behind the last layer"
     least, most = call.number("target_low"), call.number("target_high")
     if call.kind == "kl_div" and least < -_BOUND:
         return (
