@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.ckpt_compare.verdicts import compared, judged
 from trainprobe.ckpt_compare.formats import open_checkpoint, recognise
@@ -51,6 +52,19 @@ def build(require):
         return getattr(transformers, f"{name}ForCausalLM")(config)
 
     return make
+
+
+def test_a_lost_head_of_an_untied_model_is_missing_and_not_compared_with_the_embedding(build, tmp_path):
+    model = build("llama")
+    assert model.config.tie_word_embeddings is False
+    model.save_pretrained(tmp_path / "a")
+    held = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    model.config.save_pretrained(tmp_path / "b")
+    save_file(held, tmp_path / "b" / "model.safetensors")
+    found = judged(tmp_path / "a", tmp_path / "b")
+    assert found.code == 3
+    lost = "output.weight: only in A, lost in B, whose configuration says that it is not tied to the embedding"
+    assert lost in found.details
 
 
 def logical_names(path):

@@ -66,6 +66,11 @@ def test_formats_are_recognised_from_root_and_from_iteration_folder(megatron):
         assert recognise(root) == recognise(root / "iter_0000002") == name
 
 
+def test_a_folder_that_holds_only_what_was_converted_is_followed(megatron, tmp_path):
+    shutil.copytree(megatron("dist_tp1"), tmp_path / "torch_dist")
+    assert judged(tmp_path, megatron("dist_tp1")).code == 0
+
+
 def test_a_release_folder_is_followed(megatron, tmp_path):
     shutil.copytree(megatron("legacy_tp1") / "iter_0000002", tmp_path / "release")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")

@@ -164,10 +164,12 @@ def _pair(
         note = ""
         if x is None or y is None:
             tied = _tied(key, right if y is None else left)
-            if tied is None:
-                rows.append(_one_sided(key, x, y))
-                continue
             side = "B" if y is None else "A"
+            lost = tied is not None and configs["AB".index(side)].get("tied") is False
+            if tied is None or lost:
+                note = f"lost in {side}, whose configuration says that it is not tied to the embedding" if lost else ""
+                rows.append(replace(_one_sided(key, x, y), note=note))
+                continue
             note = f"tied in {side}: held against its embedding"
             x, y = x or tied, y or tied
         box = _common_box(x, y)

@@ -12,6 +12,7 @@ from trainprobe.ckpt_compare.storage.inert_pickle import Thing
 from trainprobe.ckpt_compare.storage.mapped import inside, read_text
 
 LATEST = "latest_checkpointed_iteration.txt"
+CONVERTED = ("torch", "torch_dist")  # what `--ckpt-convert-save` puts a checkpoint into
 
 
 def iteration_folder(path: Path) -> Path | None:
@@ -20,7 +21,8 @@ def iteration_folder(path: Path) -> Path | None:
         return None
     latest = path / LATEST
     if not latest.is_file():
-        return path
+        converted = [path / name for name in CONVERTED if (path / name / LATEST).is_file()]
+        return iteration_folder(converted[0]) if len(converted) == 1 else path
     said = read_text(latest).strip()
     folder = inside(path, f"iter_{int(said):07d}" if said.isdigit() and len(said) < 20 else said)
     return folder if folder.is_dir() else path

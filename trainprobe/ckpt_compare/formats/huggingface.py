@@ -120,6 +120,7 @@ def model_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": text.get("head_dim") or (hidden // heads if heads and hidden else None),
         "layers": text.get("num_hidden_layers") or text.get("n_layer"),
         "hidden": hidden,
+        "tied": text.get("tie_word_embeddings", config.get("tie_word_embeddings")),
     }
 
 

@@ -1,0 +1,183 @@
+"""Thousands of damaged checkpoints of every reader: a verdict or one sentence, never a traceback, never a false `identical`.
+
+A few hundred run with the tests. `python -m tests.ckpt_compare.test_fuzz 5000 [SEED]` runs as many as one likes.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from tests.ckpt_compare.verdicts import judged
+from trainprobe.errors import ProbeError
+
+DATA = Path(__file__).parent / "data"
+CASES, SECONDS_A_CASE = 200, 10
+
+
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    found = {"model.embed_tokens.weight": torch.randn(13, 6), "model.norm.weight": torch.ones(6)}
+    for i in range(2):
+        for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"):
+            found[f"model.layers.{i}.{part}.weight"] = torch.randn(6, 6).to(torch.bfloat16 if i else torch.float32)
+    return found
+
+
+def trained() -> dict:
+    net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    return {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "iteration": 3, "args": {"lr": 0.1}}
+
+
+def write_seeds(root: Path) -> None:
+    """Write one small checkpoint of each reader."""
+    (root / "hf").mkdir(parents=True)
+    save_file(weights(), root / "single.safetensors")
+    halves = list(weights().items())
+    for i, part in enumerate((halves[:4], halves[4:])):
+        save_file(dict(part), root / "hf" / f"model-{i}.safetensors")
+    index = {name: f"model-{i}.safetensors" for i, part in enumerate((halves[:4], halves[4:])) for name, _ in part}
+    (root / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    torch.save(trained(), root / "modern.pt")
+    torch.save(trained(), root / "old.pt", _use_new_zipfile_serialization=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": weights()}, storage_writer=dcp.FileSystemWriter(root / "dcp"), no_dist=True)
+    rank = root / "megatron" / "iter_0000003" / "mp_rank_00"
+    rank.mkdir(parents=True)
+    (root / "megatron" / "latest_checkpointed_iteration.txt").write_text("3")
+    held = {f"decoder.layers.0.mlp.linear_fc{n}.weight": torch.randn(6, 6) for n in (1, 2)}
+    torch.save({"model": held, "args": {"num_layers": 1, "hidden_size": 6}, "iteration": 3}, rank / "model_optim_rng.pt")
+    (root / "deepspeed").mkdir()
+    state = {"module": trained()["model"], "dp_world_size": 1, "ds_version": "0.19", "optimizer": None}
+    torch.save(state, root / "deepspeed" / "mp_rank_00_model_states.pt")
+    shutil.copy(DATA / "mindspore" / "half.ckpt", root / "mindspore.ckpt")
+    zarr = root / "zarr" / "decoder.final_layernorm.weight"
+    zarr.mkdir(parents=True)
+    (root / "zarr" / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
+    meta = {"zarr_format": 2, "shape": [5, 4], "chunks": [3, 4], "dtype": "<f4", "order": "C", "compressor": None}
+    (zarr / ".zarray").write_text(json.dumps({**meta, "filters": None, "fill_value": None}))
+    for i in range(2):
+        (zarr / f"{i}.0").write_bytes(np.arange(12, dtype="<f4").tobytes())
+
+
+def mutate(data: bytes, chance: random.Random) -> bytes:
+    """Damage bytes as disks, networks and ill will do it."""
+    at, count = chance.randrange(max(1, len(data))), chance.choice([1, 2, 4, 8, 60])
+    extreme = chance.choice([b"\xff" * 8, b"\0" * 8, b"\xff\xff\xff\x7f", b"\x80" * 4, b"-1", b"9" * 30, b"[" * 40, b"../"])
+    some = bytes(chance.randrange(256) for _ in range(count))
+    return chance.choice([
+        data[:at] + some + data[at + count :],
+        data[:at] + bytes([data[at] ^ (1 << chance.randrange(8))] if data else []) + data[at + 1 :],
+        data[:at] + extreme + data[at + len(extreme) :],
+        data[:at] + extreme + data[at:],
+        data[:at] + data[at + count :],
+        data[:at],
+        data[:at] + data[at : at + count] * 2 + data[at + count :],
+        data + some,
+    ])  # fmt: skip
+
+
+def damaged(root: Path, folder: Path, seed: int) -> tuple[Path, Path, Path]:
+    """Copy one seed checkpoint and damage one of its files; return the original, the copy, and the damaged file."""
+    chance = random.Random(seed)
+    seeds = sorted(root.iterdir())
+    original = seeds[seed % len(seeds)]
+    copy = folder / f"{seed}-{original.name}"
+    (shutil.copytree if original.is_dir() else shutil.copy)(original, copy)
+    file = chance.choice(sorted(p for p in copy.rglob("*") if p.is_file())) if copy.is_dir() else copy
+    before = file.read_bytes()
+    after = before
+    while after == before:
+        for _ in range(chance.choice([1, 1, 1, 3])):
+            after = mutate(after, chance)
+    file.write_bytes(after)
+    return original, copy, file
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor] | None:
+    """Return what the library that wrote a single file reads from it; None where it refuses, or is not asked."""
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        if path.suffix == ".pt":
+            return torch.load(path, weights_only=True)["model"]
+    except (SafetensorError, RuntimeError, ValueError, KeyError, TypeError, EOFError, OSError, AttributeError, IndexError):
+        return None
+    except Exception as error:  # noqa: BLE001  (pickle.UnpicklingError and whatever a damaged pickle makes torch raise)
+        assert type(error).__name__ in ("UnpicklingError", "error", "BadZipFile"), error
+    return None
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether both hold the same tensors; a name may have changed, since tensors are found again by their content."""
+    return sorted(map(content, a.values())) == sorted(map(content, b.values()))
+
+
+def content(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    return str(tensor.dtype), tuple(tensor.shape), bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def run(root: Path, folder: Path, seeds: Iterator[int] | range, tell: Callable[[str], None]) -> collections.Counter[str]:
+    """Judge each damaged checkpoint against its original; return how often which answer was given."""
+    answers: collections.Counter[str] = collections.Counter()
+    for seed in seeds:
+        original, copy, file = damaged(root, folder, seed)
+        started = time.process_time()
+        try:
+            code = judged(original, copy).code
+        except ProbeError as error:
+            assert str(error), seed
+            code = "refused"
+        except BaseException:
+            tell(f"seed {seed}: {file}")
+            raise
+        assert time.process_time() - started < SECONDS_A_CASE, (seed, file)
+        answers[str(code)] += 1
+        if code == 0 and (theirs := tensors(copy)) is not None:
+            assert same(theirs, tensors(original) or {}), (seed, file)
+        (shutil.rmtree if copy.is_dir() else Path.unlink)(copy)
+    return answers
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_checkpoints_of_every_reader_are_answered(tmp_path):
+    write_seeds(tmp_path / "seeds")
+    (tmp_path / "cases").mkdir()
+    assert [judged(p, p).code for p in sorted((tmp_path / "seeds").iterdir())] == [0] * len(
+        list((tmp_path / "seeds").iterdir())
+    )
+    answers = run(tmp_path / "seeds", tmp_path / "cases", range(CASES), print)
+    assert sum(answers.values()) == CASES
+    assert answers["2"] and answers["3"] and answers["refused"]  # the damage reaches values, parts and whole files
+
+
+def main() -> None:
+    count, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    with tempfile.TemporaryDirectory() as made:
+        root = Path(made)
+        write_seeds(root / "seeds")
+        (root / "cases").mkdir()
+        print(dict(run(root / "seeds", root / "cases", range(first, first + count), print)))
+
+
+if __name__ == "__main__":
+    main()
