@@ -9,6 +9,7 @@ python -m benchmarks.bugs --set held-out --only "2 norm not reduced" --why
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,15 +40,18 @@ SETS: dict[str, tuple[Bug, ...]] = {
 def judge(bug: Bug, ranks: list[dict[str, Any]], whole_run: bool = False) -> dict[str, Any]:
     """Put what both ranks found of a bug and of its twin into one line; the first finding of the first rank counts.
 
+    What the twin has too (the same rule at the same place) is a false alarm, and finds nothing.
+
     whole_run: an alarm at any step from the bug's first on is in time, as under a plan that audits some steps only.
     """
     ranks = [rank for rank in ranks if bug.name in rank]
-    found = [_first(rank[bug.name]["bug"]["findings"]) for rank in ranks]
+    alarms = [f for rank in ranks for f in rank[bug.name]["twin"]["findings"] if f["severity"] in ALARMS]
+    known = {_place(f) for f in alarms}
+    found = [_first(f for f in rank[bug.name]["bug"]["findings"] if _place(f) not in known) for rank in ranks]
     firsts = sorted((f for f in found if f is not None), key=lambda f: f.step if f.step is not None else 1 << 30)
     begins = ranks[0][bug.name]["bug"]["begins"]
     first = firsts[0] if firsts else None
     steps = None if first is None or first.step is None else first.step - begins + 1
-    alarms = [f for rank in ranks for f in rank[bug.name]["twin"]["findings"] if f["severity"] in ALARMS]
     bare, twin = (sum(rank[bug.name][kind]["seconds"] for rank in ranks) for kind in ("bare", "twin"))
     early = steps is not None and steps < 1
     detected = first is not None and not early and (whole_run or (steps or 0) <= bug.within)
@@ -63,7 +67,11 @@ def judge(bug: Bug, ranks: list[dict[str, Any]], whole_run: bool = False) -> dic
     }
 
 
-def _first(findings: list[dict[str, Any]]) -> Finding | None:
+def _place(finding: dict[str, Any]) -> tuple[str, str]:
+    return finding["rule"], finding["site"][1] if finding["site"] else ""
+
+
+def _first(findings: Iterable[dict[str, Any]]) -> Finding | None:
     for f in findings:
         if f["severity"] in ALARMS and f["rule"] != "probe":
             site = Site(*f["site"]) if f["site"] else None
