@@ -1,0 +1,60 @@
+"""Makes the table of docs/foreign_programs.md of what the last runs of the programs showed.
+
+python -m tests.foreign.table             # after `make test-foreign-all`
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.foreign.catalog import PROGRAMS, Program
+from tests.foreign.running import RESULTS
+
+PAGE = Path(__file__).parents[2] / "docs" / "foreign_programs.md"
+BEGIN = "<!-- made by `python -m tests.foreign.table` of the programs that ran -->"
+END = "<!-- end of the table -->"
+HEAD = "| program | package | what it is | updates | steps recorded | bits | findings |\n|---|---|---|---|---|---|---|"
+
+
+def table() -> str:
+    """Return the table of all programs that have a result."""
+    lines = [_line(program, json.loads(path.read_text())) for program in PROGRAMS if (path := _result(program)).is_file()]
+    missing = [program.name for program in PROGRAMS if not _result(program).is_file()]
+    text = "\n".join([HEAD, *lines])
+    return text + (f"\n\nWithout a result of this run: {', '.join(missing)}." if missing else "")
+
+
+def _result(program: Program) -> Path:
+    return RESULTS / f"{program.name}.json"
+
+
+def _line(program: Program, result: dict[str, Any]) -> str:
+    bits = "equal" if not result["difference"] and result["codes"] == [0, 0] else "DIFFERENT"
+    entry = f"`{program.entry}`" + (" (quick)" if program.quick else "")
+    steps = f"{result['steps']}" + (f": {program.why}" if program.why else "")
+    if result["steps"] != program.recorded:
+        steps = f"**{result['steps']} of {program.recorded}**"
+    cells = (entry, result["versions"], program.style, result["updates"], steps, bits, _findings(program, result))
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _findings(program: Program, result: dict[str, Any]) -> str:
+    """List each rule that found something: with its reason where that is true, marked where it is not."""
+    found: dict[str, str] = {}
+    for rule, severity, message in result["findings"]:
+        reason = next((why for name, words, why in program.findings if name == rule and words in message), None)
+        found.setdefault(rule, f"`{rule}`: {reason}" if reason else f"**false: `{rule}` ({severity})**")
+    return "; ".join(found.values()) or "none"
+
+
+def main() -> None:
+    """Write the table into the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
