@@ -23,7 +23,7 @@ def table() -> str:
     lines = [_line(program, json.loads(path.read_text())) for program in PROGRAMS if (path := _result(program)).is_file()]
     missing = [program.name for program in PROGRAMS if not _result(program).is_file()]
     text = "\n".join([HEAD, *lines])
-    return text + (f"\n\nWithout a result of this run: {', '.join(missing)}." if missing else "")
+    return text + (f"\n\nWithout a result in this table: {', '.join(missing)}." if missing else "")
 
 
 def _result(program: Program) -> Path:
@@ -31,8 +31,10 @@ def _result(program: Program) -> Path:
 
 
 def _line(program: Program, result: dict[str, Any]) -> str:
-    bits = "equal" if not result["difference"] and result["codes"] == [0, 0] else "DIFFERENT"
-    entry = f"`{program.entry}`" + (" (quick)" if program.quick else "")
+    bits = "equal" if not result["difference"] else "DIFFERENT"
+    if result["codes"] != [0, 0]:
+        bits = f"**the program ended with {result['codes'][1]}**"
+    entry = f"{program.name}{' (quick)' if program.quick else ''}: `{program.entry}`"
     steps = f"{result['steps']}" + (f": {program.why}" if program.why else "")
     if result["steps"] != program.recorded:
         steps = f"**{result['steps']} of {program.recorded}**"
@@ -46,7 +48,8 @@ def _findings(program: Program, result: dict[str, Any]) -> str:
     for rule, severity, message in result["findings"]:
         reason = next((why for name, words, why in program.findings if name == rule and words in message), None)
         found.setdefault(rule, f"`{rule}`: {reason}" if reason else f"**false: `{rule}` ({severity})**")
-    return "; ".join(found.values()) or "none"
+    text = "; ".join(found.values()) or "none"
+    return f"{text}. Not right yet: {program.amiss}" if program.amiss else text
 
 
 def main() -> None:
