@@ -42,7 +42,7 @@ def test_a_loss_that_is_not_declared_is_said_once_with_the_call_that_declares_it
 def test_nothing_is_said_where_it_is_declared_or_left_out(tmp_path, capsys, how):
     train(tmp_path, **how)
     (end,) = capsys.readouterr().err.splitlines()
-    assert end == "trainprobe: 2 steps, 1 of them watched, no findings; nothing was written to disk"
+    assert end == "trainprobe: 2 steps watched, no findings; nothing was written to disk"
 
 
 def test_what_the_line_asks_for_finds_a_gradient_that_is_not_that_of_the_whole_batch(tmp_path):
