@@ -8,9 +8,7 @@ from trainprobe.engine.records import Finding, Reel
 from trainprobe.monitor.audit.audit import Audit
 
 _SENTENCE = (
-    "The audit does not judge whether the applied gradient is that of the loss over the whole batch: declare that "
-    "loss in each step, `probe.declare_loss(lambda model: loss_of_the_whole_step(model, batches))`, or leave it out, "
-    "`audit: {relations: {declared_loss: false}}`."
+    "Not judged: whether the gradient is that of the whole batch's loss (`probe.declare_loss` makes it known, docs/audit.md)."
 )
 
 
