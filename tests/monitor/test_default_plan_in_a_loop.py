@@ -383,3 +383,34 @@ def test_a_nan_that_reaches_the_loss_is_an_error_and_named_beside_a_constant_tha
     found = watched(training, tmp_path, steps=4, level="mix", step=[1, 2, 3], on_existing="replace", audit=None)
     assert len(found) == 1
     assert "3 nonfinite: the first NaN of step 3 is in op Tensor.div" in found[0]
+
+
+def test_what_another_loss_leaves_or_a_trial_clears_raises_no_alarm(tmp_path):
+    """A batch that is tried and left, a step that climbs first (SAM), and another model's loss that reaches this one."""
+    model, other = mlp(6, 16, 2), nn.Linear(2, 1)
+    aside = torch.optim.SGD(other.parameters(), lr=1e-3)
+
+    def step(training: Training, number: int, note: Any) -> None:
+        x = torch.randn(16, 6)
+        aside.zero_grad()
+        other(model(x)).square().mean().backward()  # fills the model's gradients too
+        nn.utils.clip_grad_norm_([*model.parameters(), *other.parameters()], 1.0)
+        aside.step()
+        training.optimizer.zero_grad()
+        if number == 0:
+            model(x).square().mean().backward()
+            training.optimizer.zero_grad()
+        functional.cross_entropy(model(x), (x.sum(1) > 0).long()).backward()
+        with torch.no_grad():
+            stood = [(p, p.clone()) for p in model.parameters()]
+            for p, _ in stood:
+                p.add_(1e-3 * p.grad)
+        training.optimizer.zero_grad()
+        functional.cross_entropy(model(x), (x.sum(1) > 0).long()).backward()
+        with torch.no_grad():
+            for p, was in stood:
+                p.copy_(was)
+        training.optimizer.step()
+
+    training = Training(model, torch.optim.SGD(model.parameters(), lr=LR), step)
+    assert watched(training, tmp_path) == []

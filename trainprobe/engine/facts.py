@@ -99,13 +99,15 @@ class Group:
 class Clip:
     """One call that clipped gradients by norm: the parameters that it was given, and the norm that it found.
 
-    used: an update came after it in the same step. limit: the largest norm that it leaves as it is.
+    used: an update came after it in the same step. limit: the largest norm that it leaves as it is. others: it was given
+    gradients of more than the model, so that its norm is that of something else.
     """
 
     names: frozenset[str]
     norm: float
     used: bool = True
     limit: float = float("inf")
+    others: bool = False
 
 
 @dataclass(frozen=True, slots=True)

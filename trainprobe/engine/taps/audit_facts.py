@@ -31,7 +31,7 @@ from trainprobe.engine.taps.samplers import SamplerWatch
 from trainprobe.engine.taps.saved_pieces import HeldPieces
 from trainprobe.engine.taps.saved_states import SavedStates
 from trainprobe.engine.taps.schedules import ScheduleWatch
-from trainprobe.engine.taps.set_up import model_facts, modes_of, optimizer_groups, rates_of
+from trainprobe.engine.taps.set_up import model_facts, modes_of, optimizer_groups, parameters_of, rates_of
 from trainprobe.engine.taps.step_hooks import StepListener
 from trainprobe.engine.taps.update_rules import UpdateRerun
 from trainprobe.engine.taps.waiting_gradients import waiting_gradients
@@ -210,7 +210,8 @@ class AuditTap:
         if not self._backward.cleared:
             names = self._names()
             own = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
-            mine = {name: left for name, left in self._left.items() if name in own or not own}
+            others = {names[id(p)] for o in self._optimizers for p in parameters_of(o) if id(p) in names} - own
+            mine = {name: left for name, left in self._left.items() if name in own or (not own and name not in others)}
             self._kept |= {name: value for name, (grad, value) in mine.items() if self._still(name, grad)}
             self._left = {name: left for name, left in self._left.items() if name not in mine}
 
@@ -242,7 +243,7 @@ class AuditTap:
 
     def _backward_begins(self, root: Any) -> None:
         if self._tape is not None and self._states.source is None:
-            self._use.backward_begins(root, self._tape)
+            self._use.backward_begins(root, self._tape, self._models)
 
     def _clears(self, owner: Any) -> None:
         if self._plain() and self._use.cleared(owner, self._models, self._backward.unused):
@@ -301,7 +302,7 @@ class AuditTap:
             groups=self._used_groups() if self._plain() else (),
             rates=self._rates,
             rates_next=tuple(rate for optimizer in self._optimizers for rate in rates_of(optimizer)),
-            clips=tuple(Clip(c.names, _norm(reel, c.norm), c.used, c.limit) for c in self._states.clips),
+            clips=tuple(Clip(c.names, _norm(reel, c.norm), c.used, c.limit, c.others) for c in self._states.clips),
             random=random_fingerprint(),
             random_begun=self._random_begun,
             region=getattr(self._states.source, "random_region", lambda: 0)(),

@@ -45,6 +45,7 @@ class GradientUse:
         self._updating = False
         self._dropped: list[tuple[Any, int]] = []  # parameters whose gradients were cleared unused, and their versions
         self._lost = 0
+        self._written = 0  # how often parameters had been written to when the last backward pass began
 
     def before_update(self, optimizer: Any) -> None:
         """See what an optimizer is about to use."""
@@ -70,7 +71,7 @@ class GradientUse:
         """The update is over."""
         self._updating = False
 
-    def backward_begins(self, root: Any, tape: Tape) -> None:
+    def backward_begins(self, root: Any, tape: Tape, models: Sequence[Any]) -> None:
         """Take the number that a backward pass begins from. Another pass after a clearing: what was cleared is lost."""
         self.closure |= self._updating
         if root is None:
@@ -81,6 +82,7 @@ class GradientUse:
         if self._dropped and all(p._version == version for p, version in self._dropped):
             self.discarded += self._lost
         self._dropped = []
+        self._written = _writes(models)
 
     def cleared(self, owner: Any, models: Sequence[Any], unused: int) -> bool:
         """See gradients cleared of an optimizer or module. Return whether all are gone and no update used them.
@@ -89,6 +91,8 @@ class GradientUse:
         """
         if self._updating or not unused:
             return False
+        if _writes(models) != self._written:
+            return True  # what came was used: by a step that no optimizer of torch makes (SAM climbs first)
         groups = getattr(owner, "param_groups", None)
         own = {id(p) for p in (_of_groups(groups) if groups is not None else owner.parameters())}
         held = [p for model in models for p in model.parameters() if p.requires_grad and p.grad is not None]
@@ -126,6 +130,11 @@ class GradientUse:
             if count == _NEVER:
                 out |= {names[id(p)]: None for p in held}
         return tuple(out)
+
+
+def _writes(models: Sequence[Any]) -> int:
+    """Return how often the parameters have been written to, by their version counters."""
+    return sum(int(p._version) for model in models for p in model.parameters() if not p.is_inference())
 
 
 def _of_groups(groups: Iterable[Mapping[str, Any]]) -> Iterable[Any]:

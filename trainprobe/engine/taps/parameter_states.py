@@ -45,12 +45,16 @@ _VALUES = frozenset({"value"})
 
 @dataclass(slots=True)
 class Clipping:
-    """A call that clipped: whose gradients, the norm found, the largest one it leaves, and whether an update came after it."""
+    """A call that clipped: whose gradients, the norm found, the largest one it leaves, and whether an update came after it.
+
+    others: it was given gradients of more than the model.
+    """
 
     names: frozenset[str]
     norm: Value
     limit: float
     used: bool = False
+    others: bool = False
 
 
 class _Asked(NamedTuple):
@@ -87,6 +91,7 @@ class ParameterStateTap:
         self._collected = -1
         self.clips: list[Clipping] = []  # calls that clipped in this step
         self._clipping: frozenset[str] = frozenset()
+        self._clips_others = False
         self._updated = False  # an optimizer has stepped in this step
         self._late: list[tuple[Part, Value, Value | None]] = []  # gradients at a clipping behind that, until the next update
         self._scale: Value | None = None  # what torch's scaler has multiplied gradients by and not divided again
@@ -141,6 +146,7 @@ class ParameterStateTap:
         with DisableTorchFunction():
             parts = [part for p in parameters if id(p) in names for part in self._plain.gradients(p, "grad_unclipped")]
             self._clipping = frozenset(part.name for part in parts)
+            self._clips_others = any(id(p) not in names and p.grad is not None for p in parameters)
             for part in parts:
                 if flags := self._wanted.gradient(part.name) | self.more:
                     looked = part, self._look(tape, part, flags), self._scale
@@ -173,7 +179,7 @@ class ParameterStateTap:
     def reported_norm(self, norm: Any, limit: float = float("inf")) -> None:
         """Keep the norm that the clipping found: the first one of a step as what was reported, each for the audit."""
         if self._tape is not None and self.more:
-            self.clips.append(Clipping(self._clipping, self._tape.value(norm, self.more), limit))
+            self.clips.append(Clipping(self._clipping, self._tape.value(norm, self.more), limit, others=self._clips_others))
         if self._tape is not None and "grad_norm" not in self._tape.scalars:
             self._tape.note("grad_norm", norm)
 

@@ -143,7 +143,8 @@ class Past:
     by, after how many backward passes, and at how many in a row. recurrences: (parameter group, slot of state) → what it
     follows (see `recurrences`). paced: classes of schedulers that were stepped no more often than their optimizer. followed:
     those whose declared rate was in use. streaks: ("scalar", name), ("rate", parameter group), ("unreached", parameter) or
-    ("moves", buffer) → what it was last (see `streaks_now`). peaks: largest rate of each parameter group.
+    ("moves", buffer) → what it was last (see `streaks_now`). peaks: largest rate of each parameter group. kept:
+    audited steps in a row that updated with all gradients that came.
     """
 
     exactly: int = 0
@@ -157,6 +158,7 @@ class Past:
     followed: frozenset[str] = frozenset()
     streaks: Mapping[tuple[str, str], Streak] = field(default_factory=dict[tuple[str, str], Streak])
     peaks: tuple[float, ...] = ()
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)

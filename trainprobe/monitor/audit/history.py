@@ -31,6 +31,7 @@ def remembered(evidence: Evidence) -> Past:
         divisor=_divisor(evidence),
         recurrences=learned(evidence),
         paced=past.paced | {s.kind for s in evidence.facts.schedules if 0 < s.advances <= s.updates},
+        kept=past.kept + 1 if evidence.facts.updates and not evidence.facts.discarded else 0,
         followed=past.followed | {s.kind for s in evidence.facts.schedules if follows(s)},
         streaks=streaks_with(evidence),
         peaks=_peaks(evidence),

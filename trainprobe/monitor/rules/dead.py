@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.frames import Frame, Selection, Track
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection, Track
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import Patterns, RuleOptions, names_at
 
@@ -35,6 +35,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     is_share = memory.worked_out("share", places, lambda: memory.learned("share", frame, places, rows, _is_share) == 1)
     values = frame.values[places]
     dead = np.where(is_share, values >= options.share, values == 0)
+    dead &= ~_beside_one_that_lives(frame, places, dead & ~is_share, values)
     ripe = memory.newly("dead", rows, memory.lasting("zero", rows, dead) >= options.patience)
     if not ripe.any():
         return []
@@ -56,6 +57,21 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
             next="look at what feeds it: a dead activation, a mask, a detached tensor, or a branch that is never taken",
         )
     ]
+
+
+def _beside_one_that_lives(frame: Frame, places: I64, zero: Bools, values: F64) -> Bools:
+    """Tell which gradients are zero while another parameter of their module has one: gradient does arrive there.
+
+    That of the last bias of a Wasserstein critic is, as what it adds to both of its means cancels.
+    """
+    out = np.zeros(zero.size, dtype=bool)
+    if not zero.any():
+        return out
+    owners = [frame.tracks.tracks[t].spot for t in frame.at[places].tolist()]
+    modules = [spot.name.rpartition(".")[0] if spot.kind == "parameter" else "" for spot in owners]
+    alive = {module for module, value in zip(modules, values.tolist(), strict=True) if value > 0}
+    out[[i for i in np.flatnonzero(zero).tolist() if modules[i] and modules[i] in alive]] = True
+    return out
 
 
 def _is_share(track: Track) -> bool:

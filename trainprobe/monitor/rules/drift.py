@@ -7,10 +7,11 @@ With x = ln|value|, fast and slow exponential means f += (x - f)/`fast` and s +=
 with σ² the mean of (x - f)², so that the second term is what the noise of single batches moves f, and its lowest value, by.
 For the loss the limit is `loss_limit` and s is the lowest f so far, because a healthy loss never goes back, but after a warm
 restart: for 2 · `fast` collected steps after the learning rate has more than doubled from one to the next s is f. A single
-value enters clipped to a factor of three. After a finding s starts anew at f. Only upward drift is judged: a level that falls
-is what training does. A loss that was below zero once (a policy's objective, a likelihood of densities) has no level on a log
-scale, and is not judged. Parts of a loss, losses of validation, and all losses where optimizers take turns (adversaries) have
-the limit of norms. What lies below a millionth of the largest value of its series is rounding, and taken for that millionth.
+value enters clipped to a factor of three. After a finding s starts anew at f, and the limit is squared. Only upward drift is
+judged: a level that falls is what training does. A loss that was below zero once (a policy's objective, a likelihood of
+densities) has no level on a log scale, and is not judged. Parts of a loss, losses of validation, and all losses where
+optimizers take turns (adversaries) have the limit of norms. What lies below a millionth of the largest value of its series is
+rounding, and taken for that millionth.
 
 Source: moving average convergence/divergence as in process control (Roberts, 1959, for the exponential mean).
 """
@@ -59,12 +60,13 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     rows, places, limit = rows[usable], places[usable], limit[usable]
     loss, restarted = falling(frame, memory, places, rows), _restarted(frame, memory, options)
     fast, slow, noise = _means(memory, options, rows, np.log(size[usable]), loss, restarted)
-    least = np.maximum(np.log(limit), 6 * noise / np.sqrt(2 * options.fast))
+    least = np.maximum(np.log(limit) * 2 ** memory.array("told", fill=0.0)[rows], 6 * noise / np.sqrt(2 * options.fast))
     left = (fast - slow > least) & (memory.array("count", fill=0)[rows] > options.warmup)
     ripe = memory.lasting("left", rows, left) >= options.patience
     if not ripe.any():
         return []
     memory.array("slow", fill=0.0)[rows[ripe]] = fast[ripe]
+    memory.array("told", fill=0.0)[rows[ripe]] += 1
     worst = int(np.argmax(np.where(ripe, fast - slow, -np.inf)))
     return [_finding(frame, options, int(places[worst]), float(np.exp(fast[worst])), float(np.exp(slow[worst])), places[ripe])]
 

@@ -3,7 +3,8 @@
 Relation: when backward begins, no parameter holds the gradient that the optimizer has used already. Tolerance none: the
 gradient that is found is bit-equal to the one that was used, or, where the step before was not audited or an optimizer ran
 backward within its step, it is there although every audited step updates. And where all gradients of the model are cleared
-after a backward pass, an update or a write to the weights came between, or no other backward pass follows. And when the
+after a backward pass, an update or a write to the weights came between, or no other backward pass follows. As a loop may try a
+batch and leave it, that is told at the second audited step in a row, or as a warning where three before had none. And when the
 optimizer steps, `fully_shard` holds no gradient that waits for its reduction.
 Usually caused by a missing `zero_grad`, by one that is called on another model or optimizer, or by one that stands inside the
 loop over micro-batches; by `set_requires_gradient_sync` that is off for the last micro-batch.
@@ -17,15 +18,18 @@ from trainprobe.monitor.audit.evidence import Evidence, and_more
 COST = frozenset({"fingerprints"})
 EVERY = 10
 STAGE = "backward"
+_STEADY = 3
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find gradients that the optimizer has used already."""
+    before = evidence.before
     if evidence.facts.discarded and evidence.facts.updates:
-        return [_discarded(evidence)]
+        again = before is not None and before.facts.discarded > 0
+        return [_discarded(evidence, again)] if again or evidence.past.kept >= _STEADY else []
     if evidence.facts.waiting and evidence.facts.updates:
         return [_waiting(evidence)]
-    left, before = evidence.facts.left, evidence.before
+    left = evidence.facts.left
     if not left or before is None or not (before.facts.updates and evidence.facts.updates):
         return []
     if evidence.follows and not before.facts.closure:
@@ -52,11 +56,11 @@ def check(evidence: Evidence) -> list[Finding]:
     ]
 
 
-def _discarded(evidence: Evidence) -> Finding:
+def _discarded(evidence: Evidence, again: bool) -> Finding:
     lost, passes = evidence.facts.discarded, evidence.facts.backwards
     text = (
-        f"the gradients of {lost} of {passes} backward passes were cleared before an update used them: the update is that of "
-        "the others alone"
+        f"the gradients of {lost} of {passes} backward passes were cleared before an update used them"
+        f"{', as at the audited step before' * again}: the update is that of the others alone"
     )
     return evidence.finding(
         "cleared_gradients",
@@ -65,6 +69,7 @@ def _discarded(evidence: Evidence) -> Finding:
         "grad",
         measured=float(lost),
         expected=0.0,
+        severity="error" if again else "warning",
         next="call zero_grad() once for every optimizer step, outside the loop over micro-batches",
     )
 

@@ -3,8 +3,9 @@
 Relation: the scalar that is reported equals √Σ‖g‖² over all parameters, each element of the logical model counted once,
 before clipping, and is the same on all ranks. A report of the norm after clipping is told as a warning where one call of
 `torch.nn.utils` shows what it was before: it cannot rise above the threshold. Where several calls clip the gradients of
-several optimizers, the norm that each finds is that over the gradients that it was given. Where a loop clips by itself, the
-norm before clipping is only known to be at least that after it. Floor: 2e-3 of it, and half a unit in the last place for each
+several optimizers, the norm that each finds is that over the gradients that it was given; where a call is given more than those
+of the model, nothing is judged. Where a loop clips by itself, the norm before clipping is only known to be at least that after
+it. Floor: 2e-3 of it, and half a unit in the last place for each
 format of 16 bits in which gradients stand (norms of single gradients are rounded to it) or the reported number may. A norm
 that equals the largest magnitude (norm type infinity) is taken for that, and a loss scale that is still in the gradients is
 allowed for.
@@ -38,6 +39,8 @@ def check(evidence: Evidence) -> list[Finding]:
     apart = _over_ranks(evidence)
     if apart:
         return apart
+    if any(clip.others for clip in evidence.facts.clips):
+        return []
     reported = scalar(evidence.scalars, "gradient norm")
     true = evidence.norms.get("unclipped")
     if reported is None or true is None or not true > 0 or reported != reported:
