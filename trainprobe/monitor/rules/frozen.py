@@ -125,7 +125,6 @@ def _finding(frame: Frame, options: Options, spots: list[Spot], of: int, held: i
         place=frame.place,
         site=spots[0].site(),
         measured="unchanged",
-        names=tuple(dict.fromkeys(spot.name for spot in spots)),
         expected="changed by every update",
         names=tuple(dict.fromkeys(spot.name for spot in spots)),
         next="check that the optimizer holds this very parameter, and that its update does not round away in its dtype",
