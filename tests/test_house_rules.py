@@ -31,7 +31,7 @@ STOREYS = {
             f"trainprobe.engine.{name}"
             for name in (
                 *("arrays", "stats", "catalog", "plan", "plan_file", "plan_problems", "selection", "detail", "subplans"),
-                "legacy_config",
+                *("legacy_config", "guard"),
             )
         ],
         1,

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ class Probe(EngineProbe):
         from trainprobe.monitor.watcher import Watcher
 
         loaded = load_plan(plan, **overrides)
-        guard = Guard(loaded.on_error)
+        guard = Guard(loaded.on_error, apart=self._apart)
         stacks = Stacks() if loaded.stacks else None
         self.parts, programs = self._compose(loaded, guard, stacks, rename)
         self._writer: Any = None
@@ -119,6 +119,12 @@ class Probe(EngineProbe):
         arena = native.Arena(SAFETENSORS_NAMES, self._gather) if native is not None else None
         return lambda number: Tape(library, self._keep, plan.reuse, arena, self._trail(number))
 
+    def _apart(self) -> AbstractContextManager[Any]:
+        """Return a context in which the modes of the program do not see what the tool computes."""
+        from trainprobe.engine.arrays.torch_apart import apart
+
+        return apart(within_transforms=True)
+
     def _where(self) -> Place:
         """Learn where this process stands."""
         return place_from_environment()
@@ -157,6 +163,7 @@ class Probe(EngineProbe):
         tap.repeats = lambda: due("recomputed_forward")
         tap.reduces = lambda: due("reduced_gradients")
         tap.sampled = lambda: costs("rerun")
+        self.guard.on_trip(tap.close)
         audit = Audit(parts.audit_plan, tap.take, self._gathering().gather)
         audit.everyone = tap.saves.everyone
         audit.count = self._count
@@ -193,16 +200,19 @@ class Probe(EngineProbe):
             self._said_closed = True
             self.console.line(f"step {step} begins after the probe was closed: it and later steps are not recorded")
         if self._control is not None and not self.closed:
-            try:
-                told = self._control.look(step)
-                if told is not None and self.guard.tripped is None:
-                    self.change(**told)
-                    self._tell(Finding("plan", "info", f"control.yaml changed the plan from step {step} on", step=step))
-            except PlanError as error:
-                self._tell(Finding("plan", "warning", f"control.yaml cannot be used, the plan stays: {error}", step=step))
+            self.guard.keep_on(self._look_at_control, self._control, step)
         if self._position is not None:
-            self._position.begins(step)
+            self.guard.run(self._position.begins, step)
         return super().begin_step(number)
+
+    def _look_at_control(self, control: ControlFile, step: int) -> None:
+        try:
+            told = control.look(step)
+            if told is not None and self.guard.tripped is None:
+                self.change(**told)
+                self._tell(Finding("plan", "info", f"control.yaml changed the plan from step {step} on", step=step))
+        except PlanError as error:
+            self._tell(Finding("plan", "warning", f"control.yaml cannot be used, the plan stays: {error}", step=step))
 
     def declare_loss(self, loss: Callable[[Any], Any]) -> None:
         """Declare what this rank's loss of the whole step is, for the audit: `loss(model)` returns a scalar tensor.
@@ -220,6 +230,15 @@ class Probe(EngineProbe):
         Raises PlanError when a pattern of the plan matches nothing in it, OutputError when the output cannot be written.
         """
         super().open(model, optimizer, place)
+        return self
+
+    def _open(self, model: Any, optimizer: Any, place: Place | None) -> None:
+        self._place = place or self._place
+        if self.plan.control is not None and self._control is None:  # first: all ranks look together, also one that has stopped
+            from trainprobe.engine.control import ControlFile
+
+            self._control = ControlFile(self.plan.output, self.plan.control, self.place.rank, self._gathering().gather)
+        super()._open(model, optimizer, place)
         self._open_console()
         if self._audit is not None:
             told = self._place_told or place is not None
@@ -227,14 +246,9 @@ class Probe(EngineProbe):
             self._audit.assumed = not told and not _wrapped(model, *_DATA_PARALLEL)
         if self._audit is not None and not all(map(self.plan.wants_rank, range(self.place.world_size))):
             self._audit.gather = None  # some ranks do not collect: they would never answer
-        if self.plan.control is not None and self._control is None:
-            from trainprobe.engine.control import ControlFile
-
-            self._control = ControlFile(self.plan.output, self.plan.control, self.place.rank, self._gathering().gather)
         named: Any = next(iter(model), model) if isinstance(model, list | tuple) else model
         for finding in names_not_there(self._unmatched(), type(named).__name__, self.place):
             self._tell_once(finding)
-        return self
 
     def _open_console(self) -> None:
         """Let one rank alone print what all ranks share."""
@@ -334,7 +348,7 @@ class Probe(EngineProbe):
             if self._position is not None:
                 self._position.is_in(BETWEEN)
             if self._audit is not None and self.guard.tripped is not None and complete:
-                self._audit.answer_for_stopped(self.step_number, self.place)
+                self.guard.keep_on(self._audit.answer_for_stopped, self.step_number, self.place)
 
     def _close_audit(self) -> None:
         """Judge what came after the last audited step, and leave nothing behind."""

@@ -1,27 +1,42 @@
 """The one place where a fault of the tool is caught, so that it never becomes a fault of the training.
 
 The first fault disables the tool, loudly, and the training goes on with correct results. Under test (a plan's
-`on_error: raise`) it is raised instead.
+`on_error: raise`) it is raised instead. What only one value of the program causes costs no more than that value: see `attempt`.
 """
 
 from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
 
 from trainprobe.engine.records import Finding
 from trainprobe.errors import ProbeError, StopTraining
 
+T = TypeVar("T")
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
+_LONGEST = 300  # characters of an exception's own text
+
 
 class Guard:
-    """Runs the tool's own code; after the first fault every further call is a no-op."""
+    """Runs the tool's own code; after the first fault every further call is a no-op.
 
-    def __init__(self, on_error: str = "continue", tell: Callable[[Finding], None] | None = None) -> None:
+    apart: returns a context in which the program's modes do not see what the tool computes; the tool's code runs inside it.
+    """
+
+    def __init__(
+        self,
+        on_error: str = "continue",
+        tell: Callable[[Finding], None] | None = None,
+        apart: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.raising = on_error == "raise"
         self.tripped: Finding | None = None
         self._tell = tell
+        self._apart = apart
         self._on_trip: list[Callable[[], None]] = []
 
     def on_trip(self, release: Callable[[], None]) -> None:
@@ -33,12 +48,32 @@ class Guard:
         if self.tripped is not None:
             return None
         try:
-            return call(*args, **kwargs)
+            with self._apart():
+                return call(*args, **kwargs)
         except StopTraining:
             raise
         except Exception as fault:  # noqa: BLE001  (the one place: a fault of the tool is never the training's fault)
             self.trip(fault)
             return None
+
+    def keep_on(self, call: Callable[..., Any], *args: Any) -> None:
+        """Run `call` also once the tool is disabled: what other ranks wait for. A later fault changes nothing more."""
+        with self._apart():
+            attempt(call, *args, otherwise=self.trip)
+
+    def set_up(self, call: Callable[..., Any], *args: Any) -> None:
+        """Do what `run` does before the training starts: an error that the user has to mend (a ProbeError) is raised."""
+        refused: list[ProbeError] = []
+
+        def unless_refused() -> None:
+            try:
+                call(*args)
+            except ProbeError as error:
+                refused.append(error)
+
+        self.run(unless_refused)
+        if refused:
+            raise refused[0]
 
     def take(self, fault: BaseException) -> None:
         """Do what `run` does with a fault; for code that cannot be called through it."""
@@ -52,16 +87,52 @@ class Guard:
             raise fault
         if self.tripped is not None:
             return
-        where = traceback.extract_tb(fault.__traceback__)
-        place = f"{where[-1].filename}:{where[-1].lineno}" if where else "unknown place"
-        kind = "" if isinstance(fault, ProbeError) else f"{type(fault).__name__}: "
+        what = _own_text(fault) if isinstance(fault, ProbeError) else fault_text(fault)
         self.tripped = Finding(
             rule="guard",
             severity="error",
-            message=f"trainprobe disabled itself, the training goes on unobserved: {kind}{fault} (at {place})",
+            message=f"trainprobe disabled itself, the training goes on unobserved: {what} (at {_place_of(fault)})",
         )
         sys.stderr.write(f"trainprobe: {self.tripped.message}\n")
-        for release in self._on_trip:
-            release()
+        left = attempt(all_of, self._on_trip, otherwise=fault_text)
+        if left is not None:
+            sys.stderr.write(f"trainprobe: something may still be installed: {left}\n")
         if self._tell is not None:
-            self._tell(self.tripped)
+            attempt(self._tell, self.tripped, otherwise=fault_text)
+
+
+def attempt(call: Callable[..., T], *args: Any, otherwise: Callable[[Exception], T | Any]) -> T | Any:
+    """Return `call(*args)`, or `otherwise(fault)` where it fails: for what an odd value of the program may break."""
+    try:
+        return call(*args)
+    except StopTraining:
+        raise
+    except Exception as fault:  # noqa: BLE001  (the value may be of any class, whose code may raise anything)
+        return otherwise(fault)
+
+
+def all_of(calls: Iterable[Callable[[], Any]]) -> None:
+    """Make every call, also those behind one that fails; then raise the first fault."""
+    faults: list[Exception] = []
+    for call in calls:
+        attempt(call, otherwise=faults.append)
+    if faults:
+        raise faults[0]
+
+
+def fault_text(fault: BaseException) -> str:
+    """Return the kind of a fault and what it says, in one line."""
+    return f"{type(fault).__name__}: {_own_text(fault)}"
+
+
+def _own_text(fault: BaseException) -> str:
+    said = attempt(str, fault, otherwise=lambda _: "it cannot be printed")
+    line = " ".join(said.encode(errors="backslashreplace").decode().split())
+    return line if len(line) <= _LONGEST or isinstance(fault, ProbeError) else f"{line[:_LONGEST]}…"
+
+
+def _place_of(fault: BaseException) -> str:
+    """Return the innermost place in this package that a fault passed; a place elsewhere where it passed none."""
+    where = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(fault.__traceback__)]
+    own = [place for place in where if place[0].startswith(_PACKAGE)]
+    return "{}:{}".format(*(own or where)[-1]) if where else "unknown place"

@@ -15,13 +15,18 @@ ROOT = "root"  # the name under which the model itself is recorded
 Rename = Callable[[str], str]
 
 
+def utf8(text: str) -> str:
+    r"""Return text that can be written as UTF-8: half of a surrogate pair becomes its escape, `\ud800`."""
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+
+
 def logical_name(name: str, rename: Rename | None = None, *, outer_wrappers: int = 0) -> str:
     """Return the name free of wrappers; `outer_wrappers` leading `module` parts belong to wrappers and go too."""
     parts = [part for part in name.split(".") if part and part not in WRAPPERS]
     while outer_wrappers and parts and parts[0] == "module":
         parts.pop(0)
         outer_wrappers -= 1
-    plain = ".".join(parts)
+    plain = utf8(".".join(parts))
     return rename(plain) if rename is not None else plain
 
 

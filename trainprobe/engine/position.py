@@ -101,7 +101,7 @@ def read_position(data: bytes) -> Where:
 
 def _padded(name: str) -> bytes:
     room = BYTES - _NUMBERS
-    text = name.encode()
+    text = name.encode(errors="backslashreplace")
     if len(text) > room:
         text = "…".encode() + text[len(text) - room + 3 :]
     return text.ljust(room, b"\0")

@@ -16,11 +16,12 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainprobe.engine.console import Console
 from trainprobe.engine.findings import in_folder, recount
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.guard import Guard, all_of, attempt, fault_text
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.engine.resting import Rests
@@ -158,19 +159,11 @@ class Probe:
         """Learn the names of `model` (a module, or a list of model chunks); may be called again when the model has changed.
 
         Raises PlanError when a pattern of the plan matches nothing in the model, and OutputError when the output cannot be
-        written.
+        written. A model that cannot be looked at raises nothing: the training goes on without the tool.
         """
         if self.closed:
             raise UsageError("this probe is closed: make a new one with trainprobe.Probe(plan)")
-        self._place = place or self._place
-        self._opened = (model, _held_weakly(optimizer))  # an optimizer that the training replaces is not kept
-        for tap in self._taps:
-            tap.open(model, optimizer)
-        busy = self.plan.level != "off" or len(self._programs) > 1
-        if self._recorder is None and busy and self.plan.wants_rank(self.place.rank):
-            self._recorder = self._open_recorder(
-                self.place
-            )  # now, so that a place that cannot be written is known before training
+        self.guard.set_up(self._open, model, optimizer, place)
         return self
 
     def begin_step(self, number: int | None = None) -> bool:
@@ -184,8 +177,8 @@ class Probe:
         self._first_step = self.step_number if self._first_step is None else self._first_step
         self._inside = True
         self.begun += 1
-        if self._wants(self.step_number) and self.guard.tripped is None and not self.closed:
-            self.guard.run(self._install)
+        if not self.closed:
+            self.guard.run(self._begin)
         return self.tape is not None
 
     def moment(self, name: str, *values: Any) -> None:
@@ -193,14 +186,14 @@ class Probe:
         if self.tape is None:
             return
         if name == "micro":
-            self.tape.micro, self.tape.micro_told = int(values[0]), True
+            self.guard.run(self._begin_micro, values[0])
         for listener in self._moments.get(name, ()):
             self.guard.run(listener, *values)
 
     def note(self, name: str, value: Any) -> None:
         """Keep a scalar of this step: a number, or a tensor of one element that is read when the step ends, not before."""
         if self.tape is not None:
-            self.guard.run(self.tape.note, name, value)
+            self.guard.run(self._note, self.tape, name, value)
 
     def end_step(self, *, complete: bool = True) -> Reel | None:
         """End the step; of a collected one, return the reel that was handed to the writer.
@@ -210,9 +203,11 @@ class Probe:
         Raises StopTraining, once all of the step is handed over, when a rule with the action "stop" found something.
         """
         self._inside = False
+        if self.guard.tripped is not None:
+            self.guard.keep_on(self._release)  # what torch held back while the fault came
         if self.tape is None:
             return None
-        self._release(again=complete and self._wants(self.step_number + 1))
+        self.guard.run(self._release, complete)
         return self.guard.run(self._finish, complete)
 
     def close(self) -> None:
@@ -221,13 +216,13 @@ class Probe:
             return
         if self._inside:
             self.end_step(complete=False)
-        self._release()
+        self.guard.keep_on(self._release)
         self.closed = True
         self.guard.run(self._say_what_never_came)
         self.guard.run(self._write_counts)
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
-            self.guard.run(recorder.close)
+            self.guard.keep_on(recorder.close)
 
     # ---- for people --------------------------------------------------------------------------------------------
 
@@ -259,7 +254,7 @@ class Probe:
     def pause(self) -> None:
         """Stop taking forward calls until `resume`; gradients of what was recorded still arrive until the step ends."""
         if self.tape is not None:
-            self._rests.begin("the program")
+            self.guard.run(self._rests.begin, "the program")
 
     def resume(self) -> None:
         """Take forward calls again, where nothing else has them rest."""
@@ -285,10 +280,19 @@ class Probe:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
+    def _open(self, model: Any, optimizer: Any, place: Place | None) -> None:
+        self._place = place or self._place
+        self._opened = (model, _held_weakly(optimizer))  # an optimizer that the training replaces is not kept
+        for tap in self._taps:
+            tap.open(model, optimizer)
+        busy = self.plan.level != "off" or len(self._programs) > 1
+        if self._recorder is None and busy and self.plan.wants_rank(self.place.rank):
+            # now, so that a place that cannot be written is known before training
+            self._recorder = self._open_recorder(self.place)
+
     def _run_programs(self, programs: Sequence[Program]) -> None:
         """Run these from the next step on; their taps that are new learn the model."""
-        for tap in reversed(self._taps):
-            tap.end(False)  # some may be waiting for a step that is not wanted any more
+        all_of(partial(tap.end, False) for tap in reversed(self._taps))  # some may wait for a step that is not wanted any more
         known, self._taps = self._taps, tuple(dict.fromkeys(tap for program in programs for tap, _ in program.taps))
         for tap in self._taps:
             if self._opened is not None and tap not in known:
@@ -297,6 +301,21 @@ class Probe:
         self._asked = tuple(dict.fromkeys(wants for p in programs for wants in (p.wants, *(wants for _, wants in p.taps))))
         self._scheduled.clear()
         self._plans.clear()
+
+    def _begin(self) -> None:
+        if self._wants(self.step_number):
+            self._install()
+
+    def _begin_micro(self, number: Any) -> None:
+        if self.tape is not None:
+            self.tape.micro, self.tape.micro_told = int(number), True
+
+    def _note(self, tape: Tape, name: Any, value: Any) -> None:
+        why = attempt(tape.note, name, value, otherwise=fault_text)
+        if why is not None:
+            told = name if isinstance(name, str) else f"a {type(name).__name__}"
+            message = f"the value noted as {told!r} was left out: it is neither a number nor a tensor of one element ({why})"
+            self._tell_once(Finding("probe", "warning", message, step=self.step_number), key=f"note {told}")
 
     def _install(self) -> None:
         if not self.plan.wants_rank(self.place.rank):
@@ -335,12 +354,10 @@ class Probe:
         return bool(self._schedule(step).names)
 
     def _release(self, again: bool = False) -> None:
-        staying = self._schedule(self.step_number + 1).taps if again else ()
-        for tap in reversed(self._taps):
-            tap.end(tap in staying)
-        self._rests.clear()
         if self.guard.tripped is not None:
             self.tape = None
+        staying = self._schedule(self.step_number + 1).taps if again else ()
+        all_of([*(partial(tap.end, tap in staying) for tap in reversed(self._taps)), self._rests.clear])
 
     def _about_step(self) -> dict[str, Any]:
         notes = [note for source in self._notes for note in source() if note not in self._said]

@@ -10,16 +10,19 @@ values on the host the compiled eye also knows other views of the same memory (`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trainprobe.compiled import native
+from trainprobe.engine.containers import MOST, children
+from trainprobe.engine.guard import attempt, fault_text
 from trainprobe.engine.library import Carried, Library, Reading, Strip
+from trainprobe.engine.naming import utf8
 from trainprobe.engine.records import Call, Feature, Kind, Opaque, Phase, Place, Reel, Value
 from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.stats.partials import PARTIALS, finish
@@ -30,7 +33,9 @@ SAVE = 256  # the values themselves are wanted too
 KINDS = 0xFFFF
 CUT = 16  # above these bits: number of the cut through the values that is saved, 0 for the whole
 _DEPTH = 400
+_UNWATCHED = 4  # levels in which nobody asks whether a container holds itself
 _TEXT = 512
+_BITS = 4096  # of a whole number that is written out
 _NOT_HERE = (None, 0)  # row and fingerprint of what is still on a device
 
 
@@ -74,6 +79,8 @@ class Tape:
         self._strips: dict[int, tuple[Strip, list[Value]]] = {}
         self._together = False
         self._seen: dict[int, tuple[Any, int, int, Any, Value, int]] = {}
+        self._entered = 0  # containers of the tree that is looked at
+        self._above: set[int] = set()  # those that hold what is looked at
         self._counts: dict[tuple[str, str], int] = {}
         self._noted: list[tuple[Value, Value]] = []
         self.eye: Any = None
@@ -148,7 +155,7 @@ class Tape:
         return twin
 
     def _look(self, t: Any, flags: int) -> Value:
-        number, value = self._reduce(t, flags, t)
+        number, value = self._reduced(t, flags)
         if self._reuse and number >= -1:
             try:
                 self._seen[id(t)] = (weakref.ref(t), t._version, t.data_ptr(), t.shape, value, flags)
@@ -157,7 +164,14 @@ class Tape:
         return value
 
     def _look_slowly(self, t: Any, flags: int) -> Value:
-        return self._reduce(t, flags, t)[1]
+        return self._reduced(t, flags)[1]
+
+    def _reduced(self, t: Any, flags: int) -> tuple[int, Value]:
+        return attempt(self._reduce, t, flags, t, otherwise=lambda fault: (-2, self.unseen(t, fault)))
+
+    def unseen(self, t: Any, fault: Exception) -> Value:
+        """Return the value of a tensor that could not be looked at: a note that says why, and no numbers."""
+        return Value(-1, "unknown", (), type=_class_text(type(t)), note=f"not looked at: {fault_text(fault)}")
 
     @contextmanager
     def together(self) -> Generator[None, None, None]:
@@ -202,6 +216,9 @@ class Tape:
         return row, value
 
     def _special(self, t: Any, flags: int) -> Value:
+        return attempt(self._described, t, flags, otherwise=partial(self.unseen, t))
+
+    def _described(self, t: Any, flags: int) -> Value:
         with self.library.unnoticed():
             inner, kind, extra, note = self.library.special(t)
             if inner is None:
@@ -228,6 +245,12 @@ class Tape:
 
     def tree(self, x: Any, flags: int, path: str | None = None, depth: int = 0) -> Any:
         """Turn an argument or a result into a tree of Values and scalars; path: where to save values, if they are wanted."""
+        if depth:
+            return self._branch(x, flags, path, depth)
+        self._entered = 0
+        return attempt(self._branch, x, flags, path, 0, otherwise=partial(_unreadable, x))
+
+    def _branch(self, x: Any, flags: int, path: str | None, depth: int) -> Any:
         kind = type(x)
         if kind in self._plain:
             if path is None or not flags & SAVE:
@@ -235,19 +258,42 @@ class Tape:
             value = self.value(x, flags & KINDS)
             self._keep(path, x, value, flags)
             return value
-        if kind in (int, float, bool) or x is None:
+        if kind in (float, bool) or x is None or (kind is int and x.bit_length() <= 63):
             return x
         if kind is str:
-            return x if len(x) <= _TEXT else x[:_TEXT] + "…"
-        if kind is tuple or kind is list:
-            if path is None:
-                return [self.tree(item, flags, None, depth + 1) for item in x]
-            return [self.tree(item, flags, f"{path}.{i}", depth + 1) for i, item in enumerate(x)]
-        if depth > _DEPTH:
-            return Opaque("depth", f"nested deeper than {_DEPTH}")
+            return utf8(x if len(x) <= _TEXT else x[:_TEXT] + "…")
+        if (kind is tuple or kind is list) and depth <= _DEPTH:
+            with self._entering(x, depth) as entered:
+                if not entered:
+                    return self._rare(x, flags, path, _DEPTH + 1)
+                if path is None:
+                    return [self.tree(item, flags, None, depth + 1) for item in x]
+                return [self.tree(item, flags, f"{path}.{i}", depth + 1) for i, item in enumerate(x)]
         return self._rare(x, flags, path, depth)
 
+    @contextmanager
+    def _entering(self, x: Any, depth: int) -> Generator[bool]:
+        """Tell whether a container may be looked into: it is not inside itself, and the tree has not grown too large."""
+        self._entered += 1
+        few = self._entered <= MOST if self.eye is None else self.eye.enter()
+        if depth < _UNWATCHED or not few:
+            yield few
+        elif id(x) in self._above:
+            yield False
+        else:
+            self._above.add(id(x))
+            try:
+                yield True
+            finally:
+                self._above.discard(id(x))
+
     def _rare(self, x: Any, flags: int, path: str | None, depth: int) -> Any:
+        """Do what `tree` does with anything but plain tensors, numbers, text and containers."""
+        return attempt(self._look_into, x, flags, path, depth, otherwise=partial(_unreadable, x))
+
+    def _look_into(self, x: Any, flags: int, path: str | None, depth: int) -> Any:
+        if type(x) is int:
+            return x if x.bit_length() <= _BITS else Opaque("int", f"a number of {x.bit_length()} bits")
         if self.library.is_tensor(x):
             value = self._special(x, flags & KINDS)
             if path is not None and flags & SAVE:
@@ -256,25 +302,38 @@ class Tape:
         described = self.library.opaque(x)
         if described is not None:
             return described
-        items = _children(x)
+        if depth > _DEPTH:
+            return Opaque("depth", f"it holds itself, or nests deeper than {_DEPTH}, or among more than {MOST} containers")
+        items = children(x)
         if items is None:
-            return Opaque(f"{type(x).__module__}.{type(x).__qualname__}", None)
+            return Opaque(_class_text(type(x)), None)
+        with self._entering(x, depth) as entered:
+            if not entered:
+                return self._look_into(x, flags, path, _DEPTH + 1)
+            return self._named(items, flags, path, depth)
+
+    def _named(self, items: list[tuple[str, Any]], flags: int, path: str | None, depth: int) -> Any:
         return {k: self.tree(v, flags, None if path is None else f"{path}.{k}", depth + 1) for k, v in items}
 
     def _keep_at(self, path: str, t: Any, value: Value, cut: int) -> None:
-        if self._save is not None:
-            self._save(path, t, value, cut)
-        else:
+        why = "nobody saves" if self._save is None else attempt(self._save, path, t, value, cut, otherwise=fault_text)
+        if why is not None:
             value.tensor = None
+            value.note = value.note or (f"not saved: {why}" if self._save is not None else None)
 
     def _keep(self, path: str, t: Any, value: Value, flags: int) -> None:
         if value.tensor is None and value.note is None and self._save is not None:
             value.tensor = path
-            self._save(path, t, value, flags >> CUT)
+            self._keep_at(path, t, value, flags >> CUT)
 
-    def note(self, name: str, x: Any) -> None:
+    def note(self, name: Any, x: Any) -> None:
         """Keep a scalar of the step (loss, learning rate …); a tensor is read with all others at the step's end."""
-        self.scalars[name] = kept = self.value(x, STATS) if self.library.is_tensor(x) else float(x)
+        if not isinstance(name, str):
+            raise TypeError("a name is text")
+        kept = self.value(x, STATS) if attempt(self.library.is_tensor, x, otherwise=lambda _: False) else float(x)
+        if isinstance(kept, Value) and kept.row < 0:
+            raise ValueError(kept.note)
+        self.scalars[utf8(name)] = kept
         if self._trail is not None:
             self._trail.scalar(name, kept)
 
@@ -374,7 +433,8 @@ class Tape:
 
     def _bring(self, strips: Sequence[Strip]) -> list[tuple[npt.NDArray[np.float64], Any, Any]]:
         """Bring all that is on devices to the host, in one transfer a device, and harvest these strips."""
-        carried, self._carried = [c for c in self._carried if c.tensor is not None], []
+        carried = [c for c in self._carried if c.tensor is not None and not self.library.refusal(c.tensor)]
+        self._carried = []
         blocks = [strip.blocks() for strip in strips]
         waiting = [*(t for some in blocks for t in some), *(c.tensor for c in carried)]
         arrays = iter(self.library.bring(waiting) if waiting else ())
@@ -412,15 +472,9 @@ def _scalar(x: Any, rows: npt.NDArray[np.float64]) -> float:
     return float(finish(rows[x.row : x.row + 1], ("mean",))["mean"][0]) if x.row >= 0 else float("nan")
 
 
-def _children(x: Any) -> list[tuple[str, Any]] | None:
-    """Return the named children of a container, or None for anything else."""
-    if isinstance(x, Mapping):
-        return [(str(k), v) for k, v in x.items()]
-    names = getattr(x, "_fields", None)
-    if isinstance(x, tuple):
-        return [(str(names[i]) if names else str(i), v) for i, v in enumerate(x)]
-    if isinstance(x, list | set | frozenset):
-        return [(str(i), v) for i, v in enumerate(x)]
-    if is_dataclass(x) and not isinstance(x, type):
-        return [(f.name, getattr(x, f.name)) for f in fields(x)]
-    return None
+def _unreadable(x: Any, fault: Exception) -> Opaque:
+    return Opaque(_class_text(type(x)), f"not looked into: {fault_text(fault)}")
+
+
+def _class_text(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

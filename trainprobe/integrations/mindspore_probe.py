@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -214,6 +215,9 @@ class MindSporeProbe(Probe):
     def _tapes(self, plan: Plan) -> Callable[[int], Tape]:
         library = MindSporeLibrary(plan.native)
         return lambda number: HostTape(library, self._keep, reuse=False, trail=self._trail(number))
+
+    def _apart(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def _where(self) -> Place:
         return place_of_process()

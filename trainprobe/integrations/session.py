@@ -17,7 +17,6 @@ from trainprobe.engine.naming import Rename
 from trainprobe.engine.plan_loading import load_plan
 from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.engine.stats import finish
-from trainprobe.engine.taps.unseen import unseen
 from trainprobe.errors import StopTraining
 from trainprobe.integrations import default_plan, say_what_is_watched
 from trainprobe.integrations.unedited import resumed_output
@@ -150,8 +149,7 @@ class Session:
             return
         if name == "loss_scale" and name in probe.tape.scalars:
             return  # the one in use was seen; by now the scaler may hold that of the next step
-        with unseen():
-            probe.note(name, value.detach() if hasattr(value, "detach") else value)
+        probe.note(name, value)
 
     def step_ends(self, *, complete: bool = True) -> StopTraining | None:
         """Tell that the step has ended; return the wish of a rule to stop the training, if there is one.
@@ -237,10 +235,9 @@ class Session:
         return self.plan.output / f"rank{rank}" / f"rules_step{step}.json"
 
     def _add_loss(self, probe: Probe, loss: Any) -> None:
-        with unseen():
-            share = loss.detach() if hasattr(loss, "detach") else loss
-            self._loss = share if self._loss is None else self._loss + share
-            probe.note("loss", self._loss)
+        share = loss.detach() if hasattr(loss, "detach") else loss
+        self._loss = share if self._loss is None else self._loss + share
+        probe.note("loss", self._loss)
 
 
 def gradient_norm(reel: Reel) -> float | None:

@@ -25,6 +25,7 @@ from trainprobe.compiled import forbidden
 from trainprobe.engine.arrays.torch_apart import apart
 from trainprobe.engine.arrays.torch_reduce import CHECKSUM, CRC32, REDUCED, STATS, STD, SUBLOW
 from trainprobe.engine.arrays.torch_rows import DeviceRows, to_host
+from trainprobe.engine.guard import attempt, fault_text
 from trainprobe.engine.stats.partials import PARTIALS
 
 try:
@@ -176,6 +177,10 @@ class TorchStrip:
 
 def reason_without_statistics(t: Tensor) -> str:
     """Return why a tensor has no statistics, or an empty string when it has; never raises."""
+    return attempt(_reason, t, otherwise=lambda fault: f"not looked at: {fault_text(fault)}")
+
+
+def _reason(t: Tensor) -> str:
     wrapper = _torch_func_wrapper(t)
     if wrapper:
         return f"{wrapper}: torch.func hides the data until the transformed function returns"

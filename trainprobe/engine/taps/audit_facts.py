@@ -259,13 +259,13 @@ class AuditTap:
         with DisableTorchFunction():
             for model in self._models:
                 for p in model.parameters():
-                    if p.grad is not None and id(p) in names:
+                    if id(p) in names and p.is_leaf and p.grad is not None:
                         self._left[names[id(p)]] = (p.grad, self._tape.value(p.grad, STATS | CHECKSUM))
 
     def _still(self, name: str, grad: Any) -> bool:
         """Tell whether the gradient that was there is the tensor that is there now."""
         names = self._names()
-        return any(p.grad is grad for model in self._models for p in model.parameters() if names.get(id(p)) == name)
+        return any(p.is_leaf and p.grad is grad for m in self._models for p in m.parameters() if names.get(id(p)) == name)
 
     # ---- afterwards ----------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ a gradient, and draws no random number. Forwards that are run again during backw
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -15,7 +16,8 @@ import torch
 from torch._C import DisableTorchFunction, _current_graph_task_id, _DisableAutocast
 
 from trainprobe.engine.arrays.torch_arrays import reason_without_statistics
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.containers import tensors_in
+from trainprobe.engine.guard import Guard, attempt, fault_text
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.replaced import Replaced
 
@@ -83,11 +85,12 @@ class FeatureTap:
         self._thread = 0
         self._replaced: Replaced | None = None
         self._rests = False
+        self._odd: dict[str, None] = {}  # notes of what could not be looked at
 
     @property
     def notes(self) -> list[str]:
         """What could not be seen, and why."""
-        return [note for kind in self._kinds for note in kind.notes]
+        return [*(note for kind in self._kinds for note in kind.notes), *self._odd]
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember whose modules to look at."""
@@ -130,7 +133,7 @@ class FeatureTap:
         if self._tape is not None:
             with apart():
                 for kind in self._due:
-                    kind.stepping()
+                    self._spared("the gradients", kind.stepping)
 
     def end(self, again: bool = False) -> None:
         """Remove everything."""
@@ -186,12 +189,20 @@ class FeatureTap:
 
     def _before(self, entry: Entry, module: Any, args: Any, kwargs: Any) -> list[tuple[FeatureKind, Any]]:
         with apart():
-            return [(kind, kind.before(entry[0], module, args, kwargs)) for kind in entry[1] if kind in self._due]
+            kinds = [kind for kind in entry[1] if kind in self._due]
+            return [(k, self._spared(entry[0], k.before, entry[0], module, args, kwargs)) for k in kinds]
 
     def _after(self, entry: Entry, module: Any, told: list[tuple[FeatureKind, Any]], out: Any) -> None:
         with apart():
             for kind, seen in told:
-                kind.after(entry[0], module, seen, out)
+                self._spared(entry[0], kind.after, entry[0], module, seen, out)
+
+    def _spared(self, where: str, look: Callable[..., Any], *args: Any) -> Any:
+        """Let one kind look; what it cannot look at costs that value only, and a note."""
+        return attempt(look, *args, otherwise=partial(self._leave_out, where, look))
+
+    def _leave_out(self, where: str, look: Any, fault: Exception) -> None:
+        self._odd[f"{type(look.__self__).__name__} left out {where}: {fault_text(fault)}"] = None
 
 
 class apart:  # noqa: N801 - used like a function
@@ -252,15 +263,11 @@ class Quiet:
 
 def tensors_of(x: Any) -> list[Any]:
     """Return the tensors in nested lists, tuples, dicts and dataclass-like outputs of a model, in order."""
-    if isinstance(x, torch.Tensor):
-        return [x]
-    if isinstance(x, dict):
-        return [t for item in x.values() for t in tensors_of(item)]
-    if isinstance(x, list | tuple):
-        return [t for item in x for t in tensors_of(item)]
-    if hasattr(x, "__dataclass_fields__"):
-        return [t for field in x.__dataclass_fields__ for t in tensors_of(getattr(x, field))]
-    return []
+    return tensors_in(x, _is_tensor)
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
 
 
 def whole(t: Any) -> bool:

@@ -95,7 +95,7 @@ class GradientUse:
             return True  # what came was used: by a step that no optimizer of torch makes (SAM climbs first)
         groups = getattr(owner, "param_groups", None)
         own = {id(p) for p in (_of_groups(groups) if groups is not None else owner.parameters())}
-        held = [p for model in models for p in model.parameters() if p.requires_grad and p.grad is not None]
+        held = [p for model in models for p in model.parameters() if p.requires_grad and p.is_leaf and p.grad is not None]
         if not held or any(id(p) not in own for p in held):
             return False  # some stay: it belongs to another loss
         self._dropped, self._lost = [(p, int(p._version)) for p in held], unused

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.autograd import _get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
 
 from trainprobe.engine.arrays.torch_apart import apart
 
@@ -44,7 +45,7 @@ def edge_of(t: Any) -> Edge | None:
     node = node_of(t)
     if node is not None:
         return node, t.output_nr
-    if not t.is_leaf:
+    if not t.is_leaf or is_lazy(t):  # an accumulator that is made for a parameter without a shape refuses its gradient
         return None
     with apart(within_transforms=True):
         try:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_apart import apart
+from trainprobe.engine.containers import children
 from trainprobe.engine.facts import LossCall
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.guard import Guard, attempt
 from trainprobe.engine.library import Carried
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.replaced import Replaced
@@ -204,8 +205,8 @@ def _named(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mappin
         named = {str(i): x for i, x in enumerate(args)} | dict(kwargs)
     flat: dict[str, Any] = {}
     for name, x in named.items():
-        items = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, tuple) else [(name, x)]
-        flat |= {str(key): item for key, item in items}
+        inside = attempt(children, x, otherwise=lambda _: None) if issubclass(type(x), dict | tuple) else None
+        flat |= {name: x} if inside is None else dict(inside)
     return flat
 
 

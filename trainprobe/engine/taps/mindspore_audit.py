@@ -13,6 +13,7 @@ from typing import Any
 
 import mindspore
 
+from trainprobe.engine.containers import tensors_in
 from trainprobe.engine.facts import Evaluation, Group, ModelFacts, ParameterFact, StepFacts
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.naming import ROOT
@@ -111,7 +112,7 @@ class CellAuditTap:
 
     def _called(self, cell: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._tape is not None:
-            self._batches.append([self._tape.value(t, STATS | CHECKSUM) for t in _tensors_in((args, kwargs))])
+            self._batches.append([self._tape.value(t, STATS | CHECKSUM) for t in tensors_in((args, kwargs), _is_tensor)])
 
     # ---- afterwards ------------------------------------------------------------------------------------------------
 
@@ -194,15 +195,8 @@ def _groups(optimizer: Any, rates: Sequence[float], names: Mapping[int, str]) ->
         yield Group("" if scaled else kind, frozenset(of), {"lr": rate, **options})
 
 
-def _tensors_in(x: Any) -> Iterator[Any]:
-    if isinstance(x, mindspore.Tensor):
-        yield x
-    elif isinstance(x, Mapping):
-        for item in x.values():
-            yield from _tensors_in(item)
-    elif isinstance(x, list | tuple):
-        for item in x:
-            yield from _tensors_in(item)
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, mindspore.Tensor)
 
 
 def _checksum(reel: Reel, value: Value) -> int:

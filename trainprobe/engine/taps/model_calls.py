@@ -18,6 +18,7 @@ from trainprobe.engine.guard import Guard
 from trainprobe.engine.naming import count_outer_wrappers, logical_name
 from trainprobe.engine.records import Value
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
+from trainprobe.engine.taps.features import tensors_of
 from trainprobe.engine.taps.functional_dropout import DropoutWatch
 from trainprobe.engine.taps.random_state import random_fingerprint
 from trainprobe.engine.taps.replaced import Replaced
@@ -164,7 +165,7 @@ class ModelCalls:
         if key not in self._looked_at or (within and key not in self._firsts):
             return
         with DisableTorchFunction():
-            values = [self._tape.value(t.detach(), STATS | CHECKSUM) for t in tensors_in(result) if t.is_floating_point()]
+            values = [self._tape.value(t.detach(), STATS | CHECKSUM) for t in tensors_of(result) if t.is_floating_point()]
         if within:
             self.repeats.append((key, values))
         else:
@@ -205,7 +206,7 @@ class ModelCalls:
             self.before_first()
         self.bypassed |= wrappers > 0
         with DisableTorchFunction():
-            self.batches.append([self._tape.value(t, STATS | CHECKSUM) for t in tensors_in((args, kwargs))])
+            self.batches.append([self._tape.value(t, STATS | CHECKSUM) for t in tensors_of((args, kwargs))])
 
     def _evaluate(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         self._left -= 1
@@ -253,15 +254,3 @@ def unwrapped(model: Any) -> Iterator[Any]:
     children = dict(model.named_children())
     if len(children) == 1 and next(iter(children)) in ("module", "_orig_mod") and not list(model.parameters(recurse=False)):
         yield from unwrapped(next(iter(children.values())))
-
-
-def tensors_in(x: Any) -> Iterator[Any]:
-    """Yield the tensors in nested lists, tuples and dicts."""
-    if isinstance(x, torch.Tensor):
-        yield x
-    elif isinstance(x, dict):
-        for item in x.values():
-            yield from tensors_in(item)
-    elif isinstance(x, list | tuple):
-        for item in x:
-            yield from tensors_in(item)

@@ -14,7 +14,8 @@ from typing import Any
 from torch._C import DisableTorchFunction
 
 from trainprobe.compiled import native
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.containers import children
+from trainprobe.engine.guard import Guard, attempt
 from trainprobe.engine.records import Call, Value
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps.gradients import Contribution, Edge, Graph, edge_of
@@ -246,29 +247,29 @@ def odd_edges(tape: Tape, x: Any, path: str) -> Edges:
     return found
 
 
+def _add_edge(x: Any, path: str, found: Edges) -> None:
+    edge = edge_of(x)
+    for i, (other, known) in enumerate(found):
+        if edge is not None and known[0] is edge[0] and known[1] == edge[1]:
+            found[i] = (f"{other}|{path or '0'}", known)
+            return
+    if edge is not None:
+        found.append((path or "0", edge))
+
+
+def _nothing(_: Exception) -> Any:
+    return None
+
+
 def collect_edges(tape: Tape, x: Any, path: str, found: Edges, depth: int = 0) -> None:
     """Collect the gradient edges of all tensors in a structure, with paths; places of one tensor share one, `0|1`."""
     kind = type(x)
     if kind in _NO_EDGES:
         return
-    if kind in tape.library.plain or tape.library.is_tensor(x):
-        if x.requires_grad:
-            edge = edge_of(x)
-            for i, (other, known) in enumerate(found):
-                if edge is not None and known[0] is edge[0] and known[1] == edge[1]:
-                    found[i] = (f"{other}|{path or '0'}", known)
-                    return
-            if edge is not None:
-                found.append((path or "0", edge))
+    if kind in tape.library.plain or attempt(tape.library.is_tensor, x, otherwise=_nothing):
+        attempt(_add_edge, x, path, found, otherwise=_nothing)
         return
-    if depth > 8:
+    if depth > 8 or issubclass(kind, set | frozenset):
         return
-    if isinstance(x, dict):
-        for k, v in x.items():
-            collect_edges(tape, v, f"{path}.{k}" if path else str(k), found, depth + 1)
-    elif isinstance(x, list | tuple):
-        for i, v in enumerate(x):
-            collect_edges(tape, v, f"{path}.{i}" if path else str(i), found, depth + 1)
-    elif hasattr(x, "__dataclass_fields__"):
-        for k in x.__dataclass_fields__:
-            collect_edges(tape, getattr(x, k), f"{path}.{k}" if path else str(k), found, depth + 1)
+    for name, item in attempt(children, x, otherwise=_nothing) or ():
+        collect_edges(tape, item, f"{path}.{name}" if path else name, found, depth + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch._C import DisableTorchFunction
 from trainprobe.compiled import native
 from trainprobe.engine.facts import Piece
 from trainprobe.engine.flat_parameters import Stretch, handles_of, stretches_of
+from trainprobe.engine.guard import attempt
 from trainprobe.engine.records import Call, Reel, Value
 from trainprobe.engine.shards import Shard
 from trainprobe.engine.sources import SORTS, Part, PlainSource, Source, sort_of
@@ -359,10 +361,10 @@ class ParameterStateTap:
             if moment == "before_step":
                 self._before[key] = inner.detach().clone()
                 return
-            change = inner.detach() - self._before.pop(key)
+            change = attempt(_difference, inner, self._before.pop(key), otherwise=partial(tape.unseen, inner))
         slot = "update" if part.slot == "value" else "main_update"
         call = self._call(tape, moment, part.name)
-        call.params[slot] = tape.tree(change, flags)
+        call.params[slot] = change if isinstance(change, Value) else tape.tree(change, flags)
         tape.told(call)
 
     def _wanted_of(self, slot: str) -> Callable[[str], int]:
@@ -377,6 +379,10 @@ class ParameterStateTap:
             call.node = moment
             call.params = {}
         return call
+
+
+def _difference(after: Any, before: Any) -> Any:
+    return after.detach() - before
 
 
 def _flattened(models: list[Any], names: dict[int, str]) -> tuple[dict[int, list[Stretch]], dict[int, list[Stretch]]]:

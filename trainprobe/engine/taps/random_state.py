@@ -8,31 +8,41 @@ from typing import Any
 
 import torch
 
+from trainprobe.engine.arrays.torch_apart import apart
+
 
 def random_state() -> tuple[Any, ...]:
     """Return the states of the default generators: of the host, and of the current accelerator where one is in use."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return tuple(states)
+    with apart():  # within a transform of `torch.func` the state would be a tensor without memory
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            states.append(torch.cuda.get_rng_state())
+        return tuple(states)
 
 
 def put_back(states: tuple[Any, ...]) -> None:
     """Set the default generators to what `random_state` returned."""
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
+    with apart():
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1])
 
 
 def random_fingerprint() -> int:
     """Return a 32-bit fingerprint of the random state."""
     total = 0
-    for state in random_state():
-        total = zlib.crc32(memoryview(state.numpy()), total)
+    for state in _bytes():
+        total = zlib.crc32(state, total)
     return total
+
+
+def _bytes() -> list[memoryview]:
+    states = random_state()
+    with apart():
+        return [memoryview(state.numpy()) for state in states]
 
 
 def random_text() -> dict[str, Any]:
     """Return the fingerprint of the random state, and the states themselves as base64 of their zlib-compressed bytes."""
-    states = [base64.b64encode(zlib.compress(state.numpy().tobytes(), 1)).decode() for state in random_state()]
+    states = [base64.b64encode(zlib.compress(state, 1)).decode() for state in _bytes()]
     return {"random": random_fingerprint(), "random_states": states}

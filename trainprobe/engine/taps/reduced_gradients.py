@@ -72,12 +72,16 @@ class ReducedGradients:
         return _product(t) if self.weighs() else t.detach().sum(dtype=torch.float64)
 
     def _arrived(self, p: Any, gradient: Any) -> None:
-        if id(p) not in self._names() or type(gradient) is not Tensor or gradient.layout is not torch.strided:
+        if id(p) not in self._names() or type(gradient) is not Tensor or not _is_real(gradient):
             self._sums.pop(id(p), None)
             return
         with torch.no_grad(), DisableTorchFunction():
             number, before = self._number(gradient), self._sums.get(id(p))
             self._sums[id(p)] = number if before is None else before + number
+
+
+def _is_real(t: Tensor) -> bool:
+    return t.layout is torch.strided and t.is_floating_point()
 
 
 def _product(t: Tensor) -> Tensor:

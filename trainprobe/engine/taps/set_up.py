@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainprobe.engine.facts import Group, ModelFacts, ParameterFact
+from trainprobe.engine.guard import attempt
 from trainprobe.engine.naming import count_outer_wrappers, logical_name
 from trainprobe.engine.taps.registered import hidden_parameters, repeated_hooks
 
@@ -34,7 +35,7 @@ def model_facts(
         _parameter(p, _named(names.get(key), given), key in held if owners_known else None)
         for key, (p, given) in everything.items()
     )
-    strays = tuple((tuple(p.shape), str(p.dtype)) for key, p in held.items() if key not in everything)
+    strays = tuple((shape_of(p), str(p.dtype)) for key, p in held.items() if key not in everything)
     kinds = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     return ModelFacts(
         parameters,
@@ -80,14 +81,20 @@ def _drops(module: Any) -> bool:
 
 def parameters_of(optimizer: Any) -> Iterable[Any]:
     """Yield the tensors that an optimizer steps."""
-    for group in getattr(optimizer, "param_groups", ()):
+    for group in groups_of(optimizer):
         yield from group["params"]
 
 
 def rates_of(optimizer: Any) -> tuple[float, ...]:
     """Return the learning rate of each parameter group that keeps it as a plain number."""
-    rates = (group.get("lr") for group in getattr(optimizer, "param_groups", ()))
+    rates = (group.get("lr") for group in groups_of(optimizer))
     return tuple(float(rate) for rate in rates if isinstance(rate, float | int))
+
+
+def groups_of(optimizer: Any) -> Iterable[Any]:
+    """Return the parameter groups of an optimizer; none of what is no optimizer of torch's kind."""
+    groups = getattr(optimizer, "param_groups", ())
+    return groups if isinstance(groups, list | tuple) else ()
 
 
 def optimizer_groups(optimizers: Sequence[Any], names: Mapping[int, str]) -> tuple[Group, ...]:
@@ -99,7 +106,7 @@ def optimizer_groups(optimizers: Sequence[Any], names: Mapping[int, str]) -> tup
             {key: value for key, value in group.items() if _plain(value)},
         )
         for optimizer in optimizers
-        for group in getattr(optimizer, "param_groups", ())
+        for group in groups_of(optimizer)
     )
 
 
@@ -114,11 +121,17 @@ def _named(recorded: str | None, given: list[str]) -> tuple[str, ...]:
 
 
 def _parameter(p: Any, names: tuple[str, ...], owned: bool | None) -> ParameterFact:
-    try:
-        storage = int(p.data_ptr()) if type(p).__name__ != "DTensor" else 0
-    except (RuntimeError, NotImplementedError):
-        storage = 0
-    return ParameterFact(names, id(p), storage, bool(p.requires_grad), tuple(p.shape), str(p.dtype), owned)
+    storage = attempt(_address, p, otherwise=lambda _: 0)
+    return ParameterFact(names, id(p), storage, bool(p.requires_grad), shape_of(p), str(p.dtype), owned)
+
+
+def _address(p: Any) -> int:
+    return int(p.data_ptr()) if type(p).__name__ not in ("DTensor", "FakeTensor") else 0
+
+
+def shape_of(p: Any) -> tuple[int, ...]:
+    """Return the shape of a parameter; () of one that has none: nested, or lazy and not used yet."""
+    return attempt(lambda: tuple(p.shape), otherwise=lambda _: ())
 
 
 def _wrapper(models: Sequence[Any]) -> str:

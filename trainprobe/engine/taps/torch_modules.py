@@ -413,7 +413,7 @@ class ModuleTap:
                 if info is None or not info.selected:
                     continue
                 for short, p in info.parameters:
-                    if p.grad is not None and id(p) not in self._arrived:
+                    if id(p) not in self._arrived and p.is_leaf and p.grad is not None:
                         record = self._record_parameter if self._in_python() else self._watch.parameter
                         record(info, short, id(p), p.grad)
 

@@ -8,7 +8,6 @@ made, read by a hook on that node.
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch._C import DisableTorchFunction, _current_graph_task_id
 from torch.overrides import TorchFunctionMode
 
 from trainprobe.compiled import native
-from trainprobe.engine.arrays.torch_apart import apart
 from trainprobe.engine.catalog import OpName, op_name
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.records import Call
@@ -390,17 +388,9 @@ class _Mode(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         name, flags = wanted
         guard = self._guard
-        with _unseen():
-            call = guard.run(self._tap.before, name, flags, args, kwargs)
+        call = guard.run(self._tap.before, name, flags, args, kwargs)
         floor = sequence_number()
         out = func(*args, **kwargs) if kwargs else func(*args)
         if call is not None:
-            with _unseen():
-                guard.run(self._tap.after, name, flags, call, floor, args, kwargs, out)
+            guard.run(self._tap.after, name, flags, call, floor, args, kwargs, out)
         return out
-
-
-def _unseen() -> AbstractContextManager[Any]:
-    """Return a context in which no tensor class and no trace notices that arguments are looked at."""
-    c: Any = torch._C
-    return DisableTorchFunction() if c._get_tracing_state() is None else apart(within_transforms=True)

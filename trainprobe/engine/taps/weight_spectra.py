@@ -69,7 +69,7 @@ def spectrum(weight: Tensor, start: Tensor | None, iterations: int) -> tuple[Ten
     """
     w = weight.detach().flatten(1)
     w = w if w.dtype == torch.float64 else w.float()
-    v = fixed_vector(w.shape[1], w.dtype, w.device) if start is None or start.shape[0] != w.shape[1] else start.to(w.device)
+    v = fixed_vector(w.shape[1], w.dtype, w.device) if start is None or start.shape[0] != w.shape[1] else start.to(w)
     tiny, turned, length = torch.finfo(w.dtype).tiny, w.T, torch.linalg.vector_norm
     sigma = v.new_zeros(())
     for _ in range(iterations):

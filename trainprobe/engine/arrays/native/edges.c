@@ -3,6 +3,8 @@
 
 #include "module_watch.h"
 
+#define MOST 100000
+
 PyObject *place_text(PyObject *path, Py_ssize_t number) {
     return path ? Py_NewRef(path) : PyUnicode_FromFormat("%zd", number < 0 ? 0 : number);
 }
@@ -77,7 +79,7 @@ static int plain_number(PyObject *text, Py_ssize_t *number) {
 }
 
 static int edges_named(ModuleWatch *self, PyObject *x, PyObject *name, PyObject *path, Py_ssize_t number, Edges *found, int depth) {
-    PyObject *key = PyObject_Str(name), *whole = NULL;
+    PyObject *key = key_text(name), *whole = NULL;
     if (key && (path || number >= 0)) {
         PyObject *own = place_text(path, number);
         whole = own ? PyUnicode_FromFormat("%U.%U", own, key) : NULL;
@@ -112,7 +114,10 @@ int edges_of(ModuleWatch *self, PyObject *x, PyObject *path, Py_ssize_t number, 
     PyTypeObject *kind = Py_TYPE(x);
     if (kind == self->plain[0] || kind == self->plain[1]) return edge_of_tensor(self, x, path, number, found);
     if (x == Py_None || kind == &PyLong_Type || kind == &PyFloat_Type || kind == &PyBool_Type || kind == &PyUnicode_Type) return 0;
-    if (depth > 8) return 0;
+    static int left; /* containers: one that holds itself has no end of places */
+    if (depth == 0) left = MOST;
+    if (depth > 8 || left <= 0) return 0;
+    left--;
     if (PyDict_CheckExact(x)) {
         PyObject *key, *item;
         Py_ssize_t at = 0;

@@ -72,6 +72,7 @@ struct Tape {
     PyObject *trail; /* is told what is looked at, or NULL */
     PyObject *noted; /* list of (twin with a note of its own, value), or NULL */
     int reuse, dtypes_known;
+    int entered; /* containers of the tree that is looked at */
     Dtype dtypes[DTYPES_KNOWN];
     Shapes shapes;
     Slot slots[STRIPS];

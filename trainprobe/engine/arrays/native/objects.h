@@ -123,6 +123,8 @@ void shapes_clear(Shapes *self);
 
 /* The tree of Values and scalars of an argument or result; path: where its values are saved, or NULL. A new reference. */
 PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth);
+PyObject *key_text(PyObject *key); /* the key of a dict as text that can be written; a new reference */
+int tape_enter(Tape *self);        /* whether one more container of this tree may be looked into */
 
 /* The same for a tensor that somebody holds for the rest of the step: it is remembered by a reference, which is less than a weak one. */
 PyObject *tape_held(Tape *self, PyObject *t, long flags, PyObject *path);

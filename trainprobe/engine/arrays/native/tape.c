@@ -143,6 +143,11 @@ static void tape_free(Tape *self) {
     Py_DECREF(type);
 }
 
+static PyObject *enter(Tape *self, PyObject *none) {
+    (void)none;
+    return PyBool_FromLong(tape_enter(self));
+}
+
 static PyMemberDef tape_members[] = {{"reused", T_PYSSIZET, offsetof(Tape, reused), 0, NULL},
                                      {"noted", T_OBJECT, offsetof(Tape, noted), READONLY, NULL},
                                      {NULL, 0, 0, 0, NULL}};
@@ -151,6 +156,7 @@ static PyMethodDef tape_methods[] = {
     {"tree", (PyCFunction)(void (*)(void))tree, METH_FASTCALL, "tree(x, flags, path=None, depth=0): see engine.tape.Tape.tree."},
     {"value", (PyCFunction)(void (*)(void))value, METH_FASTCALL, "value(t, flags): see engine.tape.Tape.value."},
     {"touched", (PyCFunction)touched, METH_O, "touched(t): see engine.tape.Tape.touched."},
+    {"enter", (PyCFunction)enter, METH_NOARGS, "enter(): whether one more container of this tree may be looked into."},
     {"forget_all", (PyCFunction)forget_all, METH_NOARGS, "forget_all(): see engine.tape.Tape.forget_all."},
     {"gather_into", (PyCFunction)gather_into, METH_O, "gather_into(arena): small values that are saved are copied there."},
     {"leave_trail", (PyCFunction)leave_trail, METH_O, "leave_trail(trail): it is told what is looked at."},

@@ -3,13 +3,37 @@
 
 #define DEEPEST 400
 #define TEXT 512
+#define UNWATCHED 4    /* levels in which nobody asks whether a container holds itself */
+
+#define MOST 100000 /* containers in a tree: one that holds itself would never end */
+
+/* Text that can be written: half of a surrogate pair becomes its escape. Takes the reference. */
+static PyObject *in_utf8(PyObject *x) {
+    Py_ssize_t length;
+    if (!x || PyUnicode_AsUTF8AndSize(x, &length)) return x;
+    PyErr_Clear();
+    PyObject *bytes = PyUnicode_AsEncodedString(x, "utf-8", "backslashreplace");
+    Py_DECREF(x);
+    x = bytes ? PyUnicode_FromEncodedObject(bytes, "utf-8", "strict") : NULL;
+    Py_XDECREF(bytes);
+    return x;
+}
 
 static PyObject *cut_text(PyObject *x) {
-    if (PyUnicode_GetLength(x) <= TEXT) return Py_NewRef(x);
+    if (PyUnicode_GetLength(x) <= TEXT) return in_utf8(Py_NewRef(x));
     PyObject *front = PyUnicode_Substring(x, 0, TEXT);
     PyObject *cut = front ? PyUnicode_FromFormat("%U%s", front, "\xe2\x80\xa6") : NULL;
     Py_XDECREF(front);
-    return cut;
+    return in_utf8(cut);
+}
+
+PyObject *key_text(PyObject *key) {
+    PyObject *text = PyObject_Str(key);
+    if (!text && PyErr_ExceptionMatches(PyExc_Exception)) {
+        PyErr_Clear();
+        text = PyUnicode_FromString("?");
+    }
+    return in_utf8(text);
 }
 
 static PyObject *kept_tensor(Tape *self, PyObject *x, long flags, PyObject *path, int held) {
@@ -61,7 +85,7 @@ static PyObject *listed(Tape *self, PyObject *x, long flags, PyObject *path, int
 static PyObject *named(Tape *self, PyObject *x, long flags, PyObject *path, int depth) {
     PyObject *items = PyDict_Items(x), *dict = items ? PyDict_New() : NULL; /* a copy: looking may run code that changes x */
     for (Py_ssize_t i = 0; dict && i < PyList_Size(items); i++) {
-        PyObject *pair = PyList_GetItem(items, i), *key = PyObject_Str(PyTuple_GetItem(pair, 0)), *below = NULL, *leaf = NULL;
+        PyObject *pair = PyList_GetItem(items, i), *key = key_text(PyTuple_GetItem(pair, 0)), *below = NULL, *leaf = NULL;
         if (key && path) below = PyUnicode_FromFormat("%U.%U", path, key);
         if (key && (below || !path)) leaf = tape_tree(self, PyTuple_GetItem(pair, 1), flags, below, depth + 1);
         if (!leaf || PyDict_SetItem(dict, key, leaf)) Py_CLEAR(dict);
@@ -73,14 +97,35 @@ static PyObject *named(Tape *self, PyObject *x, long flags, PyObject *path, int 
     return dict;
 }
 
+static void leave(PyObject *x) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    Py_ReprLeave(x);
+    PyErr_Restore(type, error, trace);
+}
+
+int tape_enter(Tape *self) { return self->entered++ < MOST; }
+
 PyObject *tape_tree(Tape *self, PyObject *x, long flags, PyObject *path, int depth) {
     PyTypeObject *kind = Py_TYPE(x);
     if (kind == self->plain[0] || kind == self->plain[1])
         return path && flags & SAVE ? kept_tensor(self, x, flags, path, 0) : tape_look(self, x, flags, 0);
-    if (x == Py_None || kind == &PyLong_Type || kind == &PyFloat_Type || kind == &PyBool_Type) return Py_NewRef(x);
+    if (x == Py_None || kind == &PyFloat_Type || kind == &PyBool_Type) return Py_NewRef(x);
+    if (kind == &PyLong_Type) {
+        int large;
+        PyLong_AsLongLongAndOverflow(x, &large);
+        return large ? rare(self, x, flags, path, depth) : Py_NewRef(x);
+    }
     if (kind == &PyUnicode_Type) return cut_text(x);
-    if (depth <= DEEPEST && (kind == &PyTuple_Type || kind == &PyList_Type)) return listed(self, x, flags, path, depth);
-    if (depth <= DEEPEST && kind == &PyDict_Type) return named(self, x, flags, path, depth);
+    if (depth <= DEEPEST && (kind == &PyTuple_Type || kind == &PyList_Type || kind == &PyDict_Type)) {
+        if (depth == 0) self->entered = 0;
+        if (!tape_enter(self)) return rare(self, x, flags, path, DEEPEST + 1);
+        int watched = depth >= UNWATCHED, within = watched ? Py_ReprEnter(x) : 0;
+        if (within) return within > 0 ? rare(self, x, flags, path, DEEPEST + 1) : NULL;
+        PyObject *tree = kind == &PyDict_Type ? named(self, x, flags, path, depth) : listed(self, x, flags, path, depth);
+        if (watched) leave(x);
+        return tree;
+    }
     return rare(self, x, flags, path, depth);
 }
 

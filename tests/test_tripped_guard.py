@@ -1,0 +1,159 @@
+"""A fault of the tool, wherever it comes, leaves torch, the model and the training as they would be without the tool."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+import torch.nn.utils.stateless
+import torch.utils.checkpoint
+from torch import nn
+
+import trainprobe
+from tests.test_odd_trainings import EVERYTHING
+from tests.traces import left_behind, traces
+from trainprobe.errors import PlanError
+
+PHASES = ("open", "begin", "forward", "backward", "clip", "optimizer", "moment", "note", "end", "control", "close")
+
+
+@pytest.fixture(autouse=True)
+def forgiving(monkeypatch):
+    """Faults disable the tool, as they do for users; under test they are raised otherwise."""
+    monkeypatch.delenv("TRAINPROBE_ON_ERROR", raising=False)
+
+
+def everything_of_torch() -> dict[str, int]:
+    """Return the identity of each function and class of torch's modules, and of each member of its classes."""
+    found: dict[str, int] = {}
+    for name, module in sorted(sys.modules.items()):
+        if (name == "torch" or name.startswith(("torch.", "random", "numpy.random"))) and inspect.ismodule(module):
+            for key, value in list(vars(module).items()):
+                if callable(value):
+                    found[f"{name}.{key}"] = id(value)
+                if inspect.isclass(value) and value.__module__ == name:
+                    found |= {f"{name}.{key}.{own}": id(member) for own, member in vars(value).items() if callable(member)}
+    return found
+
+
+class Trips(nn.Module):
+    """A model in which something calls `trip` while a phase of the step runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+        self.trips = {}
+
+    def forward(self, x):
+        self.trips.get("forward", int)()
+        hidden = self.norm(self.first(x))
+        if "backward" in self.trips and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self.trips["backward"]())
+        return self.second(hidden)
+
+
+def call(trip, *_):
+    trip()
+
+
+def train(model, optimizer, probe=None, steps=3, trips=None):
+    """Train; at the second step the phase named in `trips` calls its function."""
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for step in range(steps):
+        now = trips if trips is not None and step == 1 else {}
+        model.trips = now
+        if probe is not None:
+            probe.begin_step()
+        loss = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(step))).square().mean()
+        if probe is not None:
+            now.get("note", int)()
+            probe.note("loss", loss)
+            now.get("moment", int)()
+        loss.backward()
+        now.get("clip", int)()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        handle = optimizer.register_step_pre_hook(partial(call, now.get("optimizer", int)))
+        optimizer.step()
+        handle.remove()
+        optimizer.zero_grad()
+        scheduler.step()
+        if probe is not None:
+            now.get("end", int)()
+            probe.end_step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def start():
+    torch.manual_seed(0)
+    model = Trips()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def breaks(*_, **__):
+    raise RuntimeError("broken on purpose")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_fault_leaves_torch_as_it_was_and_the_bits_and_lets_go_of_the_model(phase, tmp_path, capsys):
+    bare = train(*start())
+    model, optimizer = start()
+    before, hooks = everything_of_torch(), traces(model, optimizer)
+    probe = trainprobe.Probe(output=tmp_path / "out", control=1, **EVERYTHING)
+    if phase == "open":
+        probe._taps[-1].open = breaks
+    probe.open(model, optimizer)
+    if phase == "begin":
+        probe._taps[-1].begin = breaks
+    if phase == "control":
+        probe._control.look = breaks
+    if phase == "end":
+        probe.watchers.append(breaks)
+    inside = phase not in ("open", "begin", "control", "end", "close")
+    trips = {phase: partial(probe.guard.run, breaks)} if inside else {}
+    watched = train(model, optimizer, probe, trips=trips)
+    if phase == "close":
+        probe.guard.run(breaks)
+    assert probe.guard.tripped is not None and "broken on purpose" in probe.guard.tripped.message
+    model.trips = {}
+    changed = {name for name, identity in everything_of_torch().items() if before.get(name, identity) != identity}
+    assert changed == set()  # before close: what the fault left
+    left = {name for name in left_behind(hooks, traces(model, optimizer)) if name != "threads"}
+    assert left <= {"attributes of the optimizer", "optimizer _optimizer_step_pre_hooks"}  # the program's scheduler and hook
+    probe.close()
+    assert left_behind(hooks, traces(model, optimizer)).keys() <= {"attributes of the optimizer"}
+    assert all(map(torch.equal, bare, watched))
+    assert capsys.readouterr().err.count("disabled itself") == 1
+    gone = [weakref.ref(model), weakref.ref(probe), weakref.ref(optimizer)]
+    del model, probe, optimizer, trips
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None, None]
+
+
+def test_a_mistake_in_the_plan_is_raised_and_a_model_that_cannot_be_looked_at_is_not(tmp_path, capsys):
+    model, optimizer = start()
+    with (
+        pytest.raises(PlanError, match="match nothing"),
+        trainprobe.watch(model, optimizer, output=tmp_path / "a", modules=["nowhere"]),
+    ):
+        pass
+    with trainprobe.watch("no model", optimizer, output=tmp_path / "b") as probe:
+        assert all(map(torch.equal, train(*start()), train(model, optimizer, probe)))
+    assert "torch_modules.py" in capsys.readouterr().err  # the file of ours, though the fault is the model's
+
+
+def test_one_release_that_fails_does_not_keep_the_others_from_theirs(tmp_path, capsys):
+    model, optimizer = start()
+    before = everything_of_torch()
+    with trainprobe.watch(model, optimizer, output=tmp_path / "out", **EVERYTHING) as probe:
+        for tap in probe._taps[::2]:
+            probe.guard._on_trip.insert(0, lambda tap=tap: breaks(tap))
+        with probe.step():
+            probe.guard.run(breaks)
+            assert {name for name, identity in everything_of_torch().items() if before.get(name, identity) != identity} == set()
+    assert "something may still be installed" in capsys.readouterr().err
