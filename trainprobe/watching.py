@@ -489,14 +489,14 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
 
     with Probe(plan, **overrides) as probe:
         probe.open(model, optimizer)
-        for finding in wrong_optimizers(model, optimizer):
+        for finding in probe.guard.run(lambda: list(wrong_optimizers(model, optimizer))) or ():
             probe.tell_once(finding)
         del optimizer  # one that the training replaces is not kept
-        checks = LoopChecks(model)
+        checks = LoopChecks(model, probe.guard)
         try:
             yield probe
             judged = probe.parts.monitor is not None or probe.parts.audit_plan is not None
-            if (sentence := checks.sentence(probe.begun, judged)) and probe.plan.level != "debug":
+            if (sentence := probe.guard.run(checks.sentence, probe.begun, judged)) and probe.plan.level != "debug":
                 probe.at_end(sentence)
         finally:
             checks.close()

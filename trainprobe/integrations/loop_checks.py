@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+from trainprobe.engine.guard import Guard
 from trainprobe.engine.records import Finding
 from trainprobe.engine.taps.step_hooks import StepListener, settle
 from trainprobe.integrations.live_modules import LeftOut, model_of, parameters_of
@@ -15,11 +17,12 @@ NO_STEP = "No step was seen: put `with probe.step():` around the forward, the ba
 class LoopChecks:
     """Listens to updates until one is of the model that was given."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, guard: Guard) -> None:
         self._models: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
         self._own = False
         self._others = LeftOut()
-        self._listener = StepListener(after=self._stepped)
+        self._listener = StepListener(after=partial(guard.run, self._stepped))
+        guard.on_trip(self.close)
 
     def close(self) -> None:
         """Listen no more."""
