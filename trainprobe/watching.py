@@ -489,7 +489,7 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
 
     with Probe(plan, **overrides) as probe:
         probe.open(model, optimizer)
-        for finding in probe.guard.run(lambda: list(wrong_optimizers(model, optimizer))) or ():
+        for finding in probe.guard.run(lambda *given: list(wrong_optimizers(*given)), model, optimizer) or ():
             probe.tell_once(finding)
         del optimizer  # one that the training replaces is not kept
         checks = LoopChecks(model, probe.guard)
