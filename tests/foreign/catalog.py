@@ -137,7 +137,6 @@ PROGRAMS = (
         "{here}/sb3_sac.py",
         updates=1200,
         findings=(RISING,),
-        amiss="cleared_gradients is a false error: another model's loss goes backward first, and zero_grad comes after",
         steps=400,
         why="three optimizers step in each iteration",
     ),
@@ -222,6 +221,7 @@ PROGRAMS = (
         "{site}/trl/scripts/grpo.py --model_name_or_path {data}/tinylm --dataset_name {data}/promptc"
         f" --reward_funcs think_format_reward --num_generations 4 --max_completion_length 8 {OF_TRL}",
         updates=30,
+        findings=(("dead", "has been zero", "all rewards are equal, so every gradient is exactly 0"),),
     ),
     Program(
         "cleanrl_dqn",
@@ -262,6 +262,8 @@ PROGRAMS = (
         "{sources}/opacus-1.6.0/examples/dcgan.py --disable-dp --device cpu --epochs 1 --ngf 8 --ndf 8 --batch-size 16"
         " --workers 0 --manualSeed 1 --data-root {data} --outf .",
         updates=16,
+        steps=8,
+        why="two optimizers step in each iteration",
         vision=True,
     ),
     Program(
@@ -297,6 +299,7 @@ PROGRAMS = (
         "deep Gaussian process in mini-batches",
         "-m unittest -q test.examples.test_dspp_regression",
         updates=100,
+        amiss="99 steps are recorded, and blow_up warns of a training whose loss falls",
         path="{sources}/gpytorch-1.15.2",
     ),
     Program(
@@ -352,7 +355,15 @@ PROGRAMS = (
     ),
     Program("tabnet", "pytorch-tabnet==4.1.0", "ghost batch norm, schedule, early stopping", "{here}/tabnet.py", updates=48),
     Program("skorch", "skorch==1.4.0", "`optimizer.step(closure)`, callbacks", "{here}/skorch_classifier.py", updates=65),
-    Program("fastai", "fastai==2.8.12", "one cycle with fastai's own optimizer class", "{here}/fastai_onecycle.py", updates=0),
+    Program(
+        "fastai",
+        "fastai==2.8.12",
+        "one cycle with fastai's own optimizer class",
+        "{here}/fastai_onecycle.py",
+        updates=0,
+        steps=45,
+        why="updates of fastai's own optimizer",
+    ),
     Program(
         "botorch",
         "botorch==0.18.1",
@@ -378,7 +389,6 @@ PROGRAMS = (
         "adversaries with a gradient penalty",
         "{here}/ctgan_table.py",
         updates=32,
-        amiss="cleared_gradients is a false error: another model's loss goes backward first, and zero_grad comes after",
         steps=16,
         why="two optimizers step in each iteration",
     ),
