@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -294,7 +294,7 @@ class Probe(EngineProbe):
     def _open_writer(self, place: Place) -> Any:
         from trainprobe.engine.writer import open_writer
         from trainprobe.monitor.actions import Alerts
-        from trainprobe.monitor.watcher import load_state
+        from trainprobe.monitor.watcher import resume_state
 
         monitor = self.parts.monitor
         alerts = {"alerts": Alerts(monitor.rules, monitor.actions)} if monitor is not None else {}
@@ -310,7 +310,7 @@ class Probe(EngineProbe):
                 self._box.close()
             raise
         if self._watcher is not None and self.plan.on_existing == "continue":
-            load_state(self._watcher, self._state_file(place))
+            self.report(resume_state(self._watcher, self._state_file(place)))
         return self._writer
 
     def close(self) -> None:
@@ -361,11 +361,9 @@ class Probe(EngineProbe):
         self.guard.run(self.parts.audit.close)
 
     def _save_state(self, watcher: Watcher) -> None:
-        from trainprobe.monitor.watcher import save_state
+        from trainprobe.monitor.watcher import keep_state
 
-        path = self._state_file(self.place)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_state(watcher, path)
+        self.report(keep_state(watcher, self._state_file(self.place)))
 
     def _state_file(self, place: Place) -> Path:
         return self.plan.output / f"rank{place.rank}" / "monitor_state.json"
@@ -460,8 +458,13 @@ def _merged(was: Any, value: Any) -> Any:
 def _wrapped(model: Any, *kinds: str) -> bool:
     """Tell whether a model, or what it holds, is of one of these kinds."""
     chunks = model if isinstance(model, list | tuple) else [model]
-    bases = (base.__name__ for chunk in chunks for module in chunk.modules() for base in type(module).__mro__)
+    bases = (base.__name__ for chunk in chunks for module in _modules_of(chunk) for base in type(module).__mro__)
     return any(name in kinds for name in bases)
+
+
+def _modules_of(model: Any) -> Iterable[Any]:
+    """Return the modules of a model of torch; of any other model it alone."""
+    return model.modules() if hasattr(model, "modules") else (model,)
 
 
 def _require_torch() -> None:

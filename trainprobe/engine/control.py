@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.plan_file import read_plan_file
-from trainprobe.errors import PlanError
+from trainprobe.engine.safe_files import SMALL, read_bounded
+from trainprobe.errors import FormatError, PlanError
 
 Words = npt.NDArray[np.uint64]
 FILE = "control.yaml"
@@ -18,6 +19,8 @@ FILE = "control.yaml"
 
 class ControlFile:
     """Looks at each `every`-th step whether `control.yaml` in a folder has changed. All ranks must call `look` at each step.
+
+    What is no regular file, is a link, or has more than 64 KiB is taken for no file.
 
     gather: brings every rank's message to every rank: one small collective at a step at which the file is looked at.
     """
@@ -50,8 +53,8 @@ class ControlFile:
         if self._rank:
             return b""
         try:
-            text = self._path.read_bytes()
-        except OSError:
+            text = read_bounded(self._path, SMALL)
+        except (OSError, FormatError):
             return b""
         if text == self._known:
             return b""

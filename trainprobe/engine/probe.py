@@ -246,6 +246,11 @@ class Probe:
         if sentence not in self.sentences:
             self.sentences.append(sentence)
 
+    def report(self, finding: Finding | None) -> None:
+        """Keep, write and print a finding that somebody else made; nothing for None."""
+        if finding is not None:
+            self._tell(finding)
+
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until everything that was handed to the writer is on disk, at most `timeout_s` seconds."""
         if self._recorder is not None:

@@ -11,7 +11,7 @@ from trainprobe.errors import MissingExtra
 
 _LONGEST = 32_000  # characters; a cell ends at 32 767
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
-_FORMULA = frozenset("=+-@\t\r")
+FORMULA = frozenset("=+-@\t\r")  # a text that begins with one of these is a formula to a spreadsheet
 
 
 def new_book(purpose: str) -> Any:
@@ -21,6 +21,11 @@ def new_book(purpose: str) -> Any:
     except ImportError:
         raise MissingExtra("openpyxl", "xlsx", purpose) from None
     return Workbook()
+
+
+def defused(text: str) -> str:
+    """Return the text of a CSV cell; one that a spreadsheet would take for a formula has an apostrophe before it."""
+    return f"'{text}" if text and text[0] in FORMULA else text
 
 
 def append(sheet: Any, row: Sequence[Any], colours: Mapping[str, str] | None = None, coloured: int = -1) -> None:
@@ -39,7 +44,7 @@ def append(sheet: Any, row: Sequence[Any], colours: Mapping[str, str] | None = N
             text = _CONTROL.sub("�", str(value))[:_LONGEST]
             cell.value = text
             cell.data_type = "s"  # a text, even where it begins with =
-            cell.quotePrefix = text[:1] in _FORMULA
+            cell.quotePrefix = bool(text) and text[0] in FORMULA
         if colours and i == coloured and isinstance(value, str) and value in colours:
             cell.fill = PatternFill("solid", fgColor=colours[value])
         cells.append(cell)

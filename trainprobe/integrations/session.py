@@ -20,7 +20,7 @@ from trainprobe.engine.stats import finish
 from trainprobe.errors import StopTraining
 from trainprobe.integrations import default_plan, say_what_is_watched
 from trainprobe.integrations.unedited import resumed_output
-from trainprobe.monitor.watcher import Watcher, load_state, save_state
+from trainprobe.monitor.watcher import Watcher, keep_state, resume_state
 from trainprobe.watching import PlanSource, Probe
 
 Say = Callable[[str], Any]
@@ -209,8 +209,11 @@ class Session:
         if watcher is None or place is None:
             return
         path = self._state_file(place.rank, -1 if self._last is None else self._last)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_state(watcher, path)
+        failed = keep_state(watcher, path)
+        if failed is not None:
+            if self.probe is not None:
+                self.probe.report(failed)
+            return
         for old in sorted(path.parent.glob("rules_step*.json"), key=lambda p: p.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)
 
@@ -224,11 +227,13 @@ class Session:
             if probe.place.rank == inherited["rank"]:
                 probe.guard.run(watcher.restore, inherited["rules"])
             else:
-                probe.guard.run(load_state, watcher, self._state_file(probe.place.rank, int(inherited["step"])))
+                probe.report(probe.guard.run(resume_state, watcher, self._state_file(probe.place.rank, int(inherited["step"]))))
         elif self._watcher is not None and self._last is not None and step > self._last:
             probe.guard.run(watcher.restore, self._watcher.state())
         elif step > first:
-            probe.guard.run(load_state, watcher, self._state_file(probe.place.rank, step - 1))  # where it was kept
+            probe.report(
+                probe.guard.run(resume_state, watcher, self._state_file(probe.place.rank, step - 1))
+            )  # where it was kept
         self._watcher = watcher
 
     def _state_file(self, rank: int, step: int) -> Path:

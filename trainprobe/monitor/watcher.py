@@ -11,6 +11,7 @@ import orjson
 
 from trainprobe.engine.findings import Count, counted_all, merged, ranks_of, recount
 from trainprobe.engine.records import Finding, Reel
+from trainprobe.engine.safe_files import LARGEST_STATE, read_bounded, set_aside, write_whole
 from trainprobe.errors import FormatError
 from trainprobe.monitor.audit.relations import STAGES, load_relation, relation_names
 from trainprobe.monitor.frames import Frame, Tracks, frame_of_reel
@@ -71,26 +72,55 @@ class Watcher:
         """Go on from what `state` returned; rules that are not in it begin anew. Raises FormatError when it is no state."""
         if state.get("format") != FORMAT or not isinstance(state.get("rules"), dict):
             raise FormatError(f"this is not a state of the monitor of format {FORMAT}; remove the file to begin anew")
-        for name in self.memories.keys() & state["rules"].keys():
-            self.memories[name] = Memory.from_json(state["rules"][name])
+        self.memories |= {name: Memory.from_json(state["rules"][name]) for name in self.memories.keys() & state["rules"].keys()}
 
 
 def save_state(watcher: Watcher, path: Path) -> None:
     """Write the state of a watcher to a file; the file is the old one or the new one at any time."""
-    draft = path.with_name(f".{path.name}.partial")
-    draft.write_bytes(orjson.dumps(watcher.state()))
-    draft.replace(path)
+    write_whole(path, orjson.dumps(watcher.state()))
 
 
 def load_state(watcher: Watcher, path: Path) -> bool:
     """Go on from the state in a file; return whether there was one. Raises FormatError when the file is no state."""
-    if not path.exists():
-        return False
     try:
-        watcher.restore(orjson.loads(path.read_bytes()))
+        state = orjson.loads(read_bounded(path, LARGEST_STATE))
+    except FileNotFoundError:
+        return False
     except orjson.JSONDecodeError as error:
         raise FormatError(f"{path} is not JSON ({error}); remove it to begin anew") from error
+    if not isinstance(state, dict):
+        raise FormatError(f"{path} is no state of the monitor; remove it to begin anew")
+    watcher.restore(state)  # pyright: ignore[reportUnknownArgumentType]
     return True
+
+
+def keep_state(watcher: Watcher, path: Path) -> Finding | None:
+    """Write the state of a watcher and make its folder; return a warning where that cannot be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_state(watcher, path)
+    except OSError as error:
+        message = (
+            f"{path} could not be written ({error.strerror or error}): a run that continues this one judges without its past"
+        )
+        return Finding("probe", "warning", message)
+    return None
+
+
+def resume_state(watcher: Watcher, path: Path) -> Finding | None:
+    """Go on from the state in a file, if there is one.
+
+    Return a warning where the file cannot be used: a damaged one is set aside, and the rules begin anew.
+    """
+    try:
+        load_state(watcher, path)
+    except (FormatError, OSError) as error:
+        try:
+            where = f"; it was set aside as {set_aside(path).name}"
+        except OSError:
+            where = ""
+        return Finding("probe", "warning", f"the rules begin anew, because their state cannot be read: {error}{where}")
+    return None
 
 
 def judge_frames(frames: Iterable[Frame], rules: Mapping[str, RuleOptions]) -> list[Finding]:

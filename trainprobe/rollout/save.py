@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trainprobe.engine.guard import Guard
+from trainprobe.engine.safe_files import write_whole
 from trainprobe.engine.topology import place_from_environment
 from trainprobe.errors import OutputError, UsageError, did_you_mean
 from trainprobe.rollout.folders import folder_of, held_by_rank, refusal_of_name
@@ -102,7 +103,7 @@ class SingleSave:
         """Write `data`, anything that JSON holds, to `configurations.json`."""
         self = cls._instance()
         if self.rank == 0:
-            self._guard.run(_write, self.folder / "configurations.json", json.dumps(data, indent=4, default=str).encode())
+            self._guard.run(write_whole, self.folder / "configurations.json", json.dumps(data, indent=4, default=str).encode())
 
     @classmethod
     def step(cls) -> None:
@@ -165,7 +166,7 @@ def _write_leaves(folder: Path, key: str, tree: Any, leaves: list[Leaf], order: 
         with path.open("wb") as file:
             np.save(file, array, allow_pickle=False)
         told[leaf.item] = statistics_of(array, leaf.dtype)
-    _write(folder / f"{key}.json", json.dumps({"data": _filled(tree, told), "order": order}, indent=4).encode())
+    write_whole(folder / f"{key}.json", json.dumps({"data": _filled(tree, told), "order": order}, indent=4).encode())
 
 
 def _filled(tree: Any, told: Mapping[str, Any]) -> Any:
@@ -175,10 +176,3 @@ def _filled(tree: Any, told: Mapping[str, Any]) -> Any:
     if isinstance(tree, dict):
         return {str(name): _filled(branch, told) for name, branch in tree.items()}  # pyright: ignore
     return told.get(tree)
-
-
-def _write(path: Path, text: bytes) -> None:
-    """Write a file that is whole under its name."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    draft.write_bytes(text)
-    draft.replace(path)

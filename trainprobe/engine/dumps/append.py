@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from trainprobe.engine.safe_files import NO_LINK
 from trainprobe.errors import OutputError
 
 _AT_ONCE = hasattr(os, "writev")  # spares a copy
@@ -15,7 +16,7 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_LINK, 0o644)
         self.size = _cut_torn_end(self._file)
 
     def write(self, *pieces: bytes) -> None:

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from trainprobe.engine.safe_files import NO_LINK
+
 BLOCK = 4096  # bytes; the blocks of almost all disks and file systems divide it
 SLOWEST = 256e6  # bytes/s; a slower disk makes the training wait sooner than the page cache does, which takes much at once
 PATIENCE = 0.25  # s that writing may lag behind that
@@ -106,7 +108,7 @@ def _open(path: Path) -> tuple[BinaryIO, int]:
     """Return the new file, and of what its writes must be multiples."""
     if hasattr(os, "O_DIRECT"):
         try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o666)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT | NO_LINK, 0o666)
             return os.fdopen(file, "wb", buffering=0), BLOCK
         except OSError as error:
             if error.errno not in _REFUSALS:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainprobe.compiled import native
+from trainprobe.engine.safe_files import NO_LINK
 from trainprobe.errors import OutputError
 
 DUMP_FILE, DEBUG_FILE, STACK_FILE, CONSTRUCT_FILE = "dump.json", "debug.json", "stack.json", "construct.json"
@@ -75,7 +76,7 @@ class RankFolder:
     def _write(self, name: str, text: bytes) -> None:
         path = f"{self._hidden}{os.sep}{name}"
         partial = f"{path}{PARTIAL}"
-        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_LINK | getattr(os, "O_BINARY", 0), 0o666)
         try:
             left = memoryview(text)
             while left:

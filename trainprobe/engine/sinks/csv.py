@@ -19,6 +19,7 @@ from trainprobe.engine.dumps.append import AppendedFile, make_room
 from trainprobe.engine.dumps.layout import METRICS_FILE, log_folder
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Feature, Finding, Phase, Place, Record, Reel, Site
+from trainprobe.engine.sheet_cells import defused
 
 TIDY = ("step", "micro", "rank", "kind", "name", "call", "slot", "statistic", "value", "dtype", "shape", "phase")
 STEPS_PER_FILE = 1000
@@ -46,7 +47,7 @@ class TidyCsv:
                 "" if step.micro is None else step.micro,
                 record.place.rank,
                 site.kind,
-                site.name,
+                defused(site.name),
                 site.call,
                 site.slot,
             )
@@ -106,7 +107,7 @@ class WideCsv:
         if file.size == 0:
             rows.writerow(columns)
         for (name, index), numbers in table.items():
-            rows.writerow([self._vpp, name, step, *([index] if micro else []), *numbers])
+            rows.writerow([self._vpp, defused(name), step, *([index] if micro else []), *numbers])
         file.write(text.getvalue().encode())
 
     def _append(self, sort: str, reel: Reel, table: dict[tuple[str, int | None], Record]) -> None:
@@ -119,7 +120,7 @@ class WideCsv:
             rows.writerow(["vpp_stage", "name", "step", *(["micro_step"] if micro else []), *statistics, "shape", "dtype"])
         for (name, index), record in table.items():
             numbers = [record.values.get(statistic, "nan") for statistic in statistics]
-            place = [self._vpp, name, reel.step, *([index or 0] if micro else [])]
+            place = [self._vpp, defused(name), reel.step, *([index or 0] if micro else [])]
             rows.writerow([*place, *numbers, str(list(record.shape)), record.dtype])
         file.write(text.getvalue().encode())
 

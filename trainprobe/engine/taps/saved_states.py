@@ -17,6 +17,7 @@ import torch
 
 from trainprobe.engine.facts import Piece, SavedTensors
 from trainprobe.engine.guard import Guard
+from trainprobe.engine.safe_files import write_whole
 from trainprobe.engine.taps.replaced import Replaced
 
 KEPT = 3
@@ -144,9 +145,7 @@ class SavedStates:
     def _write(self) -> None:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            draft = self._path.with_name(f".{FILE}.partial")
-            draft.write_text(json.dumps([_written(saved) for saved in self._saved]))
-            draft.replace(self._path)
+            write_whole(self._path, json.dumps([_written(saved) for saved in self._saved]).encode())
 
 
 def _written(saved: SavedTensors) -> dict[str, Any]:

@@ -39,7 +39,7 @@ static int write_file(const char *folder, const File *f) {
     char path[LONGEST], whole[LONGEST];
     if (snprintf(whole, LONGEST, "%s/%s", folder, f->name) >= LONGEST || snprintf(path, LONGEST, "%s" PARTIAL, whole) >= LONGEST)
         return -1;
-    int file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    int file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0666);
     if (file < 0) return -1;
     int failed = write_whole(file, f->data, f->size);
     return close(file) || failed ? -1 : rename(path, whole);
