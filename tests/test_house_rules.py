@@ -116,6 +116,21 @@ def test_imports_point_one_way() -> None:
     assert wrong == []
 
 
+def test_every_module_of_ours_that_is_imported_is_there() -> None:
+    """The type checker does not complain of missing modules, because frameworks may be missing."""
+    wrong: list[str] = []
+    for path in [*FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        for node in ast.walk(tree(path)):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                place = ROOT / (name or "").replace(".", "/")
+                if (name or "").startswith(("trainprobe.", "tests.", "benchmarks.")):
+                    there = place.is_dir() or place.with_suffix(".py").exists() or any(place.parent.glob(f"{place.name}.*.so"))
+                    wrong += [] if there else [f"{relative(path)}:{node.lineno} imports {name}"]
+    assert wrong == []
+
+
 def test_the_packages_above_the_engine_never_import_each_other() -> None:
     wrong: list[str] = []
     for path in FILES:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import random
+import shutil
 import struct
 import sys
 from pathlib import Path
@@ -12,12 +14,17 @@ WORDS = ("alpha", "beta", "gamma", "delta", "river", "stone", "north", "light")
 
 
 def make(folder: Path) -> None:
-    """Write all data below `folder`, unless they are there."""
+    """Write all data below `folder`, unless they are there; of several processes one writes, and the others wait for it."""
     if (folder / "done").exists():
         return
-    for part in (_text, _mnist, _pictures, _names, _models, _dialogues):
-        part(folder, random.Random(part.__name__))
-    (folder / "done").touch()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run left
+            for part in (_text, _mnist, _pictures, _names, _models, _dialogues):
+                part(folder, random.Random(part.__name__))
+            (folder / "done").touch()
 
 
 def _text(folder: Path, chance: random.Random) -> None:
