@@ -32,6 +32,9 @@ def _apart(modes: bool, inference: bool, transforms: bool, tracing: Any) -> Gene
     without_modes = _python_dispatch._disable_current_modes() if modes else _NOTHING  # pyright: ignore[reportPrivateUsage]
     ordinary = torch.inference_mode(False) if inference else _NOTHING
     with DisableTorchFunction(), _outside_transforms() if transforms else _NOTHING, without_modes, ordinary:
+        if tracing is None:  # where torch forbids traces, even this cannot be said again
+            yield
+            return
         _C._set_tracing_state(None)
         try:
             yield
