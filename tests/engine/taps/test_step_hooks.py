@@ -26,8 +26,9 @@ def test_they_stay_between_collected_steps_and_leave_with_the_last_one(tmp_path)
                 inside.append(held())
                 optimizer.step()
             behind.append(held())
-    assert inside == [(0, 0), (1, 1), (1, 1), (0, 0), (1, 1), (0, 0)]
-    assert behind == [(0, 0), (1, 1), (0, 0), (0, 0), (0, 0), (0, 0)]
+    assert inside[0] == behind[0] == (1, 1)  # until `watch` has seen that the optimizer is the model's
+    assert inside[1:] == [(1, 1), (1, 1), (0, 0), (1, 1), (0, 0)]
+    assert behind[1:] == [(1, 1), (0, 0), (0, 0), (0, 0), (0, 0)]
 
 
 @pytest.mark.parametrize("how", ["closed", "fault"])

@@ -55,9 +55,9 @@ def test_a_healthy_training_raises_no_alarm(trained, ranks, name):
     assert trained.found(ranks, name) == [[]] * ranks
 
 
-def test_a_router_that_draws_random_numbers_in_evaluation_is_told_of(trained):
-    """As DeepSpeed's does in its default setting, `use_rts`; nothing else is found."""
-    assert trained.found(2, DRAWN) == [[["evaluation", 1, rank, "moe.deepspeed_moe.gate"]] for rank in range(2)]
+def test_a_router_that_draws_random_numbers_in_evaluation_raises_no_alarm(trained):
+    """As DeepSpeed's does in its default setting, `use_rts`: it samples on purpose, which is a note and no warning."""
+    assert trained.found(2, DRAWN) == [[], []]
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -86,7 +86,7 @@ def load(folder: Path, case: str) -> list[list]:
     if fault != "schedule":
         schedule.load_state_dict(json.loads((folder / source / "schedule0.json").read_text()))
     spoil(fault, model, optimizer)
-    audit = {"ranks": False} if fault == "apart" else True
+    audit = {"every": 10} | ({"ranks": False} if fault == "apart" else {})
     with trainprobe.watch(model, optimizer, plan=plan_of(out, audit)) as probe:
         train(probe, model, optimizer, schedule, range(SAVED + 1, LAST + 1), SAVED + 1 if fault == "data" else 0)
     return [[f.rule, f.severity, f.step, f.site and f.site.name, f.site and f.site.slot, f.message] for f in probe.findings]
