@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -71,7 +71,6 @@ class SingleSave:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainprobe-rollout")
         self._room = threading.Condition()
         self._waiting = 0  # bytes
-        self._pending: list[Future[None]] = []
         atexit.register(SingleSave.close)
 
     @classmethod
@@ -112,7 +111,6 @@ class SingleSave:
         self._saves.clear()
         self._order.clear()
         self.number += 1
-        self._pending = [future for future in self._pending if not future.done()]
 
     @classmethod
     def close(cls) -> None:
@@ -139,7 +137,7 @@ class SingleSave:
         with self._room:
             self._room.wait_for(lambda: not self._waiting or self._waiting + size <= MOST_WAITING)
             self._waiting += size
-        self._pending.append(self._pool.submit(self._write_all, folder, key, tree, leaves, order, size))
+        self._pool.submit(self._write_all, folder, key, tree, leaves, order, size)
 
     def _write_all(self, folder: Path, key: str, tree: Any, leaves: list[Leaf], order: int, size: int) -> None:
         try:
