@@ -272,7 +272,9 @@ def collect_edges(tape: Tape, x: Any, path: str, found: Edges, depth: int = 0) -
     if depth > 8 or issubclass(kind, set | frozenset):
         return
     inside = (
-        [(str(i), item) for i, item in enumerate(x)] if issubclass(kind, tuple) else attempt(children, x, otherwise=_nothing)
+        [(str(i), item) for i, item in enumerate(tuple.__iter__(x))]
+        if issubclass(kind, tuple)
+        else attempt(children, x, otherwise=_nothing)
     )
     for name, item in inside or ():
         collect_edges(tape, item, f"{path}.{name}" if path else name, found, depth + 1)
