@@ -74,7 +74,8 @@ class Schedule:
     advances: how often it was stepped, once its optimizer had. updates: how often its optimizer stepped. position: where it
     stood at the update, or where none was seen, at first. rates: what it declares for that position, a number a group, or empty
     where that is not a function of the position alone. actual: what the optimizer used. between: advances and updates from the
-    update that was looked at before to this one.
+    update that was looked at before to this one. end: the position at which it has annealed the rate to its least, and behind
+    which it raises it again; 0 of schedules that do not.
     """
 
     kind: str
@@ -84,6 +85,27 @@ class Schedule:
     actual: tuple[float, ...]
     updates: int = 0
     between: tuple[int, int] = (0, 0)
+    end: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What is known of the learning rate of a parameter group. optimizer: the number of its optimizer, by the order in which
+    they step. rate: the one that schedules multiply; NaN where no scheduler was made. unstepped: a scheduler was made for the
+    optimizer, and none has been stepped.
+    """
+
+    optimizer: int
+    rate: float
+    unstepped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a trainer is. epochs: those that have ended. updates: those that it is to make in all, 0 where nobody knows."""
+
+    epochs: int = 0
+    updates: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +204,16 @@ class Rerun:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaled:
+    """By which plain numbers the loss of a backward pass was multiplied last, the very last first. of_sum: what lies beneath
+    them is a sum of several terms.
+    """
+
+    factors: tuple[float, ...] = ()
+    of_sum: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """One tensor that a module handed on. total: the sum of its elements."""
 
@@ -239,26 +271,27 @@ class StepFacts:
     """All that the audit's taps saw of one step.
 
     batches: fingerprint of what the model was called with, a micro-batch each. tokens: how many whole numbers the first such
-    tensor of each held. bypassed: the model inside a wrapper was
-    called, and not the wrapper. left: parameter → (fingerprint, norm) of a gradient that was there when the first backward
-    pass began. buffers: name → fingerprint after the update. rates: learning rate of each group as the optimizer used it;
-    rates_next: as it is at the end of the step, where a scheduler may have moved it. groups: as the optimizer used them.
-    repeated: a parameter was in two updates. twice: parameters that were stepped again with the gradient of the update before.
-    called: module → whether it ran with gradients enabled, of the modules that ran in training. reached, unreached: parameters
-    of the optimizers that stepped, with a gradient and without. idle: parameters of optimizers that stepped at each audited
-    step before and not in this one. never: those of optimizers that have not stepped, now that eight audited steps are over.
-    discarded: backward passes whose gradients were cleared before an update used them.
-    waiting: parameters whose gradient `fully_shard` had not reduced when the optimizer stepped.
-    closure: an optimizer ran forward and backward within its step, more than once. differentiated: the losses of the backward
-    passes, empty where one began from more than a number. begun: name → fingerprint of a buffer before the first forward.
-    ordinal: how many steps had begun with this one. updates_between: how often optimizers stepped since the audited step
-    before, in steps that are not audited, or in none. clips: the calls that clipped.
-    random: fingerprint of the random state at the end of the step; random_begun: of that at its beginning. region: that of the
-    random state of what is split over tp, 0 where none is told. reductions: gradients before and after they were joined over
-    the ranks. recomputed: forwards that ran again. reruns: updates that were worked out again. saved: what was saved last,
-    where something was loaded since; loaded: the pieces that were held then, before the update. same_epochs: epochs that a
-    shuffling sampler began in the order of the one before. losses: calls of loss functions, in their order.
-    ambient: what holds for the whole thread where the first update begins, in words: autocast, grad mode, default dtype …
+    tensor of each held. bypassed: the model inside a wrapper was called, and not the wrapper. left: parameter → (fingerprint,
+    norm) of a gradient that was there when the first backward pass began. buffers: name → fingerprint after the update. rates:
+    learning rate of each group as the optimizer used it; bases: of each; rates_next: as it is at the end of the step, where a
+    scheduler may have moved it. groups: as the optimizer used them. repeated: a parameter was in two updates. twice: parameters
+    that were stepped again with the gradient of the update before. called: module → whether it ran with gradients enabled, of
+    the modules that ran in training. reached, unreached: parameters of the optimizers that stepped, with a gradient and
+    without. idle: parameters of optimizers that stepped at each audited step before and not in this one. never: those of
+    optimizers that have not stepped, now that eight audited steps are over. discarded: backward passes whose gradients were
+    cleared before an update used them. waiting: parameters whose gradient `fully_shard` had not reduced when the optimizer
+    stepped. mixed: parameter → norm of the part of its gradient that came before weights were written, where the update used
+    more that came after. closure: an optimizer ran forward and backward within its step, more than once. differentiated: the
+    losses of the backward passes, empty where one began from more than a number. scaled: by what each of these was multiplied
+    last. begun: name → fingerprint of a buffer before the first forward. ordinal: how many steps had begun with this one.
+    updates_between: how often optimizers stepped since the audited step before, in steps that are not audited, or in none.
+    clips: the calls that clipped. random: fingerprint of the random state at the end of the step; random_begun: of that at its
+    beginning. region: that of the random state of what is split over tp, 0 where none is told. reductions: gradients before and
+    after they were joined over the ranks. recomputed: forwards that ran again. reruns: updates that were worked out again.
+    saved: what was saved last, where something was loaded since; loaded: the pieces that were held then, before the update.
+    same_epochs: epochs that a shuffling sampler began in the order of the one before. losses: calls of loss functions, in their
+    order. ambient: what holds for the whole thread where the first update begins, in words: autocast, grad mode, default dtype
+    …
     """
 
     set_up: ModelFacts
@@ -280,6 +313,8 @@ class StepFacts:
     waiting: tuple[str, ...] = ()
     closure: bool = False
     differentiated: tuple[float, ...] = ()
+    scaled: tuple[Scaled, ...] = ()
+    mixed: Mapping[str, float] = field(default_factory=dict[str, float])
     begun: Mapping[str, int] = field(default_factory=dict[str, int])
     ordinal: int = 0
     updates_between: int = 0
@@ -287,6 +322,8 @@ class StepFacts:
     buffers: Mapping[str, int] = field(default_factory=dict[str, int])
     groups: tuple[Group, ...] = ()
     rates: tuple[float, ...] = ()
+    bases: tuple[Base, ...] = ()
+    progress: Progress = field(default_factory=Progress)
     rates_next: tuple[float, ...] = ()
     clips: tuple[Clip, ...] = ()
     random: int = 0

@@ -13,6 +13,7 @@ import sys
 from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any
 
+from trainprobe.engine.facts import Progress
 from trainprobe.engine.findings import sentence
 from trainprobe.engine.flat_parameters import handles_of
 from trainprobe.engine.records import Finding, Place
@@ -76,6 +77,7 @@ class PlainCallback:
             rename=None if engine is None else renaming(engine.module),
             say=_log().warning,
             follow=partial(follow, engine=engine),
+            progress=lambda: Progress(trainer.current_epoch, max(trainer.max_steps or 0, 0)),
         )
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             self._hooks = [optimizer.register_step_post_hook(self._updated) for optimizer in trainer.optimizers]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainprobe.engine.facts import Progress
 from trainprobe.engine.naming import Rename
 from trainprobe.engine.plan_loading import load_plan
 from trainprobe.engine.records import Finding, Place, Reel
@@ -66,13 +67,14 @@ class Session:
         rename: Rename | None = None,
         say: Say | None = None,
         follow: Follow | None = None,
+        progress: Callable[[], Progress] | None = None,
     ) -> None:
         """Training begins. Raises what `Probe.open` raises.
 
         step: the number of its first step. first: what that is in a new run; a higher one goes on with an earlier run.
         rename: gives modules their names over all ranks. say: prints a line: what is watched at the start, each finding, the
         outcome at the end. follow: lets the open probe take what an engine holds that trains by its own rules, and returns what
-        has `end()`, or None.
+        has `end()`, or None. progress: tells how far the training is, and is asked at audited steps.
         """
         if self.probe is not None and self._model is model and self._last is None:
             return  # the callback was added twice: each event comes twice
@@ -86,6 +88,8 @@ class Session:
         if say is not None:
             probe.console.say = say
         probe.open(model, list(optimizers))
+        if progress is not None and probe.parts.audit is not None:
+            probe.parts.audit.progress = progress
         self.probe, self._model, self._place = probe, model, probe.place
         self._follower = follow(probe) if follow is not None else None
         self._inherit(probe, step, first)

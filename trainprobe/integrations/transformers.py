@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
+from trainprobe.engine.facts import Progress
 from trainprobe.engine.records import Finding, Place
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.topology import axes_from_mesh, place_from_environment
@@ -70,6 +71,7 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             rename=None if engine is None else renaming(engine.module),
             say=_log.warning,
             follow=partial(follow, engine=engine),
+            progress=lambda: Progress(int(state.epoch or 0), max(state.max_steps, 0)),
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.facts import Clip, Group, ModelFacts, Output, Repeat, StepFacts
+from trainprobe.engine.facts import Base, Clip, Group, ModelFacts, Output, Progress, Repeat, Scaled, StepFacts
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.records import Place, Reel, Value
 from trainprobe.engine.stats import finish
@@ -21,6 +21,7 @@ from trainprobe.engine.taps.ambient_state import ambient_state
 from trainprobe.engine.taps.backward_starts import BackwardStarts
 from trainprobe.engine.taps.declared_loss import DeclaredGradient
 from trainprobe.engine.taps.gradient_use import GradientUse
+from trainprobe.engine.taps.loss_factors import scaled_from
 from trainprobe.engine.taps.loss_inputs import LossInputs
 from trainprobe.engine.taps.model_calls import ModelCalls, unwrapped
 from trainprobe.engine.taps.parameter_states import ParameterStateTap
@@ -31,7 +32,7 @@ from trainprobe.engine.taps.samplers import SamplerWatch
 from trainprobe.engine.taps.saved_pieces import HeldPieces
 from trainprobe.engine.taps.saved_states import SavedStates
 from trainprobe.engine.taps.schedules import ScheduleWatch
-from trainprobe.engine.taps.set_up import model_facts, modes_of, optimizer_groups, parameters_of, rates_of
+from trainprobe.engine.taps.set_up import bases_of, model_facts, modes_of, optimizer_groups, parameters_of, rates_of
 from trainprobe.engine.taps.step_hooks import StepListener
 from trainprobe.engine.taps.update_rules import UpdateRerun
 from trainprobe.engine.taps.waiting_gradients import waiting_gradients
@@ -48,7 +49,7 @@ class AuditTap:
     declared loss is run. ordinal: how many steps have begun. reruns: whether updates are worked out again. repeats: whether
     forwards that run again are compared with the first. reduces: whether gradients are looked at before and after they are
     joined over the ranks. world: how many ranks there are. keeps_saves: whether what is saved is remembered, in folder(),
-    where an earlier process may have left it when goes_on().
+    where an earlier process may have left it when goes_on(). progress: how far a trainer is that tells it.
     """
 
     def __init__(
@@ -99,10 +100,13 @@ class AuditTap:
         self._stepped: set[int] = set()  # ids of what an optimizer of this step holds
         self._modes: dict[str, bool] | None = None  # of the modules as the first backward of this step began
         self._rates: tuple[float, ...] = ()
+        self._bases: tuple[Base, ...] = ()
+        self.progress: Callable[[], Progress] = Progress
         self._groups: dict[int, tuple[Group, ...]] = {}  # id of each optimizer that steps → its groups as it steps
         self._between = 0  # updates since the last step that was listened to
         self._listener: StepListener | None = None
         self._random_begun = 0
+        self._scaled: list[Scaled] = []
         self._ambient: dict[str, str] = {}
         self._calls.before_first = self._first_forward
 
@@ -132,9 +136,10 @@ class AuditTap:
         self._waiting = {}
         self._reduced.begin(tape)
         self._updates, self._rates, self._repeated, self._stepped, self._groups = 0, (), False, set(), {}
+        self._bases = ()
         self._modes = None
         self._loaded = None
-        self._ambient = {}
+        self._ambient, self._scaled = {}, []
         self._random_begun = random_fingerprint()
         self.declared.begin(tape)
         self._rerun.begin(tape)
@@ -206,6 +211,7 @@ class AuditTap:
             self._rerun.before(optimizer)
         self._schedules.at_update(optimizer)
         self._rates += rates_of(optimizer)
+        self._bases += bases_of(optimizer, len(self._groups), not self._schedules.drives(optimizer))
         self._groups[id(optimizer)] = optimizer_groups([optimizer], self._names())
         if not self._backward.cleared:
             names = self._names()
@@ -242,6 +248,7 @@ class AuditTap:
         return found
 
     def _backward_begins(self, root: Any) -> None:
+        self._scaled.append(scaled_from(root))
         if self._tape is not None and self._states.source is None:
             self._use.backward_begins(root, self._tape, self._models)
 
@@ -294,6 +301,8 @@ class AuditTap:
             waiting=tuple(self._waiting),
             closure=self._use.closure,
             differentiated=tuple(_mean(reel, value) for value in self._use.roots or ()),
+            scaled=tuple(self._scaled),
+            mixed={name: norm for name, v in self._use.mixed.items() if (norm := _norm(reel, v)) != 0},
             begun={name: _checksum(reel, v) for name, v in self._begun.items()},
             ordinal=self.ordinal(),
             updates_between=self._between,
@@ -301,6 +310,8 @@ class AuditTap:
             buffers={name: _checksum(reel, v) for name, v in self._buffers.items()},
             groups=self._used_groups() if self._plain() else (),
             rates=self._rates,
+            bases=self._bases,
+            progress=self.progress(),
             rates_next=tuple(rate for optimizer in self._optimizers for rate in rates_of(optimizer)),
             clips=tuple(Clip(c.names, _norm(reel, c.norm), c.used, c.limit, c.others) for c in self._states.clips),
             random=random_fingerprint(),

@@ -23,7 +23,8 @@ class GradientUse:
     twice: parameters that were stepped again with the same gradient. reached, unreached: those of the optimizers that
     stepped, with a gradient and without. discarded: backward passes whose gradients were cleared before an update used them.
     closure: backward passes ran within an update, after the first. roots: the numbers that backward passes began from; None
-    once one began from more.
+    once one began from more. mixed: parameters whose update used the sum of gradients from before and after weights were
+    written, and the older part.
     """
 
     def __init__(self, names: Callable[[], Mapping[int, str]]) -> None:
@@ -46,6 +47,10 @@ class GradientUse:
         self._dropped: list[tuple[Any, int]] = []  # parameters whose gradients were cleared unused, and their versions
         self._lost = 0
         self._written = 0  # how often parameters had been written to when the last backward pass began
+        self._versions: dict[int, int] = {}  # the same of each trainable parameter
+        self._moved = False  # an optimizer has stepped since
+        self._older: dict[str, tuple[Any, int, Value]] = {}  # gradients that were there when a pass began at other weights
+        self.mixed: dict[str, Value] = {}
 
     def before_update(self, optimizer: Any) -> None:
         """See what an optimizer is about to use."""
@@ -62,6 +67,9 @@ class GradientUse:
                 continue
             self.reached.add(name)
             mark = (grad, int(grad._version))
+            older = self._older.get(name)
+            if older is not None and older[0] is grad and older[1] < mark[1]:
+                self.mixed[name] = older[2]
             known = self._used.get(id(p))
             if known is not None and known[0] is grad and known[1] == mark[1]:
                 self.twice[name] = None
@@ -70,6 +78,7 @@ class GradientUse:
     def after_update(self) -> None:
         """The update is over."""
         self._updating = False
+        self._moved = True
 
     def backward_begins(self, root: Any, tape: Tape, models: Sequence[Any]) -> None:
         """Take the number that a backward pass begins from. Another pass after a clearing: what was cleared is lost."""
@@ -83,6 +92,21 @@ class GradientUse:
             self.discarded += self._lost
         self._dropped = []
         self._written = _writes(models)
+        if not self._updating:
+            self._look_for_older(tape, models)
+
+    def _look_for_older(self, tape: Tape, models: Sequence[Any]) -> None:
+        """Take down the gradients that are there although the weights were written since the pass before began."""
+        trained = [p for model in models for p in model.parameters() if p.requires_grad and p.is_leaf and not p.is_inference()]
+        known, self._versions = self._versions, {id(p): int(p._version) for p in trained}
+        written = sum(known.get(key, version) != version for key, version in self._versions.items())
+        moved, self._moved = self._moved, False
+        if not known or not (moved or 2 * written > len(trained)):
+            return
+        names = self._names()
+        with DisableTorchFunction():
+            for p in (p for p in trained if p.grad is not None and id(p) in names):
+                self._older[names[id(p)]] = p.grad, int(p.grad._version), tape.value(p.grad, STATS)
 
     def cleared(self, owner: Any, models: Sequence[Any], unused: int) -> bool:
         """See gradients cleared of an optimizer or module. Return whether all are gone and no update used them.

@@ -110,7 +110,12 @@ class ScheduleWatch:
             rates = _declared(scheduler) if len(mine) == 1 else ()
             between = known.advances_between, known.updates_between
             known.advances_between = known.updates_between = 0
-            self._taken[id(scheduler)] = Schedule(_kind(scheduler), 0, _position(scheduler), rates, used, between=between)
+            stands, end = _position(scheduler), _end(scheduler)
+            self._taken[id(scheduler)] = Schedule(_kind(scheduler), 0, stands, rates, used, between=between, end=end)
+
+    def drives(self, optimizer: Any) -> bool:
+        """Tell whether a scheduler of an optimizer has been stepped."""
+        return any(_optimizer_of(scheduler) is optimizer for scheduler, _ in self._alive())
 
     def take(self) -> tuple[Schedule, ...]:
         """Return what was counted and taken down since the last call."""
@@ -169,6 +174,12 @@ def _position(scheduler: Any) -> int:
     """Return where a scheduler stands; of one that drives several at once, where the first of them does."""
     position = getattr(scheduler, "last_epoch", None)
     return int(scheduler._schedulers[0].last_epoch if position is None else position)
+
+
+def _end(scheduler: Any) -> int:
+    """Return where a scheduler has reached its least rate and begins to raise it again; 0 where it does not."""
+    end = getattr(scheduler, "T_max", 0) if type(scheduler) is lr_scheduler.CosineAnnealingLR else 0
+    return int(end) if isinstance(end, float | int) else 0
 
 
 def _declared(scheduler: Any) -> tuple[float, ...]:

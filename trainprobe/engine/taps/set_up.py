@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from trainprobe.engine.facts import Group, ModelFacts, ParameterFact
+from trainprobe.engine.facts import Base, Group, ModelFacts, ParameterFact
 from trainprobe.engine.guard import attempt
 from trainprobe.engine.naming import count_outer_wrappers, logical_name
 from trainprobe.engine.taps.registered import hidden_parameters, repeated_hooks
@@ -89,6 +89,17 @@ def rates_of(optimizer: Any) -> tuple[float, ...]:
     """Return the learning rate of each parameter group that keeps it as a plain number."""
     rates = (group.get("lr") for group in groups_of(optimizer))
     return tuple(float(rate) for rate in rates if isinstance(rate, float | int))
+
+
+def bases_of(optimizer: Any, number: int, unstepped: bool) -> tuple[Base, ...]:
+    """Return what is known of each of `rates_of`. unstepped: no scheduler of this optimizer has been stepped."""
+    waits = unstepped and hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    groups = (group for group in groups_of(optimizer) if isinstance(group.get("lr"), float | int))
+    return tuple(Base(number, _number(group.get("initial_lr")), waits) for group in groups)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, float | int) else float("nan")
 
 
 def groups_of(optimizer: Any) -> Iterable[Any]:

@@ -144,7 +144,9 @@ class Past:
     follows (see `recurrences`). paced: classes of schedulers that were stepped no more often than their optimizer. followed:
     those whose declared rate was in use. streaks: ("scalar", name), ("rate", parameter group), ("unreached", parameter) or
     ("moves", buffer) → what it was last (see `streaks_now`). peaks: largest rate of each parameter group. kept:
-    audited steps in a row that updated with all gradients that came.
+    audited steps in a row that updated with all gradients that came. micro_batches: how many a step had whose losses were
+    divided by their number, as last seen. paces: at how many in a row the rate of each parameter group was another one than
+    at the one before.
     """
 
     exactly: int = 0
@@ -159,6 +161,8 @@ class Past:
     streaks: Mapping[tuple[str, str], Streak] = field(default_factory=dict[tuple[str, str], Streak])
     peaks: tuple[float, ...] = ()
     kept: int = 0
+    micro_batches: int = 0
+    paces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

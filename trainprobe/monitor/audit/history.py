@@ -8,7 +8,9 @@ from typing import Any
 from trainprobe.monitor.audit.evidence import Evidence, Past, along, resting, streaks_with
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.recurrences import learned
+from trainprobe.monitor.audit.relations.divided_losses import micro_batches
 from trainprobe.monitor.audit.relations.learning_rate import follows
+from trainprobe.monitor.audit.relations.rates_together import paces
 from trainprobe.monitor.audit.relations.reduced_gradients import divisor_of
 from trainprobe.monitor.audit.relations.reported_loss import exactly_explained
 
@@ -35,6 +37,8 @@ def remembered(evidence: Evidence) -> Past:
         followed=past.followed | {s.kind for s in evidence.facts.schedules if follows(s)},
         streaks=streaks_with(evidence),
         peaks=_peaks(evidence),
+        micro_batches=micro_batches(evidence),
+        paces=paces(evidence),
     )
 
 

@@ -3,7 +3,9 @@
 Relation: what the optimizer left at the end of one update is what the next update begins with, for every parameter, its master
 weight and every tensor of its state, bit for bit; checked when the audited steps follow each other. So do the running
 statistics of normalisation layers from the last update to the next forward. Frozen parameters that something moves from the
-start (the average of a student) and those that other ranks hand over are left out. Tolerance zero.
+start (the average of a student) and those that other ranks hand over are left out, and so is state that neither of the two
+updates changed of any parameter: it is not the update's own, but kept there for something else (the weights from before an
+ascent). Tolerance zero.
 Usually caused by state that was lost, reset or mixed up in saving and loading, by weights that were overwritten in place, by
 master weights that are made anew from rounded ones, or by corrupted memory. Where one parameter's state is now what another's
 was, that is said.
@@ -17,6 +19,7 @@ from trainprobe.monitor.audit.evidence import Evidence, and_more, resting
 COST = frozenset({"fingerprints"})
 EVERY = 10
 STAGE = "state"
+_WEIGHTS = ("value", "main_value")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -32,7 +35,7 @@ def check(evidence: Evidence) -> list[Finding]:
         copied = evidence.mastered | _of_others(evidence) if slot == "value" else ()
         held = [name for name in evidence.tensors.with_slot(slot) if name not in copied]
         changed = [name for name in held if _changed(evidence, before, name, slot)]
-        if changed:
+        if changed and (slot in _WEIGHTS or _is_updated(evidence, slot) or _is_updated(before, slot)):
             found.append(_finding(evidence, before, slot, changed))
     found += _statistics(evidence, before)
     gone = [
@@ -92,6 +95,12 @@ def _statistics(evidence: Evidence, before: Evidence) -> list[Finding]:
             names=moved,
         )
     ]
+
+
+def _is_updated(evidence: Evidence, slot: str) -> bool:
+    """Tell whether the update of a step changed a tensor of the optimizer's state of any parameter."""
+    seen = evidence.tensors
+    return any(seen.checksum(name, slot) != seen.checksum(name, f"{slot}_after") for name in seen.with_slot(f"{slot}_after"))
 
 
 def _changed(evidence: Evidence, before: Evidence, name: str, slot: str) -> bool:

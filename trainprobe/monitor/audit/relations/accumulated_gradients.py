@@ -1,0 +1,46 @@
+"""Gradients that one update adds up were all taken at the same weights.
+
+Relation: where a backward pass adds to a gradient that is already there, and the update uses the sum, no optimizer has
+stepped, and no program has written to most of the weights, between the pass that the older part came from and this one.
+Tolerance none; an older part that is zero is none. Told as a warning, since somebody may want the sum.
+Usually caused by an output that is not detached, so that the loss of one network leaves its gradient in another, which then
+adds its own (a generator and its discriminator); and by an ascent step (sharpness-aware minimization, extragradient) whose
+gradient is not cleared before the second pass. Micro-batches that are accumulated cannot violate this, nor can networks that
+are updated in turn and cleared before their own backward pass.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+
+COST = frozenset({"fingerprints"})
+EVERY = 10
+STAGE = "backward"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find gradients that were added up over different weights."""
+    mixed = evidence.facts.mixed
+    if not mixed:
+        return []
+    names = list(mixed)
+    text = (
+        f"the update of {and_more(names, len(evidence.model.parameters))} used a gradient that adds up backward passes from "
+        f"before and after weights were changed: the older part has norm {mixed[names[0]]:.6g} and belongs to another loss or "
+        "other weights"
+    )
+    hint = "detach what one network hands to the loss of another, or call zero_grad() before the backward pass of this update"
+    return [
+        evidence.finding(
+            "accumulated_gradients",
+            text,
+            names[0],
+            "grad",
+            measured=mixed[names[0]],
+            expected=0.0,
+            severity="warning",
+            next=hint,
+            names=names,
+        )
+    ]

@@ -1,0 +1,81 @@
+"""The loss of each micro-batch is divided by their number, once.
+
+Relation, for steps of n ≥ 2 backward passes whose losses all have the same plain factors 1/d right before backward: n is not
+twice among these divisors d, one division upon the other, unless what they divide is a sum of several terms. And where
+n was the divisor at an audited step before, a step of another number of passes does not have that divisor still. Floor: 1e-6
+of the divisor. Told as a warning. What is divided by tokens, or by nothing, is not judged.
+Usually caused by a loop that divides the loss and hands it to an engine that divides too (DeepSpeed, Accelerate, Lightning),
+which makes the gradient n times too small; and by the last, incomplete group of micro-batches of an epoch, whose update is
+smaller than that of all others by its share.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "backward"
+_FLOOR = 1e-6
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find losses of micro-batches that are divided twice, or by another number than there are."""
+    divisors, passes = divisors_of(evidence), evidence.facts.backwards
+    if not divisors:
+        return []
+    if passes >= 2 and _twice(divisors, passes) and not any(s.of_sum for s in evidence.facts.scaled):
+        text = (
+            f"the loss of each of {passes} micro-batches was divided by {passes} twice before backward: the gradient is "
+            f"{passes} times too small"
+        )
+        hint = "leave the division to the engine that drives the backward pass, or to the loop, but not to both"
+        return [_finding(evidence, text, float(passes**2), float(passes), hint)]
+    usual = evidence.past.micro_batches
+    if usual >= 2 and passes != usual and usual in divisors and passes not in divisors:
+        text = (
+            f"the loss of each of {passes} micro-batches was divided by {usual}, as at steps of {usual} micro-batches: this "
+            f"update has {passes / usual:.3g} of the size of a mean over its micro-batches"
+        )
+        hint = "divide by the number of micro-batches in this step, or leave out the last incomplete group of an epoch"
+        return [_finding(evidence, text, float(usual), float(passes), hint)]
+    return []
+
+
+def divisors_of(evidence: Evidence) -> tuple[int, ...]:
+    """Return the whole numbers above 1 by which every backward pass of an update had its loss divided, the last first."""
+    facts = evidence.facts
+    scaled = facts.scaled
+    if not scaled or len(scaled) != facts.backwards or facts.closure or facts.discarded or not facts.updated_once:
+        return ()
+    if any(other.factors != scaled[0].factors for other in scaled):
+        return ()
+    divisors = [1 / factor for factor in scaled[0].factors if 0 < factor < 1]
+    return tuple(round(d) for d in divisors if round(d) >= 2 and abs(d - round(d)) <= _FLOOR * d)
+
+
+def micro_batches(evidence: Evidence) -> int:
+    """Return how many micro-batches a step had that were divided by their number, as last seen; 0 where none was."""
+    passes = evidence.facts.backwards
+    return passes if passes >= 2 and passes in divisors_of(evidence) else evidence.past.micro_batches
+
+
+def _twice(divisors: tuple[int, ...], passes: int) -> bool:
+    return any(pair == (passes, passes) for pair in pairwise(divisors))
+
+
+def _finding(evidence: Evidence, text: str, measured: float, expected: float, hint: str) -> Finding:
+    return evidence.finding(
+        "divided_losses",
+        text,
+        "loss",
+        kind="scalar",
+        measured=measured,
+        expected=expected,
+        floor=_FLOOR,
+        severity="warning",
+        next=hint,
+    )

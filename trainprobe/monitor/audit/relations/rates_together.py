@@ -1,0 +1,72 @@
+"""A schedule moves the rates of all parameter groups of an optimizer.
+
+Relation: where no scheduler of torch was made for an optimizer, and the rate of one of its parameter groups has been another
+one at each of four or more audited steps in a row, no other group has stood at one rate above 0, to the bit, since the first
+audited step. Told as a warning: a group may be left out of the schedule on purpose.
+Usually caused by a loop over the groups that sets the rate behind it, so that only the last group follows the schedule, or by
+`param_groups[0]["lr"] = …` where there are several. A schedule that multiplies all rates alike cannot violate this; what
+is set once an epoch is not judged, and neither are schedulers of torch, which declare a rate for each group.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "rate"
+_LOOKS = 4
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find the first group that a schedule leaves out."""
+    facts, moves = evidence.facts, paces(evidence)
+    if len(facts.bases) != len(facts.rates) or not facts.updates or any(base.rate == base.rate for base in facts.bases):
+        return []
+    scheduled = {base.optimizer: i for i, base in enumerate(facts.bases) if moves[i] + 1 >= _LOOKS}
+    for i, base in enumerate(facts.bases):
+        streak, other = evidence.streak("rate", str(i)), scheduled.get(base.optimizer)
+        if (
+            streak is None
+            or streak.count < _LOOKS
+            or streak.since > _first(evidence)
+            or other is None
+            or not facts.rates[i] > 0
+        ):
+            continue
+        text = (
+            f"the learning rate of parameter group {i} has stood at {facts.rates[i]:.4g} since the first audited step, while "
+            f"that of group {other} of the same optimizer changes at every step ({facts.rates[other]:.4g} now)"
+        )
+        hint = "set the rate of every group in optimizer.param_groups, inside the loop over the groups"
+        return [
+            evidence.finding(
+                "rates_together",
+                text,
+                "lr",
+                kind="scalar",
+                measured=facts.rates[i],
+                expected="another rate at each audited step",
+                severity="warning",
+                next=hint,
+                names=sorted(evidence.facts.groups[i].names) if len(evidence.facts.groups) == len(facts.rates) else (),
+            )
+        ]
+    return []
+
+
+def paces(evidence: Evidence) -> tuple[int, ...]:
+    """Return at how many audited steps in a row the rate of each group was another one than at the one before."""
+    facts, before, known = evidence.facts, evidence.before, evidence.past.paces
+    if not facts.updates:
+        return known
+    was = before.facts.rates if before is not None else ()
+    if len(was) != len(facts.rates) or len(known) != len(facts.rates):
+        return (0,) * len(facts.rates)
+    return tuple(n + 1 if now != then else 0 for n, now, then in zip(known, facts.rates, was, strict=True))
+
+
+def _first(evidence: Evidence) -> int:
+    """Return the first step at which any rate that is in use now was seen to stand."""
+    return min((s.since for (kind, _), s in evidence.past.streaks.items() if kind == "rate"), default=evidence.facts.ordinal)

@@ -1,0 +1,51 @@
+"""A scheduler that was made for an optimizer is stepped.
+
+Relation: an optimizer for which a scheduler of torch was made, and for which none has been stepped, does not update at one and
+the same rate, to the bit, at four or more audited steps in a row and over the end of an epoch where that rate is at most half
+of the one that the schedule multiplies (the first of a warm-up), or over the ends of three epochs. Tolerance none.
+Judged where a trainer tells its epochs. Told as a warning.
+Usually caused by manual optimization, where the trainer steps no scheduler (Lightning), or by a loop that was copied without
+the call. A scheduler that is stepped once an epoch cannot violate this.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "rate"
+_LOOKS, _EPOCHS, _WARMING = 4, 3, 0.5
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find the first optimizer whose scheduler rests."""
+    facts = evidence.facts
+    epochs = facts.progress.epochs
+    if len(facts.bases) != len(facts.rates) or not facts.updates or not epochs:
+        return []
+    for i, (base, rate) in enumerate(zip(facts.bases, facts.rates, strict=True)):
+        streak = evidence.streak("rate", str(i))
+        enough = epochs >= _EPOCHS or rate <= _WARMING * base.rate
+        if not base.unstepped or streak is None or streak.count < _LOOKS or not enough:
+            continue
+        passed = facts.ordinal - streak.since
+        text = (
+            f"parameter group {i} has been updated at the rate {rate:.4g} for {passed} steps, over the end of {epochs} "
+            f"epoch{'s' * (epochs > 1)}: a scheduler was made for its optimizer (base rate {base.rate:.4g}) and was not stepped"
+        )
+        hint = "call scheduler.step() behind optimizer.step(); in manual optimization the trainer does not"
+        return [
+            evidence.finding(
+                "schedulers_stepped",
+                text,
+                "lr",
+                kind="scalar",
+                measured=rate,
+                expected="a rate that its scheduler moves",
+                severity="warning",
+                next=hint,
+            )
+        ]
+    return []
