@@ -129,8 +129,9 @@ def _collect(parts: Parts, plan: Plan, guard: Guard, before: MonitorPlan | None 
         parts.clipping = ClippingTap(guard, partial(_unclipped, parts), states.reported_norm) if clips else None
     if states is not None and (before is None or gradients != before.gradients):
         wanted = gradients is not None and gradients.unreduced
-        arrives = partial(states.arrived, per_micro=gradients is not None and gradients.per_micro)
-        parts.unreduced = UnreducedTap(guard, arrives, lambda: states.source is None) if wanted else None
+        per_micro = gradients is not None and gradients.per_micro
+        arrives = partial(states.arrived, per_micro=per_micro)
+        parts.unreduced = UnreducedTap(guard, arrives, lambda: states.source is None, per_micro) if wanted else None
     batched = bool(plan.black_box) or (monitor is not None and monitor.batches.on)
     parts.batches = parts.batches or BatchTap(guard) if batched else None
     if monitor is not None and (before is None or monitor.collectives != before.collectives):

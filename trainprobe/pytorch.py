@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,12 @@ from trainprobe.debugger import PrecisionDebugger as PrecisionDebugger
 
 if TYPE_CHECKING:
     from trainprobe.integrations.seeds import seed_all as seed_all
+    from trainprobe.integrations.trainer_mon import TrainerMon as TrainerMon
+    from trainprobe.integrations.trainer_mon import TrainerMonitorV2 as TrainerMonitorV2
 
+# name → file of trainprobe.integrations, imported when it is asked for
+_LATE = {"seed_all": "seeds", "TrainerMon": "trainer_mon", "TrainerMonitorV2": "trainer_mon"}
 _INSTEAD = {
-    "TrainerMon": "watch the training with trainprobe.integrations.torch_loop.attach(model, optimizer, plan), whose section "
-    "`monitor` says what is watched (docs/monitor.md)",
     "compare": "run `trainprobe dump-compare A B`",
     "compare_distributed": "run `trainprobe dump-compare A B`, which pairs the ranks itself",
     "random_save": "capture random calls with trainprobe.ConfigChecker (docs/config_check.md)",
@@ -36,10 +39,8 @@ def module_dump_end() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "seed_all":
-        from trainprobe.integrations.seeds import seed_all
-
-        return seed_all
+    if name in _LATE:
+        return getattr(importlib.import_module(f"trainprobe.integrations.{_LATE[name]}"), name)
     if name in _INSTEAD:
         raise ImportError(f"trainprobe.pytorch has no {name}: {_INSTEAD[name]}")
     raise AttributeError(f"module 'trainprobe.pytorch' has no attribute {name!r}")

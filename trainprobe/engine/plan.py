@@ -213,9 +213,12 @@ class Plan(_Section):
     """Keep only calls whose full name, such as `Module.layers.0.fc.Linear.forward.0` or `Functional.linear.1.backward`,
     contains one of these texts; at level mix also what ran inside such a module."""
     sinks: Patterns = ("dump", "jsonl")
-    """Which writers: dump, csv, tensorboard, jsonl, memory, or one that another package brings."""
+    """Which writers: dump, csv, tensorboard, jsonl, memory, one that another package brings, or the files that the two monitors
+    of mindstudio-probe write (msprobe_csv, msprobe_second_csv)."""
     csv_layout: Literal["tidy", "wide"] = "tidy"
     """tidy: one row a value and statistic; wide: one row a value, one column a statistic."""
+    csv_steps: Annotated[Whole, Field(ge=1)] = 1000
+    """How many steps a file of the wide layout, of msprobe_csv and of msprobe_second_csv holds."""
     nan_tokens: Flag = False
     """Write the bare tokens NaN and Infinity into JSON, for readers that insist on them; such a file is not strict JSON."""
     console: Flag = True

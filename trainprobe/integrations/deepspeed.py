@@ -69,7 +69,7 @@ def attach_to_script(plan: PlanSource) -> None:
     @functools.wraps(run)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         made = run(*args, **kwargs)
-        if not initialize.ended and _is_engine(made[0]) and not called_from(CALLBACKS):  # type: ignore[attr-defined]
+        if not initialize.ended and is_engine(made[0]) and not called_from(CALLBACKS):  # type: ignore[attr-defined]
             replaced.back()
             attach(made[0], plan)
         return made
@@ -103,7 +103,7 @@ def engine_of(trainer: Any) -> Any:
     wrapped = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
     strategy = getattr(trainer, "strategy", None)
     candidates = (wrapped, getattr(strategy, "model", None), getattr(trainer, "model_wrapped", None))
-    return next((engine for engine in candidates if _is_engine(engine)), None)
+    return next((engine for engine in candidates if is_engine(engine)), None)
 
 
 def follow(probe: Probe | None, engine: Any) -> Follower | None:
@@ -370,12 +370,13 @@ def _follower_of(engine: Any) -> Follower | None:
     return follower if isinstance(follower, Follower) and not follower.probe.closed else None
 
 
-def _is_engine(engine: Any) -> bool:
+def is_engine(engine: Any) -> bool:
+    """Tell whether this is an engine of DeepSpeed."""
     return all(hasattr(type(engine), name) for name in ("_take_model_step", "is_gradient_accumulation_boundary"))
 
 
 def _require_engine(engine: Any) -> None:
-    if not _is_engine(engine):
+    if not is_engine(engine):
         raise UsageError(
             f"attach was given a {type(engine).__name__}: give it the engine, the first that deepspeed.initialize(...) returns"
         )

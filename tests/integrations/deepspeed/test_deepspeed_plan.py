@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import launch
+from tests.integrations.monitor_files import assert_written, write_config
 from tests.integrations.one_plan import assert_all_outputs, plan_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
@@ -18,3 +19,10 @@ def test_attach_does_all_that_the_plan_says(require, tmp_path):
     plan_file(tmp_path, dumped=2)
     launch(str(Path(__file__).with_name("train_planned.py")), 1, str(tmp_path), folder=tmp_path, timeout=300)
     assert_all_outputs(tmp_path, dumped=2, steps=[1, 2, 3, 4, 5], layer="fc2", written=(4, "fc2.weight"))
+
+
+def test_trainer_mon_writes_its_files(require, tmp_path):
+    require("deepspeed")
+    write_config(tmp_path)
+    launch(str(Path(__file__).with_name("train_trainer_mon.py")), 1, str(tmp_path), folder=tmp_path, timeout=300)
+    assert_written(tmp_path, steps=[1, 2], parameter="fc2.weight")

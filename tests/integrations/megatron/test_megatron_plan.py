@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ckpt_compare.writers.launch import launch
+from tests.integrations.monitor_files import assert_written, write_config
 from tests.integrations.one_plan import assert_all_outputs, plan_file
 
 FC2 = "decoder.layers.1.mlp.linear_fc2"
@@ -36,3 +37,10 @@ def test_a_plan_may_name_what_one_stage_of_a_pipeline_holds(require, tmp_path):
     assert "rank1" in dumped
     data = json.loads((tmp_path / "out" / "step1" / "rank1" / "dump.json").read_text())["data"]
     assert data and all(layer in name for name in data)
+
+
+def test_trainer_mon_writes_its_files(require, tmp_path):
+    require("megatron.core")
+    write_config(tmp_path)
+    launch(1, Path(__file__).with_name("train_trainer_mon.py"), str(tmp_path))
+    assert_written(tmp_path, steps=[0, 1], parameter=f"{FC2}.weight")

@@ -2,7 +2,8 @@
 
 The wide files have the names and columns that the metric files of the existing monitor have, one file a sort of value and
 thousand steps; features have one of their own, and those of the existing monitor (`attention_hook`, `linear_hook` …) besides. A
-step is appended as a whole. A recomputed forward is left out, so that nothing counts twice.
+step is appended as a whole. A recomputed forward is left out, so that nothing counts twice. `msprobe_csv.py` writes them as
+scripts for that monitor expect them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +24,6 @@ from trainprobe.engine.records import Feature, Finding, Phase, Place, Record, Re
 from trainprobe.engine.sheet_cells import defused
 
 TIDY = ("step", "micro", "rank", "kind", "name", "call", "slot", "statistic", "value", "dtype", "shape", "phase")
-STEPS_PER_FILE = 1000
 
 
 class TidyCsv:
@@ -69,11 +70,18 @@ def _header_of(path: Path) -> list[str]:
 
 
 class WideCsv:
-    """One row a value; a file for each sort of value (`actv`, `actv_grad`, `grad_unreduced`, `param_origin`, `other` …)."""
+    """One row a value; a file for each sort of value (`actv`, `actv_grad`, `grad_unreduced`, `param_origin`, `other` …).
 
-    def __init__(self, folder: Path, place: Place) -> None:
+    steps: how many a file holds.
+    """
+
+    per_micro = frozenset({"actv", "actv_grad", "feature", "other"})  # sorts with a column for the micro-batch
+    left_out = frozenset[str]()
+
+    def __init__(self, folder: Path, place: Place, steps: int) -> None:
         self._folder = folder
-        self._vpp = place.axes.get("vpp", (0, 1))[0]
+        self._steps = steps
+        self._vpp, self._chunks = place.axes.get("vpp", (0, 1))
         self._files: dict[str, AppendedFile] = {}
 
     def write(self, reel: Reel) -> None:
@@ -85,19 +93,23 @@ class WideCsv:
                 sort, name = _sort_and_name(record.site, record.step.phase, single)
                 tables.setdefault(sort, {}).setdefault((name, record.step.micro), record)
         for sort, rows in tables.items():
-            self._append(sort, reel, rows)
+            if sort not in self.left_out:
+                self._append(sort, reel, rows)
         for sort, (columns, rows) in hook_tables(reel.features).items():
             self._append_hooks(sort, reel.step, columns, rows)
 
     def _file(self, sort: str, step: int) -> AppendedFile:
-        first = step // STEPS_PER_FILE * STEPS_PER_FILE
-        key = f"{sort}_{first}-{first + STEPS_PER_FILE - 1}.csv"
+        first = step // self._steps * self._steps
+        key = self._file_name(sort, first)
         file = self._files.get(key)
         if file is None:
             for old in [name for name in self._files if name.rpartition("_")[0] == sort]:
                 self._files.pop(old).close()
             file = self._files[key] = AppendedFile(self._folder / key)
         return file
+
+    def _file_name(self, sort: str, first: int) -> str:
+        return f"{sort}_{first}-{first + self._steps - 1}.csv"
 
     def _append_hooks(self, sort: str, step: int, columns: Sequence[str], table: dict[tuple[str, int], list[float]]) -> None:
         file = self._file(sort, step)
@@ -112,17 +124,30 @@ class WideCsv:
 
     def _append(self, sort: str, reel: Reel, table: dict[tuple[str, int | None], Record]) -> None:
         file = self._file(sort, reel.step)
-        micro = sort in {"actv", "actv_grad", "feature", "other"}
+        micro = sort in self.per_micro
         statistics = ("value",) if sort in ("scalar", "feature") else reel.wanted
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         if file.size == 0:
-            rows.writerow(["vpp_stage", "name", "step", *(["micro_step"] if micro else []), *statistics, "shape", "dtype"])
+            columns = map(self._column, statistics)
+            rows.writerow(["vpp_stage", "name", "step", *(["micro_step"] if micro else []), *columns, "shape", "dtype"])
         for (name, index), record in table.items():
-            numbers = [record.values.get(statistic, "nan") for statistic in statistics]
-            place = [self._vpp, defused(name), reel.step, *([index or 0] if micro else [])]
+            numbers = [self._number(record, statistic) for statistic in statistics]
+            place = [self._vpp, defused(self._name(name)), reel.step, *([index or 0] if micro else [])]
             rows.writerow([*place, *numbers, str(list(record.shape)), record.dtype])
         file.write(text.getvalue().encode())
+
+    def _name(self, name: str) -> str:
+        """Return what stands in the column of names."""
+        return name
+
+    def _column(self, statistic: str) -> str:
+        """Return the name of the column of a statistic."""
+        return statistic
+
+    def _number(self, record: Record, statistic: str) -> Any:
+        """Return what stands in that column."""
+        return record.values.get(statistic, "nan")
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Do nothing: the files hold numbers."""
@@ -207,7 +232,7 @@ def open(folder: Path, plan: Plan, place: Place) -> TidyCsv | WideCsv:
     if plan.csv_layout == "wide":
         wide = folder / f"metrics-rank{place.rank}-wide"
         make_room(sorted(wide.glob("*.csv")), plan.on_existing)
-        return WideCsv(wide, place)
+        return WideCsv(wide, place, plan.csv_steps)
     path = log_folder(folder, place.rank) / METRICS_FILE
     make_room([path], plan.on_existing)
     return TidyCsv(path)

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+from torch._C import _current_graph_task_id
+
 from trainprobe.engine.flat_parameters import handles_of, is_flattened
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.tape import Tape
@@ -20,13 +23,19 @@ from trainprobe.engine.taps.gradients import edge_of
 class UnreducedTap:
     """Calls `arrives(parameter, gradient)` for each gradient of a backward, before it is added to `parameter.grad`.
 
-    wanted: whether to look at all in this step. resting: gradients that arrive now are nothing of the training.
+    wanted: whether to look at all in this step. per_micro: count the micro-batches of a step by the model's forwards, unless
+    somebody else tells them. resting: gradients that arrive now are nothing of the training.
     """
 
-    def __init__(self, guard: Guard, arrives: Callable[[Any, Any], None], wanted: Callable[[], bool]) -> None:
+    def __init__(
+        self, guard: Guard, arrives: Callable[[Any, Any], None], wanted: Callable[[], bool], per_micro: bool = False
+    ) -> None:
         self._guard = guard
         self._arrives = arrives
         self._wanted = wanted
+        self._per_micro = per_micro
+        self._forwards = 0
+        self._tape: Tape | None = None
         self.resting = False
         self._models: list[Any] = []
         self._hooked: list[tuple[Any, Any]] = []  # accumulators are held, because a parameter holds its own only weakly
@@ -40,6 +49,11 @@ class UnreducedTap:
         self.resting = False
         if not self._wanted():
             return
+        if self._per_micro:
+            self._tape, self._forwards = tape, 0
+            first = self._models[0]
+            if getattr(first, "_compiled_call_impl", None) is None:  # a hook would be compiled into that call
+                self._hooked.append((first, first.register_forward_pre_hook(self._forward)))
         for handle in handles_of(self._models):
             flat = handle.flat_param
             if flat.requires_grad:
@@ -60,6 +74,15 @@ class UnreducedTap:
         for _, handle in self._hooked:
             handle.remove()
         self._hooked.clear()
+        self._tape = None
+
+    def _forward(self, model: Any, args: Any) -> None:
+        tape = self._tape
+        if tape is None or tape.micro_told or not (model.training and torch.is_grad_enabled()):
+            return
+        if _current_graph_task_id() == -1:  # else it is computed again in a backward
+            tape.micro = self._forwards
+            self._forwards += 1
 
     def _hook(self, p: Any, gradients: Any) -> None:
         self._arrived(p, gradients[0])

@@ -1,19 +1,18 @@
-"""Reads the `config.json` of mindstudio-probe as a plan, with that tool's defaults.
+"""The `config.json` of the dumps, with that tool's defaults.
 
-Its keys are flat, plus one section named by `task`. Whatever it accepts is carried over, or told in a sentence: a
-PlanError where the run would not be what was asked for, a note where it differs in a detail. Its defaults differ from a
-plan's: level L1, ops that only move data left out (risk_level FOCUS), one `.pt` file a tensor.
+Its keys are flat, plus one section named by `task`. Its defaults differ from a plan's: level L1, ops that only move data left
+out (risk_level FOCUS), one `.pt` file a tensor.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
+from trainprobe.engine.legacy_config.translation import Translation, literal
 from trainprobe.engine.plan import Plan
-from trainprobe.errors import PlanError, did_you_mean
+from trainprobe.errors import did_you_mean
 
 _COMMON = {
     *("task", "dump_path", "rank", "step", "level", "async_dump", "dump_enable", "extra_info", "precision", "risk_level"),
@@ -55,22 +54,7 @@ _OP_PREFIXES = (
 )
 
 
-@dataclass
-class _Translation:
-    """What has been carried over so far, and what there is to say about the rest."""
-
-    origin: str
-    fields: dict[str, Any] = field(default_factory=dict[str, Any])
-    notes: list[str] = field(default_factory=list[str])
-
-    def refuse(self, key: str, sentence: str) -> PlanError:
-        return PlanError(f"{self.origin}: {key}: {sentence}")
-
-    def note(self, key: str, sentence: str) -> None:
-        self.notes.append(f"{self.origin}: {key}: {sentence}")
-
-
-def is_legacy(fields: Mapping[str, Any]) -> bool:
+def is_dialect(fields: Mapping[str, Any]) -> bool:
     """Tell whether these keys are that tool's and none of them a plan's alone."""
     sectioned = isinstance(fields.get("statistics"), Mapping)
     own = set(Plan.model_fields) - _COMMON - _SECTIONS.keys()
@@ -79,8 +63,8 @@ def is_legacy(fields: Mapping[str, Any]) -> bool:
 
 def translate(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the fields of a plan and the notes; PlanError names what cannot be carried over."""
-    out = _Translation(origin)
-    _check_keys(out, config, _COMMON | _SECTIONS.keys() | _TRANSLATED.keys(), "")
+    out = Translation(origin)
+    out.check_keys(config, _COMMON | _SECTIONS.keys() | _TRANSLATED.keys(), "")
     asked = task = config.get("task") or "statistics"
     if asked in _TRANSLATED:
         task, difference = _TRANSLATED[asked]
@@ -88,28 +72,18 @@ def translate(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], t
     if task not in _SECTIONS and task != "off":
         known = [*_SECTIONS, *_TRANSLATED]
         raise out.refuse("task", f"{task!r} is not a task{did_you_mean(str(task), known)} (there are: {', '.join(known)})")
-    section = config.get(task if task == asked else "", {}) or {}
-    if not isinstance(section, Mapping):
-        raise out.refuse(task, f"{section!r} cannot be used: expected a section of `key: value` lines")
-    section = cast("Mapping[str, Any]", section)
+    section = out.section(config.get(task) if task == asked else None, task)
     _common(out, config, task)
     if task == "off":
         out.fields |= {"level": "off", "monitor": _grad_probe(out, config)} if asked == "grad_probe" else {"level": "off"}
         return out.fields, tuple(out.notes)
-    _check_keys(out, section, _SECTIONS[task], f"{task}.")
+    out.check_keys(section, _SECTIONS[task], f"{task}.")
     _task(out, section, task)
     _selection(out, section, task)
     return out.fields, tuple(out.notes)
 
 
-def _check_keys(out: _Translation, given: Mapping[str, Any], known: set[str], prefix: str) -> None:
-    """Note each key that neither tool uses: that tool ignores them."""
-    for key in given:
-        if key not in known:
-            out.note(f"{prefix}{key}", f"unknown key, not used{did_you_mean(str(key), sorted(known))}")
-
-
-def _common(out: _Translation, config: Mapping[str, Any], task: str) -> None:
+def _common(out: Translation, config: Mapping[str, Any], task: str) -> None:
     fields = out.fields
     level = config.get("level") or "L1"
     if level == "L2":
@@ -140,15 +114,15 @@ def _common(out: _Translation, config: Mapping[str, Any], task: str) -> None:
         fields["tensor_format"] = "pt"
 
 
-def _grad_probe(out: _Translation, config: Mapping[str, Any]) -> dict[str, Any]:
+def _grad_probe(out: Translation, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the monitor that watches what a grad_probe section names."""
     section = config.get("grad_probe")
     names = cast("Mapping[str, Any]", section).get("param_list") if isinstance(section, Mapping) else None
-    chosen = [f"**{_literal(name)}**" for name in _texts(out, names, "grad_probe.param_list")] if names else ["**"]
+    chosen = [f"**{literal(name)}**" for name in out.texts(names, "grad_probe.param_list")] if names else ["**"]
     return {"gradients": {"names": chosen}}
 
 
-def _task(out: _Translation, section: Mapping[str, Any], task: str) -> None:
+def _task(out: Translation, section: Mapping[str, Any], task: str) -> None:
     fields = out.fields
     fields["task"] = "tensor" if task == "tensor" else "statistics"
     if task == "structure":
@@ -171,7 +145,7 @@ def _task(out: _Translation, section: Mapping[str, Any], task: str) -> None:
         _summary(out, section["summary_mode"], f"{task}.summary_mode")
 
 
-def _summary(out: _Translation, mode: object, key: str) -> None:
+def _summary(out: Translation, mode: object, key: str) -> None:
     single = {"statistics": "statistics", "md5": "md5", "xor": "checksum", "hash": "checksum"}
     if mode == "xor":
         out.note(key, "'xor' becomes the 64-bit checksum, which also sees two values swapped; the two cannot be compared")
@@ -196,29 +170,29 @@ def _summary(out: _Translation, mode: object, key: str) -> None:
         out.note(key, f"{', '.join(merged)}: counted together, as inf and zero")
 
 
-def _slice(out: _Translation, cut: object, key: str) -> dict[str, Any]:
+def _slice(out: Translation, cut: object, key: str) -> dict[str, Any]:
     if not isinstance(cut, Mapping):
         raise out.refuse(key, f"{cut!r} cannot be used: expected a section with dim, begin, end and size")
     given = cast("Mapping[str, Any]", cut)
-    _check_keys(out, given, {"dim", "begin", "end", "size"}, f"{key}.")
+    out.check_keys(given, {"dim", "begin", "end", "size"}, f"{key}.")
     names = {"dim": "dim", "begin": "begin", "end": "end", "size": "length"}
     return {"dim": 0} | {names[k]: given[k] for k in names if given.get(k) is not None}
 
 
-def _selection(out: _Translation, section: Mapping[str, Any], task: str) -> None:
+def _selection(out: Translation, section: Mapping[str, Any], task: str) -> None:
     if section.get("scope"):
         out.fields["scope"] = section["scope"]
     if section.get("data_mode"):
         _data_mode(out, section["data_mode"], f"{task}.data_mode")
     if names := section.get("list"):
-        _list(out, _texts(out, names, f"{task}.list"), f"{task}.list")
+        _list(out, out.texts(names, f"{task}.list"), f"{task}.list")
     if names := section.get("tensor_list"):
         key = f"{task}.tensor_list"
-        out.fields["tensors"] = [_pattern(out, name, key) for name in _texts(out, names, key)]
+        out.fields["tensors"] = [_pattern(out, name, key) for name in out.texts(names, key)]
 
 
-def _data_mode(out: _Translation, modes: object, key: str) -> None:
-    given = set(_texts(out, modes, key))
+def _data_mode(out: Translation, modes: object, key: str) -> None:
+    given = set(out.texts(modes, key))
     known = ["all", "forward", "backward", "input", "output"]
     for mode in sorted(given - set(known)):
         raise out.refuse(key, f"{mode!r} is not a mode{did_you_mean(mode, known)} (there are: {', '.join(known)})")
@@ -233,7 +207,7 @@ def _data_mode(out: _Translation, modes: object, key: str) -> None:
     out.fields["data"] = data + (["parameter_gradients"] if "backward" in phases else [])
 
 
-def _list(out: _Translation, names: list[str], key: str) -> None:
+def _list(out: Translation, names: list[str], key: str) -> None:
     """Select by the full names of calls, as that tool does; ops and modules that cannot match are not looked at."""
     out.fields["entries"] = names
     level = out.fields["level"]
@@ -248,42 +222,30 @@ def _list(out: _Translation, names: list[str], key: str) -> None:
 def _possible_op(name: str) -> str:
     """Return a pattern of all ops of which a call's full name may contain this text, or "" where that is not known."""
     if match := re.fullmatch(r"(.+)\.\d+(?:\.(?:forward|backward))?", name):
-        return _literal(match[1]) if name.startswith(_OP_PREFIXES) else ""
-    return f"**{_literal(name)}**" if name not in "forward backward" and "." not in name and not name.isdigit() else ""
+        return literal(match[1]) if name.startswith(_OP_PREFIXES) else ""
+    return f"**{literal(name)}**" if name not in "forward backward" and "." not in name and not name.isdigit() else ""
 
 
 def _possible_module(name: str) -> str:
     """Return the pattern of the one module that a full name is of, or "" for a part of a name."""
     match = re.fullmatch(r"(?:Module|Cell)\.(.+)\.\w+\.(?:forward|backward)(?:\.\d+)?", name)
-    return _literal(match[1]) if match else ""
+    return literal(match[1]) if match else ""
 
 
-def _pattern(out: _Translation, name: str, key: str) -> str:
+def _pattern(out: Translation, name: str, key: str) -> str:
     """Turn a substring of a full name, or a full name, into a pattern of the names that a plan knows."""
     if module := _possible_module(name):
         return module
     if match := re.fullmatch(r"(.+)\.\d+(?:\.(?:forward|backward))?", name):
         if name.startswith(_OP_PREFIXES):
             out.note(key, f"{name!r}: the values of all calls of {match[1]} are saved, not of this one alone")
-            return _literal(match[1])
+            return literal(match[1])
     elif name[:1].isupper() and "." not in name:
         out.note(key, f"{name!r}: is looked for in the names of modules and ops, not in the names of classes")
-    return f"**{_literal(name)}**"
+    return f"**{literal(name)}**"
 
 
-def _literal(text: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", text)
-
-
-def _texts(out: _Translation, given: object, key: str) -> list[str]:
-    several = cast("list[object]", list(given)) if isinstance(given, (list, tuple)) else [given]
-    for name in several:
-        if not isinstance(name, str):
-            raise out.refuse(key, f"{name!r} cannot be used: expected a list of texts")
-    return cast("list[str]", several)
-
-
-def _one_of(out: _Translation, config: Mapping[str, Any], key: str, choices: Mapping[str, str], default: str) -> str:
+def _one_of(out: Translation, config: Mapping[str, Any], key: str, choices: Mapping[str, str], default: str) -> str:
     value = config.get(key) or default
     if value not in choices:
         raise out.refuse(
