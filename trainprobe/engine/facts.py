@@ -249,7 +249,12 @@ class LossCall:
     numbers: "value" of the loss, NaN where it is not one number; "valid" targets, which are not ignored; "input_low",
     "input_high", "target_low", "target_high"; "off_one": the largest distance from 1 of a sum over the classes (of a part of
     the input). Of tokens [rows, columns], for time along dimension D and a shift of S: "pairs D S" valid targets that have a
-    token S places further, "equal D S" of these that equal it, "masked D S" of these at which the attention mask is 0.
+    token S places further, "equal D S" of these that equal it, "masked D S" of these at which the attention mask is 0. Of the
+    token that pads: "pad_low", "pad_high", the bounds of the tokens at which the mask is 0; "ends D", how many tokens are equal
+    to the larger at places where the mask is not 0, and "ended D", how many of these are the next token of a valid target. Of
+    targets [N]: "class_low", "class_high". Of an input [N, N] over classes: "self_low", "self_high", bounds of its diagonal,
+    "self_below" the largest of a row, at most, and "self_targets" that are on it. Of CTC: "too_long" transcripts, which are
+    longer than what they are read from. "apart", of a call without a gradient: the largest element of its result.
     """
 
     kind: str
@@ -264,6 +269,54 @@ class LossCall:
     def number(self, name: str) -> float:
         """Return one of the numbers; NaN for what was not looked at."""
         return self.numbers.get(name, float("nan"))
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInput:
+    """What a recurrent or attention module of torch was first given in a step: [batch, time, …] if `batch_first`."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    batch_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingMask:
+    """A mask of padding against the tokens that it belongs to.
+
+    name: the module that was given it. argument: its name. rows: those that have padding and other tokens. inverted: those of
+    them in which the mask hides all but the padding.
+    """
+
+    name: str
+    argument: str
+    rows: int
+    inverted: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputScale:
+    """A tensor of numbers that the model was called with: its largest, how far its elements are from whole multiples of
+    1/255², in these, at most, and how many of them are between 0 and the largest.
+    """
+
+    name: str
+    high: float
+    off: float
+    between: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """One arithmetic operation outside of the model's modules that made [count, count] of [count] and [count, 1].
+
+    place: file and line of the code that did it.
+    """
+
+    operation: str
+    count: int
+    place: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +345,11 @@ class StepFacts:
     same_epochs: epochs that a shuffling sampler began in the order of the one before. losses: calls of loss functions, in their
     order. ambient: what holds for the whole thread where the first update begins, in words: autocast, grad mode, default dtype
     …
+    ungraded: calls of loss functions whose result has no gradient. sequences, masks, scales: what modules were given.
+    moved_twice: modules whose running statistics were moved by a forward and again by the one that a
+    checkpoint ran in the backward pass. outer: see `Outer`. handed_out: batches that loaders with several workers have handed
+    out in the epochs that run now; workers: how many the last of these loaders has. dependent: scalars that were noted as
+    tensors with a gradient. spoiled: buffers with a NaN.
     """
 
     set_up: ModelFacts
@@ -341,6 +399,16 @@ class StepFacts:
     same_epochs: int = 0
     losses: tuple[LossCall, ...] = ()
     ambient: Mapping[str, str] = field(default_factory=dict[str, str])
+    ungraded: tuple[LossCall, ...] = ()
+    sequences: tuple[SequenceInput, ...] = ()
+    masks: tuple[PaddingMask, ...] = ()
+    scales: tuple[InputScale, ...] = ()
+    moved_twice: tuple[str, ...] = ()
+    outer: tuple[Outer, ...] = ()
+    handed_out: int = 0
+    workers: int = 0
+    dependent: frozenset[str] = frozenset()
+    spoiled: tuple[str, ...] = ()
 
     @property
     def updated_once(self) -> bool:

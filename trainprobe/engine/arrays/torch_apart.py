@@ -14,6 +14,11 @@ _C: Any = torch._C
 _NOTHING = nullcontext()
 
 
+def in_a_transform() -> bool:
+    """Tell whether a transform of `torch.func` is running, so that tensors stand for others."""
+    return _C._functorch.peek_interpreter_stack() is not None
+
+
 def apart(*, within_transforms: bool = False) -> AbstractContextManager[Any]:
     """Return a context in which no mode, tensor class, trace or transform of the program sees what is computed.
 
@@ -21,7 +26,7 @@ def apart(*, within_transforms: bool = False) -> AbstractContextManager[Any]:
     inference mode could not be written later. within_transforms: for what transforms have wrapped, which means nothing outside.
     """
     modes, tracing, inference = _C._len_torch_dispatch_stack(), _C._get_tracing_state(), torch.is_inference_mode_enabled()
-    transforms = not within_transforms and _C._functorch.peek_interpreter_stack() is not None
+    transforms = not within_transforms and in_a_transform()
     if not (modes or inference or transforms) and tracing is None:
         return DisableTorchFunction()
     return _apart(bool(modes), inference, transforms, tracing)

@@ -20,9 +20,9 @@ from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.taps.ambient_state import ambient_state
 from trainprobe.engine.taps.backward_starts import BackwardStarts
 from trainprobe.engine.taps.declared_loss import DeclaredGradient
+from trainprobe.engine.taps.given import Given
 from trainprobe.engine.taps.gradient_use import GradientUse
 from trainprobe.engine.taps.loss_factors import scaled_from
-from trainprobe.engine.taps.loss_inputs import LossInputs
 from trainprobe.engine.taps.model_calls import ModelCalls, unwrapped
 from trainprobe.engine.taps.parameter_states import ParameterStateTap
 from trainprobe.engine.taps.random_state import random_fingerprint
@@ -72,8 +72,7 @@ class AuditTap:
         self._calls = ModelCalls(guard)
         self._backward = BackwardStarts(guard, self._first_backward, self._backward_begins, self._clears)
         self._use = GradientUse(names)
-        self._losses = LossInputs(guard, lambda: self._backward.count, lambda: self._calls.asleep)
-        self._calls.on_call = self._losses.model_called
+        self._given = Given(guard, self._calls, lambda: self._backward.count)
         self._samplers = SamplerWatch(guard)
         self._reduced = ReducedGradients(guard, names, lambda: self.reduces() and states.source is None)
         self._reduced.weighs = lambda: self.world() > 1
@@ -108,6 +107,7 @@ class AuditTap:
         self._random_begun = 0
         self._scaled: list[Scaled] = []
         self._ambient: dict[str, str] = {}
+        self._dependent: frozenset[str] = frozenset()
         self._calls.before_first = self._first_forward
 
     def open(self, model: Any, optimizer: Any = None) -> None:
@@ -118,6 +118,7 @@ class AuditTap:
         self._reduced.open(self._models)
         self._schedules.start()
         self._samplers.start()
+        self._given.start()
         self._listener = self._listener or StepListener(lambda optimizer, args, kwargs: self._count_between())
         if self.keeps_saves:
             self.saves.start(self.folder(), self.goes_on())
@@ -139,13 +140,13 @@ class AuditTap:
         self._bases = ()
         self._modes = None
         self._loaded = None
-        self._ambient, self._scaled = {}, []
+        self._ambient, self._scaled, self._dependent = {}, [], frozenset()
         self._random_begun = random_fingerprint()
         self.declared.begin(tape)
         self._rerun.begin(tape)
         self._calls.looks_for_repeats = self.repeats()
         self._calls.begin(tape)
-        self._losses.begin(tape)
+        self._given.begin(tape)
         self._backward.begin()
 
     def pause(self) -> None:
@@ -156,10 +157,12 @@ class AuditTap:
 
     def end(self, again: bool = False) -> None:
         """Listen no more; what was seen stays until `take`."""
+        noted = self._tape.scalars.items() if self._tape is not None else ()
+        self._dependent = frozenset(name for name, x in noted if isinstance(x, Value) and x.requires_grad) or self._dependent
         self._tape = None
         self._states.more = 0
         self._calls.end()
-        self._losses.end()
+        self._given.end()
         self._backward.end()
         self._reduced.end()
 
@@ -169,6 +172,7 @@ class AuditTap:
         self._calls.close()
         self._schedules.stop()
         self._samplers.stop()
+        self._given.stop()
         if self._listener is not None:
             self._listener.remove()
             self._listener = None
@@ -326,7 +330,9 @@ class AuditTap:
             saved=self.saves.take(),
             loaded=None if self._loaded is None else self._loaded.read(),
             same_epochs=self._samplers.take(),
-            losses=self._losses.take(),
+            **self._given.take(),
+            dependent=self._dependent,
+            spoiled=self._spoiled(reel),
             ambient=self._ambient,
             recomputed=tuple(
                 Repeat(name, order, _outputs(reel, again), tuple(_outputs(reel, f) for f in first))
@@ -339,6 +345,11 @@ class AuditTap:
         if facts.batches:
             self.saves.trained_on(reel.step, facts.batches)
         return facts
+
+    def _spoiled(self, reel: Reel) -> tuple[str, ...]:
+        """Return the buffers that hold a NaN, as they were last looked at."""
+        held = (self._begun | self._buffers).items()
+        return tuple(name for name, v in held if v.row >= 0 and column(reel.partials[v.row : v.row + 1], "nan")[0] > 0)
 
     def _held_now(self) -> dict[tuple[str, str], int]:
         """Return (parameter, slot) → fingerprint of what is trained and this process holds; reads the device once."""

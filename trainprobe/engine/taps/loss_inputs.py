@@ -3,21 +3,21 @@
 The functions of torch that compute losses are replaced while a step is audited, beneath `torch.nn.functional`: loss modules,
 functions of `torch.nn.functional` and those that were imported from there all end here. The program's call comes first; what is
 looked at then are counts and bounds, worked out where the tensors are, out of sight of the program's modes, and brought to the
-host with all else. Calls without a gradient (metrics), in a backward pass (recomputation), under a transform of `torch.func`,
-and of tensors that are not plain are left out.
+host with all else. Calls under `no_grad` (metrics), in a backward pass (recomputation), under a transform of `torch.func`,
+and of tensors that are not plain are left out. Of calls whose result has no gradient, only its size is kept.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainprobe.engine.arrays.torch_apart import apart
+from trainprobe.engine.arrays.torch_apart import apart, in_a_transform
 from trainprobe.engine.containers import children
 from trainprobe.engine.facts import LossCall
 from trainprobe.engine.guard import Guard, attempt
@@ -31,7 +31,8 @@ _REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 _OF_CLASSES = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss"}
 _OF_NUMBERS = {name: name for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")}
 _OF_PROBABILITIES = {"binary_cross_entropy": "binary_cross_entropy"}
-_ELSEWHERE = {"binary_cross_entropy_with_logits": "binary_cross_entropy_with_logits", "kl_div": "kl_div"}
+_ELSEWHERE = {name: name for name in ("binary_cross_entropy_with_logits", "kl_div", "ctc_loss")}
+_DIFFERENCES = frozenset(_OF_NUMBERS) | {"kl_div"}  # 0 where input and target are the same
 _LOOKED_AT = 16  # entries of each dimension but that of the classes that are looked at for the form of an input
 _SHORTEST = 4  # tokens; shorter rows would match by chance
 _MOST = 64  # calls of a step that are looked at
@@ -49,10 +50,11 @@ class LossInputs:
         self._forwards = 0
         self._given: Mapping[str, Tensor] = {}
         self._seen: list[tuple[LossCall, tuple[str, ...], Carried]] = []
+        self._ungraded: list[tuple[LossCall, tuple[str, ...], Carried]] = []
 
     def begin(self, tape: Tape) -> None:
         """Look at the calls of a step."""
-        self._tape, self._forwards, self._given, self._seen = tape, 0, {}, []
+        self._tape, self._forwards, self._given, self._seen, self._ungraded = tape, 0, {}, [], []
         if self._replaced:
             return
         nn: Any = getattr(torch._C, "_nn")  # noqa: B009
@@ -70,21 +72,27 @@ class LossInputs:
             replaced.back()
         self._replaced, self._tape, self._given = [], None, {}
 
-    def model_called(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Learn the tokens and the mask that the model is called with in training. model: without its wrappers."""
+    def model_called(self, named: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """Learn and return the "tokens" and the "mask" that the model is called with in training. named: its arguments."""
         self._forwards += 1
-        self._given = dict(_tokens_and_mask(_named(model, args, kwargs)))
+        self._given = dict(_tokens_and_mask(named))
+        return self._given
 
     def take(self) -> tuple[LossCall, ...]:
         """Return the calls of the step, once it has crossed to the host."""
         seen, self._seen = self._seen, []
-        return tuple(_with_numbers(call, names, carried) for call, names, carried in seen if carried.numbers is not None)
+        return _read(seen)
+
+    def take_ungraded(self) -> tuple[LossCall, ...]:
+        """Return those whose result has no gradient."""
+        seen, self._ungraded = self._ungraded, []
+        return _read(seen)
 
     def _watched(self, original: Any, kind: str) -> Any:
         def loss_function(*args: Any, **kwargs: Any) -> Any:
             out = original(*args, **kwargs)
             if not loss_function.ended and not torch.compiler.is_compiling() and self._counts(out, args):  # type: ignore[attr-defined]
-                self._guard.run(self._look, kind, args, kwargs, out)
+                self._guard.run(self._look if out.requires_grad else self._look_at_result, kind, args, kwargs, out)
             return out
 
         return loss_function
@@ -94,12 +102,12 @@ class LossInputs:
         return (
             self._tape is not None
             and not self._asleep()
-            and len(self._seen) < _MOST
+            and len(self._seen) + len(self._ungraded) < _MOST
             and len(args) >= 2
             and all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type != "meta" for t in (out, *args[:2]))
-            and out.requires_grad
+            and torch.is_grad_enabled()
             and torch._C._current_graph_task_id() == -1
-            and getattr(torch._C, "_functorch").peek_interpreter_stack() is None  # noqa: B009
+            and not in_a_transform()
             and not (out.is_cuda and torch.cuda.is_current_stream_capturing())
         )
 
@@ -110,11 +118,30 @@ class LossInputs:
         with apart(), torch.no_grad():
             found = {"value": out.detach() if out.numel() == 1 else x.new_full((), float("nan"), dtype=torch.float32)}
             found |= _about(kind, x, y, args, kwargs, self._given)
-            wide = torch.float64 if x.device.type in ("cpu", "cuda") else torch.float32
-            numbers = torch.stack([number.reshape(()).to(device=x.device, dtype=wide) for number in found.values()])
+            numbers = together(found.values(), x.device)
         rows = self._given["tokens"].shape[0] if "tokens" in self._given else 0
         call = LossCall(kind, reduction, self._forwards - 1, self._backwards(), y.numel(), (_shape(x), _shape(y)), rows)
         self._seen.append((call, tuple(found), self._tape.carry(numbers)))
+
+    def _look_at_result(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> None:
+        """Keep how large the result is that no gradient flows through, and whether the target varies."""
+        if self._tape is None or kind not in _DIFFERENCES or not args[1].numel() or args[1].is_complex():
+            return
+        x, y = args[0], args[1]
+        with apart(), torch.no_grad():
+            numbers = together((out.abs().amax(), *torch.aminmax(y)), out.device)
+        call = LossCall(kind, _reduction(kind, args, kwargs), -1, self._backwards(), y.numel(), (_shape(x), _shape(y)))
+        self._ungraded.append((call, ("apart", "target_low", "target_high"), self._tape.carry(numbers)))
+
+
+def together(numbers: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return single numbers as one tensor, to be carried to the host: float64 where the device has it."""
+    wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+    return torch.stack([number.reshape(()).to(device=device, dtype=wide) for number in numbers])
+
+
+def _read(seen: Sequence[tuple[LossCall, tuple[str, ...], Carried]]) -> tuple[LossCall, ...]:
+    return tuple(_with_numbers(call, names, carried) for call, names, carried in seen if carried.numbers is not None)
 
 
 def _with_numbers(call: LossCall, names: tuple[str, ...], carried: Carried) -> LossCall:
@@ -126,7 +153,7 @@ def _reduction(kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str
     if kind in ("cross_entropy", "nll_loss") and args[2] is not None:
         return "weighted"
     place = 3 if kind in ("cross_entropy", "nll_loss", "binary_cross_entropy") else 2
-    place = 4 if kind == "binary_cross_entropy_with_logits" else place
+    place = {"binary_cross_entropy_with_logits": 4, "ctc_loss": 5}.get(kind, place)
     return _REDUCTIONS.get(args[place] if len(args) > place else kwargs.get("reduction", 1), "none")
 
 
@@ -137,9 +164,13 @@ def _about(
     if kind in ("cross_entropy", "nll_loss"):
         classes = not y.is_floating_point()
         about = _form(x) if x.dim() >= 1 and x.numel() else {}
+        if classes and x.dim() == 2 and x.shape[0] == x.shape[1] == y.numel() and x.numel():
+            about |= _diagonal(x, y)
         return about | (_targets(y, int(args[4]) if len(args) > 4 else -100, given) if classes else {})
-    if kind in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss") or not x.numel() or not y.numel():
+    if kind in _OF_NUMBERS or not x.numel() or not y.numel():
         return {}
+    if kind == "ctc_loss":
+        return _bounds(x, "input") | _transcripts(args[2], args[3], x.device)
     return _bounds(x, "input") | ({} if kwargs.get("log_target") else _bounds(y, "target"))
 
 
@@ -157,22 +188,51 @@ def _form(x: Tensor) -> dict[str, Tensor]:
     return _bounds(x, "input") | {"off_one": off}
 
 
+def _diagonal(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Return what an input [N, N] says of each row and the entry of the same number."""
+    own = x.diagonal()
+    on_it = (y == torch.arange(y.numel(), device=y.device)).sum()
+    return _bounds(own, "self") | {"self_below": (x.amax(1) - own).amax(), "self_targets": on_it}
+
+
+def _transcripts(lengths: Any, of_targets: Any, device: torch.device) -> dict[str, Tensor]:
+    """Return how many transcripts are longer than what they are read from. lengths: of either, [N], or sequences of ints."""
+    have, need = (n if isinstance(n, Tensor) else torch.tensor(n) for n in (lengths, of_targets))
+    return {"too_long": (need.to(device) > have.to(device)).sum(), "valid": need.new_full((), need.numel())}
+
+
 def _targets(y: Tensor, ignored: int, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Count targets that are not ignored, and those that equal the model's input so many places further."""
     counts = y != ignored
     found = {"valid": counts.sum()}
+    if y.dim() == 1 and y.numel():
+        found |= _bounds(y, "class")
     tokens, mask = given.get("tokens"), given.get("mask")
     if tokens is None or tokens.device != y.device:
         return found
+    if mask is not None and (mask.shape != tokens.shape or mask.device != y.device or not tokens.numel()):
+        mask = None
+    found |= {} if mask is None else _padding(tokens, mask)
     for dim, rows in _laid_out(y, tokens):
         for shift in SHIFTS:
             at, beside = _beside(rows, tokens, dim, shift)
             there = at != ignored
             found[f"pairs {dim} {shift}"] = there.sum()
             found[f"equal {dim} {shift}"] = (there & (at == beside)).sum()
-            if mask is not None and mask.shape == tokens.shape and mask.device == y.device:
-                found[f"masked {dim} {shift}"] = (there & (_beside(rows, mask, dim, shift)[1] == 0)).sum()
+            if mask is not None:
+                seen = _beside(rows, mask, dim, shift)[1] != 0
+                found[f"masked {dim} {shift}"] = (there & ~seen).sum()
+                if shift == 1:
+                    ends = seen & (beside == found["pad_high"])
+                    found |= {f"ends {dim}": ends.sum(), f"ended {dim}": (ends & there).sum()}
     return found
+
+
+def _padding(tokens: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return the bounds of the tokens at which the mask is 0; the lower is above the other where there is none."""
+    most = torch.iinfo(tokens.dtype).max
+    seen = mask != 0
+    return {"pad_low": tokens.masked_fill(seen, most).amin(), "pad_high": tokens.masked_fill(seen, -1).amax()}
 
 
 def _laid_out(y: Tensor, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -197,8 +257,11 @@ def _shape(t: Tensor) -> tuple[int, ...]:
     return tuple(1 if t.stride(d) == 0 else n for d, n in enumerate(t.shape))
 
 
-def _named(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of a call by their names, in their order, and keyword dicts that are handed on as they are."""
+def named_arguments(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call by their names, in their order, and keyword dicts that are handed on as they are.
+
+    model: without its wrappers.
+    """
     try:
         named = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
     except (TypeError, ValueError):

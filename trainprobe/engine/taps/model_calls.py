@@ -37,6 +37,10 @@ class ModelCalls:
         self.asleep = False  # while the audit itself runs the model
         self.before_first: Callable[[], None] | None = None
         self.on_call: Callable[[Any, Any, Any], None] | None = None  # is told the inner model and the arguments of a call
+        self.on_module: Callable[[str, Any, Any, Any], None] | None = (
+            None  # … and the name, module, arguments of each call in it
+        )
+        self.within = 0  # how many of the model's modules are running now
         self.called: dict[int, bool] = {}  # id of each module that ran in training → whether with gradients enabled
         self.looks_for_repeats = False
         self.repeats: list[tuple[int, list[Value]]] = []  # id of a module and the outputs of its forward that ran again
@@ -79,7 +83,7 @@ class ModelCalls:
         self.called = {}
         self.repeats, self._firsts = [], {}
         self._looked_at = frozenset(self._again)  # of these every forward of the step is seen, in whatever order they run
-        self._depth = 0
+        self._depth = self.within = 0
         self._install()
 
     def end(self) -> None:
@@ -149,10 +153,17 @@ class ModelCalls:
             return self._look_inside(original, module, args, kwargs)
         if module.training and not self.asleep:
             self.called[id(module)] = self.called.get(id(module), False) or torch.is_grad_enabled()
-        if not self.looks_for_repeats or self._tape is None or self.asleep or id(module) not in self._names:
+        if self._tape is None or self.asleep or id(module) not in self._names:
             return self._call_root(original, module, args, kwargs)
-        result = self._call_root(original, module, args, kwargs)
-        self._guard.run(self._look_for_repeat, module, result)
+        if self.on_module is not None and module.training:
+            self._guard.run(self.on_module, self._names[id(module)], module, args, kwargs)
+        self.within += 1
+        try:
+            result = self._call_root(original, module, args, kwargs)
+        finally:
+            self.within -= 1
+        if self.looks_for_repeats:
+            self._guard.run(self._look_for_repeat, module, result)
         return result
 
     def _look_for_repeat(self, module: Any, result: Any) -> None:

@@ -146,7 +146,8 @@ class Past:
     ("moves", buffer) → what it was last (see `streaks_now`). peaks: largest rate of each parameter group. kept:
     audited steps in a row that updated with all gradients that came. micro_batches: how many a step had whose losses were
     divided by their number, as last seen. paces: at how many in a row the rate of each parameter group was another one than
-    at the one before.
+    at the one before. classes: the one class of all
+    targets of each of the last ones, while they had one.
     """
 
     exactly: int = 0
@@ -163,6 +164,7 @@ class Past:
     kept: int = 0
     micro_batches: int = 0
     paces: tuple[int, ...] = ()
+    classes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +273,14 @@ class Evidence:
 def streaks_now(evidence: Evidence) -> dict[tuple[str, str], float | bool]:
     """Return what is followed from one audited step to the next, as it is at this one.
 
-    Loss and gradient norm as reported, the rates in use, parameters that an update found without a gradient, and whether each
-    buffer moved between the first forward and the update.
+    Loss, gradient norm and whatever depends on the weights as reported, the rates in use, parameters that an update found
+    without a gradient, and whether each buffer moved between the first forward and the update.
     """
     facts = evidence.facts
     now: dict[tuple[str, str], float | bool] = {
-        ("scalar", name): value for name, value in evidence.scalars.items() if role_of(name) in ("loss", "gradient norm")
+        ("scalar", name): value
+        for name, value in evidence.scalars.items()
+        if role_of(name) in ("loss", "gradient norm") or name in facts.dependent
     }
     now |= {("rate", str(i)): rate for i, rate in enumerate(facts.rates)}
     now |= {("unreached", name): True for name in facts.unreached}

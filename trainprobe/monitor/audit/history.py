@@ -13,6 +13,7 @@ from trainprobe.monitor.audit.relations.learning_rate import follows
 from trainprobe.monitor.audit.relations.rates_together import paces
 from trainprobe.monitor.audit.relations.reduced_gradients import divisor_of
 from trainprobe.monitor.audit.relations.reported_loss import exactly_explained
+from trainprobe.monitor.audit.relations.shuffled_data import classes_in_a_row
 
 STEADY = 3  # audited steps in a row after which something is expected to stay as it is
 _RANDOM_STATES = 32  # that are remembered
@@ -39,6 +40,7 @@ def remembered(evidence: Evidence) -> Past:
         peaks=_peaks(evidence),
         micro_batches=micro_batches(evidence),
         paces=paces(evidence),
+        classes=classes_in_a_row(past.classes, evidence.facts),
     )
 
 

@@ -3,8 +3,9 @@
 Relation: fingerprints of what the model is called with differ over dp (and cp) and between the micro-batches of a step, and
 whole numbers (tokens) agree over tp; a step does not repeat the data of the step before, nor a later pipeline stage any
 activations, nor an epoch of a shuffling `DistributedSampler` the order of the one before. Tolerance none. Micro-batches or
-steps that were alike before are taken for meant.
-Usually caused by the same seed or the same sampler on all ranks (pytorch issue 56488), or by an iterator that is made anew.
+steps that were alike before are taken for meant, unless a loader with several workers handed out another batch in between.
+Usually caused by the same seed or the same sampler on all ranks (pytorch issue 56488), by an iterator that is made anew, or by
+workers that draw the same random numbers or each read a whole `IterableDataset` (pytorch issue 5059).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def check(evidence: Evidence) -> list[Finding]:
         *_over(evidence, "cp"),
         *_same_over_tp(evidence),
         *(stale or _micro(evidence)),
-        *_again(evidence),
+        *(_by_workers(evidence) or _again(evidence)),
     ]
 
 
@@ -102,6 +103,23 @@ def _again(evidence: Evidence) -> list[Finding]:
         return []
     text = f"step {evidence.step} trains on the data of step {evidence.step - 1} again, though no step before did so"
     return [_alike(evidence, text)]
+
+
+def _by_workers(evidence: Evidence) -> list[Finding]:
+    """Find a batch that comes again though the loader has handed out another one, where not all batches are one."""
+    now, seen, facts, before = evidence.facts.batches, evidence.batches_before, evidence.facts, evidence.before
+    if before is None or not now or not evidence.follows or now != seen[-1] or len(set(seen)) < 2:
+        return []
+    if not 0 < before.facts.handed_out < facts.handed_out:
+        return []
+    text = (
+        f"step {evidence.step} trains on the data of step {before.step} again, though a loader with {facts.workers} workers "
+        "handed out another batch: the workers draw the same random numbers, or each reads all of the data"
+    )
+    hint = (
+        "seed Python and NumPy in worker_init_fn from torch.initial_seed(); share out an IterableDataset by get_worker_info()"
+    )
+    return [_alike(evidence, text, severity="warning", next=hint)]
 
 
 def _micro(evidence: Evidence) -> list[Finding]:

@@ -4,17 +4,20 @@ Relation, for the functions of `torch.nn.functional` in training:
 
     cross_entropy                       the input is not a probability already: no element below 0, all sums over classes 1
     … and …_with_logits                 the smallest input is not 0 exactly, where others are larger
-    nll_loss, kl_div                    the input is a log-probability: no element is above 0
+    nll_loss, kl_div, ctc_loss          the input is a log-probability: no element is above 0
     binary_cross_entropy[_with_logits]  targets lie in [0, 1]
     …_with_logits                       not all of 64 or more inputs, which differ, lie in [0, 1] at two audited steps in a row,
                                         both after the twentieth step of the run
     kl_div                              targets are probabilities: no element is below 0 (unless `log_target`)
+    ctc_loss                            less than one in twenty transcripts is longer than what it is read from, at two audited
+                                        steps in a row
     mse_loss, l1_loss, huber_loss …     input and target are not broadcast against each other, [N, 1] and [N] to [N, N]
 
 Tolerance: 1e-3 for bounds, 5e-3 for sums. Of inputs over classes the first 16 entries of each other dimension are looked at.
 Told as warnings: torch computes all of this, and somebody may want it.
 Usually caused by a softmax, a sigmoid or a ReLU in the model before a loss that takes logits, by a loss that wants logarithms
-and does not get them, by images in 0 … 255 as targets, and by a prediction [N, 1] against targets [N]. A loss function that
+and does not get them, by images in 0 … 255 as targets, by a prediction [N, 1] against targets [N], and by strides that leave
+fewer frames than a transcript has letters, behind `zero_infinity`. A loss function that
 is given what it is defined for cannot violate this.
 """
 
@@ -30,13 +33,14 @@ STAGE = "forward"
 _BOUND, _SUM = 1e-3, 5e-3
 _EARLY = 20  # steps in which logits that have hardly been trained may all be small
 _FEWEST = 64
+_TOO_LONG = 0.05  # share of transcripts: single ones are what `zero_infinity` is for
 _APART = 1e-2  # inputs that differ by less may be the output of a layer that begins as zeros
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first call of a loss function whose input does not fit it."""
     for call in evidence.facts.losses:
-        told = _wrong(call) or _twice_squashed(call, evidence)
+        told = _wrong(call) or _twice_squashed(call, evidence) or _longer(call, evidence)
         if told is not None:
             what, hint = told
             return [evidence.finding("loss_inputs", what, call.kind, kind="scalar", severity="warning", next=hint)]
@@ -61,7 +65,7 @@ def _wrong(call: LossCall) -> tuple[str, str] | None:
             f"{what}, and it applies softmax itself: applied twice, gradients are small",
             "give it the logits, without softmax",
         )
-    if call.kind in ("nll_loss", "kl_div") and high > _BOUND:
+    if call.kind in ("nll_loss", "kl_div", "ctc_loss") and high > _BOUND:
         what = f"the input of {call.kind} is no log-probability: its largest element is {high:.3g}, above 0"
         return what, "give it log_softmax of the logits"
     if call.kind in ("cross_entropy", "binary_cross_entropy_with_logits") and low == 0 < high:
@@ -84,6 +88,23 @@ def _is_outer(call: LossCall) -> bool:
         return False
     pairs = list(zip(*call.shapes, strict=False))
     return any(a == 1 < b for a, b in pairs) and any(b == 1 < a for a, b in pairs)
+
+
+def _longer(call: LossCall, evidence: Evidence) -> tuple[str, str] | None:
+    """Return the finding that transcripts do not fit into what they are read from, as at the audited step before."""
+    before = evidence.before.facts.losses if evidence.before is not None else ()
+    if not _is_too_long(call) or not any(map(_is_too_long, before)):
+        return None
+    count, valid = call.number("too_long"), call.number("valid")
+    what = (
+        f"{count:.0f} of {valid:.0f} transcripts of ctc_loss are longer than the input that they are read from: such a loss is "
+        "infinite, and zero_infinity makes it and its gradient 0, so nothing is learned from them"
+    )
+    return what, "leave them out, cut the audio less, or let the strides of the encoder leave more frames"
+
+
+def _is_too_long(call: LossCall) -> bool:
+    return call.kind == "ctc_loss" and call.number("too_long") >= max(1.0, _TOO_LONG * call.number("valid"))
 
 
 def _twice_squashed(call: LossCall, evidence: Evidence) -> tuple[str, str] | None:

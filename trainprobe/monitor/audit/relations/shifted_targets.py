@@ -64,6 +64,11 @@ def _all_equal(call: LossCall, shift: int) -> bool:
     )
 
 
+def predicts_next(call: LossCall) -> bool:
+    """Tell whether all of at least 16 valid targets are the next token."""
+    return call.number("valid") >= _FEWEST and _all_equal(call, 1)
+
+
 def _masked_targets(call: LossCall) -> float:
     """Return how many targets that are the next token stand where the mask is 0."""
     return call.number("masked 1 1") if _all_equal(call, 1) else 0.0

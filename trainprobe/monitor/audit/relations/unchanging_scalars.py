@@ -1,11 +1,12 @@
-"""A reported loss or gradient norm changes while the weights move.
+"""A reported loss or gradient norm, and what is reported with a gradient, changes while the weights move.
 
-Relation: no scalar that is called a loss or a gradient norm has one value, to the bit, at six or more audited steps in a row
-at which the weights moved. Zero, infinity and NaN are left out (a hinge loss may be 0 for long), and so is a norm that equals
-the limit of the clipping. Tolerance none: the numbers of two updates of a training do not agree in all bits by chance. Told
-as a warning.
+Relation: no scalar that is called a loss or a gradient norm, or that was noted as a tensor with a gradient (so that it
+depends on the weights), has one value, to the bit, at six or more audited steps in a row at which the weights moved. Zero,
+infinity and NaN are left out (a hinge loss may be 0 for long), and so is a norm that equals the limit of the clipping.
+Tolerance none: the numbers of two updates of a training do not agree in all bits by chance. Told as a warning.
 Usually caused by a report of a value that was taken once (a closure over an old batch, a cached or detached result, a
-variable that is not assigned any more), or by a loss that does not depend on the batch. A training that reports what it
+variable that is not assigned any more), by a loss that does not depend on the batch, or by a quotient of a thing and itself
+(a policy's ratio whose old log-probabilities are taken anew at each step is 1 for ever). A training that reports what it
 computes cannot violate this.
 """
 
@@ -37,6 +38,9 @@ def check(evidence: Evidence) -> list[Finding]:
             f"{evidence.facts.ordinal - streak.since} steps, while the weights moved"
         )
         hint = "report the value that this step computed; look for a variable that is assigned once, or a cached batch"
+        if role_of(name) is None:
+            text += ", on which it depends"
+            hint = "look at what it is computed of: two operands that are the same tensor, or an old value that is taken anew"
         return [
             evidence.finding(
                 "unchanging_scalars",

@@ -1,0 +1,67 @@
+"""A layer over sequences takes the dimension of the batch for the batch.
+
+Relation, for the recurrent and attention layers of torch that are given [a, b, features] with a ≠ b, both at least 2, and
+where every loss function of the step has one target [N] or [N, k] a row: the layer's batch dimension (the second one, or the
+first with `batch_first`) has N entries, if one of the two has and no dimension of a target has the other's. Tolerance none;
+at this audited step and the one before. Told as a warning.
+Usually caused by `batch_first=True` that is missing for data [batch, time, features]: each row of the batch then is a moment
+of time, and every row is mixed with those before it. A layer whose `batch_first` fits its data cannot violate this; where the
+loss is written by hand, or there are as many rows as moments, nothing is judged.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.facts import SequenceInput, StepFacts
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "forward"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find layers that mix the rows of the batch."""
+    before = evidence.before
+    known = {s.name for s in _wrong(before.facts)} if before is not None else set[str]()
+    wrong = [s for s in _wrong(evidence.facts) if s.name in known]
+    if not wrong:
+        return []
+    first, names = wrong[0], [s.name for s in wrong]
+    batch, time = _dimensions(first)
+    text = (
+        f"{and_more(names)} ({first.kind}, batch_first={first.batch_first}) takes {list(first.shape)} for {batch} rows of "
+        f"{time} moments, and the loss has {time} targets: rows of the batch are mixed as if they followed each other"
+    )
+    hint = f"set batch_first={not first.batch_first}, or transpose what the layer is given and what it returns"
+    return [
+        evidence.finding(
+            "batch_dimension",
+            text,
+            first.name,
+            "input",
+            kind="module",
+            measured=float(batch),
+            expected=float(time),
+            severity="warning",
+            next=hint,
+            names=names,
+        )
+    ]
+
+
+def _wrong(facts: StepFacts) -> list[SequenceInput]:
+    targets = [call.shapes[1] for call in facts.losses]
+    if not targets or any(len(shape) not in (1, 2) for shape in targets):
+        return []
+    return [s for s in facts.sequences if _is_swapped(s, targets)]
+
+
+def _is_swapped(seen: SequenceInput, targets: list[tuple[int, ...]]) -> bool:
+    batch, time = _dimensions(seen)
+    return batch != time and min(batch, time) > 1 and all(t[0] == time and batch not in t for t in targets)
+
+
+def _dimensions(seen: SequenceInput) -> tuple[int, int]:
+    first, second = seen.shape[:2]
+    return (first, second) if seen.batch_first else (second, first)

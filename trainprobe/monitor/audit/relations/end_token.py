@@ -1,0 +1,45 @@
+"""What ends a text is a target as well.
+
+Relation, where a language model predicts the next token and is called with an attention mask, and where all tokens at which
+the mask is 0 are one token: if at least half of the rows hold this token where the mask is not 0 too (so it is also what ends
+a text), it is a target there at least once. Tolerance none. Told as a warning: somebody may not want the end to be learned.
+Usually caused by `pad_token = eos_token` with labels that are set to -100 wherever they are the token that pads: the model is
+never trained to stop, and generates until it is cut off. A padding token of its own, or labels that are ignored by the mask,
+cannot violate this.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.facts import LossCall
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.relations.shifted_targets import predicts_next
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "data"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find a token that ends texts and is never a target."""
+    calls = [call for call in evidence.facts.losses if predicts_next(call)]
+    if not calls or not all(map(_never_ends, calls)):
+        return []
+    ends = sum(_of(call, "ends") for call in calls)
+    text = (
+        f"token {calls[0].number('pad_high'):.0f} pads, and it stands at {ends:.0f} places where the attention mask is not 0, "
+        "where none of the targets is it: the model is never trained to end a text"
+    )
+    hint = "give padding a token of its own, or set labels to -100 where the attention mask is 0 and nowhere else"
+    return [
+        evidence.finding("end_token", text, "labels", measured=0.0, expected=ends, kind="scalar", severity="warning", next=hint)
+    ]
+
+
+def _never_ends(call: LossCall) -> bool:
+    one = call.number("pad_low") == call.number("pad_high")
+    return one and _of(call, "ends") >= max(2.0, call.rows / 2) and _of(call, "ended") == 0
+
+
+def _of(call: LossCall, what: str) -> float:
+    return next((n for n in (call.number(f"{what} {dim}") for dim in (1, 0)) if n == n), 0.0)

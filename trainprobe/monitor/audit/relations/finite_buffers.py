@@ -1,0 +1,47 @@
+"""Buffers stay free of NaN.
+
+Relation: a buffer without a NaN at one audited step has none at the next. Tolerance none. Told as an error where it is a
+running statistic, which no later step can mend, as a warning elsewhere.
+Usually caused by a batch with a NaN or an infinity whose step was skipped because its loss was not finite: the forward has
+already averaged it into the running statistics. Training goes on with the statistics of each batch, and every evaluation
+gives NaN. Buffers that are averages of finite numbers cannot violate this.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+
+COST = frozenset({"fingerprints"})
+EVERY = 10
+STAGE = "update"
+_STATISTICS = ("running_mean", "running_var")
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find buffers that have become NaN."""
+    before = evidence.before
+    if before is None:
+        return []
+    sound = (before.facts.begun.keys() | before.facts.buffers.keys()) - set(before.facts.spoiled)
+    bad = [name for name in evidence.facts.spoiled if name in sound]
+    if not bad:
+        return []
+    text = f"NaN in {and_more(bad)}, where there was none at step {before.step}"
+    hint = (
+        f"look for a batch with a NaN between steps {before.step} and {evidence.step}: test the input before the forward, not "
+        "the loss after it, and load these buffers from an earlier checkpoint"
+    )
+    return [
+        evidence.finding(
+            "finite_buffers",
+            text,
+            bad[0],
+            "buffer",
+            measured="NaN",
+            expected="finite",
+            severity="error" if bad[0].endswith(_STATISTICS) else "warning",
+            next=hint,
+            names=bad,
+        )
+    ]

@@ -1,0 +1,45 @@
+"""A prediction meets its own target, and no other.
+
+Relation, for + - * / of tensors outside of the modules of the model, in a step in which a linear layer with a single output
+ran: numbers [N] and [N, 1] are not broadcast to [N, N], unless the program made the column on purpose, as a view (`x[:,
+None]`, `x.view(-1, 1)`). At this audited step and the one before, on the same line. Tolerance none. Told as a warning.
+Usually caused by the output [N, 1] of a network that is not squeezed before it is subtracted from targets, returns or rewards
+[N]: the mean is then over all pairs, and what is learned is the mean of the targets. Operands of one shape cannot violate
+this.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.facts import Outer
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "forward"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find the first line that broadcasts two vectors against each other."""
+    before = evidence.before.facts.outer if evidence.before is not None else ()
+    lines = {(o.operation, o.place) for o in before}
+    seen: Outer | None = next((o for o in evidence.facts.outer if (o.operation, o.place) in lines), None)
+    if seen is None:
+        return []
+    n = seen.count
+    text = (
+        f"[{n}] {seen.operation} [{n}, 1] is broadcast to [{n}, {n}] at {seen.place}: each number meets every other one, and "
+        "not its own alone"
+    )
+    return [
+        evidence.finding(
+            "outer_products",
+            text,
+            "loss",
+            measured=float(n * n),
+            expected=float(n),
+            kind="scalar",
+            severity="warning",
+            next="give both one shape: squeeze(-1) the output of the network before it is compared",
+        )
+    ]

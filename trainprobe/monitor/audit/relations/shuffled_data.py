@@ -1,0 +1,58 @@
+"""The rows of a step are drawn from all of the data.
+
+Relation, for classifications with one target [N] a row, N at least 8: not all targets of a step are of one class, at four or
+more audited steps in a row that have at least two different classes together. Tolerance none: where classes are drawn at
+random, this has a probability far below that of a wrong bit. Told as a warning, since a loop may go through its classes on
+purpose.
+Usually caused by `shuffle=False` for files that lie sorted by class: the model learns and forgets one class after the other,
+and the statistics of its normalisation follow. A loader that shuffles cannot violate this.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.facts import StepFacts
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "data"
+_ROWS = 8
+_LOOKS = 4
+_KINDS = ("cross_entropy", "nll_loss")
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find steps that each train on one class alone."""
+    seen = classes_in_a_row(evidence.past.classes, evidence.facts)
+    if len(seen) < _LOOKS or len(set(seen)) < 2 or not evidence.facts.losses:
+        return []
+    listed = ", ".join(f"{number:.0f}" for number in seen[-8:])
+    text = (
+        f"all targets of the step are class {seen[-1]:.0f}, and at each of the last {len(seen)} audited steps they were of one "
+        f"class ({listed}): the data are sorted by class and not shuffled"
+    )
+    hint = "shuffle the training data: DataLoader(shuffle=True), or a sampler that shuffles"
+    return [
+        evidence.finding(
+            "shuffled_data",
+            text,
+            "targets",
+            "input",
+            measured=1.0,
+            expected=float(len(set(seen))),
+            kind="scalar",
+            severity="warning",
+            next=hint,
+        )
+    ]
+
+
+def classes_in_a_row(known: tuple[float, ...], facts: StepFacts) -> tuple[float, ...]:
+    """Return the one class of each audited step until this one, () where this one has several; unchanged where none is told."""
+    calls = [call for call in facts.losses if call.kind in _KINDS]
+    if not calls:
+        return known
+    low = min(call.number("class_low") for call in calls)
+    one = all(len(call.shapes[1]) == 1 and call.number("class_low") == call.number("class_high") == low for call in calls)
+    return (*known, low)[-32:] if one and sum(call.count for call in calls) >= _ROWS else ()
