@@ -28,6 +28,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "report": ("trainprobe.monitor.report_command:report", "one self-contained HTML page of a run"),
     "judge": ("trainprobe.monitor.judge_command:judge", "the findings of a run, recorded and worked out again"),
     "top": ("trainprobe.monitor.top_command:top", "live terminal view of a run"),
+    "runs": ("trainprobe.monitor.runs_command:runs", "the runs in a folder: ranks, steps, size, findings"),
     "black-box": ("trainprobe.monitor.black_box.black_box_command:black_box", "the last steps before something happened"),
     "csv2tb": ("trainprobe.monitor.csv2tb_command:csv2tb", "turn metric CSV files into TensorBoard event files"),
     "config-check": ("trainprobe.config_check.command:app", "capture and compare what decides a run's numbers"),

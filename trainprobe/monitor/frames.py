@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from trainprobe.engine.addresses import Spot, order, spot, stage_and_phase, stage_and_spot
 from trainprobe.engine.dumps.record_log import logged_calls, numbers_of_values
-from trainprobe.engine.records import Call, Feature, Phase, Place, Record, Reel, Site, Value
+from trainprobe.engine.records import Call, Feature, Place, Record, Reel, Value
 from trainprobe.engine.reel import slots
 from trainprobe.engine.selection import Names
 from trainprobe.engine.stats import finish
@@ -26,23 +27,6 @@ from trainprobe.engine.stats.partials import all_finite, column
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-
-
-class Spot(NamedTuple):
-    """Where a value stands in a step: phase, kind, name, call and slot, with slots in the monitor's words.
-
-    The value of a parameter is ("parameter", "layers.0.weight", "value") wherever it was seen, its gradient has slot "grad".
-    """
-
-    phase: Phase
-    kind: str
-    name: str
-    call: int
-    slot: str
-
-    def site(self) -> Site:
-        """Return the engine's address."""
-        return Site(self.kind, self.name, self.slot, self.call)  # pyright: ignore[reportArgumentType]
 
 
 class Track(NamedTuple):
@@ -176,7 +160,7 @@ def frame_of_reel(reel: Reel, tracks: Tracks) -> Frame:
     numbers = finish(partials, STATISTICS)
     numbers["zero_share"] = column(partials, "zero") / np.maximum(column(partials, "count"), 1)
     if reel.checksums is not None:
-        numbers["checksum"] = (reel.checksums[rows] & np.uint64(_SHORT)).astype(np.float64)
+        numbers["checksum"] = (reel.checksums[rows] & np.uint64(SHORT)).astype(np.float64)
     at = tracks.layout(spots, tuple(numbers))
     values = np.stack(list(numbers.values()), axis=1).reshape(-1)
     if reel.checksums is not None and not (taken := reel.checksums[rows] != 0).all():
@@ -188,7 +172,7 @@ def frame_of_reel(reel: Reel, tracks: Tracks) -> Frame:
     if series:
         more = tracks.of_features(tuple((f.name, f.slot, f.call, f.numbers.size) for f in series), series)
         at, values = np.concatenate([at, more]), np.concatenate([values, *(f.numbers for f in series)])
-    return _with_scalars(reel.step, reel.place, tracks, (at, values, spots, bad), reel.scalars, reel.complete)
+    return with_scalars(reel.step, reel.place, tracks, (at, values, spots, bad), reel.scalars, reel.complete)
 
 
 def _bad(partials: F64) -> U8:
@@ -254,34 +238,15 @@ def _walk(reel: Reel, tracks: Tracks) -> list[_Entry]:
             known = tracks.known.get(key)
             if known is None:
                 known = tracks.known[key] = _learn(tracks, call, slot, len(value.shape), value.dtype)
-            stage, spot = known
-            entries.append(((stage, i if stage == 4 or stage < 1 else -i), spot, value))
+            stage, found = known
+            entries.append((order(stage, i), found, value))
     return sorted(entries, key=itemgetter(0)) if mixed else entries
 
 
 def _learn(tracks: Tracks, call: Call, slot: str, dimensions: int, dtype: str) -> tuple[int, int]:
     """Return the stage and the spot of a value that is seen for the first time."""
-    stage, phase, name = 0, call.phase, call.name
-    if call.kind == "state":
-        stage, phase = _arose(slot)
-    elif call.kind == "parameter":
-        name, slot = f"{name}.{slot}" if name else slot, "grad"
-    kind = "parameter" if call.kind == "state" else call.kind
-    return stage, tracks.spot(_spot(phase, kind, name, call.call, slot), dimensions, dtype)
-
-
-_GRADIENTS = {"grad_unreduced": 1, "grad_unclipped": 2, "grad": 3}
-
-
-def _arose(slot: str) -> tuple[int, Phase]:
-    """Return the stage of the step at which a value of a parameter stands, and its phase.
-
-    Values and optimizer state before the step come first of all (-1). Gradients come after the calls (1 to 3), last layer
-    first, as they are made. What is seen after the step comes last (4).
-    """
-    if slot in _GRADIENTS:
-        return _GRADIENTS[slot], "backward"
-    return (4, "optimizer") if slot.endswith("_after") or slot == "update" else (-1, "forward")
+    stage, where = stage_and_spot(call, slot)
+    return stage, tracks.spot(where, dimensions, dtype)
 
 
 def frame_of_records(step: int, place: Place, records: Iterable[Record], tracks: Tracks, complete: bool = True) -> Frame:
@@ -303,16 +268,16 @@ def frame_of_records(step: int, place: Place, records: Iterable[Record], tracks:
             continue
         phase = record.step.phase
         if site.kind == "parameter" and phase == "optimizer":
-            phase = _arose(site.slot)[1]
-        spot = tracks.spot(_spot(phase, site.kind, site.name, site.call, site.slot), len(record.shape), record.dtype)
-        spots.append(spot)
+            phase = stage_and_phase(site.slot)[1]
+        where = tracks.spot(spot(phase, site.kind, site.name, site.call, site.slot), len(record.shape), record.dtype)
+        spots.append(where)
         bad.append(_badness(numbers))
         for statistic, value in _watched(numbers).items():
-            at.append(tracks.track(spot, statistic))
+            at.append(tracks.track(where, statistic))
             values.append(value)
     both = _with_features(tracks, np.array(at, np.int64), np.array(values, np.float64), features)
     flat = (*both, np.array(spots, np.int64), np.array(bad, np.uint8))
-    return _with_scalars(step, place, tracks, flat, scalars, complete)
+    return with_scalars(step, place, tracks, flat, scalars, complete)
 
 
 def _as_they_arose(records: Iterable[Record]) -> list[Record]:
@@ -324,19 +289,19 @@ def _as_they_arose(records: Iterable[Record]) -> list[Record]:
         call, last = call + (here != last), here
         around = record.site.kind == "parameter" and record.step.phase == "optimizer"
         mixed |= around
-        stage = _arose(record.site.slot)[0] if around else 0
-        found.append(((stage, call if stage == 4 or stage < 1 else -call), record))
+        stage = stage_and_phase(record.site.slot)[0] if around else 0
+        found.append((order(stage, call), record))
     return [record for _, record in (sorted(found, key=itemgetter(0)) if mixed else found)]
 
 
-_SHORT = (1 << 52) - 1  # the bits of a checksum that a float64 holds exactly: enough to tell moved from not moved
+SHORT = (1 << 52) - 1  # the bits of a checksum that a float64 holds exactly: enough to tell moved from not moved
 
 
 def _watched(numbers: Mapping[str, float | int]) -> dict[str, float]:
     """Return a record's numbers in the monitor's words."""
     out = {name: float(x) for name, x in numbers.items() if name not in ("zero", "count", "checksum", "nan", "inf")}
     if "checksum" in numbers:
-        out["checksum"] = float(int(numbers["checksum"]) & _SHORT)
+        out["checksum"] = float(int(numbers["checksum"]) & SHORT)
     if "zero" in numbers and numbers.get("count"):
         out["zero_share"] = numbers["zero"] / numbers["count"]
     if "absmax" not in out and "max" in out and "min" in out:
@@ -354,17 +319,10 @@ def _badness(numbers: Mapping[str, float | int]) -> int:
     return MASKED if only_below else INFINITE
 
 
-def _spot(phase: Phase, kind: str, name: str, call: int, slot: str) -> Spot:
-    """Speak of a parameter's value in the same way, whether a module or the parameter itself was asked."""
-    if kind == "module" and slot.startswith("parameters."):
-        short = slot.removeprefix("parameters.")
-        return Spot(phase, "parameter", f"{name}.{short}" if name else short, call, "value")
-    return Spot(phase, kind, name, call, slot)
-
-
-def _with_scalars(
+def with_scalars(
     step: int, place: Place, tracks: Tracks, flat: tuple[I64, F64, I64, U8], scalars: Mapping[str, float], complete: bool
 ) -> Frame:
+    """Return the frame of these values with the scalars behind them. flat: `at`, `values`, `spots` and `bad` of the frame."""
     at, values, spots, bad = flat
     extra = [tracks.spot(Spot("step", "scalar", name, 0, "value")) for name in scalars]
     numbers = np.array(list(scalars.values()), dtype=np.float64)

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from trainprobe.engine.addresses import Spot
 from trainprobe.errors import FormatError
-from trainprobe.monitor.frames import F64, I64, Bools, Frame, Picker, Selection, Spot, Track, Tracks
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Picker, Selection, Track, Tracks
 
 T = TypeVar("T")
 _DTYPES = {"float64", "int64", "bool"}

@@ -1,7 +1,7 @@
 """Reads a run's folder back for the monitor: frames of every rank, and the findings made while it ran.
 
-Looks for record logs (`rank{R}/records.jsonl`) first, because they hold everything, then for a dump (`step{N}/rank{R}/`), and
-then for metric CSV files.
+Looks for logs first (`rank{R}/metrics-*.parquet` or `rank{R}/records.jsonl`), because they hold everything, then for a dump
+(`step{N}/rank{R}/`), and then for metric CSV files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from trainprobe.engine.dumps.layout import FINDINGS_FILE, LOG_FILE, find_steps
+from trainprobe.engine.dumps.layout import FINDINGS_FILE, LIVE_FILE, LOG_FILE, find_steps, has_run_log
 from trainprobe.engine.dumps.log import read_log
 from trainprobe.engine.dumps.read import read_step
 from trainprobe.engine.findings import with_last_counts
@@ -31,11 +31,9 @@ def read_frames(folder: Path) -> Iterator[Frame]:
     if not folder.exists():
         raise FormatError(f"{folder} does not exist: name the folder that the run wrote to (`output` of its plan)")
     logs = find_logs(folder)
+    for log in logs:
+        yield from frames_of_log(log)
     if logs:
-        for log in logs:
-            tracks = Tracks()
-            for reel in read_log(log):
-                yield frame_of_reel(reel, tracks)
         return
     tables: dict[int, Tracks] = {}
     steps = find_steps(folder) if folder.is_dir() else {}
@@ -53,12 +51,31 @@ def read_frames(folder: Path) -> Iterator[Frame]:
         yield frame_of_records(step.step, step.place, step.records, tables.setdefault(step.place.rank, Tracks()))
 
 
+def frames_of_log(log: Path) -> Iterator[Frame]:
+    """Yield the frames of a log that `find_logs` returned."""
+    if log.is_dir():
+        from trainprobe.monitor.frames_of_run_log import RunLog
+
+        yield from RunLog(log).frames()
+        return
+    tracks = Tracks()
+    for reel in read_log(log):
+        yield frame_of_reel(reel, tracks)
+
+
 def find_logs(folder: Path) -> list[Path]:
-    """Return the record logs under a folder, by rank."""
+    """Return the logs under a folder, by rank: a record log is a file, a run log in columns the folder that holds it.
+
+    Where a rank has both, they hold the same, and the columns are read.
+    """
     if folder.is_file():
         return [folder] if folder.suffix == ".jsonl" else []
-    found = [path for path in folder.rglob(LOG_FILE) if not any(p.startswith(".") for p in path.relative_to(folder).parts)]
-    return sorted(found, key=lambda path: (len(path.parent.name), path.parent.name, str(path)))
+    names = (LOG_FILE, LIVE_FILE, "metrics-*.parquet")
+    paths = [path for name in names for path in folder.rglob(name)]
+    shown = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    ranks = sorted({path.parent for path in shown}, key=lambda rank: (len(rank.name), rank.name, str(rank)))
+    logs = (rank if has_run_log(rank) else rank / LOG_FILE for rank in ranks)
+    return [log for log in logs if log.exists()]
 
 
 def read_findings(folder: Path) -> list[Finding]:

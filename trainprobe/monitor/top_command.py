@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
@@ -27,6 +27,9 @@ from trainprobe.monitor.scalar_names import role_of
 from trainprobe.monitor.series import Series
 from trainprobe.monitor.watcher import Watcher
 
+if TYPE_CHECKING:
+    from trainprobe.monitor.frames_of_run_log import RunLog
+
 SHOWN = 8  # findings
 BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
@@ -39,11 +42,15 @@ class Tail:
         self.folder = folder
         self._read: dict[Path, int] = {}
         self._tables: dict[Path, Tracks] = {}
+        self._columns: dict[Path, RunLog] = {}
 
     def frames(self) -> list[Frame]:
         """Return the frames that were written since the last call."""
         found: list[Frame] = []
         for log in find_logs(self.folder):
+            if log.is_dir():
+                found += self._of_columns(log).frames()
+                continue
             tracks = self._tables.setdefault(log, Tracks())
             with log.open("rb") as lines:
                 lines.seek(self._read.get(log, 0))
@@ -53,6 +60,11 @@ class Tail:
                     self._read[log] = self._read.get(log, 0) + len(line)
                     found.append(frame_of_reel(decode(line), tracks))
         return found
+
+    def _of_columns(self, log: Path) -> RunLog:
+        from trainprobe.monitor.frames_of_run_log import RunLog
+
+        return self._columns.setdefault(log, RunLog(log))
 
 
 class View:

@@ -15,10 +15,12 @@ from trainprobe.errors import OutputError
 
 DUMP_FILE, DEBUG_FILE, STACK_FILE, CONSTRUCT_FILE = "dump.json", "debug.json", "stack.json", "construct.json"
 LOG_FILE, FINDINGS_FILE, METRICS_FILE = "records.jsonl", "findings.jsonl", "metrics.csv"
+LIVE_FILE = "metrics.arrow"  # the run log's steps since its last segment
 PARTIAL = ".partial"  # ending of a file that is not whole yet
 HEADER = "trainprobe"  # key of what this package adds to the top of a dump
 _STEP = re.compile(r"step(\d+)")
 _RANK = re.compile(r"rank(\d+)")
+_SEGMENT = re.compile(r"metrics-(\d{6,})\.parquet")
 
 Files = list[tuple[str, bytes]]  # names and texts
 
@@ -125,6 +127,24 @@ def find_ranks(step_folder: Path) -> dict[int, Path]:
 def log_folder(root: Path, rank: int) -> Path:
     """Return the folder of what a rank writes over the whole run: its record log, findings and metrics."""
     return root / f"rank{rank}"
+
+
+def find_segments(folder: Path) -> list[Path]:
+    """Return the segments of the run log in a rank's folder, oldest first."""
+    found = [(int(match[1]), path) for path in folder.glob("metrics-*.parquet") if (match := _SEGMENT.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def next_segment(folder: Path) -> Path:
+    """Return where the next segment of the run log in a rank's folder goes."""
+    last = find_segments(folder)[-1:]
+    number = 1 + max((int(match[1]) for path in last if (match := _SEGMENT.fullmatch(path.name))), default=-1)
+    return folder / f"metrics-{number:06d}.parquet"
+
+
+def has_run_log(folder: Path) -> bool:
+    """Tell whether a rank's folder holds a run log."""
+    return (folder / LIVE_FILE).is_file() or bool(find_segments(folder))
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:

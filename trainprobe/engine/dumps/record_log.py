@@ -162,6 +162,35 @@ def numbers_of_values(reel: Reel) -> dict[int, int]:
     return values.numbers
 
 
+def structure(reel: Reel, places: Sequence[Value]) -> bytes:
+    """Return what the steps with equal calls share, as JSON without shapes: calls, values and call stacks.
+
+    places: the values of the rows that show them; `places` of the text has their numbers.
+    """
+    values, numbers = _Values(), {id(call): i for i, call in enumerate(reel.calls)}
+    calls = [_call_text(call, numbers, values) for call in reel.calls]
+    columns = values.columns()
+    shapeless = {number: (*head[:2], *head[3:]) for number, head in enumerate(columns["heads"])}
+    text = {
+        "calls": calls,
+        **columns,
+        "heads": (heads := list(dict.fromkeys(shapeless.values()))),
+        "head": [heads.index(shapeless[number]) for number in columns["head"]],
+        "places": [values.numbers[id(value)] for value in places],
+        "stacks": [list(stack) for stack in reel.stacks],
+    }
+    return orjson.dumps(text, default=_described, option=_OPTIONS)
+
+
+def read_structure(text: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> tuple[list[Call], list[Value]]:
+    """Return the calls and values of `structure`; shapes: of the value of each row. Raises as `decode` does."""
+    of_value = dict(zip(text["places"], shapes, strict=True))
+    heads = [text["heads"][head] for head in text["head"]]
+    whole = [[kind, dtype, of_value.get(i, ()), device, grad] for i, (kind, dtype, device, grad) in enumerate(heads)]
+    values = _read_values({**text, "heads": whole, "head": range(len(whole))})
+    return _read_calls(text["calls"], values), values
+
+
 def _list_of(items: bytes) -> Any:
     return fragment(b"[" + items + b"]")
 
@@ -277,10 +306,7 @@ def decode(line: bytes) -> Reel:
     if text["format"] != FORMAT:
         raise ValueError(f"the record log has format {text['format']!r}, this version reads {FORMAT}")
     values = _read_values(text)
-    calls = [_read_call(item, values) for item in text["calls"]]
-    for call, item in zip(calls, text["calls"], strict=True):
-        parent = item.get("parent")
-        call.parent = calls[parent] if isinstance(parent, int) else parent
+    calls = _read_calls(text["calls"], values)
     partials = np.zeros((int(text["rows"]), len(PARTIALS)))
     for i, name in enumerate(PARTIALS):
         if name in text["partials"]:
@@ -320,6 +346,14 @@ def _read_values(text: Mapping[str, Any]) -> list[Value]:
         for number, thing in text["about"].get(name, {}).items():
             setattr(values[int(number)], name, thing)
     return values
+
+
+def _read_calls(texts: Sequence[Mapping[str, Any]], values: list[Value]) -> list[Call]:
+    calls = [_read_call(text, values) for text in texts]
+    for call, text in zip(calls, texts, strict=True):
+        parent = text.get("parent")
+        call.parent = calls[parent] if isinstance(parent, int) else parent
+    return calls
 
 
 def _read_call(text: Mapping[str, Any], values: list[Value]) -> Call:

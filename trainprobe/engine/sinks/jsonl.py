@@ -6,13 +6,11 @@ Each line goes to the operating system as a whole when it is written, so a kille
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-import orjson
-
 from trainprobe.engine.dumps.append import AppendedFile, make_room
+from trainprobe.engine.dumps.findings_file import FindingsFile
 from trainprobe.engine.dumps.layout import FINDINGS_FILE, LOG_FILE, log_folder
 from trainprobe.engine.dumps.record_log import Lines
 from trainprobe.engine.plan import Plan
@@ -27,8 +25,7 @@ class JsonlSink:
         self.at = -1  # the step that is being written
         self._log = AppendedFile(folder / LOG_FILE)
         self._lines = Lines()
-        self._findings_path = folder / FINDINGS_FILE
-        self._findings: AppendedFile | None = None
+        self._findings = FindingsFile(folder / FINDINGS_FILE)
 
     def write(self, reel: Reel) -> None:
         """Append one line."""
@@ -52,18 +49,14 @@ class JsonlSink:
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Append one line a finding."""
-        if self._findings is None:
-            self._findings = AppendedFile(self._findings_path)
-        option = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
-        self._findings.write(b"".join(orjson.dumps(dataclasses.asdict(f), default=str, option=option) for f in findings))
+        self._findings.append(findings)
 
-    counts = findings  # a line of the same finding with its new count, which readers take in place of the earlier one
+    counts = findings
 
     def close(self) -> None:
         """Close the files."""
         self._log.close()
-        if self._findings is not None:
-            self._findings.close()
+        self._findings.close()
 
 
 def open(folder: Path, plan: Plan, place: Place) -> JsonlSink:

@@ -18,8 +18,9 @@ from functools import cache
 
 import numpy as np
 
+from trainprobe.engine.addresses import Spot
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection, Spot
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import Patterns, RuleOptions
 from trainprobe.monitor.scalar_names import scalar

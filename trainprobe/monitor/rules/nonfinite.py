@@ -20,8 +20,9 @@ from itertools import groupby
 
 import numpy as np
 
+from trainprobe.engine.addresses import Spot
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.frames import INFINITE, NOT_A_NUMBER, Bools, Frame, Spot
+from trainprobe.monitor.frames import INFINITE, NOT_A_NUMBER, Bools, Frame
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions, Severity
 from trainprobe.monitor.scalar_names import role_of, scalar

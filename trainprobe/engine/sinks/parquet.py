@@ -1,0 +1,75 @@
+"""The run log as columns: `rank{R}/metrics-*.parquet`, one row a value, place and step, which any tool can query.
+
+The steps since the last segment stand in `metrics.arrow`, Arrow's streaming format. A killed run leaves them there: they are
+read all the same, and the next run in the folder makes a segment of them. `findings.jsonl` lies beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainprobe.engine.dumps.append import make_room
+from trainprobe.engine.dumps.findings_file import FindingsFile
+from trainprobe.engine.dumps.layout import FINDINGS_FILE, LIVE_FILE, find_segments, log_folder
+from trainprobe.engine.plan import Plan
+from trainprobe.engine.records import Finding, Place, Reel
+from trainprobe.engine.run_log.live import LiveStream
+from trainprobe.engine.run_log.rows import Rows
+from trainprobe.engine.run_log.segments import close_segment
+
+SEGMENT = 1 << 17  # rows of the live stream that become a segment: some 35 MB of memory while it is made
+
+
+class ParquetSink:
+    """Appends to the run log of one rank."""
+
+    def __init__(self, folder: Path, findings: FindingsFile | None = None) -> None:
+        self.findings_file = findings
+        self.at = -1  # the step that is being written
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        close_segment(folder)  # what a killed run left
+        self._rows = Rows()
+        self._live: LiveStream | None = None
+
+    def write(self, reel: Reel) -> None:
+        """Append the rows of one step."""
+        self.write_many((reel,))
+
+    def write_many(self, reels: Sequence[Reel]) -> None:
+        """Append the rows of some steps as one batch. Where it raises, `at` is the first step that is lost."""
+        self.at = reels[0].step
+        if self._live is None:
+            self._rows.forget_layouts()
+            self._live = LiveStream(self._folder / LIVE_FILE)
+        self._live.write(self._rows.batch(reels))
+        if self._live.rows >= SEGMENT:
+            self._close_segment()
+
+    def _close_segment(self) -> None:
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.close()
+            close_segment(self._folder)
+
+    def findings(self, findings: Sequence[Finding]) -> None:
+        """Append one line a finding, unless another sink does."""
+        if self.findings_file is not None:
+            self.findings_file.append(findings)
+
+    counts = findings
+
+    def close(self) -> None:
+        """Make a segment of what is in the stream."""
+        self._close_segment()
+        if self.findings_file is not None:
+            self.findings_file.close()
+
+
+def open(folder: Path, plan: Plan, place: Place) -> ParquetSink:
+    """Open the run log of one rank. Raises OutputError when there is one already and the plan refuses that."""
+    path = log_folder(folder, place.rank)
+    own = [] if "jsonl" in plan.sinks else [path / FINDINGS_FILE]
+    make_room([path / LIVE_FILE, *find_segments(path), *own], plan.on_existing)
+    return ParquetSink(path, *map(FindingsFile, own))

@@ -1,0 +1,180 @@
+"""The run log as frames: the same frames as those of the reels that were written, made of whole columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pyarrow as pa
+
+from trainprobe.engine.addresses import Spot
+from trainprobe.engine.dumps.header import read_place
+from trainprobe.engine.records import Phase
+from trainprobe.engine.run_log.read import Bound, read_tables, steps_of
+from trainprobe.engine.run_log.schema import kind_of_spot
+from trainprobe.monitor.frames import (
+    F64,
+    FINE,
+    I64,
+    INFINITE,
+    MASKED,
+    NOT_A_NUMBER,
+    SHORT,
+    U8,
+    Bools,
+    Frame,
+    Tracks,
+    with_scalars,
+)
+
+Codes = npt.NDArray[np.int32]
+
+_WORDS = ("phase", "kind", "name", "slot")
+_COLUMNS = (
+    *_WORDS,
+    "call",
+    "dtype",
+    "shape",
+    "count",
+    "nan",
+    "posinf",
+    "neginf",
+    "zero",
+    "min",
+    "max",
+    "mean",
+    "norm",
+    "checksum",
+    "value",
+    "numbers",
+    "edges",
+    "detail",
+)
+_STATISTICS = ("norm", "absmax", "mean", "zero_share")
+_NO_VALUE = ("scalar", "feature", "step", "layout")
+
+
+class RunLog:
+    """Follows the run log of a rank: each time it is asked, it yields the frames that were written since."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tracks = Tracks()
+        self._last: Any = None
+
+    def frames(self, bounds: Sequence[Bound] = ()) -> Iterator[Frame]:
+        """Yield the frames of the steps that were not yielded yet; bounds: as for `read_tables`."""
+        new = [] if self._last is None else [("time", ">", self._last)]
+        for table in read_tables(self._folder, _COLUMNS, [*bounds, *new]):
+            self._last = table["time"][-1].as_py()
+            yield from _Segment(table, self._tracks).frames()
+
+
+class _Segment:
+    """The columns of one table as arrays; rows are in the order of steps and of execution."""
+
+    def __init__(self, table: pa.Table, tracks: Tracks) -> None:
+        self._table = table
+        self._tracks = tracks
+        self._codes = {name: _codes(table[name]) for name in _WORDS}
+        self._words: dict[str, list[str]] = {name: table[name].chunk(0).dictionary.to_pylist() for name in _WORDS}
+        self._value = _numbers(table["value"], np.nan)
+        self._kind = {name: self._codes["kind"] == _index(self._words["kind"], name) for name in _NO_VALUE}
+        self._is_value = (_numbers(table["count"], 0) > 0) & ~np.any(list(self._kind.values()), axis=0)
+        self._spots = self._number_spots()
+        self._bad = _badness(table)
+        self._statistics = _statistics(table)
+        self._taken = table["checksum"].is_valid().to_numpy()
+
+    def frames(self) -> Iterator[Frame]:
+        """Yield a frame a step."""
+        steps = _numbers(self._table["step"], 0)
+        for rows in steps_of(self._table):
+            yield self._frame(int(steps[rows.start]), rows)
+
+    def _number_spots(self) -> I64:
+        """Return the number of the spot of each row that has one, [rows]; 0 elsewhere."""
+        table = self._table
+        rows = np.flatnonzero(self._is_value | self._kind["feature"])
+        call = _numbers(table["call"], 0).astype(np.int64)[rows]
+        key = np.stack([*(self._codes[name][rows] for name in _WORDS), call], axis=1)
+        _, first, inverse = np.unique(key, axis=0, return_index=True, return_inverse=True)
+        numbers = np.zeros(len(first), np.int64)
+        for i in np.argsort(first).tolist():  # in the order in which they were first seen
+            row = int(rows[first[i]])
+            phase, kind, name, slot = (self._words[word][self._codes[word][row]] for word in _WORDS)
+            spot = Spot(cast(Phase, phase), kind_of_spot(kind), name, int(call[first[i]]), slot)
+            shape, dtype = table["shape"][row].as_py(), table["dtype"][row].as_py()
+            numbers[i] = self._tracks.spot(spot, len(orjson.loads(shape)) if shape else 0, dtype or "")
+        spots = np.zeros(table.num_rows, np.int64)
+        spots[rows] = numbers[inverse.reshape(-1)]
+        return spots
+
+    def _frame(self, step: int, rows: slice) -> Frame:
+        tracks, here = self._tracks, self._of(rows, self._is_value)
+        taken = self._taken[here]
+        names = (*_STATISTICS, "checksum") if taken.any() else _STATISTICS
+        at = tracks.layout(self._spots[here], names)
+        values = np.stack([self._statistics[name][here] for name in names], axis=1).reshape(-1)
+        if taken.any() and not taken.all():
+            there = np.ones((len(here), len(names)), dtype=bool)
+            there[:, -1] = taken
+            at, values = at[there.reshape(-1)], values[there.reshape(-1)]
+        more, numbers = self._features(self._of(rows, self._kind["feature"]))
+        at, values = np.concatenate([at, more]), np.concatenate([values, numbers])
+        about = orjson.loads(self._table["detail"][int(self._of(rows, self._kind["step"])[0])].as_py())
+        flat = (at, values, self._spots[here], self._bad[here])
+        return with_scalars(step, read_place(about["place"]), tracks, flat, self._scalars(rows), about["complete"])
+
+    def _of(self, rows: slice, mask: Bools) -> I64:
+        return np.flatnonzero(mask[rows]) + rows.start
+
+    def _scalars(self, rows: slice) -> dict[str, float]:
+        names = self._words["name"]
+        return {
+            names[self._codes["name"][row]]: float(self._value[row]) for row in self._of(rows, self._kind["scalar"]).tolist()
+        }
+
+    def _features(self, rows: I64) -> tuple[I64, F64]:
+        tracks, at, values = self._tracks, list[int](), list[float]()
+        for row in rows.tolist():
+            if self._table["edges"][row].is_valid:
+                continue
+            spot = tracks.spots[self._spots[row]]
+            several = self._table["numbers"][row].as_py()
+            for i, number in enumerate(several or ()):
+                at.append(tracks.track(tracks.spot(spot._replace(slot=f"{spot.slot}.{i}")), "value"))
+                values.append(number)
+            if several is None:
+                at.append(tracks.track(int(self._spots[row]), "value"))
+                values.append(float(self._value[row]))
+        return np.array(at, np.int64), np.array(values, np.float64)
+
+
+def _codes(column: pa.ChunkedArray) -> Codes:
+    return column.chunk(0).indices.fill_null(-1).to_numpy(zero_copy_only=False)
+
+
+def _index(words: list[str], word: str) -> int:
+    return words.index(word) if word in words else -2
+
+
+def _numbers(column: pa.ChunkedArray, absent: float) -> npt.NDArray[Any]:
+    return column.fill_null(absent).to_numpy()
+
+
+def _statistics(table: pa.Table) -> dict[str, F64]:
+    found = {name: _numbers(table[name], np.nan) for name in ("norm", "mean")}
+    found["absmax"] = np.maximum(*(np.abs(_numbers(table[name], np.nan)) for name in ("max", "min")))
+    found["zero_share"] = _numbers(table["zero"], 0) / np.maximum(_numbers(table["count"], 1), 1)
+    found["checksum"] = (_numbers(table["checksum"], 0) & np.uint64(SHORT)).astype(np.float64)
+    return found
+
+
+def _badness(table: pa.Table) -> U8:
+    masked, infinite, nan = (_numbers(table[name], 0) > 0 for name in ("neginf", "posinf", "nan"))
+    return np.where(nan, NOT_A_NUMBER, np.where(infinite, INFINITE, np.where(masked, MASKED, FINE))).astype(np.uint8)

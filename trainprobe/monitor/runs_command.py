@@ -1,0 +1,107 @@
+"""`trainprobe runs DIR`: which runs a folder holds, with their ranks, steps, sizes and findings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import orjson
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from trainprobe.engine.dumps.layout import find_steps
+from trainprobe.engine.findings import with_last_counts
+from trainprobe.errors import FormatError
+from trainprobe.monitor.run_folder import find_logs, read_findings
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run's folder. steps: how many rank 0 logged, or else the first rank that did; bytes: of all its files."""
+
+    folder: str
+    format: str
+    ranks: int
+    steps: int
+    first_step: int | None
+    last_step: int | None
+    dumped_steps: int
+    bytes: int
+    findings: dict[str, int]
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(help="folder with runs, or the folder of one", metavar="DIR")] = Path(),
+    json: Annotated[bool, typer.Option("--json", help="one JSON object a run")] = False,
+) -> int:
+    """List the runs in DIR and in the folders under it: format, ranks, steps, size, findings."""
+    if not folder.is_dir():
+        raise FormatError(f"{folder} is no folder: name one that holds what runs wrote (`output` of their plans)")
+    found = [_describe(run, logs) for run, logs in _find(folder)]
+    if json:
+        for run in found:
+            typer.echo(orjson.dumps(asdict(run)).decode())
+        return 0
+    if not found:
+        raise FormatError(f"{folder} holds no run: no metrics-*.parquet, no records.jsonl and no dump (step{{N}}/rank{{R}}/)")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("run", "format", "ranks", "steps", "dumped", "size", "findings"):
+        table.add_column(
+            column, justify="left" if column in ("run", "format", "findings") else "right", no_wrap=column == "run"
+        )
+    for run in found:
+        span = f"{run.steps} ({run.first_step} to {run.last_step})" if run.steps else "–"
+        told = ", ".join(f"{n} {severity}" for severity, n in run.findings.items()) or "none"
+        name = str(Path(run.folder).relative_to(folder))
+        table.add_row(name, run.format, str(run.ranks), span, str(run.dumped_steps or "–"), _size(run.bytes), told)
+    Console(highlight=False, soft_wrap=True).print(table)
+    return 0
+
+
+def _find(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """Yield (run's folder, its logs by rank); a run is a folder with folders of ranks or steps in it."""
+    logs: dict[Path, list[Path]] = {}
+    for log in find_logs(folder):
+        rank = log if log.is_dir() else log.parent
+        logs.setdefault(rank.parent, []).append(log)
+    for step in folder.rglob("step*/rank*"):
+        run = step.parent.parent
+        if step.is_dir() and run not in logs and find_steps(run):
+            logs[run] = []
+    yield from sorted(logs.items())
+
+
+def _describe(run: Path, logs: list[Path]) -> Run:
+    steps = _steps(logs[0]) if logs else []
+    dumped = find_steps(run)
+    formats = [*dict.fromkeys("columns" if log.is_dir() else "lines" for log in logs), *(["dump"] if dumped else [])]
+    ranks = len(logs) or max((len(list(step.glob("rank*"))) for step in dumped.values()), default=0)
+    found = [finding for log in logs for finding in read_findings(log if log.is_dir() else log.parent)]
+    return Run(
+        str(run),
+        " + ".join(formats),
+        ranks,
+        len(steps),
+        min(steps, default=None),
+        max(steps, default=None),
+        len(dumped),
+        sum(file.stat().st_size for file in run.rglob("*") if file.is_file()),
+        dict(Counter(finding.severity for finding in with_last_counts(found))),
+    )
+
+
+def _steps(log: Path) -> list[int]:
+    if log.is_dir():
+        from trainprobe.engine.run_log.read import read_tables
+
+        return [step for table in read_tables(log, bounds=[("kind", "==", "step")]) for step in table["step"].to_pylist()]
+    with log.open("rb") as lines:
+        return [int(orjson.loads(line)["step"]) for line in lines if line.endswith(b"\n")]
+
+
+def _size(n: int) -> str:
+    return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB" if n >= 1e5 else f"{n / 1e3:.1f} kB"
