@@ -162,6 +162,7 @@ class Probe(EngineProbe):
         tap.reruns = lambda: due("update_rule")
         tap.repeats = lambda: due("recomputed_forward")
         tap.reduces = lambda: due("reduced_gradients")
+        tap.compares_rows = lambda: due("equal_rows")
         tap.sampled = lambda: costs("rerun")
         self.guard.on_trip(tap.close)
         audit = Audit(parts.audit_plan, tap.take, self._gathering().gather)

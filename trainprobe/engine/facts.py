@@ -40,7 +40,8 @@ class ModelFacts:
     model does not. foreign: parameters that a data-parallel wrapper reduces and that are not the model's (and the other way
     round). hidden: parameters with a gradient that modules keep in plain lists and dicts, so that they are not the model's, and
     that no optimizer holds. hooked: (parameter or module, function) of each hook that is registered there more than once.
-    dropouts: modules that drop with a probability above 0.
+    dropouts: modules that drop with a probability above 0. adapters: parameters of active adapters beside a base layer.
+    broadcasts: a wrapper hands the buffers of one rank to the others at each forward.
     """
 
     parameters: tuple[ParameterFact, ...] = ()
@@ -52,6 +53,8 @@ class ModelFacts:
     hidden: tuple[str, ...] = ()
     hooked: tuple[tuple[str, str], ...] = ()
     dropouts: frozenset[str] = frozenset()
+    adapters: frozenset[str] = frozenset()
+    broadcasts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,12 +347,13 @@ class StepFacts:
     saved: what was saved last, where something was loaded since; loaded: the pieces that were held then, before the update.
     same_epochs: epochs that a shuffling sampler began in the order of the one before. losses: calls of loss functions, in their
     order. ambient: what holds for the whole thread where the first update begins, in words: autocast, grad mode, default dtype
-    …
-    ungraded: calls of loss functions whose result has no gradient. sequences, masks, scales: what modules were given.
-    moved_twice: modules whose running statistics were moved by a forward and again by the one that a
-    checkpoint ran in the backward pass. outer: see `Outer`. handed_out: batches that loaders with several workers have handed
-    out in the epochs that run now; workers: how many the last of these loaders has. dependent: scalars that were noted as
-    tensors with a gradient. spoiled: buffers with a NaN.
+    … equal_rows: matrices whose rows are all equal, where that was looked at. stale_copies: running statistics of copies of the
+    model that stood still while weights of the copy and statistics of the model moved. sampled: class of a distribution → a
+    parameter that it depends on, of samples that let no gradient through. ungraded: calls of loss functions whose result has no
+    gradient. sequences, masks, scales: what modules were given. moved_twice: modules whose running statistics were moved by a
+    forward and again by the one that a checkpoint ran in the backward pass. outer: see `Outer`. handed_out: batches that
+    loaders with several workers have handed out in the epochs that run now; workers: how many the last of these loaders has.
+    dependent: scalars that were noted as tensors with a gradient. spoiled: buffers with a NaN.
     """
 
     set_up: ModelFacts
@@ -398,6 +402,9 @@ class StepFacts:
     loaded: Mapping[tuple[str, str], Piece] | None = None
     same_epochs: int = 0
     losses: tuple[LossCall, ...] = ()
+    equal_rows: tuple[str, ...] = ()
+    stale_copies: tuple[str, ...] = ()
+    sampled: Mapping[str, str] = field(default_factory=dict[str, str])
     ambient: Mapping[str, str] = field(default_factory=dict[str, str])
     ungraded: tuple[LossCall, ...] = ()
     sequences: tuple[SequenceInput, ...] = ()

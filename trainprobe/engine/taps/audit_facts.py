@@ -20,6 +20,7 @@ from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.taps.ambient_state import ambient_state
 from trainprobe.engine.taps.backward_starts import BackwardStarts
 from trainprobe.engine.taps.declared_loss import DeclaredGradient
+from trainprobe.engine.taps.equal_rows import EqualRows
 from trainprobe.engine.taps.given import Given
 from trainprobe.engine.taps.gradient_use import GradientUse
 from trainprobe.engine.taps.loss_factors import scaled_from
@@ -29,6 +30,7 @@ from trainprobe.engine.taps.random_state import random_fingerprint
 from trainprobe.engine.taps.reduced_gradients import ReducedGradients
 from trainprobe.engine.taps.registered import saved_buffers
 from trainprobe.engine.taps.samplers import SamplerWatch
+from trainprobe.engine.taps.samples import Samples
 from trainprobe.engine.taps.saved_pieces import HeldPieces
 from trainprobe.engine.taps.saved_states import SavedStates
 from trainprobe.engine.taps.schedules import ScheduleWatch
@@ -44,12 +46,13 @@ class AuditTap:
     """Installs what the audit listens to while a step is audited; `take` returns the facts once the step has crossed to the
     host.
 
-    names: id of parameter → recorded name, as it is now. rescan: learn the names anew when the model has other parameters
-    than before. fingerprints: whether this step's parameters, gradients and states are fingerprinted. sampled: whether the
-    declared loss is run. ordinal: how many steps have begun. reruns: whether updates are worked out again. repeats: whether
-    forwards that run again are compared with the first. reduces: whether gradients are looked at before and after they are
-    joined over the ranks. world: how many ranks there are. keeps_saves: whether what is saved is remembered, in folder(),
-    where an earlier process may have left it when goes_on(). progress: how far a trainer is that tells it.
+    names: id of parameter → recorded name, as it is now. rescan: learn the names anew when the model has other parameters than
+    before. fingerprints: whether this step's parameters, gradients and states are fingerprinted. sampled: whether the declared
+    loss is run. ordinal: how many steps have begun. reruns: whether updates are worked out again. repeats: whether forwards
+    that run again are compared with the first. reduces: whether gradients are looked at before and after they are joined over
+    the ranks. compares_rows: whether the rows of weight matrices are compared with each other. world: how many ranks there are.
+    keeps_saves: whether what is saved is remembered, in folder(), where an earlier process may have left it when goes_on().
+    progress: how far a trainer is that tells it.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class AuditTap:
         self.reruns: Callable[[], bool] = lambda: False
         self.repeats: Callable[[], bool] = lambda: False
         self.reduces: Callable[[], bool] = lambda: False
+        self.compares_rows: Callable[[], bool] = lambda: False
         self.world: Callable[[], int] = lambda: 1
         self.declared = DeclaredGradient()
         self._rerun = UpdateRerun(names, states.at_address)
@@ -73,6 +77,8 @@ class AuditTap:
         self._backward = BackwardStarts(guard, self._first_backward, self._backward_begins, self._clears)
         self._use = GradientUse(names)
         self._given = Given(guard, self._calls, lambda: self._backward.count)
+        self._samples = Samples(guard, lambda: self._calls.runs, names)
+        self._rows = EqualRows()
         self._samplers = SamplerWatch(guard)
         self._reduced = ReducedGradients(guard, names, lambda: self.reduces() and states.source is None)
         self._reduced.weighs = lambda: self.world() > 1
@@ -147,6 +153,8 @@ class AuditTap:
         self._calls.looks_for_repeats = self.repeats()
         self._calls.begin(tape)
         self._given.begin(tape)
+        self._samples.begin()
+        self._rows.begin()
         self._backward.begin()
 
     def pause(self) -> None:
@@ -163,6 +171,7 @@ class AuditTap:
         self._states.more = 0
         self._calls.end()
         self._given.end()
+        self._samples.end()
         self._backward.end()
         self._reduced.end()
 
@@ -206,6 +215,8 @@ class AuditTap:
             self._loaded = self._states.carried_pieces(self._tape)
         self.unclipped([p for group in optimizer.param_groups for p in group["params"]])
         if self._plain():
+            if self.compares_rows() and not self._updates:
+                self._rows.look(self._models, self._names(), self._tape)
             self._use.before_update(optimizer)
             self._waiting |= dict.fromkeys(waiting_gradients(self._models, self._names()))
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -333,6 +344,9 @@ class AuditTap:
             **self._given.take(),
             dependent=self._dependent,
             spoiled=self._spoiled(reel),
+            equal_rows=self._rows.take(),
+            stale_copies=self._calls.copies.take(),
+            sampled=self._samples.take(),
             ambient=self._ambient,
             recomputed=tuple(
                 Repeat(name, order, _outputs(reel, again), tuple(_outputs(reel, f) for f in first))

@@ -18,6 +18,7 @@ from trainprobe.engine.guard import Guard
 from trainprobe.engine.naming import count_outer_wrappers, logical_name
 from trainprobe.engine.records import Value
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
+from trainprobe.engine.taps.copies import Copies
 from trainprobe.engine.taps.features import tensors_of
 from trainprobe.engine.taps.functional_dropout import DropoutWatch
 from trainprobe.engine.taps.random_state import random_fingerprint
@@ -60,12 +61,14 @@ class ModelCalls:
         self._random: list[str] = []
         self._dropped: list[str] = []
         self._path: list[Any] = []  # the modules that are running
+        self.copies = Copies()
         self._dropouts = DropoutWatch(lambda: self._guard.run(self._drops))
 
     def open(self, models: Sequence[Any]) -> None:
         """Learn which modules are the model, inside its wrappers and with them."""
         self._models = list(models)
         self._roots = {id(m): depth for model in models for depth, m in enumerate(unwrapped(model))}
+        self.copies.open([list(unwrapped(model))[-1] for model in models])
         self._names.clear()
         for model in models:
             outer = count_outer_wrappers(name for name, _ in model.named_modules() if name)
@@ -99,6 +102,11 @@ class ModelCalls:
         if self._train is not None:
             self._train.back()
             self._train = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether the model runs in training, in a step that is looked at."""
+        return self._depth > 0
 
     def take_evaluations(self) -> tuple[Evaluation, ...]:
         """Return the evaluations since the last call."""
@@ -195,6 +203,8 @@ class ModelCalls:
     def _call_root(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         wrappers = self._roots.get(id(module))
         if wrappers is None or self._depth or self.asleep or self._guard.tripped is not None:
+            if wrappers is None and not module.training and type(module) in self.copies:
+                self._guard.run(self.copies.called, module)
             return original(module, *args, **kwargs)
         if not module.training:
             return self._evaluate(original, module, args, kwargs) if self._left else original(module, *args, **kwargs)

@@ -47,7 +47,23 @@ def model_facts(
         hidden_parameters(models, everything.keys() | held.keys()) if owners_known else (),
         repeated_hooks(models),
         frozenset(name for name, module in _named_modules(models) if _drops(module)),
+        frozenset(_named(names.get(key), everything[key][1])[0] for key in _adapters(models) if key in everything),
+        any(getattr(m, "broadcast_buffers", False) for m in models if type(m).__name__ == "DistributedDataParallel"),
     )
+
+
+def _adapters(models: Sequence[Any]) -> Iterator[int]:
+    """Yield the ids of the parameters of adapters that are active beside a base layer, as PEFT keeps them."""
+    for _, module in _named_modules(models):
+        kinds = getattr(module, "adapter_layer_names", None)
+        if not isinstance(kinds, tuple) or not hasattr(module, "base_layer"):
+            continue
+        if getattr(module, "merged", False) or getattr(module, "disable_adapters", False):
+            continue
+        active = getattr(module, "active_adapters", ())
+        held = (getattr(module, kind, {}) for kind in kinds)
+        for adapter in (one[name] for one in held for name in active if name in one):
+            yield from map(id, adapter.parameters() if hasattr(adapter, "parameters") else (adapter,))
 
 
 def modes_of(models: Sequence[Any]) -> dict[str, bool]:

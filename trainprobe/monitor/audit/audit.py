@@ -22,6 +22,7 @@ from trainprobe.monitor.audit.peers import Peer, Share
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.relaid import Relaid, as_pieces, is_relaid, rows_of, what_was_loaded
 from trainprobe.monitor.audit.relations import load_relation
+from trainprobe.monitor.audit.relations.replicated_buffers import is_shared
 from trainprobe.monitor.audit.relations.reported_loss import differentiated, explained
 from trainprobe.monitor.audit.relations.saved_and_loaded import came_back, held
 from trainprobe.monitor.audit.relations.shared_scalars import agree
@@ -226,6 +227,7 @@ class Audit:
                 over -= unsure - seen[key_of(name, "grad")]
             self._replicated[name] = said if said is not None else over | (self.certain & set(draft.axes))
         fresh = {f"buffer {name}": key_of(name, "buffer") for name in draft.facts.buffers}
+        fresh |= {f"begun {name}": key_of(name, "begun") for name in draft.facts.begun if is_shared(name)}
         fresh = {name: key for name, key in fresh.items() if name not in self._replicated}
         seen = replicas_at_first(fresh.values(), draft.axes, peers, draft.place.rank) if fresh else {}
         self._replicated |= {name: seen[key] for name, key in fresh.items()}
@@ -243,6 +245,7 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
             counter = max(counter, seen.number(name, slot, "mean")) if counter == counter else seen.number(name, slot, "mean")
     for name, checksum in facts.buffers.items():
         rows[key_of(name, "buffer")] = (checksum, 0.0)
+    rows |= {key_of(name, "begun"): (checksum, 0.0) for name, checksum in facts.begun.items() if is_shared(name)}
     rows |= {key_of(name, "rests"): (1, 0.0) for name, training in facts.model.modes.items() if not training}
     rows |= {key_of(p.name, "frozen"): (1, 0.0) for p in facts.model.parameters if not p.trainable}
     rows |= stepped_here(draft)

@@ -172,15 +172,15 @@ class Evidence:
     """All that the relations may look at; nothing in it can be changed, and nothing of it is on a device.
 
     before: the evidence of the audited step before this one, without its own `before`. peers: every rank, this one included;
-    empty where ranks were not compared. replicated: parameter, or "buffer NAME" → axes over which its value is replicated;
-    `over` answers for each tensor. norms: logical norm of all gradients, over all ranks, "unclipped" and "clipped", where it
-    is known. ever_reached, always_reached: parameters that had a gradient at an audited step before, and at each of at least
-    three. resumed: the save that was loaded before this step, or before no scheduler was seen since. relaid: what was loaded in
-    another layout than it was saved in, until the ranks have compared it. stalled: audited steps in a row, this one included,
-    that ran backward and did not update, after at least three that did. explained: audited steps in a row before this one whose
-    reported loss was what the backward passes began from. agreed: those in a row at which all ranks that differ in dp, cp or tp
-    reported one loss. past: what else was learned from the audited steps before. assumed: nobody said along
-    which axes the ranks stand; all are taken for data parallel.
+    empty where ranks were not compared. replicated: parameter, "buffer NAME" or "begun NAME" → axes over which its value is
+    replicated; `over` answers for each tensor. norms: logical norm of all gradients, over all ranks, "unclipped" and "clipped",
+    where it is known. ever_reached, always_reached: parameters that had a gradient at an audited step before, and at each of at
+    least three. resumed: the save that was loaded before this step, or before no scheduler was seen since. relaid: what was
+    loaded in another layout than it was saved in, until the ranks have compared it. stalled: audited steps in a row, this one
+    included, that ran backward and did not update, after at least three that did. explained: audited steps in a row before this
+    one whose reported loss was what the backward passes began from. agreed: those in a row at which all ranks that differ in
+    dp, cp or tp reported one loss. past: what else was learned from the audited steps before. assumed: nobody said along which
+    axes the ranks stand; all are taken for data parallel.
     """
 
     step: int
@@ -243,9 +243,11 @@ class Evidence:
         )
 
     def over(self, name: str, slot: str) -> frozenset[str]:
-        """Return the axes over which a tensor of a parameter, or a buffer (slot "buffer"), is replicated."""
-        if slot == "buffer":
-            return self.replicated.get(f"buffer {name}", frozenset())
+        """Return the axes over which a tensor of a parameter, or a buffer, is replicated: as an update left it at first
+        (slot "buffer"), or as a forward first met it (slot "begun").
+        """
+        if slot in ("buffer", "begun"):
+            return self.replicated.get(f"{slot} {name}", frozenset())
         told = self.tensors.replicas.get((name, slot))
         return self.replicated.get(name, frozenset()) if told is None else told
 

@@ -1,0 +1,209 @@
+"""What a model draws, keeps, copies and adapts, under the default audit: planted faults are found, healthy twins are not."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Categorical, Normal
+
+import trainprobe
+from trainprobe.engine.facts import ModelFacts, StepFacts
+from trainprobe.engine.records import Place
+from trainprobe.monitor.audit.evidence import Evidence, Tensors
+from trainprobe.monitor.audit.messages import key_of
+from trainprobe.monitor.audit.peers import Peer
+from trainprobe.monitor.audit.plan import validate
+from trainprobe.monitor.audit.relations import replicated_buffers
+
+
+def found(tmp_path, model, loss_of, steps=2, between=None, optimizer=None):
+    """Train under the default audit; return (rule, step) of what was found, and the messages."""
+    optimizer = optimizer or torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with trainprobe.watch(model, optimizer, level="off", sinks=[], audit=True, output=tmp_path / "out") as probe:
+        for step in range(steps):
+            with probe.step():
+                optimizer.zero_grad()
+                loss_of(model).backward()
+                optimizer.step()
+            if between is not None:
+                between(step)
+    told = [f for f in probe.findings if f.severity != "info"]
+    return [(f.rule, f.step) for f in told], [f.message for f in told]
+
+
+# ---- samples ------------------------------------------------------------------------------------------------------------
+
+
+class Sampling(nn.Module):
+    """Draws from a normal distribution that it works out, in one of several ways."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.mean, self.out = how, nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        """Return (what is made of the sample, the distribution, the sample)."""
+        mean = self.mean(x)
+        distribution = Categorical(logits=mean) if self.how == "discrete" else Normal(mean, 1.0)
+        if self.how == "under no_grad":
+            with torch.no_grad():
+                sample = distribution.sample()
+        else:
+            sample = distribution.rsample() if self.how == "rsample" else distribution.sample()
+        return self.out(nn.functional.one_hot(sample, 4).float() if self.how == "discrete" else sample), distribution, sample
+
+
+@pytest.mark.parametrize("how", ["sample", "rsample", "scored", "discrete", "under no_grad", "outside"])
+def test_a_sample_that_stops_the_gradient_is_found(tmp_path, how):
+    torch.manual_seed(0)
+
+    def loss_of(model):
+        out, distribution, sample = model(torch.randn(6, 3))
+        loss = out.square().mean() + distribution.logits.square().mean() if how == "discrete" else out.square().mean()
+        if how == "scored":
+            loss = loss - distribution.log_prob(sample).mean()
+        if how == "outside":
+            distribution.sample()
+        return loss + (model.mean.weight.square().sum() + model.mean.bias.square().sum())
+
+    rules, messages = found(tmp_path, Sampling("rsample" if how == "outside" else how), loss_of)
+    assert rules == ([("sampled_without_gradient", 0)] if how == "sample" else [])
+    assert not messages or ("Normal.sample()" in messages[0] and "mean." in messages[0])
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------------
+
+
+class Gates(nn.Module):
+    """Rows that begin at 1 and are used differently."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 40))
+
+    def forward(self, x):
+        """Return [batch, 40]."""
+        return x * self.weight[0] + x.sin() * self.weight[1]
+
+
+@pytest.mark.parametrize("how", ["constant", "random", "zero", "frozen", "gates"])
+def test_a_layer_that_was_filled_with_a_constant_is_found(tmp_path, how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2))
+    for layer in (model[0], model[2]) if how in ("constant", "frozen") else ():
+        nn.init.constant_(layer.weight, 0.1)
+        nn.init.zeros_(layer.bias)
+    if how == "gates":
+        model = nn.Sequential(model[0], Gates(), model[4])
+    if how == "zero":
+        nn.init.zeros_(model[4].weight)
+    if how == "frozen":
+        model[0].requires_grad_(False)
+    rules, messages = found(tmp_path, model, lambda m: (m(torch.randn(6, 3)) - torch.eye(2)[0]).square().mean(), 48)
+    assert rules == ([("equal_rows", 47)] if how == "constant" else [])
+    assert not messages or "0.weight" in messages[0]
+
+
+# ---- adapters -----------------------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A base layer and an adapter, as PEFT lays them out."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self):
+        super().__init__()
+        self.base_layer, self.merged, self.disable_adapters, self.active_adapters = nn.Linear(3, 3), False, False, ["default"]
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(3, 2, bias=False), "reference": nn.Linear(3, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 3, bias=False), "reference": nn.Linear(2, 3, bias=False)})
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        """Return [batch, 3]."""
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+@pytest.mark.parametrize("how", ["frozen", "trained", "merged", "switched off"])
+def test_adapters_that_are_all_frozen_are_found(tmp_path, how):
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(), nn.LayerNorm(3))
+    if how == "trained":
+        model[0].lora_A["default"].requires_grad_(True)
+        model[0].lora_B["default"].requires_grad_(True)
+    model[0].merged, model[0].disable_adapters = how == "merged", how == "switched off"
+    rules, messages = found(tmp_path, model, lambda m: (m(torch.randn(6, 3)) - 1).square().mean())
+    assert rules == ([("adapters", 0)] if how == "frozen" else [])
+    assert not messages or "0.lora_A.default.weight and 1 more" in messages[0]
+
+
+# ---- copies -------------------------------------------------------------------------------------------------------------
+
+
+class Normalised(nn.Sequential):
+    """A small model with running statistics."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize("how", ["weights alone", "buffers too", "at rest", "whole state", "in training mode"])
+def test_an_average_whose_statistics_stand_still_is_found(tmp_path, how):
+    torch.manual_seed(0)
+    model = Normalised()
+    average = copy.deepcopy(model).train(how == "in training mode")
+
+    @torch.no_grad()
+    def between(step):
+        if how == "whole state":
+            average.load_state_dict(model.state_dict())
+        elif how != "at rest":
+            for mine, its in zip(average.parameters(), model.parameters(), strict=True):
+                mine.lerp_(its, 0.1)
+        if how == "buffers too":
+            for mine, its in zip(average.buffers(), model.buffers(), strict=True):
+                mine.copy_(its)
+        if step % 5 == 4:
+            model.eval()
+            average(torch.randn(6, 3))
+            model.train()
+
+    rules, messages = found(tmp_path, model, lambda m: m(torch.randn(6, 3)).square().mean(), 25, between)
+    assert rules == ([("stale_copies", 23)] if how == "weights alone" else [])
+    assert not messages or "1.running_mean and 1 more" in messages[0]
+
+
+# ---- buffers over ranks -------------------------------------------------------------------------------------------------
+
+
+def on_two_ranks(name, apart, **more):
+    """Return evidence of rank 0, where a buffer was equal on both ranks at first."""
+    model = ModelFacts(**more)
+    facts = StepFacts(model, model, updates=1, begun={name: 1})
+    peer = Peer(0, {"dp": 0}, {}, {}, (), {key_of(name, "begun"): (1, 0.0)}, {}, {})
+    other = replace(peer, rank=1, axes={"dp": 1}, rows={key_of(name, "begun"): (2 if apart else 1, 0.0)})
+    place = Place(0, 2, {"dp": (0, 2)})
+    known = {f"begun {name}": frozenset({"dp"})}
+    return Evidence(23, place, facts, Tensors(), validate(True), peers=(peer, other), replicated=known)
+
+
+def test_a_codebook_that_each_rank_keeps_by_itself_is_found():
+    (finding,) = replicated_buffers.check(on_two_ranks("quantizer.embed", True))
+    assert "quantizer.embed differs in the dp group of ranks 0, 1" in finding.message and finding.severity == "warning"
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        on_two_ranks("quantizer.embed", False),
+        on_two_ranks("norm.running_mean", True),  # each rank keeps its own unless they are synchronised
+        on_two_ranks("quantizer.embed", True, broadcasts=True),
+        replace(on_two_ranks("quantizer.embed", True), replicated={}),  # it was of its rank from the start
+    ],
+)
+def test_buffers_that_are_alike_or_may_differ_are_no_finding(healthy):
+    assert replicated_buffers.check(healthy) == []

@@ -1,0 +1,84 @@
+"""Copies of the model that follow its weights, and not its buffers.
+
+A copy is a module in evaluation mode of the class of a watched model, with parameters and buffers of the same names, that is
+called in an evaluation or an audited step. Version counters tell what was written in place between two such calls; no number
+is read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_STATISTICS = ("running_mean", "running_var")
+_Mark = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A copy when it was called last: mark of its weights, marks of its statistics, and those of the model's."""
+
+    copy: weakref.ref[Any]
+    weights: int
+    mine: Mapping[str, _Mark]
+    its: Mapping[str, _Mark]
+
+
+class Copies:
+    """Finds running statistics of copies that stand still while their weights and the model's statistics move."""
+
+    def __init__(self) -> None:
+        self._models: dict[type, Any] = {}
+        self._seen: dict[int, _Seen] = {}
+        self._stale: dict[int, tuple[str, ...]] = {}  # id of a copy → what stood still when it was called last
+
+    def open(self, models: Sequence[Any]) -> None:
+        """Learn the models, without their wrappers."""
+        self._models = {type(model): model for model in models if any(True for _ in _statistics(model))}
+
+    def __contains__(self, kind: type) -> bool:
+        """Tell whether a class is that of a model with running statistics."""
+        return kind in self._models
+
+    def called(self, module: Any) -> None:
+        """See a module that is called and is no watched model itself."""
+        model = self._models[type(module)]
+        if module is model or module.training or any(p.is_inference() for p in module.parameters()):
+            return
+        known = self._seen.get(id(module))
+        if known is None and not _is_copy(module, model):
+            return
+        now = _Seen(weakref.ref(module), _writes(module), dict(_statistics(module)), dict(_statistics(model)))
+        if known is not None and known.copy() is module and known.weights != now.weights:
+            self._stale[id(module)] = tuple(name for name in now.mine if _stood(known, now, name))
+        self._seen[id(module)] = now
+
+    def take(self) -> tuple[str, ...]:
+        """Return the statistics that stood still when a copy was called last."""
+        return tuple(dict.fromkeys(name for names in self._stale.values() for name in names))
+
+
+def _stood(known: _Seen, now: _Seen, name: str) -> bool:
+    return known.mine.get(name) == now.mine[name] and known.its.get(name) != now.its.get(name)
+
+
+def _is_copy(module: Any, model: Any) -> bool:
+    return _names(module) == _names(model)
+
+
+def _names(module: Any) -> list[tuple[str, Any]]:
+    return [(name, t.shape) for named in (module.named_parameters(), module.named_buffers()) for name, t in named]
+
+
+def _writes(module: Any) -> int:
+    return sum(int(p._version) for p in module.parameters())
+
+
+def _statistics(module: Any) -> Iterable[tuple[str, _Mark]]:
+    """Yield a mark of each running statistic: a forward in training leaves it in the counter of batches beside it alone."""
+    buffers = {name: b for name, b in module.named_buffers() if not b.is_inference()}
+    for name in (name for name in buffers if name.endswith(_STATISTICS)):
+        counter = buffers.get(f"{name.rpartition('.')[0]}.num_batches_tracked".removeprefix("."))
+        yield name, (id(buffers[name]), int(buffers[name]._version), 0 if counter is None else int(counter._version))

@@ -1,0 +1,35 @@
+"""Adapters that are active in a training are trained.
+
+Relation: where modules hold adapters beside a base layer (PEFT) that are active, switched on and not merged into it, and an
+update is made, a parameter of at least one of these adapters requires a gradient. Tolerance none. Told as a warning, as a
+frozen adapter may be meant.
+Usually caused by an adapter that is loaded for inference, which is the default (`PeftModel.from_pretrained` without
+`is_trainable=True`), so that only what is trained beside it moves, or by a loop that freezes what it does not know by name.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "set-up"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find a model whose active adapters are all frozen."""
+    active = [p for p in evidence.model.parameters if p.name in evidence.model.adapters]
+    if not active or not evidence.facts.updates or any(p.trainable or p.owned for p in active):
+        return []
+    names = [p.name for p in active]
+    text = (
+        f"all active adapters are frozen while other parameters are trained: {and_more(names, len(evidence.model.parameters))} "
+        "requires no gradient and never moves"
+    )
+    hint = "load the adapter for training (PeftModel.from_pretrained(..., is_trainable=True)), before the optimizer is made"
+    return [
+        evidence.finding(
+            "adapters", text, names[0], measured="frozen", expected="trained", severity="warning", next=hint, names=names
+        )
+    ]

@@ -1,0 +1,44 @@
+"""The average of a model that is evaluated follows its running statistics too.
+
+Relation: where a copy of the model (a module of its class, with parameters and buffers of the same names) is called in
+evaluation mode, and its weights were written since it was called before while running statistics of the model moved, those of
+the copy were written too. Tolerance none. Told as a warning.
+Usually caused by a moving average of the weights that goes over `parameters()` and not over `buffers()`: the copy is
+normalised with the statistics of the day it was made, and its evaluations are wrong. A copy that takes over the whole
+`state_dict` cannot violate this; nor can one that rests, a copy in training mode, or a model without running statistics.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "evaluation"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find copies whose statistics stand still."""
+    stale = list(evidence.facts.stale_copies)
+    if not stale:
+        return []
+    text = (
+        f"a copy of the model that is evaluated follows its weights, but not its running statistics: {and_more(stale)} of the "
+        "copy stood still while those of the model moved, so that the average is normalised with old numbers"
+    )
+    hint = "copy the buffers with the parameters (timm's ModelEma, AveragedModel), or work them out again before evaluating"
+    return [
+        evidence.finding(
+            "stale_copies",
+            text,
+            stale[0],
+            "buffer",
+            kind="buffer",
+            measured="unchanged",
+            expected="as in the model",
+            severity="warning",
+            next=hint,
+            names=stale,
+        )
+    ]
