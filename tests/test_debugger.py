@@ -13,6 +13,7 @@ import torch
 import trainprobe
 from trainprobe import PrecisionDebugger
 from trainprobe.errors import UsageError
+from trainprobe.pytorch import module_dump, module_dump_end, random_save
 
 
 @pytest.fixture
@@ -159,12 +160,13 @@ def test_arguments_without_names_are_those_of_each_release(tmp_path, config, rel
 
 def test_what_differs_is_printed_once_when_the_configuration_is_read(tmp_path, config, capsys):
     debugger = PrecisionDebugger(classic(tmp_path, seed=1, zzz=3))
-    debugger.start(token_range=[1, 3])
+    debugger.start(scheduled_tokens=[1, 3])
     debugger.stop()
-    debugger.start(token_range=[1, 3])
+    debugger.start(scheduled_tokens=[1, 3])
     told = capsys.readouterr().err
     assert [
-        told.count(text) for text in ("zzz: unknown key", "call `from trainprobe.pytorch import seed_all", "token_range")
+        told.count(text)
+        for text in ("zzz: unknown key", "call `from trainprobe.pytorch import seed_all", "start(scheduled_tokens=)")
     ] == [
         1,
         1,
@@ -210,6 +212,78 @@ def test_a_function_of_the_program_is_recorded_as_one_op(tmp_path, config, nativ
     assert norm == pytest.approx(float(gate(x, 2.0).detach().double().norm()), rel=1e-6)
 
 
+def test_between_module_dump_and_its_end_the_module_alone_is_recorded(tmp_path, config):
+    debugger = PrecisionDebugger(classic(tmp_path))
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    for _ in range(2):
+        debugger.start()
+        x = torch.nn.functional.gelu(torch.ones(3, 4, requires_grad=True))
+        module_dump(module, "mine")
+        y = module(x) * 2
+        z = module(y)
+        module_dump_end()
+        z.sum().backward()
+        debugger.stop()
+        debugger.step()
+    PrecisionDebugger.close()
+    kept = [name for name in entries(tmp_path, 1) if "ones" not in name]
+    mine = [f"Module.mine.Sequential.{side}" for side in ("forward.0", "forward.1", "backward.1", "backward.0")]
+    gelu = [f"Functional.gelu.0.{side}" for side in ("forward", "backward")]
+    assert kept == [gelu[0], *mine[:2], "Tensor.sum.0.forward", "Tensor.sum.0.backward", *mine[2:], gelu[1]]
+    assert torch.nn.Module._call_impl.__module__ == "torch.nn.modules.module"
+
+
+def test_module_dump_says_where_it_changes_nothing(tmp_path, config, capsys):
+    PrecisionDebugger(classic(tmp_path, level="L0"))
+    module_dump(torch.nn.ReLU(), "mine")
+    module_dump_end()
+    assert "at level L0 modules are recorded as everywhere" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="give it a torch\\.nn\\.Module and a name"):
+        module_dump("mine", torch.nn.ReLU())
+
+
+@pytest.mark.parametrize(("tokens", "recorded"), [([1, 2], 2), ([0, 0], 1), ([3, 9], 1), (None, 4)])
+def test_forwards_of_a_range_of_tokens_are_recorded(tmp_path, config, tokens, recorded):
+    debugger = PrecisionDebugger(classic(tmp_path, level="L0"))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    for _ in range(2):
+        debugger.start(model, tokens)
+        for n in range(4):
+            model(torch.full((1, 4), float(n)))
+        debugger.stop()
+        debugger.step()
+    PrecisionDebugger.close()
+    for step in range(2):
+        assert list(entries(tmp_path, step)) == [
+            f"Module.{name}.forward.{n}" for n in range(recorded) for name in ("root.Sequential", "0.Linear")
+        ]
+    first = entries(tmp_path, 1)["Module.0.Linear.forward.0"]["input_args"][0]["Max"]
+    assert first == (tokens[0] if tokens else 0)
+    assert "_call_impl" not in vars(model)
+
+
+@pytest.mark.parametrize("tokens", [[2, 1], [-1, 3], 4, [1], ["0", "1"]])
+def test_a_range_of_tokens_that_is_none_is_an_error(tmp_path, config, tokens):
+    PrecisionDebugger(classic(tmp_path))
+    with pytest.raises(UsageError, match="write \\[first, last\\]"):
+        PrecisionDebugger.start(torch.nn.ReLU(), tokens)
+    with pytest.raises(UsageError, match="counts the forward passes of a model"):
+        PrecisionDebugger.start(None, [0, 1])
+
+
+def test_the_first_step_and_the_rank_are_as_they_were_given(tmp_path, config):
+    debugger = PrecisionDebugger(classic(tmp_path, level="L0"))
+    debugger.set_init_step(5)
+    model = torch.nn.Linear(4, 4)
+    debugger.start(model, rank_id=3)
+    model(torch.ones(1, 4))
+    debugger.stop()
+    debugger.step()
+    PrecisionDebugger.close()
+    assert [str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").glob("step*/rank*")] == ["step5/rank3"]
+
+
 def test_seed_all_repeats_random_numbers_and_removes_dropout_on_request():
     code = """
 import random, numpy, torch
@@ -231,9 +305,11 @@ except UsageError as error: print(error)
     assert "seed_all: -1 is no seed" in done.stdout, done.stderr
 
 
-def test_what_cannot_be_had_says_what_replaces_it():
+def test_what_cannot_be_had_says_what_replaces_it(capsys):
     with pytest.raises(ImportError, match="run `trainprobe dump-compare A B`"):
         from trainprobe.pytorch import compare  # noqa: F401
+    random_save("out")
+    assert "trainprobe.ConfigChecker captures each random call" in capsys.readouterr().err
     from trainprobe.core import SingleSave
 
     assert SingleSave is trainprobe.SingleSave

@@ -25,6 +25,7 @@ from trainprobe.engine.dump_switch import DumpSwitch
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.plan_loading import load_plan
 from trainprobe.engine.records import Place
+from trainprobe.engine.token_range import TokenRange
 from trainprobe.errors import UsageError
 from trainprobe.watching import Probe
 
@@ -79,6 +80,8 @@ class PrecisionDebugger:
         self._switch = switch
         self._said: set[str] = set()
         self._functions: Any = None
+        self._dumped: Any = None
+        self._tokens: TokenRange | None = None
         for note in plan.notes:
             self._say(note)
         PrecisionDebugger._only = self
@@ -98,16 +101,20 @@ class PrecisionDebugger:
         """Begin collecting, if this step is selected.
 
         model: a module or a list of chunks, needed once for levels L0 and mix. rank_id: the rank whose folder is written to,
-        where torch.distributed does not tell it. token_range, scheduled_tokens: not used, which is printed once.
+        where torch.distributed does not tell it. token_range: [first, last] of the model's forward passes until `stop`, counted
+        from 0, that are recorded; it needs the model. scheduled_tokens: not used, which is printed once.
         """
         self = cls.instance()
         if self._running or (self._switch is not None and not self._switch.on()):
             return
         model = model if model is not None else self._given
-        if token_range is not None or scheduled_tokens is not None:
+        if scheduled_tokens is not None:
             self._say(
-                "start(token_range=, scheduled_tokens=): tokens are not told apart, every forward of the model is recorded"
+                "start(scheduled_tokens=): every forward of the model is recorded; token_range=[first, last] chooses some"
             )
+        within = _range_of(token_range)
+        if within is not None and model is None and self._model is None:
+            raise UsageError("start(token_range=...) counts the forward passes of a model: call start(model=your_model, ...)")
         if model is not None and model is not self._model:
             self._model = model
             self.probe.open(
@@ -120,11 +127,15 @@ class PrecisionDebugger:
             self.probe.begin_step(self._step)
         else:
             self.probe.resume()
+        if within is not None:
+            first = next(iter(self._model)) if isinstance(self._model, list | tuple) else self._model
+            self._tokens = TokenRange(first, *within, self.probe.resume, self.probe.pause)
 
     @classmethod
     def stop(cls) -> None:
         """Pause collecting until the next `start`; gradients of what was recorded still arrive until `step`."""
         self = cls.instance()
+        self._forget_tokens()
         if self._running:
             self._running = False
             self.probe.pause()
@@ -136,6 +147,9 @@ class PrecisionDebugger:
         """End the step: what was collected is written, and the step number goes up by one."""
         self = cls.instance()
         self._running = False
+        self._forget_tokens()
+        if self._dumped is not None:
+            self.probe.guard.run(self._dumped.step_ends)
         if self.probe._inside:
             self.probe.end_step()
         self._step += 1
@@ -169,6 +183,39 @@ class PrecisionDebugger:
             functions.restore(module, api_name)
 
     @classmethod
+    def module_dump(cls, module: Any, module_name: str) -> None:
+        """Record of `module` its own calls, as `Module.{module_name}.{class}`, and nothing else until `module_dump_end`.
+
+        At levels L0 and mix modules are recorded as everywhere, which is printed once. Raises UsageError for anything but a
+        module.
+        """
+        self = cls.instance()
+        if not hasattr(module, "named_modules") or not isinstance(module_name, str):
+            raise UsageError(f"module_dump({type(module).__name__}, {module_name!r}): give it a torch.nn.Module and a name")
+        if self.plan.level != "L1":
+            self._say(
+                f"module_dump({module_name!r}): at level {self.plan.level} modules are recorded as everywhere; use level L1, "
+                "or name the module in `modules` of a plan at level L0"
+            )
+            return
+        if self._dumped is None:
+            from trainprobe.engine.taps.dumped_modules import DumpedModules
+            from trainprobe.engine.wanted import modules_of_plan
+
+            parts, probe = self.probe.parts, self.probe
+            wanted = modules_of_plan(self.plan, parts.cuts)
+            others = [parts.ops, parts.collectives]
+            self._dumped = DumpedModules(others, parts.rests, wanted, probe.guard, lambda: probe.tape)
+        self.probe.guard.run(self._dumped.begin, module, module_name)
+
+    @classmethod
+    def module_dump_end(cls) -> None:
+        """Record everything again."""
+        self = cls.instance()
+        if self._dumped is not None:
+            self.probe.guard.run(self._dumped.end)
+
+    @classmethod
     def set_init_step(cls, number: int) -> None:
         """Number the next step `number` (after a resume)."""
         cls.instance()._step = number
@@ -179,6 +226,12 @@ class PrecisionDebugger:
         if cls._only is not None:
             only, PrecisionDebugger._only = cls._only, None
             only.probe.close()
+
+    def _forget_tokens(self) -> None:
+        """Take the forward passes of the model as they come."""
+        tokens, self._tokens = self._tokens, None
+        if tokens is not None:
+            tokens.close()
 
     def _say(self, sentence: str) -> None:
         """Print a sentence, once, on rank 0."""
@@ -199,6 +252,17 @@ def _model_and_step(further: tuple[Any, ...], model: Any, step: Any) -> tuple[An
 
 def _holds_modules(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(hasattr(item, "named_modules") for item in value)  # pyright: ignore
+
+
+def _range_of(value: Any) -> tuple[int, int] | None:
+    """Return the first and the last of a range of tokens. Raises UsageError for anything but two rising whole numbers."""
+    if value is None:
+        return None
+    match value:
+        case [int(first), int(last)] if 0 <= first <= last:
+            return first, last
+        case _:
+            raise UsageError(f"start(token_range={value!r}): write [first, last], two whole numbers from 0 on")
 
 
 def _close_only() -> None:

@@ -18,7 +18,6 @@ _LATE = {"seed_all": "seeds", "TrainerMon": "trainer_mon", "TrainerMonitorV2": "
 _INSTEAD = {
     "compare": "run `trainprobe dump-compare A B`",
     "compare_distributed": "run `trainprobe dump-compare A B`, which pairs the ranks itself",
-    "random_save": "capture random calls with trainprobe.ConfigChecker (docs/config_check.md)",
     "set_fx_dump_config": "graphs of torchair are not recorded",
     "set_ge_dump_config": "graphs of torchair are not recorded",
     "acl_save": "graphs that a device replays are not recorded",
@@ -26,16 +25,16 @@ _INSTEAD = {
 }
 
 
-def module_dump(module: Any, module_name: str) -> None:
-    """Say that what runs inside `module` is recorded too; the calls stay in place."""
+module_dump = PrecisionDebugger.module_dump
+module_dump_end = PrecisionDebugger.module_dump_end
+
+
+def random_save(output_path: str = "./output") -> None:
+    """Say what captures random calls here; the call stays in place."""
     sys.stderr.write(
-        f"trainprobe: module_dump({module_name!r}): what runs inside {type(module).__name__} is recorded too; to leave it out, "
-        "name the module itself in `modules` of a plan at level L0\n"
+        f"trainprobe: random_save({output_path!r}): nothing is written; trainprobe.ConfigChecker captures each random call, "
+        "and `trainprobe config-check A B` compares them (docs/config_check.md)\n"
     )
-
-
-def module_dump_end() -> None:
-    """End what `module_dump` began, which is nothing."""
 
 
 def __getattr__(name: str) -> Any:
