@@ -45,7 +45,7 @@ STOREYS = {
     "trainprobe.rollout": 4,
     "trainprobe.build": 5,
     "trainprobe.watching": 6,
-    **dict.fromkeys(["trainprobe.debugger", "trainprobe.pytorch", "trainprobe.core"], 7),
+    **dict.fromkeys(["trainprobe.debugger", "trainprobe.pytorch", "trainprobe.core", "trainprobe.mindspore"], 6),
     "trainprobe.integrations": 6,
     "trainprobe.demo": 7,
     "trainprobe.cli": 8,

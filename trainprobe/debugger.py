@@ -72,7 +72,7 @@ class PrecisionDebugger:
                 )
             return
         self.plan = plan
-        self.probe = Probe(plan)
+        self.probe = self._probe_kind()(plan)
         self._step = 0
         self._model: Any = None
         self._given = model
@@ -86,6 +86,11 @@ class PrecisionDebugger:
             self._say(note)
         PrecisionDebugger._only = self
         atexit.register(_close_only)
+
+    @classmethod
+    def _probe_kind(cls) -> type[Probe]:
+        """Return the class of the probe: another framework has its own."""
+        return Probe
 
     @classmethod
     def instance(cls) -> PrecisionDebugger:
@@ -190,7 +195,7 @@ class PrecisionDebugger:
         module.
         """
         self = cls.instance()
-        if not hasattr(module, "named_modules") or not isinstance(module_name, str):
+        if not hasattr(module, "named_modules"):
             raise UsageError(f"module_dump({type(module).__name__}, {module_name!r}): give it a torch.nn.Module and a name")
         if self.plan.level != "L1":
             self._say(

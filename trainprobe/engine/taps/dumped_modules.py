@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ class DumpedModules:
     """
 
     def __init__(
-        self, others: list[Tap | None], rests: Rests, wanted: ModulesWanted, guard: Guard, tape: Callable[[], Tape | None]
+        self, others: Sequence[Tap | None], rests: Rests, wanted: ModulesWanted, guard: Guard, tape: Callable[[], Tape | None]
     ) -> None:
         self._others = others
         self._rests = rests
