@@ -92,6 +92,22 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
+class Plateau:
+    """A scheduler that lowers the rate when a metric gets no better, as it was seen from its first call on.
+
+    mode: "min" or "max", what it takes for better. calls, reductions: how often it was stepped, and lowered the rate. first,
+    low, high: the metric at first, and its bounds.
+    """
+
+    mode: str
+    calls: int
+    reductions: int
+    first: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
 class Base:
     """What is known of the learning rate of a parameter group. optimizer: the number of its optimizer, by the order in which
     they step. rate: the one that schedules multiply; NaN where no scheduler was made. unstepped: a scheduler was made for the
@@ -349,11 +365,11 @@ class StepFacts:
     order. ambient: what holds for the whole thread where the first update begins, in words: autocast, grad mode, default dtype
     … equal_rows: matrices whose rows are all equal, where that was looked at. stale_copies: running statistics of copies of the
     model that stood still while weights of the copy and statistics of the model moved. sampled: class of a distribution → a
-    parameter that it depends on, of samples that let no gradient through. ungraded: calls of loss functions whose result has no
-    gradient. sequences, masks, scales: what modules were given. moved_twice: modules whose running statistics were moved by a
-    forward and again by the one that a checkpoint ran in the backward pass. outer: see `Outer`. handed_out: batches that
-    loaders with several workers have handed out in the epochs that run now; workers: how many the last of these loaders has.
-    dependent: scalars that were noted as tensors with a gradient. spoiled: buffers with a NaN.
+    parameter that it depends on, of samples that let no gradient through. plateaus: see `Plateau`. ungraded: calls of loss
+    functions whose result has no gradient. sequences, masks, scales: what modules were given. moved_twice: modules whose
+    running statistics were moved by a forward and again by the one that a checkpoint ran in the backward pass. outer: see
+    `Outer`. handed_out: batches that loaders with several workers have handed out in the epochs that run now; workers: how many
+    the last of these loaders has. dependent: scalars that were noted as tensors with a gradient. spoiled: buffers with a NaN.
     """
 
     set_up: ModelFacts
@@ -394,6 +410,7 @@ class StepFacts:
     drawn: bool = False
     evaluations: tuple[Evaluation, ...] = ()
     schedules: tuple[Schedule, ...] = ()
+    plateaus: tuple[Plateau, ...] = ()
     projections: tuple[Projection, ...] = ()
     reductions: tuple[Reduction, ...] = ()
     recomputed: tuple[Repeat, ...] = ()

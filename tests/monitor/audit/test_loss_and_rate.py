@@ -257,3 +257,26 @@ def test_a_warm_up_that_is_longer_than_the_training_is_found():
 )
 def test_rates_that_were_reached_or_may_still_be_are_no_finding(healthy):
     assert reached_rate.check(healthy) == []
+
+
+@pytest.mark.parametrize("how", ["a score in min", "a score in max", "a loss in max", "a loss", "resumed", "never reduced"])
+def test_a_plateau_scheduler_with_the_mode_of_another_metric_is_found(tmp_path, how):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    mode = "max" if how.endswith("max") else "min"
+    patience = 100 if how == "never reduced" else 2
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, mode=mode, patience=patience)
+    if how == "resumed":
+        scheduler.best = 0.1
+
+    def body(step):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3)).square().mean().backward()
+        optimizer.step()
+        if step % 2:
+            scheduler.step(torch.tensor(1 / (1 + step)) if "loss" in how else 1 - 0.4 / (1 + step))
+
+    rules, messages = watched(tmp_path, model, optimizer, body, 25)
+    wrong = how in ("a score in min", "a loss in max")
+    assert rules == ([("plateau_direction", 23)] if wrong else [])
+    assert not messages or f"mode {mode!r}" in messages[0]

@@ -335,6 +335,7 @@ class AuditTap:
             drawn=calls.drawn,
             evaluations=calls.take_evaluations(),
             schedules=self._schedules.take(),
+            plateaus=self._schedules.plateaus.seen(),
             projections=self.declared.take(),
             reductions=self._reduced.take(),
             reruns=self._rerun.take(),

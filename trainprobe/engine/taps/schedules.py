@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainprobe.engine.facts import Schedule
 from trainprobe.engine.guard import Guard
+from trainprobe.engine.taps.plateaus import Plateaus
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.taps.set_up import rates_of
 from trainprobe.engine.taps.step_hooks import StepListener
@@ -54,6 +55,7 @@ class ScheduleWatch:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
+        self.plateaus = Plateaus(guard)
         self._known: dict[int, _Known] = {}
         self._taken: dict[int, Schedule] = {}
         self._driven = 0  # how many steps of drivers are running
@@ -62,6 +64,7 @@ class ScheduleWatch:
 
     def start(self) -> None:
         """Begin to count."""
+        self.plateaus.start()
         if not self._replaced:
             self._replaced = [Replaced(kind, "step", self._counted(kind)) for kind in (LRScheduler, *_drivers())]
 
@@ -95,6 +98,7 @@ class ScheduleWatch:
 
     def stop(self) -> None:
         """Put the originals back."""
+        self.plateaus.stop()
         for replaced in self._replaced:
             replaced.back()
         self._replaced = []
@@ -115,7 +119,8 @@ class ScheduleWatch:
 
     def drives(self, optimizer: Any) -> bool:
         """Tell whether a scheduler of an optimizer has been stepped."""
-        return any(_optimizer_of(scheduler) is optimizer for scheduler, _ in self._alive())
+        stepped = [*(scheduler for scheduler, _ in self._alive()), *self.plateaus.alive()]
+        return any(_optimizer_of(scheduler) is optimizer for scheduler in stepped)
 
     def take(self) -> tuple[Schedule, ...]:
         """Return what was counted and taken down since the last call."""

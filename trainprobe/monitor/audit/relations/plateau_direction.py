@@ -1,0 +1,54 @@
+"""A plateau scheduler lowers the rate when its metric gets worse or stays, and not when it gets better.
+
+Relation: where `ReduceLROnPlateau` has lowered the rate twice or more since its first call, its metric was at some time better
+than at that call, in the direction that it was told (`mode`), or it was never beyond that value in the other direction.
+Tolerance none. Told as a warning.
+Usually caused by an accuracy or another score that is handed to a scheduler whose mode is "min", which is the default: the
+better the model, the smaller its rate. A validation loss that rises from the first evaluation on violates it too, and is worth
+a look; a metric that improves once cannot.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.facts import Plateau
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "rate"
+_REDUCTIONS = 2
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find the first scheduler whose metric only ever went the other way."""
+    wrong = next((plateau for plateau in evidence.facts.plateaus if _is_wrong(plateau)), None)
+    if wrong is None:
+        return []
+    better, worst = ("lower", wrong.high) if wrong.mode == "min" else ("higher", wrong.low)
+    text = (
+        f"ReduceLROnPlateau has lowered the learning rate {wrong.reductions} times: with mode {wrong.mode!r} it waits for a "
+        f"{better} metric, which began at {wrong.first:.4g}, went to {worst:.4g}, and was never {better} in {wrong.calls} calls"
+    )
+    other = "max" if wrong.mode == "min" else "min"
+    hint = (
+        f"make the scheduler with mode={other!r} if this metric is better when it is {'higher' if other == 'max' else 'lower'}"
+    )
+    return [
+        evidence.finding(
+            "plateau_direction",
+            text,
+            "lr",
+            kind="scalar",
+            measured=worst,
+            expected=f"{better} than {wrong.first:.4g}",
+            severity="warning",
+            next=hint,
+        )
+    ]
+
+
+def _is_wrong(plateau: Plateau) -> bool:
+    improved = plateau.low < plateau.first if plateau.mode == "min" else plateau.high > plateau.first
+    other = plateau.high > plateau.first if plateau.mode == "min" else plateau.low < plateau.first
+    return plateau.reductions >= _REDUCTIONS and other and not improved
