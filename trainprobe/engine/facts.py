@@ -292,12 +292,16 @@ class LossCall:
 
 @dataclass(frozen=True, slots=True)
 class SequenceInput:
-    """What a recurrent or attention module of torch was first given in a step: [batch, time, …] if `batch_first`."""
+    """What a recurrent or attention module of torch was first given in a step: [batch, time, …] if `batch_first`.
+
+    as_called: the model itself was called with a tensor of the same first two dimensions.
+    """
 
     name: str
     kind: str
     shape: tuple[int, ...]
     batch_first: bool
+    as_called: bool
 
 
 @dataclass(frozen=True, slots=True)

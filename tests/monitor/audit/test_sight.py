@@ -175,7 +175,7 @@ def texts(pad, ignored):
 
 def test_an_end_that_is_padding_too_and_never_a_target_is_found(tmp_path):
     ((rule, step, place, message),) = found(tmp_path, *texts(1, lambda ids, mask: ids == 1), steps=2)
-    assert (rule, step, place) == ("end_token", 0, "labels")
+    assert (rule, step, place) == ("end_token", 1, "labels")
     assert "token 1 pads" in message and "6 places" in message
 
 
@@ -271,6 +271,22 @@ def test_layers_that_fit_their_data_are_no_finding(tmp_path, kind):
     def one_text(number):  # a target of each word of a single text, as taggers have them
         return functional.cross_entropy(second(drawn(number, 16, 1, 6)), whole(number, 3, 16))
 
+    class Sentences(nn.Module):
+        """Texts of two sentences with as many words as there are texts."""
+
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.LSTM(6, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.words(x.flatten(0, 1))[0][:, -1].view(8, 2, 4).mean(1))
+
+    third = Sentences()
+
+    def of_sentences(number):
+        return functional.cross_entropy(third(drawn(number, 8, 2, 8, 6)), whole(number, 3, 8))
+
+    assert found(tmp_path / "folded", third, of_sentences, steps=2) == []
     for i, (model, loss) in enumerate([(first, rows), (second, time_first), (second, of_each_moment), (second, one_text)]):
         assert found(tmp_path / str(i), model, loss, steps=2) == []
 
@@ -353,6 +369,16 @@ class Crops(TensorDataset):
         return torch.from_numpy(np.random.randn(6).astype("float32")), torch.tensor(index % 3)
 
 
+class Alike(TensorDataset):
+    """Rows of ones."""
+
+    def __init__(self):
+        super().__init__(torch.arange(28))
+
+    def __getitem__(self, index):
+        return torch.ones(6), torch.tensor(0)
+
+
 class Stream(IterableDataset):
     """Rows of numbers; each worker reads its share, or all of them."""
 
@@ -410,6 +436,14 @@ def test_workers_that_give_the_same_are_found(tmp_path, name):
 @pytest.mark.parametrize("name", APART)
 def test_workers_that_give_different_data_are_no_finding(tmp_path, name):
     model, loss, data = trained_on(APART[name])
+    assert found(tmp_path, model, loss, data=data) == []
+
+
+def test_rows_that_are_all_alike_are_no_finding(tmp_path):
+    def loader():  # the last batch of each epoch is smaller
+        return epochs(DataLoader(Alike(), 6, num_workers=2, multiprocessing_context="fork"))
+
+    model, loss, data = trained_on(loader)
     assert found(tmp_path, model, loss, data=data) == []
 
 
@@ -523,6 +557,19 @@ def test_a_ratio_that_is_always_one_is_found(tmp_path):
     ((rule, step, place, message),) = found(tmp_path, model, loss, note=lambda probe, _: probe.note("ratio", kept["ratio"]))
     assert (rule, step, place) == ("unchanging_scalars", 47, "ratio")
     assert "on which it depends" in message
+
+
+def test_a_temperature_that_comes_to_its_limit_is_no_finding(tmp_path):
+    model = nn.ModuleDict({"head": nn.Linear(6, 3)})
+    model.scale = nn.Parameter(torch.tensor(2.0))
+
+    def loss(number):
+        return model["head"](drawn(number, 16, 6)).square().mean() - 5 * model.scale
+
+    def note(probe, number):
+        probe.note("logit_scale", (model.scale * min(1.0, 0.5 + number / 40)).clamp(max=1.9))
+
+    assert found(tmp_path, model, loss, note=note, steps=142) == []
 
 
 def test_a_ratio_that_moves_and_constants_that_are_reported_are_no_finding(tmp_path):

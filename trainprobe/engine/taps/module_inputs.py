@@ -32,6 +32,7 @@ class ModuleInputs:
     def __init__(self) -> None:
         self._tape: Tape | None = None
         self._padded: dict[tuple[int, ...], tuple[Tensor, int]] = {}  # shape → the last tokens of it and the one that pads
+        self._called: set[tuple[int, ...]] = set()  # the first two dimensions of what the model was called with
         self._sequences: dict[str, SequenceInput] = {}
         self._masks: dict[tuple[str, str], Carried] = {}
         self._scales: dict[str, Carried] = {}
@@ -42,6 +43,7 @@ class ModuleInputs:
     def begin(self, tape: Tape) -> None:
         """Look at the calls of a step."""
         self._tape, self.has_one_output = tape, False
+        self._called = set()
         self._sequences, self._masks, self._scales, self._once, self._again = {}, {}, {}, {}, {}
 
     def end(self) -> None:
@@ -51,6 +53,7 @@ class ModuleInputs:
 
     def model_called(self, model: Any, named: Mapping[str, Any], given: Mapping[str, Tensor]) -> None:
         """Look at what the whole model is called with. named: its arguments. given: the "tokens" and the "mask" among them."""
+        self._called |= {tuple(t.shape[:2]) for t in named.values() if type(t) is Tensor}
         for name, t in named.items():
             if (
                 name not in self._scales
@@ -101,7 +104,9 @@ class ModuleInputs:
     def _look_at_sequence(self, name: str, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         first = args[0] if args else None
         if name not in self._sequences and hasattr(module, "batch_first") and type(first) is Tensor and first.dim() == 3:
-            self._sequences[name] = SequenceInput(name, type(module).__name__, tuple(first.shape), bool(module.batch_first))
+            shape = tuple(first.shape)
+            how = bool(module.batch_first), shape[:2] in self._called
+            self._sequences[name] = SequenceInput(name, type(module).__name__, shape, *how)
         for argument, mask in _masks(module, args, kwargs):
             tokens, pads = self._padded.get(tuple(mask.shape), (None, 0))
             if tokens is not None and tokens.device == mask.device:

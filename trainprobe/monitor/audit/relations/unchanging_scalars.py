@@ -2,8 +2,9 @@
 
 Relation: no scalar that is called a loss or a gradient norm, or that was noted as a tensor with a gradient (so that it
 depends on the weights), has one value, to the bit, at six or more audited steps in a row at which the weights moved. Zero,
-infinity and NaN are left out (a hinge loss may be 0 for long), and so is a norm that equals the limit of the clipping.
-Tolerance none: the numbers of two updates of a training do not agree in all bits by chance. Told as a warning.
+infinity and NaN are left out (a hinge loss may be 0 for long), a scalar of another name that moved before (a temperature may
+come to its limit), and so is a norm that equals the limit of the clipping. Tolerance none: the numbers of two updates of a
+training do not agree in all bits by chance. Told as a warning.
 Usually caused by a report of a value that was taken once (a closure over an old batch, a cached or detached result, a
 variable that is not assigned any more), by a loss that does not depend on the batch, or by a quotient of a thing and itself
 (a policy's ratio whose old log-probabilities are taken anew at each step is 1 for ever). A training that reports what it
@@ -22,6 +23,7 @@ COST = frozenset({"fingerprints"})
 EVERY = 10
 STAGE = "backward"
 _LOOKS = 6
+_BEGINS = 2  # steps from which on what is neither a loss nor a norm must have stood still: others may come to a limit
 
 
 def check(evidence: Evidence) -> list[Finding]:
@@ -29,7 +31,14 @@ def check(evidence: Evidence) -> list[Finding]:
     limits = {clip.limit for clip in evidence.facts.clips}
     for name, value in evidence.scalars.items():
         streak = evidence.streak("scalar", name)
-        if streak is None or streak.count < _LOOKS or value == 0 or not math.isfinite(value) or not _moves(evidence):
+        if (
+            streak is None
+            or (role_of(name) is None and streak.since > _BEGINS)
+            or streak.count < _LOOKS
+            or value == 0
+            or not math.isfinite(value)
+            or not _moves(evidence)
+        ):
             continue
         if role_of(name) == "gradient norm" and any(math.isclose(value, limit, rel_tol=1e-5) for limit in limits):
             continue
