@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import dropout as imported_by_name
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from tests.config_check.launch import environment
 from tests.lockstep import bits_of, differences, seed_all, state
@@ -45,12 +46,13 @@ def train(out: Path | None, steps: int = 6, micro_steps: int = 4) -> dict[str, b
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     checker = ConfigChecker(net, output_zip_path=out, on_error="raise", micro_steps=micro_steps) if out is not None else None
     bits: dict[str, bytes] = {}
-    for step in range(steps):
-        ids = torch.randint(0, 20, (5, 7))
+    data = DataLoader(torch.randint(0, 20, (5 * steps, 7)), batch_size=5, shuffle=True)
+    for step, ids in enumerate(data):
         optimizer.zero_grad()
         loss = functional.cross_entropy(net(ids, scale=1.0 + random.random() + float(np.random.rand())), ids[:, 0])
         loss.backward()
         bits |= {f"loss {step}": bits_of(loss)}
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         bits |= {f"step {step}: gradient of {n}": bits_of(p.grad) for n, p in net.named_parameters()}
         optimizer.step()
     if checker is not None:
@@ -81,6 +83,8 @@ def everything_patched() -> list[object]:
         *(random.random, random.shuffle, np.random.rand, np.random.default_rng, argparse.ArgumentParser.parse_known_args),
         *(random.Random.random, random.Random.shuffle, np.random.Generator.integers, np.random.RandomState.rand),
         *(torch.Generator.manual_seed, torch._VF.lstm, "random" in vars(random.Random), "lstm" in vars(torch._VF)),
+        *(torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad.clip_grad_value_, torch.amp.GradScaler.__init__),
+        *(torch.utils.data.DataLoader.__init__, torch.compile),
         *(torch.optim.lr_scheduler.LRScheduler.__init__, torch.jit.script, nn.Module.__call__, "normal_" in vars(torch.Tensor)),
     ]
 

@@ -17,7 +17,7 @@ PLAIN = {
     "weight decay": "weight decay differs: 0.01 and 0",
     "dropout": "dropout p in module second.drop differs: 0.1 and 0.2",
     "extra dropout": "dropout p=0.1 is called 0 times and 4 times, first in micro-step 0, at change.py:36 in Net.forward",
-    "data": "x differs from micro-step 0 on, the rest of the batch is equal",
+    "data": "seed of torch.Generator.manual_seed differs: 5 and 6, at change.py:53 in samples",
     "late data": "the data differs from micro-step 3 on: 1 of 16 samples is replaced in x",
     "order": "the same batches come in another order",
     "shift": "the same batches come 1 micro-step later in cmp",

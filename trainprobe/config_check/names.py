@@ -31,6 +31,8 @@ class Names:
     secrets: tuple[str, ...]
     secret_variables: tuple[str, ...]
     variables: Mapping[str, tuple[str, str]]
+    variables_of_place: tuple[str, ...]
+    speed: frozenset[str]
     random_functions: Mapping[str, str]
     packages: Mapping[str, tuple[str, ...]]
 
@@ -60,6 +62,14 @@ class Names:
     def is_secret_variable(self, name: str) -> bool:
         """Tell whether an environment variable is only named in a pack."""
         return any(fnmatchcase(name.lower(), pattern) for pattern in self.secret_variables)
+
+    def is_variable_of_place(self, name: str) -> bool:
+        """Tell whether an environment variable says where, by whom or in which terminal a run was started."""
+        return any(fnmatchcase(name, pattern) for pattern in self.variables_of_place)
+
+    def is_speed(self, key: str) -> bool:
+        """Tell whether a setting changes how fast data come, and what they hold only where a program's own code makes it so."""
+        return normalised(key.rsplit(".", 1)[-1]) in self.speed
 
     def variable(self, name: str) -> tuple[str, str]:
         """Return the name under which a variable is compared, and its label."""
@@ -117,6 +127,8 @@ def load_names() -> Names:
         tuple(tree["secrets"]),
         tuple(tree["secret_variables"]),
         variables,
+        tuple(tree["variables_of_place"]),
+        frozenset(map(normalised, tree["speed"])),
         functions,
         packages,
     )

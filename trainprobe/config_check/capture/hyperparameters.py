@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from trainprobe.config_check.capture.model_state import wrapper_values
 from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.config_check.capture.patches import Patches
 from trainprobe.config_check.capture.plain_values import plain
@@ -176,6 +177,8 @@ def _model(model: Any, name: str) -> list[dict[str, Any]]:
                 seen.add(id(held))
                 values = plain(held.to_dict()) if hasattr(held, "to_dict") else plain(held)
                 found.append(source("model settings", f"{name}.{attribute}", flat(values) if isinstance(values, dict) else {}))
+        if values := wrapper_values(inner):
+            found.append(source("model settings", type(inner).__name__, flat(values)))
         inner = vars(inner).get("_modules", {}).get("module") or vars(inner).get("_modules", {}).get("_orig_mod")
         if inner is None:
             break

@@ -49,7 +49,8 @@ def random_functions() -> Iterator[tuple[str, Any, str, Describe]]:
     ):
         for name in names if owner is not None else ():
             yield f"{prefix}.{name}", owner, name, _DESCRIBE.get(name, describe_seed if name in _SEEDS else no_detail)
-    for name in ("manual_seed", "seed", "set_state"):  # seeds of these are drawn from others as a rule
+    yield "torch.Generator.manual_seed", torch.Generator, "manual_seed", _of_method(describe_seed)
+    for name in ("seed", "set_state"):
         yield f"torch.Generator.{name}", torch.Generator, name, always
 
 
@@ -121,10 +122,19 @@ def _describe_rrelu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | N
     return "" if kwargs.get("training", args[3] if len(args) > 3 else False) else None
 
 
+def _describe_filling(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Return the numbers that `normal_` and `uniform_` are given: mean and deviation, or both ends."""
+    given = [*args[1:3], *(kwargs[k] for k in ("mean", "std", "from", "to") if k in kwargs)]
+    numbers = ", ".join(f"{v:g}" for v in given if isinstance(v, int | float))
+    return f"({numbers})" if numbers else no_detail(args, kwargs)
+
+
 _DESCRIBE: dict[str, Describe] = {
     **{name: _describe_dropout for name in [*_TORCH, *_FUNCTIONAL] if "dropout" in name},
     **dict.fromkeys(_RECURRENT, _describe_recurrent),
     "scaled_dot_product_attention": _describe_attention,
     "rrelu": _describe_rrelu,
     "rrelu_": _describe_rrelu,
+    "normal_": _describe_filling,
+    "uniform_": _describe_filling,
 }

@@ -1,4 +1,4 @@
-"""Every random call in Python, NumPy and torch with its stack and count, the generators' states, and determinism flags.
+"""Every random call in Python, NumPy and torch with its stack and count, and the generators' states.
 
 Functions are replaced while a run is captured. A call made by another recorded call is part of that one. Reading a state
 never changes it.
@@ -21,6 +21,7 @@ import torch
 
 from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.config_check.capture.patches import Patches
+from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.random_functions import Describe, random_functions
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.stacks import Stacks
@@ -41,7 +42,8 @@ class RandomCalls:
         self.unseen: set[str] = set()  # types whose methods this interpreter does not let be replaced
         self.ended = ""  # why calls were no longer counted, where that was before the end
         self.window = SETUP
-        self.on_compiled: Callable[[Any, Any], None] = lambda module, compiled: None
+        self.ended_in: int | None = None  # the window in which that was
+        self.on_compiled: Callable[[Any, Any, str], None] = lambda target, compiled, arguments: None
         self._patches = patches
         self._guard = guard
         self._stacks = Stacks()
@@ -88,6 +90,11 @@ class RandomCalls:
             self._compiler.remove_start_callback(self._compilation_begins)
             self._compiler = None
 
+    def end(self, why: str) -> None:
+        """Say why calls are no longer counted from now on; the first reason stays."""
+        if self.ended_in is None:
+            self.ended, self.ended_in = why, self.window
+
     def _compiling(self, original: Any) -> Any:
         """Libraries call torch.compile long before anything is compiled; what it returns is made known."""
 
@@ -95,7 +102,7 @@ class RandomCalls:
         def compile(*args: Any, **kwargs: Any) -> Any:
             compiled = original(*args, **kwargs)
             if self.active and args:
-                self.on_compiled(args[0], compiled)
+                self.on_compiled(args[0], compiled, _words(kwargs))
             return compiled
 
         return compile
@@ -114,7 +121,7 @@ class RandomCalls:
 
     def _compilation_begins(self, *about: Any) -> None:
         if self.active or len(self._patches):
-            self.ended = COMPILED
+            self.end(COMPILED)
             self.stop(forget_compiler=False)
 
     def _scripting(self, original: Any) -> Any:
@@ -142,8 +149,9 @@ class RandomCalls:
         return True
 
     def content(self) -> dict[str, Any]:
-        """Return {"calls": [function, detail, window, count, stack], "stacks": [[frame, …], …]}, innermost frame first.
+        """Return {"calls": [function, detail, window, count, stack], "stacks": [[frame, …], …], "counted_until"}.
 
+        Frames are innermost first. counted_until: the window in which counting ended early, None where it did not.
         Names of temporary files are left out: `tempfile` draws them from a generator that nobody else uses.
         """
         stacks = [[_frame(line) for line in lines if _OWN not in line] for lines in self._stacks.text()]
@@ -152,7 +160,12 @@ class RandomCalls:
             for (function, detail, window, stack), count in list(self._counts.items())
             if stack < 0 or not _names_a_file(stacks[stack])
         ]
-        return {"calls": calls, "stacks": stacks}
+        return {"calls": calls, "stacks": stacks, "counted_until": self.ended_in}
+
+
+def _words(arguments: Mapping[str, Any]) -> str:
+    """Return the arguments of torch.compile that were given, without what is compiled."""
+    return ", ".join(f"{k}={plain(v)}" for k, v in sorted(arguments.items()) if v is not None and k != "model")
 
 
 def _names_a_file(stack: list[dict[str, Any]]) -> bool:
@@ -195,25 +208,3 @@ def random_states() -> dict[str, str]:
 
 def _hash(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()[:16]
-
-
-def determinism_flags() -> dict[str, Any]:
-    """Return the switches that decide whether and how results repeat."""
-    b = torch.backends
-    flags: dict[str, Any] = {
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "fill_uninitialized_memory": getattr(torch.utils.deterministic, "fill_uninitialized_memory", None),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn.deterministic": b.cudnn.deterministic,
-        "cudnn.benchmark": b.cudnn.benchmark,
-        "cudnn.enabled": b.cudnn.enabled,
-        "matmul.fp16_reduced_precision_reduction": b.cuda.matmul.allow_fp16_reduced_precision_reduction,
-        "matmul.bf16_reduced_precision_reduction": b.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        "mkldnn.enabled": getattr(b.mkldnn, "enabled", None),
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "python_optimize": sys.flags.optimize,
-        "initial_seed": torch.initial_seed(),
-    }
-    return flags

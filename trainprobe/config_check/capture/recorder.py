@@ -21,11 +21,16 @@ from torch._C import _current_graph_task_id
 from trainprobe.config_check.capture.dataset import capture_inputs, signature_of
 from trainprobe.config_check.capture.environment import capture_environment
 from trainprobe.config_check.capture.hyperparameters import SettingsWatch
+from trainprobe.config_check.capture.loaders import LoaderWatch
+from trainprobe.config_check.capture.loop_calls import LoopWatch
+from trainprobe.config_check.capture.model_state import is_compiled, model_state
 from trainprobe.config_check.capture.optimizers import OptimizerWatch
 from trainprobe.config_check.capture.packages import capture_packages
 from trainprobe.config_check.capture.patches import Patches
-from trainprobe.config_check.capture.randomness import COMPILED, RandomCalls, determinism_flags, random_states
+from trainprobe.config_check.capture.randomness import COMPILED, RandomCalls, random_states
 from trainprobe.config_check.capture.setting_files import read_settings
+from trainprobe.config_check.capture.sources import hash_sources, source_files
+from trainprobe.config_check.capture.switches import device_of, read_switches
 from trainprobe.config_check.capture.weights import capture_weights, named_tensors
 from trainprobe.config_check.merge import merge_ranks
 from trainprobe.config_check.pack_writer import PackWriter
@@ -49,8 +54,12 @@ class Recorder:
         self._settings_watch = settings_watch or SettingsWatch()
         self._settings_watch.on_model = self.offer
         self._optimizers = OptimizerWatch(self._late_patches, self.guard)
+        self._loaders = LoaderWatch(self._late_patches, self.guard)
+        self._loop = LoopWatch(self.guard)
         self._random.on_compiled = self._see_compiled
         self._compiled: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
+        self._compiled_with: dict[int, str] = {}
+        self._model_state: dict[str, Any] = {}
         self._models: list[Any] = []
         self._handles: list[Any] = []
         self._writer: PackWriter | None = None
@@ -73,6 +82,8 @@ class Recorder:
         """Install the patches that see what happens before the first micro-step."""
         self._settings_watch.install()
         self._optimizers.install()
+        self._loaders.install()
+        self._loop.install()
         if "randomness" in self.settings.captures:
             self._random.install()
 
@@ -80,9 +91,9 @@ class Recorder:
         """Watch the calls of a model, or of the first of its chunks."""
         self._stop_search()
         self._models = list(model) if isinstance(model, list | tuple) else [model]
-        if self._random.active and any(_is_compiled(module) for model in self._models for module in model.modules()):
+        if self._random.active and any(is_compiled(module) for model in self._models for module in model.modules()):
             self._random.stop()
-            self._random.ended = COMPILED
+            self._random.end(COMPILED)
         first = self._models[0]
         wrapper = next((w() for m, w in self._compiled if m() is first), None)
         if any(cls.__name__ == "LightningModule" for cls in type(first).__mro__):
@@ -95,8 +106,11 @@ class Recorder:
     def _hook(self, module: Any) -> None:
         self._handles.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
 
-    def _see_compiled(self, module: Any, compiled: Any) -> None:
+    def _see_compiled(self, target: Any, compiled: Any, arguments: str) -> None:
         """Watch the wrapper that torch.compile puts around a model: hooks on what is inside are compiled away."""
+        module = getattr(target, "__self__", target)  # compiled in place, its own call is the target
+        for one in (module, compiled):
+            self._compiled_with[id(one)] = arguments
         if not isinstance(module, torch.nn.Module) or not isinstance(compiled, torch.nn.Module):
             return
         self._compiled.append((weakref.ref(module), weakref.ref(compiled)))
@@ -151,6 +165,11 @@ class Recorder:
             return
         if module.training and torch.is_grad_enabled() and _current_graph_task_id() == -1:
             self.guard.run(self._micro_step, signature_of(module), args, kwargs)
+        elif not self._model_state and torch.is_grad_enabled():  # the only forwards of a run that is left in evaluation mode
+            self.guard.run(self._take_model_state)
+
+    def _take_model_state(self) -> None:
+        self._model_state = model_state(self._models, self._compiled_with)
 
     def _micro_step(self, call: Any, args: Any, kwargs: Any) -> None:
         if self.micro >= self.settings.micro_steps:
@@ -189,15 +208,19 @@ class Recorder:
         if "environment" in self.settings.captures:
             writer.put("environment", capture_environment())
         if "packages" in self.settings.captures:
-            writer.put("packages", capture_packages)
+            files = source_files(self._models)
+            writer.put("packages", lambda: {**capture_packages(), "sources": hash_sources(files)})
+        if not (self.finished and self._model_state):  # at the end the mode is no longer that of the training
+            self._take_model_state()
         if "hyperparameters" in self.settings.captures:
             writer.put("hyperparameters", self._hyperparameters())
-        self._flags = determinism_flags()
+        self._flags = read_switches(device_of(self._models))
 
     def _hyperparameters(self) -> dict[str, Any]:
         extra = dict(self.settings.settings)
         found = self._settings_watch.sources(self._models, extra)
-        return {"sources": [*self._scripts, *found, *self._optimizers.sources()]}
+        found += [*self._optimizers.sources(), *self._loaders.sources(), *self._loop.sources()]
+        return {"sources": [*self._scripts, *found], "model_state": self._model_state}
 
     def _randomness(self) -> dict[str, Any]:
         return {**self._random.content(), "states": dict(self._states), "flags": self._flags}
@@ -216,6 +239,7 @@ class Recorder:
             handle.remove()
         self._handles = []
         self._optimizers.remove()
+        self._loop.remove()
         self._settings_watch.remove()
         self._late_patches.undo()
 
@@ -264,10 +288,6 @@ class Recorder:
                 merge_ranks(self.settings.output, world_size, self.settings.wait, self._started)
             except (OutputError, FormatError, OSError):
                 pass  # the packs of the ranks stay, and are read as one where the merged pack is missing
-
-
-def _is_compiled(module: Any) -> bool:
-    return "_orig_mod" in vars(module).get("_modules", {}) or vars(module).get("_compiled_call_impl") is not None
 
 
 def rank_of_process() -> tuple[int, int]:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_arrays import CHECKSUM, STATS, TorchStrip, local_of
-from trainprobe.engine.arrays.torch_words import row_fingerprints
+from trainprobe.engine.arrays.torch_words import consecutive_keys, row_fingerprints, terms, words
 from trainprobe.engine.stats import finish
 
 STATISTICS = ("min", "max", "mean", "norm")
 MOST_ROWS = 4096  # samples of a batch that get a fingerprint of their own
+MOST_PADDED_ROWS = 512  # samples of a batch among which padding is looked for
 LARGEST_ROWS = 1 << 22  # elements of a batch whose samples get one
 
 
@@ -25,6 +26,7 @@ class Strip:
         self._entries: dict[str, dict[str, Any]] = {}
         self._rows: dict[str, int] = {}
         self._samples: dict[str, Tensor] = {}
+        self._unpadded: dict[str, Tensor] = {}
         self._tokens: dict[str, Tensor] = {}
         self._ready: Any = None
 
@@ -42,8 +44,15 @@ class Strip:
         self._rows[name] = row
         if samples and inner.dim() > 0 and 0 < inner.shape[0] <= MOST_ROWS and 0 < inner.numel() <= LARGEST_ROWS:
             self._samples[name] = row_fingerprints(inner)
+            if inner.dim() == 2 and not inner.is_floating_point() and not inner.is_complex():
+                self._add_unpadded(name, inner)
         if tokens and not inner.is_floating_point() and not inner.is_complex():
             self._tokens[name] = inner.reshape(-1)[:tokens].clone()
+
+    def _add_unpadded(self, name: str, inner: Tensor) -> None:
+        rows = unpadded_fingerprints(inner)
+        if rows is not None:
+            self._unpadded[name] = rows
 
     def seal(self) -> None:
         """Say that all was added: what is under way on a device now is what `content` has to wait for."""
@@ -60,9 +69,30 @@ class Strip:
         for name, row in self._rows.items():
             self._entries[name]["checksum"] = f"{int(sums[row]) if sums is not None else 0:016x}"
             self._entries[name] |= {key: float(numbers[key][row]) for key in STATISTICS}
-        for name, rows in self._samples.items():
-            self._entries[name]["samples"] = [f"{x:016x}" for x in rows.cpu().numpy().view(np.uint64).tolist()]
+        for key, found in (("samples", self._samples), ("unpadded", self._unpadded)):
+            for name, rows in found.items():
+                self._entries[name][key] = [f"{x:016x}" for x in rows.cpu().numpy().view(np.uint64).tolist()]
         for name, tokens in self._tokens.items():
             self._entries[name]["tokens"] = tokens.cpu().tolist()
-        self._samples, self._tokens, self._rows = {}, {}, {}
+        self._samples, self._unpadded, self._tokens, self._rows = {}, {}, {}, {}
         return self._entries
+
+
+def unpadded_fingerprints(t: Tensor) -> Tensor | None:
+    """Return a fingerprint of each row of whole numbers that does not depend on how far it is padded, int64 [t.shape[0]].
+
+    t: [rows, columns]. The padding is the commonest value of the last column, where that ends at least two rows; None where the
+    batch is too small or too large to look. Nothing waits for the device.
+    """
+    rows, columns = t.shape
+    if not 2 <= rows <= MOST_PADDED_ROWS or columns < 2 or t.dtype == torch.bool:
+        return None
+    with torch.no_grad():
+        last = t[:, -1]
+        often = (last[:, None] == last).sum(1)
+        padding = last.gather(0, often.argmax().view(1))
+        place = torch.arange(1, columns + 1, device=t.device)
+        length = torch.where(often.amax() > 1, ((t != padding) * place).amax(1), columns)
+        bits = words(t.detach().reshape(-1)).reshape(rows, -1)
+        kept = (place <= length[:, None]).repeat_interleave(bits.shape[1] // columns, 1)
+        return (terms(bits, consecutive_keys(0, bits.shape[1], bits.device)) * kept).sum(1)

@@ -20,11 +20,23 @@ def capture_weights(models: list[Any], step: int) -> Callable[[], dict[str, Any]
     for name, kind, tensor in named_tensors(models):
         piece = getattr(tensor, "ds_tensor", None)
         if piece is not None and tensor.numel() == 0:  # released by ZeRO-3: this rank's piece is what exists
-            strip.add(name, _without_padding(tensor), kind=kind, whole=list(tensor.ds_shape), part="this rank's of ZeRO-3")
+            strip.add(
+                name,
+                _without_padding(tensor),
+                kind=kind,
+                **_trained(tensor),
+                whole=list(tensor.ds_shape),
+                part="this rank's of ZeRO-3",
+            )
         else:
-            strip.add(name, tensor, kind=kind)
+            strip.add(name, tensor, kind=kind, **_trained(tensor))
     strip.seal()
     return lambda: {"step": step, "parameters": strip.content()}
+
+
+def _trained(tensor: Any) -> dict[str, bool]:
+    """Return whether a parameter gets a gradient; of buffers nothing is said."""
+    return {"requires_grad": tensor.requires_grad} if isinstance(tensor, torch.nn.Parameter) else {}
 
 
 def _without_padding(parameter: Any) -> Any:

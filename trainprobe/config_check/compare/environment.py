@@ -15,10 +15,11 @@ from trainprobe.config_check.pack import Pack
 COLUMNS = ("variable", "bench", "cmp", "what it does", "ranks", "level")
 _LEVEL: dict[str, Level] = {"numbers": "error", "rounding": "warning", "speed": "warning", "place": "note"}
 _UNSET = "(not set)"
+_MOST_NAMED = 5
 
 
 def compare_environment(bench: Pack, cmp: Pack) -> Check:
-    """Compare the variables of the table; of all others only the names and hashes are known, and they are notes."""
+    """Compare the variables of the table; of all others only names and hashes are known: their names are one note."""
     if (early := absent("environment", COLUMNS, bench, cmp)) is not None:
         return early
     different: dict[tuple[str, str, str], list[int]] = {}
@@ -41,7 +42,8 @@ def compare_environment(bench: Pack, cmp: Pack) -> Check:
         findings.append(
             Finding(level, f"{name} differs: {shown(left)} and {shown(right)}{which_ranks(where, ranks)}", f"variable {name}")
         )
-    rows += [(name, "(hashed)", "(hashed)", "not known to change numbers", "", "note") for name in sorted(others)]
+    rows += [(name, "(hashed)", "(hashed)", "not in the table of variables", "", "note") for name in sorted(others)]
+    findings += [_others_finding(sorted(others))] if others else []
     findings.sort(key=lambda f: ("error", "warning", "note").index(f.level))
     return Check("environment", COLUMNS, rows, tuple(findings))
 
@@ -54,7 +56,17 @@ def _by_name(content: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 def _differing_others(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
     left, right = dict(a.get("others", {})), dict(b.get("others", {}))
-    return {name for name in left.keys() | right.keys() if left.get(name) != right.get(name) and not name.startswith(OWN)}
+    names = load_names()
+    unequal = {name for name in left.keys() | right.keys() if left.get(name) != right.get(name)}
+    return {name for name in unequal if not name.startswith(OWN) and not names.is_variable_of_place(name)}
+
+
+def _others_finding(others: list[str]) -> Finding:
+    """Name the variables that the table does not know; a program may read them."""
+    rest = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+    verb = "variable differs" if len(others) == 1 else "variables differ"
+    text = f"{len(others)} other {verb}: {', '.join(others[:_MOST_NAMED])}{rest}"
+    return Finding("note", text, "variables", suspect=True)
 
 
 def _rank_text(where: list[int], ranks: list[int]) -> str:

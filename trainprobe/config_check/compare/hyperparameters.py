@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from trainprobe.config_check.compare.model_state import state_findings
 from trainprobe.config_check.compare.sides import BENCH, CMP, absent, rank_findings, rank_pairs
+from trainprobe.config_check.compare.step_schedule import schedule_findings
 from trainprobe.config_check.compare.values import same
 from trainprobe.config_check.compare.verdicts import Check, Finding, Level, counted, shown, which_ranks
 from trainprobe.config_check.names import load_names
-from trainprobe.config_check.pack import Pack
+from trainprobe.config_check.pack import Pack, RankPack
 
 COLUMNS = ("source", "bench name", "cmp name", "bench", "cmp", "matched by", "ranks", "level")
 _KINDS = {
@@ -24,9 +26,23 @@ _KINDS = {
     "shell": "shell script",
     "yaml": "YAML file",
     "json": "JSON file",
+    "loader": "data loader",
+    "clipping": "gradient clipping",
+    "scaler": "loss scaler",
+    "optimizer": "optimizer",
+    "scheduler": "scheduler",
 }
+_LEADING = ("function", "class", "batch_size", "loss_scale")  # the setting without which there is no such object
+_OF_OBJECTS = (
+    "loader",
+    "clipping",
+    "scaler",
+    "optimizer",
+    "scheduler",
+)  # kinds of which each source is one object of the program
 _MODULE = re.compile(r"(\w+)\((.*)\)", re.S)
 _MOST_SAID = 8
+_DRAWN = ("setting seed", "setting data_seed", "random seed", "generator seed")  # what the seed of a generator may come from
 # settings that show again in the structure of the model
 _SHAPING = tuple(
     f"setting {name}"
@@ -88,9 +104,20 @@ def compare_hyperparameters(bench: Pack, cmp: Pack) -> Check:
     rows = [_row(difference, where, ranks) for difference, where in gathered.values()]
     findings = rank_findings("hyperparameters", bench, cmp)
     findings += _structure(gathered, ranks)
+    findings += _of_ranks(pairs, ranks, same_size)
     findings += [f for d, where in gathered.values() if not _is_module(d) for f in _finding(d, which_ranks(where, ranks))]
     findings.sort(key=lambda f: (("error", "warning", "note").index(f.level), not f.topic.startswith("setting ")))
     return Check("hyperparameters", COLUMNS, rows, _shortened(findings))
+
+
+def _of_ranks(pairs: list[tuple[int, RankPack, RankPack]], ranks: list[int], same_size: bool) -> list[Finding]:
+    """Return what differs in the models' states and in the times at which optimizers step."""
+    told: dict[Finding, list[int]] = {}
+    for rank, a, b in pairs:
+        found = state_findings(a.single["hyperparameters"], b.single["hyperparameters"])
+        for finding in [*found, *(schedule_findings(a, b) if same_size else ())]:
+            told.setdefault(finding, []).append(rank)
+    return [replace(f, text=f"{f.text}{which_ranks(where, ranks)}") for f, where in told.items()]
 
 
 def _items(content: Mapping[str, Any]) -> dict[tuple[str, int, str], _Item]:
@@ -117,9 +144,7 @@ def _differences(left: dict[Any, _Item], right: dict[Any, _Item], same_size: boo
             lone, others = (a, settings[1]) if a is not None else (b, settings[0])
             assert lone is not None
             setting = (
-                names.setting(lone.key)
-                if lone.kind not in ("model", "optimizer", "scheduler") or len(left) * len(right) == 0
-                else None
+                names.setting(lone.key) if lone.kind not in ("model", *_OF_OBJECTS) or len(left) * len(right) == 0 else None
             )
             counterparts = others.get(setting[0], []) if setting else []
             if counterparts:
@@ -133,7 +158,9 @@ def _differences(left: dict[Any, _Item], right: dict[Any, _Item], same_size: boo
         key = (a or b).key  # pyright: ignore[reportOptionalMemberAccess]
         if names.follows_rank_count(key) and not same_size:
             continue
-        level: Level = "note" if names.is_place(key) else "error" if a is not None and b is not None else "warning"
+        level: Level = (
+            "note" if names.is_place(key) or names.is_speed(key) else "error" if a is not None and b is not None else "warning"
+        )
         yield _Difference(a, b, matched_by, level)
 
 
@@ -165,8 +192,9 @@ def _finding(d: _Difference, where: str) -> list[Finding]:
         return [
             Finding(
                 d.level,
-                f"{item.key} is only in {side}: {shown(item.value)}{where}",
+                f"{_name(item)} is only in {side}: {shown(item.value)}{where}",
                 f"lone {item.kind} {item.number} {item.key}",
+                ("key function", "key class") if item.kind in _OF_OBJECTS else (),
             )
         ]
     setting = load_names().setting(d.left.key)
@@ -175,12 +203,18 @@ def _finding(d: _Difference, where: str) -> list[Finding]:
         return [_rates(d.left.value, d.right.value, where)]
     if d.left.kind in ("optimizer", "scheduler") and d.left.key.endswith(".parameters"):
         text = f"the parameters in {d.left.key.removesuffix('.parameters')} of the optimizer differ{where}"
-        return [Finding("error", text, "optimizer groups", ("model",))]
-    return [Finding(d.level, f"{label} differs: {shown(d.left.value)} and {shown(d.right.value)}{where}", topic)]
+        return [Finding("error", text, "optimizer groups", ("model", "requires_grad", "lone weights", "weight names", "mode"))]
+    text = f"{label} differs: {shown(d.left.value)} and {shown(d.right.value)}{where}"
+    if not setting and d.left.kind == "scheduler":
+        topic = f"key scheduler.{d.left.key}"
+    explained_by = _DRAWN if topic == "key generator" else ()
+    if d.left.kind == "optimizer" and d.left.key.endswith(".lr"):  # as it is at the first step, after the scheduler
+        explained_by = ("key scheduler.", "source scheduler", "lone scheduler")
+    return [Finding(d.level, text, topic, explained_by, suspect=load_names().is_speed(d.left.key))]
 
 
 def _name(item: _Item) -> str:
-    return f"{item.kind} {item.key}" if item.kind in ("optimizer", "scheduler") else item.key
+    return f"{_KINDS[item.kind]} {item.key}" if item.kind in _OF_OBJECTS else item.key
 
 
 def _rates(a: Any, b: Any, where: str) -> Finding:
@@ -244,6 +278,11 @@ def _parsed_arguments(text: str) -> dict[str, str]:
     return found
 
 
+def _value_text(lone: Finding) -> str:
+    """Return `max_norm 1` of a finding about a setting that one side has."""
+    return f"{lone.topic.rsplit(' ', 1)[-1]} {lone.text.partition(': ')[2]}"
+
+
 def _shortened(findings: list[Finding]) -> tuple[Finding, ...]:
     """Say settings that only one side has once a source, and no more than a line can hold."""
     kept: list[Finding] = []
@@ -256,15 +295,14 @@ def _shortened(findings: list[Finding]) -> tuple[Finding, ...]:
         else:
             kept.append(finding)
     for (kind, side), group in lone.items():
-        if len(group) <= 2:
+        whole = kind in _OF_OBJECTS and any(f.topic.rsplit(" ", 1)[-1] in _LEADING for f in group)
+        if len(group) <= 2 and not whole:
             kept += group
-        else:
-            level: Level = "warning" if any(f.level != "note" for f in group) else "note"
-            kept.append(
-                Finding(
-                    level, f"{len(group)} settings of the {_KINDS.get(kind, kind)} are only in {side}", f"source {kind} {side}"
-                )
-            )
+            continue
+        level: Level = "warning" if any(f.level != "note" for f in group) else "note"
+        text = f"{len(group)} settings of the {_KINDS.get(kind, kind)} are only in {side}"
+        text = f"{_KINDS[kind]} is only in {side}: {', '.join(map(_value_text, group[:3]))}" if whole else text
+        kept.append(Finding(level, text, f"source {kind} {side}", group[0].explained_by))
     said, rest = kept[:_MOST_SAID], kept[_MOST_SAID:]
     if any(f.level == "error" for f in rest):
         said.append(Finding("error", f"{counted(len(rest), 'more setting')} differ", "key more"))

@@ -1,15 +1,17 @@
-"""Compares distributions, what stands beside them, and the commit of the training code."""
+"""Compares distributions, what stands beside them, and the training code."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from trainprobe.config_check.compare.code import code_finding, code_rows
 from trainprobe.config_check.compare.sides import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.verdicts import Check, Finding, Level, which_ranks
 from trainprobe.config_check.names import load_names
 from trainprobe.config_check.pack import Pack
 
 COLUMNS = ("package", "bench", "cmp", "kind", "level")
+_COMMIT = "commit of the training code"
 _ABSENT = "(not installed)"
 _UNKNOWN = "(not known: no git repository)"
 _LEVEL: dict[str, Level] = {"numeric": "error", "platform": "warning", "other": "warning", "tooling": "note"}
@@ -24,16 +26,26 @@ def compare_packages(bench: Pack, cmp: Pack) -> Check:
     pairs = list(rank_pairs(bench, cmp, "packages"))
     ranks = [rank for rank, _, _ in pairs]
     different: dict[tuple[str, str, str, str], list[int]] = {}
+    code: dict[tuple[str, str, str, str], list[int]] = {}
     for rank, a, b in pairs:
-        for row in _differences(a.single["packages"], b.single["packages"]):
+        left, right = a.single["packages"], b.single["packages"]
+        for row in _differences(left, right):
             different.setdefault(row, []).append(rank)
+        for row in code_rows(left, right):
+            code.setdefault(row, []).append(rank)
     rows: list[tuple[Any, ...]] = []
     findings = rank_findings("packages", bench, cmp)
     for (kind, name, left, right), where in sorted(different.items(), key=lambda item: (_ORDER.index(item[0][0]), item[0][1])):
-        level = _LEVEL.get(kind, "warning")
+        hashed = name == _COMMIT and all(r.single["packages"].get("sources") for _, *sides in pairs for r in sides)
+        level = "note" if hashed else _LEVEL.get(kind, "warning")  # the hashes of the sources say it better
         rows.append((name, left, right, kind, level))
         findings.append(Finding(level, f"{name} differs: {left} and {right}{which_ranks(where, ranks)}", f"package {name}"))
-    return Check("packages", COLUMNS, rows, _shortened(findings))
+    findings = _shortened(findings)
+    if code:
+        rows += [(name, left, right, kind, "warning") for kind, name, left, right in code]
+        where = which_ranks(sorted({r for rs in code.values() for r in rs}), ranks)
+        findings = (*findings, code_finding([row[1:] for row in code], where))
+    return Check("packages", COLUMNS, rows, findings)
 
 
 def _shortened(findings: list[Finding]) -> tuple[Finding, ...]:
@@ -60,7 +72,7 @@ def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, s
         found += [("platform", name, *texts) for name, texts in _unequal(left, right, "(none)")]
     mine, theirs = _code(a), _code(b)
     if "code" in a and "code" in b and mine != theirs:
-        found.append(("code", "commit of the training code", mine or _UNKNOWN, theirs or _UNKNOWN))
+        found.append(("code", _COMMIT, mine or _UNKNOWN, theirs or _UNKNOWN))
     return found
 
 

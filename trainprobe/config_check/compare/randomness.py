@@ -10,19 +10,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainprobe.config_check.capture.switch_table import switches
 from trainprobe.config_check.compare.sides import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.values import same
-from trainprobe.config_check.compare.verdicts import Check, Finding, counted, shown, which_ranks
+from trainprobe.config_check.compare.verdicts import Check, Finding, Level, counted, shown, which_ranks
 from trainprobe.config_check.names import load_names
 from trainprobe.config_check.pack import Pack
 
 COLUMNS = ("what", "rank", "bench", "cmp", "bench place", "cmp place", "level")
 _SEEDS = ("seed", "manual_seed", "manual_seed_all", "default_rng", "set_seed")
-_NUMBERS = frozenset(
-    {"deterministic_algorithms", "default_dtype", "float32_matmul_precision", "cudnn.deterministic", "python_optimize"}
-)
+_SHUFFLES = frozenset({"shuffle", "permutation", "permuted", "randperm", "sample", "choice", "choices"})
+_COUNTED = ("random calls", "random counts")
+_GENERATOR = "torch.Generator."
+OWN_GENERATOR = "from a generator of its own"  # the detail of calls that do not draw from a global generator
+_NEVER = 10**9  # a window that no capture reaches
 _RUNPY = frozenset({"<frozen runpy>", "runpy.py"})
-_ANY_CAUSE = ("random seed", "setting seed", "random calls", "model", "setting hidden_dropout", "setting attention_dropout")
+# settings of data loading, which decide how many numbers are drawn for it
+_LOADING = (
+    *("setting micro_batch_size", "setting drop_last", "setting data_workers", "setting shuffle", "setting samples"),
+    *("key generator", "key sampler", "key batch_sampler", "key dataset", "source loader"),
+)
+_ANY_CAUSE = (
+    *("random seed", "generator seed", "setting seed", "random calls", "random counts", "model", "setting hidden_dropout"),
+    *("setting attention_dropout", *_LOADING, "compile", "mode", "methods", "hooks", "code"),
+)
+_LEVEL: dict[str, Level] = {"numbers": "error", "rounding": "warning"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +62,9 @@ def compare_randomness(bench: Pack, cmp: Pack) -> Check:
         left, right = a.single["randomness"], b.single["randomness"]
         windows = _common_windows(left, right)
         found = _flags(rank, left, right, rows)
-        found += _calls(rank, _counts(left, windows), _counts(right, windows), rows)
+        found += _calls(
+            rank, _counts(left, windows), _counts(right, windows), rows, (_counted_until(left), _counted_until(right))
+        )
         if bench.world_size == cmp.world_size:  # with fewer samples a rank draws fewer numbers
             found += _states(rank, left, right, rows)
         for finding in found:
@@ -81,10 +95,19 @@ def _counts(content: Mapping[str, Any], windows: int) -> Counts:
         number = int(call.get("stack", -1))
         frames, line = (stacks[number], lines[number]) if 0 <= number < len(stacks) else ((), 0)
         function = str(call.get("function"))
-        kind = _Call(functions.get(function, function), str(call.get("detail", "")), frames, line)
+        detail = str(call.get("detail", ""))
+        if function.startswith(_GENERATOR) and not (frames and _is_own(frames[0])):
+            detail = ""  # a library draws such seeds from another generator
+        kind = _Call(functions.get(function, function), detail, frames, line)
         counts.setdefault(kind, {})
         counts[kind][window] = counts[kind].get(window, 0) + int(call.get("count", 1))
     return counts
+
+
+def _counted_until(content: Mapping[str, Any]) -> int:
+    """Return the first window whose calls may be missing because the program compiled."""
+    until = content.get("counted_until")
+    return int(until) if until is not None else _NEVER
 
 
 def _of_program(stack: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -111,26 +134,38 @@ def _own(stack: Sequence[Mapping[str, Any]]) -> int:
     return next((i for i, f in enumerate(stack) if not f.get("installed")), 0)
 
 
-def _calls(rank: int, a: Counts, b: Counts, rows: list[tuple[Any, ...]]) -> list[Finding]:
+def _calls(rank: int, a: Counts, b: Counts, rows: list[tuple[Any, ...]], until: tuple[int, int]) -> list[Finding]:
     found: list[Finding] = []
     for left, right in _matched(a, b):
         x, y = a.get(left, {}) if left else {}, b.get(right, {}) if right else {}
         kind = left or right
         assert kind is not None
         equal = x == y and left is not None and right is not None and left.detail == right.detail
+        other_detail = left is not None and right is not None and left.detail != right.detail
         # whether a module is imported anew says nothing; what that does to the generators shows in their states
         importing = any(f[0].startswith("<frozen importlib") for f in kind.frames)
-        level = "pass" if equal else "note" if importing else "error"
+        unseen = not other_detail and _not_counted(x, y, until)
+        ahead = kind.detail == OWN_GENERATOR and bool(x and y)
+        level = "pass" if equal else "note" if importing or unseen or ahead else "error"
         rows.append((kind.function, rank, _count_text(left, x), _count_text(right, y), _place(left), _place(right), level))
-        if equal:
+        if equal or unseen:
             continue
         if importing:
             found.append(Finding("note", f"{kind.function} was called while modules were imported, on one side", "imports"))
-        elif left and right and left.detail != right.detail:
+        elif left and right and other_detail:
             found.append(_other_detail(left, right))
         else:
             found.append(_other_count(kind, x, y))
     return _few(found)
+
+
+def _not_counted(x: Mapping[int, int], y: Mapping[int, int], until: tuple[int, int]) -> bool:
+    """Tell whether calls are missing only where a side had stopped to count."""
+    return all(
+        (w >= until[0] and x.get(w, 0) <= y.get(w, 0)) or (w >= until[1] and y.get(w, 0) <= x.get(w, 0))
+        for w in x.keys() | y.keys()
+        if x.get(w) != y.get(w)
+    )
 
 
 def _is_seed(call: _Call) -> bool:
@@ -141,28 +176,45 @@ def _other_detail(left: _Call, right: _Call) -> Finding:
     """Word calls in the same place that were made with other values."""
     if _is_seed(left):
         text = f"seed of {left.function} differs: {left.detail} and {right.detail}, at {_place(right)}"
-        return Finding("error", text, "random seed", ("setting seed", "setting data_seed"))
-    text = f"{_short(left.function)} {left.detail} and {right.detail} at {_place(right)}"
-    return Finding("error", text, "random calls", ("model", "setting hidden_dropout", "setting attention_dropout"))
+        topic = "generator seed" if left.function.startswith(_GENERATOR) else "random seed"
+        return Finding(
+            "error", text, topic, ("setting seed", "setting data_seed", *(("random seed",) if topic[0] == "g" else ()))
+        )
+    details = " and ".join(call.detail or "from the global generator" for call in (left, right))
+    text = f"{_short(left.function)} differs: {details}, at {_place(right)}"
+    return Finding("error", text, "random calls", (*_LOADING, "model", "setting hidden_dropout", "setting attention_dropout"))
 
 
 def _other_count(call: _Call, x: Mapping[int, int], y: Mapping[int, int]) -> Finding:
     """Word calls that were made another number of times, or on one side only."""
     when = next((w for w in sorted(x.keys() | y.keys()) if x.get(w) != y.get(w)), -1)
+    total_a, total_b = sum(x.values()), sum(y.values())
     where = "before the first micro-step" if when < 0 else f"first in micro-step {when}"
-    times = f"{counted(sum(x.values()), 'time')} and {counted(sum(y.values()), 'time')}"
+    if total_a == total_b:
+        total_a, total_b = x.get(when, 0), y.get(when, 0)
+        where = where.replace("first in", "in")
+    times = f"{counted(total_a, 'time')} and {counted(total_b, 'time')}"
     text = f"{f'{_short(call.function)} {call.detail}'.rstrip()} is called {times}, {where}, at {_place(call)}"
-    topic, explained_by = ("random seed", ("setting seed",)) if _is_seed(call) else ("random calls", ("model",))
-    return Finding("error", text, topic, explained_by)
+    if _is_seed(call) and not call.function.startswith(_GENERATOR):
+        return Finding("error", text, "random seed", ("setting seed",))
+    if x and y and call.detail == OWN_GENERATOR:  # a loader with workers draws ahead
+        return Finding("note", text, "random counts", ("",), suspect=True)
+    if x and y:  # how often both sides call it follows from whatever else differs
+        return Finding("error", text, "random counts", ("",))
+    if call.function.rsplit(".", 1)[-1] in _SHUFFLES:
+        return Finding("error", text, "random calls", (*_LOADING, "dataset order", "model"))
+    return Finding("error", text, "random calls", (*_LOADING, "model", "mode", "methods"))
 
 
 def _few(found: list[Finding]) -> list[Finding]:
     """Say the first three of calls that differ, and count the rest."""
-    calls = [f for f in found if f.topic == "random calls"]
-    if len(calls) <= 3:
-        return found
-    rest = Finding("error", f"{len(calls) - 2} more random calls differ", "random calls", calls[0].explained_by)
-    return [f for f in found if f not in calls[2:]] + [rest]
+    few: list[Finding] = [f for f in found if f.topic not in _COUNTED]
+    for topic in _COUNTED:
+        calls = [f for f in found if f.topic == topic]
+        few += calls if len(calls) <= 3 else calls[:2]
+        if len(calls) > 3:
+            few.append(Finding("error", f"{len(calls) - 2} more random calls differ", topic, calls[0].explained_by))
+    return few
 
 
 def _matched(a: Counts, b: Counts) -> list[tuple[_Call | None, _Call | None]]:
@@ -176,7 +228,7 @@ def _matched(a: Counts, b: Counts) -> list[tuple[_Call | None, _Call | None]]:
             pairs.append((call, other))
             rest_a.remove(call)
             rest_b.remove(other)
-    for alike in (_same_place, _same_own_place, _similar):
+    for alike in (_same_place, _same_own_place, _similar, _similar_place):
         for call in list(rest_a):
             other = next((o for o in rest_b if alike(call, o)), None)
             if other is not None:
@@ -202,10 +254,17 @@ def _similar(a: _Call, b: _Call) -> bool:
         return False
     if _is_seed(a) and (a.frames[:1] or b.frames[:1]) and a.frames[0][:2] == b.frames[0][:2]:
         return True
+    return a.detail == b.detail and _similar_place(a, b)
+
+
+def _similar_place(a: _Call, b: _Call) -> bool:
+    """Tell whether two calls of a function are in the same functions, on lines of which at least half is alike."""
+    if a.function != b.function:
+        return False
     left, right = [f[:2] for f in a.frames], [f[:2] for f in b.frames]
     sources = [f[2] for f in a.frames], [f[2] for f in b.frames]
     alike = difflib.SequenceMatcher(None, sources[0], sources[1], autojunk=False).ratio()
-    return left == right and alike >= 0.5 and a.detail == b.detail
+    return left == right and alike >= 0.5
 
 
 def _count_text(call: _Call | None, counts: Mapping[int, int]) -> str:
@@ -230,10 +289,11 @@ def _short(function: str) -> str:
 def _flags(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tuple[Any, ...]]) -> list[Finding]:
     left, right = dict(a.get("flags", {})), dict(b.get("flags", {}))
     found: list[Finding] = []
-    for name in [*left, *(n for n in right if n not in left)] if left and right else ():
-        x, y = left.get(name), right.get(name)
+    for name in [n for n in left if n in right]:  # another version of torch, or of this tool, has others
+        x, y = left[name], right[name]
+        row = switches().get(name, {})
+        level = _LEVEL.get(row.get("effect", ""), "warning")
         equal = same(x, y)
-        level = "error" if name in _NUMBERS or name == "initial_seed" else "warning"
         rows.append((f"flag {name}", rank, shown(x), shown(y), "", "", "pass" if equal else level))
         if equal:
             continue
@@ -241,8 +301,9 @@ def _flags(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tup
             text = f"seed of torch differs: {shown(x)} and {shown(y)}"
             found.append(Finding("error", text, "random seed", ("setting seed", "random calls")))
         else:
-            text = f"{name.replace('_', ' ')} differs: {shown(x)} and {shown(y)}"
+            text = f"{name if '.' in name else name.replace('_', ' ')} differs: {shown(x)} and {shown(y)}"
             explained = ("variable OMP_NUM_THREADS", "variable MKL") if name == "threads" else ()
+            explained = (*explained, f"flag {row['follows']}") if "follows" in row else explained
             found.append(Finding(level, text, f"flag {name}", explained))
     return found
 

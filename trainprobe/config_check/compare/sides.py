@@ -36,7 +36,8 @@ def absent(name: str, columns: tuple[str, ...], bench: Pack, cmp: Pack) -> Check
         missing = (Finding("warning", f"{name}: captured on neither side", f"missing {name}"),) if asked else ()
         return Check(name, columns, findings=missing, compared=False)
     side = CMP if has[0] else BENCH
-    finding = Finding("error", f"{name}: missing in {side}, so it could not be compared", f"missing {name}")
+    text = f"{name}: missing in {side}, so it could not be compared"
+    finding = Finding("error", text, f"missing {name}", ("mode",))  # in evaluation mode there are no micro-steps
     return Check(name, columns, findings=(finding,), compared=False)
 
 

@@ -17,12 +17,14 @@ class Finding:
 
     topic: what it is about, so that the same thing seen in two places is said once. explained_by: beginnings of topics; where
     another finding has such a topic, this one follows from it, and is a cause only when there is none. ("",) is any topic.
+    suspect: a note that is said as a cause where data, weights or random numbers differ and nothing else explains that.
     """
 
     level: Level
     text: str
     topic: str
     explained_by: tuple[str, ...] = ()
+    suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainprobe.config_check.compare.dataset import STATISTICS, describe, same_tensor
+from trainprobe.config_check.compare.entries import STATISTICS, describe, same_tensor
 from trainprobe.config_check.compare.sides import BENCH, CMP, absent, common_ranks, rank_findings
 from trainprobe.config_check.compare.values import close
 from trainprobe.config_check.compare.verdicts import Check, Finding, counted, shown, which_ranks
@@ -21,6 +21,7 @@ INITIAL = (
     "random seed",
     "random calls",
     "model",
+    "flag default_dtype",
 )
 Entries = Mapping[str, Mapping[str, Any]]
 
@@ -33,6 +34,7 @@ class _Sorted:
     different: dict[int, dict[int, list[str]]] = field(default_factory=dict[int, dict[int, list[str]]])
     lone: dict[tuple[str, str], list[int]] = field(default_factory=dict[tuple[str, str], list[int]])
     renamed: dict[tuple[str, str], list[int]] = field(default_factory=dict[tuple[str, str], list[int]])
+    gradients: dict[tuple[str, bool], list[int]] = field(default_factory=dict[tuple[str, bool], list[int]])
 
 
 def compare_weights(bench: Pack, cmp: Pack) -> Check:
@@ -52,6 +54,7 @@ def compare_weights(bench: Pack, cmp: Pack) -> Check:
             findings.append(Finding("warning", text, "captured weights", ("captured micro-steps",)))
     findings += _differing(found.different, bench, cmp, ranks)
     findings += _lone(found.lone, ranks)
+    findings += _gradients(found.gradients, ranks)
     if found.renamed:
         (old, new), *_ = found.renamed
         verb = "has" if len(found.renamed) == 1 else "have"
@@ -70,6 +73,9 @@ def _sort(found: _Sorted, micro: int, rank: int, a: Entries, b: Entries, roundin
         if left is None or right is None:
             found.lone.setdefault((name, BENCH if right is None else CMP), []).append(rank)
         else:
+            if left.get("requires_grad", None) is not None and right.get("requires_grad") == (not left["requires_grad"]):
+                where = found.gradients.setdefault((name, left["requires_grad"]), [])
+                where += [] if rank in where else [rank]
             equal = same_tensor(left, right) or (rounding and _nearly(left, right))
             if not equal:
                 found.different.setdefault(micro, {}).setdefault(rank, []).append(name)
@@ -140,6 +146,20 @@ def _measure(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
         if key in a and key in b and a[key] != b[key]:
             return f"{key} {shown(a[key])} and {shown(b[key])}"
     return "other bits with equal statistics"
+
+
+def _gradients(found: Mapping[tuple[str, bool], list[int]], ranks: list[int]) -> list[Finding]:
+    """Say which parameters are trained on one side and frozen on the other."""
+    findings: list[Finding] = []
+    for side, trained in ((CMP, True), (BENCH, False)):
+        names = [name for name, left in found if left is trained]
+        if names:
+            where = which_ranks(sorted({r for (_, left), rs in found.items() if left is trained for r in rs}), ranks)
+            which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more weights"
+            sides = "true and false" if trained else "false and true"
+            text = f"requires_grad of {which} differs: {sides} ({'is' if len(names) == 1 else 'are'} frozen in {side}){where}"
+            findings.append(Finding("error", text, "requires_grad"))
+    return findings
 
 
 def _lone(lone: Mapping[tuple[str, str], list[int]], ranks: list[int]) -> list[Finding]:

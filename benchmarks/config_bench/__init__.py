@@ -1,0 +1,1 @@
+"""Planted differences between two trainings, and whether the first line of `config-check compare` names them."""

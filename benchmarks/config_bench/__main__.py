@@ -1,0 +1,52 @@
+"""Runs every planted difference and every harmless pair, and judges the first line: `python -m benchmarks.config_bench`.
+
+Each run is a training in a process of its own, and each comparison the real command. `--only TEXT` takes the cases whose name
+or group holds the text, `--keep FOLDER` keeps the packs, `--again` only compares packs that were kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from benchmarks.config_bench.harmless import HARMLESS
+from benchmarks.config_bench.planted import PLANTED
+from benchmarks.config_bench.runner import compare, judge, run_pair
+
+
+def main() -> None:
+    """Run the cases and print one line each, then the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    chosen = [c for c in (*PLANTED, *HARMLESS) if args.only in f"{c.group} {c.name}"]
+    folder = args.keep or Path(tempfile.mkdtemp(prefix="config_bench_"))
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = folder / "pairs.json"
+    pairs: dict[str, list[str]] = json.loads(kept.read_text()) if args.again else {}
+    bases: dict[str, Path] = {}
+    results: list[dict[str, str]] = []
+    for case in chosen:
+        if case.name not in pairs:
+            pairs[case.name] = [str(p) for p in run_pair(case, folder, bases)]
+            kept.write_text(json.dumps(pairs))
+        code, line, _ = compare(*map(Path, pairs[case.name]))
+        results.append({"case": case.name, "group": case.group, "verdict": judge(case, code, line), "first line": line})
+        print(f"{results[-1]['verdict']:7} {case.group}: {case.name}: {line}", flush=True)
+    planted = [r for r in results if r["group"] != "harmless"]
+    counts = {v: sum(r["verdict"] == v for r in results) for v in ("named", "beside", "told", "missed", "quiet", "alarm")}
+    print(json.dumps({"planted": len(planted), **counts}))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    if not args.keep:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The hash of a function changes with what it computes, and with nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainprobe.config_check.capture.code_hash import TOP, code_hashes
+
+TEXT = """
+import torch
+RATE = 0.1
+
+class Block(torch.nn.Module):
+    width = 4
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+def load(path="data/lines.txt"):
+    with open("/data/a/corpus.txt") as file:
+        return [line for line in file if line]
+"""
+
+
+def changed(old: str, new: str) -> set[str]:
+    assert old in TEXT
+    before, after = code_hashes(TEXT), code_hashes(TEXT.replace(old, new))
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return x + self.down", "# the residual\n        return x + self.down"),
+        ("torch.relu(self.up(x))", "torch.relu(\n            (self.up(x)),\n        )"),
+        ("def forward(self, x):", 'def forward(self, x):\n        """Return x and more."""\n        print("forward", x.shape)'),
+        ("RATE = 0.1", 'import logging\nlog = None\nlog.info("here")\nRATE = 0.1'.replace("log = None\n", "")),
+        ("with open", 'self.log.debug("%s", 1)\n    with open'),
+        ('"/data/a/corpus.txt"', "'/mnt/elsewhere/corpus.txt'"),
+        ("RATE = 0.1", "RATE = 1e-1"),
+    ],
+)
+def test_comments_layout_output_and_paths_do_not_count(old, new):
+    assert changed(old, new) == set()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("x + self.down", "x - self.down", "Block.forward"),
+        ("torch.relu(self.up(x))", "torch.relu(self.up(x), True)", "Block.forward"),
+        ("width = 4", "width = 5", "Block"),
+        ("torch.nn.Module", "torch.nn.Sequential", TOP),
+        ("RATE = 0.1", "RATE = 0.2", TOP),
+        ("if line]", "if not line]", "load"),
+        ('path="data/lines.txt"', 'path="lines"', "load"),
+        ("    def forward", "    @torch.no_grad()\n    def forward", "Block.forward"),
+        ("import torch\n", "import torch\nfrom math import *\n", TOP),
+    ],
+)
+def test_what_is_computed_counts_and_is_named_by_its_function(old, new, name):
+    assert changed(old, new) == {name}
+
+
+def test_the_order_of_definitions_does_not_count():
+    one, two = "def a():\n    return 1\n", "def b():\n    return 2\n"
+    assert code_hashes(one + two) == code_hashes(two + one)
+
+
+def test_a_function_that_changes_places_with_another_counts():
+    assert code_hashes("def a():\n    return 1\ndef b():\n    return 2\n") != code_hashes(
+        "def b():\n    return 1\ndef a():\n    return 2\n"
+    )
+
+
+def test_what_is_not_python_is_refused():
+    with pytest.raises(SyntaxError):
+        code_hashes("def a(:")

@@ -1,0 +1,73 @@
+"""The data loaders of a program, as they were made."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+from trainprobe.config_check.capture.patches import Patches
+from trainprobe.config_check.capture.plain_values import plain
+from trainprobe.config_check.capture.setting_files import source
+from trainprobe.engine.guard import Guard
+
+_PLAIN = ("batch_size", "drop_last", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order")
+LOADER_SETTINGS = (
+    *(*_PLAIN, "shuffle", "sampler", "batch_sampler", "generator", "worker_init_fn", "collate_fn", "dataset", "samples"),
+)
+_MOST = 16  # loaders that are kept
+
+
+class LoaderWatch:
+    """Sees every DataLoader that is made."""
+
+    def __init__(self, patches: Patches, guard: Guard) -> None:
+        self._patches = patches
+        self._guard = guard
+        self._found: list[dict[str, Any]] = []
+
+    def install(self) -> None:
+        """Replace the constructor."""
+        self._patches.replace(DataLoader, "__init__", self._making)
+
+    def _making(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def init(loader: Any, *args: Any, **kwargs: Any) -> None:
+            original(loader, *args, **kwargs)
+            if len(self._found) < _MOST:
+                self._guard.run(self._take, loader)
+
+        return init
+
+    def _take(self, loader: Any) -> None:
+        self._found.append(loader_values(loader))
+
+    def sources(self) -> list[dict[str, Any]]:
+        """Return one source of settings a loader."""
+        return [source("loader", str(index), values) for index, values in enumerate(self._found)]
+
+
+def loader_values(loader: Any) -> dict[str, Any]:
+    """Return the settings of a loader that decide what a batch holds, and the classes of what it draws from."""
+    sampler, generator = loader.sampler, loader.generator
+    return {
+        **{name: plain(getattr(loader, name)) for name in _PLAIN if hasattr(loader, name)},
+        "shuffle": isinstance(sampler, RandomSampler),
+        "sampler": type(sampler).__name__,
+        "batch_sampler": type(loader.batch_sampler).__name__,
+        "generator": f"seed {generator.initial_seed()}" if isinstance(generator, torch.Generator) else "torch's own",
+        "worker_init_fn": plain(loader.worker_init_fn),
+        "collate_fn": plain(loader.collate_fn),
+        "dataset": type(loader.dataset).__name__,
+        "samples": _length(loader.dataset),
+    }
+
+
+def _length(dataset: Any) -> int | None:
+    """Return the number of samples, None where a dataset does not know it."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None

@@ -1,0 +1,98 @@
+"""What a model carries beside classes and weights: modes, hooks, replaced methods, compilation, settings of its wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from trainprobe.config_check.capture.plain_values import plain
+from trainprobe.engine.naming import count_outer_wrappers, logical_name
+
+HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+_GLOBAL_HOOKS = {f"_global{attribute}": kind for attribute, kind in HOOKS.items()}
+TENSOR_HOOKS = {"_backward_hooks": "gradient hook", "_post_accumulate_grad_hooks": "hook after accumulation"}
+WRAPPERS = {
+    "DistributedDataParallel": (
+        *("bucket_cap_mb", "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"),
+        *("mixed_precision", "skip_all_reduce_unused_params"),
+    ),
+    "FullyShardedDataParallel": (
+        *(
+            "sharding_strategy",
+            "mixed_precision",
+            "backward_prefetch",
+            "forward_prefetch",
+            "limit_all_gathers",
+            "_use_orig_params",
+        ),
+    ),
+}
+WHOLE = "the model"
+
+
+def model_state(models: list[Any], compiled_with: dict[int, str]) -> dict[str, dict[str, str]]:
+    """Return {"evaluation", "hooks", "methods", "compiled"}, each module or parameter → what is there.
+
+    compiled_with: id of a module → the arguments that torch.compile was given for it.
+    """
+    found: dict[str, dict[str, str]] = {"evaluation": {}, "hooks": {}, "methods": {}, "compiled": {}}
+    for name, module in _named(models):
+        if not module.training:
+            found["evaluation"][name] = type(module).__name__
+        if hooks := [*_hooks(module, HOOKS)]:
+            found["hooks"][f"module {name}"] = ", ".join(hooks)
+        if "forward" in vars(module):
+            found["methods"][name] = str(plain(vars(module)["forward"]))
+        if is_compiled(module):
+            found["compiled"][name] = compiled_with.get(id(module), "")
+    if hooks := [*_hooks(torch.nn.modules.module, _GLOBAL_HOOKS)]:
+        found["hooks"]["every module"] = ", ".join(hooks)
+    for name, parameter in _parameters(models):
+        if hooks := [*_hooks(parameter, TENSOR_HOOKS)]:
+            found["hooks"][f"weight {name}"] = ", ".join(hooks)
+    return found
+
+
+def is_compiled(module: Any) -> bool:
+    """Tell whether a module is what torch.compile made, or was compiled in place."""
+    return "_orig_mod" in vars(module).get("_modules", {}) or vars(module).get("_compiled_call_impl") is not None
+
+
+def _named(models: list[Any]) -> Iterator[tuple[str, Any]]:
+    for model in models:
+        modules = list(model.named_modules())
+        outer = count_outer_wrappers(name for name, _ in modules if name)
+        for name, module in modules:
+            yield (logical_name(name, outer_wrappers=outer) if name else "") or WHOLE, module
+
+
+def _parameters(models: list[Any]) -> Iterator[tuple[str, Any]]:
+    for model in models:
+        outer = count_outer_wrappers(name for name, _ in model.named_modules() if name)
+        for name, parameter in model.named_parameters():
+            yield logical_name(name, outer_wrappers=outer), parameter
+
+
+def _hooks(owner: Any, kinds: dict[str, str]) -> Iterable[str]:
+    """Yield a word for each hook that this tool has not made."""
+    for attribute, kind in kinds.items():
+        for hook in list((getattr(owner, attribute, None) or {}).values()):
+            if not str(getattr(hook, "__module__", "")).startswith("trainprobe."):
+                yield f"{kind} {plain(hook)}"
+
+
+def wrapper_values(model: Any) -> dict[str, Any]:
+    """Return the settings of a data-parallel wrapper of torch, {} for any other module."""
+    names = WRAPPERS.get(type(model).__name__, ())
+    values = {name: plain(getattr(model, name, None)) for name in names if hasattr(model, name)}
+    if "bucket_bytes_cap" in vars(model):
+        values["bucket_cap_mb"] = vars(model)["bucket_bytes_cap"] / (1 << 20)
+    hooks = vars(model).get("_comm_hooks")
+    return {**values, "communication_hooks": [plain(hook[0]) for hook in hooks]} if hooks else values

@@ -1,0 +1,69 @@
+"""Which sources a program runs: its script, the modules of its own, and those in which the classes of its model are written."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trainprobe.config_check.capture.code_hash import code_hashes
+
+MOST_BYTES = 1 << 20  # of sources that are parsed; of what is beyond, all bytes are hashed
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+_OTHERS = frozenset({"trainprobe", "sitecustomize", "usercustomize", "__mp_main__"})
+_VERSIONED = frozenset({"torch", "builtins", "typing", "abc", "collections"})  # known by their versions
+
+
+def source_files(models: list[Any]) -> list[tuple[str, Path]]:
+    """Return the name and place of each source that is loaded: the script first, then the model's, then the others by name.
+
+    A source is named by its module (`pkg/data.py`), and the script by its own name.
+    """
+    loaded: list[Any] = list(sys.modules.values())
+    own = {m.__name__: m for m in loaded if isinstance(m, ModuleType) and is_own(m)}
+    script = own.pop("__main__", None)
+    written = {c.__module__ for model in models for m in model.modules() for c in type(m).__mro__}
+    kept = [n for n in sorted(written) if n in sys.modules and n.partition(".")[0] not in (_VERSIONED | _OTHERS)]
+    ordered: dict[str, Any] = {**{n: sys.modules[n] for n in kept if n != "__main__"}, **dict(sorted(own.items()))}
+    files = [(f"{name.replace('.', '/')}.py", Path(module.__file__)) for name, module in ordered.items() if _file(module)]
+    main = Path(script.__file__) if script is not None and script.__file__ else None
+    return files if main is None else [(main.name, main), *((n, p) for n, p in files if p != main)]
+
+
+def is_own(module: Any) -> bool:
+    """Tell whether a module is the program's own: neither installed, nor of Python, nor of this tool."""
+    file = _file(module)
+    if not file or module.__name__.partition(".")[0] in _OTHERS:
+        return False
+    return not any(part in file for part in _INSTALLED) and not file.startswith(sysconfig.get_path("stdlib") + "/")
+
+
+def _file(module: Any) -> str:
+    file = getattr(module, "__file__", None)
+    return file if isinstance(file, str) and file.endswith(".py") else ""
+
+
+def hash_sources(files: list[tuple[str, Path]]) -> dict[str, dict[str, str]]:
+    """Return source → qualified name → hash; what cannot be read is left out."""
+    found: dict[str, dict[str, str]] = {}
+    room = MOST_BYTES
+    for name, path in files:
+        try:
+            raw = path.read_bytes()
+        except OSError:
+            continue
+        found[name] = _hashes(raw, room)
+        room -= len(raw)
+    return found
+
+
+def _hashes(raw: bytes, room: int) -> dict[str, str]:
+    if len(raw) <= room:
+        try:
+            return code_hashes(raw.decode("utf-8-sig"))
+        except (SyntaxError, ValueError, RecursionError):
+            pass
+    return {"(bytes)": hashlib.sha256(raw).hexdigest()[:16]}
