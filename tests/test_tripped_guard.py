@@ -18,7 +18,9 @@ from torch import nn
 import trainprobe
 from tests.test_odd_trainings import EVERYTHING
 from tests.traces import left_behind, traces
+from trainprobe.engine.taps.attention import AttentionFeature
 from trainprobe.errors import PlanError
+from trainprobe.monitor.audit.relations import load_relation
 
 PHASES = ("open", "begin", "forward", "backward", "clip", "optimizer", "moment", "note", "end", "control", "close")
 
@@ -144,7 +146,67 @@ def test_a_mistake_in_the_plan_is_raised_and_a_model_that_cannot_be_looked_at_is
         pass
     with trainprobe.watch("no model", optimizer, output=tmp_path / "b") as probe:
         assert all(map(torch.equal, train(*start()), train(model, optimizer, probe)))
-    assert "torch_modules.py" in capsys.readouterr().err  # the file of ours, though the fault is the model's
+    printed = capsys.readouterr().err
+    assert "unobserved: the model that was given is a str and no torch.nn.Module: give watch" in printed
+    assert "Error" not in printed
+
+
+def test_a_model_that_fails_when_it_is_looked_at_names_the_file_of_ours(tmp_path, capsys):
+    model, optimizer = start()
+    model.modules = breaks
+    with trainprobe.watch(model, optimizer, output=tmp_path / "b") as probe:
+        assert all(map(torch.equal, train(*start()), train(model, optimizer, probe)))
+    assert "torch_modules.py" in capsys.readouterr().err
+
+
+def fail_the_rule(monkeypatch, probe):
+    monkeypatch.setitem(probe._watcher._checks, "drift", breaks)
+
+
+def fail_the_relation(monkeypatch, probe):
+    monkeypatch.setattr(load_relation("untouched_between_steps"), "check", breaks)
+
+
+def fail_the_feature(monkeypatch, probe):
+    monkeypatch.setattr(AttentionFeature, "begin", breaks)
+
+
+def fail_the_audit(monkeypatch, probe):
+    monkeypatch.setattr(probe._audit, "evidence", breaks)
+
+
+def fail_the_black_box(monkeypatch, probe):
+    monkeypatch.setattr(probe, "_random_state", breaks)
+
+
+@pytest.mark.parametrize(
+    ("fails", "part", "place"),
+    [
+        (fail_the_rule, "the rule drift", "watcher.py:"),
+        (fail_the_relation, "the relation untouched_between_steps", "audit.py:"),
+        (fail_the_feature, "the feature AttentionFeature", "features.py:"),
+        (fail_the_audit, "the audit", "audit.py:"),
+        (fail_the_black_box, "the black box", "watching.py:"),
+    ],
+)
+def test_a_part_that_fails_costs_that_part_and_is_said_once(fails, part, place, tmp_path, capsys, monkeypatch):
+    bare = train(*start())
+    model, optimizer = start()
+    before, hooks = everything_of_torch(), traces(model, optimizer)
+    with trainprobe.watch(model, optimizer, output=tmp_path / "out", **EVERYTHING) as probe:
+        fails(monkeypatch, probe)
+        assert all(map(torch.equal, bare, train(model, optimizer, probe)))
+        assert probe.guard.tripped is None and probe.collected == 3
+        with torch.no_grad():
+            model.first.weight[0, 0] = torch.nan
+        train(model, optimizer, probe, steps=1)
+    (told,) = [f.message for f in probe.findings if "broken on purpose" in f.message]
+    assert told.startswith(f"{part} failed and is left out from here on") and place in told
+    assert capsys.readouterr().err.count(told) == 1
+    assert "nonfinite" in {f.rule for f in probe.findings}  # the others go on
+    monkeypatch.undo()
+    assert {name for name, identity in everything_of_torch().items() if before.get(name, identity) != identity} == set()
+    assert left_behind(hooks, traces(model, optimizer)).keys() <= {"attributes of the optimizer"}
 
 
 def test_one_release_that_fails_does_not_keep_the_others_from_theirs(tmp_path, capsys):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -242,7 +241,7 @@ class PrecisionDebugger:
         """Print a sentence, once, on rank 0."""
         if sentence not in self._said and not self.probe.place.rank:
             self._said.add(sentence)
-            sys.stderr.write(f"trainprobe: {sentence}\n")
+            self.probe.console.line(sentence)
 
 
 def _model_and_step(further: tuple[Any, ...], model: Any, step: Any) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ from trainprobe.engine.tape import Tape
 from trainprobe.engine.topology import place_from_environment
 from trainprobe.engine.trail import Trail
 from trainprobe.engine.unmet import Unmatched, names_not_there
-from trainprobe.errors import MissingExtra, PlanError, StopTraining
+from trainprobe.errors import MissingExtra, PlanError, StopTraining, UsageError
 
 if TYPE_CHECKING:
     from trainprobe.build import Parts
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 PlanSource = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
 _DATA_PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+NO_MODULE = ": give watch, or the callback, the module that trains"
+AUDIT = "the audit"  # as a part of the tool
 MONITORED = ("activations", "activation_gradients", "parameters", "gradients", "optimizer_state", "update")  # by name
 
 
@@ -86,7 +88,7 @@ class Probe(EngineProbe):
             self._choose = chosen_calls(self.parts.monitor)
             self.watchers.append(lambda reel: self._choose(reel) if self._choose is not None else ())
             self._watcher = Watcher(self.parts.monitor.rules)
-            self._watcher.count = self._count
+            self._watcher.count, self._watcher.part = self._count, self.guard.part
             self.watchers.append(self._watcher)
             self.deciders.append(self._decide)
 
@@ -101,6 +103,10 @@ class Probe(EngineProbe):
         self._said_closed = False
         if self.plan.black_box:
             self._fill_box()
+
+    def _spared(self, name: str, watch: Callable[[Reel], Sequence[Finding]]) -> Callable[[Reel], Sequence[Finding]]:
+        """Return a watcher whose fault costs the others nothing."""
+        return lambda reel: self.guard.part(name, watch, reel) or ()
 
     def _compose(self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None) -> tuple[Parts, list[Program]]:
         """Return the taps that the plan asks for and the programs that run them."""
@@ -167,8 +173,8 @@ class Probe(EngineProbe):
         self.guard.on_trip(tap.close)
         audit = Audit(parts.audit_plan, tap.take, self._gathering().gather)
         audit.everyone = tap.saves.everyone
-        audit.count = self._count
-        self.watchers += [audit, Undeclared(audit, tap.has_declared_loss, self.at_end)]
+        audit.count, audit.part = self._count, self.guard.part
+        self.watchers += [self._spared(AUDIT, audit), Undeclared(audit, tap.has_declared_loss, self.at_end)]
         return audit
 
     def change(self, **fields: Any) -> None:
@@ -239,6 +245,12 @@ class Probe(EngineProbe):
             from trainprobe.engine.control import ControlFile
 
             self._control = ControlFile(self.plan.output, self.plan.control, self.place.rank, self._gathering().gather)
+        odd = (
+            next((m for m in _chunks(model) if not hasattr(m, "named_modules")), None) if self.framework == "pytorch" else None
+        )
+        if odd is not None:
+            self.guard.trip(UsageError(f"the model that was given is a {type(odd).__name__} and no torch.nn.Module{NO_MODULE}"))
+            return
         super()._open(model, optimizer, place)
         self._open_console()
         if self._audit is not None:
@@ -348,7 +360,8 @@ class Probe(EngineProbe):
         finally:
             if self._position is not None:
                 self._position.is_in(BETWEEN)
-            if self._audit is not None and self.guard.tripped is not None and complete:
+            silent = self.guard.tripped is not None or self.guard.leaves_out(AUDIT)
+            if self._audit is not None and silent and complete:
                 self.guard.keep_on(self._audit.answer_for_stopped, self.step_number, self.place)
 
     def _close_audit(self) -> None:
@@ -395,7 +408,7 @@ class Probe(EngineProbe):
 
     def _fill_box(self) -> None:
         """Have each step remembered, and told where in it the training is."""
-        self.watchers.append(self._remember)
+        self.watchers.append(self._spared("the black box", self._remember))
         self.deciders.append(self._dump_after)
         self.guard.on_trip(lambda: self._box.unfollow() if self._box is not None else None)
         self._position = Position()
@@ -458,9 +471,12 @@ def _merged(was: Any, value: Any) -> Any:
 
 def _wrapped(model: Any, *kinds: str) -> bool:
     """Tell whether a model, or what it holds, is of one of these kinds."""
-    chunks = model if isinstance(model, list | tuple) else [model]
-    bases = (base.__name__ for chunk in chunks for module in _modules_of(chunk) for base in type(module).__mro__)
+    bases = (base.__name__ for chunk in _chunks(model) for module in _modules_of(chunk) for base in type(module).__mro__)
     return any(name in kinds for name in bases)
+
+
+def _chunks(model: Any) -> Sequence[Any]:
+    return model if isinstance(model, list | tuple) else [model]  # pyright: ignore[reportUnknownVariableType]
 
 
 def _modules_of(model: Any) -> Iterable[Any]:

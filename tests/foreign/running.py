@@ -19,7 +19,8 @@ from tests.foreign.catalog import Program
 from tests.foreign.sources import sources, vision
 
 HERE = Path(__file__).parent
-RESULTS = Path(os.environ.get("TRAINPROBE_PROOFS") or HERE.parents[1] / ".proofs") / "foreign"
+TREE = HERE.parents[1]  # the trainprobe that is tested
+RESULTS = Path(os.environ.get("TRAINPROBE_PROOFS") or TREE / ".proofs") / "foreign"
 LIMIT = 900  # seconds a run
 UPDATES_OF_WRAPPERS = ("OSS",)
 
@@ -112,7 +113,7 @@ def _filled(word: str, where: dict[str, str]) -> str:
 
 
 def _environment(program: Program, folder: Path, where: dict[str, str]) -> dict[str, str]:
-    paths = [str(HERE / "observer"), *([str(vision())] if program.vision else []), _filled(program.path, where)]
+    paths = [str(HERE / "observer"), *([str(vision())] if program.vision else []), _filled(program.path, where), str(TREE)]
     return {
         **os.environ,
         **{name: _filled(value, where) for name, value in program.environment.items()},

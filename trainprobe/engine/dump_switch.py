@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainprobe.engine.console import Console
 from trainprobe.engine.legacy_config import is_legacy
 from trainprobe.engine.plan_file import read_plan_file
 from trainprobe.errors import PlanError
@@ -48,7 +48,7 @@ class DumpSwitch:
         try:
             value = read_plan_file(self._path).get(KEY)
         except (PlanError, OSError) as error:
-            sys.stderr.write(f"trainprobe: {KEY} stays {str(self._on).lower()}: {error}\n")
+            Console().line(f"{KEY} stays {str(self._on).lower()}: {error}")
             return
         self._on = self._on if value is None else bool(value)
 

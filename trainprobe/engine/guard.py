@@ -1,7 +1,8 @@
 """The one place where a fault of the tool is caught, so that it never becomes a fault of the training.
 
 The first fault disables the tool, loudly, and the training goes on with correct results. Under test (a plan's
-`on_error: raise`) it is raised instead. What only one value of the program causes costs no more than that value: see `attempt`.
+`on_error: raise`) it is raised instead. A rule, a relation or another part that the rest does without costs no more than
+itself: see `Guard.part`. What only one value of the program causes costs no more than that value: see `attempt`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Guard:
         self._tell = tell
         self._apart = apart
         self._on_trip: list[Callable[[], None]] = []
+        self._left_out: set[str] = set()
 
     def on_trip(self, release: Callable[[], None]) -> None:
         """Register what must be undone at once when the tool is disabled (remove hooks and patches)."""
@@ -55,6 +57,30 @@ class Guard:
         except Exception as fault:  # noqa: BLE001  (the one place: a fault of the tool is never the training's fault)
             self.trip(fault)
             return None
+
+    def part(self, name: str, call: Callable[..., T], *args: Any) -> T | None:
+        """Run a part of the tool that the rest does without, such as "the rule spike"; return its result, or None.
+
+        After a fault it is left out for good, which one finding says. For code that runs within `run`.
+        """
+        if name in self._left_out:
+            return None
+        try:
+            return call(*args)
+        except StopTraining:
+            raise
+        except Exception as fault:
+            if self.raising:
+                raise
+            self._left_out.add(name)
+            message = f"{name} failed and is left out from here on, everything else goes on: {fault_text(fault)}"
+            if self._tell is not None:
+                self._tell(Finding("probe", "warning", f"{message} (at {_place_of(fault)})"))
+            return None
+
+    def leaves_out(self, name: str) -> bool:
+        """Return whether a part has failed."""
+        return name in self._left_out
 
     def keep_on(self, call: Callable[..., Any], *args: Any) -> None:
         """Run `call` also once the tool is disabled: what other ranks wait for. A later fault changes nothing more."""
@@ -99,6 +125,14 @@ class Guard:
             sys.stderr.write(f"trainprobe: something may still be installed: {left}\n")
         if self._tell is not None:
             attempt(self._tell, self.tripped, otherwise=fault_text)
+
+
+Part = Callable[..., Any]  # (name, call, *args) → the result of the call, or None where the part is left out
+
+
+def simply(name: str, call: Callable[..., T], *args: Any) -> T:
+    """Run a part of the tool where no training is to be kept from its faults."""
+    return call(*args)
 
 
 def attempt(call: Callable[..., T], *args: Any, otherwise: Callable[[Exception], T | Any]) -> T | Any:

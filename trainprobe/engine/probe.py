@@ -210,6 +210,16 @@ class Probe:
         self.guard.run(self._release, complete)
         return self.guard.run(self._finish, complete)
 
+    def drop_step(self) -> None:
+        """Forget the step that has begun, as if it had not: it is neither written nor judged, and its number is free again."""
+        if self._inside:
+            self._inside = False
+            self.begun -= 1
+            self.step_number -= 1
+            self._first_step = self._first_step if self.begun else None
+            self.guard.run(self._release)
+            self.tape = None
+
     def close(self) -> None:
         """Write everything that is pending and say what was asked for and never came. Safe to call twice."""
         if self.closed:

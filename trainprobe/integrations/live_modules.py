@@ -8,43 +8,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-
-NAMED = 4  # models that are named at the end; further ones are counted
-SOUGHT = 32  # optimizers whose model is looked for
-
-
-class LeftOut:
-    """What other optimizers updated in this process, each model by its name, its size and how often."""
-
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # optimizer → its one counter
-        self._found: list[tuple[str, list[int]]] = []
-
-    def __contains__(self, optimizer: Any) -> bool:
-        return optimizer in self._known
-
-    def saw(self, optimizer: Any) -> None:
-        """Count an update."""
-        if optimizer not in self._known:
-            times = self._known[optimizer] = [0]
-            self._found.append((_in_words(optimizer, len(self._found) < SOUGHT), times))
-        self._known[optimizer][0] += 1
-
-    def words(self) -> str:
-        """Return what there was: "Generator (6 tensors, 30 updates by Adam)"; empty when there was nothing."""
-        named = [f"{what.format(times[0])}" for what, times in self._found[:NAMED]]
-        more = len(self._found) - len(named)
-        return ", ".join(named) + (f" and what {more} more optimizers step" if more else "")
-
-
-def _in_words(optimizer: Any, look: bool) -> str:
-    model = model_of(optimizer) if look else None
-    name = "parameters of no module" if model is None else type(model).__name__
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    return f"{name} ({count} parameter tensors, {{}} updates by {type(optimizer).__name__})"
 
 
 def model_around(called: Any) -> Any:
@@ -54,7 +19,7 @@ def model_around(called: Any) -> Any:
     step them; the largest module around it where no optimizer of torch.optim holds any of them.
     """
     own = set(parameters_of(called))
-    held = {number for numbers in _held_by_optimizers() if own & numbers for number in numbers}
+    held = {number for numbers in held_by_optimizers() if own & numbers for number in numbers}
     if held <= own and held:
         return called
     around = [module for module in _live_modules() if module is not called and own <= set(parameters_of(module))]
@@ -70,7 +35,9 @@ def model_of(optimizer: Any) -> Any:
 
 def parameters_of(module: Any) -> dict[int, Any]:
     """Return id → parameter of a module and all modules inside it."""
-    return {id(p): p for inner in _inside(module) for p in inner.__dict__.get("_parameters", {}).values() if p is not None}
+    return {
+        id(p): p for inner in modules_inside(module) for p in inner.__dict__.get("_parameters", {}).values() if p is not None
+    }
 
 
 def _best(modules: Collection[Any], held: set[int]) -> Any:
@@ -78,7 +45,8 @@ def _best(modules: Collection[Any], held: set[int]) -> Any:
     return max(known, key=lambda pair: (len(held & pair[1]), -len(pair[1])), default=(None, ()))[0]
 
 
-def _inside(module: Any) -> Iterator[Any]:
+def modules_inside(module: Any) -> Iterator[Any]:
+    """Yield a module and all modules inside it, each once."""
     seen: set[int] = set()
     waiting = [module]
     while waiting:
@@ -93,7 +61,8 @@ def _live_modules() -> list[Any]:
     return [x for x in gc.get_objects() if issubclass(type(x), torch.nn.Module)]
 
 
-def _held_by_optimizers() -> Iterator[set[int]]:
+def held_by_optimizers() -> Iterator[set[int]]:
+    """Yield the ids of the parameters that each optimizer of torch.optim holds."""
     for x in gc.get_objects():
         if issubclass(type(x), torch.optim.Optimizer):
             yield {id(p) for group in x.__dict__.get("param_groups", ()) for p in group["params"]}

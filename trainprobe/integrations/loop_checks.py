@@ -9,7 +9,8 @@ from typing import Any
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.records import Finding
 from trainprobe.engine.taps.step_hooks import StepListener, settle
-from trainprobe.integrations.live_modules import LeftOut, model_of, parameters_of
+from trainprobe.integrations.left_out import LeftOut
+from trainprobe.integrations.live_modules import model_of, parameters_of
 
 NO_STEP = "No step was seen: put `with probe.step():` around the forward, the backward and the update of each step."
 
@@ -34,7 +35,7 @@ class LoopChecks:
 
         steps: how many began. judged: whether the plan has a monitor or an audit, which expect updates.
         """
-        name, others = type(self._models[0]).__name__, self._others.words()
+        name, others = type(self._models[0]).__name__, self._others.trained()
         if not steps:
             return NO_STEP
         if self._own or not (others or judged):

@@ -170,6 +170,12 @@ class Session:
             return stop
         return None
 
+    def drop_step(self) -> None:
+        """Forget the step that has begun, as if it had not: it is neither written nor judged."""
+        if self.probe is not None and self._open is not None:
+            self._open = None
+            self.probe.drop_step()
+
     @property
     def is_inside(self) -> bool:
         """Whether a step has begun and not ended."""

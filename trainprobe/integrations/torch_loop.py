@@ -3,42 +3,39 @@
 A step begins with the first forward of the model in training mode and ends when the optimizers that hold its gradients have
 stepped, so it spans all micro-batches that are accumulated; a forward in evaluation mode between two steps belongs to none.
 Where one optimizer after the other steps, and where no optimizer of torch.optim makes the update, the step ends before the next
-forward (`_Step`). Between two steps one function waits in `torch.nn.Module`, and one hook for the updates of torch.optim.
-Where you can edit the loop, `trainprobe.watch` says more plainly what a step is.
+forward (`loop_step.Step`). A model whose calls pass torch by, or that trains in evaluation mode, is known by its optimizer: its
+steps begin with a forward of any mode that keeps a graph, with a backward, or with the update. Between two steps functions wait
+in `torch.nn.Module` and `torch.autograd`, and one hook for the updates of torch.optim. A script's next training is watched from
+its fifth update on, in a folder of its own. Where you can edit the loop, `trainprobe.watch` says more plainly what a step is.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._C import DisableTorchFunction
 
+from trainprobe.engine.plan_loading import load_plan
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.taps.step_hooks import StepListener, settle
-from trainprobe.errors import StopTraining
-from trainprobe.integrations.live_modules import LeftOut, model_around, model_of, parameters_of
+from trainprobe.errors import ProbeError, StopTraining
+from trainprobe.integrations.left_out import LeftOut
+from trainprobe.integrations.live_modules import held_by_optimizers, model_around, model_of, parameters_of
+from trainprobe.integrations.loop_gates import DRIVERS, Handle, backward_gate, driven, module_gates
+from trainprobe.integrations.loop_losses import Losses
+from trainprobe.integrations.loop_step import Step
+from trainprobe.integrations.loop_words import NO_MODEL, NO_UPDATE, OWN_UPDATES, no_update
 from trainprobe.integrations.own_updates import Weights
 from trainprobe.integrations.session import Session, agreed
 from trainprobe.integrations.unedited import called_from
 from trainprobe.watching import PlanSource
 
-# training that one of these drives is watched by its own integration
-DRIVERS = ("lightning.pytorch", "pytorch_lightning", "transformers.trainer", "deepspeed", "megatron")
 LIMIT = 1024  # micro-batches without an update after which a step is no step
-OWN_UPDATES = (
-    "the weights change and no optimizer of torch.optim makes the update: a step ends where a forward follows a backward and "
-    "the weights have changed; gradients, updates and optimizer state cannot be seen"
-)
-NO_UPDATE = (
-    "{} forwards of the model in training mode and no update: nothing more is collected until an optimizer of "
-    "torch.optim updates it; if this is no training, call model.eval() or attach to the model that trains"
-)
+TRIALS = 8  # changes of the weights before an optimizer of torch.optim that holds them has stepped, which are no steps
+SUCCESSION = 4  # updates of a new optimizer after which the model that it steps is another training
 _log = logging.getLogger("trainprobe")
 
 
@@ -62,127 +59,98 @@ def attach_to_script(plan: PlanSource) -> TorchLoop:
     return loop
 
 
-@dataclass(slots=True)
-class _Step:
-    """What a step has seen so far.
-
-    entry: id of the module whose call began it. weights: as they were then, until an optimizer of torch.optim was seen.
-    forwards: calls of `entry`. backward: whether a backward has ended since the last forward. stepped: ids of what optimizers
-    have stepped. follows: whether each forward is looked at.
-    """
-
-    entry: int
-    weights: Weights | None
-    forwards: int = 0
-    backward: bool = False
-    stepped: set[int] = field(default_factory=set[int])
-    follows: bool = False
-
-
 class TorchLoop:
     """Begins and ends the steps of a loop; without a model it takes the first one that is trained."""
 
     def __init__(self, session: Session, first_step: int = 0) -> None:
         self.session = session
-        self._number = first_step
-        self._model: Any = None
         self._given = False  # the user said which model
+        self._trainings = 1
+        self._output = session.plan.output
+        self._found: list[Any] = []  # in trainings that are over
+        self._updating: int | None = None  # id of the outermost optimizer that steps now
+        self._gates: list[Replaced] = []
+        self._losses = Losses(lambda: self.session)
+        self._forget(first_step)
+        self._patches = self._losses.scalers(self._scaler_decided)
+        self._listener = StepListener(self._update_begins, self._update_ended)
+        atexit.register(self.close)
+
+    def _forget(self, number: int) -> None:
+        """Know no model. number: of the next step."""
+        self._number = number
+        self._model: Any = None
         self._owned: set[int] = set()  # ids of the model's modules
         self._parameters: dict[int, Any] = {}
         self._held: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # the model's optimizers → ids of what they step
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self._within: list[Any] = []  # what is taken off when the step ends
-        self._updating: int | None = None  # id of the outermost optimizer that steps now
-        self._in_backward = 0
-        self._updates = self._own_updates = self._without_model = 0
-        self._missed = 0  # updates in a row that came outside any step
-        self._no_forwards = False  # of the model are seen: a step then begins where the one before ends
+        self._updates = self._own_updates = self._trials = 0
+        self._missed: set[int] = set()  # ids of the optimizers that stepped outside any step since the last one
+        self._no_forwards = False  # of the model are seen in training mode
         self._asleep = False
         self._left_out = LeftOut()
-        self._scaled = False
-        self._gates: list[Replaced] = []
-        scaler = torch.amp.GradScaler
-        self._always: list[Any] = [
-            _Handle(Replaced(scaler, "scale", self._scale(scaler.scale))),
-            _Handle(Replaced(scaler, "update", self._update(scaler.update))),
-            StepListener(self._update_begins, self._update_ended),
-        ]
-        atexit.register(self.close)
 
     @property
     def findings(self) -> Any:
         """What was found so far, in this process."""
-        return self.session.findings
+        return [*self._found, *self.session.findings] if self._found else self.session.findings
 
     def watch(self, model: Any, optimizer: Any = None) -> None:
         """Watch this model, opening the probe at once."""
         self._given = True
         given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer is not None else []
-        self._take(model, given)
+        self._take(model, given, first=0)
 
-    def _take(self, model: Any, optimizers: list[Any]) -> None:
+    def _take(self, model: Any, optimizers: list[Any], first: int) -> None:
         self._model = model
         self._owned = {id(module) for module in model.modules()}
         self._parameters = {id(p): p for p in model.parameters()}
         optimizers = [getattr(wrapper, "optimizer", wrapper) for wrapper in optimizers]  # Accelerate wraps the one that steps
-        self.session.begin(model, optimizers, step=self._number, first=0, say=_log.warning)
+        self.session.begin(model, optimizers, step=self._number, first=first, say=_log.warning)
         atexit.unregister(self.close)
         atexit.register(self.close)  # before the session's own, which knows nothing of a step that waits for its end
 
     def close(self) -> None:
         """Take everything off and write what is pending. Safe to call twice."""
         atexit.unregister(self.close)
+        self._end_training()
+        self._listener.remove()
+        self._take_patches_off()
+        settle()
+
+    def _end_training(self) -> None:
         self._open_gates()
         step = self._step
-        updated = step is not None and (step.stepped or self._has_own_update(step))
+        own = step is not None and not step.stepped and step.has_own_update()
+        updated = own or (step is not None and bool(step.stepped))
+        self._own_updates += own
         self._leave_step()
-        for handle in self._always:
-            handle.remove()
-        self._always.clear()
         if updated and self.session.is_inside:
             self.session.step_ends()
+        elif self._no_forwards:  # what began it may have been another model's backward
+            self.session.drop_step()
         self._say_what_was_missed()
         self.session.end(complete=False)
-        settle()
+
+    def _take_patches_off(self) -> None:
+        for patch in self._patches:
+            patch.back()
+        self._patches.clear()
 
     def look_for_backwards(self) -> None:
         """Count backward passes until a model is known, to say at the end if none was."""
-        original = torch.autograd.backward
-
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            self._without_model += self._model is None
-            return original(*args, **kwargs)
-
-        self._always.append(_Handle(Replaced(torch.autograd, "backward", backward)))
+        self._patches.append(self._losses.before_a_model(lambda: self._model is not None))
 
     # ---- where a step begins and ends ----------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Let the next call of the model in training mode begin a step."""
-        self._gates += self._gate(lambda module: module.training and self._begins(module))
-
-    def _gate(self, opens: Callable[[Any], bool]) -> list[Replaced]:
-        """Ask `opens` at each call of a module whether what collects may have changed."""
-        original = torch.nn.Module._call_impl
-
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if call.ended or torch.compiler.is_compiling() or not opens(module):  # type: ignore[attr-defined]
-                return original(module, *args, **kwargs)
-            return module._call_impl(*args, **kwargs)  # which by now is the probe's, where this step is collected
-
-        gates = [Replaced(torch.nn.Module, "_call_impl", call, traced=True)]
-        compiled = getattr(self._model, "_compiled_call_impl", None)
-        if compiled is not None:  # `model.compile()`: its calls go there instead
-            gates.append(Replaced(self._model, "_compiled_call_impl", self._open_and_call(compiled, opens)))
-        return gates
-
-    def _open_and_call(self, compiled: Any, opens: Callable[[Any], bool]) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not call.ended:  # type: ignore[attr-defined]
-                opens(self._model)
-            return compiled(*args, **kwargs)
-
-        return call
+        """Let the next call of the model begin a step: in training mode, or in any mode where it is not seen in that one."""
+        if self._no_forwards:
+            self._gates += module_gates(self._model, lambda module: torch.is_grad_enabled() and self._begins(module))
+            self._gates.append(backward_gate(self._begin))
+        else:
+            self._gates += module_gates(self._model, lambda module: module.training and self._begins(module))
 
     def _open_gates(self) -> None:
         for gate in self._gates:
@@ -196,10 +164,10 @@ class TorchLoop:
         if self._model is None:
             if not any(p.requires_grad for p in module.parameters()):
                 return False
-            if _driven(module):
-                self.close()
+            if driven(module):
+                self._stand_by()
                 return True
-            self._take(model_around(module), [])
+            self._take(model_around(module), [], first=0)
         if id(module) not in self._owned:
             return False
         self._begin(id(module))
@@ -207,33 +175,56 @@ class TorchLoop:
 
     def _begin(self, entry: int = 0) -> None:
         self._open_gates()
-        self._missed = 0
+        self._missed.clear()
         weights = None if self._updates else Weights(self._model)
-        step = self._step = _Step(entry, weights)
+        step = self._step = Step(entry, weights)
         collected = self.session.step_begins(self._number)
         self._within.append(StepListener(after=self._stepped))  # after the probe's own, which look at the update
         if collected or weights is not None:
-            self._within.append(_Handle(Replaced(torch.autograd, "backward", self._backward(torch.autograd.backward))))
+            self._within.append(Handle(self._losses.collecting(self._backward_ended)))
         if weights is not None:
             self._watch_forwards(step)
 
-    def _watch_forwards(self, step: _Step) -> None:
+    def _backward_ended(self) -> None:
+        if self._step is not None:
+            self._step.backward = True
+
+    def _watch_forwards(self, step: Step) -> None:
         """Within a step, look at each forward of the model whether it belongs to the next one."""
         step.follows = True
-        self._within += map(_Handle, self._gate(self._forward))
+        self._within += map(Handle, module_gates(self._model, self._forward))
 
     def _forward(self, module: Any) -> bool:
-        if id(module) not in self._owned or not self._is_over(id(module)):
+        if id(module) not in self._owned:
+            return self._left_out.called(module, self._parameters.keys()) and self._is_whole_model(module)
+        step = self._step
+        if step is None or not self._is_over(step, id(module)):
             return False
-        self._step_ends()
+        if not step.stepped and self._is_trial():
+            self._drop_step()
+        else:
+            self._own_updates += not step.stepped
+            if self._own_updates == 1 and not step.stepped:
+                self._print(OWN_UPDATES)
+            self._step_ends()
         if module.training:
             self._begins(module)
         return True
 
-    def _is_over(self, module: int) -> bool:
+    def _is_whole_model(self, module: Any) -> bool:
+        """Watch a module whose part was taken for the model; return whether it is. Parents in Keras know their parts late."""
+        if self._given or self._updates or any(not held.isdisjoint(self._parameters) for held in held_by_optimizers()):
+            return False
+        self._drop_step()
+        self._number, self._own_updates = 0, 0
+        self._left_out = LeftOut()
+        self._take(module, [], first=0)
+        self._begin(id(module))
+        return True
+
+    def _is_over(self, step: Step, module: int) -> bool:
         """Return whether the update of this step has been made when a module is called."""
-        step = self._step
-        if step is None or self._in_backward or self._updating is not None:  # recomputation, or a line search
+        if self._losses.in_backward or self._updating is not None:  # recomputation, or a line search
             return False
         if step.stepped:
             return True
@@ -241,16 +232,24 @@ class TorchLoop:
         if step.forwards > LIMIT:
             self._give_up()
             return False
-        over = self._has_own_update(step)
+        over = step.has_own_update()
         step.backward = False
-        if over:
-            self._own_updates += 1
-            if self._own_updates == 1:
-                self._print(OWN_UPDATES)
         return over
 
-    def _has_own_update(self, step: _Step) -> bool:
-        return step.backward and step.weights is not None and step.weights.changed()
+    def _is_trial(self) -> bool:
+        """Return whether an optimizer of torch.optim has still to make the first update: what changed the weights was none.
+
+        A program may run forward and backward first, to learn what fits into memory.
+        """
+        held = held_by_optimizers() if not self._own_updates and self._trials < TRIALS else ()
+        found = any(not numbers.isdisjoint(self._parameters) for numbers in held)
+        self._trials += found
+        return found
+
+    def _drop_step(self) -> None:
+        self._leave_step()
+        self.session.drop_step()
+        self.wait()
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Take an update; it ends the step unless other gradients of the model wait for another optimizer."""
@@ -258,15 +257,17 @@ class TorchLoop:
         if step is None or not held:
             return
         step.stepped |= held
-        if not self._in_backward and not self._waits(step):
+        if not self._losses.in_backward and not step.waits(self._parameters, self._held.values()):
             self._step_ends()
         elif not step.follows:
             self._watch_forwards(step)
 
-    def _waits(self, step: _Step) -> bool:
-        known = set[int]().union(*self._held.values())
-        left = (p for number, p in self._parameters.items() if number not in step.stepped and p.requires_grad)
-        return any(id(p) in known or (p.is_leaf and p.grad is not None) for p in left)
+    def _scaler_decided(self) -> None:
+        """End a step whose GradScaler has let optimizers step, or has not."""
+        if self.session.is_inside:
+            if self._step is None or not self._step.stepped:
+                self.session.note("step_skipped", 1.0)
+            self._step_ends()
 
     def _step_ends(self) -> None:
         self._leave_step()
@@ -275,10 +276,7 @@ class TorchLoop:
         if self.session.may_stop and agreed(stop is not None, next(self._model.parameters()).device):
             self.close()
             raise stop or StopTraining(f"a rule on another rank wants to stop after step {self._number - 1}")
-        if self._no_forwards:
-            self._begin()
-        else:
-            self.wait()
+        self.wait()
 
     def _leave_step(self) -> None:
         for handle in self._within:
@@ -300,36 +298,39 @@ class TorchLoop:
     def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._updating is None:
             self._updating = id(optimizer)
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if self._model is None:
+            waited = bool(self._gates)
+            self._find_model(optimizer)
+            self._no_forwards = waited and self._model is not None and not callable(closure)
         if self._model is None or not self._learn(optimizer):
             return
         step = self._step
         if step is not None and step.stepped & self._held[optimizer]:  # a second time: what was waited for did not come
             self._step_ends()
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if callable(closure) and self._step is None and not self._asleep:
-            self._begin()  # forward and backward come within this update
+        self._no_forwards |= id(optimizer) in self._missed  # in evaluation mode, or by a call of the model's own
+        if self._step is None and not self._asleep and (self._no_forwards or callable(closure)):
+            self._begin()  # with a closure, forward and backward come within this update
 
     def _update_ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._updating == id(optimizer):
             self._updating = None
-        if self._model is None and not self._find_model(optimizer):
+        if self._model is None:
+            if called_from(DRIVERS):
+                self._stand_by()
             return
         if not self._learn(optimizer):
-            self._left_out.saw(optimizer)
-            if self._step is not None and self._step.backward and not self._step.stepped:
-                self.session.forget_loss()  # the backward passed through this model for the update of another
+            self._other_updated(optimizer)
             return
         self._updates += 1
+        self._left_out.interrupted()
         if self._asleep:
             self._asleep = False
             self.wait()
         elif self._step is not None:
             self._step.weights = None
         else:
-            self._missed += 1
-            if self._missed > 1:  # no forward passed the gate: in evaluation mode, or by a call of the model's own
-                self._no_forwards = True
-                self._begin()
+            self._missed.add(id(optimizer))
 
     def _learn(self, optimizer: Any) -> bool:
         """Return whether an optimizer steps parameters of the model."""
@@ -341,15 +342,52 @@ class TorchLoop:
             self._held[optimizer] = own
         return bool(own)
 
-    def _find_model(self, optimizer: Any) -> bool:
-        """Take the model that an optimizer updates, where no forward has shown one."""
-        if called_from(DRIVERS):
-            self.close()
-            return False
+    def _find_model(self, optimizer: Any) -> None:
+        """Take the model that an optimizer is about to update, where no forward has shown one."""
+        model = None if called_from(DRIVERS) else model_of(optimizer)
+        if model is not None and self._trainings == 1:
+            self._take(model, [optimizer], first=0)
+        elif model is not None:
+            self._watch_another(model, optimizer, 1)
+
+    def _stand_by(self) -> None:
+        """Leave a training to the integration of its framework; a loop of the script's own may follow."""
+        self._open_gates()
+        self._take_patches_off()
+        self._losses.backwards = 0
+        self._trainings = 2
+
+    # ---- other models -----------------------------------------------------------------------------------------------------
+
+    def _other_updated(self, optimizer: Any) -> None:
+        """Take an update of another model: beside this training, or in one that has followed it."""
+        self._left_out.saw(optimizer, begins=self._updates > 0)
+        if self._step is not None and self._step.backward and not self._step.stepped:
+            self.session.forget_loss()  # the backward passed through this model for the update of another
+        if not self._given and self._left_out.in_a_row == SUCCESSION:
+            self._go_over_to(optimizer)
+
+    def _go_over_to(self, optimizer: Any) -> None:
+        """Watch the training that has followed this one, in a folder of its own."""
         model = model_of(optimizer)
-        if model is not None:
-            self._take(model, [optimizer])
-        return model is not None
+        if model is None or called_from(DRIVERS):
+            return
+        self._left_out.forget(optimizer)
+        self._end_training()
+        self._found += self.session.findings
+        self._trainings += 1
+        self._watch_another(model, optimizer, SUCCESSION)
+
+    def _watch_another(self, model: Any, optimizer: Any, number: int) -> None:
+        self._forget(number)
+        self.session = Session(load_plan(self.session.plan, output=self._output / f"training{self._trainings}"))
+        try:
+            self._take(model, [optimizer], first=number)
+        except ProbeError as error:  # raised where the user starts a training, and not within one
+            _log.warning("trainprobe: the training of %s that follows is not watched: %s", type(model).__name__, error)
+            self.close()
+        else:
+            self.wait()
 
     # ---- what people are told ----------------------------------------------------------------------------------------------
 
@@ -359,74 +397,11 @@ class TorchLoop:
             probe.console.line(sentence)
 
     def _say_what_was_missed(self) -> None:
-        probe, left_out = self.session.probe, self._left_out.words()
-        if probe is None:
-            if self._without_model and self._model is None:
-                _log.warning(
-                    "trainprobe: %d backward passes were seen and no model: nothing was watched. Hand the model to "
-                    "trainprobe.watch or to trainprobe.integrations.torch_loop.attach.",
-                    self._without_model,
-                )
+        if self.session.probe is None:
+            if self._losses.backwards and self._model is None:
+                _log.warning(NO_MODEL, self._losses.backwards)
             return
         if not self._updates:
-            seen = f", {self._own_updates} by other means" if self._own_updates else ""
-            probe.at_end(f"No update of {type(self._model).__name__} by an optimizer of torch.optim was seen{seen}.")
-        if left_out and (not self._given or not self._updates):
-            probe.at_end(f"Also trained here and not watched: {left_out}; torch_loop.attach(model) watches one more.")
-
-    # ---- what happens within ----------------------------------------------------------------------------------------------
-
-    def _backward(self, original: Any) -> Any:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if not backward.ended and not self._scaled and _is_scalar(tensors):  # type: ignore[attr-defined]
-                self.session.add_loss(tensors)
-            self._in_backward += 1
-            try:
-                return original(tensors, *args, **kwargs)
-            finally:
-                self._in_backward -= 1
-                if self._step is not None:
-                    self._step.backward = True
-
-        return backward
-
-    def _scale(self, original: Any) -> Any:
-        def scale(scaler: Any, outputs: Any) -> Any:
-            if not scale.ended and scaler.is_enabled():  # type: ignore[attr-defined]
-                self._scaled = True  # what backward is then called on is no loss
-                if _is_scalar(outputs):
-                    self.session.add_loss(outputs)
-                scaled = original(scaler, outputs)
-                self.session.note("loss_scale", scaler._scale)
-                return scaled
-            return original(scaler, outputs)
-
-        return scale
-
-    def _update(self, original: Any) -> Any:
-        def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(scaler, *args, **kwargs)
-            if not update.ended and self.session.is_inside:  # type: ignore[attr-defined]  # no optimizer stepped, or not all
-                if self._step is None or not self._step.stepped:
-                    self.session.note("step_skipped", 1.0)
-                self._step_ends()
-            return result
-
-        return update
-
-
-class _Handle:
-    """Takes a replacement off as hooks are taken off."""
-
-    def __init__(self, replaced: Replaced) -> None:
-        self.remove = replaced.back
-
-
-def _is_scalar(x: Any) -> bool:
-    with DisableTorchFunction():
-        return isinstance(x, torch.Tensor) and x.numel() == 1
-
-
-def _driven(module: Any) -> bool:
-    """Tell whether this is the forward of a framework with an integration of its own: its module, or one that it calls."""
-    return type(module).__module__.startswith(DRIVERS) or called_from(DRIVERS)
+            self.session.probe.at_end(no_update(self._model, self._own_updates))
+        for sentence in self._left_out.sentences(trained=not (self._given and self._updates), called=not self._given):
+            self.session.probe.at_end(sentence)

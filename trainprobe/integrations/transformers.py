@@ -64,7 +64,7 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         raw = getattr(optimizer, "optimizer", optimizer)
         engine = engine_of(self.trainer)
         self.session.begin(
-            kwargs["model"],
+            self._model(kwargs["model"]),
             [raw] if raw is not None else [],
             step=state.global_step + 1,
             place=_place(self.trainer) if engine is None else place_of(engine),
@@ -73,6 +73,12 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             follow=partial(follow, engine=engine),
             progress=lambda: Progress(int(state.epoch or 0), max(state.max_steps, 0)),
         )
+
+    def _model(self, handed: Any) -> Any:
+        """Return the model that trains: the Trainer's own, where a library hands callbacks an object around it (SetFit)."""
+        if hasattr(handed, "named_parameters") or self.trainer is None:
+            return handed
+        return self.trainer.callback_handler.model
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write everything."""
@@ -155,7 +161,7 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             return
         self._look_away()
         stop = self.session.step_ends() is not None
-        if self.session.may_stop and agreed(stop, args.device):
+        if self.session.may_stop and agreed(stop, getattr(args, "device", None)):
             control.should_training_stop = True
 
     def _look_away(self) -> None:

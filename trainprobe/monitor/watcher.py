@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from trainprobe.engine.findings import Count, counted_all, merged, ranks_of, recount
+from trainprobe.engine.guard import Part, simply
 from trainprobe.engine.records import Finding, Reel
 from trainprobe.engine.safe_files import LARGEST_STATE, read_bounded, set_aside, write_whole
 from trainprobe.errors import FormatError
@@ -31,6 +32,7 @@ class Watcher:
         self.memories = {name: Memory() for name in rules}
         self._checks = {name: load_rule(name).check for name in rules}
         self.count: Count = counted_all  # findings that hold at one more step
+        self.part: Part = simply  # runs one rule
         self._last: dict[str, list[Finding]] = {}  # rule → what it reported last, while that lasts
 
     def __call__(self, reel: Reel) -> list[Finding]:
@@ -42,12 +44,15 @@ class Watcher:
         names = self._checks if frame.complete else [name for name in self._checks if name == "nonfinite"]
         found: list[Finding] = []
         for name in names:
-            fresh = self._checks[name](frame, self.memories[name], self.rules[name])
-            lasts = getattr(load_rule(name), "lasts", None)
-            if lasts is not None:
-                self._follow(name, fresh, lasts(self.memories[name]), frame.step)
-            found += fresh
+            found += self.part(f"the rule {name}", self._judge_by, name, frame) or ()
         return found
+
+    def _judge_by(self, name: str, frame: Frame) -> list[Finding]:
+        fresh = self._checks[name](frame, self.memories[name], self.rules[name])
+        lasts = getattr(load_rule(name), "lasts", None)
+        if lasts is not None:
+            self._follow(name, fresh, lasts(self.memories[name]), frame.step)
+        return fresh
 
     def _follow(self, rule: str, fresh: list[Finding], lasts: bool, step: int) -> None:
         """Count what a rule reported last if it holds at this step too."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trainprobe.engine.console import Console
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.safe_files import write_whole
 from trainprobe.engine.topology import place_from_environment
@@ -68,6 +68,7 @@ class SingleSave:
         self._saves = Counter[str]()  # key → how often it was saved in this step
         self._order: dict[str, int] = {}
         self._named: set[str] = set()
+        self._console = Console()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainprobe-rollout")
         self._room = threading.Condition()
         self._waiting = 0  # bytes
@@ -150,7 +151,7 @@ class SingleSave:
     def _leave_out(self, name: str, why: str) -> None:
         if name not in self._named:
             self._named.add(name)
-            sys.stderr.write(f"trainprobe: SingleSave leaves out {name} in step {self.number}: {why}\n")
+            self._console.line(f"SingleSave leaves out {name} in step {self.number}: {why}")
 
 
 def _write_leaves(folder: Path, key: str, tree: Any, leaves: list[Leaf], order: int) -> None:

@@ -164,3 +164,20 @@ def test_after_the_window_nothing_is_judged():
     for step in range(9):
         bench.feed(weight(1.0 if step < 5 else 9.0**step), loss=1.0 if step < 5 else 100.0)
     assert bench.found == []
+
+
+def test_gradients_that_grow_while_a_loss_falls_below_where_it_began_are_no_alarm():
+    for falls in (True, False):
+        bench = Bench("blow_up")
+        for step in range(6):
+            loss = 0.5 - step if falls else -0.5 + step
+            bench.feed(weight(3.0**step), *grads({"w": 5.0**step}), loss=loss)
+        assert [finding.step for finding in bench.found] == ([] if falls else [3])
+
+
+def test_an_update_of_long_ago_is_not_the_cause():
+    for wait in (2, 20):
+        bench = Bench("blow_up")
+        for step in range(wait + 4):
+            bench.feed(weight(1.0 if step == 0 else 9.0), loss=1.0 if step < wait else 100.0)
+        assert [finding.step for finding in bench.found] == ([3] if wait == 2 else [])

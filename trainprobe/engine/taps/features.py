@@ -104,12 +104,20 @@ class FeatureTap:
         self._thread = get_ident()
         self._inside.clear()
         self._learn()
-        self._due = tuple(kind for kind in self._kinds if self._collected % kind.every == 0)
+        due = tuple(kind for kind in self._kinds if self._collected % kind.every == 0)
         with apart():
-            for kind in self._due:
-                kind.begin(tape, self._models)
+            self._due = tuple(kind for kind in due if self._guard.part(_part(kind), self._begins, kind, tape))
         if self._due:
             self.resume()
+
+    def _begins(self, kind: FeatureKind, tape: Tape) -> bool:
+        """Let a kind look at a step; one that cannot takes away what it has put in already."""
+        try:
+            kind.begin(tape, self._models)
+        except BaseException:
+            kind.end()
+            raise
+        return True
 
     def pause(self) -> None:
         """Take no forward calls for a while."""
@@ -203,6 +211,10 @@ class FeatureTap:
 
     def _leave_out(self, where: str, look: Any, fault: Exception) -> None:
         self._odd[f"{type(look.__self__).__name__} left out {where}: {fault_text(fault)}"] = None
+
+
+def _part(kind: FeatureKind) -> str:
+    return f"the feature {type(kind).__name__}"
 
 
 class apart:  # noqa: N801 - used like a function

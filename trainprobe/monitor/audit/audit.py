@@ -14,6 +14,7 @@ from dataclasses import replace
 from trainprobe.engine.facts import SavedTensors, StepFacts
 from trainprobe.engine.findings import Count, counted_all
 from trainprobe.engine.gathering import Words
+from trainprobe.engine.guard import Part, simply
 from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.monitor.audit.evidence import Evidence, Past, Tensors, tensors_of
 from trainprobe.monitor.audit.history import handed_over, remembered, stepped_here
@@ -70,6 +71,7 @@ class Audit:
         self._answered = -1  # the last step at which this rank took part in the collective
         self._violated: dict[str, list[Finding]] = {}  # relations that did not hold when they were last checked
         self.count: Count = counted_all  # findings that hold at one more step
+        self.part: Part = simply  # runs one relation
 
     def __call__(self, reel: Reel) -> list[Finding]:
         """Check the relations that are due and return the violations that are new."""
@@ -89,7 +91,8 @@ class Audit:
         least = _GRAVITY[self.plan.severity]
         found: list[Finding] = []
         for name in due:
-            violations = [f for f in load_relation(name).check(evidence) if _GRAVITY[f.severity] >= least]
+            checked = self.part(f"the relation {name}", _check, name, evidence) or ()
+            violations = [finding for finding in checked if _GRAVITY[finding.severity] >= least]
             if not violations:
                 self._violated.pop(name, None)
             elif name in self._violated:
@@ -231,6 +234,10 @@ class Audit:
         fresh = {name: key for name, key in fresh.items() if name not in self._replicated}
         seen = replicas_at_first(fresh.values(), draft.axes, peers, draft.place.rank) if fresh else {}
         self._replicated |= {name: seen[key] for name, key in fresh.items()}
+
+
+def _check(name: str, evidence: Evidence) -> list[Finding]:
+    return list(load_relation(name).check(evidence))
 
 
 def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:

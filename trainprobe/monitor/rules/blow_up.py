@@ -4,13 +4,14 @@ Judged from the first collected step, without a warm-up, until `window` steps ha
 
 - the loss is above `loss_ratio` times its first value, or not finite, at two collected steps in a row, while it was positive
   at every step before; or, where there is no loss or it was below zero once, the norm over all gradients is above `norm_ratio`
-  times its first value and has at least doubled at each of the last three steps;
-- at a step until then, the norm of a weight of at least two dimensions changed by more than `update_ratio` times what it was,
-  or its update, where updates are collected, was so large. Weights that begin at zero or with an absolute maximum below 0.001
-  (a zero-initialised output layer, the second factor of LoRA) are left out.
+  times its first value and has at least doubled at each of the last three steps, and the loss is not below where it began;
+- at one of the last eight collected steps, the norm of a weight of at least two dimensions changed by more than `update_ratio`
+  times what it was, or its update, where updates are collected, was so large. Weights that begin at zero or with an absolute
+  maximum below 0.001 (a zero-initialised output layer, the second factor of LoRA) are left out.
 
-Alone neither is an alarm: a loss around zero jumps by any factor, one of an adversary or a critic rises in good health, and
-a regression from far away moves small weights by several times their size while its loss falls. Told once a run.
+Alone neither is an alarm: a loss around zero jumps by any factor, one of an adversary or a critic rises in good health, a
+regression from far away moves small weights by several times their size while its loss falls, and the gradients of a
+log-likelihood grow as its noise shrinks. Reported once a run.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from trainprobe.monitor.scalar_names import scalar
 
 SMALL = 1e-3  # absolute maximum of a weight that begins at nothing
 GROWING = 3  # collected steps in a row
+NEAR = 8  # collected steps in which what a large update causes shows itself
 
 
 class Options(RuleOptions):
@@ -71,13 +73,15 @@ def _gradients(names: Patterns) -> tuple[Selection, ...]:
 
 
 def _look_at_updates(frame: Frame, memory: Memory, options: Options) -> None:
-    """Remember the first step with an update larger than its weight, and the parameter of the largest."""
-    if "step" in memory.numbers:
+    """Remember the first of the recent steps with an update larger than its weight, and the parameter of the largest."""
+    found, count = _ratios(frame, memory, options), memory.numbers["count"]
+    if count - memory.numbers.get("large at", -np.inf) <= NEAR:
         return
-    found = _ratios(frame, memory, options)
+    memory.numbers.pop("step", None)
     if found:
         ratio, row = max(found)
-        memory.numbers |= {"step": float(frame.step), "ratio": ratio, "row": float(row), "many": float(len(found))}
+        about = {"step": float(frame.step), "ratio": ratio, "row": float(row), "many": float(len(found))}
+        memory.numbers |= about | {"large at": count}
 
 
 def _ratios(frame: Frame, memory: Memory, options: Options) -> list[tuple[float, int]]:
@@ -129,6 +133,7 @@ def _loss(frame: Frame, memory: Memory, options: Options) -> str | None:
     if loss is None:
         return None
     first = memory.numbers.setdefault("loss", loss)
+    memory.numbers.setdefault("start", loss)
     if loss <= 0 or not np.isfinite(first):
         memory.numbers["loss"] = np.nan
         return None
@@ -145,7 +150,9 @@ def _norms(frame: Frame, memory: Memory, options: Options) -> str | None:
     memory.numbers["norm"] = norm
     growing = memory.numbers["growing"] = memory.numbers.get("growing", 0.0) + 1 if norm >= 2 * before else 0.0
     first = memory.numbers.setdefault("first norm", norm) if norm > 0 else np.nan
-    if np.isfinite(memory.numbers.get("loss", np.nan)) or growing < GROWING or not norm > options.norm_ratio * first:
+    loss, start = scalar(frame.scalars, "loss"), memory.numbers.get("start", np.nan)
+    falls = loss is not None and loss < start
+    if falls or np.isfinite(memory.numbers.get("loss", np.nan)) or growing < GROWING or not norm > options.norm_ratio * first:
         return None
     return f"the norm over all gradients rose from {first:.4g} to {norm:.4g}, at least twofold at each of {GROWING} steps"
 

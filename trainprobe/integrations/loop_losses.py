@@ -1,0 +1,88 @@
+"""The loss of a step in a loop that nobody describes: what backward passes begin from, or what a GradScaler scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction
+
+from trainprobe.engine.taps.replaced import Replaced
+from trainprobe.integrations.session import Session
+
+
+class Losses:
+    """Adds losses to the steps of the session that `session` returns.
+
+    in_backward: how many backward passes are under way. backwards: those that were seen while there was no model.
+    """
+
+    def __init__(self, session: Callable[[], Session]) -> None:
+        self._session = session
+        self._scaled = False
+        self.in_backward = 0
+        self.backwards = 0
+
+    def scalers(self, skipped: Callable[[], None]) -> list[Replaced]:
+        """Watch every GradScaler. skipped: called when one has decided about its optimizers, also not to step them."""
+        scaler = torch.amp.GradScaler
+        return [
+            Replaced(scaler, "scale", self._scale(scaler.scale)),
+            Replaced(scaler, "update", _after_update(scaler.update, skipped)),
+        ]
+
+    def before_a_model(self, has_model: Callable[[], bool]) -> Replaced:
+        """Count backward passes until a model is known, to say at the end if none was."""
+        original = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            self.backwards += not has_model()
+            return original(*args, **kwargs)
+
+        return Replaced(torch.autograd, "backward", backward)
+
+    def collecting(self, ended: Callable[[], None]) -> Replaced:
+        """Add the scalars that backward passes begin from, until it is taken off. ended: called after each pass."""
+        original = torch.autograd.backward
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if not backward.ended and not self._scaled and is_scalar(tensors):  # type: ignore[attr-defined]
+                self._session().add_loss(tensors)
+            self.in_backward += 1
+            try:
+                return original(tensors, *args, **kwargs)
+            finally:
+                self.in_backward -= 1
+                ended()
+
+        return Replaced(torch.autograd, "backward", backward)
+
+    def _scale(self, original: Any) -> Any:
+        def scale(scaler: Any, outputs: Any) -> Any:
+            if not scale.ended and scaler.is_enabled():  # type: ignore[attr-defined]
+                self._scaled = True  # what backward is then called on is no loss
+                if is_scalar(outputs):
+                    self._session().add_loss(outputs)
+                scaled = original(scaler, outputs)
+                self._session().note("loss_scale", scaler._scale)
+                return scaled
+            return original(scaler, outputs)
+
+        return scale
+
+
+def _after_update(original: Any, skipped: Callable[[], None]) -> Any:
+    def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(scaler, *args, **kwargs)
+        if not update.ended:  # type: ignore[attr-defined]
+            skipped()
+        return result
+
+    return update
+
+
+def is_scalar(x: Any) -> bool:
+    """Return whether a value is a tensor of one element."""
+    with DisableTorchFunction():
+        return isinstance(x, torch.Tensor) and x.numel() == 1

@@ -1,0 +1,24 @@
+"""What a loop that nobody describes says to people: that updates cannot be seen, or that there are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+OWN_UPDATES = (
+    "the weights change and no optimizer of torch.optim makes the update: a step ends where a forward follows a backward and "
+    "the weights have changed; gradients, updates and optimizer state cannot be seen"
+)
+NO_UPDATE = (
+    "{} forwards of the model in training mode and no update: nothing more is collected until an optimizer of "
+    "torch.optim updates it; if this is no training, call model.eval() or attach to the model that trains"
+)
+NO_MODEL = (
+    "trainprobe: %d backward passes were seen and no model: nothing was watched. Hand the model to trainprobe.watch or to "
+    "trainprobe.integrations.torch_loop.attach."
+)
+
+
+def no_update(model: Any, own: int) -> str:
+    """Return the sentence for a model that no optimizer of torch.optim updated. own: its updates by other means."""
+    seen = f", {own} by other means" if own else ""
+    return f"No update of {type(model).__name__} by an optimizer of torch.optim was seen{seen}."
