@@ -119,7 +119,7 @@ class TorchLoop:
         self._take_patches_off()
         settle()
 
-    def _end_training(self) -> None:
+    def _end_training(self, goes_over: bool = False) -> None:
         self._open_gates()
         step = self._step
         own = step is not None and not step.stepped and step.has_own_update()
@@ -128,7 +128,7 @@ class TorchLoop:
         self._leave_step()
         if updated and self.session.is_inside:
             self.session.step_ends()
-        elif self._no_forwards:  # what began it may have been another model's backward
+        elif self._no_forwards or goes_over:  # what began it may have been another model's backward, or an evaluation
             self.session.drop_step()
         self._say_what_was_missed()
         self.session.end(complete=False)
@@ -373,7 +373,7 @@ class TorchLoop:
         if model is None or called_from(DRIVERS):
             return
         self._left_out.forget(optimizer)
-        self._end_training()
+        self._end_training(goes_over=True)
         self._found += self.session.findings
         self._trainings += 1
         self._watch_another(model, optimizer, SUCCESSION)

@@ -51,7 +51,7 @@ class Tracks:
     def __init__(self) -> None:
         self.tracks: list[Track] = []
         self.spots: list[Spot] = []
-        self.dimensions: list[int] = []  # of each spot's tensor; 0 for a scalar
+        self.dimensions: list[int] = []  # of each spot's tensor; 0 where it has one element
         self.short: list[bool] = []  # whether each spot's tensor is of 16 bits or less
         self.known: dict[tuple[str, str, str, int, str], tuple[int, int]] = {}  # as a reel says it → stage, spot
         self._spot_at: dict[Spot, int] = {}
@@ -237,10 +237,15 @@ def _walk(reel: Reel, tracks: Tracks) -> list[_Entry]:
             key = (call.phase, kind, call.name, call.call, slot)
             known = tracks.known.get(key)
             if known is None:
-                known = tracks.known[key] = _learn(tracks, call, slot, len(value.shape), value.dtype)
+                known = tracks.known[key] = _learn(tracks, call, slot, dimensions_of(value.shape), value.dtype)
             stage, found = known
             entries.append((order(stage, i), found, value))
     return sorted(entries, key=itemgetter(0)) if mixed else entries
+
+
+def dimensions_of(shape: Sequence[int]) -> int:
+    """Return how many dimensions a tensor has; 0 for one element, which is no matrix whatever its shape."""
+    return len(shape) if math.prod(shape) > 1 else 0
 
 
 def _learn(tracks: Tracks, call: Call, slot: str, dimensions: int, dtype: str) -> tuple[int, int]:
@@ -269,7 +274,7 @@ def frame_of_records(step: int, place: Place, records: Iterable[Record], tracks:
         phase = record.step.phase
         if site.kind == "parameter" and phase == "optimizer":
             phase = stage_and_phase(site.slot)[1]
-        where = tracks.spot(spot(phase, site.kind, site.name, site.call, site.slot), len(record.shape), record.dtype)
+        where = tracks.spot(spot(phase, site.kind, site.name, site.call, site.slot), dimensions_of(record.shape), record.dtype)
         spots.append(where)
         bad.append(_badness(numbers))
         for statistic, value in _watched(numbers).items():

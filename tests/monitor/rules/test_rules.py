@@ -288,11 +288,12 @@ def test_a_weight_whose_norm_leaps_is_out_of_range_even_where_updates_are_not_co
     assert len(bench.found) == 1
 
 
-def test_a_bias_is_not_judged_by_its_update_ratio():
-    bench = Bench("update_ratio")
-    for _ in range(30):
-        bench.feed(weight("b", 1e-6, (4,)), value("optimizer", "parameter", "b", "update", (4,), norm=1.0))
-    assert bench.found == []
+def test_a_bias_or_a_single_number_is_not_judged_by_its_update_ratio():
+    for shape, expected in (((4,), 0), ((1, 1), 0), ((1, 2), 1)):
+        bench = Bench("update_ratio")
+        for _ in range(30):
+            bench.feed(weight("b", 1e-6, shape), value("optimizer", "parameter", "b", "update", shape, norm=1.0))
+        assert len(bench.found) == expected
 
 
 def test_an_update_that_vanishes_is_out_of_range_unless_the_learning_rate_is_zero():

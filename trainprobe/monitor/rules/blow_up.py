@@ -5,9 +5,9 @@ Judged from the first collected step, without a warm-up, until `window` steps ha
 - the loss is above `loss_ratio` times its first value, or not finite, at two collected steps in a row, while it was positive
   at every step before; or, where there is no loss or it was below zero once, the norm over all gradients is above `norm_ratio`
   times its first value and has at least doubled at each of the last three steps, and the loss is not below where it began;
-- at one of the last eight collected steps, the norm of a weight of at least two dimensions changed by more than `update_ratio`
-  times what it was, or its update, where updates are collected, was so large. Weights that begin at zero or with an absolute
-  maximum below 0.001 (a zero-initialised output layer, the second factor of LoRA) are left out.
+- at one of the last eight collected steps, the norm of a weight of two or more dimensions and elements changed by more than
+  `update_ratio` times what it was, or its update, where updates are collected, was so large. Weights that begin at zero or
+  with an absolute maximum below 0.001 (a zero-initialised output layer, the second factor of LoRA) are left out.
 
 Alone neither is an alarm: a loss around zero jumps by any factor, one of an adversary or a critic rises in good health, a
 regression from far away moves small weights by several times their size while its loss falls, and the gradients of a

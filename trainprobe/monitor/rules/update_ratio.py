@@ -1,6 +1,6 @@
 """An update that is too large or too small for its weight: ‖Δw‖ / ‖w‖ out of range.
 
-Judged for parameters of at least two dimensions with ‖w‖ > 0, after `warmup` collected steps, when the ratio leaves
+Judged for parameters of two or more dimensions and elements with ‖w‖ > 0, after `warmup` collected steps, when the ratio leaves
 [`low`, `high`] at `patience` collected steps in a row; the lower side only while the learning rate is not zero. Where the
 update itself is not collected, |‖w_now‖ - ‖w_before‖| / ‖w_before‖ of neighbouring collected steps, which is at most the
 ratio over these steps, serves the upper side.
