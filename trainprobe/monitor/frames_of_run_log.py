@@ -101,8 +101,10 @@ class _Segment:
         table = self._table
         rows = np.flatnonzero(self._is_value | self._kind["feature"])
         call = _numbers(table["call"], 0).astype(np.int64)[rows]
-        key = np.stack([*(self._codes[name][rows] for name in _WORDS), call], axis=1)
-        _, first, inverse = np.unique(key, axis=0, return_index=True, return_inverse=True)
+        key = call.copy()
+        for name in _WORDS:
+            key = key * len(self._words[name]) + self._codes[name][rows]
+        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
         numbers = np.zeros(len(first), np.int64)
         for i in np.argsort(first).tolist():  # in the order in which they were first seen
             row = int(rows[first[i]])

@@ -1,0 +1,90 @@
+"""What it takes to judge and to show a long run: 10,000 steps of 3,500 series, written as columns.
+
+    python -m benchmarks.long_run [--steps 10000] [--values 875]
+
+The run is made up: each value has a norm, an absmax, a mean and a share of zeros, which drift and shake, and one spikes.
+CPU seconds and largest memory of each command, which runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from trainprobe.engine.dumps.shared import shared
+from trainprobe.engine.plan import Plan
+from trainprobe.engine.records import Call, Place, Reel, Value
+from trainprobe.engine.sinks import parquet
+from trainprobe.engine.stats.partials import PARTIALS
+
+
+def write(folder: Path, steps: int, values: int) -> float:
+    """Write the run and return CPU seconds."""
+    rng = np.random.default_rng(0)
+    shown = [Value(i, "torch.float32", (1024, 1024)) for i in range(values)]
+    calls: list[Call] = []
+    for i, value in enumerate(shown):
+        call = Call("state", f"layers.{i // 7}.weight{i % 7}", 0, "optimizer", micro=0)
+        call.params = {"grad": value}
+        calls.append(call)
+    scale = np.exp(rng.normal(size=values))
+    sink = parquet.open(folder, Plan(output=folder), Place())
+    before, pattern, waiting = time.process_time(), None, []
+    for step in range(steps):
+        partials = np.zeros((values, len(PARTIALS)))
+        norm = scale * np.exp(0.02 * rng.normal(size=values)) * (1 + 10 / (step + 10))
+        if step == steps // 2:
+            norm[values // 3] *= 300
+        partials[:, 0] = 1 << 20
+        partials[:, 5], partials[:, 6] = np.float32(-norm), np.float32(norm)
+        partials[:, 7], partials[:, 8] = rng.normal(size=values), norm * norm
+        reel = Reel(step, Place(), "pytorch", "off", "statistics", calls, shown, partials, scalars={"loss": 2 + 8 / (step + 1)})
+        pattern = pattern or shared(reel).pattern
+        shared(reel).pattern = pattern
+        waiting.append(reel)
+        if len(waiting) == 8:
+            sink.write_many(waiting)
+            waiting.clear()
+    if waiting:
+        sink.write_many(waiting)
+    sink.close()
+    return time.process_time() - before
+
+
+def measured(*command: str) -> tuple[float, float, int]:
+    """Return CPU seconds, largest memory in MB, and the exit code of a command of trainprobe."""
+    program = (
+        "import resource, sys\nfrom trainprobe.cli import main\ncode = main(sys.argv[1:])\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, code, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, check=True)
+    seconds, memory, code = done.stderr.split()[-3:]
+    return float(seconds), float(memory), int(code)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--values", type=int, default=875)
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        seconds = write(folder, chosen.steps, chosen.values)
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        each = f"{1e3 * seconds / chosen.steps:.2f} ms and {size / chosen.steps / 1e3:.1f} kB a step"
+        print(f"written in {seconds:.1f} CPU s, {each}")
+        for command in (["runs", name], ["judge", name], ["report", name, "--output", f"{name}/page.html"]):
+            seconds, memory, code = measured(*command)
+            print(f"{command[0]}: {seconds:.1f} CPU s, {memory:.0f} MB, exit code {code}")
+        print(f"page: {(folder / 'page.html').stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
