@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as with_gradient
 from torch import nn
 from torch.distributions import Categorical, Normal
 
@@ -207,3 +209,42 @@ def test_a_codebook_that_each_rank_keeps_by_itself_is_found():
 )
 def test_buffers_that_are_alike_or_may_differ_are_no_finding(healthy):
     assert replicated_buffers.check(healthy) == []
+
+
+# ---- what is gathered ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def gathered(features, how):
+    """Return the features of all ranks (there is one)."""
+    if how == "with its gradient":
+        return torch.cat(with_gradient.all_gather(features))
+    pieces = [torch.zeros_like(features)]
+    dist.all_gather(pieces, features.detach() if how == "detached" else features)
+    if how == "own put back":
+        pieces[0] = features
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("how", ["as a list", "with its gradient", "own put back", "detached", "for a report"])
+def test_features_that_are_gathered_without_their_gradient_are_found(tmp_path, one_rank, how):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"image": nn.Linear(3, 4), "text": nn.Linear(3, 4)})
+    before = dist.ProcessGroup.allgather, torch.Tensor.__matmul__, nn.functional.linear
+
+    def loss_of(model):
+        image, text = model["image"](torch.randn(6, 3)), model["text"](torch.randn(6, 3))
+        everybody = gathered(text, how)
+        logits = image @ (text if how == "for a report" else everybody).T
+        return nn.functional.cross_entropy(logits, torch.arange(6)) + (text.square().mean() + everybody.detach().mean())
+
+    rules, messages = found(tmp_path, model, loss_of)
+    assert rules == ([("gathered_features", 0)] if how == "as a list" else [])
+    assert not messages or "depends on text." in messages[0]
+    assert (dist.ProcessGroup.allgather, torch.Tensor.__matmul__, nn.functional.linear) == before

@@ -21,6 +21,7 @@ from trainprobe.engine.taps.ambient_state import ambient_state
 from trainprobe.engine.taps.backward_starts import BackwardStarts
 from trainprobe.engine.taps.declared_loss import DeclaredGradient
 from trainprobe.engine.taps.equal_rows import EqualRows
+from trainprobe.engine.taps.gathered_features import GatheredFeatures
 from trainprobe.engine.taps.given import Given
 from trainprobe.engine.taps.gradient_use import GradientUse
 from trainprobe.engine.taps.loss_factors import scaled_from
@@ -79,6 +80,7 @@ class AuditTap:
         self._given = Given(guard, self._calls, lambda: self._backward.count)
         self._samples = Samples(guard, lambda: self._calls.runs, names)
         self._rows = EqualRows()
+        self._gathered = GatheredFeatures(guard, names)
         self._samplers = SamplerWatch(guard)
         self._reduced = ReducedGradients(guard, names, lambda: self.reduces() and states.source is None)
         self._reduced.weighs = lambda: self.world() > 1
@@ -155,6 +157,7 @@ class AuditTap:
         self._given.begin(tape)
         self._samples.begin()
         self._rows.begin()
+        self._gathered.begin()
         self._backward.begin()
 
     def pause(self) -> None:
@@ -172,6 +175,7 @@ class AuditTap:
         self._calls.end()
         self._given.end()
         self._samples.end()
+        self._gathered.end()
         self._backward.end()
         self._reduced.end()
 
@@ -348,6 +352,7 @@ class AuditTap:
             equal_rows=self._rows.take(),
             stale_copies=self._calls.copies.take(),
             sampled=self._samples.take(),
+            gathered=self._gathered.take(),
             ambient=self._ambient,
             recomputed=tuple(
                 Repeat(name, order, _outputs(reel, again), tuple(_outputs(reel, f) for f in first))

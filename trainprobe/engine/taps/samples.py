@@ -14,9 +14,8 @@ from torch import Tensor, distributions
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.guard import Guard
+from trainprobe.engine.taps.graph import parameters_behind
 from trainprobe.engine.taps.replaced import Replaced
-
-_MOST = 512  # nodes of the graph that are looked at for the parameters that a sample depends on
 
 
 class Samples:
@@ -75,7 +74,7 @@ class Samples:
             return
         with DisableTorchFunction():
             learned = [t for t in vars(distribution).values() if isinstance(t, Tensor) and t.requires_grad]
-            found = next((name for t in learned for name in _parameters_of(t, self._names())), None)
+            found = next((name for t in learned for name in parameters_behind(t, self._names())), None)
         if found is not None:
             self.drawn.setdefault(type(distribution).__name__, found)
 
@@ -83,18 +82,3 @@ class Samples:
 def _kinds() -> Iterator[Any]:
     kinds = (kind for kind in vars(distributions).values() if isinstance(kind, type))
     return (kind for kind in kinds if issubclass(kind, distributions.Distribution))
-
-
-def _parameters_of(t: Any, names: Mapping[int, str]) -> Iterator[str]:
-    """Yield the parameters that a tensor depends on, nearest first, of its nearest nodes in the graph."""
-    if id(t) in names:
-        yield names[id(t)]
-    nodes, seen = [t.grad_fn], set[Any]()
-    for node in nodes:
-        if node is None or node in seen or len(seen) >= _MOST:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) in names:
-            yield names[id(leaf)]
-        nodes.extend(inner for inner, _ in node.next_functions)

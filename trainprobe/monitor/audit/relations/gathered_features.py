@@ -1,0 +1,44 @@
+"""What is gathered over the ranks and multiplied with what has a gradient has one too, at least in this rank's part.
+
+Relation: where `torch.distributed.all_gather` is called in training, with gradients enabled, on a matrix that requires a
+gradient, what it brings, alone or joined with others that came so, is not an operand of a matrix product whose other operand
+requires a gradient. Tolerance none. Told as a warning, as others may be meant to be constants. Of `all_gather_into_tensor`
+torch itself warns.
+Usually caused by a contrastive loss over all ranks: `all_gather` has no backward pass, so that the features count as constants
+where they stand for the negatives and positives of others, and half of the gradient is missing. A loss that puts the rank's own
+features back before it joins them, gathers under `no_grad` or what is detached, or uses `torch.distributed.nn.functional`
+cannot violate this.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "forward"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find what was gathered without its gradient."""
+    name = evidence.facts.gathered
+    if not name or not evidence.facts.updates:
+        return []
+    text = (
+        f"what all_gather brought of a tensor that depends on {name} has no gradient, on any rank, and is multiplied with one "
+        "that has: the part of the gradient that flows through it is missing"
+    )
+    hint = "gather with torch.distributed.nn.functional.all_gather, or put this rank's own tensor back among those gathered"
+    return [
+        evidence.finding(
+            "gathered_features",
+            text,
+            name,
+            "grad",
+            measured="no gradient",
+            expected="a gradient",
+            severity="warning",
+            next=hint,
+        )
+    ]
