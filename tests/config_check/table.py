@@ -9,8 +9,9 @@ from pathlib import Path
 from trainprobe.config_check.capture.environment import table as variables
 from trainprobe.config_check.capture.loaders import LOADER_SETTINGS
 from trainprobe.config_check.capture.loop_calls import CLIPPING, GROWTH
-from trainprobe.config_check.capture.model_state import HOOKS, TENSOR_HOOKS, WRAPPERS
+from trainprobe.config_check.capture.model_state import HOOKS, TENSOR_HOOKS
 from trainprobe.config_check.capture.switch_table import switches
+from trainprobe.config_check.capture.wrapper_settings import WRAPPERS
 from trainprobe.config_check.names import load_names
 
 PAGE = Path(__file__).parents[2] / "docs" / "config_check_table.md"

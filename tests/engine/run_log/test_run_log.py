@@ -13,7 +13,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import duckdb
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -128,6 +127,7 @@ def test_judge_says_the_same_of_either_format(trained, tmp_path, capsys):
 
 
 def test_duckdb_answers_the_question_of_the_docs(trained):
+    duckdb = pytest.importorskip("duckdb", reason="requirements/oldest.txt is without DuckDB")
     folder, norms = trained
     found = duckdb.sql(
         f"select step, norm from '{folder}/**/metrics*.parquet' "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import duckdb
 import pytest
 
 from tests.engine.sinks.reels import plan_for, small_reel
@@ -35,6 +34,7 @@ QUERIES = re.search(r"```sql\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
 
 @pytest.mark.parametrize("number", range(3))
 def test_the_queries_of_the_page_are_answered(number, tmp_path):
+    duckdb = pytest.importorskip("duckdb", reason="requirements/oldest.txt is without DuckDB")
     sink = parquet.open(tmp_path / "probe_out", plan_for(tmp_path), Place())
     sink.write(small_reel(4))
     sink.close()

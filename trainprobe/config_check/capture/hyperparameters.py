@@ -12,11 +12,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from trainprobe.config_check.capture.model_state import wrapper_values
 from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.config_check.capture.patches import Patches
 from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.setting_files import flat, source
+from trainprobe.config_check.capture.wrapper_settings import wrapper_values
 
 # module that defines it → class whose instances hold settings, and the kind under which they stand in a pack
 _HOLDERS = (

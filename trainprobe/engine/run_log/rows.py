@@ -44,7 +44,7 @@ class Words:
     def column(self, codes: npt.NDArray[np.int32]) -> pa.DictionaryArray:
         """Return numbers [n] as a column of strings."""
         if len(self._array) < len(self._numbers):
-            self._array = pa.array(self._numbers, pa.string())
+            self._array = pa.array(list(self._numbers), pa.string())
         known = pa.array(codes, mask=codes < 0) if (codes < 0).any() else pa.array(codes)
         return pa.DictionaryArray.from_arrays(known, self._array)
 
