@@ -600,3 +600,35 @@ def test_operators_are_torchs_own_beside_audited_steps_and_after_the_run(tmp_pat
                 optimizer.step()
     assert all(name not in vars(torch.Tensor) and getattr(torch.Tensor, name) is f for name, f in own.items())
     assert torch.utils.data.dataloader._MultiProcessingDataLoaderIter.__init__ is init
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_values_of_odd_kinds_are_left_out_and_end_nothing(tmp_path):
+    model = nn.Linear(6, 1)
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x, other):
+            return self.inner(x)
+
+    reads = Reads()
+
+    def loss(number):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        assert (nested + nested).dim() == 2
+        sparse = torch.eye(4).to_sparse()
+        assert (sparse + sparse).is_sparse
+        complex_loss = functional.l1_loss(torch.ones(3, dtype=torch.complex64), torch.zeros(3, dtype=torch.complex64))
+        return reads(drawn(number, 4, 6), nested).square().mean() + complex_loss + reads(drawn(number, 4, 6), sparse).mean()
+
+    optimizer = torch.optim.SGD(reads.parameters(), lr=0.1)
+    with trainprobe.watch(reads, optimizer, level="off", sinks=[], audit=True, output=tmp_path / "out") as probe:
+        for number in range(2):
+            with probe.step():
+                optimizer.zero_grad()
+                loss(number).backward()
+                optimizer.step()
+        assert probe.guard.tripped is None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainprobe.engine.arrays.torch_apart import in_a_transform
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.guard import Guard, attempt
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.loaders import LoaderWatch
 from trainprobe.engine.taps.loss_inputs import LossInputs, named_arguments
@@ -68,8 +68,12 @@ class Given:
         named = named_arguments(model, args, kwargs)
         given = self._losses.model_called(named)
         if not in_a_transform():
-            self._modules.model_called(model, named, given)
+            attempt(self._modules.model_called, model, named, given, otherwise=_left_out)
 
     def _module_called(self, name: str, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if not in_a_transform():
-            self._modules.module_called(name, module, args, kwargs)
+            attempt(self._modules.module_called, name, module, args, kwargs, otherwise=_left_out)
+
+
+def _left_out(_: Exception) -> None:
+    """Leave out what cannot be looked at: a value of an odd kind (nested, sparse, of a class of the program)."""

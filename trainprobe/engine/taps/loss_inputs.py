@@ -92,7 +92,8 @@ class LossInputs:
         def loss_function(*args: Any, **kwargs: Any) -> Any:
             out = original(*args, **kwargs)
             if not loss_function.ended and not torch.compiler.is_compiling() and self._counts(out, args):  # type: ignore[attr-defined]
-                self._guard.run(self._look if out.requires_grad else self._look_at_result, kind, args, kwargs, out)
+                look = self._look if out.requires_grad else self._look_at_result
+                self._guard.run(lambda: attempt(look, kind, args, kwargs, out, otherwise=lambda _: None))  # an odd tensor
             return out
 
         return loss_function

@@ -17,7 +17,7 @@ from torch._C import DisableTorchFunction
 
 from trainprobe.engine.arrays.torch_apart import in_a_transform
 from trainprobe.engine.facts import Outer
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.guard import Guard, attempt
 from trainprobe.engine.taps.replaced import Replaced
 
 _OPERATORS = {"__sub__": "-", "__mul__": "*", "__add__": "+", "__truediv__": "/"}
@@ -60,10 +60,13 @@ class OuterProducts:
                 with DisableTorchFunction():  # modes of the program see nothing of this
                     dims = a.dim(), b.dim()
                     if dims in ((1, 2), (2, 1)):
-                        self._guard.run(self._look, *((a, b) if dims == (1, 2) else (b, a)), sign, sys._getframe(1))
+                        self._guard.run(self._consider, *((a, b) if dims == (1, 2) else (b, a)), sign, sys._getframe(1))
             return out
 
         return operator
+
+    def _consider(self, row: Tensor, column: Tensor, sign: str, frame: Any) -> None:
+        attempt(self._look, row, column, sign, frame, otherwise=lambda _: None)  # some, as nested ones, have no shape
 
     def _look(self, row: Tensor, column: Tensor, sign: str, frame: Any) -> None:
         n = row.shape[0]
