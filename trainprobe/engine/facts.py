@@ -370,12 +370,12 @@ class StepFacts:
     … equal_rows: matrices whose rows are all equal, where that was looked at. stale_copies: running statistics of copies of the
     model that stood still while weights of the copy and statistics of the model moved. sampled: class of a distribution → a
     parameter that it depends on, of samples that let no gradient through. gathered: a parameter on which a tensor depends that
-    was gathered over the ranks without its gradient, and was then multiplied with one that has one. plateaus: see `Plateau`.
-    ungraded: calls of loss functions whose result has no gradient. sequences, masks, scales: what modules were given.
-    moved_twice: modules whose running statistics were moved by a forward and again by the one that a checkpoint ran in the
-    backward pass. outer: see `Outer`. handed_out: batches that loaders with several workers have handed out in the epochs that
-    run now; workers: how many the last of these loaders has. dependent: scalars that were noted as tensors with a gradient.
-    spoiled: buffers with a NaN.
+    was gathered over the ranks without its gradient, and was then multiplied with one that has one. gradient_term: a parameter
+    on which a term of a loss depends that was made of a gradient without a graph. plateaus: see `Plateau`. ungraded: calls of
+    loss functions whose result has no gradient. sequences, masks, scales: what modules were given. moved_twice: modules whose
+    running statistics were moved by a forward and again by the one that a checkpoint ran in the backward pass. outer: see
+    `Outer`. handed_out: batches that loaders with several workers have handed out in the epochs that run now; workers: how many
+    the last of these loaders has. dependent: scalars that were noted as tensors with a gradient. spoiled: buffers with a NaN.
     """
 
     set_up: ModelFacts
@@ -429,6 +429,7 @@ class StepFacts:
     stale_copies: tuple[str, ...] = ()
     sampled: Mapping[str, str] = field(default_factory=dict[str, str])
     gathered: str = ""
+    gradient_term: str = ""
     ambient: Mapping[str, str] = field(default_factory=dict[str, str])
     ungraded: tuple[LossCall, ...] = ()
     sequences: tuple[SequenceInput, ...] = ()

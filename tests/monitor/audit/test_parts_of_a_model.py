@@ -248,3 +248,51 @@ def test_features_that_are_gathered_without_their_gradient_are_found(tmp_path, o
     assert rules == ([("gathered_features", 0)] if how == "as a list" else [])
     assert not messages or "depends on text." in messages[0]
     assert (dist.ProcessGroup.allgather, torch.Tensor.__matmul__, nn.functional.linear) == before
+
+
+# ---- terms that are made of gradients -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how", ["penalty", "force", "with a graph", "adversarial", "weight of a loss", "for a report", "of parameters"]
+)
+def test_a_term_that_is_made_of_a_gradient_without_a_graph_is_found(tmp_path, how):
+    torch.manual_seed(0)
+    before = torch.autograd.grad, torch.Tensor.__add__, torch.Tensor.norm
+
+    def loss_of(model):
+        x = torch.randn(6, 3, requires_grad=True)
+        out = model(x)
+        loss = out.square().mean()
+        by = next(model.parameters()) if how == "of parameters" else x
+        (slope,) = torch.autograd.grad(out.sum(), by, create_graph=how == "with a graph", retain_graph=True)
+        if how == "force":
+            return loss + nn.functional.mse_loss(-slope, torch.ones_like(slope))
+        if how == "adversarial":
+            total = 0
+            return total + loss + model(x + 0.1 * slope.sign()).square().mean()
+        if how == "weight of a loss":
+            return loss + slope.norm() * out.abs().mean()
+        if how == "for a report":
+            (loss.detach() + slope.norm()).item()
+            return loss
+        return loss + 10 * (slope.norm(dim=1) - 1).square().mean()
+
+    rules, messages = found(tmp_path, nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), loss_of)
+    assert rules == ([("gradient_terms", 0)] if how in ("penalty", "force") else [])
+    assert not messages or "create_graph=True" in messages[0]
+    assert (torch.autograd.grad, torch.Tensor.__add__, torch.Tensor.norm) == before
+
+
+def test_steps_that_are_not_audited_run_functions_of_torch_itself(tmp_path):
+    watched = {"sample": [], "grad": []}
+
+    def loss_of(model):
+        watched["sample"].append(Normal.sample)
+        watched["grad"].append(torch.autograd.grad)
+        return model(torch.randn(6, 3)).square().mean()
+
+    own = {"sample": Normal.sample, "grad": torch.autograd.grad}
+    assert found(tmp_path, nn.Linear(3, 1), loss_of, 4)[0] == []
+    for name, seen in watched.items():
+        assert [function is own[name] for function in seen] == [False, False, True, True], name

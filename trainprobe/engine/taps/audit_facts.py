@@ -23,6 +23,7 @@ from trainprobe.engine.taps.declared_loss import DeclaredGradient
 from trainprobe.engine.taps.equal_rows import EqualRows
 from trainprobe.engine.taps.gathered_features import GatheredFeatures
 from trainprobe.engine.taps.given import Given
+from trainprobe.engine.taps.gradient_terms import GradientTerms
 from trainprobe.engine.taps.gradient_use import GradientUse
 from trainprobe.engine.taps.loss_factors import scaled_from
 from trainprobe.engine.taps.model_calls import ModelCalls, unwrapped
@@ -81,6 +82,7 @@ class AuditTap:
         self._samples = Samples(guard, lambda: self._calls.runs, names)
         self._rows = EqualRows()
         self._gathered = GatheredFeatures(guard, names)
+        self._terms = GradientTerms(guard, names)
         self._samplers = SamplerWatch(guard)
         self._reduced = ReducedGradients(guard, names, lambda: self.reduces() and states.source is None)
         self._reduced.weighs = lambda: self.world() > 1
@@ -158,6 +160,7 @@ class AuditTap:
         self._samples.begin()
         self._rows.begin()
         self._gathered.begin()
+        self._terms.begin()
         self._backward.begin()
 
     def pause(self) -> None:
@@ -176,6 +179,7 @@ class AuditTap:
         self._given.end()
         self._samples.end()
         self._gathered.end()
+        self._terms.end()
         self._backward.end()
         self._reduced.end()
 
@@ -353,6 +357,7 @@ class AuditTap:
             stale_copies=self._calls.copies.take(),
             sampled=self._samples.take(),
             gathered=self._gathered.take(),
+            gradient_term=self._terms.take(),
             ambient=self._ambient,
             recomputed=tuple(
                 Repeat(name, order, _outputs(reel, again), tuple(_outputs(reel, f) for f in first))

@@ -1,0 +1,42 @@
+"""A term of the loss that is made of a gradient has a gradient itself.
+
+Relation: where `torch.autograd.grad` is called in a step, with gradients enabled, by something that is no parameter (a point,
+an input), and its result requires no gradient, numbers that are made of it by norms, powers, means and regression losses of
+torch are not added to one number that requires a gradient. Tolerance none. Told as a warning.
+Usually caused by a gradient penalty, a residual of a differential equation or a force whose `create_graph=True` is missing: the
+term is a constant then, and counts in the reported loss while it trains nothing. Inputs that are moved along a gradient
+(adversarial examples), weights that are multiplied with a loss, and gradients of parameters are left alone.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence
+
+COST = frozenset({"host"})
+EVERY = 10
+STAGE = "forward"
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find a term that is a constant."""
+    name = evidence.facts.gradient_term
+    if not name or not evidence.facts.updates:
+        return []
+    text = (
+        "a term of a loss is made of a gradient that torch.autograd.grad returned without create_graph=True: it is a constant, "
+        f"and does not train {name}, on which it depends"
+    )
+    hint = "call torch.autograd.grad(..., create_graph=True) for a penalty or residual that is to be trained"
+    return [
+        evidence.finding(
+            "gradient_terms",
+            text,
+            name,
+            "grad",
+            measured="no gradient",
+            expected="a gradient",
+            severity="warning",
+            next=hint,
+        )
+    ]
