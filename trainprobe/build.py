@@ -32,6 +32,7 @@ from trainprobe.engine.taps.collectives import CollectiveTap
 from trainprobe.engine.taps.dead_units import DeadUnits
 from trainprobe.engine.taps.features import FeatureKind, FeatureTap
 from trainprobe.engine.taps.loss_scaling import LossScalingTap
+from trainprobe.engine.taps.module_buffers import BufferTap
 from trainprobe.engine.taps.number_formats import FormatFeature
 from trainprobe.engine.taps.optimizer_steps import OptimizerStepTap
 from trainprobe.engine.taps.parameter_states import ParameterStateTap, StatesWanted
@@ -60,6 +61,7 @@ class Parts:
     modules: ModuleTap | None = None
     ops: OpTap | None = None
     collectives: CollectiveTap | None = None
+    buffers: BufferTap | None = None
     watched: ModuleTap | None = None
     states: ParameterStateTap | None = None
     clipping: ClippingTap | None = None
@@ -102,6 +104,7 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
     watched = ModuleTap(modules_of_monitor(monitor), guard, None, rename) if monitor is not None else None
     naming = modules or watched or ModuleTap(ModulesWanted(_none, _nothing, frozenset()), guard, None, rename)
     parts = Parts(saved, naming, modules, watched=watched, monitor=monitor, cuts=cuts, dumps_when_asked=asked, rename=rename)
+    parts.buffers = BufferTap(modules) if modules is not None else None
     if level in ("L1", "mix"):
         parts.ops = OpTap(ops_of_plan(plan, cuts), guard, stacks, modules)
         inside: list[Call] = modules.stack if modules is not None else []
@@ -174,7 +177,7 @@ def change(parts: Parts, plan: Plan, guard: Guard) -> list[Program]:
 
 def _programs(plan: Plan, parts: Parts, stepping: OptimizerStepTap) -> list[Program]:
     dump: list[Tap] = [parts.saved]
-    dump += [tap for tap in (parts.modules, parts.ops, parts.collectives) if tap is not None]
+    dump += [tap for tap in (parts.modules, parts.buffers, parts.ops, parts.collectives) if tap is not None]
     if plan.level in ("L0", "L1", "mix") or parts.dumps_when_asked:
         dump.append(stepping)
     if parts.batches is not None and parts.monitor is None:
@@ -232,6 +235,8 @@ def _before(parts: Parts, with_ops: bool, optimizer: Any) -> None:
         parts.position.is_in(OPTIMIZER)
     if parts.modules is not None:
         parts.modules.unwatched_parameters()
+    if parts.buffers is not None:
+        parts.buffers.look()
     if parts.audit is not None:
         parts.audit.before_update(optimizer)
     if parts.features is not None:

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import trainprobe
 from tests.interop.peer import PEER, needs_peer
 from trainprobe.engine.dumps import TensorStore, read
 from trainprobe.engine.reel import entry_name
@@ -111,3 +113,16 @@ def test_tensors_written_there_are_read_here(tmp_path):
         array = tensors.array(record.tensor)
         assert array.shape == record.shape
         assert array.max() == record.values["max"]
+
+
+def test_buffers_that_changed_are_rows_of_their_comparison(tmp_path):
+    for side, shift in (("a", 0.0), ("b", 1.0)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        with trainprobe.watch(model, plan={"output": str(tmp_path / side), **OURS}) as probe, probe.step(0):
+            model(torch.ones(3, 4).cumsum(0) + shift).sum().backward()
+    rows = compared(tmp_path, *(tmp_path / f"{side}/step0/rank0" for side in "ab"))
+    found = {row["NPU Name"]: row for row in rows if ".running_" in row["NPU Name"]}
+    assert set(found) == {f"Module.1.BatchNorm1d.forward.0.parameters.running_{name}" for name in ("mean", "var")}
+    assert float(found["Module.1.BatchNorm1d.forward.0.parameters.running_mean"]["L2norm diff"]) != 0
+    assert abs(float(found["Module.1.BatchNorm1d.forward.0.parameters.running_var"]["L2norm diff"])) < 1e-6

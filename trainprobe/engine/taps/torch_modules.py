@@ -8,6 +8,7 @@ visit every subclass of Module, twice a step.)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
@@ -181,6 +182,14 @@ class ModuleTap:
         if self._outline is not None and not self._outline.holds():
             self.scan()
         return self.parameter_names
+
+    def with_buffers(self) -> Iterator[tuple[Any, ModuleInfo]]:
+        """Yield the modules that are recorded and hold buffers of their own."""
+        for model in self._models:
+            for module in model.modules():
+                info = self.known.get(id(module))
+                if info is not None and info.selected and module._buffers:
+                    yield module, info
 
     def begin(self, tape: Tape) -> None:
         """Replace `torch.nn.Module._call_impl` and watch parameter gradients."""
