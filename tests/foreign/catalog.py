@@ -325,6 +325,13 @@ PROGRAMS = (
             ("blow_up", "the loss rose", "the loss of the LSTM does rise, from 1.1 to 1446, at the demo's learning rate"),
         ),
     ),
+    Program(
+        "peft_lora",
+        "peft==0.21.2",
+        "adapters in a loop of one's own, gradient checkpointing, warm-up from a rate of zero",
+        "{here}/peft_lora.py",
+        updates=60,
+    ),
     Program("hf_resume", "transformers==5.23.0", "evaluation in between, a resume", "{here}/hf_resume.py", updates=30),
     Program(
         "sentence_transformers",

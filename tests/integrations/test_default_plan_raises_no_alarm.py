@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.distributed.launch import launch
+from tests.integrations.records import recorded
 from trainprobe.integrations import default_plan
 
 torch.set_num_threads(1)
@@ -187,13 +188,27 @@ def test_accelerate(require, tmp_path, first):
     assert found == []
 
 
+# ---- two ranks, each in a process of its own
+
+
+@pytest.mark.parametrize("kind", ["ddp", "accelerate", "tensor parallel"])
+def test_two_ranks(require, tmp_path, kind):
+    if kind == "accelerate":
+        require("accelerate")
+    script = Path(__file__).parent / "train_two_ranks.py"
+    launch(str(script), 2, str(tmp_path), kind, folder=tmp_path, timeout=400)
+    for rank in range(2):
+        assert (tmp_path / f"alarms{rank}.txt").read_text() == ""
+        assert list(recorded(tmp_path / "out", rank)) == [*range(64)]
+
+
 # ---- DeepSpeed and Megatron-core, each in a process of its own
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "kinds"),
-    [("deepspeed", "zero0 zero1 zero2 zero3 bf16"), ("megatron.core", "0 1 43")],
+    [("deepspeed", "zero0 zero1 zero2 zero3 bf16 from43"), ("megatron.core", "0 1 43")],
     ids=["DeepSpeed", "Megatron-core"],
 )
 def test_engines(require, tmp_path, package, kinds):
