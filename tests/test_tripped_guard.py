@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+import threading
 import weakref
 from functools import partial
 
@@ -106,7 +107,7 @@ def test_a_fault_leaves_torch_as_it_was_and_the_bits_and_lets_go_of_the_model(ph
     bare = train(*start())
     model, optimizer = start()
     before, hooks = everything_of_torch(), traces(model, optimizer)
-    probe = trainprobe.Probe(output=tmp_path / "out", control=1, **EVERYTHING)
+    probe = trainprobe.Probe(output=tmp_path / "out", control=1, config_check=True, **EVERYTHING)
     if phase == "open":
         probe._taps[-1].open = breaks
     probe.open(model, optimizer)
@@ -128,6 +129,9 @@ def test_a_fault_leaves_torch_as_it_was_and_the_bits_and_lets_go_of_the_model(ph
     left = {name for name in left_behind(hooks, traces(model, optimizer)) if name != "threads"}
     assert left <= {"attributes of the optimizer", "optimizer _optimizer_step_pre_hooks"}  # the program's scheduler and hook
     probe.close()
+    for thread in threading.enumerate():
+        if thread.name == "trainprobe-config-check-merge":  # writes what was captured until then
+            thread.join(60)
     assert left_behind(hooks, traces(model, optimizer)).keys() <= {"attributes of the optimizer"}
     assert all(map(torch.equal, bare, watched))
     assert capsys.readouterr().err.count("disabled itself") == 1

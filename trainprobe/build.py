@@ -120,7 +120,7 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
     stepping = parts.stepping = OptimizerStepTap(
         guard, partial(_before, parts, "optimizer" in plan.phases), partial(_after, parts), partial(_trial, parts)
     )
-    return parts, _programs(plan, parts, stepping)
+    return parts, _programs(plan, parts, stepping, guard)
 
 
 def _collect(parts: Parts, plan: Plan, guard: Guard, before: MonitorPlan | None = None) -> None:
@@ -172,10 +172,10 @@ def change(parts: Parts, plan: Plan, guard: Guard) -> list[Program]:
         if parts.position is not None:
             parts.tell(parts.position)
     parts.audit_plan = audit
-    return _programs(plan, parts, parts.stepping)
+    return _programs(plan, parts, parts.stepping, guard)
 
 
-def _programs(plan: Plan, parts: Parts, stepping: OptimizerStepTap) -> list[Program]:
+def _programs(plan: Plan, parts: Parts, stepping: OptimizerStepTap, guard: Guard) -> list[Program]:
     dump: list[Tap] = [parts.saved]
     dump += [tap for tap in (parts.modules, parts.buffers, parts.ops, parts.collectives) if tap is not None]
     if plan.level in ("L0", "L1", "mix") or parts.dumps_when_asked:
@@ -184,7 +184,9 @@ def _programs(plan: Plan, parts: Parts, stepping: OptimizerStepTap) -> list[Prog
         dump.append(parts.batches)
     named: list[tuple[Tap, Wants]] = [(parts.naming, lambda n: False)]  # it is opened, and begun only where it stands elsewhere
     if plan.config_check:
-        named.append((ConfigCheckTap(plan.config_check, plan.output, plan.on_error), lambda n: False))
+        tap = ConfigCheckTap(plan.config_check, plan.output, plan.on_error)
+        guard.on_trip(tap.release)
+        named.append((tap, lambda n: False))
     pairs = (*((tap, plan.wants_step) for tap in dump), *named)
     level = "mix" if parts.dumps_when_asked else plan.level
     programs = [Program("dump", plan.wants_step, pairs, asked=tuple(dump), level=level)]

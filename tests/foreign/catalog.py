@@ -287,6 +287,8 @@ PROGRAMS = (
         "many small Gaussian processes, each with an optimizer of its own",
         "-m unittest -q test.examples.test_simple_gp_regression",
         updates=255,
+        steps=235,
+        why="each of the five trainings of 51 steps is watched, from the fifth or sixth update on where another was before it",
         path="{sources}/gpytorch-1.15.2",
     ),
     Program(

@@ -35,14 +35,19 @@ class ConfigChecker:
         framework (or fmk): pytorch or mindspore. Further settings: see `settings.Settings`. Calling it again starts anew.
         """
         chosen = _with_environment(make_settings({"framework": fmk or framework, **settings}))
-        if cls._recorder is not None:
-            cls._recorder.finish()
-            cls._recorder = None
+        cls.stop()
         if chosen.framework == "pytorch":
             from trainprobe.config_check.capture.recorder import Recorder
 
             cls._recorder = Recorder(chosen)
             cls._recorder.guard.run(cls._recorder.start)
+
+    @classmethod
+    def stop(cls) -> None:
+        """Take away what `apply_patches` has put in, where no ConfigChecker was made since."""
+        if cls._recorder is not None:
+            recorder, cls._recorder = cls._recorder, None
+            recorder.finish()
 
     def __init__(
         self,
@@ -94,14 +99,16 @@ class ConfigChecker:
     def _write_static(self, model: Any) -> None:
         from trainprobe.config_check.static_pack import write_static_pack
 
-        recorder = type(self)._recorder
-        if recorder is not None:
-            recorder.finish()
-            type(self)._recorder = None
+        type(self).stop()
         note = "no model was given: data, weights and randomness were not captured"
         if model is not None:
             note = "of a MindSpore run, data, weights and randomness are not captured"
         write_static_pack(self.settings, tuple(c for c in self.settings.captures if c in _STATIC), note)
+
+    def release(self) -> None:
+        """Take all patches away; the pack is written in the background, and `close` waits for it."""
+        if self._own is not None:
+            self._own.finish()
 
     def close(self) -> None:
         """Take all patches away and wait until the pack is on disk; a second call does nothing."""

@@ -52,3 +52,10 @@ class ConfigCheckTap:
         """Write the pack now; at the end of the program it is written in any case."""
         if self._checker is not None:
             self._checker.close()
+
+    def release(self) -> None:
+        """Take all patches away, and wait for nothing: what was captured until now is written in the background."""
+        if self._checker is not None:
+            self._checker.release()
+        else:
+            ConfigChecker.stop()

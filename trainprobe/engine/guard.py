@@ -42,7 +42,7 @@ class Guard:
         self._left_out: set[str] = set()
 
     def on_trip(self, release: Callable[[], None]) -> None:
-        """Register what must be undone at once when the tool is disabled (remove hooks and patches)."""
+        """Register what must be undone at once when the tool is disabled (remove hooks and patches), the last one first."""
         self._on_trip.append(release)
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ class Guard:
             message=f"trainprobe disabled itself, the training goes on unobserved: {what} (at {_place_of(fault)})",
         )
         sys.stderr.write(f"trainprobe: {self.tripped.message}\n")
-        left = attempt(all_of, self._on_trip, otherwise=fault_text)
+        left = attempt(all_of, reversed(self._on_trip), otherwise=fault_text)  # what was put in last stands above the rest
         if left is not None:
             sys.stderr.write(f"trainprobe: something may still be installed: {left}\n")
         if self._tell is not None:

@@ -213,7 +213,7 @@ class TorchLoop:
 
     def _is_whole_model(self, module: Any) -> bool:
         """Watch a module whose part was taken for the model; return whether it is. Parents in Keras know their parts late."""
-        if self._given or self._updates or any(not held.isdisjoint(self._parameters) for held in held_by_optimizers()):
+        if self._given or self._updates or self._is_held():
             return False
         self._drop_step()
         self._number, self._own_updates = 0, 0
@@ -241,8 +241,7 @@ class TorchLoop:
 
         A program may run forward and backward first, to learn what fits into memory.
         """
-        held = held_by_optimizers() if not self._own_updates and self._trials < TRIALS else ()
-        found = any(not numbers.isdisjoint(self._parameters) for numbers in held)
+        found = not self._own_updates and self._trials < TRIALS and self._is_held()
         self._trials += found
         return found
 
@@ -361,14 +360,19 @@ class TorchLoop:
 
     def _other_updated(self, optimizer: Any) -> None:
         """Take an update of another model: beside this training, or in one that has followed it."""
+        idle = optimizer not in self._left_out and not self._updates and not self._own_updates and not self._is_held()
         self._left_out.saw(optimizer, begins=self._updates > 0)
         if self._step is not None and self._step.backward and not self._step.stepped:
             self.session.forget_loss()  # the backward passed through this model for the update of another
-        if not self._given and self._left_out.in_a_row == SUCCESSION:
-            self._go_over_to(optimizer)
+        if not self._given and (idle or self._left_out.in_a_row == SUCCESSION):
+            self._go_over_to(optimizer, 1 if idle else SUCCESSION)
 
-    def _go_over_to(self, optimizer: Any) -> None:
-        """Watch the training that has followed this one, in a folder of its own."""
+    def _is_held(self) -> bool:
+        """Return whether an optimizer of torch.optim holds parameters of the model."""
+        return any(not held.isdisjoint(self._parameters) for held in held_by_optimizers())
+
+    def _go_over_to(self, optimizer: Any, made: int) -> None:
+        """Watch the training that has followed this one, in a folder of its own. made: its updates so far."""
         model = model_of(optimizer)
         if model is None or called_from(DRIVERS):
             return
@@ -376,7 +380,7 @@ class TorchLoop:
         self._end_training(goes_over=True)
         self._found += self.session.findings
         self._trainings += 1
-        self._watch_another(model, optimizer, SUCCESSION)
+        self._watch_another(model, optimizer, made)
 
     def _watch_another(self, model: Any, optimizer: Any, number: int) -> None:
         self._forget(number)

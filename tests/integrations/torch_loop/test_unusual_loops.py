@@ -267,6 +267,18 @@ def test_a_training_that_follows_is_watched_in_a_folder_of_its_own(tmp_path, cap
     assert said(caplog, "not watched") == 0
 
 
+def test_a_model_that_nothing_updates_is_left_for_one_that_trains(tmp_path, caplog):
+    loop = attach_to_script({"level": "L0", "output": tmp_path / "out"})
+    probed, model = net(), net()
+    loss_of(probed).backward()
+    losses = [float(loss.detach()) for loss in plain(model, model)]
+    loop.close()
+    seen = recorded(tmp_path / "out" / "training2")
+    assert {step: n["loss"] for step, n in seen.items()} == {n: losses[n] for n in (1, 2, 3)}
+    assert said(caplog, "No update of Sequential by an optimizer of torch.optim was seen.") == 1
+    assert said(caplog, "3 steps watched") == 1
+
+
 def test_models_that_are_updated_in_turn_are_one_training(tmp_path, caplog):
     loop = attach_to_script({"level": "L0", "output": tmp_path / "out"})
     first, second = net(), net()
