@@ -230,6 +230,12 @@ def test_a_second_run_log_is_refused_and_a_damaged_segment_is_named(tmp_path):
     segment.write_bytes(segment.read_bytes()[:-9])
     with pytest.raises(FormatError, match=r"metrics-000000\.parquet is no segment"):
         steps_in(tmp_path / "rank0")
+    sink = parquet.open(tmp_path, plan_for(tmp_path, on_existing="continue"), Place())
+    sink.write(small_reel(1))
+    with pytest.raises(FormatError, match=r"metrics-000000\.parquet is no segment"):
+        steps_in(tmp_path / "rank0")
+    sink.close()
+    assert len(find_segments(tmp_path / "rank0")) == 2
 
 
 def test_findings_are_written_once_whichever_sinks_there_are(tmp_path):

@@ -28,7 +28,7 @@ def live_table(folder: Path) -> pa.Table | None:
     """Return what stands in the live stream of a rank's folder and in no segment, None where that is nothing."""
     schema, batches = read_stream(folder / LIVE_FILE)
     segments = find_segments(folder)
-    if not batches or schema is None or (segments and _stream_of(pq.read_schema(segments[-1])) == _stream_of(schema)):
+    if not batches or schema is None or (segments and _made_of(segments[-1], schema)):
         return None
     return _joined(batches)
 
@@ -61,8 +61,12 @@ def close_segment(folder: Path) -> Path | None:
     return segment
 
 
-def _stream_of(schema: pa.Schema) -> bytes | None:
-    return (schema.metadata or {}).get(STREAM)
+def _made_of(segment: Path, stream: pa.Schema) -> bool:
+    """Tell whether a segment was made of the stream with this schema; one that cannot be read was not."""
+    try:
+        return (pq.read_schema(segment).metadata or {}).get(STREAM) == (stream.metadata or {}).get(STREAM)
+    except (pa.ArrowInvalid, OSError):
+        return False
 
 
 def _write(path: Path, table: pa.Table) -> None:
