@@ -48,7 +48,7 @@ class GradientTerms:
         """Look at what is differentiated in a step."""
         self._behind, self._used = "", False
         if self._grad is None:
-            self._grad = Replaced(torch.autograd, "grad", self._watched(torch.autograd.grad))
+            self._grad = Replaced(torch.autograd, "grad", self._watched(torch.autograd.grad), traced=True)
 
     def end(self) -> None:
         """Put everything back."""
