@@ -119,16 +119,16 @@ def deepspeed(written, require) -> Path:
     if (root / "universal").exists():
         return root
     script = WRITERS / "write_deepspeed.py"
-    two = ["zero0", "zero1", "zero2", "zero3", "zero1-bf16", "zero3-bf16", "moe0", "moe1"]
+    two = ["zero0", "zero1", "zero2", "zero3", "zero1-bf16", "zero3-bf16", "moe0", "moe1", "tied0", "tied1", "tied2", "tied3"]
     launch(2, script, str(root / "two"), *two)
     launch(2, script, str(root / "two"), "pipe2")
     launch(1, script, str(root / "one"), "zero0", "zero1", "zero3")
     launch(1, script, str(root / "two"), "pipe1")
-    for stage in (2, 3):
+    for kind in ("zero2", "zero3", "tied2", "tied3"):
         convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
         convert += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-        convert += ["--input_folder", str(root / f"two/zero{stage}/global_step3")]
-        convert += ["--output_folder", str(root / f"universal/zero{stage}/global_step3")]
+        convert += ["--input_folder", str(root / f"two/{kind}/global_step3")]
+        convert += ["--output_folder", str(root / f"universal/{kind}/global_step3")]
         subprocess.run(convert, check=True, capture_output=True, timeout=120, cwd=root)
     return root
 

@@ -73,6 +73,42 @@ def test_the_master_weights_of_experts_are_their_weights(deepspeed):
         assert torch.equal(flat, torch.from_numpy(held[name].pieces[0].source.load().copy()).flatten())
 
 
+TIED = ["two/tied0", "two/tied1", "two/tied2", "two/tied3", "one/tied0", "one/tied3", "universal/tied2", "universal/tied3"]
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_shared_parameter_and_buffers_are_whole_in_every_stage(deepspeed, name):
+    """Each stage sums the gradients of a shared parameter in another order: the last bits differ, and nothing is missing."""
+    found = compared(deepspeed / "two/tied1", deepspeed / name)
+    names = {"embedding.weight", "head.weight", "inner.weight", "inner.bias", "seen"}
+    assert {r.key for r in found.rows if r.what == "weights"} == names
+    assert {r.verdict for r in found.rows} <= {"identical", "rounding", "differ"}
+    assert all(r.difference.relative_l2 < 1e-6 for r in found.rows)
+    assert {r.key.partition("#")[0] for r in found.rows if r.what == "optimizer"} == names - {"head.weight", "seen"}
+    assert found.faults == ()
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("two/tied2", "universal/tied2"),
+        ("two/tied3", "universal/tied3"),
+        ("two/tied3", "one/tied3"),
+        ("two/tied0", "one/tied0"),
+    ],
+)
+def test_shared_parameters_and_buffers_keep_every_bit_when_they_are_relaid(deepspeed, a, b):
+    assert judged(deepspeed / a, deepspeed / b).code == 0
+
+
+@pytest.mark.parametrize("stage", ["tied1", "tied2", "tied3"])
+def test_shared_parameters_are_those_that_deepspeed_itself_gathers(deepspeed, stage, tmp_path):
+    gathered = torch.load(deepspeed / f"two/{stage}.fp32.pt")
+    assert set(gathered) == {"embedding.weight", "inner.weight", "inner.bias"}  # DeepSpeed gathers a shared parameter once
+    torch.save({**gathered, "seen": torch.tensor([3.0, 0.0, 0.0])}, tmp_path / "gathered.pt")
+    assert judged(deepspeed / f"two/{stage}", tmp_path / "gathered.pt").code == 0
+
+
 def test_formats_are_recognised(deepspeed):
     assert recognise(deepspeed / "two/zero3") == recognise(deepspeed / "two/zero3/global_step3") == "deepspeed"
     assert recognise(deepspeed / "universal/zero2") == "deepspeed_universal"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import json
 import random
+import resource
 import shutil
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tests.ckpt_compare.verdicts import judged
+from trainprobe.ckpt_compare.formats import names, recognise
 from trainprobe.errors import ProbeError
 
 DATA = Path(__file__).parent / "data"
@@ -69,6 +71,7 @@ def write_seeds(root: Path) -> None:
     (root / "deepspeed").mkdir()
     state = {"module": trained()["model"], "dp_world_size": 1, "ds_version": "0.19", "optimizer": None}
     torch.save(state, root / "deepspeed" / "mp_rank_00_model_states.pt")
+    write_further_seeds(root)
     shutil.copy(DATA / "mindspore" / "half.ckpt", root / "mindspore.ckpt")
     zarr = root / "zarr" / "decoder.final_layernorm.weight"
     zarr.mkdir(parents=True)
@@ -77,6 +80,39 @@ def write_seeds(root: Path) -> None:
     (zarr / ".zarray").write_text(json.dumps({**meta, "filters": None, "fill_value": None}))
     for i in range(2):
         (zarr / f"{i}.0").write_bytes(np.arange(12, dtype="<f4").tobytes())
+
+
+def write_further_seeds(root: Path) -> None:
+    """Write what DeepSpeed, its converter, Lightning and Megatron's distributed formats keep, as small as it can be."""
+    torch.save({"pytorch-lightning_version": "2.6", "state_dict": trained()["model"], "epoch": 1, "global_step": 2,
+                "optimizer_states": [trained()["optimizer"]]}, root / "lightning.ckpt")  # fmt: skip
+    flat, zero = torch.arange(40.0), root / "zero1"
+    zero.mkdir()
+    shapes = [{"fc.weight": torch.Size([5, 7]), "fc.bias": torch.Size([5])}]
+    module = {"fc.weight": flat[:35].reshape(5, 7), "fc.bias": flat[35:], "seen": torch.ones(3)}
+    more = {"dp_world_size": 1, "ds_version": "0.19", "param_shapes": shapes, "buffer_names": ["seen"]}
+    torch.save({"module": module, "shared_params": {"head.weight": "fc.weight"}, **more}, zero / "mp_rank_00_model_states.pt")
+    slices = [{"fc.weight": {"start": 0, "numel": 35}, "fc.bias": {"start": 35, "numel": 5}}]
+    adam = {0: {"exp_avg": flat / 7, "exp_avg_sq": flat**2, "step": 3}}
+    held = {"base_optimizer_state": adam, "single_partition_of_fp32_groups": [flat], "param_slice_mappings": slices}
+    torch.save({"optimizer_state_dict": {**held, "zero_stage": 1}}, zero / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    universal = root / "universal"
+    shutil.copytree(zero, universal)
+    (universal / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    for slot in ("fp32", "exp_avg"):
+        (universal / "zero" / "fc.weight").mkdir(parents=True, exist_ok=True)
+        torch.save({"param": flat[:35].reshape(5, 7)}, universal / "zero" / "fc.weight" / f"{slot}.pt")
+    stacked = {
+        "decoder.layers.self_attention.linear_proj.weight": torch.randn(2, 5, 5),
+        "decoder.final_layernorm.weight": flat[:5],
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(stacked, storage_writer=dcp.FileSystemWriter(root / "dist"), no_dist=True)
+        single = {"checkpoint_version": 3.0, "model": {"module.decoder.layers.0.mlp.linear_fc2.weight": torch.randn(5, 7)}}
+        dcp.save(single, storage_writer=dcp.FileSystemWriter(root / "megatron_fsdp"), no_dist=True)
+    (root / "dist" / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    torch.save({"args": {"num_layers": 2, "hidden_size": 5}, "iteration": 3}, root / "dist" / "common.pt")
 
 
 def mutate(data: bytes, chance: random.Random) -> bytes:
@@ -162,9 +198,9 @@ def run(root: Path, folder: Path, seeds: Iterator[int] | range, tell: Callable[[
 def test_damaged_checkpoints_of_every_reader_are_answered(tmp_path):
     write_seeds(tmp_path / "seeds")
     (tmp_path / "cases").mkdir()
-    assert [judged(p, p).code for p in sorted((tmp_path / "seeds").iterdir())] == [0] * len(
-        list((tmp_path / "seeds").iterdir())
-    )
+    seeds = sorted((tmp_path / "seeds").iterdir())
+    assert {p.name: judged(p, p).code for p in seeds} == dict.fromkeys([p.name for p in seeds], 0)
+    assert {recognise(p) for p in seeds} == set(names())
     answers = run(tmp_path / "seeds", tmp_path / "cases", range(CASES), print)
     assert sum(answers.values()) == CASES
     assert answers["2"] and answers["3"] and answers["refused"]  # the damage reaches values, parts and whole files
@@ -176,7 +212,9 @@ def main() -> None:
         root = Path(made)
         write_seeds(root / "seeds")
         (root / "cases").mkdir()
-        print(dict(run(root / "seeds", root / "cases", range(first, first + count), print)))
+        answers = run(root / "seeds", root / "cases", range(first, first + count), print)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"{dict(answers)}, peak resident memory {peak:.0f} MiB with torch in the process")
 
 
 if __name__ == "__main__":

@@ -28,9 +28,10 @@ def files(tmp_path):
     return tmp_path / "a.safetensors", tmp_path / "b.safetensors"
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_world_gives_the_result_of_one_process_and_rank_zero_speaks(files, tmp_path, size):
-    script = "import sys; from trainprobe.cli import main; sys.exit(main(sys.argv[1:]))"
+@pytest.mark.parametrize(("size", "at_once"), [(2, 1000), (3, 2)])
+def test_a_world_gives_the_result_of_one_process_and_rank_zero_speaks(files, tmp_path, size, at_once):
+    script = f"import sys, trainprobe.ckpt_compare.compare as c; c.AT_ONCE = {at_once}; "
+    script += "from trainprobe.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", script, "ckpt-compare", *map(str, files), "--json"]
     subprocess.run([*command, str(tmp_path / "one.json")], check=False, timeout=60, capture_output=True)
     port = str(free_port() - 17)

@@ -25,7 +25,7 @@ from trainprobe.ckpt_compare.fingerprints import tensor_fingerprint
 from trainprobe.ckpt_compare.names import to_logical
 from trainprobe.ckpt_compare.pieces import KINDS, Checkpoint, LogicalTensor, What
 from trainprobe.ckpt_compare.tolerance import selected, tolerated
-from trainprobe.ckpt_compare.work import Advance
+from trainprobe.ckpt_compare.work import Advance, uncollected
 from trainprobe.ckpt_compare.world import place, run_in_world, run_on_ray
 from trainprobe.errors import UsageError, did_you_mean
 
@@ -70,11 +70,12 @@ def ckpt_compare(
         raise typer.BadParameter("--atol and --rtol need finite numbers")
     given = {"heads": heads, "groups": groups, "head_dim": head_dim, "vocab": vocab}
     config = {k: v for k, v in given.items() if v}
-    opened = formats.open_checkpoint(a, format_a), formats.open_checkpoint(b, format_b)
-    left, right = logical(*opened, config, [str(n) for n in names or ()])
-    with _progress(_bytes(left, right, chosen), quiet) as advance:
-        runner = run_on_ray if ray else run_in_world
+    maps = [str(n) for n in names or ()]
+    with uncollected():
+        left, right = logical(formats.open_checkpoint(a, format_a), formats.open_checkpoint(b, format_b), config, maps)
         left, right = (selected(one, only or (), ignore or ()) for one in (left, right))
+    with uncollected(), _progress(left, right, chosen, quiet) as advance:
+        runner = run_on_ray if ray else run_in_world
         found = compare(left, right, chosen, threads=threads, copies=copies, advance=advance, runner=runner)
     if only and not found.rows:
         raise typer.BadParameter(f"--only {' '.join(only)} leaves no tensor; `trainprobe ckpt-show` lists the names")
@@ -111,13 +112,12 @@ def kinds_of(text: str) -> tuple[What, ...]:
 
 def _bytes(a: Checkpoint, b: Checkpoint, what: Sequence[What]) -> int:
     """Bytes that will be read, as a bound for the progress bar."""
-    keys = set(a.tensors) & set(b.tensors)
-    both = [c.tensors[k] for c in (a, b) for k in keys if c.tensors[k].what in what and c.tensors[k].pieces]
-    return sum(t.count * t.format.itemsize for t in both)
+    both = (c.tensors[k] for c in (a, b) for k in a.tensors if k in b.tensors)
+    return sum(t.count * t.format.itemsize for t in both if t.what in what and t.pieces)
 
 
 @contextmanager
-def _progress(total: int, quiet: bool) -> Generator[Advance | None]:
+def _progress(a: Checkpoint, b: Checkpoint, what: Sequence[What], quiet: bool) -> Generator[Advance | None]:
     """Show bytes measured on standard error while the block runs; nothing where nobody looks."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
@@ -125,7 +125,7 @@ def _progress(total: int, quiet: bool) -> Generator[Advance | None]:
         return
     columns = (TextColumn("comparing"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("comparing", total=total)
+        task = bar.add_task("comparing", total=_bytes(a, b, what))
 
         def advance(size: int) -> None:
             bar.advance(task, size)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trainprobe.ckpt_compare.causes import headline
 from trainprobe.ckpt_compare.compare import INCOMPLETE, Comparison, Row
-from trainprobe.ckpt_compare.pairing import layer_sentences
+from trainprobe.ckpt_compare.pairing import Move, layer_sentences
 from trainprobe.ckpt_compare.pieces import KINDS
 from trainprobe.ckpt_compare.state import StateRow
 
@@ -41,11 +41,15 @@ def conclude(c: Comparison) -> Conclusion:
     details = tuple(_details(c, differ, lost))
     if differ or copies or state:
         return Conclusion(DIFFER, _differ_sentence(c, differ, len(copies), state), details)
+    strange = c.renamed if c.a.family == c.b.family and 2 * len(c.renamed) <= len(c.rows) else ()
+    if strange and not (lost or grave or c.lone):
+        return Conclusion(INCOMPLETE_CODE, _renamed_sentence(c, strange), details)
     if lost or grave or c.lone or not any(r.verdict in ("identical", "rounding") for r in c.rows):
         return Conclusion(INCOMPLETE_CODE, _incomplete_sentence(c, lost, len(grave)), details)
     if rounding:
         return Conclusion(ROUNDING, _rounding_sentence(c, rounding), details)
-    return Conclusion(IDENTICAL, f"identical: {_census(c.rows)} hold the same values in both", details)
+    names = f", {len(c.renamed)} of them under other names" if c.renamed else ""
+    return Conclusion(IDENTICAL, f"identical: {_census(c.rows)} hold the same values in both{names}", details)
 
 
 def relative(row: Row) -> float:
@@ -98,6 +102,15 @@ def _incomplete_sentence(c: Comparison, lost: Sequence[Row], grave: int) -> str:
     return f"{word}: {', '.join(said)}{example}; {agree} of {len(c.rows)} tensors agree"
 
 
+def _renamed_sentence(c: Comparison, renamed: Sequence[Move]) -> str:
+    first = renamed[0]
+    have = "have" if len(renamed) > 1 else "has"
+    return (
+        f"incomplete: {len(renamed)} of {len(c.rows)} tensors {have} another name in B with the same values: "
+        f"{first.a_key} is called {first.b_key}{', transposed' if first.turned else ''}; all others agree"
+    )
+
+
 def _rounding_sentence(c: Comparison, rounding: Sequence[Row]) -> str:
     allowed = [r for r in rounding if r.note.startswith(TOLERATED)]
     if allowed:
@@ -124,12 +137,18 @@ def _details(c: Comparison, differ: Sequence[Row], lost: Sequence[Row]) -> list[
     said += [f"{r.key}: {r.verdict}{f', {r.note}' if r.note else ''}" for r in lost[:SAID]]
     if len(lost) > SAID:
         said.append(f"… and {len(lost) - SAID} more tensors that are missing or incomplete")
+    said += _renamed(c.renamed)
     said += _all_zero(differ)
     said += _state_sentences(c)
     said += [*c.lone, *c.notes]
     for side, checkpoint in (("A", c.a), ("B", c.b)):
         said += [f"{side}: {note}" for note in checkpoint.notes]
     return said
+
+
+def _renamed(moves: Sequence[Move]) -> list[str]:
+    said = [f"{m.a_key} of A is {m.b_key} in B{', transposed' if m.turned else ''}: the same values" for m in moves[:SAID]]
+    return [*said, f"… and {len(moves) - SAID} more under other names"] if len(moves) > SAID else said
 
 
 def _all_zero(rows: Sequence[Row]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, Piece, Point, Rectangle
+from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, Piece, Point, Rectangle, origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,9 @@ class Cover:
 
 def cover(tensor: LogicalTensor) -> Cover:
     """Choose for each element of a tensor the piece that answers for it; the first one in reading order wins."""
-    outer = Rectangle((0,) * len(tensor.shape), tensor.shape)
+    outer = Rectangle(origin(len(tensor.shape)), tensor.shape)
+    if len(tensor.pieces) == 1 and tensor.count and tensor.pieces[0].rectangle == outer:
+        return Cover(tensor.shape, (Part(tensor.pieces[0], outer),), (), 0, ())
     parts: list[Part] = []
     copies: list[Overlap] = []
     active: list[Part] = []
@@ -78,6 +80,11 @@ def cover(tensor: LogicalTensor) -> Cover:
 
 def overlaps(a: Sequence[Part], b: Sequence[Part]) -> Iterator[Overlap]:
     """Yield the boxes that a part of a and a part of b both hold, in row-major order of their beginnings in a."""
+    if len(a) == len(b) == 1:
+        common = a[0].box.intersect(b[0].box)
+        if common is not None:
+            yield Overlap(common, a[0], b[0])
+        return
     left, right = sorted(a, key=lambda p: p.box.offset), sorted(b, key=lambda p: p.box.offset)
     active: list[Part] = []
     ahead = 0

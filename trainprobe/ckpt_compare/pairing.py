@@ -52,6 +52,8 @@ class Move:
 
 def align(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, str]:
     """Drop a wrapper's prefix (`net.`, `model.`) from the side that has it, where more names then agree; say so in a note."""
+    if all(t.slot or (k in b.tensors and b.tensors[k].shape == t.shape) for k, t in a.tensors.items()):
+        return a, b, ""  # every name of A is one of B: no other way to name them agrees better
     left, right = ({(t.name, t.shape) for t in c.tensors.values() if not t.slot} for c in (a, b))
     best, agree = ("", ""), len(left & right)
     for pa, pb in [(p, "") for p in _prefixes(left)] + [("", p) for p in _prefixes(right)]:
@@ -103,6 +105,25 @@ def explain_moves(odd: set[str], left: Mapping[str, LogicalTensor], right: Mappi
     return tuple(moves)
 
 
+def find_aliases(lone: Mapping[str, LogicalTensor], common: Mapping[str, LogicalTensor]) -> dict[str, str]:
+    """Return, for tensors that only one checkpoint names, which of its common ones hold the same values.
+
+    Both are mappings of the same checkpoint: a parameter that a model uses twice (a head that is the embedding) stands in some
+    files under both names and in others under one.
+    """
+    if not lone or len(lone) > MOST:
+        return {}
+    shapes = {(t.shape, t.slot) for t in lone.values()}
+    shelves = _shelves({k: t for k, t in common.items() if (t.shape, t.slot) in shapes})
+    found: dict[str, str] = {}
+    for key, tensor in lone.items():
+        same = ((other, _same(common[other], tensor)) for other, turned in _candidates(tensor, shelves) if not turned)
+        owner = next((other for other, d in same if d is not None and not d.changed), None)
+        if owner is not None:
+            found[key] = owner
+    return found
+
+
 def _shelves(tensors: Mapping[str, LogicalTensor]) -> dict[tuple[Any, ...], _Shelf]:
     """Sort tensors by shape and slot: only those on one shelf can hold the same."""
     found: dict[tuple[Any, ...], list[tuple[str, Sample, NumberFormat]]] = {}
@@ -139,6 +160,11 @@ def _same(a: LogicalTensor, b: LogicalTensor) -> Difference | None:
         total = total.merge(outcome.difference)
     agree = judge(total, noise_floor(a.format, b.format), stored=True) in ("identical", "rounding")
     return total if agree and total.count == a.count else None
+
+
+def hold_the_same(a: LogicalTensor, b: LogicalTensor) -> bool:
+    """Whether two tensors of equal shape hold the same values within the rounding of their formats."""
+    return a.shape == b.shape and bool(a.pieces) and bool(b.pieces) and _same(a, b) is not None
 
 
 def _sample_or_none(tensor: LogicalTensor) -> Sample | None:

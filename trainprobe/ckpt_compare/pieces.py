@@ -8,8 +8,10 @@ maps them from the file when they are wanted and slicing the result costs nothin
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -61,6 +63,8 @@ class Rectangle:
 
     def intersect(self, other: Rectangle) -> Rectangle | None:
         """Return the common part, or None when there is no element in both."""
+        if self.offset == other.offset and self.shape == other.shape:
+            return self if 0 not in self.shape else None
         start = tuple(map(max, self.offset, other.offset))
         shape = tuple(e - s for s, e in zip(start, map(min, self.end, other.end), strict=True))
         return Rectangle(start, shape) if all(n > 0 for n in shape) else None
@@ -83,6 +87,8 @@ class Rectangle:
 
     def within(self, outer: Point) -> tuple[slice, ...]:
         """Return the slices that pick this box out of an array that begins at `outer`."""
+        if self.offset == outer:
+            return tuple([slice(0, n) for n in self.shape])
         return tuple(slice(o - b, o - b + n) for o, b, n in zip(self.offset, outer, self.shape, strict=True))
 
     def __str__(self) -> str:
@@ -93,13 +99,20 @@ class Rectangle:
 class Piece:
     """One rectangle of a logical tensor, and where its numbers lie.
 
-    where: file and key, for messages. replica: which copy this is ("tp 1"), empty when it is the only one.
+    file: where, for messages. replica: which copy this is ("tp 1"), empty when it is the only one. stored: the name in the
+    file, where `file` does not say it already (a million pieces share their names with the tensors).
     """
 
     offset: Point
     source: Source
-    where: str
+    file: str
     replica: str = ""
+    stored: str = ""
+
+    @property
+    def where(self) -> str:
+        """File and name in the file, for messages."""
+        return f"{self.file}: {self.stored}" if self.stored else self.file
 
     @property
     def shape(self) -> Point:
@@ -149,7 +162,7 @@ class LogicalTensor:
 
     def renamed(self, name: str) -> LogicalTensor:
         """Return the same tensor under another name; its old one stays on as the native name."""
-        return replace(self, name=name, native=self.native or self.name)
+        return LogicalTensor(sys.intern(name), self.shape, self.pieces, self.slot, self.native or self.name, self.vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +265,16 @@ def window(source: Source, cut: tuple[slice, ...]) -> Source:
     return Window(source, cut)
 
 
-def whole(name: str, source: Source, where: str, **more: Any) -> LogicalTensor:
-    """Return a logical tensor that lies in one place."""
-    return LogicalTensor(name, source.shape, (Piece((0,) * len(source.shape), source, where),), **more)
+@lru_cache(maxsize=64)
+def origin(axes: int) -> Point:
+    """Return the first index of a tensor: the same tuple for all tensors with so many axes."""
+    return (0,) * axes
+
+
+def whole(name: str, source: Source, file: str, *, stored: str = "", slot: str = "") -> LogicalTensor:
+    """Return a logical tensor that lies in one place; `stored`: its name in the file, where `file` does not say it."""
+    piece = Piece(origin(len(source.shape)), source, file, "", stored)
+    return LogicalTensor(sys.intern(str(name)), source.shape, (piece,), slot)
 
 
 def flat_rectangles(shape: Point, start: int, stop: int) -> Iterator[tuple[int, Rectangle]]:
@@ -293,16 +313,19 @@ def flat_pieces(shape: Point, start: int, source: Source, where: str, replica: s
 
 def gather(tensors: Iterable[LogicalTensor]) -> dict[str, LogicalTensor]:
     """Join pieces that were found in different files under one key; raise FormatError when their whole shapes disagree."""
-    found: dict[str, list[LogicalTensor]] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.key, []).append(tensor)
     joined: dict[str, LogicalTensor] = {}
-    for key, parts in found.items():
-        odd = next((p for p in parts if p.shape != parts[0].shape), None)
-        if odd is not None:
-            one, two = parts[0].pieces[0].where, odd.pieces[0].where
+    parts: dict[str, list[LogicalTensor]] = {}  # of keys that were found more than once
+    for tensor in tensors:
+        key = tensor.key
+        first = joined.setdefault(key, tensor)
+        if first is tensor:
+            continue
+        if tensor.shape != first.shape:
+            one, two = first.pieces[0].where, tensor.pieces[0].where
             raise FormatError(
-                f"{key} has shape {list(parts[0].shape)} in {one} and {list(odd.shape)} in {two}: they are not of one model"
+                f"{key} has shape {list(first.shape)} in {one} and {list(tensor.shape)} in {two}: they are not of one model"
             )
-        joined[key] = parts[0] if len(parts) == 1 else replace(parts[0], pieces=tuple(p for t in parts for p in t.pieces))
+        parts.setdefault(key, [first]).append(tensor)
+    for key, found in parts.items():
+        joined[key] = replace(found[0], pieces=tuple(p for t in found for p in t.pieces))
     return joined

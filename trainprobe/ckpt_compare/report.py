@@ -76,6 +76,7 @@ def summary(c: Comparison, conclusion: Conclusion) -> dict[str, Any]:
         "details": list(conclusion.details),
         "causes": [{"sentence": cause.sentence, "tensors": sorted(cause.keys)} for cause in c.causes],
         "moves": [{"a": m.a_key, "b": m.b_key, "transposed": m.turned} for m in c.moves],
+        "renamed": [{"a": m.a_key, "b": m.b_key, "transposed": m.turned} for m in c.renamed],
         "faults": [{"side": f.side, "where": f.where, "message": f.message} for f in c.faults],
         "missing": [{"name": r.key, "verdict": r.verdict, "note": r.note} for r in c.rows if r.verdict in INCOMPLETE],
         "warnings": {side: list(one.warnings) for side, one in (("A", c.a), ("B", c.b))},

@@ -7,15 +7,18 @@ are let go: resident memory stays at a few chunks a thread, however large the fi
 
 from __future__ import annotations
 
+import gc
 import math
+import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from trainprobe.ckpt_compare.cover import Overlap, Part
 from trainprobe.ckpt_compare.pieces import Rectangle, Reshaped, Source, Turned, Window
-from trainprobe.ckpt_compare.storage.mapped import Mapped
+from trainprobe.ckpt_compare.storage.mapped import Mapped, MappedArray, forget_pages
 from trainprobe.engine.diff.difference import Difference
 from trainprobe.engine.diff.measure import measure
 from trainprobe.errors import FormatError
@@ -51,6 +54,18 @@ class Outcome:
     failure: str = ""
 
 
+@contextmanager
+def uncollected() -> Generator[None]:
+    """Pause the collection of cyclic garbage: it walks millions of tensors again and again, which form no cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def tasks_of(row: int, overlap: Overlap) -> Iterator[Task]:
     """Cut one overlap into tasks of bounded size."""
     item = overlap.a.piece.source.format.itemsize
@@ -78,8 +93,7 @@ def run(tasks: Sequence[Task], threads: int | None = None, advance: Advance | No
 
     def work(batch: Sequence[Task]) -> list[Outcome]:
         done = [perform(task) for task in batch]
-        for source in {s for task in batch for s in (bottom(task.a.piece.source), bottom(task.b.piece.source))}:
-            release(source)
+        release_all({s for task in batch for s in (bottom(task.a.piece.source), bottom(task.b.piece.source))})
         if advance is not None:
             advance(sum(task.size for task in batch))
         return done
@@ -120,6 +134,28 @@ def bottom(source: Source) -> Source:
 
 def release(source: Source) -> None:
     """Let go of the resident pages of whatever file a source is mapped from."""
-    held = bottom(source)
-    if isinstance(held, Mapped):
-        held.release()
+    release_all([bottom(source)])
+
+
+def release_all(sources: Iterable[Source]) -> None:
+    """Let go of the resident pages of arrays in files; of neighbours in one file at once."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for source in sources:
+        if isinstance(source, MappedArray):
+            spans.setdefault(source.path, []).append((source.start, source.start + source.span))
+        elif isinstance(source, Mapped):
+            source.release()
+    for path, held in spans.items():
+        for start, stop in merged(held, mmap.PAGESIZE):
+            forget_pages(path, start, stop)
+
+
+def merged(spans: Iterable[tuple[int, int]], gap: int) -> list[tuple[int, int]]:
+    """Join spans between which at most `gap` bytes lie, in order; empty ones are left out."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(s for s in spans if s[0] < s[1]):
+        if found and start - found[-1][1] <= gap:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found

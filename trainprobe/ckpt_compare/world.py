@@ -85,9 +85,9 @@ def _serve(mine: Lines, address: tuple[str, int], size: int) -> list[Lines]:
                 waiting.append(peer)
         except TimeoutError as error:
             raise CompareError(f"only {len(waiting)} of {size - 1} other ranks reported within {PATIENCE:.0f} s") from error
-        for peer in waiting:
-            with peer:
-                peer.sendall(json.dumps(shares).encode() + b"\n")
+    for peer in waiting:  # the server is closed: who comes with the next batch waits until it opens again
+        with peer:
+            peer.sendall(json.dumps(shares).encode() + b"\n")
     return shares
 
 

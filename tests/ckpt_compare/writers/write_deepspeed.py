@@ -1,8 +1,8 @@
 """Write DeepSpeed checkpoints on a CPU: ZeRO stages, a pipeline, a mixture of experts. One process a rank.
 
 Every rank sees the same batch, so that the mean over ranks is exact and the weights do not depend on stage or number of ranks.
-Usage: write_deepspeed.py OUT KIND [KIND …]; a KIND is `zero0` … `zero3`, with or without `-bf16` behind it, `pipe2`, `pipe1`
-(which loads the weights of OUT/pipe2), `moe0` or `moe1`.
+Usage: write_deepspeed.py OUT KIND [KIND …]; a KIND is `zero0` … `zero3`, with or without `-bf16` behind it, `tied0` … `tied3`
+(a shared parameter and buffers), `pipe2`, `pipe1` (which loads the weights of OUT/pipe2), `moe0` or `moe1`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,23 @@ class Net(nn.Module):
 
     def forward(self, x, y):
         z = torch.relu(self.fc2(torch.relu(self.norm(self.fc1(x)))))
+        return nn.functional.cross_entropy(self.head(z).float(), y)
+
+
+class Tied(nn.Module):
+    """A head that is the embedding, and buffers: one that is saved and changes with every step, and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(7, 5), nn.Linear(5, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def forward(self, x, y):
+        self.seen[0] += 1
+        z = torch.tanh(self.inner(self.embedding(x.abs().long() % 7)[:, 0]))
         return nn.functional.cross_entropy(self.head(z).float(), y)
 
 
@@ -97,9 +114,9 @@ def groups(net: nn.Module) -> list[dict]:
     ]
 
 
-def zero(out: str, stage: int, dtype: str) -> None:
+def zero(out: str, stage: int, dtype: str, kind: type[nn.Module] = Net) -> None:
     torch.manual_seed(0)
-    net = Net()
+    net = kind()
     engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(groups(net), lr=1e-2), config=config(stage, dtype))
     for step in range(3):
         x, y = batch(step)
@@ -158,6 +175,8 @@ def main() -> None:
         out = f"{root}/{kind}"
         if kind.startswith("zero"):
             zero(out, int(kind[4]), "bf16" if kind.endswith("bf16") else "fp32")
+        elif kind.startswith("tied"):
+            zero(out, int(kind[4:]), "fp32", Tied)
         elif kind.startswith("moe"):
             moe(out, int(kind[3:] or 0))
         else:

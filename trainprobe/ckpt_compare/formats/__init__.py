@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
@@ -21,7 +22,8 @@ from typing import Protocol, cast
 from zipfile import is_zipfile
 
 from trainprobe.ckpt_compare.pieces import Checkpoint
-from trainprobe.ckpt_compare.storage import remarks
+from trainprobe.ckpt_compare.storage import remarks, torch_archive
+from trainprobe.ckpt_compare.work import uncollected
 from trainprobe.errors import FormatError, ProbeError, did_you_mean
 
 
@@ -90,10 +92,23 @@ def _what(file: Path) -> str:
     )
 
 
+def _blame(path: Path, error: Exception) -> str:
+    """Say whether the files are damaged or the reader does not know what is in them, as far as checksums can tell."""
+    said = f"{type(error).__name__}: {error}"
+    if torch_archive.intact(path):
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return (
+            f"its pickles are as torch.save wrote them, so it is this reader that does not know what stands in them ({said} in "
+            f"{Path(frame.filename).name}, line {frame.lineno}); please report it with that line"
+        )
+    return f"it may be damaged ({said})"
+
+
 # what a damaged or hostile file makes a reader raise, beside FormatError
 _DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, MemoryError, OSError)
 
 
+@uncollected()
 def open_checkpoint(path: Path | str, name: str | None = None) -> Checkpoint:
     """Open a checkpoint in whatever format it is (or in the one given by name); raise FormatError where that cannot be done."""
     path = Path(path)
@@ -104,8 +119,7 @@ def open_checkpoint(path: Path | str, name: str | None = None) -> Checkpoint:
         except ProbeError:
             raise
         except _DAMAGED as error:
-            said = f"{type(error).__name__}: {error}"
-            raise FormatError(f"{path} cannot be read{f' as {name}' if name else ''}; it may be damaged ({said})") from error
+            raise FormatError(f"{path} cannot be read{f' as {name}' if name else ''}: {_blame(path, error)}") from error
     return replace(
         found, problems=(*found.problems, *made.problems), warnings=tuple(dict.fromkeys([*found.warnings, *made.warnings]))
     )

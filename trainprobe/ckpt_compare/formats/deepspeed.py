@@ -7,7 +7,7 @@ owns which part of it). Under ZeRO 3 the model files hold no numbers, and the fp
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def open(path: Path) -> Checkpoint:
     tensors += found
     held = {t.name for t in tensors if not t.slot}
     tensors += [replace(t, slot="") for t in found if t.slot == "master" and t.name not in held]
-    tensors += _shared(files, tensors)
+    tensors += aliases([content for _, content in files.models.values()], tensors)
     state = sections(first)
     if steps:
         state["optimizer"] = {"step": one_or_all(steps)}
@@ -203,7 +203,7 @@ def _stage0(files: Files, problems: list[Problem]) -> tuple[list[LogicalTensor],
     tensors: list[LogicalTensor] = []
     steps: set[float] = set()
     name, first = files.models[min(files.models)]
-    module = {clean(k): a.shape for k, a in arrays(first.get("module") or {})}
+    module = _trained(first)
     held: list[tuple[str, Mapping[str, Any], dict[str, Point]]] = []
     if isinstance(first.get("optimizer"), Mapping) and not files.expert_optims:
         held.append((name, first["optimizer"], module))
@@ -221,6 +221,16 @@ def _stage0(files: Files, problems: list[Problem]) -> tuple[list[LogicalTensor],
         steps.update(counts)
         tensors += _fp32_groups(optimizer, list(shapes.items()), where)
     return tensors, sorted(steps)
+
+
+def _trained(content: Mapping[str, Any]) -> dict[str, Point]:
+    """Return name → shape of what an optimizer without ZeRO may have: no buffers, and a shared parameter once."""
+    buffers: set[str] = set(content.get("buffer_names") or ())
+    found: dict[Any, tuple[str, Point]] = {}
+    for key, array in arrays(content.get("module") or {}):
+        if key not in buffers:
+            found.setdefault(array, (clean(key), array.shape))
+    return dict(found.values())
 
 
 def _experts_of(rank: int, optimizer: Mapping[str, Any], module: Mapping[str, Point], files: Files) -> dict[str, Point]:
@@ -246,16 +256,12 @@ def _fp32_groups(optimizer: Mapping[str, Any], shapes: list[tuple[str, Point]], 
     return [whole(n, a, f"{where}: {n} (master)", slot="master") for a, (n, _) in zip(copies, shapes, strict=True)]
 
 
-def _shared(files: Files, tensors: list[LogicalTensor]) -> list[LogicalTensor]:
-    """Give parameters that are another one's alias the same pieces."""
-    held = {t.name: t for t in tensors if not t.slot}
-    found: list[LogicalTensor] = []
-    for _, content in files.models.values():
-        for alias, owner in (content.get("shared_params") or {}).items():
-            if clean(alias) not in held and clean(owner) in held:
-                found.append(replace(held[clean(owner)], name=clean(alias)))
-                held[clean(alias)] = found[-1]
-    return found
+def aliases(models: Sequence[Mapping[str, Any]], tensors: Sequence[LogicalTensor]) -> list[LogicalTensor]:
+    """Return the parameters that model files name as another one's alias and do not hold, with all pieces of that one."""
+    held = {t.name for t in tensors if not t.slot}
+    shared = {clean(k): clean(v) for content in models for k, v in (content.get("shared_params") or {}).items()}
+    lacking = {alias: owner for alias, owner in shared.items() if alias not in held}
+    return [replace(t, name=alias) for alias, owner in lacking.items() for t in tensors if t.name == owner and not t.slot]
 
 
 def sections(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainprobe.ckpt_compare.formats.deepspeed import sections, shapes_of
+from trainprobe.ckpt_compare.formats.deepspeed import aliases, sections, shapes_of
 from trainprobe.ckpt_compare.formats.plain_torch import arrays, clean
 from trainprobe.ckpt_compare.optimizer_names import is_array, one_or_all, scalar
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Point, Problem, Reshaped, Source, gather, whole
@@ -37,7 +37,7 @@ def open(path: Path) -> Checkpoint:
     models = [(f, torch_archive.load(str(f))) for f in sorted(folder.glob("*_model_states.pt"))]
     shapes = {n: s for _, content in models for group in shapes_of(content) for n, s in group.items()}
     steps: set[float] = set()
-    tensors = list(_parameters(folder, shapes, steps, problems))
+    tensors = list(_parameters(folder, shapes, steps, problems, _untrained([content for _, content in models])))
     weights = [
         whole(clean(k), a, f"{f.name}: {k}")
         for f, c in models[:1]
@@ -46,6 +46,7 @@ def open(path: Path) -> Checkpoint:
     ]
     held = {t.name for t in weights}
     weights += [replace(t, slot="") for t in tensors if t.slot == "master" and t.name not in held]
+    weights += aliases([content for _, content in models], [*weights, *tensors])
     state = sections(models[0][1]) if models else {}
     steps |= _common_steps(folder)
     if steps:
@@ -53,11 +54,18 @@ def open(path: Path) -> Checkpoint:
     return Checkpoint(str(path), "deepspeed_universal", gather([*weights, *tensors]), state=state, problems=tuple(problems))
 
 
+def _untrained(models: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the names of buffers and aliases: the converter writes an fp32 file for them too, which no optimizer has."""
+    return {clean(name) for content in models for key in ("buffer_names", "shared_params") for name in content.get(key) or ()}
+
+
 def _parameters(
-    folder: Path, shapes: Mapping[str, Point], steps: set[float], problems: list[Problem]
+    folder: Path, shapes: Mapping[str, Point], steps: set[float], problems: list[Problem], untrained: set[str]
 ) -> Iterator[LogicalTensor]:
     for file in sorted(folder.glob("zero/*/*.pt")):
         name, slot = clean(file.parent.name), "master" if file.stem == "fp32" else file.stem
+        if name in untrained:
+            continue
         try:
             content = torch_archive.load(str(file))
         except FormatError as error:

@@ -49,7 +49,7 @@ def open(path: Path) -> Checkpoint:
         except FormatError as error:
             problems.append(Problem(str(file), str(error)))
             continue
-        tensors += [whole(name, source, f"{file.name}: {name}") for name, source in held.items()]
+        tensors += [whole(name, source, file.name, stored=name) for name, source in held.items()]
         problems += [
             Problem(str(file), f"the index says that it holds {n}, and it does not") for n in sorted(wanted - set(held))
         ]

@@ -61,7 +61,7 @@ def _weights(path: Path, model: Any, mark: str = "") -> list[LogicalTensor]:
     names = [clean(name) for name, _ in held]
     if len(set(names)) < len(names):  # a part of the model itself is called `module`
         names = [name for name, _ in held]
-    return [whole(short + mark, a, f"{path.name}: {name}{mark}") for short, (name, a) in zip(names, held, strict=True)]
+    return [whole(short + mark, a, path.name, stored=name + mark) for short, (name, a) in zip(names, held, strict=True)]
 
 
 def _is_model(key: str, section: Any) -> bool:

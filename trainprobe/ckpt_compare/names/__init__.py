@@ -2,11 +2,12 @@
 
 A rule matches a whole name; `{L}` and `{E}` stand for numbers, any other `{word}` for letters, digits and `_`, and `[model.]`
 for text that may be missing. `to` is the logical name, or a list of them when `by` (a transform, or a list of transforms)
-gives several tensors; `{i}` is then the number of the part. The first rule that matches wins, and a name that no rule knows is
-kept as it is. `when` names a config entry that must be true. `signature` lists patterns that only this family has: where one
-begins in a name, the name proper begins, and what stands before it belongs to a wrapper. Adapters (`…lora_A.default.weight` of
-PEFT) go by the name of what they adapt, and `.base_layer.` is left out. `order` lists the parameters as the
-model defines them, layer by layer, for files that do not keep the order and optimizers that know no names.
+gives several tensors; `{i}` is then the number of the part. The first rule that matches wins, and a name that no rule knows
+is kept as it is. `when` names a config entry that must be true. `signature` lists patterns that only this family has: where
+one begins in a name, the name proper begins, and what stands before it belongs to a wrapper, unless that ends as `outside`
+says: `decoder.` is a part of the model. `extends` names a built-in map whose rules are asked after its own. Adapters
+(`…lora_A.default.weight` of PEFT) go by the name of what they adapt, and `.base_layer.` is left out. `order` lists the
+parameters as the model defines them, layer by layer, for files that do not keep the order and optimizers that know no names.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class NameMap:
     strip: tuple[str, ...]
     rules: tuple[Rule, ...]
     order: tuple[re.Pattern[str], ...] = ()
+    outside: tuple[str, ...] = ()
 
     def stripped(self, name: str) -> str:
         """Return the name without the prefixes that wrappers add."""
@@ -65,8 +67,8 @@ class NameMap:
 
     def wrapper(self, names: Iterable[str]) -> str | None:
         """Return what wrappers put before this family's names (often nothing), or None when these are not its names."""
-        begins = next(((n, m.start()) for n in names for p in self.signature if (m := p.search(n)) is not None), None)
-        return None if begins is None else begins[0][: begins[1]]
+        found = (n[: m.start()] for n in names for p in self.signature if (m := p.search(n)) is not None)
+        return next((prefix for prefix in found if not prefix.endswith(self.outside)), None)
 
 
 def _compile(pattern: str, where: str) -> re.Pattern[str]:
@@ -99,7 +101,21 @@ def read_map(text: str, where: str) -> NameMap:
         raise FormatError(f"{where} is not a name map: it needs `family`, `signature` and a list of `rules`")
     rules = tuple(rule for number, entry in enumerate(data["rules"], 1) for rule in _rules(entry, f"{where}: rule {number}"))
     signature, order = (tuple(_compile(p, where) for p in _strings(data.get(key))) for key in ("signature", "order"))
-    return NameMap(str(data.get("family", where)), signature, _strings(data.get("strip")), rules, order)
+    strip, outside = _strings(data.get("strip")), _strings(data.get("outside"))
+    made = NameMap(str(data.get("family", where)), signature, strip, rules, order, outside)
+    return made if data.get("extends") is None else _extended(made, str(data["extends"]), where)
+
+
+def _extended(made: NameMap, base: str, where: str) -> NameMap:
+    """Return a map whose own rules are asked before those of a built-in one."""
+    files = {f.name.removesuffix(".yaml"): f for f in resources.files(__name__).iterdir() if f.name.endswith(".yaml")}
+    if base not in files:
+        raise FormatError(f"{where} extends {base!r}{did_you_mean(base, list(files))}; there are {', '.join(sorted(files))}")
+    other = read_map(files[base].read_text(encoding="utf-8"), base)
+    return replace(
+        made, strip=(*made.strip, *other.strip), rules=(*made.rules, *other.rules), order=made.order or other.order,
+        outside=(*made.outside, *other.outside),
+    )  # fmt: skip
 
 
 def _rules(entry: Any, where: str) -> list[Rule]:

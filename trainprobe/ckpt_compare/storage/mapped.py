@@ -47,10 +47,21 @@ def _mapping(path: str, *_version: int) -> mmap.mmap:
 
 def extent(numbers: Iterable[Any]) -> Point:
     """Return a shape or strides; raise FormatError for one that no array has."""
-    found = tuple(numbers)
-    if not all(type(n) is int and n >= 0 for n in found) or math.prod(n for n in found if n) > LARGEST:
+    found, elements = tuple(numbers), 1
+    for n in found:
+        if type(n) is not int or n < 0:
+            elements = LARGEST + 1
+            break
+        elements *= n or 1
+    if elements > LARGEST:
         raise FormatError(f"{str(found)[:80]} is the shape of no array")
-    return found
+    return same_tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def same_tuple(shape: Point) -> Point:
+    """Return the same tuple for equal shapes: a million tensors have a few of them."""
+    return shape
 
 
 def forget_pages(path: str, start: int, stop: int) -> None:

@@ -1,15 +1,17 @@
 """The stack machine that a pickle is a program for, written so that a hostile program costs no more than its own length.
 
 It knows the opcodes of protocols 0 to 5 and nothing else: what a name means and what a call gives is decided by `Names`.
-Lengths are checked before anything is read, the memo is a dict (an index costs one entry, whatever its size), and a key is
-hashed only after it has been looked at: tuples that hold the one before twice, sixty levels deep, would be hashed for ever.
-Opcodes: the standard library's `pickletools`.
+Lengths are checked before anything is read. The memo is a dict (an index costs one entry, whatever its size) of the values
+that are fetched again, which `fetched` finds out beforehand: pickles memoize every tuple, and would hold a million tensors'
+tuples until they end. A key is hashed only after it has been looked at: tuples that hold the one before twice, sixty levels
+deep, would be hashed for ever. Opcodes: the standard library's `pickletools`.
 """
 
 from __future__ import annotations
 
 import codecs
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -50,24 +52,25 @@ class Names(Protocol):
 class Machine:
     """Runs one pickle. data: bytes, or a mapped file; at: where it begins. After `run`, `at` is the byte behind it."""
 
-    __slots__ = ("at", "data", "end", "marks", "memo", "names", "stack")
+    __slots__ = ("at", "data", "end", "marks", "memo", "memoized", "names", "stack", "wanted")
 
     def __init__(self, data: Any, names: Names, at: int = 0) -> None:
         self.data, self.names, self.at = data, names, at
         self.end = len(data)
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
+        self.wanted = fetched(data, at)
         self.memo: dict[int, Any] = {}
+        self.memoized = 0  # values that were memoized so far, those that nobody fetches included
 
     def run(self) -> Any:
         """Return the object. Raises FormatError, or what a damaged stream makes Python raise (IndexError, KeyError, …)."""
         data, opcodes = self.data, _OPCODES
-        while True:
-            code = data[self.at]
+        while (code := data[self.at]) != _STOP:
             self.at += 1
-            if code == _STOP:
-                return self.stack.pop()
             opcodes[code](self)
+        self.at += 1
+        return self.stack.pop()
 
     def bytes(self, count: int) -> bytes:
         """Read so many bytes."""
@@ -88,7 +91,17 @@ class Machine:
 
     def number(self, kind: struct.Struct) -> Any:
         """Read one number of fixed size."""
-        return kind.unpack(self.bytes(kind.size))[0]
+        start = self.at
+        self.at = start + kind.size
+        if self.at > self.end:
+            raise FormatError(f"{kind.size} bytes are announced and {self.end - start} are left")
+        return kind.unpack_from(self.data, start)[0]
+
+    def put(self, index: int) -> None:
+        """Memoize the uppermost value under an index, if it is fetched again."""
+        self.memoized += 1
+        if index in self.wanted:
+            self.memo[index] = self.stack[-1]
 
     def marked(self) -> list[Any]:
         """Take everything since the last mark."""
@@ -191,7 +204,7 @@ def _insert(m: Machine, items: list[Any]) -> None:
     if isinstance(target, dict):
         for i in range(0, len(items), 2):
             key = items[i]
-            target[key if type(key) is str else check_key(key)] = items[i + 1]
+            target[sys.intern(key) if type(key) is str else check_key(key)] = items[i + 1]
     else:
         m.names.insert(target, [(check_key(items[i]), items[i + 1]) for i in range(0, len(items), 2)])
 
@@ -266,7 +279,7 @@ def _get(key: Callable[[Machine], int]) -> Callable[[Machine], None]:
 
 def _put(key: Callable[[Machine], int]) -> Callable[[Machine], None]:
     def op(m: Machine) -> None:
-        m.memo[key(m)] = m.stack[-1]
+        m.put(key(m))
 
     return op
 
@@ -277,12 +290,30 @@ def _short_get(m: Machine) -> None:
 
 
 def _short_put(m: Machine) -> None:
-    m.memo[m.data[m.at]] = m.stack[-1]
+    m.put(m.data[m.at])
     m.at += 1
 
 
+def _long_put(m: Machine) -> None:
+    m.put(m.number(_UINT))
+
+
+def _small_number(m: Machine) -> None:
+    m.stack.append(m.data[m.at])
+    m.at += 1
+
+
+def _short_text(m: Machine) -> None:
+    m.stack.append(_text(m, m.number(_UINT)))
+
+
+def _pair(m: Machine) -> None:
+    last = m.stack.pop()
+    m.stack[-1] = (m.stack[-1], last)
+
+
 def _memoize(m: Machine) -> None:
-    m.memo[len(m.memo)] = m.stack[-1]
+    m.put(m.memoized)
 
 
 def _pushes(value: Callable[[Machine], Any]) -> Callable[[Machine], None]:
@@ -312,26 +343,82 @@ _TABLE: dict[bytes, Callable[[Machine], None]] = {
     b"(": _mark, b"0": _pop, b"1": _pop_mark, b"2": _pushes(lambda m: m.stack[-1]),
     b"N": _pushes(lambda _: None), b"\x88": _pushes(lambda _: True), b"\x89": _pushes(lambda _: False),
     b"I": _pushes(_integer_line), b"L": _pushes(_long_line), b"J": _pushes(lambda m: m.number(_INT)),
-    b"K": _pushes(lambda m: m.number(_BYTE)), b"M": _pushes(lambda m: m.number(_SHORT)),
+    b"K": _small_number, b"M": _pushes(lambda m: m.number(_SHORT)),
     b"\x8a": _pushes(lambda m: _long(m, m.number(_BYTE))), b"\x8b": _pushes(lambda m: _long(m, m.number(_INT))),
     b"F": _pushes(lambda m: float(m.line())), b"G": _pushes(lambda m: m.number(_DOUBLE)),
     b"S": _pushes(_string_line), b"V": _pushes(lambda m: m.line().decode("raw-unicode-escape")),
     b"U": _pushes(lambda m: m.bytes(m.number(_BYTE)).decode("latin1")),
     b"T": _pushes(lambda m: m.bytes(m.number(_INT)).decode("latin1")),
-    b"\x8c": _pushes(lambda m: _text(m, m.number(_BYTE))), b"X": _pushes(lambda m: _text(m, m.number(_UINT))),
+    b"\x8c": _pushes(lambda m: _text(m, m.number(_BYTE))), b"X": _short_text,
     b"\x8d": _pushes(lambda m: _text(m, m.number(_LONG))),
     b"C": _pushes(lambda m: m.bytes(m.number(_BYTE))), b"B": _pushes(lambda m: m.bytes(m.number(_UINT))),
     b"\x8e": _pushes(lambda m: m.bytes(m.number(_LONG))), b"\x96": _pushes(lambda m: m.bytes(m.number(_LONG))),
     b"]": _pushes(lambda _: []), b"}": _pushes(lambda _: {}), b")": _pushes(lambda _: ()),
     b"\x8f": _pushes(lambda _: set()), b"l": _pushes(Machine.marked), b"t": _pushes(lambda m: tuple(m.marked())),
     b"d": _pushes(lambda m: _dict_of(m.marked())), b"\x91": _pushes(lambda m: frozenset(map(check_key, m.marked()))),
-    b"\x85": _tuple_of(1), b"\x86": _tuple_of(2), b"\x87": _tuple_of(3),
+    b"\x85": _tuple_of(1), b"\x86": _pair, b"\x87": _tuple_of(3),
     b"a": _append, b"e": _appends, b"s": _set_item, b"u": _set_items, b"\x90": _add_items,
     b"c": _pushes(_name), b"\x93": _stack_name, b"i": _instance, b"o": _object, b"b": _build,
     b"R": _reduce, b"\x81": _reduce, b"\x92": _new_object_with_keywords,
     b"P": _pushes(lambda m: m.names.refer(m.line().decode("ascii"))), b"Q": _pushes(lambda m: m.names.refer(m.stack.pop())),
     b"g": _get(lambda m: int(m.line())), b"h": _short_get, b"j": _get(lambda m: m.number(_UINT)),
-    b"p": _put(lambda m: int(m.line())), b"q": _short_put, b"r": _put(lambda m: m.number(_UINT)), b"\x94": _memoize,
+    b"p": _put(lambda m: int(m.line())), b"q": _short_put, b"r": _long_put, b"\x94": _memoize,
     b"\x80": _skip(1), b"\x95": _skip(8), b"\x97": _out_of_band, b"\x98": _out_of_band,
 }  # fmt: skip
 _OPCODES = [_TABLE.get(bytes([code]), _unknown) for code in range(256)]
+
+
+def _counted(kind: struct.Struct) -> Callable[[Any, int], int]:
+    def skip(data: Any, at: int) -> int:
+        return at + kind.size + max(0, kind.unpack_from(data, at)[0])
+
+    return skip
+
+
+def _lines(count: int) -> Callable[[Any, int], int]:
+    def skip(data: Any, at: int) -> int:
+        for _ in range(count):
+            at = data.find(b"\n", at) + 1
+            if not at:
+                raise ValueError("a line has no end")
+        return at
+
+    return skip
+
+
+# opcode → the byte behind its argument, given the byte behind the opcode
+_SKIPS: dict[int, Callable[[Any, int], int]] = {
+    **{code: _lines(1) for code in b"ILFSVPgp"}, **{code: _lines(2) for code in b"ci"},
+    **{code: _counted(_BYTE) for code in b"U\x8cC\x8a"}, **{code: _counted(_UINT) for code in b"XB"},
+    **{code: _counted(_INT) for code in b"T\x8b"}, **{code: _counted(_LONG) for code in b"\x8d\x8e\x96"},
+}  # fmt: skip
+_WIDTHS = [{**dict.fromkeys(b"Khq\x80", 1), **{77: 2}, **dict.fromkeys(b"Jjr", 4), **dict.fromkeys(b"G\x95", 8)}.get(c, 0)
+           for c in range(256)]  # fmt: skip
+# bytes to the next opcode; 0: see _SKIPS; −1: no opcode
+_NEXT = [-1 if _OPCODES[c] is _unknown else 0 if c in _SKIPS else 1 + _WIDTHS[c] for c in range(256)]
+
+
+def fetched(data: Any, at: int = 0) -> set[int]:
+    """Return the memo's indices that the pickle at a byte ever fetches; of a damaged one those before the damage."""
+    found: set[int] = set()
+    after, end = _NEXT, len(data)
+    try:
+        while at < end:
+            code = data[at]
+            if code in b"hjg.":
+                if code == _STOP:
+                    break
+                found.add(_fetched_index(data, code, at + 1))
+            width = after[code]
+            if width < 0:
+                break
+            at = at + width if width else _SKIPS[code](data, at + 1)
+    except (ValueError, IndexError, struct.error):
+        pass  # the machine meets the same damage, and says so
+    return found
+
+
+def _fetched_index(data: Any, code: int, at: int) -> int:
+    if code == 103:  # g: a line
+        return int(data[at : max(at, data.find(b"\n", at))])
+    return data[at] if code == 104 else _UINT.unpack_from(data, at)[0]

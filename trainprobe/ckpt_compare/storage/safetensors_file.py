@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import math
 import struct
+import sys
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from trainprobe.ckpt_compare.storage import remarks
-from trainprobe.ckpt_compare.storage.mapped import LARGEST, MappedArray
+from trainprobe.ckpt_compare.storage.mapped import LARGEST, MappedArray, same_tuple
 from trainprobe.engine.diff.number_formats import number_format
 from trainprobe.errors import FormatError
 
@@ -45,18 +46,16 @@ def read_safetensors(path: Path) -> tuple[dict[str, MappedArray], dict[str, str]
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict):
         raise FormatError(f"{path} has a damaged safetensors header: its metadata is no object")
-    arrays: dict[str, MappedArray] = {}
-    ends: list[tuple[int, int, str]] = []
-    for name, entry in header.items():
-        arrays[name], start, stop = _array(path, name, entry, first)
-        ends.append((start, stop, name))
-    at = 0
-    for start, stop, name in sorted(ends):
-        if start != at:
-            raise FormatError(f"{path}: {name} begins at byte {start} of the data, and the arrays before it end at {at}")
-        at = stop
-    if first + at < size:  # of one that is too short the arrays that are cut off are told when they are read
-        remarks.fault(str(path), f"holds {size - first - at} bytes behind the last array that its header knows")
+    file = str(path)
+    arrays = {sys.intern(name): _array(file, name, entry, first) for name, entry in header.items()}
+    at = first
+    for name, array in sorted(arrays.items(), key=lambda held: (held[1].start, held[1].span)):
+        if array.start != at:
+            where = f"{name} begins at byte {array.start - first} of the data, and the arrays before it end at {at - first}"
+            raise FormatError(f"{path}: {where}")
+        at += array.span
+    if at < size:  # of one that is too short the arrays that are cut off are told when they are read
+        remarks.fault(file, f"holds {size - at} bytes behind the last array that its header knows")
     return arrays, metadata  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -69,7 +68,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int, int]:
         if length + 8 > size or length > _LARGEST_HEADER:
             raise FormatError(f"{path} is truncated or no safetensors file: {size} bytes, a header of {length} is announced")
         try:
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_hook=_lean)
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{path} has a damaged safetensors header: {error}") from error
     if not isinstance(header, dict):
@@ -77,20 +76,25 @@ def _header(path: Path) -> tuple[dict[str, Any], int, int]:
     return header, 8 + length, size  # pyright: ignore[reportUnknownVariableType]
 
 
-def _array(path: Path, name: str, entry: Any, first: int) -> tuple[MappedArray, int, int]:
-    """Return one array, and where it begins and ends in the data."""
-    held: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = held.get("dtype"), held.get("shape"), held.get("data_offsets")
-    if not (isinstance(dtype, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
+def _lean(entry: dict[str, Any]) -> Any:
+    """Turn an object that describes an array into a tuple while the header is read: a million of them weigh a fifth."""
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if isinstance(dtype, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2:
+        return sys.intern(dtype), same_tuple(tuple(shape)), *offsets
+    return entry
+
+
+def _array(path: str, name: str, entry: Any, first: int) -> MappedArray:
+    if not isinstance(entry, tuple):
         raise FormatError(f"{path}: {name} needs `dtype`, `shape` and `data_offsets`, and has {str(entry)[:200]}")
+    dtype, shape, start, stop = entry  # pyright: ignore[reportUnknownVariableType]
     if dtype not in _DTYPES:
         raise FormatError(f"{path}: {name} has number format {dtype}, which is not known here")
     fmt = number_format(_DTYPES[dtype])
-    start, stop = offsets
     if math.prod(shape) * fmt.itemsize != stop - start or math.prod(n for n in shape if n) > LARGEST:
         taken = math.prod(shape) * fmt.itemsize
-        raise FormatError(f"{path}: {name} of shape {shape} {dtype} takes {taken} bytes, not {stop - start}")
-    return MappedArray(str(path), first + start, tuple(shape), fmt), start, stop
+        raise FormatError(f"{path}: {name} of shape {list(shape)} {dtype} takes {taken} bytes, not {stop - start}")
+    return MappedArray(path, first + start, shape, fmt)
 
 
 def _are_counts(numbers: Any) -> TypeGuard[list[int]]:

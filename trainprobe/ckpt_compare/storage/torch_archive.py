@@ -12,6 +12,7 @@ import struct
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from trainprobe.ckpt_compare.pieces import Point
 from trainprobe.ckpt_compare.storage.inert_pickle import DtypeName, read_pickle, read_pickle_at
 from trainprobe.ckpt_compare.storage.inert_pickle import leaves as leaves
 from trainprobe.ckpt_compare.storage.mapped import HeldArray, MappedArray, extent, mapping
+from trainprobe.ckpt_compare.storage.torch_zip import Places, TorchZip
 from trainprobe.engine.diff.number_formats import number_format
 from trainprobe.errors import FormatError
 
@@ -35,7 +37,6 @@ _STORAGES = {
 
 LARGEST_REPEAT = 1 << 28  # bytes of a tensor that shows the elements of its storage more than once
 _DAMAGED_ZIP = (zipfile.BadZipFile, KeyError, EOFError, struct.error, OSError, ValueError, RuntimeError, OverflowError)
-Places = dict[str, tuple[int, int]]  # storage → first byte in the file, bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,11 @@ class ShardedTensor:
 
 def _tensor(storage: _Storage, offset: int, size: Point, stride: Point, *_: Any, dtype: str | None = None) -> MappedArray:
     fmt = number_format(dtype or storage.dtype)
-    if storage.key not in storage.places:
+    place = storage.places.get(storage.key)
+    if place is None:
         raise FormatError(f"{storage.path} lacks the data of storage {storage.key}: the file is truncated, copy it again")
     shape, stride = extent(size), extent(stride)
-    first, held = storage.places[storage.key]
+    first, held = place
     start = offset * fmt.itemsize
     array = MappedArray(storage.path, first + start, shape, fmt, None if _row_major(shape, stride) else stride)
     if start < 0 or start + array.span > held:
@@ -132,9 +134,8 @@ def is_torch_file(path: str) -> bool:
         with Path(path).open("rb") as file:
             head = file.read(20)
         if head[:4] == b"PK\x03\x04":
-            with zipfile.ZipFile(path) as archive:
-                return _pickle_in(archive) is not None
-    except _DAMAGED_ZIP:
+            return bool(_archive(path).pickled)
+    except (FormatError, *_DAMAGED_ZIP):
         return False
     return head[:1] == b"\x80" and _LEGACY_MAGIC.to_bytes(10, "little") in head
 
@@ -155,10 +156,24 @@ def mentions(path: str, word: bytes) -> bool:
     if mapping(path)[:4] != b"PK\x03\x04":
         return mapping(path).find(word) >= 0
     try:
-        with zipfile.ZipFile(path) as archive:
-            pickled = _pickle_in(archive)
-            return pickled is not None and word in _member(archive, pickled)
-    except _DAMAGED_ZIP:
+        archive = _archive(path)
+        return archive.holds(archive.pickled, word)
+    except (FormatError, *_DAMAGED_ZIP):
+        return False
+
+
+def intact(path: Path, most: int = 64) -> bool:
+    """Whether a file, or each of the torch files in a folder (at most `most`), has the checksum that torch.save wrote.
+
+    False, too, where there is none to tell it by: the layout before torch 1.6 and the pickles of others have no checksum.
+    """
+    found = (
+        [path] if path.is_file() else [p for p in islice(path.rglob("*"), 1000) if p.suffix in (".pt", ".pth", ".bin", ".ckpt")]
+    )
+    try:
+        archives = [_archive(str(file)) for file in found[:most]]
+        return bool([archive.read(archive.pickled) for archive in archives])
+    except (FormatError, *_DAMAGED_ZIP):
         return False
 
 
@@ -183,7 +198,11 @@ def load_part(path: str, start: int, length: int) -> Any:
 
 def load_bytes(data: bytes, where: str) -> Any:
     """Return what torch.save wrote into a byte string; its tensors are held in memory."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+    try:
+        opened = zipfile.ZipFile(io.BytesIO(data))
+    except zipfile.BadZipFile as error:
+        raise FormatError(f"{where} is no torch archive: {error}") from error
+    with opened as archive:
         pickled = _pickle_in(archive)
         if pickled is None:
             raise FormatError(f"{where} is not a torch archive")
@@ -201,69 +220,20 @@ def load_bytes(data: bytes, where: str) -> Any:
         return read_pickle(_member(archive, pickled), where, {**_REBUILD, "torch._utils._rebuild_tensor_v2": tensor}, storage)
 
 
-class _Section(io.RawIOBase):
-    """A part of a mapped file that zipfile can seek in."""
-
-    def __init__(self, path: str, start: int, length: int) -> None:
-        self._held, self._start, self._length, self._at = mapping(path), start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        at = (0, self._at, self._length)[whence] + offset
-        if at < 0:
-            raise OSError("a place before the beginning of the file")
-        self._at = at
-        return at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        stop = self._length if size is None or size < 0 else min(self._length, self._at + size)  # pyright: ignore[reportUnnecessaryComparison]
-        data = self._held[self._start + self._at : self._start + stop]
-        self._at = max(self._at, stop)
-        return data
+def _archive(path: str) -> TorchZip:
+    return TorchZip(path, 0, len(mapping(path)))
 
 
 def _zip_load(path: str, start: int, length: int) -> Any:
     try:
-        with zipfile.ZipFile(_Section(path, start, length)) as archive:  # pyright: ignore[reportArgumentType]
-            pickled = _pickle_in(archive)
-            if pickled is None:
-                raise FormatError("it is a zip file without a data.pkl: not written by torch.save")
-            root = pickled[: -len("data.pkl")]
-            _refuse_big_endian(archive, root)
-            places = _places(archive, root, path, start)
-            data = _member(archive, pickled)
+        archive = TorchZip(path, start, length)
+        places = archive.places()
+        data = archive.read(archive.pickled)
     except FormatError as error:
-        raise FormatError(f"{path}: {error}") from error
+        raise FormatError(f"{path} is damaged, truncated, or was not written by torch.save: {error}") from error
     except _DAMAGED_ZIP as error:
         raise FormatError(f"{path} is damaged or truncated ({error}): copy it again") from error
     return read_pickle(data, path, _REBUILD, _storage_finder(path, places))
-
-
-def _refuse_big_endian(archive: zipfile.ZipFile, root: str) -> None:
-    if f"{root}byteorder" in archive.NameToInfo and _member(archive, f"{root}byteorder") != b"little":
-        raise FormatError("it holds big-endian numbers: save it again on a little-endian machine")
-
-
-def _places(archive: zipfile.ZipFile, root: str, path: str, start: int) -> Places:
-    """Return where each storage lies. The local header repeats the name and may be padded, so it is read."""
-    held, places = mapping(path), Places()
-    for info in archive.infolist():
-        if not info.filename.startswith(f"{root}data/"):
-            continue
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise FormatError("it is a compressed zip archive: torch.save never writes one, save it again")
-        header = start + info.header_offset
-        name, extra = struct.unpack("<HH", held[header + 26 : header + 30])
-        places[info.filename.removeprefix(f"{root}data/")] = header + 30 + name + extra, info.file_size
-    return places
 
 
 def _storage_finder(path: str, places: Places) -> Callable[[Any], _Storage]:
@@ -301,7 +271,7 @@ def _legacy_load(path: str) -> Any:
     keys, end = read_pickle_at(held, end, path)
     if not isinstance(keys, (list, tuple)) or any(str(key) not in dtypes for key in keys):  # pyright: ignore
         raise FormatError(f"{path} is damaged: its list of storages does not fit its tensors")
-    places.update(_legacy_places(path, end, [(str(key), dtypes[str(key)]) for key in keys]))  # pyright: ignore
+    _legacy_places(places, path, end, [(str(key), dtypes[str(key)]) for key in keys])  # pyright: ignore
     return read_pickle_at(held, at, path, _REBUILD, finder)[0]
 
 
@@ -309,14 +279,15 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-def _legacy_places(path: str, start: int, storages: list[tuple[str, str]]) -> Places:
-    held, places = mapping(path), Places()
+def _legacy_places(places: Places, path: str, start: int, storages: list[tuple[str, str]]) -> None:
+    """Note where the storages behind the object lie: a count of elements and the elements, one after the other."""
+    held = mapping(path)
     for key, dtype in storages:
         if start + 8 > len(held):
             raise FormatError(f"{path} is truncated before storage {key}: copy it again")
         (count,) = struct.unpack("<q", held[start : start + 8])
         if count < 0:
             raise FormatError(f"{path} is damaged: storage {key} has {count} elements")
-        places[key] = start + 8, count * number_format(dtype).itemsize
-        start += 8 + places[key][1]
-    return places
+        size = count * number_format(dtype).itemsize
+        places.add(key, start + 8, size)
+        start += 8 + size

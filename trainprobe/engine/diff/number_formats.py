@@ -37,7 +37,7 @@ class NumberFormat:
     @property
     def itemsize(self) -> int:
         """Bytes an element takes."""
-        return np.dtype(self.storage).itemsize
+        return _ITEMSIZES[self.storage]
 
     @property
     def epsilon(self) -> float:
@@ -68,6 +68,7 @@ _ALL = (
     NumberFormat("bool", "u1"),
 )
 FORMATS: dict[str, NumberFormat] = {f.name: f for f in _ALL}
+_ITEMSIZES = {f.storage: np.dtype(f.storage).itemsize for f in _ALL}
 
 
 def number_format(name: str) -> NumberFormat:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 from trainprobe.engine.diff.difference import Difference
@@ -19,6 +20,7 @@ VERDICTS: tuple[Verdict, ...] = ("identical", "rounding", "suspicious", "bug")
 SUSPICIOUS = 10.0  # times the floor; below it a longer reduction than assumed may be the cause
 
 
+@lru_cache(maxsize=256)
 def noise_floor(a: NumberFormat, b: NumberFormat, reduction: int = 1) -> float:
     """Return the relative l2 difference that rounding alone explains.
 

@@ -1,0 +1,77 @@
+"""Train and save with Megatron-LM itself on a CPU: its parser, its `pretrain` and its `save_checkpoint`.
+
+`megatron.training` is in no package. PYTHONPATH must hold a checkout (`git clone --branch core_v0.16.1
+https://github.com/NVIDIA/Megatron-LM`) behind the installed megatron-core, and six and triton, which it imports. The command
+line is that of `pretrain_gpt.py`. What the tests keep in data/megatron_lm was written by one process with
+
+    --num-layers 3 --hidden-size 48 --ffn-hidden-size 72 --num-attention-heads 6 --group-query-attention --num-query-groups 2
+    --seq-length 16 --max-position-embeddings 16 --vocab-size 119 --make-vocab-size-divisible-by 8
+    --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-3 --lr-decay-style cosine --mock-data --num-workers 0
+    --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --no-bias-swiglu-fusion --no-rope-fusion --no-bias-dropout-fusion --swiglu --normalization RMSNorm
+    --position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear --use-cpu-initialization
+    --no-async-tensor-model-parallel-allreduce --distributed-backend gloo --attention-dropout 0 --hidden-dropout 0
+    --eval-iters 0 --eval-interval 100 --save-interval 3 --log-interval 1 --exit-signal-handler --ckpt-format torch --save DIR
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import warnings
+from pathlib import Path
+
+warnings.filterwarnings("ignore")
+import torch  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "megatron_cpu"))
+import megatron_on_cpu  # noqa: E402
+
+megatron_on_cpu.install()
+
+
+def allow_no_device() -> None:
+    """Answer what `pretrain` asks about a GPU before it trains; no number that it trains with is touched."""
+    import megatron.training.arguments as arguments
+    import megatron.training.initialize as initialize
+    import megatron.training.training as training
+    import megatron.training.utils as utils
+    from megatron.core.datasets import utils as datasets
+
+    training.initialize_megatron = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda *_, **__: None
+    torch.cuda.get_device_capability = lambda *_, **__: (9, 0)
+    torch.cuda.memory_stats = lambda *_, **__: {}
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used"):
+        setattr(torch.cuda, name, lambda *_, **__: 0)
+    datasets.compile_helpers = lambda: None  # the wheel holds the compiled helpers and no Makefile
+    for module in (utils, arguments):
+        if hasattr(module, "get_device_arch_version"):
+            module.get_device_arch_version = lambda: 9
+    initialize.fused_kernels.load = lambda _: None  # which nvcc compiles
+    if hasattr(initialize, "_warmup_jit_function"):
+        initialize._warmup_jit_function = lambda: None
+
+
+def main() -> None:
+    import pretrain_gpt
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+
+    allow_no_device()
+    pretrain_gpt.train_valid_test_datasets_provider.is_distributed = True
+    pretrain(
+        pretrain_gpt.train_valid_test_datasets_provider,
+        functools.partial(pretrain_gpt.model_provider, pretrain_gpt.gpt_builder),
+        ModelType.encoder_or_decoder,
+        pretrain_gpt.forward_step,
+        args_defaults={"tokenizer_type": "NullTokenizer"},
+        get_embedding_ranks=pretrain_gpt.get_embedding_ranks,
+    )
+    os._exit(0)  # its background writers outlive the last checkpoint by seconds
+
+
+if __name__ == "__main__":
+    main()
