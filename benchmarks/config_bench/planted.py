@@ -184,7 +184,7 @@ SWITCHES = (
     ),
     _switch("fast paths off", "torch.backends.mha.set_fastpath_enabled(False)", r"fast.?path"),
     _switch("threads", "torch.set_num_threads(2)", r"threads.*1 and 2"),
-    _switch("mkldnn off", "torch.backends.mkldnn.flags(enabled=False).__enter__()", r"mkldnn"),
+    _switch("mkldnn off", "torch.backends.mkldnn.set_flags(False)", r"mkldnn"),
     _switch("denormals flushed", "torch.set_flush_denormal(True)", r"denormal"),
     edit(
         "compiled",

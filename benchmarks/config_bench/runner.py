@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from benchmarks.config_bench.case import Case, Edit
 
 ROOT = Path(__file__).resolve().parents[2]
+FORK = False  # whether trainings without variables of their own begin in copies of this process, which has imported torch
 TRAINING = Path(__file__).parent / "training"
 
 
@@ -37,11 +42,49 @@ def train(folder: Path, variables: Mapping[str, str], distributions: Mapping[str
     paths = [str(ROOT), *([str(site)] if distributions else []), *filter(None, [variables.get("PYTHONPATH", "")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables, "PYTHONPATH": os.pathsep.join(paths)}
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "TRAINPROBE_ON_ERROR": "raise"}
+    if not variables and not distributions and FORK:
+        _in_a_fork(folder, lambda: _run_script(["train.py", *arguments]))
+    else:
+        _in_a_new_interpreter(folder, environment, arguments)
+    return next(folder.glob("*/pack.zip"))
+
+
+def _in_a_new_interpreter(folder: Path, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
     command = [sys.executable, "train.py", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600)
     if done.returncode:
         raise RuntimeError(f"{folder}: {done.stderr[-3000:]}")
-    return next(folder.glob("*/pack.zip"))
+
+
+def _in_a_fork(folder: Path, work: Callable[[], None]) -> None:
+    """Do some work in a copy of this process, whose output goes to `output` in the folder; the copy never returns."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with (folder / "output").open("w") as output, redirect_stdout(output), redirect_stderr(output):
+                os.chdir(folder)
+                try:
+                    work()
+                    code = 0
+                except SystemExit as end:
+                    code = int(end.code or 0)
+                except BaseException:  # noqa: BLE001
+                    traceback.print_exc()
+                atexit._run_exitfuncs()
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        raise RuntimeError(f"{folder}: {(folder / 'output').read_text()[-3000:]}")
+
+
+def _run_script(words: list[str]) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        del sys.modules[name]  # a training of its own has not imported this bench
+    sys.argv = words
+    sys.path.insert(0, str(Path.cwd()))
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def run_pair(case: Case, folder: Path, bases: dict[str, Path]) -> tuple[Path, Path]:

@@ -16,6 +16,9 @@ class Block(torch.nn.Module):
     def forward(self, x):
         return x + self.down(torch.relu(self.up(x)))
 
+def loader(data):
+    return make(data, num_workers=2, batch_size=8)
+
 def load(path="data/lines.txt"):
     with open("/data/a/corpus.txt") as file:
         return [line for line in file if line]
@@ -38,6 +41,7 @@ def changed(old: str, new: str) -> set[str]:
         ("with open", 'self.log.debug("%s", 1)\n    with open'),
         ('"/data/a/corpus.txt"', "'/mnt/elsewhere/corpus.txt'"),
         ("RATE = 0.1", "RATE = 1e-1"),
+        ("num_workers=2", "num_workers=4"),
     ],
 )
 def test_comments_layout_output_and_paths_do_not_count(old, new):
@@ -50,6 +54,8 @@ def test_comments_layout_output_and_paths_do_not_count(old, new):
         ("x + self.down", "x - self.down", "Block.forward"),
         ("torch.relu(self.up(x))", "torch.relu(self.up(x), True)", "Block.forward"),
         ("width = 4", "width = 5", "Block"),
+        ("batch_size=8", "batch_size=4", "loader"),
+        ("num_workers=2, ", "num_workers=count(), ", "loader"),
         ("torch.nn.Module", "torch.nn.Sequential", TOP),
         ("RATE = 0.1", "RATE = 0.2", TOP),
         ("if line]", "if not line]", "load"),

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from trainprobe.config_check.names import load_names
+
 _SKIPPED = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 _PATH = re.compile(r"(?:~|\.{1,2})?/[^\s]*|[A-Za-z]:\\[^\s]*")
 _LOGGERS = re.compile(r"_?(?:log|logger|logging|console|warnings|tqdm)", re.I)
@@ -19,9 +21,10 @@ TOP = "(top level)"
 def code_hashes(text: str) -> dict[str, str]:
     """Return qualified name → 16 hexadecimal digits for functions and methods, classes without them, and what stands outside.
 
-    A function inside another belongs to it. What has no effect beyond output (`print`, calls of loggers) is not in the hash,
-    and texts that are absolute or relative paths count as equal. The order of definitions does not matter. Raises SyntaxError
-    or ValueError for what is not Python.
+    A function inside another belongs to it. What has no effect beyond output (`print`, calls of loggers) is not in the hash.
+    Texts that are absolute or relative paths count as equal, and so do constants given for settings of `speed` in names.yaml,
+    which are captured by value (`num_workers=4`). The order of definitions does not matter. Raises SyntaxError or ValueError
+    for what is not Python.
     """
     return {name: _hash(nodes) for name, nodes in _pieces(ast.parse(text).body, "") if nodes}
 
@@ -73,8 +76,11 @@ def _write(value: Any, parts: list[str]) -> None:
     """Write a syntax tree as words; empty fields, which differ between versions of Python, are left out."""
     if isinstance(value, ast.AST):
         parts.append(type(value).__name__)
+        captured = (
+            isinstance(value, ast.keyword) and isinstance(value.value, ast.Constant) and load_names().is_speed(value.arg or "")
+        )
         for name, inner in ast.iter_fields(value):
-            if name not in _SKIPPED and inner is not None and inner != []:
+            if name not in _SKIPPED and inner is not None and inner != [] and not (captured and name == "value"):
                 parts.append(name)
                 _write(inner, parts)
     elif isinstance(value, list):

@@ -32,7 +32,7 @@ def model_state(models: list[Any], compiled_with: dict[int, str]) -> dict[str, d
             found["evaluation"][name] = type(module).__name__
         if hooks := [*_hooks(module, HOOKS)]:
             found["hooks"][f"module {name}"] = ", ".join(hooks)
-        if "forward" in vars(module):
+        if "forward" in vars(module) and not is_compiled(module):
             found["methods"][name] = str(plain(vars(module)["forward"]))
         if is_compiled(module):
             found["compiled"][name] = compiled_with.get(id(module), "")

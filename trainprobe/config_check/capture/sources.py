@@ -22,14 +22,14 @@ def source_files(models: list[Any]) -> list[tuple[str, Path]]:
 
     A source is named by its module (`pkg/data.py`), and the script by its own name.
     """
-    loaded: list[Any] = list(sys.modules.values())
-    own = {m.__name__: m for m in loaded if isinstance(m, ModuleType) and is_own(m)}
-    script = own.pop("__main__", None)
+    loaded: dict[str, Any] = dict(sys.modules)
+    script = loaded.pop("__main__", None)
+    own = {name: m for name, m in loaded.items() if isinstance(m, ModuleType) and m.__name__ != "__main__" and is_own(m)}
     written = {c.__module__ for model in models for m in model.modules() for c in type(m).__mro__}
     kept = [n for n in sorted(written) if n in sys.modules and n.partition(".")[0] not in (_VERSIONED | _OTHERS)]
     ordered: dict[str, Any] = {**{n: sys.modules[n] for n in kept if n != "__main__"}, **dict(sorted(own.items()))}
     files = [(f"{name.replace('.', '/')}.py", Path(module.__file__)) for name, module in ordered.items() if _file(module)]
-    main = Path(script.__file__) if script is not None and script.__file__ else None
+    main = Path(script.__file__) if script is not None and is_own(script) else None
     return files if main is None else [(main.name, main), *((n, p) for n, p in files if p != main)]
 
 

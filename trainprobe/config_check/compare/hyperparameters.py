@@ -194,7 +194,7 @@ def _finding(d: _Difference, where: str) -> list[Finding]:
                 d.level,
                 f"{_name(item)} is only in {side}: {shown(item.value)}{where}",
                 f"lone {item.kind} {item.number} {item.key}",
-                ("key function", "key class") if item.kind in _OF_OBJECTS else (),
+                ("key function", "key class", "key scheduler.class") if item.kind in _OF_OBJECTS else (),
             )
         ]
     setting = load_names().setting(d.left.key)

@@ -202,7 +202,7 @@ def _other_count(call: _Call, x: Mapping[int, int], y: Mapping[int, int]) -> Fin
     if x and y:  # how often both sides call it follows from whatever else differs
         return Finding("error", text, "random counts", ("",))
     if call.function.rsplit(".", 1)[-1] in _SHUFFLES:
-        return Finding("error", text, "random calls", (*_LOADING, "dataset order", "model"))
+        return Finding("error", text, "random calls", (*_LOADING, "dataset order", "model", "mode"))
     return Finding("error", text, "random calls", (*_LOADING, "model", "mode", "methods"))
 
 
@@ -304,6 +304,7 @@ def _flags(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tup
             text = f"{name if '.' in name else name.replace('_', ' ')} differs: {shown(x)} and {shown(y)}"
             explained = ("variable OMP_NUM_THREADS", "variable MKL") if name == "threads" else ()
             explained = (*explained, f"flag {row['follows']}") if "follows" in row else explained
+            explained = (*explained, "mode") if name == "autocast" else explained  # there was no forward in training mode
             found.append(Finding(level, text, f"flag {name}", explained))
     return found
 
