@@ -202,7 +202,7 @@ SWITCHES = (
         '    model.compile(backend="aot_eager")\n    return model\n',
         r"^[^;]*compile",
     ),
-    edit("compiler backend", "switches", TRAIN, '"eager"', '"aot_eager"', r"compile.*eager and aot_eager", _COMPILED),
+    edit("compiler backend", "switches", TRAIN, '"eager"', '"aot_eager"', r"compile.*=eager and backend=aot_eager", _COMPILED),
     edit(
         "one block compiled",
         "switches",
