@@ -1,6 +1,6 @@
 """Makes the table of docs/foreign_programs.md of what the last runs of the programs showed.
 
-python -m tests.foreign.table             # after `make test-foreign-all`
+python -m tests.foreign.table             # after `make test-foreign-all`; a program that has not run keeps its row
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ END = "<!-- end of the table -->"
 HEAD = "| program | package | what it is | updates | steps recorded | bits | findings |\n|---|---|---|---|---|---|---|"
 
 
-def table() -> str:
-    """Return the table of all programs that have a result."""
-    lines = [_line(program, json.loads(path.read_text())) for program in PROGRAMS if (path := _result(program)).is_file()]
-    missing = [program.name for program in PROGRAMS if not _result(program).is_file()]
+def table(before: str = "") -> str:
+    """Return the table of all programs. before: an earlier table, whose rows stay for programs that have no result now."""
+    known = {row.split()[1].rstrip(":"): row for row in before.splitlines() if row.startswith("| ")}
+    rows = {p.name: _line(p, json.loads(_result(p).read_text())) for p in PROGRAMS if _result(p).is_file()}
+    lines = [line for p in PROGRAMS if (line := rows.get(p.name, known.get(p.name)))]
+    missing = [p.name for p in PROGRAMS if p.name not in rows and p.name not in known]
     text = "\n".join([HEAD, *lines])
     return text + (f"\n\nWithout a result in this table: {', '.join(missing)}." if missing else "")
 
@@ -56,7 +58,8 @@ def main() -> None:
     """Write the table into the page."""
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    earlier, after = rest.split(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(earlier)}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

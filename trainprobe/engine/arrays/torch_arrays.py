@@ -47,6 +47,7 @@ __all__ = [
     "reason_without_statistics",
 ]
 
+_MANY = 1 << 31  # elements of an expanded tensor that are walked
 _SUSPECT = 1 << 40  # addresses below may be an offset into freed storage: looked at twice
 _NATIVE_CODES: dict[torch.dtype, int] = (
     {getattr(torch, name): code for name, code in _native.DTYPES.items() if hasattr(torch, name)} if _native else {}
@@ -93,7 +94,8 @@ class TorchStrip:
                 if address > _SUSPECT and not t.is_nested and not (code in _COMPLEX_CODES and t.is_conj()):
                     if t.is_contiguous():
                         return self._add_native(address, code, t.numel(), None, self._flags)
-                    return self._add_native(address, code, t.shape, t.stride(), self._flags)
+                    if not (self._flags & (CHECKSUM | CRC32) and t.numel() > _MANY and reason_without_statistics(t)):
+                        return self._add_native(address, code, t.shape, t.stride(), self._flags)
         except (KeyError, RuntimeError):
             pass  # no fast way for this dtype or kind of tensor
         return self._add_by_torch(t)
@@ -199,10 +201,15 @@ def _reason(t: Tensor) -> str:
     if t.numel() == 0:
         return ""
     try:
-        freed = t.untyped_storage().data_ptr() == 0
+        storage = t.untyped_storage()
+        freed = storage.data_ptr() == 0
     except (RuntimeError, NotImplementedError):
-        freed = True
-    return "no data behind it now (freed, or a wrapper without storage)" if freed else ""
+        return "no data behind it now (freed, or a wrapper without storage)"
+    if freed:
+        return "no data behind it now (freed, or a wrapper without storage)"
+    if t.numel() > _MANY and t.numel() * t.element_size() > 16 * storage.nbytes():
+        return f"expanded: {t.numel()} elements over {storage.nbytes()} bytes of memory, which would take too long to walk"
+    return ""
 
 
 def _torch_func_wrapper(t: Tensor) -> str:

@@ -86,6 +86,16 @@ static Slot *slot_of(Tape *self, long kinds) {
 
 static int is_complex(int code) { return code == D_C32 || code == D_C64 || code == D_C128; }
 
+/* Whether an expanded tensor has more elements than a fingerprint can walk: torch_arrays.py says so of it. */
+static int is_endless(const Geometry *at) {
+    int64_t n = 1, repeats = 0;
+    for (int i = 0; i < at->nd; i++) {
+        n = at->sizes[i] && n > INT64_MAX / at->sizes[i] ? INT64_MAX : n * at->sizes[i];
+        repeats |= at->strides && at->strides[i] == 0 && at->sizes[i] > 1;
+    }
+    return repeats && n > (int64_t)1 << 31;
+}
+
 /* Fill a job for the kernel. 1: done, 0: not for the kernel, -1: an exception is set. */
 static int job_of(PyObject *t, Geometry *at, int code, long kinds, Job *job) {
     int yes;
@@ -93,6 +103,7 @@ static int job_of(PyObject *t, Geometry *at, int code, long kinds, Job *job) {
     if ((yes = geometry_on_host(t, at)) <= 0) return yes;
     if ((yes = tensor_is_resolved(t, is_complex(code))) <= 0) return yes;
     job->data = at->data, job->dtype = code, job->flags = (int)kinds;
+    if ((kinds & (CHECKSUM | CRC32)) && is_endless(at)) return 0;
     if (geometry_is_contiguous(at)) {
         int64_t n = 1, step = 1;
         for (int i = 0; i < at->nd; i++) n *= at->sizes[i];
