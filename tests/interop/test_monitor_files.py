@@ -108,7 +108,7 @@ def numbers_that_differ(there: Table, here: Table) -> Counter[str]:
     return +counts
 
 
-def test_the_files_of_the_monitor_have_the_names_columns_and_numbers_of_the_other_tool(tmp_path):
+def test_the_files_of_the_monitor_have_the_names_columns_and_numbers_of_the_other_tool(tmp_path: Path) -> None:
     theirs, their_sums = files(str(PEER), "msprobe", tmp_path / "theirs")
     ours, our_sums = files(sys.executable, "trainprobe", tmp_path / "ours")
     assert their_sums == our_sums
