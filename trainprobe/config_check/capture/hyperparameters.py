@@ -178,7 +178,7 @@ def _model(model: Any, name: str) -> list[dict[str, Any]]:
                 values = plain(held.to_dict()) if hasattr(held, "to_dict") else plain(held)
                 found.append(source("model settings", f"{name}.{attribute}", flat(values) if isinstance(values, dict) else {}))
         if values := wrapper_values(inner):
-            found.append(source("model settings", type(inner).__name__, flat(values)))
+            found.append(source("wrapper", type(inner).__name__, flat(values)))
         inner = vars(inner).get("_modules", {}).get("module") or vars(inner).get("_modules", {}).get("_orig_mod")
         if inner is None:
             break

@@ -27,6 +27,7 @@ _KINDS = {
     "yaml": "YAML file",
     "json": "JSON file",
     "loader": "data loader",
+    "wrapper": "data-parallel wrapper",
     "clipping": "gradient clipping",
     "scaler": "loss scaler",
     "optimizer": "optimizer",
@@ -156,7 +157,8 @@ def _differences(left: dict[Any, _Item], right: dict[Any, _Item], same_size: boo
                 continue
             matched |= {id(a), id(b)}
         key = (a or b).key  # pyright: ignore[reportOptionalMemberAccess]
-        if names.follows_rank_count(key) and not same_size:
+        wrapper = (a or b).kind == "wrapper"  # pyright: ignore[reportOptionalMemberAccess]
+        if (wrapper or names.follows_rank_count(key)) and not same_size:
             continue
         level: Level = (
             "note" if names.is_place(key) or names.is_speed(key) else "error" if a is not None and b is not None else "warning"
