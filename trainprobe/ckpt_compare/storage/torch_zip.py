@@ -69,8 +69,8 @@ class Places:
         """Turn the places of local headers into those of the data behind them: the name and its padding vary in length."""
         held = mapping(path)
         headers = np.frombuffer(self._starts, np.uint64).astype(np.int64)
-        if headers.size and int(headers.max()) + 30 > len(held):
-            raise FormatError("a local header lies behind the end of the file")
+        if headers.size and not 0 <= int(headers.min()) <= int(headers.max()) <= len(held) - 30:
+            raise FormatError("a local header lies outside of the file")
         raw = np.frombuffer(held, np.uint8)
         for first in range(0, headers.size, _AT_ONCE):
             some = headers[first : first + _AT_ONCE]
