@@ -13,7 +13,7 @@ from tests.distributed.launch import launch
 from tests.monitor.audit.train_shards import FAULTY, FLIPPED
 
 SCRIPT = str(Path(__file__).with_name("train_shards.py"))
-FAULTS = ("healthy", "hybrid", "drift", "data", "norm", "moments", "copy", "moment_copy", "decay_copy")
+FAULTS = ("healthy", "hybrid", "drift", "data", "norm", "moments", "copy", "moment_copy", "decay_copy", "same_pieces")
 pytestmark = pytest.mark.slow
 
 
@@ -70,3 +70,10 @@ def test_copies_of_a_piece_that_come_apart_in_an_update_are_found_in_that_update
 def test_every_rank_finds_what_is_wrong_on_all_of_them_at_once(ranks, fault, rule):
     for told in found(ranks)[fault]:
         assert told[0][:2] == [rule, 2], told
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pieces_that_begin_alike_on_all_ranks_are_named_on_each(ranks):
+    for told in found(ranks)["same_pieces"]:
+        assert [finding[:3] for finding in told] == [["distinct_pieces", 0, FLIPPED]], told
+        assert f"ranks {', '.join(map(str, range(ranks)))} hold different pieces of {FLIPPED}" in told[0][3]

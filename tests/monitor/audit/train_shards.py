@@ -3,6 +3,7 @@
 train_shards.py FOLDER FAULT…    faults: healthy, drift (a shard is written to), data (the same on all ranks), norm (of the own
 shards alone), moments (lost). They begin at step 2. hybrid: healthy, on two replicas of what the other ranks shard; copy and
 moment_copy: there, a bit of a weight, or of a moment, of the last rank is flipped; decay_copy: its updates decay weights more.
+same_pieces: healthy, but that each rank begins with the first one's piece of a weight.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def train(fault: str, folder: Path) -> list[list]:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    if fault == "same_pieces":
+        dist.broadcast(dict(model.named_parameters())[FLIPPED].to_local().detach(), 0)
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     plan = {"level": "off", "sinks": [], "output": str(folder / f"{fault} out"), "audit": {"every": 1}}

@@ -1,0 +1,61 @@
+"""Different pieces of one tensor have different elements.
+
+Relation: of two ranks that are told to hold different rectangles of one weight (tensor parallel, FSDP2, ZeRO 3), each of at
+least 64 elements that are not all the same number, the values do not have the same fingerprint. Tolerance none. Told as a
+warning, because weights may be made so on purpose.
+Usually caused by ranks that draw their pieces from the same random state: a column-parallel layer then has the same columns on
+each rank, they get the same gradients, and the layer stays as narrow as one rank's part of it. Also by a checkpoint whose one
+shard was loaded on every rank. Random numbers cannot violate this, nor can zeros or ones.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.monitor.audit.messages import digest, key_of
+
+COST = frozenset({"fingerprints", "ranks"})
+EVERY = 10
+STAGE = "set-up"
+_ELEMENTS = 64  # fewer may well be alike
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find the weights of which another rank holds the same numbers as another piece."""
+    same = {name: ranks for name in evidence.tensors.with_slot("value") if (ranks := _ranks_with_the_same(evidence, name))}
+    if not same:
+        return []
+    first, *_ = same
+    ranks = ", ".join(map(str, sorted({evidence.place.rank, *same[first]})))
+    text = (
+        f"ranks {ranks} hold different pieces of {and_more(list(same), len(evidence.tensors.names))}, and the pieces are equal "
+        "to the bit"
+    )
+    return [
+        evidence.finding(
+            "distinct_pieces",
+            text,
+            first,
+            measured="one fingerprint",
+            expected="one for each piece",
+            floor=0.0,
+            severity="warning",
+            next="give each rank of the group a random state of its own where it makes its piece, or load its own shard",
+            names=list(same),
+        )
+    ]
+
+
+def _ranks_with_the_same(evidence: Evidence, name: str) -> list[int]:
+    """Return the other ranks whose piece of a weight is another one and has the same elements."""
+    seen, key, share = evidence.tensors, key_of(name, "value"), key_of(name, "grad")
+    rectangle, fingerprint = seen.pieces.get((name, "value"), ""), seen.checksum(name, "value")
+    if not rectangle or fingerprint is None or seen.number(name, "value", "count") < _ELEMENTS:
+        return []
+    if seen.number(name, "value", "min") == seen.number(name, "value", "max"):
+        return []
+    own = digest(rectangle)
+    others = (
+        peer for peer in evidence.peers if peer.rank != evidence.place.rank and share in peer.gradients and key in peer.rows
+    )
+    return [peer.rank for peer in others if peer.gradients[share].piece not in (0, own) and peer.rows[key][0] == fingerprint]
