@@ -122,7 +122,7 @@ def deepspeed(written, require) -> Path:
     two = ["zero0", "zero1", "zero2", "zero3", "zero1-bf16", "zero3-bf16", "moe0", "moe1", "tied0", "tied1", "tied2", "tied3"]
     launch(2, script, str(root / "two"), *two)
     launch(2, script, str(root / "two"), "pipe2")
-    launch(1, script, str(root / "one"), "zero0", "zero1", "zero3")
+    launch(1, script, str(root / "one"), "zero0", "zero1", "zero3", "tied0", "tied3")
     launch(1, script, str(root / "two"), "pipe1")
     for kind in ("zero2", "zero3", "tied2", "tied3"):
         convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]

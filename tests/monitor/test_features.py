@@ -281,7 +281,7 @@ def test_every_key_has_a_docstring():
 @pytest.mark.parametrize(
     "where", ["attention.of_logits", "weight_spectra.spectrum", "number_formats.limits_under", "dead_units.dead_share"]
 )
-def test_a_fault_of_a_feature_ends_the_tool_and_not_the_training(tmp_path, monkeypatch, where, capsys):
+def test_a_fault_of_a_feature_changes_nothing_of_the_training(tmp_path, monkeypatch, where, capsys):
     def broken(*args, **kwargs):
         raise ZeroDivisionError("planted")
 
@@ -293,7 +293,9 @@ def test_a_fault_of_a_feature_ends_the_tool_and_not_the_training(tmp_path, monke
     if where == "dead_units.dead_share":  # what one value costs is that value and a note
         assert findings == [] and any("planted" in note for reel in reels for note in reel.notes)
         return
-    assert [f.rule for f in findings] == ["guard"] and "planted" in findings[0].message
-    assert reels == [None, None, None]
+    in_forward = where == "attention.of_logits"  # which ends the tool; a kind that fails as the step begins costs itself alone
+    assert [f.rule for f in findings] == ["guard" if in_forward else "probe"] and "planted" in findings[0].message
+    assert reels == [None, None, None] if in_forward else all(reel is not None and reel.features for reel in reels)
     assert functions == [torch.nn.functional.scaled_dot_product_attention, torch.nn.Module._call_impl, torch.softmax]
-    assert "the training goes on unobserved" in capsys.readouterr().err
+    said = "the training goes on unobserved" if in_forward else "is left out from here on, everything else goes on"
+    assert said in capsys.readouterr().err

@@ -28,6 +28,7 @@ from trainprobe.monitor.frames import (
     Bools,
     Frame,
     Tracks,
+    dimensions_of,
     with_scalars,
 )
 
@@ -84,7 +85,8 @@ class _Segment:
         self._words: dict[str, list[str]] = {name: table[name].chunk(0).dictionary.to_pylist() for name in _WORDS}
         self._value = _numbers(table["value"], np.nan)
         self._kind = {name: self._codes["kind"] == _index(self._words["kind"], name) for name in _NO_VALUE}
-        self._is_value = (_numbers(table["count"], 0) > 0) & ~np.any(list(self._kind.values()), axis=0)
+        self._has_spot = ~np.any([rows for kind, rows in self._kind.items() if kind != "feature"], axis=0)
+        self._is_value = (_numbers(table["count"], 0) > 0) & self._has_spot & ~self._kind["feature"]
         self._spots = self._number_spots()
         self._bad = _badness(table)
         self._statistics = _statistics(table)
@@ -99,7 +101,7 @@ class _Segment:
     def _number_spots(self) -> I64:
         """Return the number of the spot of each row that has one, [rows]; 0 elsewhere."""
         table = self._table
-        rows = np.flatnonzero(self._is_value | self._kind["feature"])
+        rows = np.flatnonzero(self._has_spot)
         call = _numbers(table["call"], 0).astype(np.int64)[rows]
         key = call.copy()
         for name in _WORDS:
@@ -111,7 +113,7 @@ class _Segment:
             phase, kind, name, slot = (self._words[word][self._codes[word][row]] for word in _WORDS)
             spot = Spot(cast(Phase, phase), kind_of_spot(kind), name, int(call[first[i]]), slot)
             shape, dtype = table["shape"][row].as_py(), table["dtype"][row].as_py()
-            numbers[i] = self._tracks.spot(spot, len(orjson.loads(shape)) if shape else 0, dtype or "")
+            numbers[i] = self._tracks.spot(spot, dimensions_of(orjson.loads(shape)) if shape else 0, dtype or "")
         spots = np.zeros(table.num_rows, np.int64)
         spots[rows] = numbers[inverse.reshape(-1)]
         return spots

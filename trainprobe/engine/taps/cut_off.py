@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class CutOff:
         self._known, self._replaced = {}, []
 
     def _watched(self, original: Any, told: Callable[[Any, Any], None]) -> Any:
+        @wraps(original)  # ops are named by it
         def function(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             if not function.ended and not torch.compiler.is_compiling():  # type: ignore[attr-defined]

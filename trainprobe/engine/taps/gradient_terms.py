@@ -7,6 +7,7 @@ parameter, without a graph, are the functions replaced of which penalties are ma
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class GradientTerms:
         return self._behind if self._used else ""
 
     def _watched(self, original: Any) -> Any:
+        @wraps(original)  # ops are named by it
         def grad(*args: Any, **kwargs: Any) -> Any:
             watch = not grad.ended and torch.is_grad_enabled() and not torch.compiler.is_compiling()  # type: ignore[attr-defined]
             outputs, inputs = (args[i] if len(args) > i else kwargs.get(name) for i, name in enumerate(("outputs", "inputs")))

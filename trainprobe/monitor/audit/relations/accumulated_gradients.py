@@ -22,9 +22,9 @@ STAGE = "backward"
 def check(evidence: Evidence) -> list[Finding]:
     """Find gradients that were added up over different weights."""
     mixed = evidence.facts.mixed
-    if not mixed:
+    names = [name for name in mixed if name not in evidence.facts.left]  # `cleared_gradients` tells of those
+    if not names:
         return []
-    names = list(mixed)
     text = (
         f"the update of {and_more(names, len(evidence.model.parameters))} used a gradient that adds up backward passes from "
         f"before and after weights were changed: the older part has norm {mixed[names[0]]:.6g} and belongs to another loss or "

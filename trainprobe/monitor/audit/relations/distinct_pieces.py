@@ -11,7 +11,7 @@ shard was loaded on every rank. Random numbers cannot violate this, nor can zero
 from __future__ import annotations
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more
+from trainprobe.monitor.audit.evidence import Evidence, along, and_more
 from trainprobe.monitor.audit.messages import digest, key_of
 
 COST = frozenset({"fingerprints", "ranks"})
@@ -54,8 +54,9 @@ def _ranks_with_the_same(evidence: Evidence, name: str) -> list[int]:
         return []
     if seen.number(name, "value", "min") == seen.number(name, "value", "max"):
         return []
-    own = digest(rectangle)
-    others = (
-        peer for peer in evidence.peers if peer.rank != evidence.place.rank and share in peer.gradients and key in peer.rows
-    )
+    mine = next(peer for peer in evidence.peers if peer.rank == evidence.place.rank) if evidence.peers else None
+    if mine is None or share not in mine.gradients or mine.gradients[share].piece != digest(rectangle):
+        return []  # what the ranks tell is how its gradient is cut, and that is another way
+    own, copies = digest(rectangle), {peer.rank for peer in along(evidence, evidence.over(name, "value"))}
+    others = (peer for peer in evidence.peers if peer.rank not in copies and share in peer.gradients and key in peer.rows)
     return [peer.rank for peer in others if peer.gradients[share].piece not in (0, own) and peer.rows[key][0] == fingerprint]

@@ -1,8 +1,8 @@
 """A plateau scheduler lowers the rate when its metric gets worse or stays, and not when it gets better.
 
 Relation: where `ReduceLROnPlateau` has lowered the rate twice or more since its first call, its metric was at some time better
-than at that call, in the direction that it was told (`mode`), or it was never beyond that value in the other direction.
-Tolerance none. Told as a warning.
+than at that call, in the direction that it was told (`mode`), or it never went a tenth of that value in the other direction.
+Told as a warning.
 Usually caused by an accuracy or another score that is handed to a scheduler whose mode is "min", which is the default: the
 better the model, the smaller its rate. A validation loss that rises from the first evaluation on violates it too, and is worth
 a look; a metric that improves once cannot.
@@ -18,6 +18,7 @@ COST = frozenset({"host"})
 EVERY = 10
 STAGE = "rate"
 _REDUCTIONS = 2
+_FAR = 0.1  # of the first value: a metric that only shakes has no direction
 
 
 def check(evidence: Evidence) -> list[Finding]:
@@ -50,5 +51,5 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def _is_wrong(plateau: Plateau) -> bool:
     improved = plateau.low < plateau.first if plateau.mode == "min" else plateau.high > plateau.first
-    other = plateau.high > plateau.first if plateau.mode == "min" else plateau.low < plateau.first
-    return plateau.reductions >= _REDUCTIONS and other and not improved
+    other = plateau.high - plateau.first if plateau.mode == "min" else plateau.first - plateau.low
+    return plateau.reductions >= _REDUCTIONS and other > _FAR * abs(plateau.first) and not improved
