@@ -1,8 +1,8 @@
 """A plateau scheduler lowers the rate when its metric gets worse or stays, and not when it gets better.
 
 Relation: where `ReduceLROnPlateau` has lowered the rate twice or more since its first call, its metric was at some time better
-than at that call, in the direction that it was told (`mode`), or it never went a tenth of that value in the other direction.
-Told as a warning.
+than at that call, in the direction that it was told (`mode`), or it went no more than 3 % of that value in the other direction,
+as a metric that shakes does. Told as a warning.
 Usually caused by an accuracy or another score that is handed to a scheduler whose mode is "min", which is the default: the
 better the model, the smaller its rate. A validation loss that rises from the first evaluation on violates it too, and is worth
 a look; a metric that improves once cannot.
@@ -18,7 +18,7 @@ COST = frozenset({"host"})
 EVERY = 10
 STAGE = "rate"
 _REDUCTIONS = 2
-_FAR = 0.1  # of the first value: a metric that only shakes has no direction
+_FAR = 0.03  # of the first value: a metric that only shakes has no direction
 
 
 def check(evidence: Evidence) -> list[Finding]:
