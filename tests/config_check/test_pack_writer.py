@@ -120,6 +120,7 @@ def test_a_pack_of_an_earlier_run_is_not_merged(tmp_path):
     rank_file(tmp_path, 0)
     time.sleep(0.05)
     begun = time.time()
+    time.sleep(0.05)  # the clock of files lags behind by some milliseconds
     rank_file(tmp_path, 1)
     assert merge_ranks(tmp_path / "pack.zip", 2, since=begun) == [0]
 
