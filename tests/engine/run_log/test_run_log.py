@@ -185,7 +185,10 @@ def test_whole_batches_are_read_after_kill_9_and_the_next_run_goes_on_behind_the
     process = subprocess.Popen(run, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
-    time.sleep(random.Random(moment).uniform(0.4, 1.2))
+    deadline = time.monotonic() + 30
+    while not steps_in(tmp_path / "rank0") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(random.Random(moment).uniform(0.0, 0.8))
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=10)
 
