@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainprobe.engine.console import Console
 from trainprobe.engine.legacy_config import is_of_monitor
 from trainprobe.engine.plan_file import read_plan_file
 from trainprobe.engine.plan_loading import load_plan
@@ -55,7 +56,7 @@ class TrainerMon:
         self._reel: Reel | None = None
         if not place_from_environment().rank:
             for note in self.plan.notes:
-                sys.stderr.write(f"trainprobe: {note}\n")
+                Console().line(note)
 
     def set_monitor(
         self,

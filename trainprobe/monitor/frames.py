@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from trainprobe.engine.stats.partials import all_finite, column
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[Any]
 
 
 class Track(NamedTuple):
@@ -167,7 +168,8 @@ def frame_of_reel(reel: Reel, tracks: Tracks) -> Frame:
         there = np.ones((len(rows), len(numbers)), dtype=bool)
         there[:, -1] = taken  # of a value whose checksum was not asked for, there is none
         at, values = at[there.reshape(-1)], values[there.reshape(-1)]
-    bad = np.full(len(partials), FINE, np.uint8) if all_finite(partials) else _bad(partials)
+    counts = (column(partials, name) for name in ("neginf", "posinf", "nan"))
+    bad = np.full(len(partials), FINE, np.uint8) if all_finite(partials) else badness(*counts)
     series = [f for f in reel.features if f.edges is None]
     if series:
         more = tracks.of_features(tuple((f.name, f.slot, f.call, f.numbers.size) for f in series), series)
@@ -175,9 +177,9 @@ def frame_of_reel(reel: Reel, tracks: Tracks) -> Frame:
     return with_scalars(reel.step, reel.place, tracks, (at, values, spots, bad), reel.scalars, reel.complete)
 
 
-def _bad(partials: F64) -> U8:
-    masked, infinite, nan = (column(partials, name) > 0 for name in ("neginf", "posinf", "nan"))
-    return np.where(nan, NOT_A_NUMBER, np.where(infinite, INFINITE, np.where(masked, MASKED, FINE))).astype(np.uint8)
+def badness(neginf: Numbers, posinf: Numbers, nan: Numbers) -> U8:
+    """Return how bad each value is, uint8 [n], by how many of its elements are -inf, +inf and NaN, [n] each."""
+    return np.where(nan > 0, NOT_A_NUMBER, np.where(posinf > 0, INFINITE, np.where(neginf > 0, MASKED, FINE))).astype(np.uint8)
 
 
 def _with_features(tracks: Tracks, at: I64, values: F64, features: Sequence[tuple[Spot, float]]) -> tuple[I64, F64]:

@@ -18,16 +18,12 @@ from trainprobe.engine.run_log.read import Bound, read_tables, steps_of
 from trainprobe.engine.run_log.schema import kind_of_spot
 from trainprobe.monitor.frames import (
     F64,
-    FINE,
     I64,
-    INFINITE,
-    MASKED,
-    NOT_A_NUMBER,
     SHORT,
-    U8,
     Bools,
     Frame,
     Tracks,
+    badness,
     dimensions_of,
     with_scalars,
 )
@@ -88,7 +84,7 @@ class _Segment:
         self._has_spot = ~np.any([rows for kind, rows in self._kind.items() if kind != "feature"], axis=0)
         self._is_value = (_numbers(table["count"], 0) > 0) & self._has_spot & ~self._kind["feature"]
         self._spots = self._number_spots()
-        self._bad = _badness(table)
+        self._bad = badness(*(_numbers(table[name], 0) for name in ("neginf", "posinf", "nan")))
         self._statistics = _statistics(table)
         self._taken = table["checksum"].is_valid().to_numpy()
 
@@ -177,8 +173,3 @@ def _statistics(table: pa.Table) -> dict[str, F64]:
     found["zero_share"] = _numbers(table["zero"], 0) / np.maximum(_numbers(table["count"], 1), 1)
     found["checksum"] = (_numbers(table["checksum"], 0) & np.uint64(SHORT)).astype(np.float64)
     return found
-
-
-def _badness(table: pa.Table) -> U8:
-    masked, infinite, nan = (_numbers(table[name], 0) > 0 for name in ("neginf", "posinf", "nan"))
-    return np.where(nan, NOT_A_NUMBER, np.where(infinite, INFINITE, np.where(masked, MASKED, FINE))).astype(np.uint8)

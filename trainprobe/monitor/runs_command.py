@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from trainprobe.engine.dumps.layout import find_steps
-from trainprobe.engine.findings import with_last_counts
 from trainprobe.errors import FormatError
 from trainprobe.monitor.run_folder import find_logs, read_findings
 
@@ -90,7 +89,7 @@ def _describe(run: Path, logs: list[Path]) -> Run:
         max(steps, default=None),
         len(dumped),
         sum(file.stat().st_size for file in run.rglob("*") if file.is_file()),
-        dict(Counter(finding.severity for finding in with_last_counts(found))),
+        dict(Counter(finding.severity for finding in found)),
     )
 
 
@@ -98,7 +97,8 @@ def _steps(log: Path) -> list[int]:
     if log.is_dir():
         from trainprobe.engine.run_log.read import read_tables
 
-        return [step for table in read_tables(log, bounds=[("kind", "==", "step")]) for step in table["step"].to_pylist()]
+        tables = read_tables(log, ["kind"], [("kind", "==", "step")])
+        return [step for table in tables for step in table["step"].to_pylist()]
     with log.open("rb") as lines:
         return [int(orjson.loads(line)["step"]) for line in lines if line.endswith(b"\n")]
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from trainprobe.engine.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, and_more
-from trainprobe.monitor.audit.messages import digest, key_of
+from trainprobe.monitor.audit.messages import key_of
+from trainprobe.monitor.audit.relations.replicas import piece_of
 
 COST = frozenset({"fingerprints", "ranks"})
 EVERY = 10
@@ -22,6 +23,8 @@ _ELEMENTS = 64  # fewer may well be alike
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the weights of which another rank holds the same numbers as another piece."""
+    if len(evidence.peers) < 2:
+        return []
     same = {name: ranks for name in evidence.tensors.with_slot("value") if (ranks := _ranks_with_the_same(evidence, name))}
     if not same:
         return []
@@ -49,14 +52,14 @@ def check(evidence: Evidence) -> list[Finding]:
 def _ranks_with_the_same(evidence: Evidence, name: str) -> list[int]:
     """Return the other ranks whose piece of a weight is another one and has the same elements."""
     seen, key, share = evidence.tensors, key_of(name, "value"), key_of(name, "grad")
-    rectangle, fingerprint = seen.pieces.get((name, "value"), ""), seen.checksum(name, "value")
-    if not rectangle or fingerprint is None or seen.number(name, "value", "count") < _ELEMENTS:
+    fingerprint = seen.checksum(name, "value")
+    if fingerprint is None or seen.number(name, "value", "count") < _ELEMENTS:
         return []
     if seen.number(name, "value", "min") == seen.number(name, "value", "max"):
         return []
-    mine = next(peer for peer in evidence.peers if peer.rank == evidence.place.rank) if evidence.peers else None
-    if mine is None or share not in mine.gradients or mine.gradients[share].piece != digest(rectangle):
-        return []  # what the ranks tell is how its gradient is cut, and that is another way
-    own, copies = digest(rectangle), {peer.rank for peer in along(evidence, evidence.over(name, "value"))}
+    own = piece_of(evidence, name, "value")
+    if not own:
+        return []
+    copies = {peer.rank for peer in along(evidence, evidence.over(name, "value"))}
     others = (peer for peer in evidence.peers if peer.rank not in copies and share in peer.gradients and key in peer.rows)
     return [peer.rank for peer in others if peer.gradients[share].piece not in (0, own) and peer.rows[key][0] == fingerprint]

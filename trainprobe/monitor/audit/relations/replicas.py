@@ -61,17 +61,17 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def group_of(evidence: Evidence, name: str, slot: str) -> list[Peer]:
     """Return the ranks that hold the same tensor as this one."""
-    key, share, piece = key_of(name, slot), key_of(name, "grad"), _piece(evidence, name, slot)
+    key, share, piece = key_of(name, slot), key_of(name, "grad"), piece_of(evidence, name, slot)
     line = [peer for peer in along(evidence, copied_over(evidence, name, slot)) if key in peer.rows]
     return [peer for peer in line if share in peer.gradients and peer.gradients[share].piece == piece] if piece else line
 
 
 def copied_over(evidence: Evidence, name: str, slot: str) -> frozenset[str]:
     """Return the axes along which the ranks lie that may hold the same tensor as this one."""
-    return evidence.over(name, slot) | (_DATA if _piece(evidence, name, slot) else frozenset())
+    return evidence.over(name, slot) | (_DATA if piece_of(evidence, name, slot) else frozenset())
 
 
-def _piece(evidence: Evidence, name: str, slot: str) -> int:
+def piece_of(evidence: Evidence, name: str, slot: str) -> int:
     """Return the digest of the piece that a tensor is; 0: it is whole, or what the ranks told is how another one is cut."""
     pieces = evidence.tensors.pieces
     rectangle = pieces.get((name, slot), pieces.get((name, "value"), ""))
