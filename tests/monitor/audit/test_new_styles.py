@@ -16,7 +16,7 @@ from trainprobe.monitor.audit.evidence import Evidence, Past, Tensors
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.peers import Peer
 from trainprobe.monitor.audit.plan import AuditPlan
-from trainprobe.monitor.audit.relations import reduced_gradients
+from trainprobe.monitor.audit.relations import reduced_gradients, reported_loss
 
 torch.set_num_threads(1)
 
@@ -223,3 +223,12 @@ def test_another_divisor_of_all_gradients_is_told_and_the_factor_of_a_loop_that_
     past = Past(divisor=(0.5, 1, 3))
     found = reduced_gradients.check(Evidence(9, place, facts, Tensors(), AuditPlan(), peers=peers, replicated=over, past=past))
     assert [f.site.name for f in found] == ["a"] * alarms
+
+
+@pytest.mark.parametrize(("losses", "reported", "alarms"), [((3.0, 3.0), 3.0, 0), ((1.0, 3.0), 2.0, 0), ((1.0, 3.0), 3.0, 1)])
+def test_a_mean_that_the_last_micro_batch_happens_to_equal_is_not_taken_for_it_alone(losses, reported, alarms):
+    """On two ranks nobody knows whether two micro-batches or two ranks are averaged over."""
+    place = Place(0, 2, {"dp": (0, 2)})
+    facts = StepFacts(ModelFacts(), ModelFacts(), batches=(1, 2), differentiated=losses, updates=1)
+    evidence = Evidence(9, place, facts, Tensors(), AuditPlan(), scalars={"loss": reported})
+    assert ["last of 2 micro-batches" in f.message for f in reported_loss.check(evidence)] == [True] * alarms

@@ -4,7 +4,7 @@ Relation: with ℓᵢ the numbers that the n backward passes of a step begin fro
 their sum, or the mean or sum of that over the dp and cp ranks, or one of them where they belong to several models. Told are
 
     Σℓᵢ = n R          for one pass a micro-batch: the gradient is that of a sum, and the report that of the mean
-    R = n ℓₙ, or ℓₙ    and not Σℓᵢ: the report is that of the last micro-batch alone
+    R = n ℓₙ, or ℓₙ    and neither Σℓᵢ nor its mean: the report is that of the last micro-batch alone
     R = Σ ℓᵢ sᵢ        with the loss scale as sᵢ for some i and 1 for the others: these were not scaled
     R = Σ ℓᵢ 2^kᵢ      with unequal kᵢ of -1, 0 and 1, where there is a loss scale: it changed within the step
     R was one of these at three audited steps in a row before, and is none of them now
@@ -49,7 +49,8 @@ def check(evidence: Evidence) -> list[Finding]:
         return [_summed(evidence, n, totals[0], reported)]
     if any(_near(total, reported, size) for total in totals):
         return []
-    if per_micro and any(_near(part, reported, size) for part in (n * losses[-1], losses[-1])):
+    mean = any(_near(total, n * reported, size) for total in totals)  # what the last one alone may happen to be, too
+    if per_micro and not mean and any(_near(part, reported, size) for part in (n * losses[-1], losses[-1])):
         return [_last_alone(evidence, n, totals[0], reported)]
     unscaled = _not_scaled(evidence, losses, reported)
     if unscaled:
