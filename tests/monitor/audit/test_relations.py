@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 from tests.monitor.audit.trained import audited
+from trainprobe.monitor.audit.relations.gradient_norm import _format_of
 
 
 def rules(found):
@@ -127,3 +130,10 @@ def test_a_relation_with_an_unknown_name_is_refused_with_the_nearest_one(tmp_pat
 def test_the_audit_reads_nothing_at_steps_at_which_nothing_is_due(tmp_path):
     torch.manual_seed(0)
     assert audited(tmp_path, steps=3, every=50) == []
+
+
+def test_a_norm_that_float16_cannot_hold_causes_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _format_of(123456.789) == 0.0
+        assert _format_of(0.0999755859375) == 2**-11

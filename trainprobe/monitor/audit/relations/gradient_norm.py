@@ -74,8 +74,9 @@ def _floor(evidence: Evidence, told: float) -> float:
 
 def _format_of(told: float) -> float:
     """Return half a unit in the last place of the shortest format that holds a number as it is; 0 for 32 bits and more."""
-    bits = int(np.float32(told).view(np.uint32))
-    return 0.0 if bits & 0xFFFF and float(np.float16(told)) != told else HALF_UNITS["float16" if bits & 0xFFFF else "bfloat16"]
+    with np.errstate(over="ignore"):  # what is too large for a format is infinite there, and not equal
+        bits, half = int(np.float32(told).view(np.uint32)), float(np.float16(told))
+    return 0.0 if bits & 0xFFFF and half != told else HALF_UNITS["float16" if bits & 0xFFFF else "bfloat16"]
 
 
 def _of_each_call(evidence: Evidence) -> list[tuple[float, float]]:
