@@ -27,6 +27,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "migrate": ("trainprobe.engine.migrate_command:migrate", "write the plan that a config.json of mindstudio-probe means"),
     "report": ("trainprobe.monitor.report_command:report", "one self-contained HTML page of a run"),
     "judge": ("trainprobe.monitor.judge_command:judge", "the findings of a run, recorded and worked out again"),
+    "nan-trace": ("trainprobe.monitor.nan_trace.command:nan_trace", "which call, rank and step made the first NaN or infinity"),
     "top": ("trainprobe.monitor.top_command:top", "live terminal view of a run"),
     "runs": ("trainprobe.monitor.runs_command:runs", "the runs in a folder: ranks, steps, size, findings"),
     "black-box": ("trainprobe.monitor.black_box.black_box_command:black_box", "the last steps before something happened"),

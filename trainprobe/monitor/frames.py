@@ -317,7 +317,9 @@ def _watched(numbers: Mapping[str, float | int]) -> dict[str, float]:
 
 
 def _badness(numbers: Mapping[str, float | int]) -> int:
+    both = numbers.get("min") == -math.inf and numbers.get("max") == math.inf  # the mean of which is NaN
     told = [float(numbers[name]) for name in ("max", "min", "mean", "norm", "absmax", "value") if name in numbers]
+    told = [x for x in told if not (both and math.isnan(x))]
     if numbers.get("nan") or any(math.isnan(x) for x in told):
         return NOT_A_NUMBER
     if not (numbers.get("inf") or any(math.isinf(x) for x in told)):

@@ -22,7 +22,7 @@ import numpy as np
 
 from trainprobe.engine.addresses import Spot
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.frames import INFINITE, NOT_A_NUMBER, Bools, Frame
+from trainprobe.monitor.frames import INFINITE, MASKED, NOT_A_NUMBER, Bools, Frame
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions, Severity
 from trainprobe.monitor.scalar_names import role_of, scalar
@@ -35,6 +35,7 @@ _ENTERS = {
 _MAKERS = frozenset(
     {"tensor", "as_tensor", "scalar_tensor", "full", "full_like", "new_full", "new_tensor", "empty", "empty_like", "new_empty"}
 ) | {"empty_strided", "new_empty_strided", "empty_permuted"}  # the last ones hand out memory as it is
+_MASKING = frozenset({"masked_fill", "where", "fill", "triu", "tril", "index_fill", "scatter", "setitem", "copy"})
 _PASS = {"forward": "forward pass", "recompute": "recomputed forward pass", "backward": "backward pass"}
 
 
@@ -68,6 +69,12 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
         return []
     after = "; the loss scaler skips such a step and lowers the scale" if scaled else ""
     return [_finding(frame, bad, options.severity if grave else "info", after)]
+
+
+def that_matter(frame: Frame) -> Bools:
+    """Return which values of a step are not finite and reach something, or may: constants and masks do not count."""
+    bad = frame.bad >= INFINITE
+    return np.zeros_like(bad) if _stays_inside(frame, bad) else _of_interest(frame, Memory(), bad)
 
 
 def _stays_inside(frame: Frame, bad: Bools) -> bool:
@@ -170,6 +177,8 @@ def _finding(frame: Frame, bad: Bools, severity: Severity, after: str) -> Findin
 def _next(spot: Spot, step: int) -> str | None:
     if spot.phase == "forward" and _enters(spot):
         return f"look at the batch of step {step}, and at what prepares it"
+    if spot.kind == "collective":
+        return "`trainprobe nan-trace {output}` names the rank that made it"
     if spot.kind == "op":
         return (
             f"look at the inputs of this op in {{output}}/step{step}/rank*/dump.json, and at its call in stack.json beside it"
@@ -189,17 +198,32 @@ def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Spot, str]:
     ordered = [(entered, result) for result, entered_bad, entered in _calls(spots, bad) if not entered_bad]
     if _came_in(paired, first_bad):
         ordered = [(entered, result) for entered, result in ordered if entered and _of_forward(result)]
-    if first_bad.kind == "parameter" and first_bad.phase == "forward":
-        return first_bad, "it was not finite before the step began: the update of an earlier step wrote it"
+    weight = next((spot for spot, b in paired if b and spot.kind == "parameter" and spot.phase == "forward"), None)
+    if weight is not None:  # no call of the step makes one, and whatever uses it is not finite either
+        return weight, "it was not finite before the step began: the update of an earlier step wrote it"
     between = _between_the_passes(paired, first_bad)
     if between is not None:
         return between
     if not ordered:
         return first_bad, "it was there when the step first looked, so it came in with the data or from an earlier step"
     inner = _innermost(ordered[0][1], [result for _, result in ordered])
+    if (lowest := _minus_infinity_before(frame, spots, inner)) is not None:
+        return lowest, "its inputs were finite and it gave minus infinity, of which what comes next makes the rest"
     if inner.kind == "op" and inner.phase == "forward" and spots.index(inner) > _ends(spots):
         return inner, "it arose behind the backward pass, before the update: in clipping or what the optimizer prepares"
     return inner, _how(inner, next(entered for entered, result in ordered if result == inner), any(map(_of_forward, spots)))
+
+
+def _minus_infinity_before(frame: Frame, spots: list[Spot], origin: Spot) -> Spot | None:
+    """Return the op that made the minus infinity which `origin` is given, unless that is a mask: the logarithm of a zero."""
+    masked = (frame.bad == MASKED).tolist()
+    given = [b for spot, b in zip(spots, masked, strict=True) if _owner(spot) == _owner(origin) and _enters(spot)]
+    if origin.kind != "op" or not any(given):
+        return None
+    end = spots.index(origin)
+    made = [spot for spot, entered_bad, entered in _calls(spots[:end], masked[:end]) if entered and not entered_bad]
+    made = [spot for spot in made if spot.kind == "op"]
+    return None if not made or any(spot.name.rpartition(".")[2].strip("_") in _MASKING for spot in made) else made[-1]
 
 
 def _ends(spots: list[Spot]) -> int:
@@ -214,6 +238,11 @@ def _of_forward(spot: Spot) -> bool:
 def _enters(spot: Spot) -> bool:
     """Tell whether a value is one that a call is given."""
     return spot.slot.split(".")[0] in _ENTERS.get(spot.phase, ())
+
+
+def is_given(spot: Spot) -> bool:
+    """Tell whether a value was there before any call of the step could make it: what a call is given, or a weight."""
+    return _enters(spot) or (spot.kind == "parameter" and spot.phase == "forward")
 
 
 def _came_in(paired: list[tuple[Spot, bool]], first_bad: Spot) -> bool:
@@ -268,6 +297,8 @@ def _innermost(first: Spot, candidates: list[Spot]) -> Spot:
 
 
 def _how(spot: Spot, entered: bool, forward: bool) -> str:
+    if spot.kind == "collective":
+        return "what this rank gave was finite, so that another rank handed it over"
     if spot.kind == "scalar":
         return "everything else that was collected in this step is finite"
     if spot.phase == "optimizer":

@@ -1,0 +1,146 @@
+"""`trainprobe nan-trace DIR`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.console import Console
+
+from trainprobe.engine.addresses import Spot
+from trainprobe.engine.findings import spans
+from trainprobe.engine.naming import ROOT
+from trainprobe.engine.records import Call
+from trainprobe.engine.reel import entry_name
+from trainprobe.monitor.nan_trace.steps import steps_of
+from trainprobe.monitor.nan_trace.trace import RankTrace, RunTrace, reached, trace_run
+from trainprobe.monitor.rules.nonfinite import describe, is_given
+
+_SHOWN = 3  # results behind the first
+_LARGEST = {"float16": 65504.0, "bfloat16": 2.0**127 * (2 - 2.0**-7), "float32": 2.0**127 * (2 - 2.0**-23)}
+
+
+def nan_trace(
+    folder: Annotated[Path, typer.Argument(help="folder that a run wrote to, or a step or rank of it", metavar="DIR")],
+    json: Annotated[bool, typer.Option("--json", help="one JSON object with everything")] = False,
+) -> int:
+    """Find the call, rank and step that made the first NaN or infinity, and how it reached the others.
+
+    Reads dumps (any tool's) and run logs. Exit code: 0 everything is finite, 1 something is not, 3 there is nothing to read.
+    """
+    found, looked = trace_run(steps_of(folder))
+    if json:
+        typer.echo(orjson.dumps(_as_json(found, looked), default=str).decode())
+    else:
+        console = Console(highlight=False, soft_wrap=True, markup=False)
+        for line in _lines(found, looked):
+            console.print(line)
+    return int(found is not None)
+
+
+def _lines(found: RunTrace | None, looked: int) -> Iterator[str]:
+    if found is None:
+        steps = f"{looked} recorded step{'' if looked == 1 else 's'}"
+        yield f"no NaN and no infinity in {steps}, beside constants and masks"
+        return
+    first = found.first
+    yield f"the first {first.what} is of step {found.step}, on rank {first.at.rank}: {_name(first)}: {_how(first, found)}"
+    yield from (f"  {line}" for line in _about_call(first))
+    if first.kind == "made" and first.spot.kind == "module" and looked == 1:
+        yield "  its weights were not recorded: if an earlier update spoilt them, record earlier steps, with the monitor on"
+    went = reached(first)
+    if went:
+        marks = _landmarks(went)
+        more = f" ({len(set(went))} places in all)" if len(set(went)) > len(marks) else ""
+        yield f"  from there: {' → '.join(map(describe, marks))}{more}"
+    yield from _others(found)
+
+
+def _landmarks(went: Sequence[Spot]) -> list[Spot]:
+    """Return what to show of the way: the next results, the last of the forward pass, the loss, a gradient, a weight."""
+    forward = [spot for spot in went if spot.phase == "forward" and spot.kind != "scalar"]
+    loss = [spot for spot in went if spot.kind == "scalar"][:1]
+    gradients = [spot for spot in went if spot.phase == "backward" and spot.kind == "parameter"][:1]
+    updated = [spot for spot in went if spot.phase == "optimizer"][:1]
+    return list(dict.fromkeys([*forward[:_SHOWN], *forward[-1:], *loss, *gradients, *updated])) or list(went[:_SHOWN])
+
+
+def _name(trace: RankTrace) -> str:
+    call = trace.at.call_at(trace.spot)
+    if call is None or trace.at.reel is None or (is_given(trace.spot) and trace.spot.kind == "parameter"):
+        return describe(trace.spot)
+    parent = call.parent
+    within = parent.name if isinstance(parent, Call) and parent.kind == "module" and parent.name != ROOT else ""
+    micro = f", micro-batch {call.micro}" if call.micro else ""
+    return f"{entry_name(call, trace.at.reel.framework)}, {trace.spot.slot}{f', in {within}' if within else ''}{micro}"
+
+
+def _how(first: RankTrace, found: RunTrace) -> str:
+    if first.kind == "handed":
+        return "a collective handed it over, and no rank that was recorded made it: record all ranks"
+    also = [trace.at.rank for trace in found.ranks if trace is not first and trace.kind == "made" and trace.spot == first.spot]
+    return f"{first.how}{f'; ranks {spans(sorted(also))} made one at the same place' if also else ''}"
+
+
+def _about_call(trace: RankTrace) -> Iterator[str]:
+    """Yield a line for each value of the call that made it, and where in the program it was called; only dumps know."""
+    call = trace.at.call_at(trace.spot)
+    if call is None or trace.at.reel is None:
+        return
+    for slot, dtype, shape, numbers in trace.at.numbers(call):
+        least, most = numbers.get("min"), numbers.get("max")
+        between = "no extremes recorded" if least is None or most is None else f"{least:.6g} to {most:.6g}"
+        short = dtype.rpartition(".")[2].lower()
+        ends = math.inf in (most, -(least or 0.0)) and not math.isnan(most or 0.0) and short in _LARGEST
+        yield f"{slot}: {short} {list(shape)}, {between}{f' ({short} ends at {_LARGEST[short]:.6g})' if ends else ''}"
+    forward = next((c for c in trace.at.reel.calls if (c.kind, c.name, c.call) == (call.kind, call.name, call.call)), call)
+    frames = trace.at.reel.stacks[forward.stack] if 0 <= forward.stack < len(trace.at.reel.stacks) else ()
+    frame = next((str(frame) for frame in frames if "/torch/" not in str(frame)), None)
+    if frame is not None:
+        yield f"called at {' '.join(frame.split())}"
+
+
+def _others(found: RunTrace) -> Iterator[str]:
+    first = found.first
+    for trace in sorted((*found.ranks, *found.later), key=lambda trace: trace.at.rank):
+        if trace is first or (trace.kind == "made" and trace.spot == first.spot and trace in found.ranks):
+            continue
+        step = trace.at.frame.step
+        if trace.kind == "handed":
+            yield f"  rank {trace.at.rank}: handed over in step {step} by {_name(trace)}"
+        elif step > found.step:
+            yield f"  rank {trace.at.rank}: from step {step} on, with what step {found.step} left behind: {_name(trace)}"
+        else:
+            yield f"  rank {trace.at.rank}: step {step}, {_name(trace)}: {trace.how}"
+
+
+def _as_json(found: RunTrace | None, looked: int) -> dict[str, Any]:
+    if found is None:
+        return {"found": False, "steps": looked}
+    every = [_trace_as_json(trace) for trace in (*found.ranks, *found.later)]
+    went = [list(spot) for spot in reached(found.first)]
+    return {
+        "found": True,
+        "steps": looked,
+        "step": found.step,
+        "first": _trace_as_json(found.first),
+        "reached": went,
+        "ranks": every,
+    }
+
+
+def _trace_as_json(trace: RankTrace) -> dict[str, Any]:
+    names = ("phase", "kind", "name", "call", "slot")
+    return {
+        "rank": trace.at.rank,
+        "step": trace.at.frame.step,
+        "origin": trace.kind,
+        "what": trace.what,
+        "how": trace.how,
+        "at": dict(zip(names, trace.spot, strict=True)),
+        "entry": _name(trace),
+    }

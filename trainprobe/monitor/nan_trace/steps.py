@@ -1,0 +1,86 @@
+"""The steps of a run, one after the other, with the frames of all its ranks: from its dumps or from its run log."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from trainprobe.engine.addresses import Spot, stage_and_spot
+from trainprobe.engine.dumps import find_ranks, find_steps, read
+from trainprobe.engine.dumps.layout import DEBUG_FILE, DUMP_FILE
+from trainprobe.engine.records import Call
+from trainprobe.engine.reel import StoredReel, numbers_of_rows, slots
+from trainprobe.errors import FormatError
+from trainprobe.monitor.frames import Frame, Tracks, frame_of_records
+from trainprobe.monitor.run_folder import find_logs, frames_of_log
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """One step of one rank. reel: where the step was read from a dump, which knows parents, stacks and extremes."""
+
+    rank: int
+    frame: Frame
+    reel: StoredReel | None = None
+
+    def call_at(self, spot: Spot) -> Call | None:
+        """Return the call that holds the value at an address; None where the step was not read from a dump."""
+        if self.reel is None:
+            return None
+        return next(
+            (call for call in self.reel.calls if any(stage_and_spot(call, slot)[1] == spot for slot, _ in slots(call))), None
+        )
+
+    def numbers(self, call: Call) -> Iterator[tuple[str, str, tuple[int, ...], Mapping[str, float]]]:
+        """Yield (slot, dtype, shape, statistics) of each value of a call of the dump."""
+        assert self.reel is not None
+        columns = numbers_of_rows(self.reel)
+        for slot, value in slots(call):
+            told = {name: column[value.row] for name, column in columns.items() if value.row >= 0}
+            yield slot, value.dtype, value.shape, {name: number for name, number in told.items() if number is not None}
+
+
+def steps_of(path: Path) -> Iterator[list[RankStep]]:
+    """Yield the ranks of each step, in order. Raises FormatError where there is neither a dump nor a run log, or several runs.
+
+    path: the folder that a run wrote to, a step or a rank of it, or a `dump.json`.
+    """
+    dumps = _dumps(path)
+    if dumps:
+        for _, ranks in sorted(dumps.items()):
+            yield [_read(folder) for _, folder in sorted(ranks.items())]
+    elif find_logs(path):
+        yield from _of_logs(path, find_logs(path))
+    else:
+        raise FormatError(f"{path} holds no dump and no run log: name the folder that a run wrote to, or a step or rank of it")
+
+
+def _of_logs(path: Path, logs: list[Path]) -> Iterator[list[RankStep]]:
+    merged = heapq.merge(*(((frame, log) for frame in frames_of_log(log)) for log in logs), key=lambda pair: pair[0].step)
+    for _, pairs in groupby(merged, key=lambda pair: pair[0].step):
+        ranks: dict[int, tuple[Frame, Path]] = {}
+        for frame, log in pairs:  # a run that was resumed has some steps twice; the last counts
+            if ranks.get(frame.place.rank, (frame, log))[1] != log:
+                raise FormatError(f"{path} holds several runs: name one of them (`trainprobe runs {path}` lists them)")
+            ranks[frame.place.rank] = frame, log
+        yield [RankStep(rank, frame) for rank, (frame, _) in sorted(ranks.items())]
+
+
+def _dumps(path: Path) -> dict[int, dict[int, Path]]:
+    """Return step → rank → folder of the dumps at a path."""
+    if path.is_file() and path.name in (DUMP_FILE, DEBUG_FILE):
+        path = path.parent
+    if (path / DUMP_FILE).is_file():
+        return {0: {0: path}}
+    steps = {number: find_ranks(folder) for number, folder in find_steps(path).items()} or {0: find_ranks(path)}
+    held = {step: {rank: at for rank, at in ranks.items() if (at / DUMP_FILE).is_file()} for step, ranks in steps.items()}
+    return {step: ranks for step, ranks in held.items() if ranks}
+
+
+def _read(folder: Path) -> RankStep:
+    reel = read(folder)
+    frame = frame_of_records(reel.step, reel.place, reel.records(), Tracks(), reel.complete)
+    return RankStep(reel.place.rank, frame, reel)
