@@ -313,3 +313,35 @@ def test_what_cannot_be_had_says_what_replaces_it(capsys):
     from trainprobe.core import SingleSave
 
     assert SingleSave is trainprobe.SingleSave
+
+
+ENDINGS = """
+import os, sys, torch
+from trainprobe.pytorch import PrecisionDebugger
+
+def stops(): PrecisionDebugger.stop()
+def exits(): sys.exit(3)
+def raises(): raise ValueError("of the program")
+def interrupted(): raise KeyboardInterrupt
+
+for end in (stops, exits, raises, interrupted):
+    if not (child := os.fork()):
+        PrecisionDebugger(dump_path=f"{sys.argv[1]}/{end.__name__}", level="mix")
+        model = torch.nn.Linear(4, 2)
+        PrecisionDebugger.start(model=model)
+        model(torch.ones(3, 4)).sum().backward()
+        end()
+        break
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_program_that_ends_within_a_step_leaves_its_calls_and_no_traceback_of_the_tool(tmp_path):
+    command = [sys.executable, "-c", ENDINGS, str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    for end in ("stops", "exits", "raises", "interrupted"):
+        data = json.loads((tmp_path / end / "step0/rank0/dump.json").read_text())["data"]
+        assert "Module.root.Linear.backward.0" in data, end
+    assert "disabled" not in said and "trainprobe/" not in said, said
+    assert said.count("Traceback") == 2, said  # the program's own
+    assert said.count("trainprobe: 1 step watched") == 1, said  # the one that stopped

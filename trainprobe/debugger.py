@@ -79,6 +79,7 @@ class PrecisionDebugger:
         self._switch = switch
         self._said: set[str] = set()
         self._functions: Any = None
+        self._written_at_exit: Any = None
         self._dumped: Any = None
         self._tokens: TokenRange | None = None
         for note in plan.notes:
@@ -128,7 +129,7 @@ class PrecisionDebugger:
             raise UsageError(f"level {self.plan.level} records modules: call start(model=your_model)")
         self._running = True
         if not self.probe._inside:
-            self.probe.begin_step(self._step)
+            self._begin()
         else:
             self.probe.resume()
         if within is not None:
@@ -163,7 +164,7 @@ class PrecisionDebugger:
         """Record a value (level debug needs nothing else); it belongs to the step that is going on."""
         self = cls.instance()
         if not self.probe._inside:
-            self.probe.begin_step(self._step)
+            self._begin()
         self.probe.save(value, name, save_backward)
 
     @classmethod
@@ -229,7 +230,17 @@ class PrecisionDebugger:
         """Write everything and forget the debugger; a new one may then be made."""
         if cls._only is not None:
             only, PrecisionDebugger._only = cls._only, None
+            if only.probe._inside and not only._running:
+                only.probe.end_step()  # all between start and stop is there; a script need not call step
             only.probe.close()
+
+    def _begin(self) -> None:
+        """Begin a step, and have it written at the exit if the program ends within it."""
+        self.probe.begin_step(self._step)
+        if self._written_at_exit is not self.probe._recorder:
+            self._written_at_exit = self.probe._recorder
+            atexit.unregister(_close_only)
+            atexit.register(_close_only)  # what was registered last runs first: before the writer closes
 
     def _forget_tokens(self) -> None:
         """Take the forward passes of the model as they come."""

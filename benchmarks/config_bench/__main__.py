@@ -1,7 +1,8 @@
 """Runs every planted difference and every harmless pair, and judges the first line: `python -m benchmarks.config_bench`.
 
 Each run is a training in a process of its own, and each comparison the real command. `--fork` begins trainings in copies of one
-process that has imported torch, which saves two thirds of the time. `--only TEXT` takes the cases whose name or group holds the
+process that has imported torch, which saves two thirds of the time. `--set threads` takes the differences that people reported
+in public threads. `--only TEXT` takes the cases whose name or group holds the
 text, `--keep FOLDER` keeps the packs, `--again` only compares packs that were kept.
 """
 
@@ -18,6 +19,9 @@ from benchmarks.config_bench import runner
 from benchmarks.config_bench.harmless import HARMLESS
 from benchmarks.config_bench.planted import PLANTED
 from benchmarks.config_bench.runner import compare, judge, run_pair
+from benchmarks.config_bench.threads import THREADS, THREADS_HARMLESS
+
+SETS = {"planted": (*PLANTED, *HARMLESS), "threads": (*THREADS, *THREADS_HARMLESS)}
 
 
 def prepare_to_fork() -> None:
@@ -33,6 +37,7 @@ def prepare_to_fork() -> None:
 def main() -> None:
     """Run the cases and print one line each, then the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--set", choices=SETS, default="planted")
     parser.add_argument("--only", default="")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--again", action="store_true")
@@ -41,7 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.fork:
         prepare_to_fork()
-    chosen = [c for c in (*PLANTED, *HARMLESS) if args.only in f"{c.group} {c.name}"]
+    chosen = [c for c in SETS[args.set] if args.only in f"{c.group} {c.name}"]
     folder = args.keep or Path(tempfile.mkdtemp(prefix="config_bench_"))
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / "pairs.json"

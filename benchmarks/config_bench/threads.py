@@ -179,10 +179,33 @@ THREADS = (
     variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", base="1"),
 )
 THREADS_HARMLESS = (
-    Case("other variables of a cluster", "harmless", "", variables={"SLURM_JOB_ID": "2", "SLURM_NODELIST": "n02", "POD_NAME": "b"},
-         base_variables={"SLURM_JOB_ID": "1", "SLURM_NODELIST": "n01", "POD_NAME": "a"}),
-    Case("other cache folders", "harmless", "", variables={"HF_HOME": "/b", "TORCH_HOME": "/b", "XDG_CACHE_HOME": "/b"},
-         base_variables={"HF_HOME": "/a", "TORCH_HOME": "/a", "XDG_CACHE_HOME": "/a"}),
-    edit("a progress bar", "harmless", TRAIN, "            done += 1\n", '            done += 1\n            print("step", done)\n', ""),
-    Case("logging of wandb", "harmless", "", variables={"WANDB_MODE": "offline", "WANDB_PROJECT": "b"}, base_variables={"WANDB_PROJECT": "a"}),
-)  # fmt: skip
+    Case(
+        "other variables of a cluster",
+        "harmless",
+        "",
+        variables={"SLURM_JOB_ID": "2", "SLURM_NODELIST": "n02", "POD_NAME": "b"},
+        base_variables={"SLURM_JOB_ID": "1", "SLURM_NODELIST": "n01", "POD_NAME": "a"},
+    ),
+    Case(
+        "other cache folders",
+        "harmless",
+        "",
+        variables={"HF_HOME": "/b", "TORCH_HOME": "/b", "XDG_CACHE_HOME": "/b"},
+        base_variables={"HF_HOME": "/a", "TORCH_HOME": "/a", "XDG_CACHE_HOME": "/a"},
+    ),
+    edit(
+        "progress printed",
+        "harmless",
+        TRAIN,
+        "            done += 1\n",
+        '            done += 1\n            print("step", done)\n',
+        "",
+    ),
+    Case(
+        "logging service offline",
+        "harmless",
+        "",
+        variables={"WANDB_MODE": "offline", "WANDB_PROJECT": "b"},
+        base_variables={"WANDB_PROJECT": "a"},
+    ),
+)
