@@ -56,6 +56,8 @@ class Trips(nn.Module):
     def forward(self, x):
         self.trips.get("forward", int)()
         hidden = self.norm(self.first(x))
+        heads = hidden.view(1, 2, 3, 4) if hidden.shape == (3, 8) else hidden.view(1, 1, *hidden.shape)
+        hidden = hidden + nn.functional.scaled_dot_product_attention(heads, heads, heads).reshape(hidden.shape)
         if "backward" in self.trips and hidden.requires_grad:
             hidden.register_hook(lambda gradient: self.trips["backward"]())
         return self.second(hidden)
@@ -112,7 +114,7 @@ def test_a_fault_leaves_torch_as_it_was_and_the_bits_and_lets_go_of_the_model(ph
         probe._taps[-1].open = breaks
     probe.open(model, optimizer)
     if phase == "begin":
-        probe._taps[-1].begin = breaks
+        probe._new_tape = breaks
     if phase == "control":
         probe._control.look = breaks
     if phase == "end":
@@ -172,7 +174,7 @@ def fail_the_relation(monkeypatch, probe):
 
 
 def fail_the_feature(monkeypatch, probe):
-    monkeypatch.setattr(AttentionFeature, "begin", breaks)
+    monkeypatch.setattr(AttentionFeature, "_seen", property(breaks, breaks), raising=False)
 
 
 def fail_the_audit(monkeypatch, probe):
@@ -188,7 +190,7 @@ def fail_the_black_box(monkeypatch, probe):
     [
         (fail_the_rule, "the rule drift", "watcher.py:"),
         (fail_the_relation, "the relation untouched_between_steps", "audit.py:"),
-        (fail_the_feature, "the feature AttentionFeature", "features.py:"),
+        (fail_the_feature, "the feature AttentionFeature", "attention.py:"),
         (fail_the_audit, "the audit", "audit.py:"),
         (fail_the_black_box, "the black box", "watching.py:"),
     ],
@@ -211,6 +213,57 @@ def test_a_part_that_fails_costs_that_part_and_is_said_once(fails, part, place, 
     monkeypatch.undo()
     assert {name for name, identity in everything_of_torch().items() if before.get(name, identity) != identity} == set()
     assert left_behind(hooks, traces(model, optimizer)).keys() <= {"attributes of the optimizer"}
+
+
+def parts():
+    """Return the names of all taps, observers and features of a probe, as they are registered with its guard."""
+    return tuple(trainprobe.Probe(**EVERYTHING).guard.parts)
+
+
+class Faults:
+    """Counts the calls that go through the guard of a part; the one with the number `at` fails."""
+
+    def __init__(self, guard, name, at=-1):
+        self.calls, self.at, self.part = 0, at, guard.of(name)
+        self.within, self.part.within = self.part.within, self
+
+    def __call__(self, call, *args, **kwargs):
+        self.calls += 1
+        return self.within(breaks if self.calls == self.at + 1 else call, *args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory):
+    """The weights of a training, what torch is like, and how many calls each part gets in a training without a fault."""
+    model, optimizer = start()
+    with trainprobe.watch(model, optimizer, output=tmp_path_factory.mktemp("calls"), **EVERYTHING) as probe:
+        counted = {name: Faults(probe.guard, name) for name in parts()}
+        train(model, optimizer, probe)
+        assert [f.message for f in probe.findings if f.severity != "info"] == []
+        calls = {name: faults.calls for name, faults in counted.items()}
+    return train(*start()), everything_of_torch(), calls
+
+
+@pytest.mark.parametrize("name", parts())
+def test_a_fault_of_any_tap_observer_or_feature_costs_that_alone(name, calls, tmp_path, capsys):
+    bare, before, counted = calls
+    assert counted[name] > 0
+    for at in {0, counted[name] // 2}:
+        model, optimizer = start()
+        hooks = traces(model, optimizer)
+        with trainprobe.watch(model, optimizer, output=tmp_path / f"at{at}", **EVERYTHING) as probe:
+            Faults(probe.guard, name, at)
+            assert all(map(torch.equal, bare, train(model, optimizer, probe)))
+            assert probe.guard.tripped is None and probe.guard.leaves_out(name) and probe.collected == 3
+            (told,) = [f.message for f in probe.findings if f.severity != "info"]
+            with torch.no_grad():
+                model.first.weight[0, 0] = torch.nan
+            train(model, optimizer, probe, steps=1)
+        assert told.startswith(f"{name} failed and is left out from here on") and "broken on purpose" in told
+        assert capsys.readouterr().err.count(told) == 1
+        assert "nonfinite" in {f.rule for f in probe.findings}, at  # the others go on
+        assert left_behind(hooks, traces(model, optimizer)).keys() <= {"attributes of the optimizer"}
+    assert {key for key, identity in everything_of_torch().items() if before.get(key, identity) != identity} == set()
 
 
 def test_one_release_that_fails_does_not_keep_the_others_from_theirs(tmp_path, capsys):

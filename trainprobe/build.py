@@ -14,7 +14,7 @@ from typing import Any
 from trainprobe.config_check.plan import ConfigCheckTap
 from trainprobe.engine import tape as flag
 from trainprobe.engine.detail import Detail
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.guard import Guard, PartGuard
 from trainprobe.engine.naming import Rename
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.position import OPTIMIZER, UPDATED, Position
@@ -23,14 +23,14 @@ from trainprobe.engine.records import Call
 from trainprobe.engine.resting import Rests
 from trainprobe.engine.selection import Names, parse_steps
 from trainprobe.engine.stacks import Stacks
-from trainprobe.engine.taps import Tap
+from trainprobe.engine.taps import AUDIT, Tap, part_of
 from trainprobe.engine.taps.attention import AttentionFeature
 from trainprobe.engine.taps.audit_facts import AuditTap
 from trainprobe.engine.taps.batches import BatchTap
 from trainprobe.engine.taps.clipping import ClippingTap
 from trainprobe.engine.taps.collectives import CollectiveTap
 from trainprobe.engine.taps.dead_units import DeadUnits
-from trainprobe.engine.taps.features import FeatureKind, FeatureTap
+from trainprobe.engine.taps.features import FeatureKind, FeatureTap, part_of_feature
 from trainprobe.engine.taps.loss_scaling import LossScalingTap
 from trainprobe.engine.taps.module_buffers import BufferTap
 from trainprobe.engine.taps.number_formats import FormatFeature
@@ -51,11 +51,20 @@ from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
 from trainprobe.monitor.wanted import flags_where, modules_of_monitor
 
+# a tap, and the part that would say what is not true without it
+_NEEDED = (
+    (LossScalingTap, part_of(ParameterStateTap)),
+    (OptimizerStepTap, part_of(ParameterStateTap)),
+    (ParameterStateTap, AUDIT),
+    (ClippingTap, AUDIT),
+)
+
 
 @dataclass(slots=True)
 class Parts:
     """The taps of one probe; those that the plan does not ask for are None. `naming` knows the model's names in any case."""
 
+    guard: Guard
     saved: SavedTap
     naming: ModuleTap
     modules: ModuleTap | None = None
@@ -87,6 +96,10 @@ class Parts:
             if tap is not None:
                 tap.position = position
 
+    def let(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of a tap, whose fault costs that tap alone. For code that runs within `Guard.run`."""
+        return self.guard.part(part_of(type(getattr(call, "__self__", None))), call, *args)
+
     def notes(self) -> list[str]:
         """Return what could not be seen, and why."""
         taps = (self.naming, self.modules, self.watched, self.exchanged, self.features)
@@ -96,31 +109,39 @@ class Parts:
 def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None = None) -> tuple[Parts, list[Program]]:
     """Build the taps that a plan asks for and the programs that say when they run."""
     cuts: list[Detail] = []
-    saved = SavedTap(flags_of(plan.base_detail, cuts), guard)
+    saved = SavedTap(flags_of(plan.base_detail, cuts), guard_of(guard, SavedTap))
     monitor = monitor_plan(plan.monitor) if plan.monitor else None
     asked = plan.level == "off" and (bool(plan.black_box) or (monitor is not None and monitor.may_dump))
     level = "mix" if asked else plan.level
-    modules = ModuleTap(modules_of_plan(plan, cuts), guard, stacks, rename) if level in ("L0", "mix") else None
-    watched = ModuleTap(modules_of_monitor(monitor), guard, None, rename) if monitor is not None else None
-    naming = modules or watched or ModuleTap(ModulesWanted(_none, _nothing, frozenset()), guard, None, rename)
-    parts = Parts(saved, naming, modules, watched=watched, monitor=monitor, cuts=cuts, dumps_when_asked=asked, rename=rename)
+    own = guard_of(guard, ModuleTap)
+    modules = ModuleTap(modules_of_plan(plan, cuts), own, stacks, rename) if level in ("L0", "mix") else None
+    watched = ModuleTap(modules_of_monitor(monitor), own, None, rename) if monitor is not None else None
+    naming = modules or watched or ModuleTap(ModulesWanted(_none, _nothing, frozenset()), own, None, rename)
+    parts = Parts(guard, saved, naming, modules, watched=watched, monitor=monitor, cuts=cuts, dumps_when_asked=asked, rename=rename)
     parts.buffers = BufferTap(modules) if modules is not None else None
     if level in ("L1", "mix"):
-        parts.ops = OpTap(ops_of_plan(plan, cuts), guard, stacks, modules)
+        parts.ops = OpTap(ops_of_plan(plan, cuts), guard_of(guard, OpTap), stacks, modules)
         inside: list[Call] = modules.stack if modules is not None else []
-        parts.collectives = CollectiveTap(flags_of(plan.base_detail) & ~flag.SAVE, guard, stacks, inside)
+        parts.collectives = CollectiveTap(flags_of(plan.base_detail) & ~flag.SAVE, guard_of(guard, CollectiveTap), stacks, inside)
     audit = audit_plan(plan.audit) if plan.audit else None
     if monitor is not None or audit is not None:
         states = parts.states = ParameterStateTap(states_of_monitor(monitor), naming.names)
-        parts.scaling = LossScalingTap(guard, states.scaled, states.unscaled)
+        parts.scaling = LossScalingTap(guard_of(guard, LossScalingTap), states.scaled, states.unscaled)
         if audit is not None:
-            parts.audit_plan, parts.audit = audit, AuditTap(guard, states, lambda: naming.parameter_names, naming.scan)
+            parts.audit_plan, parts.audit = audit, AuditTap(guard_of(guard, AuditTap), states, lambda: naming.parameter_names, naming.scan)
             parts.audit.aside = partial(_aside, parts)
     _collect(parts, plan, guard)
     stepping = parts.stepping = OptimizerStepTap(
-        guard, partial(_before, parts, "optimizer" in plan.phases), partial(_after, parts), partial(_trial, parts)
+        guard_of(guard, OptimizerStepTap), partial(_before, parts, "optimizer" in plan.phases), partial(_after, parts), partial(_trial, parts)
     )
+    for tap, needed_by in _NEEDED:
+        guard_of(guard, tap).carries(needed_by)
     return parts, _programs(plan, parts, stepping, guard)
+
+
+def guard_of(guard: Guard, kind: type) -> PartGuard:
+    """Return the guard that taps of a class have of their own."""
+    return guard.of(part_of(kind))
 
 
 def _collect(parts: Parts, plan: Plan, guard: Guard, before: MonitorPlan | None = None) -> None:
@@ -129,17 +150,18 @@ def _collect(parts: Parts, plan: Plan, guard: Guard, before: MonitorPlan | None 
     gradients = monitor.gradients if monitor is not None and monitor.gradients.on else None
     clips = parts.audit is not None or (gradients is not None and gradients.unclipped)
     if states is not None and clips != (parts.clipping is not None):
-        parts.clipping = ClippingTap(guard, partial(_unclipped, parts), states.reported_norm) if clips else None
+        parts.clipping = ClippingTap(guard_of(guard, ClippingTap), partial(_unclipped, parts), states.reported_norm) if clips else None
     if states is not None and (before is None or gradients != before.gradients):
         wanted = gradients is not None and gradients.unreduced
         per_micro = gradients is not None and gradients.per_micro
         arrives = partial(states.arrived, per_micro=per_micro)
-        parts.unreduced = UnreducedTap(guard, arrives, lambda: states.source is None, per_micro) if wanted else None
+        parts.unreduced = UnreducedTap(guard_of(guard, UnreducedTap), arrives, lambda: states.source is None, per_micro) if wanted else None
     batched = bool(plan.black_box) or (monitor is not None and monitor.batches.on)
-    parts.batches = parts.batches or BatchTap(guard) if batched else None
+    parts.batches = parts.batches or BatchTap(guard_of(guard, BatchTap)) if batched else None
     if monitor is not None and (before is None or monitor.collectives != before.collectives):
         inside, chosen = (parts.watched or parts.naming).stack, Names(monitor.collectives.names).__contains__
-        parts.exchanged = CollectiveTap(flag.STATS, guard, None, inside, chosen) if monitor.collectives.on else None
+        own = guard_of(guard, CollectiveTap)
+        parts.exchanged = CollectiveTap(flag.STATS, own, None, inside, chosen) if monitor.collectives.on else None
     if monitor is not None and (before is None or monitor.features != before.features):
         parts.features = features_of_monitor(monitor.features, guard, parts.naming) if monitor.features.on else None
 
@@ -167,7 +189,7 @@ def change(parts: Parts, plan: Plan, guard: Guard) -> list[Program]:
         parts.states.change(states_of_monitor(monitor))
         kinds = (monitor.activations, monitor.activation_gradients)
         if kinds != (before.activations, before.activation_gradients):
-            parts.watched = ModuleTap(modules_of_monitor(monitor), guard, None, parts.rename)
+            parts.watched = ModuleTap(modules_of_monitor(monitor), guard_of(guard, ModuleTap), None, parts.rename)
         _collect(parts, plan, guard, before)
         if parts.position is not None:
             parts.tell(parts.position)
@@ -226,9 +248,9 @@ def _programs(plan: Plan, parts: Parts, stepping: OptimizerStepTap, guard: Guard
 def _unclipped(parts: Parts, parameters: list[Any]) -> None:
     """Handle gradients that are about to be clipped."""
     if parts.states is not None:
-        parts.states.unclipped(parameters)
+        parts.let(parts.states.unclipped, parameters)
     if parts.audit is not None:
-        parts.audit.unclipped(parameters)
+        parts.let(parts.audit.unclipped, parameters)
 
 
 def _before(parts: Parts, with_ops: bool, optimizer: Any) -> None:
@@ -236,17 +258,17 @@ def _before(parts: Parts, with_ops: bool, optimizer: Any) -> None:
     if parts.position is not None:
         parts.position.is_in(OPTIMIZER)
     if parts.modules is not None:
-        parts.modules.unwatched_parameters()
+        parts.let(parts.modules.unwatched_parameters)
     if parts.buffers is not None:
-        parts.buffers.look()
+        parts.let(parts.buffers.look)
     if parts.audit is not None:
-        parts.audit.before_update(optimizer)
+        parts.let(parts.audit.before_update, optimizer)
     if parts.features is not None:
-        parts.features.stepping()
+        parts.let(parts.features.stepping)
     if parts.states is not None:
-        parts.states.stepping(optimizer)
+        parts.let(parts.states.stepping, optimizer)
         if parts.states.source is None:  # an integration with a source of its own places the moments itself
-            parts.states.moment("before_step")
+            parts.let(parts.states.moment, "before_step")
     if parts.ops is not None:
         parts.ops.parent = "optimizer"
         if not with_ops:
@@ -261,9 +283,9 @@ def _after(parts: Parts, optimizer: Any) -> None:
         parts.ops.parent = None
         parts.rests.end("the optimizer", [parts.ops])
     if parts.states is not None and parts.states.source is None:
-        parts.states.moment("after_step")
+        parts.let(parts.states.moment, "after_step")
     if parts.audit is not None:
-        parts.audit.after_update()
+        parts.let(parts.audit.after_update)
 
 
 def _aside(parts: Parts, begins: bool) -> None:
@@ -296,20 +318,20 @@ def features_of_monitor(plan: Features, guard: Guard, naming: ModuleTap) -> Feat
         return Names(feature.names).__contains__
 
     if (a := plan.attention).on:
-        kinds.append(AttentionFeature(names(a), a.every, guard, inside, a.rows, a.sequences))
+        kinds.append(AttentionFeature(names(a), a.every, guard.of(part_of_feature(AttentionFeature)), inside, a.rows, a.sequences))
     if (w := plan.weights).on:
         kinds.append(WeightSpectra(names(w), w.every, naming.names, w.iterations))
     if (r := plan.routers).on:
         kinds.append(RouterFeature(names(r), r.every, inside, r.top_k))
     if (f := plan.formats).on:
         lost = FormatFeature(
-            names(f), f.every, guard, naming.names, formats=f.formats, slots=f.slots, scale=f.scale, exponents=f.exponents
+            names(f), f.every, guard.of(part_of_feature(FormatFeature)), naming.names, formats=f.formats, slots=f.slots, scale=f.scale, exponents=f.exponents
         )
         kinds.append(lost)
     if (d := plan.dead_units).on:
         kinds.append(DeadUnits(names(d), d.every, d.limit))
     known = lambda: {key: info.name for key, info in naming.known.items()}  # noqa: E731
-    return FeatureTap(kinds, guard, known, inside)
+    return FeatureTap(kinds, guard_of(guard, FeatureTap), known, inside)
 
 
 def states_of_monitor(monitor: MonitorPlan | None) -> StatesWanted:

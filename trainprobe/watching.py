@@ -25,6 +25,7 @@ from trainprobe.engine.records import Finding, Place, Reel
 from trainprobe.engine.selection import Names
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps import AUDIT, part_of
 from trainprobe.engine.topology import place_from_environment
 from trainprobe.engine.trail import Trail
 from trainprobe.engine.unmet import Unmatched, names_not_there
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 PlanSource = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
 _DATA_PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 NO_MODULE = ": give watch, or the callback, the module that trains"
-AUDIT = "the audit"  # as a part of the tool
 MONITORED = ("activations", "activation_gradients", "parameters", "gradients", "optimizer_state", "update")  # by name
 
 
@@ -170,7 +170,7 @@ class Probe(EngineProbe):
         tap.reduces = lambda: due("reduced_gradients")
         tap.compares_rows = lambda: due("equal_rows")
         tap.sampled = lambda: costs("rerun")
-        self.guard.on_trip(tap.close)
+        self.guard.of(AUDIT).on_trip(tap.close)
         audit = Audit(parts.audit_plan, tap.take, self._gathering().gather)
         audit.everyone = tap.saves.everyone
         audit.count, audit.part = self._count, self.guard.part
@@ -294,7 +294,7 @@ class Probe(EngineProbe):
     def save(self, value: Any, name: str, save_backward: bool = True) -> None:
         """Record a value under a name, at any level, while a step is collected; its gradients too unless told otherwise."""
         if self.tape is not None:
-            self.guard.run(self.parts.saved.save, value, name, save_backward)
+            self.guard.of(part_of(type(self.parts.saved))).run(self.parts.saved.save, value, name, save_backward)
 
     def use_source(self, source: Source) -> None:
         """Take parameters, gradients and optimizer state from `source`; its integration then tells the moments itself."""
@@ -368,11 +368,12 @@ class Probe(EngineProbe):
         """Judge what came after the last audited step, and leave nothing behind."""
         if self._audit is None or self.parts.audit is None or self.closed:
             return
-        facts = self.guard.run(self.parts.audit.late_evaluations)
+        guard = self.guard.of(AUDIT)
+        facts = guard.run(self.parts.audit.late_evaluations)
         if facts is not None:
-            for finding in self.guard.run(self._audit.late, facts, self.step_number, self.place) or ():
+            for finding in guard.run(self._audit.late, facts, self.step_number, self.place) or ():
                 self._tell(finding)
-        self.guard.run(self.parts.audit.close)
+        guard.run(self.parts.audit.close)
 
     def _save_state(self, watcher: Watcher) -> None:
         from trainprobe.monitor.watcher import keep_state

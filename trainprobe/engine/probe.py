@@ -28,7 +28,7 @@ from trainprobe.engine.resting import Rests
 from trainprobe.engine.scope import selected, selects
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.tape import Tape
-from trainprobe.engine.taps import Tap
+from trainprobe.engine.taps import Tap, part_of
 from trainprobe.engine.unmet import Unmet
 from trainprobe.errors import StopTraining, UsageError
 
@@ -310,12 +310,19 @@ class Probe:
         all_of(partial(tap.end, False) for tap in reversed(self._taps))  # some may wait for a step that is not wanted any more
         known, self._taps = self._taps, tuple(dict.fromkeys(tap for program in programs for tap, _ in program.taps))
         for tap in self._taps:
-            if self._opened is not None and tap not in known:
-                tap.open(self._opened[0], self._opened[1]())
+            if tap not in known:
+                self.guard.of(part_of(type(tap))).on_trip(partial(self._leave_out, tap))
+                if self._opened is not None:
+                    tap.open(self._opened[0], self._opened[1]())
         self._programs = tuple(programs)
         self._asked = tuple(dict.fromkeys(wants for p in programs for wants in (p.wants, *(wants for _, wants in p.taps))))
         self._scheduled.clear()
         self._plans.clear()
+
+    def _leave_out(self, tap: Tap) -> None:
+        """Let a tap that has failed listen no more."""
+        self._rests.drop(tap)
+        tap.end()
 
     def _begin(self) -> None:
         if self._wants(self.step_number):
@@ -339,9 +346,12 @@ class Probe:
             self._recorder = self._open_recorder(self.place)
         tape = self.tape = self._new_tape(self.step_number)
         self._running = self._schedule(self.step_number)
-        self._rests.install(self._running.taps)
+        self._rests.install(tap for tap in self._running.taps if not self._left_out(tap))
         for tap in self._running.taps:
-            tap.begin(tape)
+            self.guard.part(part_of(type(tap)), tap.begin, tape)
+
+    def _left_out(self, tap: Tap) -> bool:
+        return self.guard.leaves_out(part_of(type(tap)))
 
     def _schedule(self, step: int) -> Scheduled:
         """Return the programs that want a step and the taps that run in it; asked once a step, for this one and the next."""
@@ -372,7 +382,10 @@ class Probe:
         if self.guard.tripped is not None:
             self.tape = None
         staying = self._schedule(self.step_number + 1).taps if again else ()
-        all_of([*(partial(tap.end, tap in staying) for tap in reversed(self._taps)), self._rests.clear])
+        all_of([*(partial(self._end, tap, tap in staying) for tap in reversed(self._taps)), self._rests.clear])
+
+    def _end(self, tap: Tap, again: bool) -> None:
+        self.guard.of(part_of(type(tap))).undo(tap.end, again and not self._left_out(tap))
 
     def _about_step(self) -> dict[str, Any]:
         notes = [note for source in self._notes for note in source() if note not in self._said]

@@ -21,6 +21,10 @@ class Rests:
         """Forget all: the step is over."""
         self._for.clear()
 
+    def drop(self, tap: Tap) -> None:
+        """Forget a tap that takes no calls any more."""
+        self._for.pop(tap, None)
+
     def begin(self, whom: str, taps: Iterable[Tap | None] | None = None) -> None:
         """Have these of the installed taps rest, or all of them."""
         for tap, resting in self._chosen(taps):

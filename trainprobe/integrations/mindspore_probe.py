@@ -20,7 +20,7 @@ from trainprobe.engine.probe import Program, Wants
 from trainprobe.engine.records import Finding, Place
 from trainprobe.engine.selection import parse_steps
 from trainprobe.engine.tape import Tape
-from trainprobe.engine.taps import Tap
+from trainprobe.engine.taps import AUDIT, Tap, part_of
 from trainprobe.engine.taps.mindspore_audit import CellAuditTap
 from trainprobe.engine.taps.mindspore_calls import KnownCalls, OptimizerTap
 from trainprobe.engine.taps.mindspore_cells import COMPILED, CellTap, is_graph_mode, wait
@@ -205,7 +205,7 @@ class MindSporeProbe(Probe):
         tap.fingerprints = lambda: plan.wants(self.step_number, "fingerprints")
         tap.ordinal = lambda: self.begun
         audit = Audit(plan, tap.take, self._gathering().gather)
-        self.watchers.append(audit)
+        self.watchers.append(self._spared(AUDIT, audit))
         return audit
 
     def _compose(self, plan: Plan, guard: Guard, stacks: Any, rename: Any) -> tuple[Any, list[Program]]:
@@ -279,6 +279,8 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, list[Program]]:
         parts.config = CellCapture(plan.config_check, plan.output, guard, plan.on_error)
     if audit is not None and states is not None:
         parts.audit_plan, parts.audit = audit, CellAuditTap(guard, states)
+    guard.of(part_of(OptimizerTap)).carries(part_of(CellStateTap))  # without the one, the other would say what is not true
+    guard.of(part_of(CellStateTap)).carries(AUDIT)
     return parts, _programs(plan, parts)
 
 

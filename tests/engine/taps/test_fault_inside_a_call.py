@@ -22,6 +22,6 @@ def test_a_fault_inside_a_torch_call_ends_the_recording_and_not_the_training(pla
             loss.register_hook(lambda gradient: probe.guard.trip(ZeroDivisionError("planted")))
         loss.backward()
         probe.end_step()
-    assert probe.guard.tripped is not None
+    assert probe.guard.leaves_out("the tap OpTap") if place == "name" else probe.guard.tripped is not None
     assert model.weight.grad is not None
     assert _len_torch_function_stack() == 0

@@ -35,3 +35,11 @@ class Tap(Protocol):
         again: the next step is collected too, so what is dear to install may stay, asleep, until the next `begin` or `end`.
         """
         ...
+
+
+AUDIT = "the audit"  # as a part of the tool
+
+
+def part_of(kind: type) -> str:
+    """Return the name that a class of taps has as a part of the tool (see `engine.guard.Guard.of`)."""
+    return getattr(kind, "part", f"the tap {kind.__name__}")

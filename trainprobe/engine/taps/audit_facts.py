@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch._C import DisableTorchFunction
@@ -17,6 +18,7 @@ from trainprobe.engine.records import Place, Reel, Value
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
+from trainprobe.engine.taps import AUDIT
 from trainprobe.engine.taps.ambient_state import ambient_state
 from trainprobe.engine.taps.backward_starts import BackwardStarts
 from trainprobe.engine.taps.declared_loss import DeclaredGradient
@@ -27,6 +29,7 @@ from trainprobe.engine.taps.gradient_terms import GradientTerms
 from trainprobe.engine.taps.gradient_use import GradientUse
 from trainprobe.engine.taps.loss_factors import scaled_from
 from trainprobe.engine.taps.model_calls import ModelCalls, unwrapped
+from trainprobe.engine.taps.observers import let, observer, undo
 from trainprobe.engine.taps.parameter_states import ParameterStateTap
 from trainprobe.engine.taps.random_state import random_fingerprint
 from trainprobe.engine.taps.reduced_gradients import ReducedGradients
@@ -41,6 +44,7 @@ from trainprobe.engine.taps.step_hooks import StepListener
 from trainprobe.engine.taps.update_rules import UpdateRerun
 from trainprobe.engine.taps.waiting_gradients import waiting_gradients
 
+T = TypeVar("T")
 _COMBINE = 0x100000001B3  # the prime of FNV-1a: joins the fingerprints of several tensors into one
 
 
@@ -57,6 +61,8 @@ class AuditTap:
     progress: how far a trainer is that tells it.
     """
 
+    part = AUDIT
+
     def __init__(
         self, guard: Guard, states: ParameterStateTap, names: Callable[[], dict[int, str]], rescan: Callable[[], None]
     ) -> None:
@@ -68,8 +74,9 @@ class AuditTap:
         self.reduces: Callable[[], bool] = lambda: False
         self.compares_rows: Callable[[], bool] = lambda: False
         self.world: Callable[[], int] = lambda: 1
-        self.declared = DeclaredGradient()
-        self._rerun = UpdateRerun(names, states.at_address)
+        self._guard = guard
+        self.declared = observer(guard, DeclaredGradient, lambda _: DeclaredGradient())
+        self._rerun = observer(guard, UpdateRerun, lambda _: UpdateRerun(names, states.at_address))
         self.step: Callable[[], int] = lambda: -1
         self.keeps_saves = False
         self.folder: Callable[[], Path | None] = lambda: None
@@ -77,17 +84,19 @@ class AuditTap:
         self.new_tape: Callable[[], Tape] | None = None
         self._calls = ModelCalls(guard)
         self._backward = BackwardStarts(guard, self._first_backward, self._backward_begins, self._clears)
-        self._use = GradientUse(names)
+        self._use = observer(guard, GradientUse, lambda _: GradientUse(names))
         self._given = Given(guard, self._calls, lambda: self._backward.count)
-        self._samples = Samples(guard, lambda: self._calls.runs, names)
-        self._rows = EqualRows()
-        self._gathered = GatheredFeatures(guard, names)
-        self._terms = GradientTerms(guard, names)
-        self._samplers = SamplerWatch(guard)
-        self._reduced = ReducedGradients(guard, names, lambda: self.reduces() and states.source is None)
+        self._samples = observer(guard, Samples, lambda own: Samples(own, lambda: self._calls.runs, names))
+        self._rows = observer(guard, EqualRows, lambda _: EqualRows())
+        self._gathered = observer(guard, GatheredFeatures, lambda own: GatheredFeatures(own, names))
+        self._terms = observer(guard, GradientTerms, lambda own: GradientTerms(own, names))
+        self._samplers = observer(guard, SamplerWatch, SamplerWatch)
+        reduces = lambda: self.reduces() and states.source is None  # noqa: E731
+        self._reduced = observer(guard, ReducedGradients, lambda own: ReducedGradients(own, names, reduces))
         self._reduced.weighs = lambda: self.world() > 1
-        self._schedules = ScheduleWatch(guard)
-        self.saves = SavedStates(guard, self._held_now, lambda: self.step(), self._schedules.positions)
+        self._schedules = observer(guard, ScheduleWatch, ScheduleWatch)
+        remember = lambda own: SavedStates(own, self._held_now, lambda: self.step(), self._schedules.positions)  # noqa: E731
+        self.saves = observer(guard, SavedStates, remember)
         self.saves.pieces = states.pieces
         self.saves.settings = self._settings
         self._loaded: HeldPieces | None = None
@@ -125,15 +134,18 @@ class AuditTap:
         self._models = list(model) if isinstance(model, list | tuple) else [model]
         self._optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer else []
         self._calls.open(self._models)
-        self._reduced.open(self._models)
-        self._schedules.start()
-        self._samplers.start()
+        self._let(self._reduced.open, self._models)
+        self._let(self._schedules.start)
+        self._let(self._samplers.start)
         self._given.start()
         self._listener = self._listener or StepListener(lambda optimizer, args, kwargs: self._count_between())
         if self.keeps_saves:
-            self.saves.start(self.folder(), self.goes_on())
+            self._let(self.saves.start, self.folder(), self.goes_on())
         if self._set_up is None:
             self._set_up = self._facts()
+
+    def _let(self, call: Callable[..., T], *args: Any) -> T | None:
+        return let(self._guard, call, *args)
 
     def begin(self, tape: Tape) -> None:
         """Listen to a step."""
@@ -143,24 +155,24 @@ class AuditTap:
             self._states.open(self._models, self._optimizers)
         self._states.more = STATS | CHECKSUM if self.fingerprints() else STATS
         self._left, self._kept, self._buffers, self._begun = {}, {}, {}, {}
-        self._use.begin()
+        self._let(self._use.begin)
         self._waiting = {}
-        self._reduced.begin(tape)
+        self._let(self._reduced.begin, tape)
         self._updates, self._rates, self._repeated, self._stepped, self._groups = 0, (), False, set(), {}
         self._bases = ()
         self._modes = None
         self._loaded = None
         self._ambient, self._scaled, self._dependent = {}, [], frozenset()
         self._random_begun = random_fingerprint()
-        self.declared.begin(tape)
-        self._rerun.begin(tape)
+        self._let(self.declared.begin, tape)
+        self._let(self._rerun.begin, tape)
         self._calls.looks_for_repeats = self.repeats()
         self._calls.begin(tape)
         self._given.begin(tape)
-        self._samples.begin()
-        self._rows.begin()
-        self._gathered.begin()
-        self._terms.begin()
+        self._let(self._samples.begin)
+        self._let(self._rows.begin)
+        self._let(self._gathered.begin)
+        self._let(self._terms.begin)
         self._backward.begin()
 
     def pause(self) -> None:
@@ -177,29 +189,29 @@ class AuditTap:
         self._states.more = 0
         self._calls.end()
         self._given.end()
-        self._samples.end()
-        self._gathered.end()
-        self._terms.end()
+        undo(self._guard, self._samples.end)
+        undo(self._guard, self._gathered.end)
+        undo(self._guard, self._terms.end)
         self._backward.end()
-        self._reduced.end()
+        undo(self._guard, self._reduced.end)
 
     def close(self) -> None:
         """Leave nothing behind."""
         self.end()
         self._calls.close()
-        self._schedules.stop()
-        self._samplers.stop()
+        undo(self._guard, self._schedules.stop)
+        undo(self._guard, self._samplers.stop)
         self._given.stop()
         if self._listener is not None:
             self._listener.remove()
             self._listener = None
-        self.saves.stop()
+        undo(self._guard, self.saves.stop)
 
     # ---- moments of the step -------------------------------------------------------------------------------------
 
     def unclipped(self, parameters: Sequence[Any]) -> None:
         """The gradients of these parameters are whole and not yet clipped."""
-        self._reduced.used(parameters)
+        self._let(self._reduced.used, parameters)
         if self._tape is not None and self.declared.loss is not None and self.sampled() and len(self._models) == 1:
             inner = list(unwrapped(self._models[0]))[-1]
             names = self._names()
@@ -207,7 +219,7 @@ class AuditTap:
             self._calls.asleep = True
             self.aside(True)
             try:
-                self.declared.compare(inner, pairs)
+                self._let(self.declared.compare, inner, pairs)
             finally:
                 self.aside(False)
                 self._calls.asleep = False
@@ -224,17 +236,17 @@ class AuditTap:
         self.unclipped([p for group in optimizer.param_groups for p in group["params"]])
         if self._plain():
             if self.compares_rows() and not self._updates:
-                self._rows.look(self._models, self._names(), self._tape)
-            self._use.before_update(optimizer)
+                self._let(self._rows.look, self._models, self._names(), self._tape)
+            self._let(self._use.before_update, optimizer)
             self._waiting |= dict.fromkeys(waiting_gradients(self._models, self._names()))
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._repeated |= bool(held & self._stepped)
         self._stepped |= held
         if self.reruns():
-            self._rerun.before(optimizer)
-        self._schedules.at_update(optimizer)
+            self._let(self._rerun.before, optimizer)
+        self._let(self._schedules.at_update, optimizer)
         self._rates += rates_of(optimizer)
-        self._bases += bases_of(optimizer, len(self._groups), not self._schedules.drives(optimizer))
+        self._bases += bases_of(optimizer, len(self._groups), self._let(self._schedules.drives, optimizer) is False)
         self._groups[id(optimizer)] = optimizer_groups([optimizer], self._names())
         if not self._backward.cleared:
             names = self._names()
@@ -249,9 +261,9 @@ class AuditTap:
         if self._tape is None:
             return
         self._updates += 1
-        self._use.after_update()
+        self._let(self._use.after_update)
         self._backward.unused = 0
-        self._rerun.after()
+        self._let(self._rerun.after)
         if self.fingerprints():
             self._buffers = self._look_at_buffers(self._tape)
 
@@ -259,7 +271,7 @@ class AuditTap:
         self._between += self._tape is None
 
     def _first_forward(self) -> None:
-        self.declared.first_forward()
+        self._let(self.declared.first_forward)
         if self._tape is not None and self.fingerprints():
             self._begun = self._look_at_buffers(self._tape)
 
@@ -273,10 +285,10 @@ class AuditTap:
     def _backward_begins(self, root: Any) -> None:
         self._scaled.append(scaled_from(root))
         if self._tape is not None and self._states.source is None:
-            self._use.backward_begins(root, self._tape, self._models)
+            self._let(self._use.backward_begins, root, self._tape, self._models)
 
     def _clears(self, owner: Any) -> None:
-        if self._plain() and self._use.cleared(owner, self._models, self._backward.unused):
+        if self._plain() and self._let(self._use.cleared, owner, self._models, self._backward.unused):
             self._backward.unused = 0
 
     def _first_backward(self) -> None:
@@ -314,18 +326,9 @@ class AuditTap:
             backwards=self._backward.count,
             updates=self._updates,
             repeated=self._repeated,
-            twice=tuple(self._use.twice),
             called=calls.called_names(),
-            reached=frozenset(self._use.reached),
-            unreached=tuple(self._use.unreached),
-            idle=self._use.idle(self._optimizers),
-            never=self._use.never(self._optimizers),
-            discarded=self._use.discarded,
             waiting=tuple(self._waiting),
-            closure=self._use.closure,
-            differentiated=tuple(_mean(reel, value) for value in self._use.roots or ()),
             scaled=tuple(self._scaled),
-            mixed={name: norm for name, v in self._use.mixed.items() if (norm := _norm(reel, v)) != 0},
             begun={name: _checksum(reel, v) for name, v in self._begun.items()},
             ordinal=self.ordinal(),
             updates_between=self._between,
@@ -342,34 +345,42 @@ class AuditTap:
             region=getattr(self._states.source, "random_region", lambda: 0)(),
             drawn=calls.drawn,
             evaluations=calls.take_evaluations(),
-            schedules=self._schedules.take(),
-            plateaus=self._schedules.plateaus.seen(),
-            projections=self.declared.take(),
-            reductions=self._reduced.take(),
-            reruns=self._rerun.take(),
-            saved=self.saves.take(),
-            loaded=None if self._loaded is None else self._loaded.read(),
-            same_epochs=self._samplers.take(),
-            **self._given.take(),
             dependent=self._dependent,
             spoiled=self._spoiled(reel),
-            equal_rows=self._rows.take(),
-            stale_copies=self._calls.copies.take(),
-            sampled=self._samples.take(),
-            gathered=self._gathered.take(),
-            gradient_term=self._terms.take(),
             ambient=self._ambient,
             recomputed=tuple(
                 Repeat(name, order, _outputs(reel, again), tuple(_outputs(reel, f) for f in first))
                 for name, order, again, first in calls.repeated()
             ),
+            **self._observed(reel),
         )
         self._left, self._kept, self._buffers, self._begun = {}, {}, {}, {}
         self._between = 0
-        self._use.begin()
+        self._let(self._use.begin)
         if facts.batches:
-            self.saves.trained_on(reel.step, facts.batches)
+            self._let(self.saves.trained_on, reel.step, facts.batches)
         return facts
+
+    def _observed(self, reel: Reel) -> dict[str, Any]:
+        """Return the facts that the observers saw, by their names; those of one that has failed are left out."""
+        loaded = self._loaded
+        taken = {
+            "schedules": self._let(self._schedules.take),
+            "plateaus": self._let(self._schedules.plateaus.seen),
+            "projections": self._let(self.declared.take),
+            "reductions": self._let(self._reduced.take),
+            "reruns": self._let(self._rerun.take),
+            "saved": self._let(self.saves.take),
+            "loaded": None if loaded is None else self._let(loaded.read),
+            "same_epochs": self._let(self._samplers.take),
+            "equal_rows": self._let(self._rows.take),
+            "stale_copies": self._let(self._calls.copies.take),
+            "sampled": self._let(self._samples.take),
+            "gathered": self._let(self._gathered.take),
+            "gradient_term": self._let(self._terms.take),
+        }
+        used = self._let(self._use.take, self._optimizers, partial(_mean, reel), partial(_norm, reel)) or {}
+        return {name: facts for name, facts in taken.items() if facts is not None} | used | self._given.take()
 
     def _spoiled(self, reel: Reel) -> tuple[str, ...]:
         """Return the buffers that hold a NaN, as they were last looked at."""

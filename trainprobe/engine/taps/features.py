@@ -86,6 +86,8 @@ class FeatureTap:
         self._replaced: Replaced | None = None
         self._rests = False
         self._odd: dict[str, None] = {}  # notes of what could not be looked at
+        for kind in self._kinds:
+            self._guard_of(kind).on_trip(partial(self._drop, kind))
 
     @property
     def notes(self) -> list[str]:
@@ -104,20 +106,22 @@ class FeatureTap:
         self._thread = get_ident()
         self._inside.clear()
         self._learn()
-        due = tuple(kind for kind in self._kinds if self._collected % kind.every == 0)
+        due = [k for k in self._kinds if self._collected % k.every == 0 and self._guard_of(k).tripped is None]
         with apart():
-            self._due = tuple(kind for kind in due if self._guard.part(_part(kind), self._begins, kind, tape))
+            for kind in due:
+                self._due += (kind,)
+                self._guard_of(kind).within(kind.begin, tape, self._models)
         if self._due:
             self.resume()
 
-    def _begins(self, kind: FeatureKind, tape: Tape) -> bool:
-        """Let a kind look at a step; one that cannot takes away what it has put in already."""
-        try:
-            kind.begin(tape, self._models)
-        except BaseException:
+    def _guard_of(self, kind: FeatureKind) -> Guard:
+        return self._guard.of(part_of_feature(type(kind)))
+
+    def _drop(self, kind: FeatureKind) -> None:
+        """Have a kind that has failed look no more, and take away what it has put in."""
+        if kind in self._due:
+            self._due = tuple(other for other in self._due if other is not kind)
             kind.end()
-            raise
-        return True
 
     def pause(self) -> None:
         """Take no forward calls for a while."""
@@ -125,7 +129,7 @@ class FeatureTap:
             self._replaced.back()
             self._rests = True
             for kind in self._due:
-                kind.sleep(True)
+                self._guard_of(kind).undo(kind.sleep, True)
 
     def resume(self) -> None:
         """Take forward calls again."""
@@ -134,7 +138,7 @@ class FeatureTap:
             if self._replaced is None or not self._replaced.wake():
                 self._replaced = Replaced(torch.nn.Module, "_call_impl", self._watched(torch.nn.Module._call_impl), traced=True)
             for kind in self._due:
-                kind.sleep(False)
+                self._guard_of(kind).within(kind.sleep, False)
 
     def stepping(self) -> None:
         """Look at gradients before the first update of a step."""
@@ -148,7 +152,7 @@ class FeatureTap:
         self.pause()
         self._replaced = None
         for kind in self._due:
-            kind.end()
+            self._guard_of(kind).undo(kind.end)
         self._due = ()
         self._tape = None
 
@@ -213,8 +217,9 @@ class FeatureTap:
         self._odd[f"{type(look.__self__).__name__} left out {where}: {fault_text(fault)}"] = None
 
 
-def _part(kind: FeatureKind) -> str:
-    return f"the feature {type(kind).__name__}"
+def part_of_feature(kind: type) -> str:
+    """Return the name that a class of features has as a part of the tool (see `engine.guard.Guard.of`)."""
+    return f"the feature {kind.__name__}"
 
 
 class apart:  # noqa: N801 - used like a function

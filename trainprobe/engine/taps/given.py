@@ -12,6 +12,7 @@ from trainprobe.engine.taps.loaders import LoaderWatch
 from trainprobe.engine.taps.loss_inputs import LossInputs, named_arguments
 from trainprobe.engine.taps.model_calls import ModelCalls
 from trainprobe.engine.taps.module_inputs import ModuleInputs
+from trainprobe.engine.taps.observers import let, observer, undo
 from trainprobe.engine.taps.outer_products import OuterProducts
 
 
@@ -19,55 +20,58 @@ class Given:
     """Listens to all of that while a step is audited. backwards: returns how many backward passes have begun."""
 
     def __init__(self, guard: Guard, calls: ModelCalls, backwards: Callable[[], int]) -> None:
-        self._losses = LossInputs(guard, backwards, lambda: calls.asleep)
-        self._modules = ModuleInputs()
-        self._outer = OuterProducts(guard, lambda: calls.asleep or calls.within > 0)
-        self._loaders = LoaderWatch(guard)
+        self._guard = guard
+        self._losses = observer(guard, LossInputs, lambda own: LossInputs(own, backwards, lambda: calls.asleep))
+        self._modules = observer(guard, ModuleInputs, lambda _: ModuleInputs())
+        beside = lambda: calls.asleep or calls.within > 0  # noqa: E731
+        self._outer = observer(guard, OuterProducts, lambda own: OuterProducts(own, beside))
+        self._loaders = observer(guard, LoaderWatch, LoaderWatch)
         self._handed_out = (0, 0)
         calls.on_call = self._model_called
         calls.on_module = self._module_called
 
     def start(self) -> None:
         """Learn of loaders from now on."""
-        self._loaders.start()
+        let(self._guard, self._loaders.start)
 
     def stop(self) -> None:
         """Leave nothing behind."""
-        self._loaders.stop()
+        undo(self._guard, self._loaders.stop)
 
     def begin(self, tape: Tape) -> None:
         """Look at a step."""
-        self._losses.begin(tape)
-        self._modules.begin(tape)
-        self._outer.begin()
+        let(self._guard, self._losses.begin, tape)
+        let(self._guard, self._modules.begin, tape)
+        let(self._guard, self._outer.begin)
 
     def end(self) -> None:
         """Look no more; what was seen stays until `take`."""
-        self._losses.end()
-        self._modules.end()
-        self._outer.end()
-        self._handed_out = self._loaders.handed_out()
+        undo(self._guard, self._losses.end)
+        undo(self._guard, self._modules.end)
+        undo(self._guard, self._outer.end)
+        self._handed_out = let(self._guard, self._loaders.handed_out) or (0, 0)
 
     def take(self) -> dict[str, Any]:
-        """Return the facts of the step by their names, once it has crossed to the host."""
+        """Return the facts of the step by their names, once it has crossed to the host; without those of what has failed."""
         handed_out, workers = self._handed_out
-        outer = self._outer.take()
-        return {
-            "losses": self._losses.take(),
-            "ungraded": self._losses.take_ungraded(),
-            "sequences": self._modules.sequences(),
-            "masks": self._modules.masks(),
-            "scales": self._modules.scales(),
-            "moved_twice": self._modules.moved_twice(),
+        outer = let(self._guard, self._outer.take)
+        taken = {
+            "losses": let(self._guard, self._losses.take),
+            "ungraded": let(self._guard, self._losses.take_ungraded),
+            "sequences": let(self._guard, self._modules.sequences),
+            "masks": let(self._guard, self._modules.masks),
+            "scales": let(self._guard, self._modules.scales),
+            "moved_twice": let(self._guard, self._modules.moved_twice),
             "outer": outer if self._modules.has_one_output else (),
             "handed_out": handed_out,
             "workers": workers,
         }
+        return {name: facts for name, facts in taken.items() if facts is not None}
 
     def _model_called(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         named = named_arguments(model, args, kwargs)
-        given = self._losses.model_called(named)
-        if not in_a_transform():
+        given = let(self._guard, self._losses.model_called, named)
+        if given is not None and not in_a_transform():
             attempt(self._modules.model_called, model, named, given, otherwise=_left_out)
 
     def _module_called(self, name: str, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -125,6 +125,22 @@ class GradientUse:
         self._dropped, self._lost = [(p, int(p._version)) for p in held], unused
         return True
 
+    def take(
+        self, optimizers: Sequence[Any], mean: Callable[[Value], float], norm: Callable[[Value], float]
+    ) -> dict[str, Any]:
+        """Return the facts of the step by their names, once it has crossed to the host; mean and norm read a value there."""
+        return {
+            "twice": tuple(self.twice),
+            "reached": frozenset(self.reached),
+            "unreached": tuple(self.unreached),
+            "idle": self.idle(optimizers),
+            "never": self.never(optimizers),
+            "discarded": self.discarded,
+            "closure": self.closure,
+            "differentiated": tuple(mean(value) for value in self.roots or ()),
+            "mixed": {name: older for name, value in self.mixed.items() if (older := norm(value)) != 0},
+        }
+
     def idle(self, optimizers: Sequence[Any]) -> tuple[str, ...]:
         """Return the parameters of optimizers that stepped at each audited step before, and not in this one as others did."""
         names, out = self._names(), dict[str, None]()

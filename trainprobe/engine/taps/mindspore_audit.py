@@ -20,6 +20,7 @@ from trainprobe.engine.naming import ROOT
 from trainprobe.engine.records import Reel, Value
 from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
+from trainprobe.engine.taps import AUDIT
 from trainprobe.engine.taps.mindspore_calls import KnownCalls, listed
 from trainprobe.engine.taps.mindspore_cells import RECOMPUTING, is_graph_mode
 from trainprobe.engine.taps.mindspore_states import CellStateTap, rates_of
@@ -34,6 +35,8 @@ class CellAuditTap:
     fingerprints: whether this step's parameters, gradients and states are fingerprinted. ordinal: how many steps have begun.
     training_cell: the cell that trains, whose arguments are the data in graph mode.
     """
+
+    part = AUDIT
 
     def __init__(self, guard: Guard, states: CellStateTap) -> None:
         self.fingerprints: Callable[[], bool] = lambda: True

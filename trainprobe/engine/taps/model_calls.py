@@ -22,6 +22,7 @@ from trainprobe.engine.taps.copies import Copies
 from trainprobe.engine.taps.features import tensors_of
 from trainprobe.engine.taps.functional_dropout import DropoutWatch
 from trainprobe.engine.taps.random_state import random_fingerprint
+from trainprobe.engine.taps.observers import let, observer, part_of_observer
 from trainprobe.engine.taps.replaced import Replaced
 
 _INSPECTED = 4  # calls that are looked at each time that the model goes into evaluation mode
@@ -61,14 +62,14 @@ class ModelCalls:
         self._random: list[str] = []
         self._dropped: list[str] = []
         self._path: list[Any] = []  # the modules that are running
-        self.copies = Copies()
+        self.copies = observer(guard, Copies, lambda _: Copies())
         self._dropouts = DropoutWatch(lambda: self._guard.run(self._drops))
 
     def open(self, models: Sequence[Any]) -> None:
         """Learn which modules are the model, inside its wrappers and with them."""
         self._models = list(models)
         self._roots = {id(m): depth for model in models for depth, m in enumerate(unwrapped(model))}
-        self.copies.open([list(unwrapped(model))[-1] for model in models])
+        let(self._guard, self.copies.open, [list(unwrapped(model))[-1] for model in models])
         self._names.clear()
         for model in models:
             outer = count_outer_wrappers(name for name, _ in model.named_modules() if name)
@@ -204,7 +205,7 @@ class ModelCalls:
         wrappers = self._roots.get(id(module))
         if wrappers is None or self._depth or self.asleep or self._guard.tripped is not None:
             if wrappers is None and not module.training and type(module) in self.copies:
-                self._guard.run(self.copies.called, module)
+                self._guard.of(part_of_observer(Copies)).run(self.copies.called, module)
             return original(module, *args, **kwargs)
         if not module.training:
             return self._evaluate(original, module, args, kwargs) if self._left else original(module, *args, **kwargs)

@@ -72,6 +72,7 @@ class SavedStates:
 
     def stop(self) -> None:
         """Remember no more."""
+        self.awaits = False
         for replaced in self._replaced:
             replaced.back()
         self._replaced = []

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainprobe.engine.facts import Schedule
 from trainprobe.engine.guard import Guard
+from trainprobe.engine.taps.observers import let, observer, undo
 from trainprobe.engine.taps.plateaus import Plateaus
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.taps.set_up import rates_of
@@ -55,7 +56,7 @@ class ScheduleWatch:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self.plateaus = Plateaus(guard)
+        self.plateaus = observer(guard, Plateaus, Plateaus)
         self._known: dict[int, _Known] = {}
         self._taken: dict[int, Schedule] = {}
         self._driven = 0  # how many steps of drivers are running
@@ -64,7 +65,7 @@ class ScheduleWatch:
 
     def start(self) -> None:
         """Begin to count."""
-        self.plateaus.start()
+        let(self._guard, self.plateaus.start)
         if not self._replaced:
             self._replaced = [Replaced(kind, "step", self._counted(kind)) for kind in (LRScheduler, *_drivers())]
 
@@ -98,7 +99,7 @@ class ScheduleWatch:
 
     def stop(self) -> None:
         """Put the originals back."""
-        self.plateaus.stop()
+        undo(self._guard, self.plateaus.stop)
         for replaced in self._replaced:
             replaced.back()
         self._replaced = []
