@@ -117,22 +117,32 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
     modules = ModuleTap(modules_of_plan(plan, cuts), own, stacks, rename) if level in ("L0", "mix") else None
     watched = ModuleTap(modules_of_monitor(monitor), own, None, rename) if monitor is not None else None
     naming = modules or watched or ModuleTap(ModulesWanted(_none, _nothing, frozenset()), own, None, rename)
-    parts = Parts(guard, saved, naming, modules, watched=watched, monitor=monitor, cuts=cuts, dumps_when_asked=asked, rename=rename)
+    parts = Parts(
+        guard, saved, naming, modules, watched=watched, monitor=monitor, cuts=cuts, dumps_when_asked=asked, rename=rename
+    )
     parts.buffers = BufferTap(modules) if modules is not None else None
     if level in ("L1", "mix"):
         parts.ops = OpTap(ops_of_plan(plan, cuts), guard_of(guard, OpTap), stacks, modules)
         inside: list[Call] = modules.stack if modules is not None else []
-        parts.collectives = CollectiveTap(flags_of(plan.base_detail) & ~flag.SAVE, guard_of(guard, CollectiveTap), stacks, inside)
+        parts.collectives = CollectiveTap(
+            flags_of(plan.base_detail) & ~flag.SAVE, guard_of(guard, CollectiveTap), stacks, inside
+        )
     audit = audit_plan(plan.audit) if plan.audit else None
     if monitor is not None or audit is not None:
         states = parts.states = ParameterStateTap(states_of_monitor(monitor), naming.names)
         parts.scaling = LossScalingTap(guard_of(guard, LossScalingTap), states.scaled, states.unscaled)
         if audit is not None:
-            parts.audit_plan, parts.audit = audit, AuditTap(guard_of(guard, AuditTap), states, lambda: naming.parameter_names, naming.scan)
+            parts.audit_plan, parts.audit = (
+                audit,
+                AuditTap(guard_of(guard, AuditTap), states, lambda: naming.parameter_names, naming.scan),
+            )
             parts.audit.aside = partial(_aside, parts)
     _collect(parts, plan, guard)
     stepping = parts.stepping = OptimizerStepTap(
-        guard_of(guard, OptimizerStepTap), partial(_before, parts, "optimizer" in plan.phases), partial(_after, parts), partial(_trial, parts)
+        guard_of(guard, OptimizerStepTap),
+        partial(_before, parts, "optimizer" in plan.phases),
+        partial(_after, parts),
+        partial(_trial, parts),
     )
     for tap, needed_by in _NEEDED:
         guard_of(guard, tap).carries(needed_by)
@@ -150,12 +160,16 @@ def _collect(parts: Parts, plan: Plan, guard: Guard, before: MonitorPlan | None 
     gradients = monitor.gradients if monitor is not None and monitor.gradients.on else None
     clips = parts.audit is not None or (gradients is not None and gradients.unclipped)
     if states is not None and clips != (parts.clipping is not None):
-        parts.clipping = ClippingTap(guard_of(guard, ClippingTap), partial(_unclipped, parts), states.reported_norm) if clips else None
+        parts.clipping = (
+            ClippingTap(guard_of(guard, ClippingTap), partial(_unclipped, parts), states.reported_norm) if clips else None
+        )
     if states is not None and (before is None or gradients != before.gradients):
         wanted = gradients is not None and gradients.unreduced
         per_micro = gradients is not None and gradients.per_micro
         arrives = partial(states.arrived, per_micro=per_micro)
-        parts.unreduced = UnreducedTap(guard_of(guard, UnreducedTap), arrives, lambda: states.source is None, per_micro) if wanted else None
+        parts.unreduced = (
+            UnreducedTap(guard_of(guard, UnreducedTap), arrives, lambda: states.source is None, per_micro) if wanted else None
+        )
     batched = bool(plan.black_box) or (monitor is not None and monitor.batches.on)
     parts.batches = parts.batches or BatchTap(guard_of(guard, BatchTap)) if batched else None
     if monitor is not None and (before is None or monitor.collectives != before.collectives):
@@ -318,14 +332,23 @@ def features_of_monitor(plan: Features, guard: Guard, naming: ModuleTap) -> Feat
         return Names(feature.names).__contains__
 
     if (a := plan.attention).on:
-        kinds.append(AttentionFeature(names(a), a.every, guard.of(part_of_feature(AttentionFeature)), inside, a.rows, a.sequences))
+        kinds.append(
+            AttentionFeature(names(a), a.every, guard.of(part_of_feature(AttentionFeature)), inside, a.rows, a.sequences)
+        )
     if (w := plan.weights).on:
         kinds.append(WeightSpectra(names(w), w.every, naming.names, w.iterations))
     if (r := plan.routers).on:
         kinds.append(RouterFeature(names(r), r.every, inside, r.top_k))
     if (f := plan.formats).on:
         lost = FormatFeature(
-            names(f), f.every, guard.of(part_of_feature(FormatFeature)), naming.names, formats=f.formats, slots=f.slots, scale=f.scale, exponents=f.exponents
+            names(f),
+            f.every,
+            guard.of(part_of_feature(FormatFeature)),
+            naming.names,
+            formats=f.formats,
+            slots=f.slots,
+            scale=f.scale,
+            exponents=f.exponents,
         )
         kinds.append(lost)
     if (d := plan.dead_units).on:

@@ -272,6 +272,11 @@ class Probe(EngineProbe):
             if self.console.speaks:
                 shutil.rmtree(self.console.markers, ignore_errors=True)  # of an earlier run
 
+    def watches_own_loop(self) -> None:
+        """Learn that the loop is the user's own: what a trainer does by itself is then the user's doing."""
+        if self._audit is not None:
+            self._audit.own_loop = True
+
     def tell_once(self, finding: Finding) -> None:
         """Report a finding, unless one with this message was reported before."""
         self._tell_once(finding)
@@ -363,6 +368,10 @@ class Probe(EngineProbe):
             silent = self.guard.tripped is not None or self.guard.leaves_out(AUDIT)
             if self._audit is not None and silent and complete:
                 self.guard.keep_on(self._audit.answer_for_stopped, self.step_number, self.place)
+
+    def _only_collects(self) -> bool:
+        stepping = self.parts.stepping
+        return self.plan.level == "off" and stepping is not None and getattr(stepping, "waits", False)
 
     def _close_audit(self) -> None:
         """Judge what came after the last audited step, and leave nothing behind."""
@@ -510,6 +519,7 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
 
     with Probe(plan, **overrides) as probe:
         probe.open(model, optimizer)
+        probe.watches_own_loop()
         for finding in probe.guard.run(lambda *given: list(wrong_optimizers(*given)), model, optimizer) or ():
             probe.tell_once(finding)
         del optimizer  # one that the training replaces is not kept

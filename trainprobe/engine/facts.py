@@ -197,6 +197,7 @@ class SavedTensors:
     positions: class of a scheduler → where it stood. batches: the first and the last audited steps until then, and the
     fingerprints of their data. world: how many ranks there were. pieces: of the tensors that were cut. settings: "GROUP NAME" →
     value of the plain numbers of each parameter group. scale: of the loss scaler that was saved with it; 0 where none was.
+    randoms: generator → fingerprints of its state as the first step of the run began, and at the save.
     """
 
     step: int
@@ -207,6 +208,7 @@ class SavedTensors:
     pieces: Mapping[tuple[str, str], Piece] = field(default_factory=dict[tuple[str, str], Piece])
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     scale: float = 0.0
+    randoms: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,8 +364,10 @@ class StepFacts:
     last. begun: name → fingerprint of a buffer before the first forward. ordinal: how many steps had begun with this one.
     updates_between: how often optimizers stepped since the audited step before, in steps that are not audited, or in none.
     clips: the calls that clipped. random: fingerprint of the random state at the end of the step; random_begun: of that at its
-    beginning. region: that of the random state of what is split over tp, 0 where none is told. reductions: gradients before and
-    after they were joined over the ranks. recomputed: forwards that ran again. reruns: updates that were worked out again.
+    beginning. region: that of the random state of what is split over tp, 0 where none is told. randoms: generator →
+    fingerprint of its state at the beginning, of the first step of a run and of one that follows a load. reductions:
+    gradients before and after they were joined over the ranks. recomputed: forwards that ran again. reruns: updates that were
+    worked out again.
     saved: what was saved last, where something was loaded since; loaded: the pieces that were held then, before the update.
     same_epochs: epochs that a shuffling sampler began in the order of the one before. losses: calls of loss functions, in their
     order. ambient: what holds for the whole thread where the first update begins, in words: autocast, grad mode, default dtype
@@ -413,6 +417,7 @@ class StepFacts:
     random: int = 0
     random_begun: int = 0
     region: int = 0
+    randoms: Mapping[str, int] = field(default_factory=dict[str, int])
     drawn: bool = False
     evaluations: tuple[Evaluation, ...] = ()
     schedules: tuple[Schedule, ...] = ()

@@ -1,8 +1,8 @@
 """The one place where a fault of the tool is caught, so that it never becomes a fault of the training.
 
 A fault disables the tool, loudly, and the training goes on with correct results. Under test (a plan's `on_error: raise`) it
-is raised instead. A tap, an observer, a rule or another part that the rest does without has a guard of its own (`Guard.of`), and
-its fault disables that part alone. What only one value of the program causes costs no more than that value: see `attempt`.
+is raised instead. A tap, an observer, a rule or another part that the rest does without has a guard of its own (`Guard.of`),
+and its fault disables that part alone. What only one value of the program causes costs no more than that value: see `attempt`.
 """
 
 from __future__ import annotations

@@ -406,7 +406,7 @@ class Probe:
         assert tape is not None and self._recorder is not None
         reel = tape.harvest(self.step_number, self.place, complete=complete, **self._about_step())
         self._unmet.saw(reel)
-        if complete and self._running.looks and not reel.calls and not reel.scalars:
+        if complete and self._running.looks and not reel.calls and not reel.scalars and not self._only_collects():
             self._tell_once(_saw_nothing(self.step_number), key="nothing was seen")
         self._say_faults(tape.library.faults())
         self.collected += complete
@@ -420,6 +420,10 @@ class Probe:
         self._recorder.submit(reel)
         self._act(found)
         return reel
+
+    def _only_collects(self) -> bool:
+        """Tell whether the step computed gradients that no update has used yet, so that a monitor has nothing to see."""
+        return False
 
     def _act(self, found: Sequence[Finding]) -> None:
         """Do what the findings of a step ask for. Raises StopTraining when a rule wants the run to end."""

@@ -14,16 +14,14 @@ With the high-level `Model`, `Model.train(..., callbacks=[MsprobeStep(debugger)]
 from __future__ import annotations
 
 import os
-import random
 from typing import Any
 
 import mindspore
-import numpy as np
 from mindspore import nn
 from mindspore.train import Callback
 
 from trainprobe import debugger
-from trainprobe.errors import UsageError
+from trainprobe.integrations.common_seed import seed_python
 from trainprobe.integrations.mindspore_probe import MindSporeProbe
 
 _DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
@@ -89,11 +87,7 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False) -> 
     seed: a whole number from 0 to 2^32 - 1. mode: also choose deterministic kernels. rm_dropout: from now on the dropout cells
     of mindspore.nn let everything pass. Call it before the model is made. Raises UsageError for a seed outside that range.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(f"seed_all: {seed!r} is no seed: give a whole number from 0 to {2**32 - 1}")
-    os.environ["PYTHONHASHSEED"] = str(seed)  # for processes that are started from now on
-    random.seed(seed)
-    np.random.seed(seed)
+    seed_python(seed)
     mindspore.set_seed(seed)
     if mode:
         os.environ.setdefault("HCCL_DETERMINISTIC", "true")

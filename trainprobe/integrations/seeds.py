@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import sys
 from typing import Any
 
-import numpy as np
 import torch
 
-from trainprobe.errors import UsageError
+from trainprobe.integrations.common_seed import seed_python
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _removed: set[str] = set()
@@ -24,11 +22,7 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False, is_
     rm_dropout: from now on dropout of torch.nn and torch.nn.functional lets everything pass. is_enhanced: not available; seed
     anew before each call that must repeat. Call it before the model is made. Raises UsageError for a seed outside that range.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(f"seed_all: {seed!r} is no seed: give a whole number from 0 to {2**32 - 1}")
-    os.environ["PYTHONHASHSEED"] = str(seed)  # for processes that are started from now on
-    random.seed(seed)
-    np.random.seed(seed)
+    seed_python(seed)
     torch.manual_seed(seed)  # every device that torch knows
     if is_enhanced:
         sys.stderr.write(

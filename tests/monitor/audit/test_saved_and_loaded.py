@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -125,3 +126,42 @@ def test_a_state_dict_that_is_taken_before_anything_was_trained_is_no_save(tmp_p
             model[3].bias.add_(1)
         train(probe, model, optimizer, range(2))
         assert [f.message for f in probe.findings if f.rule == "saved_and_loaded"] == []
+
+
+# ---- random numbers -----------------------------------------------------------------------------------------------------
+
+
+def random_numbers(folder, *, dropout, puts_back):
+    """Train with dropout or without, resume as a script that seeds first; return what `resumed` says of the generators."""
+    plan = {"level": "off", "sinks": [], "on_existing": "continue", "output": folder, "audit": {"severity": "info"}}
+    found, saved = [], ()
+    for steps in (range(SAVED + 1), range(SAVED + 1, SAVED + 4)):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5 if dropout else 0.0), nn.Linear(4, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if steps[0]:
+            whole(model, optimizer, *saved[:2])
+            if puts_back:
+                torch.set_rng_state(saved[2])
+                np.random.set_state(saved[3])
+        with trainprobe.watch(model, optimizer, plan=plan) as probe:
+            for step in steps:
+                with probe.step(step):
+                    inputs = torch.from_numpy(np.random.randn(3, 4)).float() + step  # no two batches are alike
+                    optimizer.zero_grad()
+                    model(inputs).square().sum().backward()
+                    optimizer.step()
+            saved = (*copy.deepcopy((model.state_dict(), optimizer.state_dict())), torch.get_rng_state(), np.random.get_state())
+        found += [f for f in probe.findings if f.rule == "resumed" and f.site.name.startswith("random")]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dropout", "severity", "generator"),
+    [(True, "warning", "the generator of torch and that of numpy stands"), (False, "info", "the generator of numpy stands")],
+)
+def test_random_numbers_that_begin_again_after_a_load_are_found(tmp_path, dropout, severity, generator):
+    (found,) = random_numbers(tmp_path / "out", dropout=dropout, puts_back=False)
+    assert found.step == SAVED + 1 and found.severity == severity and generator in found.message
+    assert random_numbers(tmp_path / "twin", dropout=dropout, puts_back=True) == []

@@ -124,6 +124,7 @@ class AuditTap:
         self._between = 0  # updates since the last step that was listened to
         self._listener: StepListener | None = None
         self._random_begun = 0
+        self._randoms: dict[str, int] = {}
         self._scaled: list[Scaled] = []
         self._ambient: dict[str, str] = {}
         self._dependent: frozenset[str] = frozenset()
@@ -164,6 +165,7 @@ class AuditTap:
         self._loaded = None
         self._ambient, self._scaled, self._dependent = {}, [], frozenset()
         self._random_begun = random_fingerprint()
+        self._randoms = (self._let(self.saves.begins) or {}) if self.keeps_saves else {}
         self._let(self.declared.begin, tape)
         self._let(self._rerun.begin, tape)
         self._calls.looks_for_repeats = self.repeats()
@@ -342,6 +344,7 @@ class AuditTap:
             clips=tuple(Clip(c.names, _norm(reel, c.norm), c.used, c.limit, c.others) for c in self._states.clips),
             random=random_fingerprint(),
             random_begun=self._random_begun,
+            randoms=self._randoms,
             region=getattr(self._states.source, "random_region", lambda: 0)(),
             drawn=calls.drawn,
             evaluations=calls.take_evaluations(),

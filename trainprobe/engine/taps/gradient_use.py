@@ -125,9 +125,7 @@ class GradientUse:
         self._dropped, self._lost = [(p, int(p._version)) for p in held], unused
         return True
 
-    def take(
-        self, optimizers: Sequence[Any], mean: Callable[[Value], float], norm: Callable[[Value], float]
-    ) -> dict[str, Any]:
+    def take(self, optimizers: Sequence[Any], mean: Callable[[Value], float], norm: Callable[[Value], float]) -> dict[str, Any]:
         """Return the facts of the step by their names, once it has crossed to the host; mean and norm read a value there."""
         return {
             "twice": tuple(self.twice),

@@ -21,8 +21,8 @@ from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.taps.copies import Copies
 from trainprobe.engine.taps.features import tensors_of
 from trainprobe.engine.taps.functional_dropout import DropoutWatch
-from trainprobe.engine.taps.random_state import random_fingerprint
 from trainprobe.engine.taps.observers import let, observer, part_of_observer
+from trainprobe.engine.taps.random_state import random_fingerprint
 from trainprobe.engine.taps.replaced import Replaced
 
 _INSPECTED = 4  # calls that are looked at each time that the model goes into evaluation mode

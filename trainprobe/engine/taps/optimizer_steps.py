@@ -8,6 +8,7 @@ from typing import Any
 
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps.gradients import sequence_number
 from trainprobe.engine.taps.step_hooks import StepListener, settle
 
 
@@ -16,7 +17,8 @@ class OptimizerStepTap:
 
     An optimizer that is handed a closure runs forward and backward within its step: `before` is then called behind the closure.
     When it calls that again (a line search tries other weights, and may go back), `trial` is called with True, and with False
-    behind it.
+    behind it. waits: the step that has ended made a graph, and nothing stepped: gradients are accumulated, or a scaler
+    skipped it.
     """
 
     def __init__(
@@ -33,6 +35,9 @@ class OptimizerStepTap:
         self._depth = 0
         self._told = 0
         self._listener: StepListener | None = None
+        self._graphs = 0
+        self._updated = False
+        self.waits = False
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Nothing to learn: the hooks are for every optimizer."""
@@ -41,6 +46,7 @@ class OptimizerStepTap:
         """Listen."""
         self.end(True)
         self._depth = self._told = 0
+        self._graphs, self._updated = sequence_number(), False
         self._listener = StepListener(self._enter, self._leave)
 
     def pause(self) -> None:
@@ -53,12 +59,14 @@ class OptimizerStepTap:
         """Listen no more; with `again`, what torch holds stays for the step that follows."""
         if self._listener is not None:
             self._listener.remove(again)
+            self.waits = not self._updated and sequence_number() != self._graphs
         elif not again:
             settle()
         self._listener = None
 
     def _enter(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         self._depth += 1
+        self._updated = True
         if self._depth > 1:
             return None
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import random
 import zlib
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainprobe.engine.arrays.torch_apart import apart
@@ -34,6 +36,13 @@ def random_fingerprint() -> int:
     for state in _bytes():
         total = zlib.crc32(state, total)
     return total
+
+
+def random_fingerprints() -> dict[str, int]:
+    """Return generator → fingerprint of its state: those of "torch", "numpy" (the global one) and "python"."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    numpy = zlib.crc32(repr((kind, rest)).encode(), zlib.crc32(np.asarray(keys).tobytes()))
+    return {"torch": random_fingerprint(), "numpy": numpy, "python": zlib.crc32(repr(random.getstate()).encode())}
 
 
 def _bytes() -> list[memoryview]:

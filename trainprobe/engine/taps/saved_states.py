@@ -18,6 +18,7 @@ import torch
 from trainprobe.engine.facts import Piece, SavedTensors
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.safe_files import write_whole
+from trainprobe.engine.taps.random_state import random_fingerprints
 from trainprobe.engine.taps.replaced import Replaced
 
 KEPT = 3
@@ -46,6 +47,7 @@ class SavedStates:
         self._first: list[tuple[int, tuple[int, ...]]] = []
         self._last: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=_LAST)
         self.loaded: Callable[[], None] = lambda: None
+        self._randoms: Mapping[str, int] = {}  # as the first step of the run began
         self._guard = guard
         self._look = look
         self._step = step
@@ -63,6 +65,7 @@ class SavedStates:
             self.awaits = bool(self._saved) or any(_of_all_ranks(self._path))
             for seen in self._saved[-1].batches if self._saved else ():
                 self.trained_on(*seen)
+            self._randoms = {name: first for name, (first, _) in self._saved[-1].randoms.items()} if self._saved else {}
         kind: Any = torch.optim.Optimizer
         self._replaced = [
             Replaced(kind, "state_dict", self._around_save(kind.state_dict)),
@@ -76,6 +79,14 @@ class SavedStates:
         for replaced in self._replaced:
             replaced.back()
         self._replaced = []
+
+    def begins(self) -> dict[str, int]:
+        """Return the random states as a step begins, if it is the first of the run or follows a load; otherwise nothing."""
+        if self._randoms and not self.awaits:
+            return {}
+        now = random_fingerprints()
+        self._randoms = self._randoms or now
+        return now
 
     def take(self) -> tuple[SavedTensors, ...]:
         """Return what was saved, if something was loaded since; then nothing until the next load."""
@@ -140,7 +151,9 @@ class SavedStates:
         cut = {key: piece for key, piece in self.pieces().items() if key in tensors}
         step, scale = self._scale
         now = SavedTensors(self._step(), tensors, dict(self._positions()), batches, self.world(), cut, dict(self.settings()))
-        self._saved = [*self._saved, replace(now, scale=scale if step == now.step else 0.0)][-KEPT:]
+        stand = random_fingerprints()
+        randoms = {name: (first, stand[name]) for name, first in self._randoms.items() if name in stand}
+        self._saved = [*self._saved, replace(now, scale=scale if step == now.step else 0.0, randoms=randoms)][-KEPT:]
         self._write()
 
     def _write(self) -> None:
@@ -159,6 +172,7 @@ def _written(saved: SavedTensors) -> dict[str, Any]:
         "pieces": [[*key, *astuple(piece)] for key, piece in saved.pieces.items()],
         "settings": saved.settings,
         "scale": saved.scale,
+        "randoms": saved.randoms,
     }
 
 
@@ -181,6 +195,7 @@ def _read(path: Path) -> list[SavedTensors]:
             {(name, slot): Piece(*piece) for name, slot, *piece in told.get("pieces", ())},
             told.get("settings", {}),
             told.get("scale", 0.0),
+            {name: (first, stood) for name, (first, stood) in told.get("randoms", {}).items()},
         )
         for told in json.loads(path.read_text())
         if isinstance(told, dict)

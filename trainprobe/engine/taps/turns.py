@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
+from trainprobe.engine.taps.gradients import sequence_number
 
 
 class Turns:
@@ -23,8 +23,7 @@ class Turns:
 
     def step(self, optimizer: Any) -> int:
         """Return how many take turns, 0 where none do. The optimizer is about to step."""
-        graphs: Any = torch.autograd
-        last, number = self._last() if self._last is not None else None, graphs._get_sequence_nr()
+        last, number = self._last() if self._last is not None else None, sequence_number()
         if last is not None and last is not optimizer and optimizer in self._stepped and number != self._number:
             self._taking.update((last, optimizer))
         self._stepped.add(optimizer)

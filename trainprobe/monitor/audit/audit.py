@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from trainprobe.engine.facts import SavedTensors, StepFacts
-from trainprobe.engine.findings import Count, counted_all
+from trainprobe.engine.findings import Cause, Count, cause_of, counted_all
 from trainprobe.engine.gathering import Words
 from trainprobe.engine.guard import Part, simply
 from trainprobe.engine.records import Finding, Place, Reel
@@ -48,13 +48,14 @@ class Audit:
 
     take: the facts of the step that a reel holds. gather: brings every rank's message to every rank; None: ranks are not
     compared. certain: axes over which plain parameters are known to be replicated, because somebody told the topology.
-    assumed: nobody told it, nor shows a wrapper what the ranks share.
+    assumed: nobody told it, nor shows a wrapper what the ranks share. own_loop: the loop is the user's own, and no trainer's.
     """
 
     def __init__(self, plan: AuditPlan, take: Callable[[Reel], StepFacts], gather: Gather | None) -> None:
         self.plan = plan
         self.certain: frozenset[str] = frozenset()
         self.assumed = False
+        self.own_loop = False
         self.last: Evidence | None = None
         self._take = take
         self.gather = gather
@@ -70,6 +71,7 @@ class Audit:
         self._past = Past()
         self._answered = -1  # the last step at which this rank took part in the collective
         self._violated: dict[str, list[Finding]] = {}  # relations that did not hold when they were last checked
+        self._reported: dict[Cause, Finding] = {}
         self.count: Count = counted_all  # findings that hold at one more step
         self.part: Part = simply  # runs one relation
 
@@ -87,7 +89,7 @@ class Audit:
         return self.judge(evidence, due)
 
     def judge(self, evidence: Evidence, due: Sequence[str]) -> list[Finding]:
-        """Check relations on evidence; a relation that goes on being violated is reported once and counted then."""
+        """Check relations on evidence; what was reported before, and holds again, is counted there."""
         least = _GRAVITY[self.plan.severity]
         found: list[Finding] = []
         for name in due:
@@ -95,11 +97,14 @@ class Audit:
             violations = [finding for finding in checked if _GRAVITY[finding.severity] >= least]
             if not violations:
                 self._violated.pop(name, None)
-            elif name in self._violated:
-                self._violated[name] = self.count(self._violated[name], evidence.step)
-            else:
-                found += violations
-                self._violated[name] = violations
+                continue
+            fresh = [finding for finding in violations if cause_of(finding) not in self._reported]
+            again = [self._reported[cause_of(finding)] for finding in violations if finding not in fresh]
+            if name in self._violated:  # all the time since
+                fresh, again = [], self._violated[name]
+            self._violated[name] = [*self.count(again, evidence.step), *fresh]
+            self._reported |= {cause_of(finding): finding for finding in self._violated[name]}
+            found += fresh
         return found
 
     def late(self, facts: StepFacts, step: int, place: Place) -> list[Finding]:
@@ -148,6 +153,7 @@ class Audit:
             agreed=self._agreed,
             past=self._past,
             assumed=self.assumed,
+            own_loop=self.own_loop,
         )
         peers: tuple[Peer, ...] = ()
         if self.exchanges(reel.step, reel.place.world_size):

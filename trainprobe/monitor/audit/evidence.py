@@ -180,7 +180,7 @@ class Evidence:
     included, that ran backward and did not update, after at least three that did. explained: audited steps in a row before this
     one whose reported loss was what the backward passes began from. agreed: those in a row at which all ranks that differ in
     dp, cp or tp reported one loss. past: what else was learned from the audited steps before. assumed: nobody said along which
-    axes the ranks stand; all are taken for data parallel.
+    axes the ranks stand; all are taken for data parallel. own_loop: the loop is the user's own, and no trainer's.
     """
 
     step: int
@@ -203,6 +203,7 @@ class Evidence:
     agreed: int = 0
     past: Past = field(default_factory=lambda: Past())
     assumed: bool = False
+    own_loop: bool = False
 
     @property
     def model(self) -> ModelFacts:
@@ -270,6 +271,25 @@ class Evidence:
         site = Site(kind, name, slot) if name else None  # pyright: ignore[reportArgumentType]
         about = (rule, severity, message, self.step, self.place, site, measured, expected, floor, next)
         return Finding(*about, names=tuple(names) or ((name,) if name else ()))  # pyright: ignore[reportArgumentType]
+
+
+def without_gradient(
+    evidence: Evidence,
+    rule: str,
+    text: str,
+    name: str,
+    next: str,
+    *,
+    measured: str = "no gradient",
+    expected: str = "a gradient",
+) -> list[Finding]:
+    """Return the warning that no gradient reaches a parameter by one of the ways on which the loss depends on it.
+
+    Nothing where name is empty, or where the step made no update, whose gradients may serve something else.
+    """
+    if not name or not evidence.facts.updates:
+        return []
+    return [evidence.finding(rule, text, name, "grad", severity="warning", next=next, measured=measured, expected=expected)]
 
 
 def streaks_now(evidence: Evidence) -> dict[tuple[str, str], float | bool]:

@@ -13,7 +13,7 @@ cannot violate this.
 from __future__ import annotations
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.evidence import Evidence, without_gradient
 
 COST = frozenset({"host"})
 EVERY = 10
@@ -23,22 +23,9 @@ STAGE = "forward"
 def check(evidence: Evidence) -> list[Finding]:
     """Find what was gathered without its gradient."""
     name = evidence.facts.gathered
-    if not name or not evidence.facts.updates:
-        return []
     text = (
         f"what all_gather brought of a tensor that depends on {name} has no gradient, on any rank, and is multiplied with one "
         "that has: the part of the gradient that flows through it is missing"
     )
     hint = "gather with torch.distributed.nn.functional.all_gather, or put this rank's own tensor back among those gathered"
-    return [
-        evidence.finding(
-            "gathered_features",
-            text,
-            name,
-            "grad",
-            measured="no gradient",
-            expected="a gradient",
-            severity="warning",
-            next=hint,
-        )
-    ]
+    return without_gradient(evidence, "gathered_features", text, name, hint)

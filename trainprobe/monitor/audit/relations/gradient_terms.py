@@ -11,7 +11,7 @@ term is a constant then, and counts in the reported loss while it trains nothing
 from __future__ import annotations
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.evidence import Evidence, without_gradient
 
 COST = frozenset({"host"})
 EVERY = 10
@@ -21,22 +21,9 @@ STAGE = "forward"
 def check(evidence: Evidence) -> list[Finding]:
     """Find a term that is a constant."""
     name = evidence.facts.gradient_term
-    if not name or not evidence.facts.updates:
-        return []
     text = (
         "a term of a loss is made of a gradient that torch.autograd.grad returned without create_graph=True: it is a constant, "
         f"and does not train {name}, on which it depends"
     )
     hint = "call torch.autograd.grad(..., create_graph=True) for a penalty or residual that is to be trained"
-    return [
-        evidence.finding(
-            "gradient_terms",
-            text,
-            name,
-            "grad",
-            measured="no gradient",
-            expected="a gradient",
-            severity="warning",
-            next=hint,
-        )
-    ]
+    return without_gradient(evidence, "gradient_terms", text, name, hint)

@@ -5,10 +5,14 @@ class stood at the save, or farther beyond it than the steps since can have take
 one that was saved; and the first data is not that of the first audited step, where the data of at least three steps was
 remembered and all of it differed. Where there are other ranks than at the save, or tensors are cut in another way, rank 0
 judges it for all when the ranks next compare anything: the data of all ranks then, of which no micro-batch may be among those
-of all ranks at the first audited step (one that was cut to another size is not known again). Tolerance none.
+of all ranks at the first audited step (one that was cut to another size is not known again). No generator of random numbers
+(of torch, NumPy's global one, Python's) that had moved until the save stands where it stood as the first step of the run
+began. Tolerance none. The random numbers are told as info, because some trainers seed again by themselves; as a warning in a
+loop of the user's own whose model draws from torch in training.
 Usually caused by a scheduler that is left out of the checkpoint, so that the warm-up begins again, or by a data iterator that
 is made anew, so that the first part of the data is seen twice and the last never; by a scaler that is made anew; and by a
-scheduler that is loaded and stepped to the same place as well.
+scheduler that is loaded and stepped to the same place as well; and by a script that seeds as it did at first, and does not
+put back the random states that the save had.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ def check(evidence: Evidence) -> list[Finding]:
     found: list[Finding] = []
     if saved is not None:
         found += _schedule(evidence, saved, evidence.facts.schedules)
-        found += [*_data(evidence, saved), *_scale(evidence, saved)] if relaid is None else []
+        found += [*_data(evidence, saved), *_scale(evidence, saved), *_randoms(evidence, saved)] if relaid is None else []
     if relaid is not None and relaid.judgeable(evidence.peers):
         found += _over_layouts(evidence, relaid)
     return found
@@ -87,6 +91,37 @@ def _scale(evidence: Evidence, saved: SavedTensors) -> list[Finding]:
     return [
         evidence.finding(
             "resumed", text, "loss_scale", measured=scale, expected=saved.scale, kind="scalar", severity="warning", next=hint
+        )
+    ]
+
+
+def _randoms(evidence: Evidence, saved: SavedTensors) -> list[Finding]:
+    """Find generators that begin again."""
+    now = evidence.facts.randoms
+    again = [name for name, (first, stood) in saved.randoms.items() if now.get(name) == first != stood]
+    if not again or not evidence.facts.saved:
+        return []
+    text = (
+        f"the random numbers begin again: as step {evidence.step} begins after the load, the generator of "
+        f"{' and that of '.join(again)} stands where it stood as the first step of the run began, and had moved on when step "
+        f"{saved.step} was saved: what is drawn (dropout, shuffles, augmentation) repeats the first steps"
+    )
+    known = evidence.own_loop and evidence.facts.drawn and "torch" in again
+    hint = (
+        "save the random states with the rest (torch.get_rng_state, numpy.random.get_state, random.getstate) and set them "
+        "after the load, or seed with the step: torch.manual_seed(seed + step)"
+    )
+    return [
+        evidence.finding(
+            "resumed",
+            text,
+            f"random.{again[0]}",
+            "input",
+            measured="as at the first step",
+            expected="as when it was saved",
+            kind="scalar",
+            severity="warning" if known else "info",
+            next=hint,
         )
     ]
 

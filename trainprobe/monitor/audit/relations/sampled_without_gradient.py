@@ -11,7 +11,7 @@ distributions, or outside of the model cannot violate this.
 from __future__ import annotations
 
 from trainprobe.engine.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.evidence import Evidence, without_gradient
 
 COST = frozenset({"host"})
 EVERY = 10
@@ -20,24 +20,10 @@ STAGE = "forward"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find samples without a gradient."""
-    sampled = evidence.facts.sampled
-    if not sampled or not evidence.facts.updates:
-        return []
-    kind, name = next(iter(sampled.items()))
+    kind, name = next(iter(evidence.facts.sampled.items()), ("", ""))
     text = (
         f"the model draws with {kind}.sample(), through which no gradient reaches {name}, although {kind} depends on it and no "
         "log-probability is taken in this step"
     )
     hint = "draw with rsample(); or, if the sample is meant to be a constant, draw it under torch.no_grad()"
-    return [
-        evidence.finding(
-            "sampled_without_gradient",
-            text,
-            name,
-            "grad",
-            measured="sample()",
-            expected="rsample()",
-            severity="warning",
-            next=hint,
-        )
-    ]
+    return without_gradient(evidence, "sampled_without_gradient", text, name, hint, measured="sample()", expected="rsample()")

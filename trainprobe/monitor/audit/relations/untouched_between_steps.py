@@ -2,7 +2,8 @@
 
 Relation: what the optimizer left at the end of one update is what the next update begins with, for every parameter, its master
 weight and every tensor of its state, bit for bit; checked when the audited steps follow each other. So do the running
-statistics of normalisation layers from the last update to the next forward. Frozen parameters that something moves from the
+statistics of normalisation layers from the last update to the next forward, judged on the first rank of each data-parallel
+group, whose buffers wrappers hand to the others before a forward. Frozen parameters that something moves from the
 start (the average of a student) and those that other ranks hand over are left out, and so is state that neither of the two
 updates changed of any parameter: it is not the update's own, but kept there for something else (the weights from before an
 ascent). Tolerance zero.
@@ -73,6 +74,8 @@ def _of_others(evidence: Evidence) -> frozenset[str]:
 
 def _statistics(evidence: Evidence, before: Evidence) -> list[Finding]:
     """Find running statistics that moved between two steps: something ran the model in training mode."""
+    if any(evidence.place.axes.get(axis, (0, 1))[0] for axis in ("dp", "cp")):
+        return []
     was, now = before.facts.buffers, evidence.facts.begun
     moved = [name for name in now if name.rpartition(".")[2] in _STATISTICS and was.get(name, now[name]) != now[name]]
     if not moved:
