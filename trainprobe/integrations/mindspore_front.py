@@ -21,7 +21,7 @@ from mindspore import nn
 from mindspore.train import Callback
 
 from trainprobe import debugger
-from trainprobe.integrations.common_seed import seed_python
+from trainprobe.integrations.python_seed import seed_python
 from trainprobe.integrations.mindspore_probe import MindSporeProbe
 
 _DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")

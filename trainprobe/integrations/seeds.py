@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainprobe.integrations.common_seed import seed_python
+from trainprobe.integrations.python_seed import seed_python
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _removed: set[str] = set()
