@@ -21,8 +21,8 @@ from mindspore import nn
 from mindspore.train import Callback
 
 from trainprobe import debugger
-from trainprobe.integrations.python_seed import seed_python
 from trainprobe.integrations.mindspore_probe import MindSporeProbe
+from trainprobe.integrations.python_seed import seed_python
 
 _DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
 
