@@ -2,6 +2,7 @@
 
 python -m benchmarks.bugs --set open                        # under the default plan, as users run it
 python -m benchmarks.bugs --set open --plan every-step      # with the audit at every step
+python -m benchmarks.bugs --set unseen --later 48           # bugs of mid-run begin when some steps were audited
 python -m benchmarks.bugs --set published --json lines.json
 python -m benchmarks.bugs --set held-out --only "2 norm not reduced" --why
 """
@@ -85,7 +86,7 @@ def lines_of(name: str, plan: str, only: list[str] | None) -> list[dict[str, Any
         return list(open_bench.run([bug for bug in OPEN if not only or bug.name in only], plan))
     bugs = [bug for bug in SETS[name] if not only or bug.name in only]
     ranks = launch(bugs, plan=plan)
-    return [judge(bug, ranks, whole_run=plan == "default") for bug in bugs]
+    return [judge(bug, ranks, whole_run=plan.startswith("default")) for bug in bugs]
 
 
 def shown(line: dict[str, Any], why: bool) -> None:
@@ -99,6 +100,9 @@ def shown(line: dict[str, Any], why: bool) -> None:
 def main(
     bugs: Annotated[str, typer.Option("--set", help=f"open, {', '.join(SETS)}")] = "open",
     plan: Annotated[str, typer.Option(help="default (what a user gets), or every-step (the audit at each step)")] = "default",
+    later: Annotated[
+        int, typer.Option(help="steps by which bugs that begin in mid-run begin later, when more was audited")
+    ] = 0,
     only: Annotated[list[str] | None, typer.Option(help="names of bugs, as they are printed")] = None,
     why: Annotated[bool, typer.Option(help="print every finding too")] = False,
     output: Annotated[Path | None, typer.Option("--json", help="write the lines to this file")] = None,
@@ -108,7 +112,7 @@ def main(
     The bar: no false alarm, and under the default plan 60 % found and 90 % of those named first, with the audit at
     every step all found and 80 % named first.
     """
-    lines = lines_of(bugs, plan, only)
+    lines = lines_of(bugs, f"{plan}+{later}" if later else plan, only)
     if output:
         output.write_text(json.dumps(lines, indent=1))
     print(f"{'bug':34} {'found':6} {'steps':>5} {'named':6} {'alarms':>6}  first finding")

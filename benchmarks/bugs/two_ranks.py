@@ -39,8 +39,12 @@ DEFAULT_STEPS = 75  # under the default plan, which audits few steps, the loops 
 def train(kind: type[Any], watched: bool, plan: str = "every-step") -> dict[str, Any]:
     """Train once on this rank; return the findings and the time that it took.
 
-    plan: "every-step" for the plan of the set itself, or "default" for that of an integration that is given none.
+    plan: "every-step" for the plan of the set itself, "default" for that of an integration that is given none, or
+    "default+48" for that, with a bug that begins in mid-run doing so 48 steps later, when several steps were audited.
     """
+    plan, _, later = plan.partition("+")
+    if later and kind.begins > 0 and not hasattr(kind, "restarts"):
+        kind = type(kind.__name__, (kind,), {"begins": kind.begins + int(later)})
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     folder = Path(tempfile.mkdtemp(prefix="trainprobe_bugs_"))
     kept: list[Probe] = []
@@ -58,7 +62,7 @@ def train(kind: type[Any], watched: bool, plan: str = "every-step") -> dict[str,
         dist.barrier()
     run = kind(rank, world, probe_of)
     if plan == "default":
-        run.steps = max(run.steps, DEFAULT_STEPS)
+        run.steps = max(run.steps, DEFAULT_STEPS) + int(later or 0)
     began = time.process_time()
     run.run()
     spent = time.process_time() - began
