@@ -14,6 +14,7 @@ import torch
 
 import trainprobe
 from tests.interop.peer import PEER, needs_peer
+from trainprobe.cli import main
 from trainprobe.engine.dumps import TensorStore, read
 from trainprobe.engine.reel import entry_name
 
@@ -60,6 +61,14 @@ def test_statistics_written_here_are_read_and_compared_there(tmp_path):
         if row["NPU Dtype"] == "torch.float32":  # they sum in float32
             assert abs(float(row["Mean diff"])) < 1e-6
             assert abs(float(row["L2norm diff"])) < 1e-5
+
+
+def test_a_step_in_a_folder_that_is_named_for_the_process_is_read(tmp_path, capsys):
+    renamed = their_dump(tmp_path, task="statistics", level="mix")  # that of step 0; step 1 stays as it is
+    assert not (tmp_path / "theirs/step1/rank0").exists()
+    assert main(["nan-trace", str(renamed.parents[1])]) == 1
+    assert "the first NaN is of step 1, on rank 0: Tensor.__add__.2.forward, input.1" in capsys.readouterr().out
+    assert main(["dump-compare", "-q", str(renamed.parents[1]), str(renamed.parents[1])]) == 0
 
 
 @pytest.mark.parametrize("nan_tokens", [False, True])

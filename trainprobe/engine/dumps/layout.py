@@ -20,6 +20,7 @@ PARTIAL = ".partial"  # ending of a file that is not whole yet
 HEADER = "trainprobe"  # key of what this package adds to the top of a dump
 _STEP = re.compile(r"step(\d+)")
 _RANK = re.compile(r"rank(\d+)")
+_PROCESS = re.compile(r"proc(\d+)")
 _SEGMENT = re.compile(r"metrics-(\d{6,})\.parquet")
 
 Files = list[tuple[str, bytes]]  # names and texts
@@ -120,8 +121,11 @@ def find_steps(root: Path) -> dict[int, Path]:
 
 
 def find_ranks(step_folder: Path) -> dict[int, Path]:
-    """Return rank → folder, in order, for the ranks under a step's folder."""
-    return _numbered(step_folder, _RANK)
+    """Return rank → folder, in order, for the ranks under a step's folder.
+
+    mindstudio-probe names the folder of a process that is not distributed after its process: such folders count from 0.
+    """
+    return _numbered(step_folder, _RANK) or dict(enumerate(_numbered(step_folder, _PROCESS).values()))
 
 
 def log_folder(root: Path, rank: int) -> Path:
