@@ -143,6 +143,23 @@ def test_the_rank_that_made_it_is_named_and_what_handed_it_to_the_other(tmp_path
     assert "record all ranks" in text
 
 
+def test_steps_that_only_the_monitor_saw_are_looked_at_too(tmp_path, capsys):
+    """The dump has step 3 alone; the NaN is of step 2."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = {"output": str(tmp_path), "level": "mix", "step": [3], "monitor": {"activations": True}, "console": False}
+    with trainprobe.watch(model, optimizer, plan=plan) as probe:
+        for step in range(4):
+            with probe.step():
+                out = model(torch.randn(2, 4))
+                (torch.sqrt(out * 0) if step == 2 else out).square().mean().backward()
+                optimizer.step()
+    assert [path.name for path in tmp_path.glob("step*")] == ["step3"]
+    code, told, _ = traced(tmp_path, capsys)
+    assert (code, told["step"], told["first"]["at"]["name"]) == (1, 2, "bias")
+
+
 def test_a_folder_of_several_runs_and_a_folder_of_none_are_refused(tmp_path, capsys):
     assert main(["nan-trace", str(tmp_path)]) == 3
     assert "holds no dump and no run log" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from trainprobe.engine.addresses import Spot, stage_and_spot
@@ -48,14 +49,14 @@ def steps_of(path: Path) -> Iterator[list[RankStep]]:
 
     path: the folder that a run wrote to, a step or a rank of it, or a `dump.json`.
     """
-    dumps = _dumps(path)
-    if dumps:
-        for _, ranks in sorted(dumps.items()):
-            yield [_read(folder) for _, folder in sorted(ranks.items())]
-    elif find_logs(path):
-        yield from _of_logs(path, find_logs(path))
-    else:
+    dumps, logs = _dumps(path), find_logs(path)
+    if not dumps and not logs:
         raise FormatError(f"{path} holds no dump and no run log: name the folder that a run wrote to, or a step or rank of it")
+    of_dumps = ((step, 0, ranks) for step, ranks in sorted(dumps.items()))
+    of_logs = ((ranks[0].frame.step, 1, ranks) for ranks in _of_logs(path, logs))
+    for _, found in groupby(heapq.merge(of_dumps, of_logs, key=itemgetter(0, 1)), key=itemgetter(0)):
+        ranks = next(found)[2]  # a dump tells more than the log
+        yield [_read(folder) for _, folder in sorted(ranks.items())] if isinstance(ranks, dict) else ranks
 
 
 def _of_logs(path: Path, logs: list[Path]) -> Iterator[list[RankStep]]:
