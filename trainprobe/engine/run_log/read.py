@@ -17,7 +17,7 @@ from trainprobe.engine.dumps.layout import find_segments
 from trainprobe.engine.dumps.record_log import read_structure
 from trainprobe.engine.records import Feature
 from trainprobe.engine.reel import StoredReel
-from trainprobe.engine.run_log.schema import WORDS
+from trainprobe.engine.run_log.replicas import SameAs, expanded, read_segment, same_as
 from trainprobe.engine.run_log.segments import live_table
 from trainprobe.engine.stats.partials import PARTIALS
 from trainprobe.errors import FormatError
@@ -35,10 +35,7 @@ def read_tables(folder: Path, columns: Sequence[str] | None = None, bounds: Sequ
     """
     wanted = None if columns is None else [*dict.fromkeys((*ALWAYS, *columns))]
     for segment in find_segments(folder):
-        try:
-            table = pq.read_table(segment, columns=wanted, filters=[*bounds] or None, read_dictionary=list(WORDS))
-        except (pa.ArrowInvalid, OSError) as error:
-            raise FormatError(f"{segment} is no segment of a run log: {error}") from None
+        table = _rows_of_segment(segment, wanted, bounds)
         if table.num_rows:
             yield _in_order(table)
     live = live_table(folder)
@@ -47,6 +44,23 @@ def read_tables(folder: Path, columns: Sequence[str] | None = None, bounds: Sequ
         live = live.filter(pq.filters_to_expression([*bounds])) if bounds else live
         if live.num_rows:
             yield _in_order(live)
+
+
+def _rows_of_segment(segment: Path, wanted: Sequence[str] | None, bounds: Sequence[Bound]) -> pa.Table:
+    to = _refers_to(segment)
+    if to is None:
+        return read_segment(segment, wanted, filters=[*bounds] or None)
+    named = None if wanted is None else [*dict.fromkeys((*wanted, *(name for name, _, _ in bounds)))]
+    table = expanded(segment, to, named)
+    table = table.filter(pq.filters_to_expression([*bounds])) if bounds else table
+    return table if wanted is None else table.select(wanted)
+
+
+def _refers_to(segment: Path) -> SameAs | None:
+    try:
+        return same_as(pq.read_schema(segment))
+    except (pa.ArrowInvalid, OSError) as error:
+        raise FormatError(f"{segment} is no segment of a run log: {error}") from None
 
 
 def _in_order(table: pa.Table) -> pa.Table:

@@ -56,7 +56,7 @@ def close_segment(folder: Path) -> Path | None:
     table, segment = live_table(folder), None
     if table is not None:
         segment = next_segment(folder)
-        _write(segment, table)
+        write_segment(segment, table)
     (folder / LIVE_FILE).unlink(missing_ok=True)
     return segment
 
@@ -69,7 +69,8 @@ def _made_of(segment: Path, stream: pa.Schema) -> bool:
         return False
 
 
-def _write(path: Path, table: pa.Table) -> None:
+def write_segment(path: Path, table: pa.Table) -> None:
+    """Write rows as a segment that is whole or not there; one of this name is replaced."""
     draft = path.with_name(f".{path.name}.partial")
     draft.unlink(missing_ok=True)
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | getattr(os, "O_BINARY", 0), 0o644)
