@@ -204,7 +204,9 @@ class Copier:
         self._step = table["step"].to_numpy()
         kind, name, slot = (np.array(table[column].to_pylist(), object) for column in ("kind", "name", "slot"))
         self._modules, self._losses = np.flatnonzero(kind == "module"), np.flatnonzero(name == "loss")
-        self._value = np.array([2 * int(n[7:]) + (s == "output") for n, s in zip(name[kind == "module"], slot[kind == "module"])])
+        self._value = np.array(
+            [2 * int(n[7:]) + (s == "output") for n, s in zip(name[kind == "module"], slot[kind == "module"])]
+        )
         self._steps = np.flatnonzero(kind == "step")
         self._detail = table["detail"].to_pylist()
 

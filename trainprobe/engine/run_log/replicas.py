@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -214,7 +215,9 @@ def reference_segments(path: Path, to: SameAs) -> list[Path]:
         other = folder / name
         if not other.is_file() or _stream_of(other) != stream:
             state = "is not the file that it was compacted against" if other.is_file() else "is gone"
-            raise FormatError(f"{path} holds what differs from {other}, which {state}: put that file back, or leave this rank out")
+            raise FormatError(
+                f"{path} holds what differs from {other}, which {state}: put that file back, or leave this rank out"
+            )
     return [folder / name for name in to.segments]
 
 
@@ -250,6 +253,11 @@ def _steps_of(segment: Path) -> tuple[int, int]:
 
 
 def _stream_of(segment: Path) -> str:
+    return _stream_in(segment, segment.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _stream_in(segment: Path, _changed: int) -> str:
     return (pq.read_schema(segment).metadata or {}).get(STREAM, b"").decode()
 
 
