@@ -17,6 +17,7 @@ from trainprobe.engine.findings import in_folder, place_in_words, schema_text
 from trainprobe.engine.records import Finding
 from trainprobe.errors import FormatError, PlanError
 from trainprobe.monitor.findings_of_run import Told, all_findings
+from trainprobe.monitor.fleet.words import counted
 from trainprobe.monitor.frames import Frame
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.rules import RuleOptions, rule_names
@@ -40,14 +41,23 @@ def judge(
         typer.Option("--rules", help="only these: names between commas, or a YAML file of rules and their settings"),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object a finding, with its origin")] = False,
+    fleet: Annotated[
+        bool, typer.Option("--fleet", help="all ranks at once: who left its replicas, when, in what tensor")
+    ] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="--fleet on a Ray cluster whose machines see the same paths")] = False,
     schema: Annotated[
         bool, typer.Option("--schema", help="print the JSON schema of a finding", is_eager=True, callback=_print_schema)
     ] = False,
 ) -> int:
     """Show what the run in DIR found, the audit included, and what the rules find in its record now.
 
-    Exit code: 0 nothing to worry about, 1 there is a warning or an error, 3 there is nothing to judge.
+    Exit code: 0 nothing to worry about, 1 there is a warning or an error, 3 there is nothing to judge, or with --fleet nothing
+    was found and no rank has a replica to be compared with.
     """
+    if fleet:
+        from trainprobe.monitor.fleet.command import judge_all_ranks
+
+        return judge_all_ranks(folder, ray, json)
     chosen = read_rules(rules)
     recorded = [f for f in read_findings(folder) if rules is None or f.rule in chosen]
     steps = Counter[int]()
@@ -112,11 +122,7 @@ def _show(told: list[Told], steps: Counter[int], rules: dict[str, RuleOptions]) 
         if finding.next:
             console.print(Text(f"        → {finding.next}", style="dim"))
     count = Counter(one.finding.severity for one in told)
-    found = ", ".join(f"{n} info" if severity == "info" else _counted(n, severity) for severity, n in count.items())
-    seen = f"{_counted(max(steps.values(), default=0), 'step')} of {_counted(len(steps), 'rank')}"
-    seen += f", {_counted(len(rules), 'rule')}" if steps else " to judge again"
+    found = ", ".join(f"{n} info" if severity == "info" else counted(n, severity) for severity, n in count.items())
+    seen = f"{counted(max(steps.values(), default=0), 'step')} of {counted(len(steps), 'rank')}"
+    seen += f", {counted(len(rules), 'rule')}" if steps else " to judge again"
     console.print(f"{seen}: {found or 'nothing found'}")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

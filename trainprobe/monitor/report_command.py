@@ -23,8 +23,17 @@ def report(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="the page; by default DIR/report.html")] = None,
     title: Annotated[str | None, typer.Option("--title", help="by default the folder's name")] = None,
     judge: Annotated[bool, typer.Option("--judge", help="apply the rules now instead of showing what the run found")] = False,
+    fleet: Annotated[
+        bool, typer.Option("--fleet", help="all ranks at once: which differ from their replicas, and when")
+    ] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="--fleet on a Ray cluster whose machines see the same paths")] = False,
 ) -> int:
     """Write one self-contained HTML page of the run in DIR."""
+    target = output or (folder if folder.is_dir() else folder.parent) / "report.html"
+    if fleet:
+        from trainprobe.monitor.fleet.command import report_all_ranks
+
+        return report_all_ranks(folder, ray, target, title or folder.resolve().name)
     series: dict[int, Series] = {}
     recorded = read_findings(folder)
     judged = judge or not of_rules(recorded)
@@ -34,7 +43,6 @@ def report(
     by = ["the run itself"] if recorded and not judge else []
     by += ["rules applied when this page was written"] if judged else []
     meta = {"findings by": ", ".join(by)}
-    target = output or (folder if folder.is_dir() else folder.parent) / "report.html"
     page = write_page(view_of(title or folder.resolve().name, series, findings, meta), target)
     Console(highlight=False, soft_wrap=True).print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", markup=False)
     return 0

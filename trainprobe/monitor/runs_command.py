@@ -36,10 +36,17 @@ class Run:
 def runs(
     folder: Annotated[Path, typer.Argument(help="folder with runs, or the folder of one", metavar="DIR")] = Path(),
     json: Annotated[bool, typer.Option("--json", help="one JSON object a run")] = False,
+    compact: Annotated[
+        bool, typer.Option("--compact", help="first store once what data-parallel replicas hold alike, in closed segments")
+    ] = False,
 ) -> int:
     """List the runs in DIR and in the folders under it: format, ranks, steps, size, findings."""
     if not folder.is_dir():
         raise FormatError(f"{folder} is no folder: name one that holds what runs wrote (`output` of their plans)")
+    if compact:
+        from trainprobe.monitor.fleet.compacting import compact_runs
+
+        compact_runs(folder)
     found = [_describe(run, logs) for run, logs in _find(folder)]
     if json:
         for run in found:

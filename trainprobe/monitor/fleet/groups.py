@@ -82,14 +82,22 @@ def regrouped(groups: Sequence[Group], signatures: Mapping[int, tuple[int, int]]
     return out
 
 
-def undecided(groups: Sequence[Group], signatures: Mapping[int, tuple[int, int]]) -> list[int]:
-    """Return the ranks whose signature is needed, because the sample of their group does not agree."""
+def undecided(groups: Sequence[Group], signatures: Mapping[int, tuple[int, int]], places: Mapping[int, Place]) -> list[int]:
+    """Return the ranks whose signature is needed as well, because the sample of their group does not show what it holds.
+
+    That is so where the sample does not agree, and where the topology says no more than that all ranks are data parallel, which
+    is assumed of a job that tells nothing.
+    """
     needed: list[int] = []
     for group in groups:
         shown = [signatures[rank] for rank in group.sample if rank in signatures]
-        if shown and 2 * max(map(shown.count, shown)) <= len(shown):
+        if shown and (2 * max(map(shown.count, shown)) <= len(shown) or _assumed(places[group.ranks[0]])):
             needed += [rank for rank in group.ranks if rank not in signatures]
     return needed
+
+
+def _assumed(place: Place) -> bool:
+    return all(axis == "dp" and size == place.world_size for axis, (_, size) in place.axes.items())
 
 
 def shares_of(groups: Sequence[Group], size: int = SHARE) -> list[Share]:

@@ -65,7 +65,7 @@ def survey(folder: Path, run: Run = in_turn) -> Survey:
 def _groups(catalog: Catalog, run: Run) -> list[Group]:
     told = groups_of(catalog.places)
     known = _signatures(catalog, [rank for group in told if len(group.ranks) > 1 for rank in group.sample], run)
-    more = undecided(told, known)
+    more = undecided(told, known, catalog.places)
     return regrouped(told, {**known, **_signatures(catalog, more, run)})
 
 

@@ -43,3 +43,8 @@ def _shortened(ranks: list[int]) -> str:
 def place_in_words(place: Place) -> str:
     """Say where a rank stands: "dp 307, tp 0, pp 0"."""
     return ", ".join(f"{axis} {index}" for axis, (index, size) in place.axes.items() if size > 1)
+
+
+def counted(number: int, what: str) -> str:
+    """Return "1 rank", "4,096 ranks"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

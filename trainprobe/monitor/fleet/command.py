@@ -1,0 +1,74 @@
+"""`trainprobe judge --fleet DIR` and `trainprobe report --fleet DIR`: all ranks of a run log in columns at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.findings_of_run import Told
+from trainprobe.monitor.fleet.spread import in_turn, on_ray, survey
+from trainprobe.monitor.fleet.verdict import Verdict, judge_fleet
+from trainprobe.monitor.fleet.words import counted
+
+SHOWN = 20  # findings in the terminal; --json prints all
+_COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+
+
+def judge_all_ranks(folder: Path, ray: bool, json: bool) -> int:
+    """Print what is wrong in a fleet, the gravest first, and return the exit code (`Verdict.code`)."""
+    verdict = verdict_of(folder, ray)
+    if json:
+        for finding in verdict.findings:
+            typer.echo(orjson.dumps(Told(finding, "judged").to_json(), default=str).decode())
+    else:
+        _show(verdict)
+    return verdict.code
+
+
+def report_all_ranks(folder: Path, ray: bool, output: Path, title: str) -> int:
+    """Write the page of a fleet."""
+    from trainprobe.monitor.fleet.page import write_fleet_page
+
+    page = write_fleet_page(verdict_of(folder, ray), title, output)
+    Console(highlight=False, soft_wrap=True).print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", markup=False)
+    return 0
+
+
+def verdict_of(folder: Path, ray: bool) -> Verdict:
+    """Judge the fleet in a folder, on this machine or on a Ray cluster."""
+    return judge_fleet(survey(folder, on_ray if ray else in_turn))
+
+
+def _show(verdict: Verdict) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for number, finding in enumerate(verdict.findings[:SHOWN]):
+        console.print(_line(finding, first=number == 0))
+        if finding.next and number:
+            console.print(Text(f"        → {finding.next}", style="dim"))
+    if len(verdict.findings) > SHOWN:
+        console.print(f"and {len(verdict.findings) - SHOWN} more: --json prints all", markup=False)
+    for note in verdict.notes:
+        console.print(Text(f"note     {note}", style="dim"))
+    console.print(summary(verdict), markup=False)
+
+
+def _line(finding: Finding, first: bool) -> Text:
+    """Return a finding as a line; the first one, which is the verdict, says on the same line what to do next."""
+    line = Text(f"{finding.severity:<8}", style=_COLOURS[finding.severity])
+    line.append(f"{finding.rule}: ", style="bold not dim").append(finding.message)
+    return line.append(f" → {finding.next}", style="dim") if first and finding.next else line
+
+
+def summary(verdict: Verdict) -> str:
+    """Return what was looked at and what came of it, in one line."""
+    seen = f"{counted(len(verdict.table.ranks), 'rank')}, {counted(len(verdict.table.steps), 'step')}"
+    compared = (
+        f"{counted(verdict.compared, 'value')} a step compared among the replicas of {counted(verdict.compared_ranks, 'rank')}"
+    )
+    what = compared if verdict.compared else "no values compared: no rank has a replica in this log"
+    return f"{seen}, {what}: {counted(len(verdict.findings), 'finding') if verdict.findings else 'nothing found'}"
