@@ -3,10 +3,10 @@
     python -m benchmarks.fleet write DIR [--data 512 --tensor 4 --pipeline 2 --steps 100 --whole]
     python -m benchmarks.fleet measure DIR
 
-`write` sends one rank of each shard (the template, tensor × pipeline of them) step by step through the sink `parquet`. Every other
-rank has its template's parameters, gradients and optimizer scalars and its own activations and loss: its rows are what the sink
-writes for it (`tests/monitor/fleet/test_fleet_generator.py` compares the bytes), and unless `--whole` is given they are stored as
-`trainprobe runs --compact` stores them. `measure` prints the size, and CPU seconds, clock and memory of the commands.
+`write` sends one rank of each shard (the template, tensor × pipeline of them) step by step through the sink `parquet`. Every
+other rank has its template's parameters, gradients and gradient norm and its own activations and loss: its rows are what the
+sink writes for it (`tests/monitor/fleet/test_fleet_generator.py` compares the bytes), and unless `--whole` is given they are
+stored as `trainprobe runs --compact` stores them. `measure` prints the size, and CPU seconds, clock and memory of the commands.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Planted:
 
 @dataclass(frozen=True)
 class Fleet:
-    """The shape of a fleet: how many ranks on each axis, steps, and values a step: parameters with gradients, and activations."""
+    """The shape of a fleet: ranks on each axis, steps, and values a step: parameters with their gradients, and activations."""
 
     data: int = 512
     tensor: int = 4
@@ -205,7 +205,7 @@ class Copier:
         kind, name, slot = (np.array(table[column].to_pylist(), object) for column in ("kind", "name", "slot"))
         self._modules, self._losses = np.flatnonzero(kind == "module"), np.flatnonzero(name == "loss")
         self._value = np.array(
-            [2 * int(n[7:]) + (s == "output") for n, s in zip(name[kind == "module"], slot[kind == "module"])]
+            [2 * int(n[7:]) + (s == "output") for n, s in zip(name[kind == "module"], slot[kind == "module"], strict=True)]
         )
         self._steps = np.flatnonzero(kind == "step")
         self._detail = table["detail"].to_pylist()
@@ -280,7 +280,8 @@ def measured(*command: str) -> str:
     program = (
         "import resource, sys\nfrom trainprobe.cli import main\ncode = main(sys.argv[1:])\n"
         "used = resource.getrusage(resource.RUSAGE_SELF)\n"
-        "print(f'{used.ru_utime + used.ru_stime:.1f} s of CPU, {used.ru_maxrss / 1024:.0f} MB, exit code {code}', file=sys.stderr)"
+        "cpu, memory = used.ru_utime + used.ru_stime, used.ru_maxrss / 1024\n"
+        "print(f'{cpu:.1f} s of CPU, {memory:.0f} MB, exit code {code}', file=sys.stderr)"
     )
     before = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, check=True)
@@ -290,7 +291,7 @@ def measured(*command: str) -> str:
 
 def measure(folder: Path) -> None:
     """Print what the run log takes, and what the commands take to read it."""
-    files = [file for file in folder.rglob("metrics-*.parquet")]
+    files = list(folder.rglob("metrics-*.parquet"))
     size = sum(file.stat().st_size for file in files)
     print(f"{len(files)} segments, {size / 1e6:.1f} MB: {size / len(files) / 100:.0f} bytes a rank and step of 100 steps")
     print(measured("judge", "--fleet", str(folder)))

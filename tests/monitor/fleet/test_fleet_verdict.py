@@ -11,6 +11,8 @@ from benchmarks.fleet import Fleet, Planted, planted_in, write_fleet, write_thro
 from trainprobe.cli import main
 from trainprobe.engine.dumps.layout import find_segments
 from trainprobe.engine.records import Place
+from trainprobe.monitor.fleet import groups as groups_module
+from trainprobe.monitor.fleet import spread
 
 pytest.importorskip("duckdb", reason="requirements/oldest.txt is without DuckDB")
 
@@ -175,3 +177,30 @@ def test_runs_compact_stores_replicas_once_and_changes_no_answer(tmp_path, capsy
     assert judged(tmp_path, capsys) == before
     assert (main(["judge", str(tmp_path / "rank6"), "--json"]), capsys.readouterr().out) == alone
     assert before[0] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faulty", ["stored once"], indirect=True)
+def test_ray_gives_the_answer_of_one_machine(faulty, require, monkeypatch, capsys):
+    folder, _ = faulty
+    before = judged(folder, capsys)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray = require("ray")
+    try:
+        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    except (OSError, RuntimeError) as error:
+        pytest.skip(f"Ray cannot start here: {error}")
+    try:
+        code = main(["judge", "--fleet", "--ray", str(folder), "--json"])
+    finally:
+        ray.shutdown()
+    assert (code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]) == before
+
+
+@pytest.mark.parametrize("faulty", ["stored once"], indirect=True)
+def test_the_shares_do_not_matter(faulty, monkeypatch, capsys):
+    folder, _ = faulty
+    before = judged(folder, capsys)
+    monkeypatch.setattr(spread, "TOGETHER", 23)
+    monkeypatch.setattr(spread, "shares_of", lambda groups: groups_module.shares_of(groups, 11))
+    assert judged(folder, capsys) == before

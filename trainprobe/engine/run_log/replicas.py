@@ -1,9 +1,9 @@
 """Rows that two ranks share are stored once: a segment may refer to a replica's segments for the rows that both hold.
 
-A data-parallel replica holds the same parameters and reduced gradients as its neighbours, bit for bit. No rank knows that while
-it trains, because the log never communicates. So `compact_segment` compares closed segments afterwards: rows that agree with the
-reference in every column but `time` and `rank` are left out, and the segment's metadata says of which steps and of whom they
-are. `expanded` puts them back. Of a step that refers, the row of kind `step` always stays, with the rank's own time.
+A data-parallel replica holds the same parameters and reduced gradients as its neighbours, bit for bit. No rank knows that
+while it trains, because the log never communicates. So `compact_segment` compares closed segments afterwards: rows that agree
+with the reference in every column but `time` and `rank` are left out, and the segment's metadata says whose they are, and at
+which steps. `expanded` puts them back. The row of kind `step` always stays, with the rank's own time.
 """
 
 from __future__ import annotations
@@ -124,8 +124,7 @@ def shared_rows(own: pa.Table, reference: pa.Table) -> tuple[Bools, I64]:
 
 def _written_once(table: pa.Table) -> I64:
     """Return the steps that a table holds once, ascending."""
-    rows = table.filter(pc.equal(table["kind"].cast(pa.string()), "step"))
-    steps, count = np.unique(rows["step"].to_numpy(), return_counts=True)
+    steps, count = np.unique(_of_kind(table, "step")["step"].to_numpy(), return_counts=True)
     return steps[count == 1]
 
 
@@ -153,7 +152,7 @@ def _equal(left: pa.Array, right: pa.Array, name: str) -> Bools:
         return (null[0] == null[1]) & same
     if name in WORDS:
         left, right = left.cast(pa.string()), right.cast(pa.string())
-    same = pc.equal(left, right).fill_null(False).to_numpy(zero_copy_only=False)
+    same = pc.call_function("equal", [left, right]).fill_null(False).to_numpy(zero_copy_only=False)
     return same | (null[0] & null[1])
 
 
@@ -162,15 +161,15 @@ def _bits_of(numbers: pa.Scalar[Any]) -> bytes | None:
 
 
 def _known_layouts(own: pa.Table, reference: pa.Table) -> Bools:
-    known = {(row["name"], row["detail"]) for row in _layouts(reference).to_pylist()}
+    known = {(row["name"], row["detail"]) for row in _of_kind(reference, "layout").to_pylist()}
     found = np.zeros(own.num_rows, bool)
-    rows = np.flatnonzero(pc.equal(own["kind"].cast(pa.string()), "layout").to_numpy())
+    rows = np.flatnonzero(np.array(own["kind"].to_pylist(), object) == "layout")
     found[rows] = [(row["name"], row["detail"]) in known for row in own.take(pa.array(rows)).to_pylist()]
     return found
 
 
-def _layouts(table: pa.Table) -> pa.Table:
-    return table.filter(pc.equal(table["kind"].cast(pa.string()), "layout"))
+def _of_kind(table: pa.Table, kind: str) -> pa.Table:
+    return table.filter(pq.filters_to_expression([("kind", "==", kind)]))
 
 
 def _runs(steps: I64) -> tuple[tuple[int, int], ...]:
@@ -189,7 +188,7 @@ def expanded(path: Path, to: SameAs, columns: Sequence[str] | None) -> pa.Table:
     needed = None if columns is None else [*dict.fromkeys((*columns, "step", "position", "kind", "time", "rank"))]
     own = read_segment(path, needed)
     reference = pa.concat_tables(read_segment(other, needed) for other in reference_segments(path, to))
-    own_steps = own.filter(pc.equal(own["kind"].cast(pa.string()), "step"))
+    own_steps = _of_kind(own, "step")
     steps, times = own_steps["step"].to_numpy(), own_steps["time"].cast(pa.int64()).to_numpy()
     order = np.argsort(steps)
     steps, times = steps[order], times[order]
@@ -198,7 +197,7 @@ def expanded(path: Path, to: SameAs, columns: Sequence[str] | None) -> pa.Table:
     rows = _placed(reference, steps)
     rows = rows[~np.isin(_place_of(reference)[rows], _place_of(own))]
     taken = reference.take(pa.array(rows))
-    layouts = _layouts(reference)
+    layouts = _of_kind(reference, "layout")
     at = np.concatenate([np.searchsorted(steps, taken["step"].to_numpy()), np.zeros(layouts.num_rows, np.int64)])
     rest = pa.concat_tables([taken, layouts])
     rank = own["rank"][0].as_py()

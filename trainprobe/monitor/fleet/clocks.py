@@ -81,7 +81,7 @@ def _stopped(table: Timetable, stopped: dict[int, list[int]], expected: list[int
             table.catalog.places.get(ranks[0]),
             measured=float(expected[last]) if last >= 0 else None,
             expected=float(expected[-1]),
-            next=f"look at the log of {_process(ranks)}, and ask `trainprobe black-box {{output}}/rank{ranks[0]}` for its last words",
+            next=f"look at the log of {_process(ranks)}; `trainprobe black-box {{output}}/rank{ranks[0]}` shows its last steps",
             ranks=tuple(ranks),
         )
 

@@ -25,7 +25,7 @@ class Duck:
 
         self._errors = duckdb.Error
         threads = max(1, min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16))
-        settings = {"threads": threads, "memory_limit": MEMORY, "preserve_insertion_order": False}
+        settings: dict[str, Any] = {"threads": threads, "memory_limit": MEMORY, "preserve_insertion_order": False}
         self._connection = duckdb.connect(":memory:", config=settings)
         self._registered: list[pa.Table] = []  # kept alive
 

@@ -2,8 +2,8 @@
 
 A value is identified by its fingerprint, or by all of its statistics where the run took no fingerprints. Which values replicas
 should share is learned from the run: those that most of a sample of the group's ranks hold at the first step at which the value
-is more than a constant (zeros are equal on ranks that hold different pieces). Activations, gradients before they are reduced and
-pieces of sharded state differ there, and are left alone.
+is more than a constant (zeros are equal on ranks that hold different pieces). Activations, gradients before they are reduced
+and pieces of sharded state differ there, and are left alone.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def source_of(duck: Duck, name: str, files: Sequence[RankFiles]) -> str:
 
 
 _EMPTY = (
-    "select 0::int rank, 0::bigint step, 0::int position, '' kind, '' phase, '' name, 0::int call, '' slot, 0::int micro, '' dtype, '' shape, "
+    "select 0::int rank, 0::bigint step, 0::int position, '' kind, '' phase, '' name, 0::int call, '' slot, 0::int micro, "
+    "'' dtype, '' shape, "
     "0::bigint count, 0::bigint nan, 0::bigint posinf, 0::bigint neginf, 0::bigint zero, 0.0::double min, 0.0::double max, "
     "0.0::double mean, 0.0::double norm, 0::ubigint checksum, 0.0::double as value"
 )
@@ -134,8 +135,9 @@ def _load_sample(duck: Duck, files: Sequence[RankFiles]) -> tuple[str, str]:
     place = next(p for p in _PLACES_BY if p == _PLACES_BY[-1] or _tells_apart(duck, p))
     duck.run(f"create table known as select {place} as place, * from spelled")
     duck.run(
-        f"create table shown as select rank, step, position, {place} as place, kind in {COMPARED} and {value} is not null as compared, "
-        f"{value} as id, constant, bad, case when kind = 'scalar' then name end as scalar, value from raw"
+        f"create table shown as select rank, step, position, {place} as place, "
+        f"kind in {COMPARED} and {value} is not null as compared, {value} as id, constant, bad, "
+        "case when kind = 'scalar' then name end as scalar, value from raw"
     )
     duck.run("drop table raw")
     return place, "checksum" if fingerprints else _NUMBERS

@@ -54,7 +54,7 @@ def _earliest(survey: Survey, rows: Sequence[Mapping[str, Any]], spelled: Mappin
 def how_it_came(place: Place) -> int:
     """Tell how a rank's first value that is not finite came about, judged by where it stands; in the order of a step."""
     entering = place["slot"].partition(".")[0] in _ENTERING or place["kind"] == "collective"
-    if place["slot"] in ("grad", "grad_unclipped") and place["micro"] is None or place["kind"] == "optimizer":
+    if (place["slot"] in ("grad", "grad_unclipped") and place["micro"] is None) or place["kind"] == "optimizer":
         return JOINED  # after the ranks' gradients were joined
     if place["phase"] in ("forward", "recompute"):
         return GIVEN if entering else MADE

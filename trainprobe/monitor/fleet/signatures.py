@@ -21,8 +21,9 @@ def signatures(task: tuple[int, Mapping[int, RankFiles], Sequence[int]]) -> dict
     duck = Duck()
     duck.add("refers", refers_table([*files.values()]))
     duck.run(
-        "create table held as select rank, position, hash(name, slot, dtype, shape) as layout, hash(md5_number_lower(name), slot, "
-        "coalesce(checksum, hash(min, max, mean, norm, nan, posinf, neginf, zero))) as value, "
+        "create table held as select rank, position, hash(name, slot, dtype, shape) as layout, "
+        "hash(md5_number_lower(name), slot, coalesce(checksum, hash(min, max, mean, norm, nan, posinf, neginf, zero))) "
+        "as value, "
         f"kind = 'parameter' and slot = 'value' as counts from {source_of(duck, 'files', [*files.values()])} "
         f"where step = {step} and position is not null"
     )

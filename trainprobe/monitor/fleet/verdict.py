@@ -25,9 +25,8 @@ Place = Mapping[str, Any]  # a row of `Examined.places`
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is known of a fleet. findings: gravest first, then by step. compared: how many values of how many ranks are alike or not.
-
-    notes: what could not be seen, and on what the grouping rests.
+    """What is known of a fleet. findings: gravest first, then by step. compared, compared_ranks: how many values a step were
+    compared, in all groups together, and among how many ranks. notes: what was not seen, and on what the grouping rests.
     """
 
     survey: Survey
@@ -39,7 +38,7 @@ class Verdict:
 
     @property
     def code(self) -> int:
-        """Return the exit code: 0 nothing found, 1 a warning or an error, 3 no rank has a replica that it could be compared with."""
+        """Return the exit code: 0 nothing found, 1 a warning or an error, 3 no rank has a replica to be compared with."""
         if any(finding.severity != "info" for finding in self.findings):
             return 1
         return 0 if self.compared else 3
@@ -103,11 +102,17 @@ def _left(survey: Survey, group: Group, rows: Sequence[Mapping[str, Any]], place
         step,
         places[ranks[0]],
         _site(place),
-        next=f"run again from before step {step} with `level: mix, summary: both, step: [{step}], rank: [{stayed}, {ranks[0]}]`, then "
-        f"trainprobe dump-compare OUTPUT/step{step}/rank{stayed} OUTPUT/step{step}/rank{ranks[0]}; where nothing differs then, "
-        f"test the machine of rank {ranks[0]}",
+        next=_compare(step, stayed, ranks[0]),
         count=steps[ranks[0]],
         ranks=tuple(ranks),
+    )
+
+
+def _compare(step: int, stayed: int, left: int) -> str:
+    return (
+        f"run again from before step {step} with `level: mix, summary: both, step: [{step}], rank: [{stayed}, {left}]`, then "
+        f"`trainprobe dump-compare OUTPUT/step{step}/rank{stayed} OUTPUT/step{step}/rank{left}`; where nothing differs then, "
+        f"test the machine of rank {left}"
     )
 
 
@@ -155,8 +160,8 @@ def _notes(survey: Survey, values: Mapping[int, int]) -> list[str]:
     learned = [group for group in groups if not group.by_topology and len(group.ranks) > 1]
     if learned:
         notes.append(
-            f"the topology in the log does not tell which ranks are replicas: {len(learned)} groups are those with equal layouts "
-            "and equal parameters at the first step"
+            f"the topology in the log does not tell which ranks are replicas: {len(learned)} groups were formed of ranks with "
+            "equal layouts and equal parameters at the first step"
         )
     alone = sum(len(group.ranks) for group in groups if not values.get(group.number))
     if alone:
@@ -166,7 +171,7 @@ def _notes(survey: Survey, values: Mapping[int, int]) -> list[str]:
         )
     if any(values.values()) and not any(one.fingerprints for one in survey.examined):
         notes.append(
-            "the run took no fingerprints: values were compared by their statistics, which a swap of elements leaves as they are "
+            "the run took no fingerprints: values were compared by their statistics, which a swap of elements does not change "
             "(`summary: both` takes fingerprints)"
         )
     repeated = sum(len(steps) for steps in survey.catalog.repeated.values())
