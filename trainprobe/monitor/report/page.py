@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,11 @@ def write_page(run: RunView, path: str | Path) -> Path:
 
     Raises OutputError when the file cannot be written.
     """
-    target = Path(path)
-    text = render_page(run)
+    return write_text(Path(path), render_page(run))
+
+
+def write_text(target: Path, text: str) -> Path:
+    """Write a page, whole or not at all, and return where. Raises OutputError when the file cannot be written."""
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         draft.write_text(text, encoding="utf-8")
@@ -53,21 +56,27 @@ def render_page(run: RunView) -> str:
     script = "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
     page = (assets / "page.html").read_text(encoding="utf-8")
     parts = {
-        "{{title}}": _escape(run.title),
-        "{{style}}": (assets / "style.css").read_text(encoding="utf-8"),
-        "{{blobs}}": blobs.html(),
-        "{{run}}": data,
-        "{{script}}": script,
+        "title": escape(run.title),
+        "style": (assets / "style.css").read_text(encoding="utf-8"),
+        "blobs": blobs.html(),
+        "run": data,
+        "script": script,
     }
+    return fill_page(page, parts)
+
+
+def fill_page(page: str, parts: Mapping[str, str]) -> str:
+    """Return a page with `{{name}}` replaced by the part of this name, each once."""
     before, *rest = page.split("{{")
     pieces = [before]
     for part in rest:
         key, tail = part.split("}}", 1)
-        pieces += [parts["{{" + key + "}}"], tail]
+        pieces += [parts[key], tail]
     return "".join(pieces)
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
+    """Return text as HTML holds it."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
 
 

@@ -1,0 +1,131 @@
+"""The page of `trainprobe report --fleet`: ranks × steps as a map, what stands out first, one file that needs no network."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from trainprobe.engine.findings import ranks_of
+from trainprobe.monitor.fleet.verdict import Verdict, bad_counts, differing_counts
+from trainprobe.monitor.fleet.words import counted, place_in_words
+from trainprobe.monitor.report.page import escape, fill_page, write_text
+
+COLUMNS = 1_000  # of the map: a longer run joins neighbouring steps
+ODD_ROWS = 40  # ranks that have a row with their name
+STATES = (  # in words, in light and in dark; a later one is graver and hides those before it
+    ("as its replicas, or not compared", "#e4ebe6", "#24302a"),
+    ("no step", "#b9bcc0", "#4a525c"),
+    ("late", "#7fa7d6", "#3f6ea3"),
+    ("a scalar far from its replicas'", "#e0a83c", "#b98420"),
+    ("not finite", "#7a3fa0", "#b57be0"),
+    ("differs from its replicas", "#c2183f", "#ff5c7f"),
+)
+ALIKE, MISSING, LATE, SCALAR, BAD, DIFFERS = range(len(STATES))
+Codes = npt.NDArray[np.uint8]
+
+
+def write_fleet_page(verdict: Verdict, title: str, path: Path) -> Path:
+    """Write the page to `path` and return it; it appears whole or not at all. Raises OutputError where it cannot be written."""
+    assets, shared = files("trainprobe.monitor.fleet") / "assets", files("trainprobe.monitor.report") / "assets"
+    parts = {
+        "title": escape(title),
+        "style": (shared / "style.css").read_text(encoding="utf-8"),
+        "fleet": orjson.dumps(describe(verdict)).decode().replace("<", "\\u003c"),
+        "script": (assets / "fleet.js").read_text(encoding="utf-8"),
+    }
+    return write_text(path, fill_page((assets / "fleet.html").read_text(encoding="utf-8"), parts))
+
+
+def describe(verdict: Verdict) -> dict[str, Any]:
+    """Return what the page shows, as JSON knows it. rows: of each rank its pattern; patterns: [state, how many, …]."""
+    table = verdict.table
+    codes, every = joined(states(verdict))
+    patterns, rows = np.unique(codes, axis=0, return_inverse=True)
+    odd = _odd_rows(verdict, codes)
+    places = verdict.survey.catalog.places
+    return {
+        "meta": [
+            ["ranks", f"{len(table.ranks):,}"],
+            ["steps", f"{len(table.steps):,} ({table.steps[0]} to {table.steps[-1]})"],
+            ["compared", f"{verdict.compared:,} values a step among {counted(verdict.compared_ranks, 'rank')}"],
+            ["findings", str(len(verdict.findings))],
+        ],
+        "calm": "No rank stands out."
+        if verdict.compared
+        else "Nothing was found, and no rank has a replica to compare it with.",
+        "states": STATES,
+        "ranks": table.ranks.tolist(),
+        "places": [place_in_words(places[rank]) for rank in table.ranks.tolist()],
+        "steps": table.steps[::every].tolist(),
+        "last": int(table.steps[-1]),
+        "every": every,
+        "rows": rows.reshape(-1).tolist(),
+        "patterns": [_runs(pattern) for pattern in patterns],
+        "odd": odd[:ODD_ROWS],
+        "more": max(0, len(odd) - ODD_ROWS),
+        "first": _first(verdict, every),
+        "findings": [
+            {"severity": f.severity, "rule": f.rule, "step": f.step, "message": f.message, "next": f.next}
+            for f in verdict.findings
+        ],
+        "notes": verdict.notes,
+        "groups": _groups(verdict),
+    }
+
+
+def states(verdict: Verdict) -> Codes:
+    """Return the gravest state of each rank at each step, [ranks, steps] as in the timetable: an index into STATES."""
+    table = verdict.table
+    codes = np.where(table.there, ALIKE, MISSING).astype(np.uint8)
+    for finding in verdict.findings:
+        state = {"fleet_late": LATE, "fleet_scalars": SCALAR}.get(finding.rule)
+        if state is not None and finding.step is not None:
+            rows = np.searchsorted(table.ranks, ranks_of(finding))
+            after = (table.steps >= finding.step) & table.there[rows]
+            codes[rows] = np.where(after, np.maximum(codes[rows], state), codes[rows])
+    codes[bad_counts(verdict) > 0] = BAD
+    codes[differing_counts(verdict) > 0] = DIFFERS
+    return codes
+
+
+def joined(codes: Codes) -> tuple[Codes, int]:
+    """Return states with neighbouring steps joined into at most COLUMNS columns of the gravest, and how many a column has."""
+    every = -(-codes.shape[1] // COLUMNS)
+    padded = np.pad(codes, ((0, 0), (0, -codes.shape[1] % every)))
+    return padded.reshape(len(codes), -1, every).max(axis=2), every
+
+
+def _runs(pattern: Codes) -> list[int]:
+    return list(chain.from_iterable((state, len(list(run))) for state, run in groupby(pattern.tolist())))
+
+
+def _odd_rows(verdict: Verdict, codes: Codes) -> list[int]:
+    """Return the rows of the ranks that findings are about, the gravest finding first; of a finding on many, the first few."""
+    table, odd = verdict.table, dict[int, None]()
+    for finding in verdict.findings:
+        ranks = [rank for rank in ranks_of(finding) if rank in verdict.survey.catalog.places]
+        rows = np.searchsorted(table.ranks, ranks[: max(1, ODD_ROWS // 5)]).tolist()
+        odd.update(dict.fromkeys(row for row in rows if codes[row].any()))
+    return [*odd]
+
+
+def _first(verdict: Verdict, every: int) -> dict[str, int] | None:
+    """Return the cell of the first finding, in columns of the map."""
+    if not verdict.findings or verdict.findings[0].step is None or not ranks_of(verdict.findings[0]):
+        return None
+    finding, table = verdict.findings[0], verdict.table
+    row = int(np.searchsorted(table.ranks, ranks_of(finding)[0]))
+    return {"row": row, "column": int(np.searchsorted(table.steps, finding.step)) // every}
+
+
+def _groups(verdict: Verdict) -> list[list[Any]]:
+    values = {row["grp"]: row["places"] for row in verdict.survey.table("compared").to_pylist()}
+    left = {*verdict.survey.table("differing")["rank"].to_pylist()}
+    groups = verdict.survey.groups
+    return [[g.label, len(g.ranks), values.get(g.number, 0), sum(rank in left for rank in g.ranks)] for g in groups]
