@@ -177,7 +177,7 @@ def drawn(rank: int, steps: int, n: int) -> tuple[F64, U64]:
 def write_through_sink(fleet: Fleet, folder: Path, rank: int) -> Path:
     """Write a rank's run log with the real sink, its steps at the fleet's times, and return its folder."""
     clock = time.time_ns
-    sink = parquet.open(folder, Plan(output=folder, on_existing="replace"), fleet.place(rank))
+    sink = parquet.open(folder, Plan(output=folder, on_existing="replace", sinks=("parquet",)), fleet.place(rank))
     try:
         for step in range(fleet.last_step(rank)):
             time.time_ns = lambda step=step: fleet.time(rank, step) * 1000

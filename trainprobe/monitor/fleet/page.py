@@ -117,9 +117,9 @@ def _odd_rows(verdict: Verdict, codes: Codes) -> list[int]:
 
 def _first(verdict: Verdict, every: int) -> dict[str, int] | None:
     """Return the cell of the first finding, in columns of the map."""
-    if not verdict.findings or verdict.findings[0].step is None or not ranks_of(verdict.findings[0]):
+    finding, table = next(iter(verdict.findings), None), verdict.table
+    if finding is None or finding.step is None or not ranks_of(finding):
         return None
-    finding, table = verdict.findings[0], verdict.table
     row = int(np.searchsorted(table.ranks, ranks_of(finding)[0]))
     return {"row": row, "column": int(np.searchsorted(table.steps, finding.step)) // every}
 

@@ -17,7 +17,7 @@ from trainprobe.monitor.fleet.groups import Group
 from trainprobe.monitor.fleet.origin import first_not_finite
 from trainprobe.monitor.fleet.scalars import odd_scalars
 from trainprobe.monitor.fleet.spread import Survey
-from trainprobe.monitor.fleet.words import place_in_words, ranks_in_words
+from trainprobe.monitor.fleet.words import counted, place_in_words, ranks_in_words
 
 _GRAVITY = {"error": 0, "warning": 1, "info": 2}
 Place = Mapping[str, Any]  # a row of `Examined.places`
@@ -92,13 +92,13 @@ def _left(survey: Survey, group: Group, rows: Sequence[Mapping[str, Any]], place
     places = survey.catalog.places
     stayed = next((rank for rank in group.ranks if rank not in ranks), ranks[0])
     where = place_in_words(places[ranks[0]]) if len(ranks) == 1 else group.label
-    more = f"; {rows[0]['n']} values differ at that step" if rows[0]["n"] > 1 else ", in that value alone"
+    more = f"{rows[0]['n']} values differ" if rows[0]["n"] > 1 else "it alone differs"
     who = ranks_in_words(ranks, places)
     return Finding(
         "fleet_replicas",
         "error",
         f"{who}{f' ({where})' if where else ''} left {len(group.ranks) - len(ranks)} replicas at step {step} in "
-        f"{_in_words(place)}{more}, and something at {steps[ranks[0]]} steps in all",
+        f"{_in_words(place)} ({more} at that step; values differ at {counted(steps[ranks[0]], 'step')})",
         step,
         places[ranks[0]],
         _site(place),
