@@ -276,7 +276,6 @@ PROGRAMS = (
         "{sources}/fairscale-0.4.13/benchmarks/oss.py --cpu --optim_type oss_ddp --model resnet18 --epochs 1 --batch_size 64",
         updates=20,
         vision=True,
-        amiss="buffers that the wrapper broadcasts from rank 0 before each forward are taken for a run outside of a step",
         path="{sources}/fairscale-0.4.13",
         environment={"TMPDIR": "{data}"},
     ),

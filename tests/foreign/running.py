@@ -49,7 +49,11 @@ def run(program: Program, folder: Path) -> Result:
     bare, watched = (_start(program, folder / kind, where, kind == "watched") for kind in ("bare", "watched"))
     lines = [_observed(folder / kind, program.threads) for kind in ("bare", "watched")]
     output = (folder / "watched" / "output.txt").read_text(errors="replace")
-    said = [line for line in output.replace("\r", "\n").splitlines() if "trainprobe: " in line]
+    said = [
+        line
+        for line in output.replace("\r", "\n").splitlines()
+        if "trainprobe: " in line and "trainprobe: watching " not in line
+    ]
     result = Result(
         program.name,
         _package(program),

@@ -56,12 +56,12 @@ def test_the_line_states_milliseconds_and_bytes(tmp_path):
     line = describe(probe)
     probe.close()
     told = re.search(
-        r"costs about ([\d.e-]+) ms \(352 kB read\) a watched step, about ([\d.e-]+) ms \(704 kB read\) at one of 10 steps",
+        r"costs about ([\d.e-]+) ms \(352 kB read\) for a watched step and about ([\d.e-]+) ms \(704 kB read\) for the audit",
         line,
     )
     assert told, line
     assert all(float(figure) > 0 for figure in told.groups())
-    assert "gradients, parameters, scalars at step all; the audit (2 parameters here)" in line
+    assert "trainprobe: watching gradients, parameters and scalars at every step; the audit (2 parameters on this rank)" in line
 
 
 def test_a_loop_with_no_plan_has_the_bits_that_it_has_without_the_probe_and_is_audited(tmp_path, monkeypatch):

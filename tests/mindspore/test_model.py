@@ -376,7 +376,7 @@ def test_what_only_pytorch_shows_is_refused_when_training_begins(plan: dict[str,
 def test_the_default_plan_says_one_line_and_trains_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     on = train(PYNATIVE, [ProbeCallback()])
     assert on.bits == train(PYNATIVE).bits
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("trainprobe watches")]
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("trainprobe: watching")]
     assert len(lines) == 1
     assert "15 parameters" in lines[0]
     assert (tmp_path / "probe_out/rank0/records.jsonl").exists()

@@ -44,15 +44,15 @@ def say_what_is_watched(probe: Probe, say: Callable[[str], Any] | None = None) -
 def describe(probe: Probe) -> str:
     """Return that line."""
     plan, monitor = probe.plan, probe.parts.monitor
-    watched = [f"{plan.task} of level {plan.level} at step {_steps(plan.step)}"] if plan.level != "off" else []
+    watched = [f"{plan.task} of level {plan.level} at {_steps(plan.step)}"] if plan.level != "off" else []
     if monitor is not None:
         kinds = [kind.replace("_", " ") for kind in KINDS if getattr(monitor, kind).on]
-        watched.append(f"{', '.join(kinds)} at step {_steps(monitor.step)}")
+        watched.append(f"{_joined(kinds) or 'nothing'} at {_steps(monitor.step)}")
     audit = probe.parts.audit_plan
     watched += ["the audit"] if audit is not None else []
-    what = "; ".join(watched) or "nothing"
     count = len(set(probe.parts.naming.parameter_names.values()))
-    return f"trainprobe watches {what} ({count} parameters here), writes to {plan.output}, costs {_costs(probe)}"
+    what = f"{'; '.join(watched) or 'nothing'} ({count} parameters on this rank)"
+    return f"trainprobe: watching {what}; writing to {plan.output}; {_costs(probe)}"
 
 
 def _costs(probe: Probe) -> str:
@@ -62,21 +62,23 @@ def _costs(probe: Probe) -> str:
     told = probe.guard.run(expected, probe) if "torch" in sys.modules else None
     monitor, audit = probe.parts.monitor, probe.parts.audit_plan
     if told is None or not any(cost.bytes for cost in told):
-        return "one pass over each of these tensors and one transfer to the host a watched step"
+        return "a watched step costs one pass over each of these tensors and one transfer to the host"
     parts: list[str] = []
     if monitor is not None:
         more = " and a pass over what modules hand on" if monitor.activations.on or monitor.activation_gradients.on else ""
-        parts.append(f"{told[0]} a watched step{more}")
+        parts.append(f"{told[0]} for a watched step{more}")
     if audit is not None:
         every = min((e for name in relation_names() if (e := audit.interval(name))), default=0)
-        parts.append(
-            f"{told[1]} at one of {every} steps for the audit" if every > 1 else f"{told[1]} for the audit of each step"
-        )
-    return ", ".join(parts) + ", as timed here at the start"
+        parts.append(f"{told[1]} for the audit of {f'one of {every} steps' if every > 1 else 'each step'}")
+    return f"it costs {' and '.join(parts)}, as timed here at the start"
 
 
 def _steps(steps: tuple[int | str, ...]) -> str:
-    return ", ".join(str(step) for step in steps)
+    return "every step" if steps == ("all",) else f"step {', '.join(map(str, steps))}"
+
+
+def _joined(words: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def _to_standard_error(line: str) -> None:

@@ -144,6 +144,14 @@ def test_the_first_update_larger_than_its_weight_is_named_with_its_step_and_rati
     assert finding.message.startswith("the loss rose from 7.9 to 1426; the update of w at step 1 was 5.3 times as large")
 
 
+@pytest.mark.parametrize(("before", "found"), [(421.0, [2]), (8.1, [])], ids=["after a rise", "from an ordinary loss"])
+def test_a_loss_that_is_not_finite_has_blown_up_only_after_it_rose(before, found):
+    bench = Bench("blow_up")
+    for norm, loss in ((1.0, 7.9), (6.3, before), (8.0, float("nan")), (9.0, float("nan"))):
+        bench.feed(weight(norm), loss=loss)
+    assert [finding.step for finding in bench.found] == found
+
+
 @pytest.mark.parametrize("absmax", [0.0, 1e-5])
 def test_a_weight_that_begins_at_nothing_is_left_out(absmax):
     bench = Bench("blow_up")

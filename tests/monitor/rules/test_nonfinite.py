@@ -134,6 +134,14 @@ def test_a_forward_call_that_made_one_of_finite_values_is_still_named_beside_an_
     assert (found.site.name, found.site.slot) == ("layers.0", "output")
 
 
-def test_of_a_forward_pass_that_was_not_collected_nothing_is_said_but_that():
-    (found,) = Bench("nonfinite").feed(grad("layers.2.w", NAN))
-    assert "the forward pass was not collected, it arose in the backward pass" in found.message
+WEIGHT = value("forward", "parameter", "layers.2.w", "value", norm=1.0)  # all that the default plan sees of a forward
+
+
+@pytest.mark.parametrize("seen", [[], [WEIGHT]], ids=["nothing", "weights"])
+def test_of_a_forward_pass_that_was_not_recorded_nothing_is_claimed(seen):
+    (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN))
+    assert "neither the forward pass nor the loss was recorded: it came in with the batch, or" in found.message
+    (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN), loss=1.0)
+    assert "the loss was finite, it arose in the backward pass" in found.message
+    (found,) = Bench("nonfinite").feed(*seen, grad("layers.2.w", NAN), loss=NAN)
+    assert found.site.name == "loss" and "the forward pass was not recorded: it came in with the batch, or" in found.message

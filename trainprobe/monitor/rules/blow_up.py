@@ -2,9 +2,10 @@
 
 Judged from the first collected step, without a warm-up, until `window` steps have been collected. Two signs must come together:
 
-- the loss is above `loss_ratio` times its first value, or not finite, at two collected steps in a row, while it was positive
-  at every step before; or, where there is no loss or it was below zero once, the norm over all gradients is above `norm_ratio`
-  times its first value and has at least doubled at each of the last three steps, and the loss is not below where it began;
+- the loss is above `loss_ratio` times its first value at two collected steps in a row, or not finite after one such step,
+  while it was positive at every step before; or, where there is no loss or it was below zero once, the norm over all
+  gradients is above `norm_ratio` times its first value and has at least doubled at each of the last three steps, and the
+  loss is not below where it began;
 - at one of the last eight collected steps, the norm of a weight of two or more dimensions and elements changed by more than
   `update_ratio` times what it was, or its update, where updates are collected, was so large. Weights that begin at zero or
   with an absolute maximum below 0.001 (a zero-initialised output layer, the second factor of LoRA) are left out.
@@ -137,7 +138,8 @@ def _loss(frame: Frame, memory: Memory, options: Options) -> str | None:
     if loss <= 0 or not np.isfinite(first):
         memory.numbers["loss"] = np.nan
         return None
-    up = loss > options.loss_ratio * first or not np.isfinite(loss)
+    rose = memory.numbers.get("up", 0.0) > 0  # from an ordinary loss straight to NaN is for the rule `nonfinite`
+    up = loss > options.loss_ratio * first if np.isfinite(loss) else rose
     held = memory.numbers["up"] = memory.numbers.get("up", 0.0) + 1 if up else 0.0
     return f"the loss rose from {first:.4g} to {loss:.4g}" if held >= 2 else None
 

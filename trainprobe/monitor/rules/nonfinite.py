@@ -175,6 +175,8 @@ def _finding(frame: Frame, bad: Bools, severity: Severity, after: str) -> Findin
 
 
 def _next(spot: Spot, step: int) -> str | None:
+    if spot.phase == "forward" and spot.kind == "parameter":
+        return f"look at the gradients and the learning rate of step {step - 1}, and at what writes to weights between steps"
     if spot.phase == "forward" and _enters(spot):
         return f"look at the batch of step {step}, and at what prepares it"
     if spot.kind == "collective":
@@ -200,7 +202,9 @@ def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Spot, str]:
         ordered = [(entered, result) for entered, result in ordered if entered and _of_forward(result)]
     weight = next((spot for spot, b in paired if b and spot.kind == "parameter" and spot.phase == "forward"), None)
     if weight is not None:  # no call of the step makes one, and whatever uses it is not finite either
-        return weight, "it was not finite before the step began: the update of an earlier step wrote it"
+        return weight, (
+            "it was not finite before the step began: the update of an earlier step wrote it, or something between the steps"
+        )
     between = _between_the_passes(paired, first_bad)
     if between is not None:
         return between
@@ -211,7 +215,7 @@ def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Spot, str]:
         return lowest, "its inputs were finite and it gave minus infinity, of which what comes next makes the rest"
     if inner.kind == "op" and inner.phase == "forward" and spots.index(inner) > _ends(spots):
         return inner, "it arose behind the backward pass, before the update: in clipping or what the optimizer prepares"
-    return inner, _how(inner, next(entered for entered, result in ordered if result == inner), any(map(_of_forward, spots)))
+    return inner, _how(inner, next(entered for entered, result in ordered if result == inner), spots)
 
 
 def _minus_infinity_before(frame: Frame, spots: list[Spot], origin: Spot) -> Spot | None:
@@ -260,8 +264,12 @@ def _between_the_passes(paired: list[tuple[Spot, bool]], first_bad: Spot) -> tup
     passes = [(spot, b) for spot, b in paired if _of_forward(spot)]
     if any(b for _, b in passes):
         return None
-    seen = "the forward pass was finite" if passes else "the forward pass was not collected"
+    recorded = _is_recorded(spot for spot, _ in passes)
+    weights = "the weights were finite, " if passes and not recorded else ""
+    seen = "the forward pass was finite" if recorded else f"{weights}the forward pass was not recorded"
     loss = next((spot for spot, b in paired if b and spot.kind == "scalar" and role_of(spot.name) == "loss"), None)
+    if loss is not None and not recorded:
+        return loss, f"{seen}: it came in with the batch, or arose in the forward pass or in the loss"
     if loss is not None:
         return loss, f"{seen} and the gradients come after it: it arose in the loss"
     if first_bad.phase == "backward" and first_bad.slot.split(".")[0] in _ENTERS["backward"]:
@@ -296,7 +304,12 @@ def _innermost(first: Spot, candidates: list[Spot]) -> Spot:
     return here
 
 
-def _how(spot: Spot, entered: bool, forward: bool) -> str:
+def _is_recorded(forward: Iterable[Spot]) -> bool:
+    """Tell whether anything but weights was seen of a forward pass."""
+    return any(_of_forward(spot) and spot.kind != "parameter" for spot in forward)
+
+
+def _how(spot: Spot, entered: bool, spots: list[Spot]) -> str:
     if spot.kind == "collective":
         return "what this rank gave was finite, so that another rank handed it over"
     if spot.kind == "scalar":
@@ -304,7 +317,12 @@ def _how(spot: Spot, entered: bool, forward: bool) -> str:
     if spot.phase == "optimizer":
         return "the gradients were finite, the optimizer made it"
     if spot.slot.startswith("grad") and spot.kind == "parameter":
-        return f"the forward pass was {'finite' if forward else 'not collected'}, it arose in the backward pass"
+        loss = any(other.kind == "scalar" and role_of(other.name) == "loss" for other in spots)
+        if not (_is_recorded(spots) or loss):
+            return (
+                "neither the forward pass nor the loss was recorded: it came in with the batch, or arose in one of the passes"
+            )
+        return f"the {'forward pass' if _is_recorded(spots) else 'loss'} was finite, it arose in the backward pass"
     known = "its inputs were finite" if entered else "what went into it was not collected"
     return f"{known}, it arose in the {_PASS.get(spot.phase, spot.phase)}"
 
