@@ -28,6 +28,7 @@ from benchmarks.overhead import Lockstep
 
 ALL = {"activations": True, "parameters": True, "gradients": True, "optimizer_state": True}
 NONE = {"activations": False, "parameters": False, "gradients": False, "optimizer_state": False}
+DEFAULT = {"activations": False, "parameters": True, "gradients": True, "scalars": True}  # integrations.default_plan
 # variant → plan, least steps a block, bars for (real, tiny)
 VARIANTS: dict[str, tuple[Mapping[str, Any], int, tuple[float, float]]] = {
     "monitor all": ({"monitor": ALL}, 1, (1.10, 1.5)),
@@ -35,6 +36,9 @@ VARIANTS: dict[str, tuple[Mapping[str, Any], int, tuple[float, float]]] = {
     "monitor gradients": ({"monitor": {**NONE, "gradients": True}}, 1, (1.02, 1.2)),
     "audit": ({"audit": True}, 10, (1.03, 1.1)),
     "audit every step": ({"audit": {"every": 1}}, 1, (1.2, 2.0)),
+    "default plan": ({"monitor": DEFAULT, "audit": True}, 20, (1.10, 2.0)),
+    "default plan, audited step": ({"monitor": DEFAULT, "audit": {"every": 1}}, 1, (1.3, 5.0)),
+    "default plan, other step": ({"monitor": DEFAULT}, 1, (1.05, 1.5)),
 }
 
 

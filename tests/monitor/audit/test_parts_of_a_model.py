@@ -19,7 +19,7 @@ from trainprobe.monitor.audit.evidence import Evidence, Tensors
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.peers import Peer
 from trainprobe.monitor.audit.plan import validate
-from trainprobe.monitor.audit.relations import replicated_buffers
+from trainprobe.monitor.audit.relations import replicated_buffers, untouched_between_steps
 
 
 def found(tmp_path, model, loss_of, steps=2, between=None, optimizer=None):
@@ -209,6 +209,16 @@ def test_a_codebook_that_each_rank_keeps_by_itself_is_found():
 )
 def test_buffers_that_are_alike_or_may_differ_are_no_finding(healthy):
     assert replicated_buffers.check(healthy) == []
+
+
+@pytest.mark.parametrize(("rank", "rules"), [(0, ["untouched_between_steps"]), (1, [])])
+def test_running_statistics_that_a_wrapper_hands_over_before_a_forward_are_judged_where_they_come_from(rank, rules):
+    model = ModelFacts()
+    before, now = (StepFacts(model, model, updates=1, ordinal=i, begun={"n.running_mean": 3 * i}) for i in (0, 1))
+    place = Place(rank, 2, {"dp": (rank, 2)})
+    earlier = Evidence(0, place, replace(before, buffers={"n.running_mean": 1}), Tensors(), validate(True))
+    found = untouched_between_steps.check(Evidence(1, place, now, Tensors(), validate(True), before=earlier))
+    assert [finding.rule for finding in found] == rules
 
 
 # ---- what is gathered ---------------------------------------------------------------------------------------------------
