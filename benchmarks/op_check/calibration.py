@@ -1,0 +1,112 @@
+"""Judges torch's own CPU kernels on torch's own sample inputs: none of them may be called a bug."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from trainprobe.op_check.cases import Case, flat
+from trainprobe.op_check.check import check
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def op_infos() -> list[Any]:
+    """Return torch's descriptions of its operators. Raises SystemExit where their requirement is not installed."""
+    try:
+        from torch.testing._internal.common_methods_invocations import op_db
+    except ModuleNotFoundError as missing:
+        raise SystemExit(f"torch's sample inputs need {missing.name}: pip install {missing.name}") from None
+    return list(op_db)
+
+
+def cases(info: Any, dtype: torch.dtype, most: int) -> Iterator[Case]:
+    """Yield up to `most` calls of an operator as a dump on this machine would hold them, with their backward."""
+    torch.manual_seed(0)
+    able = dtype in info.supported_backward_dtypes("cpu") if info.supports_autograd else False
+    for i, sample in enumerate(info.sample_inputs("cpu", dtype, requires_grad=able)):
+        if i == most:
+            return
+        if any(t.layout != torch.strided for t in flat((sample.input, sample.args, sample.kwargs))):
+            continue
+        args = (sample.input, *sample.args)
+        given = [*flat((args, sample.kwargs))]
+        before = Case(
+            entry(info.name),
+            _copied(args),
+            _copied(sample.kwargs),
+            requires_grad=[t.requires_grad for t in given],
+            function=info.op,
+        )
+        try:
+            out = [*flat(info.op(*args, **sample.kwargs))]
+        except (RuntimeError, TypeError, ValueError, IndexError):  # a sample that this kernel refuses is torch's own affair
+            continue
+        before.outputs = [o.detach().clone() for o in out]
+        node = next((o.grad_fn for o in out if o.grad_fn is not None), None)
+        if able and node is not None and all(o.layout == torch.strided for o in out):
+            made = [o for o in out if o.grad_fn is node]
+            before.gradients = [torch.randn_like(o) if o.is_floating_point() else None for o in made]
+            slots = max(1, len(node._input_metadata))
+            try:
+                with torch.no_grad():
+                    results: Any = node(*[*before.gradients, *[None] * slots][:slots])
+            except (RuntimeError, TypeError):
+                before.gradients = None
+            else:
+                before.results = [*results] if isinstance(results, tuple) else [results]
+        yield before
+
+
+def entry(name: str) -> str:
+    """Return what a dump calls an operator that torch's list calls `nn.functional.linear`, `linalg.norm` or `__getitem__`."""
+    if name.startswith("nn.functional."):
+        return f"Functional.{name.removeprefix('nn.functional.')}"
+    return f"Tensor.{name}" if name.startswith("__") else f"Torch.{name.replace('.', '_')}"
+
+
+def _copied(tree: Any) -> Any:
+    from trainprobe.op_check.cases import mapped
+
+    return mapped(tree, lambda t: t.detach().clone())
+
+
+def calibrate(most: int = 8, only: str = "", show: bool = True) -> dict[str, Any]:
+    """Judge all; return counts by dtype and direction, what was called a bug, and why what was not checked."""
+    counts: dict[Any, Counter[str]] = defaultdict(Counter)
+    wrong: list[tuple[str, str, str, str, float]] = []
+    reasons: dict[str, set[str]] = defaultdict(set)
+    covered: dict[str, set[str]] = defaultdict(set)
+    for info in op_infos():
+        label = f"{info.name}.{info.variant_test_name}" if info.variant_test_name else info.name
+        if only and only not in label:
+            continue
+        if show:
+            print(label, file=sys.stderr, flush=True)
+        for dtype in DTYPES:
+            if dtype not in info.dtypes:
+                continue
+            short = str(dtype).removeprefix("torch.")
+            covered[short].add(label)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for case in cases(info, dtype, most):
+                    for one in [
+                        check(case, backward) for backward in (False, True) if not backward or case.gradients is not None
+                    ]:
+                        worst = one.worst
+                        counts[short, one.direction][worst.outcome] += 1
+                        if worst.outcome in ("bug", "suspicious"):
+                            wrong.append(
+                                (label, short, f"{one.direction} {one.source}", f"{worst.outcome}: {worst.reason}", worst.worst)
+                            )
+                            if show:
+                                print(*wrong[-1], flush=True)
+                        elif worst.outcome == "not checked":
+                            reasons[worst.reason].add(label)
+    return {"counts": counts, "wrong": wrong, "reasons": reasons, "covered": covered}

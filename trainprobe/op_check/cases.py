@@ -1,0 +1,67 @@
+"""One call to be judged: what it was given and what the device made of it, as tensors on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class NotChecked(Exception):  # noqa: N818  (named for what it says)
+    """There is no reference for a call; the text says why."""
+
+
+@dataclass(slots=True)
+class Case:
+    """A call of one operator.
+
+    name: as the dump has it, `Functional.linear`. args, kwargs: trees of tensors in their recorded dtypes and plain values, as
+    they were before the call. outputs: what came out, flat, None where the dump lacks it.
+    gradients: what reached the outputs' autograd node in the backward, one for each of its outputs; None without a backward.
+    results: the gradients that node handed on, one for each of its inputs. requires_grad: of each tensor in args and
+    kwargs, in order.
+    of_inputs: results are the gradients of the call's own tensor arguments, in order, rather than those of its autograd node.
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    outputs: Sequence[Tensor | None] = ()
+    gradients: Sequence[Tensor | None] | None = None
+    results: Sequence[Tensor | None] = ()
+    requires_grad: Sequence[bool] = ()
+    of_inputs: bool = False
+    function: Callable[..., Any] | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors among the arguments, in order."""
+        return [*flat((self.args, dict(self.kwargs)))]
+
+
+def flat(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a tree of tuples, lists and dicts, depth first."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from flat(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from flat(item)
+
+
+def mapped(tree: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda x: x) -> Any:
+    """Return the tree with each tensor changed, and each leaf that is no tensor changed by `other`."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, tuple):
+        return tuple(mapped(item, change, other) for item in tree)
+    if isinstance(tree, list):
+        return [mapped(item, change, other) for item in tree]
+    if isinstance(tree, Mapping):
+        return {key: mapped(item, change, other) for key, item in tree.items()}
+    return other(tree)

@@ -1,0 +1,78 @@
+"""What a wrong result looks like: a guess in a few words, each tried against the result itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from trainprobe.op_check.cases import Case, NotChecked, Tensor
+from trainprobe.op_check.evaluate import expect
+from trainprobe.op_check.functions import api
+from trainprobe.op_check.judge import Judgement, judge
+
+_INT32 = 2**31
+
+
+def likely(case: Case, index: int, y: Tensor, found: Judgement, backward: bool) -> str:
+    """Return a guess at the cause of a bug, an empty string where there is none. index: which of the results y is."""
+    for text, other in _as_if(case):
+        try:
+            expected = expect(other, backward=backward).results[index]
+        except (NotChecked, RuntimeError, TypeError, ValueError, IndexError):
+            continue
+        if expected is not None and judge(y, expected).outcome in ("exact", "rounding"):
+            return f"it is what comes out {text}"
+    if found.got == 0.0 and found.want != 0.0 and "last" in found.reason and y.numel() > _INT32:
+        return "offsets of 32 bits do not reach the end of a tensor this large"
+    if math.isfinite(found.gain) and abs(found.gain) > 1e-3 and found.share > 0.5:
+        for factor, words in ((1.0, "twice"), (-0.5, "half"), (-1.0, "none of"), (-2.0, "minus")):
+            if abs(found.gain - factor) < 1e-3:
+                return f"it is {words} what it should be"
+    return ""
+
+
+def _as_if(case: Case) -> Iterator[tuple[str, Case]]:
+    """Yield the same call with one argument changed, and how to say so."""
+    name = api(case.name)
+    if name == "gelu":
+        other = "none" if case.kwargs.get("approximate", "none") == "tanh" else "tanh"
+        yield f"with approximate={other!r}", _with(case, approximate=other)
+    elif name in ("avg_pool1d", "avg_pool2d", "avg_pool3d") and len(case.args) < 6:
+        yield (
+            "where the padding is counted the other way",
+            _with(case, count_include_pad=not case.kwargs.get("count_include_pad", True)),
+        )
+    elif name == "embedding" and case.kwargs.get("padding_idx") is not None:
+        yield "without padding_idx", _with(case, padding_idx=None)
+    elif name == "scaled_dot_product_attention":
+        if case.kwargs.get("is_causal"):
+            yield "without the causal mask", _with(case, is_causal=False)
+        if case.kwargs.get("attn_mask") is not None:
+            yield "without the mask", _with(case, attn_mask=None)
+            mask = case.kwargs["attn_mask"]
+            if str(mask.dtype) == "torch.bool":
+                yield "where the mask's True means hidden, not seen", _with(case, attn_mask=~mask)
+        yield "with a scale of 1", _with(case, scale=1.0)
+    elif name in ("layer_norm", "group_norm", "batch_norm", "rms_norm"):
+        for short in ("weight", "bias"):
+            if case.kwargs.get(short) is not None:
+                yield f"without the {short}", _with(case, **{short: None})
+        yield "with eps = 0", _with(case, eps=0.0)
+    elif name in ("linear", "conv1d", "conv2d", "conv3d"):
+        if case.kwargs.get("bias") is not None:
+            yield "without the bias", _with(case, bias=None)
+        elif len(case.args) > 2 and isinstance(case.args[2], Tensor):
+            yield "without the bias", replace(case, args=(*case.args[:2], None, *case.args[3:]))
+    elif name == "cross_entropy":
+        if case.kwargs.get("label_smoothing"):
+            yield "without label smoothing", _with(case, label_smoothing=0.0)
+        if case.kwargs.get("weight") is not None:
+            yield "without the classes' weights", _with(case, weight=None)
+        for other in {"mean", "sum"} - {case.kwargs.get("reduction", "mean")}:
+            yield f"with reduction={other!r}", _with(case, reduction=other)
+
+
+def _with(case: Case, **changed: Any) -> Case:
+    return replace(case, kwargs={**case.kwargs, **changed})

@@ -1,0 +1,132 @@
+"""One call, judged: each of its outputs, and each gradient that it handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from trainprobe.op_check.cases import Case, NotChecked, Tensor
+from trainprobe.op_check.causes import likely
+from trainprobe.op_check.evaluate import SINGLE, Expectation, Expected, expect
+from trainprobe.op_check.functions import api
+from trainprobe.op_check.judge import Judgement, gravest, judge
+from trainprobe.op_check.modes import recognised
+from trainprobe.op_check.noise import UNIT
+from trainprobe.op_check.properties import UNWRITTEN, ambiguous_gradient, dropout_gradient, unspecified
+
+Direction = Literal["forward", "backward"]
+# their results depend on the number format itself, or on memory that no argument shows
+_BY_FORMAT = frozenset(
+    {"nextafter", "frexp", "nan_to_num", "as_strided", "as_strided_copy", "as_strided_scatter", "set", "data"}
+)
+
+
+@dataclass(slots=True)
+class Checked:
+    """One direction of one call. judgements: one a result. source: what it was judged against. note: what was assumed."""
+
+    direction: Direction
+    judgements: Sequence[Judgement] = ()
+    source: str = ""
+    note: str = ""
+    expectation: Expectation | None = field(default=None, repr=False)
+
+    @property
+    def worst(self) -> Judgement:
+        """Return the gravest of its judgements."""
+        return gravest(list(self.judgements))
+
+
+def check(case: Case, backward: bool = False) -> Checked:
+    """Judge the outputs of a call, or the gradients that it handed on."""
+    recorded = case.results if backward else case.outputs
+    if not backward and api(case.name) in UNWRITTEN:
+        return Checked("forward", [Judgement("unspecified", "memory that nobody has written yet")], "properties")
+    direction: Direction = "backward" if backward else "forward"
+    if all(o is None for o in recorded):
+        return Checked(direction, [Judgement("not checked", "the dump does not hold what it wrote or returned")])
+    return _guarded(case, direction)
+
+
+def _guarded(case: Case, direction: Direction) -> Checked:
+    """Judge one direction; what torch refuses to compute here is not checked, with torch's reason."""
+    if api(case.name) in _BY_FORMAT:
+        return Checked(direction, [Judgement("not checked", "its result depends on the number format or the layout in memory")])
+    try:
+        return _forward(case) if direction == "forward" else _backward(case)
+    except NotChecked as why:
+        return Checked(direction, [Judgement("not checked", str(why))])
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError, KeyError) as error:
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        return Checked(direction, [Judgement("not checked", f"torch cannot run it here with these arguments: {text}")])
+
+
+def _forward(case: Case) -> Checked:
+    known = unspecified(case)
+    if known is not None:
+        return Checked("forward", known, "properties")
+    return _against(case, case.outputs, expect(case), False)
+
+
+def _backward(case: Case) -> Checked:
+    why = ambiguous_gradient(case)
+    if api(case.name) == "dropout":
+        return Checked("backward", [dropout_gradient(case)], "properties")
+    if why:
+        return Checked("backward", [Judgement("not checked", why)])
+    return _against(case, case.results, expect(case, backward=True), True)
+
+
+def _against(case: Case, recorded: Sequence[Tensor | None], expectation: Expectation, backward: bool) -> Checked:
+    wanted = list(expectation.results)
+    if len(recorded) > len(wanted):
+        text = f"the dump holds {len(recorded)} results and this torch gives {len(wanted)}"
+        return Checked("backward" if backward else "forward", [Judgement("not checked", text)])
+    judgements: list[Judgement] = []
+    for i, (y, want) in enumerate(zip(recorded, wanted, strict=False)):
+        if y is None or (want is None and not backward):
+            continue
+        if want is None:
+            if bool((y != 0).any()):
+                judgements.append(Judgement("not checked", "torch gives no gradient here"))
+            continue
+        y, want = _fitted(y, want)
+        found = judge(y, want)
+        found = recognised(case, i, y, want, found, backward)
+        if found.outcome == "bug":
+            cause = likely(case, i, y, found, backward)
+            found = replace(found, reason=f"{found.reason}; {cause}") if cause else found
+        judgements.append(found)
+    note = (
+        ""
+        if expectation.autocast is None
+        else f"inputs taken as cast to {expectation.autocast} by autocast".replace("torch.", "")
+    )
+    return Checked("backward" if backward else "forward", judgements, expectation.source, note, expectation)
+
+
+def _fitted(y: Tensor, want: Expected) -> tuple[Tensor, Expected]:
+    """Bring both to one shape: a gradient may be seen before or after torch sums it to the shape of a broadcast argument.
+
+    Some dumps hold a bool as bytes.
+    """
+    r = want.value
+    if r.dtype == torch.bool and y.dtype == torch.uint8:
+        return y.to(torch.bool), want
+    if y.shape == r.shape or not y.is_floating_point() or y.numel() == r.numel():
+        return y, want
+    if y.numel() > r.numel() and _broadcasts(r.shape, y.shape):
+        return y.to(torch.float64).sum_to_size(r.shape).to(y.dtype), want
+    if not _broadcasts(y.shape, r.shape) or y.dtype not in UNIT:
+        return y, want
+    each = UNIT[y.dtype] * r.abs() + (0.0 if want.noise is None else want.noise)
+    length = (r.numel() / max(1, y.numel())) ** 0.5
+    noise = each.square().sum_to_size(y.shape).sqrt() + min(SINGLE, UNIT[y.dtype]) * length * r.abs().sum_to_size(y.shape)
+    return y, Expected(r.sum_to_size(y.shape), noise)
+
+
+def _broadcasts(small: torch.Size, large: torch.Size) -> bool:
+    return len(small) <= len(large) and all(a in (1, b) for a, b in zip(small[::-1], large[::-1], strict=False))

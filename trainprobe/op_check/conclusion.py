@@ -1,0 +1,92 @@
+"""What all rows of a dump come to: one sentence, and an exit code."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainprobe.op_check.dump import DumpChecked, Row
+from trainprobe.op_check.judge import OUTCOMES
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """sentence: the first line. code: exit code. worst: the row that it is about."""
+
+    sentence: str
+    code: int
+    worst: Row | None
+    details: Sequence[str] = ()
+
+
+def conclude(found: DumpChecked) -> Conclusion:
+    """Return what to say first and the exit code: 2 a bug, 3 something was not checked, 1 suspicious or a mode, 0 neither."""
+    rows = found.rows
+    counts = Counter(row.worst.outcome for row in rows)
+    unequal = [row for row in rows if row.same_inputs]
+    details = [
+        f"{row.entry} had the inputs of {row.same_inputs} and gave another result: it is not deterministic" for row in unequal
+    ]
+    reasons = Counter(row.worst.reason for row in rows if row.worst.outcome == "not checked")
+    details += [f"not checked, {count} calls: {reason}" for reason, count in reasons.most_common()]
+    details += found.notes
+    summary = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
+    whole = f"{len(rows)} calls judged ({summary})"
+    worst = max(rows, key=_gravity, default=None)
+    if found.made:
+        details.insert(
+            0, "the dump holds statistics alone: inputs were made, and this machine's operators were judged, not the device's"
+        )
+    if worst is None:
+        return Conclusion("no operator call was judged", 3, None, details)
+    if counts["bug"]:
+        return Conclusion(f"{said(worst)}; {whole}", 2, worst, details)
+    if unequal:
+        first = unequal[0]
+        text = f"{first.entry}{_where(first)} had the inputs of {first.same_inputs} and gave another result; {whole}"
+        return Conclusion(text, 2, unequal[0], details)
+    if counts["suspicious"]:
+        return Conclusion(f"{said(worst)}; {whole}", 3 if counts["not checked"] else 1, worst, details)
+    if counts["not checked"]:
+        return Conclusion(
+            f"no bug, but {counts['not checked']} of {whole.replace(' judged', '')} were not checked", 3, worst, details
+        )
+    if counts["mode"]:
+        return Conclusion(f"{said(worst)}; {whole}", 1, worst, details)
+    return Conclusion(f"every operator is right within its own rounding: {whole}", 0, worst, details)
+
+
+def _gravity(row: Row) -> tuple[int, float]:
+    order = [*(o for o in OUTCOMES if o not in ("not checked", "unspecified")), "not checked", "unspecified"]
+    seriousness = {"bug": 5, "suspicious": 4, "not checked": 3, "mode": 2, "rounding": 1}.get(row.worst.outcome, 0)
+    return seriousness * len(order), row.worst.worst
+
+
+def _where(row: Row) -> str:
+    return f" in {row.module}" if row.module else ""
+
+
+def said(row: Row) -> str:
+    """Return one row as a sentence: where, which operator, direction and result, how far off, at which element."""
+    judgement = row.worst
+    results = list(row.checked.judgements)
+    which = f" result {results.index(judgement)}" if len(results) > 1 and judgement in results else ""
+    element = ""
+    if judgement.at is not None and judgement.got is not None and judgement.want is not None:
+        place = f" at {[*judgement.at]}" if judgement.at else ""
+        element = f" (worst{place}: {judgement.got:.9g} where {judgement.want:.9g} belongs)"
+    cause = f"; {row.checked.note}" if row.checked.note else ""
+    step = f"step {row.step}, rank {row.rank}: "
+    reason = f": {judgement.reason}" if judgement.reason else ""
+    return f"{step}{row.entry}{_where(row)}{which} is {_word(judgement.outcome)}{reason}{element}{cause}"
+
+
+def _word(outcome: str) -> str:
+    return {"bug": "a bug", "mode": "in another mode"}.get(outcome, outcome)
+
+
+def beyond(worst: float) -> str:
+    """Return the distance in bounds as text."""
+    return "" if not worst else "∞" if math.isinf(worst) else f"{worst:.3g}"

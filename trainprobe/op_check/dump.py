@@ -1,0 +1,139 @@
+"""All operator calls of a dump, judged: equal calls once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from trainprobe.engine.dumps import find_ranks, find_steps
+from trainprobe.engine.dumps.layout import DUMP_FILE
+from trainprobe.errors import FormatError
+from trainprobe.op_check.cases import NotChecked
+from trainprobe.op_check.check import Checked, check
+from trainprobe.op_check.functions import api
+from trainprobe.op_check.judge import Judgement
+from trainprobe.op_check.made import run_here
+from trainprobe.op_check.properties import is_random
+from trainprobe.op_check.recorded import RecordedRank, Unit
+
+
+@dataclass(slots=True)
+class Row:
+    """One direction of one recorded call. equal: how many more calls were the same bits in and out.
+
+    same_inputs: an earlier entry that had the same inputs and gave another result. key: fingerprint of what it was given.
+    """
+
+    step: int
+    rank: int
+    entry: str
+    name: str
+    module: str
+    checked: Checked
+    equal: int = 0
+    same_inputs: str = ""
+    folder: Path | None = None
+    key: str = ""
+    unit: Unit | None = field(default=None, repr=False)
+
+    @property
+    def worst(self) -> Judgement:
+        """Return the gravest judgement of its results."""
+        return self.checked.worst
+
+
+@dataclass(slots=True)
+class DumpChecked:
+    """All rows of a dump. made: steps whose dump holds statistics alone, so that this machine's operators were judged."""
+
+    rows: list[Row] = field(default_factory=list[Row])
+    made: bool = False
+    notes: list[str] = field(default_factory=list[str])
+
+
+def rank_folders(path: Path) -> list[tuple[int, int, Path]]:
+    """Return (step, rank, folder) of all that a path holds: a dump, a step of it, a rank of it. Raises FormatError for none."""
+    if path.is_file():
+        path = path.parent
+    if (path / DUMP_FILE).is_file():
+        return [(_number(path.parent), _number(path), path)]
+    steps = find_steps(path) if path.is_dir() else {}
+    found = [
+        (step, rank, folder)
+        for step, place in sorted((steps or {_number(path): path}).items())
+        for rank, folder in sorted(find_ranks(place).items())
+        if (folder / DUMP_FILE).is_file()
+    ]
+    if not found:
+        raise FormatError(
+            f"no dump at {path}: expected step folders (step0, …), rank folders (rank0, …) or a {DUMP_FILE} there"
+        )
+    return found
+
+
+def _number(folder: Path) -> int:
+    digits = folder.name.lstrip("abcdefghijklmnopqrstuvwxyz")
+    return int(digits) if digits.isdigit() else 0
+
+
+def check_dump(
+    folders: Sequence[tuple[int, int, Path]],
+    names: Sequence[str] = (),
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> DumpChecked:
+    """Judge all operator calls in these folders. names: patterns of operators or entries; advance: is told of the progress."""
+    found = DumpChecked()
+    for step, rank, folder in folders:
+        recorded = RecordedRank(folder)
+        units = [unit for unit in recorded.units() if selected(unit, names)]
+        if not units and not names:
+            found.notes.append(f"{folder} holds no operators: record with `level: L1` or `mix`")
+        found.made |= not recorded.has_tensors
+        _check_rank(recorded, units, found, (step, rank), advance)
+    return found
+
+
+def selected(unit: Unit, names: Iterable[str]) -> bool:
+    """Return whether a unit is meant by one of the patterns, or there is none: an operator, an entry, or either with `*`."""
+    wanted = list(names)
+    known = (unit.entry, unit.entry.rpartition(".")[0], unit.call.name, api(unit.call.name))
+    return not wanted or any(fnmatchcase(name, pattern) for pattern in wanted for name in known)
+
+
+def _check_rank(
+    recorded: RecordedRank,
+    units: Sequence[Unit],
+    found: DumpChecked,
+    at: tuple[int, int],
+    advance: Callable[[int, int], None],
+) -> None:
+    seen: dict[str, tuple[str, Row]] = {}
+    for i, unit in enumerate(units):
+        advance(i, len(units))
+        given, gave = recorded.key(unit)
+        before = seen.get(given)
+        if before is not None and before[0] == gave:
+            before[1].equal += 1
+            continue
+        checked = _judged(recorded, unit)
+        row = Row(*at, unit.entry, unit.call.name, unit.module, checked, folder=recorded.folder, key=given, unit=unit)
+        if before is not None and recorded.has_tensors and not is_random(unit.call.name) and unit.direction == "forward":
+            row.same_inputs = before[1].entry
+        seen.setdefault(given, (gave, row))
+        found.rows.append(row)
+    advance(len(units), len(units))
+
+
+def _judged(recorded: RecordedRank, unit: Unit) -> Checked:
+    try:
+        if recorded.has_tensors:
+            case = recorded.case(unit)
+        elif unit.of_inputs:
+            raise NotChecked("the gradients of its arguments are made where values are recorded")
+        else:
+            case = run_here(recorded.made_case(unit), unit.direction == "backward")
+    except NotChecked as why:
+        return Checked("backward" if unit.direction == "backward" else "forward", [Judgement("not checked", str(why))])
+    return check(case, unit.direction == "backward")

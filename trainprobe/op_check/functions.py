@@ -1,0 +1,102 @@
+"""Which torch function an entry of a dump names.
+
+The functions are looked up once, when this file is imported: what a program puts in their place afterwards is the thing under
+test and never the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.fft
+import torch.linalg
+import torch.nn.functional as functional
+import torch.special
+
+Function = Callable[..., Any]
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+# operators have several names: what a tool that wraps them writes → what torch has
+_OTHER_NAMES = {"__truediv__": "__div__", "__rtruediv__": "__rdiv__"}
+
+
+def _callables(owner: Any) -> dict[str, Function]:
+    found: dict[str, Function] = {}
+    for name in dir(owner):
+        member = getattr(owner, name, None)
+        if callable(member) and not isinstance(member, (type, ModuleType)):
+            found[name] = member
+    return found
+
+
+def _captured() -> dict[str, Mapping[str, Function]]:
+    """Return prefix of an entry → name → function."""
+    plain = _callables(_C._VariableFunctions)
+    for owner in (torch.fft, torch.linalg, torch.special):
+        found = _callables(owner)
+        plain |= {**found, **{f.__name__: f for f in found.values() if hasattr(f, "__name__")}}
+    return {
+        "Torch": {**plain, **_callables(torch)},
+        "Tensor": {**_callables(_C.TensorBase), **_callables(torch.Tensor)},
+        "Functional": {**_callables(_C._nn), **_callables(functional)},
+    }
+
+
+_FUNCTIONS = _captured()
+_NAMESPACES = {"Aten": "aten", "Prims": "prims", "NPU": "npu"}
+
+
+def api(name: str) -> str:
+    """Return what an entry calls without prefix and underscores: `softmax` of `Functional.softmax`, `add` of `Tensor.add_`.
+
+    An overload is dropped: `mm` of `Aten.mm.default`.
+    """
+    bare = name.partition(".")[2].partition(".")[0]
+    if bare.startswith("__") and bare.endswith("__"):
+        bare = bare.strip("_")
+        return bare[1:] if bare[:1] == "i" and bare[1:] in {"add", "sub", "mul", "div", "truediv", "pow", "and", "or"} else bare
+    return bare.rstrip("_") or bare
+
+
+def is_in_place(name: str) -> bool:
+    """Return whether an entry's function writes its first argument, by the convention of torch's names."""
+    bare = name.partition(".")[2].partition(".")[0]
+    return bare.startswith("__i") or bare == "__setitem__" or (bare.endswith("_") and not bare.endswith("__"))
+
+
+def function(name: str) -> Function | None:
+    """Return the function that an entry such as `Functional.linear` names, None where this torch has none."""
+    prefix, _, rest = name.partition(".")
+    if rest.startswith("_foreach_"):
+        single = _FUNCTIONS["Torch"].get(api(name).removeprefix("_foreach_"))
+        if single is not None:
+            return _one_by_one(single)
+    known = _FUNCTIONS.get(prefix)
+    if known is not None:
+        return known.get(rest) or known.get(_OTHER_NAMES.get(rest, f"__{rest}__"))
+    namespace = getattr(torch.ops, _NAMESPACES.get(prefix, prefix), None)
+    found = namespace
+    for part in rest.split("."):
+        try:
+            found = getattr(found, part)
+        except (AttributeError, RuntimeError):
+            return None
+    return found if callable(found) else None
+
+
+def _one_by_one(single: Function) -> Function:
+    """Return what a function for lists of tensors does, by the function for one."""
+
+    def for_each(first: Sequence[Any], *given: Any, **named: Any) -> list[Any]:
+        rest = list(given)
+        if len(rest) == 3:  # the factor of addcmul and addcdiv, which stands last here
+            named["value"] = rest.pop()
+        results: list[Any] = []
+        for i, x in enumerate(first):
+            own = [r[i] if isinstance(r, (list, tuple)) else r for r in rest]
+            results.append(single(x, *own, **{k: v[i] if isinstance(v, (list, tuple)) else v for k, v in named.items()}))
+        return results
+
+    return for_each

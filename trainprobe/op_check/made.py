@@ -1,0 +1,67 @@
+"""Inputs for operators of a dump that holds statistics alone, and the operator run here on them."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+
+from trainprobe.engine.arrays.torch_apart import apart
+from trainprobe.engine.records import Value
+from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
+from trainprobe.op_check.functions import function
+
+
+def made(value: Value, limits: tuple[float, float], seed: int = 0) -> Tensor:
+    """Return a tensor of the value's shape and dtype, uniform between its recorded limits, which are its first and last
+    element.
+
+    Whole numbers stay valid as indices, signs and the range are kept; distribution, order and layout are not.
+    """
+    dtype = getattr(torch, value.dtype.rpartition(".")[2].lower(), None)
+    if not isinstance(dtype, torch.dtype) or dtype.is_complex:
+        raise NotChecked(f"no inputs are made of dtype {value.dtype}")
+    drawn = torch.Generator().manual_seed(seed + zlib.crc32(repr((value.row, value.shape)).encode()))
+    least, most = limits
+    if dtype == torch.bool:
+        return torch.rand(value.shape, generator=drawn) < (least + most) / 2
+    if not dtype.is_floating_point:
+        return torch.randint(int(least), int(most) + 1, value.shape, generator=drawn, dtype=torch.int64).to(dtype)
+    if not least <= most:  # NaN
+        return torch.full(value.shape, float("nan"), dtype=dtype)
+    low, high = max(least, -torch.finfo(dtype).max), min(most, torch.finfo(dtype).max)
+    numbers = torch.rand(value.shape, generator=drawn, dtype=torch.float64) * (high - low) + low
+    if numbers.numel():
+        numbers.view(-1)[0], numbers.view(-1)[-1] = least, most
+    return numbers.to(dtype)
+
+
+def run_here(case: Case, backward: bool) -> Case:
+    """Return the call with the outputs, or gradients, that this machine's operator gives in the recorded formats."""
+    call = case.function or function(case.name)
+    if call is None:
+        raise NotChecked(f"there is no {case.name} in this installation of torch {torch.__version__}")
+    wanted = iter(case.requires_grad or [True] * len(case.tensors()))
+
+    def entered(t: Tensor) -> Tensor:
+        needs = next(wanted, True) and t.is_floating_point() and backward
+        return t.detach().clone().requires_grad_(needs).clone()
+
+    try:
+        with apart(), torch.set_grad_enabled(backward):
+            args, kwargs = mapped((tuple(case.args), {k: v for k, v in case.kwargs.items() if k != "device"}), entered)
+            out = list(flat(call(*args, **kwargs)))
+            case.outputs = [o.detach().clone() for o in out]
+            node: Any = next((o.grad_fn for o in out if o.grad_fn is not None), None)
+            if not backward:
+                return case
+            if node is None:
+                raise NotChecked("nothing of this call requires a gradient here")
+            slots = max(1, len(node._input_metadata))
+            with torch.no_grad():
+                results = node(*[*(case.gradients or ()), *[None] * slots][:slots])
+            case.results = [*results] if isinstance(results, tuple) else [results]
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise NotChecked(f"torch cannot run it here on made inputs: {(str(error).splitlines() or [''])[0][:120]}") from None
+    return case

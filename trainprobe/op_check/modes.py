@@ -1,0 +1,136 @@
+"""Cheaper ways to calculate that are no fault: each with its name and the switch that governs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from trainprobe.op_check.cases import Case, NotChecked, Tensor
+from trainprobe.op_check.evaluate import Expected, Steps, expect
+from trainprobe.op_check.functions import api
+from trainprobe.op_check.judge import ONE_SIDED, Judgement, bounds, judge
+from trainprobe.op_check.noise import UNIT
+
+_PRODUCTS = frozenset(
+    """
+    linear matmul rmatmul mm bmm mv addmm baddbmm addbmm addmv einsum dot vdot inner outer tensordot bilinear
+    chain_matmul conv1d
+    conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution scaled_dot_product_attention
+    multi_head_attention_forward lstm gru rnn_tanh rnn_relu cdist
+    """.split()  # noqa: SIM905
+)
+_TF32 = "TF32: torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 or torch.set_float32_matmul_precision"
+_HF32 = "HF32: torch.npu.matmul.allow_hf32 and torch.npu.conv.allow_hf32"
+_MEDIUM = "inputs in bfloat16: torch.set_float32_matmul_precision('medium')"
+
+
+def _nearest(bits: int) -> Callable[[Tensor], Tensor]:
+    """Return what rounds float64 to the nearest number with so many bits after the leading one."""
+
+    def rounded(x: Tensor) -> Tensor:
+        fraction, exponent = torch.frexp(x)
+        return torch.ldexp(torch.round(torch.ldexp(fraction, torch.tensor(bits + 1))), exponent - bits - 1)
+
+    return rounded
+
+
+def _cut(bits: int) -> Callable[[Tensor], Tensor]:
+    """Return what drops all but so many bits after the leading one."""
+
+    def cut(x: Tensor) -> Tensor:
+        fraction, exponent = torch.frexp(x)
+        return torch.ldexp(torch.trunc(torch.ldexp(fraction, torch.tensor(bits + 1))), exponent - bits - 1)
+
+    return cut
+
+
+_INPUTS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
+    (_TF32, _nearest(10)),
+    (f"{_TF32} (inputs cut, not rounded)", _cut(10)),
+    (_HF32, _nearest(11)),
+    (f"{_HF32} (inputs cut, not rounded)", _cut(11)),
+    (_MEDIUM, _nearest(7)),
+)
+
+
+def recognised(case: Case, index: int, y: Tensor, expected: Expected, found: Judgement, backward: bool) -> Judgement:
+    """Return a judgement as a mode where a declared one explains the result, and `found` where none does.
+
+    index: which of the call's results y is.
+    """
+    if found.outcome not in ("bug", "suspicious") or not y.is_floating_point() or y.shape != expected.value.shape:
+        return found
+    if _flushed(y, expected):
+        text = f"numbers below the least normal one of {_name(y)} became 0: torch.set_flush_denormal, or the device's own habit"
+        return replace(found, outcome="mode", reason=text)
+    if found.at is not None and found.worst == float("inf"):
+        return found
+    try:
+        return (
+            _rounded_inputs(case, index, y, found, backward)
+            or _rounded_inside(case, index, y, expected, found, backward)
+            or found
+        )
+    except (NotChecked, RuntimeError):
+        return found
+
+
+def _name(y: Tensor) -> str:
+    return str(y.dtype).removeprefix("torch.")
+
+
+def _flushed(y: Tensor, expected: Expected) -> bool:
+    least = torch.finfo(y.dtype).tiny
+    wrong = (y.to(torch.float64) - expected.value).abs() > bounds(y, expected.value, expected.noise)
+    small = (expected.value.abs() < least) & (y == 0)
+    return bool(wrong.any()) and bool((small | ~wrong).all())
+
+
+def _rounded_inputs(case: Case, index: int, y: Tensor, found: Judgement, backward: bool) -> Judgement | None:
+    if y.dtype != torch.float32 or api(case.name) not in _PRODUCTS:
+        return None
+    for text, change in _INPUTS:
+        expected = expect(case, backward=backward, steps=Steps(change=change)).results[index]
+        if expected is not None and judge(y, expected).outcome in ("exact", "rounding"):
+            return replace(found, outcome="mode", reason=text)
+    return None
+
+
+def _rounded_inside(
+    case: Case, index: int, y: Tensor, expected: Expected, found: Judgement, backward: bool
+) -> Judgement | None:
+    """Recognise results whose errors are as large, and as unbiased, as those of a cheaper format inside."""
+    unit = UNIT.get(y.dtype, 0.0)
+    if unit >= 2.0**-11:
+        steps, text = Steps(accumulate=unit, walk=True), f"calculates in {_name(y)} inside, not in float32: {_REDUCED}"
+    elif y.dtype == torch.float32 and api(case.name) in _PRODUCTS:
+        steps, text = Steps(matrices=2.0**-11, walk=True), _TF32
+    else:
+        return None
+    looser = expect(case, backward=backward, steps=steps).results[index]
+    if looser is None or looser.noise is None:
+        return None
+    error = y.to(torch.float64) - expected.value
+    allowed = bounds(y, expected.value, looser.noise)
+    both = error.isfinite() & allowed.isfinite()
+    error, allowed, r = error[both], allowed[both], expected.value[both]
+    if float((allowed * allowed).sum()) * 4 >= float((r * r).sum()):
+        return None  # a mode as rough as that explains anything
+    if float((error * error).sum()) > float((allowed * allowed).sum()) or float((error.abs() / allowed).max()) > 8:
+        return None
+    weight = error * r
+    biased = abs(float(weight.sum())) > ONE_SIDED * float((weight * weight).sum().sqrt())
+    if biased or (unit > 2.0**-12 and abs(found.one_sided) >= ONE_SIDED):
+        told = f"all of it is {1 + found.gain:.9g} times as large as it should be"
+        return replace(
+            found, outcome="suspicious", reason=f"its errors are no larger than those of {text.partition(':')[0]}, but {told}"
+        )
+    return replace(found, outcome="mode", reason=text)
+
+
+_REDUCED = (
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction and allow_fp16_reduced_precision_reduction, "
+    "or a kernel that has no float32 inside"
+)

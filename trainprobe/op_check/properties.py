@@ -1,0 +1,189 @@
+"""Operators that have more than one right answer, judged by what every right answer has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from trainprobe.op_check.cases import Case, Tensor
+from trainprobe.op_check.functions import api
+from trainprobe.op_check.judge import Judgement, bounds
+from trainprobe.op_check.noise import UNIT
+
+Property = Callable[[Case], list[Judgement]]
+UNWRITTEN = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize"})
+_RANDOM = frozenset(
+    """
+    rand rand_like randn randn_like randint randint_like randperm normal uniform bernoulli multinomial random exponential
+    geometric
+    cauchy log_normal poisson rrelu gumbel_softmax fractional_max_pool2d fractional_max_pool3d feature_dropout alpha_dropout
+    feature_alpha_dropout dropout1d dropout2d dropout3d native_dropout svd_lowrank pca_lowrank
+    """.split()  # noqa: SIM905
+)
+
+
+def unspecified(case: Case) -> list[Judgement] | None:
+    """Judge each output of a call without a single right answer; None where there is one."""
+    name = api(case.name)
+    known = _PROPERTIES.get(name)
+    if known is not None:
+        return known(case)
+    if name in _RANDOM:
+        return [Judgement("unspecified", "random numbers: another device draws others") for _ in case.outputs]
+    return None
+
+
+def _given(case: Case, name: str, place: int, default: object) -> object:
+    return case.kwargs.get(name, case.args[place] if len(case.args) > place else default)
+
+
+def dropout(case: Case) -> list[Judgement]:
+    """Kept elements are x / (1 − p), the others 0, and the share that is kept is near 1 − p."""
+    x, y = case.args[0] if case.args else case.kwargs["input"], case.outputs[0]
+    p = float(_given(case, "p", 1, 0.5))  # type: ignore[arg-type]
+    training = bool(_given(case, "training", 2, True))
+    if y is None:
+        return [Judgement("not checked", "the dump does not hold its output")]
+    return [_dropped(x, y, p if training else 0.0)]
+
+
+def dropout_gradient(case: Case) -> Judgement:
+    """The gradient is g / (1 − p) where the forward kept an element, 0 where it did not; where x is 0 that does not show."""
+    x, y = case.args[0] if case.args else case.kwargs["input"], case.outputs[0] if case.outputs else None
+    g, result = (case.gradients or [None])[0], case.results[0]
+    if y is None or g is None or result is None or not result.shape == g.shape == y.shape == x.shape:
+        return Judgement("not checked", "the dump does not hold what its forward kept")
+    p = float(_given(case, "p", 1, 0.5)) if _given(case, "training", 2, True) else 0.0  # type: ignore[arg-type]
+    want = torch.where(y != 0, g.to(torch.float64) * (1.0 / (1.0 - p) if p < 1 else 0.0), 0.0)
+    shown = x != 0
+    noise = want.abs() * (2 * max(2.0**-24, UNIT[result.dtype]))
+    wrong = shown & ((result.to(torch.float64) - want).abs() > bounds(result, want, noise))
+    if bool(wrong.any()):
+        text = f"{int(wrong.sum())} of {result.numel()} gradients are not those of what its forward kept"
+        at = tuple(int(i) for i in wrong.nonzero()[0])
+        return Judgement("bug", text, math.inf, at, float(result[at]), float(want[at]), count=result.numel())
+    return Judgement("unspecified", "random: it hands on the gradients of what its forward kept, scaled", count=result.numel())
+
+
+def _dropped(x: Tensor, y: Tensor, p: float) -> Judgement:
+    if y.shape != x.shape:
+        return Judgement("bug", f"its shape is {[*y.shape]} and not {[*x.shape]}", math.inf)
+    n, scale = y.numel(), 1.0 / (1.0 - p) if p < 1 else 0.0
+    want = x.to(torch.float64) * scale
+    kept = y != 0
+    noise = want.abs() * (2 * max(2.0**-24, UNIT[y.dtype]))  # the factor is rounded, in some kernels to the format of x
+    off = (y.to(torch.float64) - want).abs() > bounds(y, want, noise)
+    wrong = off & kept if p else off
+    if bool(wrong.any()):
+        text = f"{int(wrong.sum())} of {n} elements are neither 0 nor x / (1 − {p:g})"
+        at = tuple(int(i) for i in wrong.nonzero()[0])
+        return Judgement("bug", text, math.inf, at, float(y[at]), float(want[at]), float(wrong.sum()) / n, count=n)
+    if not p:
+        return Judgement("exact" if bool((y == x).all()) else "rounding", count=n)
+    alive = x != 0
+    count = int(alive.sum())
+    share = float((kept & alive).sum()) / count if count else 1 - p
+    margin = 6 * math.sqrt(p * (1 - p) / count) if count else 1.0
+    if abs(share - (1 - p)) > margin + 1.0 / max(1, count):
+        return Judgement(
+            "bug", f"it keeps {share:.2%} of the elements and should keep {1 - p:.2%} (p = {p:g})", math.inf, share=share
+        )
+    return Judgement("unspecified", f"random: it keeps {share:.2%} for p = {p:g}, and what it keeps is x / (1 − p)", count=n)
+
+
+def extremum(largest: bool) -> Property:
+    """Return the check of argmax or argmin: the index points at the largest (least) value, whichever of several."""
+
+    def check(case: Case) -> list[Judgement]:
+        x, y = case.args[0] if case.args else case.kwargs["input"], case.outputs[0]
+        dim = _given(case, "dim", 1, None)
+        if y is None:
+            return [Judgement("not checked", "the dump does not hold its output")]
+        flat = x.reshape(-1) if dim is None else x.movedim(int(dim), -1)  # type: ignore[call-overload]
+        places = y.reshape(()) if dim is None else y.squeeze(int(dim)) if y.ndim == x.ndim else y  # type: ignore[call-overload]
+        return [_points_at(flat, places.unsqueeze(-1), flat.amax(-1, True) if largest else flat.amin(-1, True))]
+
+    return check
+
+
+def _points_at(x: Tensor, places: Tensor, want: Tensor) -> Judgement:
+    """Judge indices along the last dimension by the values that they point at."""
+    if places.numel() == 0:
+        return Judgement("exact", "it has no elements")
+    if int(places.min()) < 0 or int(places.max()) >= x.shape[-1]:
+        return Judgement("bug", f"an index lies outside of 0 to {x.shape[-1] - 1}", math.inf)
+    if places.shape != want.shape:
+        return Judgement("bug", f"its shape is {[*places.shape]} and not {[*want.shape]}", math.inf)
+    got = x.gather(-1, places)
+    wrong = (got != want) & ~(got.isnan() & want.isnan()) if x.is_floating_point() else got != want
+    if bool(wrong.any()):
+        return Judgement(
+            "bug", f"{int(wrong.sum())} of {wrong.numel()} indices point at another value", math.inf, count=wrong.numel()
+        )
+    return Judgement(
+        "unspecified", "indices point at the right values; among equal ones any may be chosen", count=places.numel()
+    )
+
+
+def chosen(case: Case) -> list[Judgement] | None:
+    """Values and indices along a dimension (max, min, sort, topk, kthvalue, median, mode): values exact, indices fetch them."""
+    if len([o for o in case.outputs if o is not None]) < 2:
+        return None
+    x = case.args[0] if case.args else case.kwargs["input"]
+    name = api(case.name)
+    place = 2 if name in ("topk", "kthvalue") else 1
+    dim = _given(case, "dim", place, -1)
+    values, places = case.outputs[0], case.outputs[1]
+    if values is None or places is None or not isinstance(dim, int) or isinstance(dim, bool) or not x.ndim:
+        return None
+    if values.ndim != x.ndim:
+        values, places = values.unsqueeze(dim), places.unsqueeze(dim)
+    found = _points_at(x.movedim(dim, -1), places.movedim(dim, -1), values.movedim(dim, -1))
+    twice = places.movedim(dim, -1).sort(-1).values.diff(dim=-1) == 0
+    if found.outcome != "bug" and bool(twice.any()):
+        found = Judgement("bug", f"{int(twice.sum())} indices are there twice", math.inf, count=places.numel())
+    return [*_values(case), found]
+
+
+def _values(case: Case) -> list[Judgement]:
+    from trainprobe.op_check.evaluate import expect
+    from trainprobe.op_check.judge import judge
+
+    expected = expect(case).results[0]
+    assert expected is not None
+    assert case.outputs[0] is not None
+    return [judge(case.outputs[0], expected)]
+
+
+def sorting(case: Case) -> list[Judgement] | None:
+    """Argsort: the indices are a permutation that sorts."""
+    x, y = case.args[0] if case.args else case.kwargs["input"], case.outputs[0]
+    dim = _given(case, "dim", 1, -1)
+    descending = _given(case, "descending", 2, False)
+    if y is None or not isinstance(dim, int) or isinstance(dim, bool) or not x.ndim:
+        return None
+    want = x.sort(dim, descending=bool(descending)).values
+    return [_points_at(x.movedim(dim, -1), y.movedim(dim, -1), want.movedim(dim, -1))]
+
+
+_PROPERTIES: dict[str, Callable[[Case], list[Judgement] | None]] = {
+    "dropout": dropout,
+    "argmax": extremum(True),
+    "argmin": extremum(False),
+    **dict.fromkeys(["max", "min", "sort", "topk", "kthvalue", "median", "nanmedian", "mode", "msort"], chosen),
+    "argsort": sorting,
+}
+
+
+def is_random(name: str) -> bool:
+    """Return whether an entry's operator draws numbers or hands out memory that nobody wrote, so that equal calls differ."""
+    return api(name) in _RANDOM | UNWRITTEN | {"dropout"}
+
+
+def ambiguous_gradient(case: Case) -> str:
+    """Return why the gradient of a call is not determined by its inputs, an empty string where it is."""
+    if api(case.name) in _RANDOM:
+        return "which elements a random operator kept is not recorded as such"
+    return ""

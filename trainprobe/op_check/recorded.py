@@ -1,0 +1,249 @@
+"""The operator calls of one rank and step of a dump, with what it holds of each."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainprobe.engine.dumps import TensorStore, read
+from trainprobe.engine.records import Call, Opaque, Value
+from trainprobe.engine.reel import entry_name, leaves, numbers_of_rows
+from trainprobe.errors import FormatError, UnsafeFile
+from trainprobe.op_check.cases import Case, NotChecked, Tensor
+from trainprobe.op_check.functions import api
+from trainprobe.op_check.made import made
+
+_COMPLEX_LEAVES: dict[str, Callable[[Any], Any]] = {
+    "torch.device": lambda v: "cpu",
+    "torch.Size": lambda v: list(v),
+    "ellipsis": lambda v: Ellipsis,
+    "complex": complex,
+}
+
+
+@dataclass(slots=True)
+class Unit:
+    """One direction of one operator call, as the dump has it. entry: its name there. module: path, or stage outside of modules.
+
+    gradient: of a backward, what reached it and what it handed on. of_inputs: these are the gradients of the call's
+    arguments, which the module around it recorded, in order.
+    """
+
+    entry: str
+    module: str
+    call: Call
+    direction: str = "forward"
+    gradients: Sequence[Any] = ()
+    results: Sequence[Any] = ()
+    of_inputs: bool = False
+
+
+class RecordedRank:
+    """One rank and step. Raises FormatError where it cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.reel = read(folder)
+        self._store = TensorStore(folder)
+        self._columns = numbers_of_rows(self.reel)
+        self._fingerprints: dict[str, str] = {}
+
+    @property
+    def has_tensors(self) -> bool:
+        """Return whether the dump stores values, and not statistics alone."""
+        return self.reel.task == "tensor" or any(value.tensor is not None for value in self.reel.values)
+
+    def units(self) -> Iterator[Unit]:
+        """Yield all operator calls in order of execution: each forward, and each backward with its forward."""
+        forwards = {
+            (c.name, c.call, c.micro or 0): c for c in self.reel.calls if c.kind == "op" and c.phase in ("forward", "optimizer")
+        }
+        around = _only_ops(self.reel.calls)
+        for call in self.reel.calls:
+            if call.kind == "op" and call.phase in ("forward", "optimizer"):
+                yield Unit(self._entry(call), _module(call), call)
+            elif call.kind == "op" and call.phase == "backward":
+                forward = forwards.get((call.name, call.call, call.micro or 0))
+                if forward is not None:
+                    given, handed = _listed(call.args), _listed(call.out)
+                    yield Unit(self._entry(call), _module(forward), forward, "backward", given, handed)
+        yield from self._of_modules(around)
+
+    def _entry(self, call: Call) -> str:
+        return entry_name(call, self.reel.framework)
+
+    def _of_modules(self, around: dict[int, Call]) -> Iterator[Unit]:
+        """Yield the backwards of modules that are one operator: they show the gradients of weights too."""
+        modules = {(c.name, c.call, c.phase): c for c in self.reel.calls if c.kind == "module"}
+        parameters = {c.name: c for c in self.reel.calls if c.kind == "parameter"}
+        called = Counter(c.name for c in self.reel.calls if c.kind == "module" and c.phase == "forward")
+        used = Counter(v.tensor for c in around.values() for _, v in leaves([c.args, c.kwargs], "") if v.tensor is not None)
+        for module in [c for c in modules.values() if c.phase == "forward" and id(c) in around]:
+            op = around[id(module)]
+            backward = modules.get((module.name, module.call, "backward"))
+            if backward is None:
+                continue
+            by_key: dict[str, Any] = {}
+            for value, gradient in zip(_listed(module.args), _listed(backward.out), strict=False):
+                if isinstance(value, Value) and isinstance(gradient, Value) and gradient.note is None and value.tensor:
+                    by_key[value.tensor] = gradient
+            own = parameters.get(module.name)
+            if own is not None and called[module.name] == 1:
+                for short, value in (module.params or {}).items():
+                    if isinstance(value, Value) and value.tensor and used[value.tensor] == 1:
+                        by_key[value.tensor] = (own.params or {}).get(short)
+            arguments = [value for _, value in leaves([op.args, op.kwargs], "")]
+            results = [by_key.get(value.tensor) if value.tensor else None for value in arguments]
+            if any(isinstance(r, Value) for r in results):
+                yield Unit(self._entry(backward), module.name, op, "backward", _listed(backward.args), results, True)
+
+    def case(self, unit: Unit) -> Case:
+        """Load what a unit was given and gave. Raises NotChecked where the dump lacks an argument."""
+        call = unit.call
+        args, kwargs = self._tree(call.args), self._tree(call.kwargs) or {}
+        if api(call.name) in ("getitem", "setitem"):
+            args[1] = tuple(args[1]) if isinstance(args[1], list) else args[1]
+        given = [value for _, value in leaves([call.args, call.kwargs], "")]
+        backward = unit.direction == "backward"
+        return Case(
+            call.name,
+            tuple(args) if isinstance(args, list) else (args,) if args is not None else (),
+            kwargs,
+            [self._tensor_or_none(v) for v in _flat(call.out)],
+            [self._tensor_or_none(v) for v in unit.gradients] if backward else None,
+            [self._tensor_or_none(v) for v in unit.results] if backward else (),
+            [value.requires_grad is not False for value in given],
+            unit.of_inputs,
+        )
+
+    def made_case(self, unit: Unit, seed: int = 0) -> Case:
+        """Return a call with made inputs that keep shape, dtype and range of a dump with statistics; it has no outputs yet."""
+        self._maker: Callable[[Value], Tensor] | None = lambda value: made(value, self._range(value), seed)
+        try:
+            return self.case(unit)
+        finally:
+            self._maker = None
+
+    _maker = None
+
+    def _range(self, value: Value) -> tuple[float, float]:
+        if value.row < 0:
+            raise NotChecked("the dump holds neither its arguments nor their range")
+        least, most = (self._columns[name][value.row] if name in self._columns else None for name in ("min", "max"))
+        if least is None or most is None:
+            raise NotChecked("the dump holds neither its arguments nor their range")
+        return float(least), float(most)
+
+    def key(self, unit: Unit) -> tuple[str, str]:
+        """Return (what the call is given, what it gave) as fingerprints; of equal calls both are equal."""
+        call = unit.call
+        given = repr((call.name, unit.direction, unit.of_inputs, self._printed([call.args, call.kwargs, list(unit.gradients)])))
+        return given, repr(self._printed(list(unit.results) if unit.direction == "backward" else call.out))
+
+    def _printed(self, tree: Any) -> Any:
+        if isinstance(tree, Value):
+            return (tree.dtype, tree.shape, self._fingerprint(tree))
+        if isinstance(tree, list):
+            return [self._printed(item) for item in tree]
+        if isinstance(tree, dict):
+            return {key: self._printed(item) for key, item in tree.items()}
+        return tree
+
+    def _fingerprint(self, value: Value) -> str:
+        if value.tensor is None:
+            return f"row {value.row}"
+        if value.tensor not in self._fingerprints:
+            digest = hashlib.blake2b(digest_size=16)
+            try:
+                digest.update(np.ascontiguousarray(self._store.array(value.tensor)).data)
+            except UnsafeFile:
+                raise
+            except FormatError:
+                return f"unread {value.tensor}"
+            self._fingerprints[value.tensor] = digest.hexdigest()
+        return self._fingerprints[value.tensor]
+
+    def _tree(self, tree: Any) -> Any:
+        if isinstance(tree, Value):
+            return self._tensor(tree)
+        if isinstance(tree, list):
+            return [self._tree(item) for item in tree]
+        if isinstance(tree, dict):
+            return {key: self._tree(item) for key, item in tree.items()}
+        return _plain(tree) if isinstance(tree, Opaque) else tree
+
+    def _tensor_or_none(self, value: Any) -> Tensor | None:
+        return (
+            self._tensor(value) if isinstance(value, Value) and (value.tensor is not None or self._maker is not None) else None
+        )
+
+    def _tensor(self, value: Value) -> Tensor:
+        if self._maker is not None:
+            return self._maker(value)
+        if value.tensor is None:
+            raise NotChecked(f"the dump does not hold an argument of it{f': {value.note}' if value.note else ''}")
+        if value.extra and "placements" in value.extra:
+            raise NotChecked("an argument is sharded over ranks")
+        try:
+            array = np.array(self._store.array(value.tensor))
+        except UnsafeFile:
+            raise
+        except FormatError as error:
+            raise NotChecked(str(error)) from None
+        dtype = getattr(torch, value.dtype.rpartition(".")[2].lower(), None)
+        if not isinstance(dtype, torch.dtype) or array.shape != tuple(value.shape):
+            raise NotChecked(
+                f"an argument of dtype {value.dtype} and shape {[*value.shape]} is stored as {array.dtype} {[*array.shape]}"
+            )
+        return torch.from_numpy(array).to(dtype)
+
+
+def _plain(leaf: Opaque) -> Any:
+    """Return what a leaf without numbers was in the call. Raises NotChecked where the dump does not say."""
+    if leaf.type == "torch.dtype":
+        return getattr(torch, str(leaf.value).rpartition(".")[2])
+    if leaf.type == "slice" and isinstance(leaf.value, list) and all(x is None or isinstance(x, int) for x in leaf.value):
+        return slice(*leaf.value)
+    if leaf.type == "torch.memory_format":
+        return getattr(torch, str((leaf.extra or {}).get("format")).rpartition(".")[2], torch.preserve_format)
+    if leaf.type in _COMPLEX_LEAVES:
+        return _COMPLEX_LEAVES[leaf.type](leaf.value)
+    raise NotChecked(f"the dump does not hold an argument of type {leaf.type}")
+
+
+def _listed(tree: Any) -> list[Any]:
+    return tree if isinstance(tree, list) else [] if tree is None else [tree]
+
+
+def _flat(tree: Any) -> list[Value]:
+    return [value for _, value in leaves(tree, "")]
+
+
+def _module(call: Call) -> str:
+    parent = call.parent
+    while isinstance(parent, Call) and parent.kind != "module":
+        parent = parent.parent
+    return parent.name if isinstance(parent, Call) else parent or ""
+
+
+def _only_ops(calls: Sequence[Call]) -> dict[int, Call]:
+    """Return, for each module call that is one operator and nothing else, that operator's call."""
+    inside: dict[int, list[Call]] = defaultdict(list)
+    for call in calls:
+        if call.kind in ("op", "module") and call.phase == "forward" and isinstance(call.parent, Call):
+            inside[id(call.parent)].append(call)
+    found: dict[int, Call] = {}
+    for module in (c for c in calls if c.kind == "module" and c.phase == "forward"):
+        children = inside[id(module)]
+        if len(children) == 1 and children[0].kind == "op":
+            ours, theirs = _flat(module.out), _flat(children[0].out)
+            if ours and theirs and ours[0].tensor is not None and ours[0].tensor == theirs[0].tensor:
+                found[id(module)] = children[0]
+    return found

@@ -1,0 +1,51 @@
+"""Scaled dot-product attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from trainprobe.op_check.cases import NotChecked
+from trainprobe.op_check.noise import stored
+from trainprobe.op_check.references import formula
+from trainprobe.op_check.references.primitives import Tensor, exp, matmul, ones, sum, where, zeros_like
+
+
+@formula("scaled_dot_product_attention")
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(s · Q Kᵀ + mask) V; the causal mask has its corner at the upper left; a row that sees nothing is 0.
+
+    Raises NotChecked with dropout, whose mask the call does not show.
+    """
+    if dropout_p:
+        raise NotChecked("attention with dropout: the dump does not hold which weights were dropped")
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = stored(matmul(query, key.mT) * factor)
+    seen = None
+    if is_causal:
+        seen = ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    elif attn_mask is not None and attn_mask.dtype == torch.bool:
+        seen = attn_mask
+    elif attn_mask is not None:
+        scores = stored(scores + attn_mask)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -math.inf)
+    largest = scores.detach().amax(-1, True) if scores.numel() else scores.detach().sum(-1, True)
+    largest = where(largest == -math.inf, zeros_like(largest), largest)
+    powers = exp(scores - largest)
+    total = sum(powers, -1, True)
+    weights = where(total == 0, zeros_like(powers), powers / where(total == 0, zeros_like(total) + 1, total))
+    return matmul(stored(weights), value)

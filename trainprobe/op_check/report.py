@@ -1,0 +1,117 @@
+"""The result of op-check: a sentence, a table of operators, CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trainprobe.errors import OutputError
+from trainprobe.op_check.conclusion import Conclusion, beyond
+from trainprobe.op_check.dump import Row
+from trainprobe.op_check.judge import OUTCOMES
+
+WIDTH = 140
+_STYLE = {
+    "bug": "bold red",
+    "suspicious": "yellow",
+    "mode": "magenta",
+    "not checked": "yellow",
+    "rounding": "cyan",
+    "exact": "green",
+}
+COLUMNS = (
+    *("step", "rank", "entry", "operator", "module", "direction", "result", "verdict", "reason", "bounds", "at", "got", "want"),
+    *("share", "gain", "not_nearest", "one_sided", "elements", "reference", "note", "equal_calls"),
+)
+
+
+def show(rows: Sequence[Row], conclusion: Conclusion, console: Console, most: int = 12) -> None:
+    """Print the sentence, the remarks and one line an operator."""
+    style = ("bold green", "bold magenta", "bold red", "bold yellow")[conclusion.code]
+    console.print(Text(conclusion.sentence, style=style), soft_wrap=True)
+    for line in conclusion.details[:most]:
+        console.print(Text(f"  • {line}"), soft_wrap=True)
+    if len(conclusion.details) > most:
+        console.print(Text(f"  • … and {len(conclusion.details) - most} more (--json lists all)"))
+    if rows:
+        console.print(_table(rows))
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    by_name: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        by_name[row.name, row.checked.direction].append(row)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for head in ("operator", "direction", "calls", "judged against", "worst, in bounds", "verdicts"):
+        table.add_column(head, justify="right" if head in ("calls", "worst, in bounds") else "left", no_wrap=head != "operator")
+    for (name, direction), group in sorted(by_name.items(), key=lambda item: -max(map(_rank, item[1]))):
+        counts = Counter(row.worst.outcome for row in group)
+        verdicts = Text(", ").join(
+            Text(f"{counts[outcome]} {outcome}", style=_STYLE.get(outcome, ""))
+            for outcome in reversed(OUTCOMES)
+            if counts[outcome]
+        )
+        sources = ", ".join(sorted({row.checked.source for row in group} - {""}))
+        worst = max((row.worst.worst for row in group if row.worst.outcome != "not checked"), default=0.0)
+        calls = sum(1 + row.equal for row in group)
+        table.add_row(name, direction, str(calls), sources, beyond(worst), verdicts)
+    return table
+
+
+def _rank(row: Row) -> int:
+    return OUTCOMES.index(row.worst.outcome)
+
+
+def lines(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return one record for each result of each call."""
+    records: list[dict[str, Any]] = []
+    for row in rows:
+        for i, judgement in enumerate(row.checked.judgements):
+            values = (
+                *(row.step, row.rank, row.entry, row.name, row.module, row.checked.direction, i),
+                *(judgement.outcome, judgement.reason, _finite(judgement.worst)),
+                *(None if judgement.at is None else [*judgement.at], _finite(judgement.got), _finite(judgement.want)),
+                *(judgement.share, _finite(judgement.gain), judgement.flips, _finite(judgement.one_sided), judgement.count),
+                *(row.checked.source, row.checked.note, row.equal),
+            )
+            records.append(dict(zip(COLUMNS, values, strict=True)))
+    return records
+
+
+def _finite(number: float | None) -> float | str | None:
+    """JSON has no infinities: these are text, as in dumps."""
+    return number if number is None or math.isfinite(number) else str(number)
+
+
+def write_json(rows: Sequence[Row], conclusion: Conclusion, path: Path) -> None:
+    """Write all results. Raises OutputError."""
+    document = {
+        "code": conclusion.code,
+        "verdict": conclusion.sentence,
+        "details": list(conclusion.details),
+        "results": lines(rows),
+    }
+    try:
+        path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error}") from error
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """Write one line for each result. Raises OutputError."""
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(lines(rows))
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error}") from error
