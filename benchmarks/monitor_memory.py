@@ -52,14 +52,14 @@ def train(variant: str, steps: int) -> list[float]:
                     sizes.append(resident())
             return sizes
         out = Path(folder) / "out"
-        with trainprobe.watch(side.model, side.optimizer, output=out, level="off", sinks=["jsonl"], **plan) as probe:
+        with trainprobe.watch(side.model, side.optimizer, output=out, level="off", sinks=["parquet"], **plan) as probe:
             for step in range(steps):
                 with probe.step(step):
                     probe.note("loss", side.step(step))
                 if (step + 1) % 250 == 0:
                     probe.flush()
-                    for log in out.rglob("records.jsonl"):
-                        os.truncate(log, 0)
+                    for segment in out.rglob("metrics-*.parquet"):
+                        segment.unlink()
                 if (step + 1) % 1000 == 0:
                     sizes.append(resident())
     return sizes

@@ -38,4 +38,4 @@ callback = ProbeCallback(
     {"output": "./probe_out", "on_existing": "replace", "level": "L0", "step": [1], "monitor": {"optimizer_state": True}}
 )
 model.train(2, GeneratorDataset(rows, ["x", "y"]).batch(8), callbacks=[callback])
-print(f"{len(callback.findings)} findings; step 1 in full in probe_out/step1, every step in probe_out/rank0/records.jsonl")
+print(f"{len(callback.findings)} findings; step 1 in full in probe_out/step1, every step in probe_out/rank0")

@@ -352,7 +352,7 @@ class Probe(EngineProbe):
             place=self.place,
             output=self.plan.output,
             judged=self.parts.monitor is not None or self.parts.audit_plan is not None,
-            written=any(sink in self.plan.sinks for sink in ("jsonl", "dump", "csv")),
+            written=any(sink in self.plan.sinks for sink in ("parquet", "jsonl", "dump", "csv")),
             stopped=self.guard.tripped is not None,
         )
         line = end_line(run, self.findings)

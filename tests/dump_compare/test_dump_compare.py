@@ -161,8 +161,9 @@ def test_a_path_without_a_dump_is_an_error(tmp_path, capsys, path):
     [
         ("gpu.zip", "gpu.zip", "gpu.zip: it is a file; name the folder"),
         ("other.json", "other.json", "other.json: expected step folders"),
-        ("rank0/records.jsonl", ".", "records.jsonl is a record log"),
-        ("rank0/records.jsonl", "rank0", "records.jsonl is a record log"),
+        ("rank0/records.jsonl", ".", "rank0 holds a run log"),
+        ("rank0/records.jsonl", "rank0", "rank0 holds a run log"),
+        ("rank0/metrics-000000.parquet", ".", "rank0 holds a run log"),
         ("rank0/stack.json", ".", "expected step folders"),
         ("a", "b", "b: there is no such file or folder"),
     ],

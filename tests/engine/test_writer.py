@@ -291,7 +291,7 @@ def whole(folder):
 def test_many_steps_at_once_are_each_written(many, tmp_path):
     assert many(range(20)) == []
     assert whole(tmp_path) == list(range(20))
-    assert [reel.step for reel in read_log(tmp_path / "rank0" / "records.jsonl")] == list(range(20))
+    assert [reel.step for reel in read_log(tmp_path / "rank0")] == list(range(20))
     assert not list(tmp_path.rglob("*.partial"))
 
 
@@ -305,7 +305,7 @@ def test_of_many_steps_at_once_those_before_the_one_that_fails_are_written(many,
     assert [(finding.severity, finding.step) for finding in findings] == [("error", 5), ("error", 5)]
     assert "step 5 and what comes after it are lost" in findings[0].message
     assert "lost 3 steps, 5 to 7" in findings[1].message
-    assert [reel.step for reel in read_log(tmp_path / "rank0" / "records.jsonl")] == list(range(8))
+    assert [reel.step for reel in read_log(tmp_path / "rank0")] == list(range(8))
 
 
 @pytest.mark.parametrize("at_once", [1, 4_000, 1 << 20])
@@ -327,7 +327,7 @@ print([(finding.step, finding.message) for finding in writer.findings()])
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
-    kept = [reel.step for reel in read_log(tmp_path / "rank0" / "records.jsonl")]
+    kept = [reel.step for reel in read_log(tmp_path / "rank0")]
     assert 0 < len(kept) < 7
     assert kept == list(range(len(kept)))
     assert f"step {len(kept)} and what comes after it are lost" in done.stdout

@@ -17,6 +17,7 @@ from pathlib import Path
 from tests.foreign import data
 from tests.foreign.catalog import Program
 from tests.foreign.sources import sources, vision
+from trainprobe.monitor.run_folder import find_logs, frames_of_log
 
 HERE = Path(__file__).parent
 TREE = HERE.parents[1]  # the trainprobe that is tested
@@ -49,6 +50,7 @@ def run(program: Program, folder: Path) -> Result:
     bare, watched = (_start(program, folder / kind, where, kind == "watched") for kind in ("bare", "watched"))
     lines = [_observed(folder / kind, program.threads) for kind in ("bare", "watched")]
     output = (folder / "watched" / "output.txt").read_text(errors="replace")
+    logs = find_logs(folder / "watched")
     said = [
         line
         for line in output.replace("\r", "\n").splitlines()
@@ -61,8 +63,8 @@ def run(program: Program, folder: Path) -> Result:
         _difference(*lines),
         sum(line.startswith(("backward", "grad")) for line in lines[0]),
         sum(line.startswith("step") and not line.endswith(UPDATES_OF_WRAPPERS) for line in lines[0]),
-        sum(record["complete"] for record in _logged(folder, "records.jsonl")),
-        len(list((folder / "watched").rglob("records.jsonl"))),
+        sum(frame.complete for log in logs for frame in frames_of_log(log)),
+        len(logs),
         [(f["rule"], f["severity"], f["message"]) for f in _logged(folder, "findings.jsonl")],
         sorted(_warnings(output) - _warnings((folder / "bare" / "output.txt").read_text(errors="replace"))),
         said[-1] if said else "",

@@ -379,7 +379,7 @@ def test_the_default_plan_says_one_line_and_trains_the_same(tmp_path: Path, capf
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("trainprobe: watching")]
     assert len(lines) == 1
     assert "15 parameters" in lines[0]
-    assert (tmp_path / "probe_out/rank0/records.jsonl").exists()
+    assert (tmp_path / "probe_out/rank0/metrics-000000.parquet").exists()
 
 
 @pytest.mark.proves("MindSpore", "a script that is not edited")
@@ -396,4 +396,4 @@ def test_a_program_that_knows_nothing_of_the_probe_is_watched(tmp_path: Path) ->
         cwd=tmp_path,
         capture_output=True,
     )
-    assert (tmp_path / "probe_out/rank0/records.jsonl").exists()
+    assert (tmp_path / "probe_out/rank0/metrics-000000.parquet").exists()

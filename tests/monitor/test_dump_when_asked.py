@@ -45,7 +45,7 @@ def test_the_next_steps_are_dumped_with_every_op_and_module_though_the_level_is_
 def test_a_step_that_is_dumped_and_monitored_holds_each_value_once(tmp_path):
     plan = {"level": "off", "sinks": ["jsonl"], "monitor": {"rules": RULES}}
     run(tmp_path / "out", **plan)
-    for reel in read_log(tmp_path / "out" / "rank0" / "records.jsonl"):
+    for reel in read_log(tmp_path / "out" / "rank0"):
         calls = Counter((c.name, c.phase, c.call) for c in reel.calls if c.kind == "module" and c.phase == "forward" and c.name)
         assert set(calls.values()) == {1}, reel.step
         assert any(c.kind == "op" for c in reel.calls) == (reel.step == NAN_AT + 1)

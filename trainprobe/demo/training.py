@@ -55,7 +55,7 @@ def train(folder: Path, steps: int, dumped: tuple[int, ...], tell: Callable[[int
         "level": "mix",
         "summary": "both",
         "tensors": SAVED,
-        "sinks": ("dump", "jsonl"),
+        "sinks": ("dump", "parquet"),
     }
     with watch(model, optimizer, plan) as probe:
         for step in range(steps):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.dumps import find_ranks, find_steps
-from trainprobe.engine.dumps.layout import DEBUG_FILE, DUMP_FILE, LOG_FILE
+from trainprobe.engine.dumps.layout import DEBUG_FILE, DUMP_FILE, LOG_FILE, has_run_log
 from trainprobe.engine.naming import ROOT
 from trainprobe.engine.records import Call
 from trainprobe.errors import CompareError, FormatError
@@ -93,9 +93,9 @@ def _lacking(path: Path, folders: Sequence[Path]) -> str:
     """Say what stands where a dump was looked for."""
     if not path.exists():
         return "there is no such file or folder"
-    log = next((folder / LOG_FILE for folder in folders if _holds(folder, LOG_FILE)), None)
+    log = next((folder for folder in folders if _holds(folder, LOG_FILE) or has_run_log(folder)), None)
     if log is not None:
-        return f"{log} is a record log, which `trainprobe judge` reads; record with `sinks: [dump]` to compare"
+        return f"{log} holds a run log, which `trainprobe judge` reads; record with `sinks: [dump]` to compare"
     return f"expected step folders (step0, …), rank folders (rank0, …) or a {DUMP_FILE} there"
 
 

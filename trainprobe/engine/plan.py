@@ -212,10 +212,10 @@ class Plan(_Section):
     entries: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_many)] = ()
     """Keep only calls whose full name, such as `Module.layers.0.fc.Linear.forward.0` or `Functional.linear.1.backward`,
     contains one of these texts; at level mix also what ran inside such a module."""
-    sinks: Patterns = ("dump", "jsonl")
-    """Which writers: dump, csv, tensorboard, jsonl, parquet (the run log as columns, docs/run_log.md, which can stand in the
-    place of jsonl), memory, one that another package brings, or the files that the two monitors of mindstudio-probe write
-    (msprobe_csv, msprobe_second_csv)."""
+    sinks: Patterns = ("dump", "parquet")
+    """Which writers: dump, parquet (the run log, docs/run_log.md), csv, tensorboard, memory, jsonl (each step as a line of
+    JSON, for programs that read that), one that another package brings, or the files that the two monitors of mindstudio-probe
+    write (msprobe_csv, msprobe_second_csv)."""
     csv_layout: Literal["tidy", "wide"] = "tidy"
     """tidy: one row a value and statistic; wide: one row a value, one column a statistic."""
     csv_steps: Annotated[Whole, Field(ge=1)] = 1000

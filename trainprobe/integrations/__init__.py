@@ -22,7 +22,7 @@ def default_plan() -> dict[str, Any]:
     """
     return {
         "level": "off",
-        "sinks": ["jsonl", "csv"],
+        "sinks": ["parquet", "csv"],
         "on_existing": "continue",
         "monitor": {"gradients": True, "parameters": True, "scalars": True, "activations": False},
         "audit": True,

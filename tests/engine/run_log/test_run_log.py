@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def fill(folder: Path, written, **fields) -> None:
-    sink = parquet.open(folder, plan_for(folder, **fields), Place())
+    sink = parquet.open(folder, plan_for(folder, sinks=["parquet"], **fields), Place())
     for reel in written:
         sink.write(reel)
     sink.close()
@@ -201,7 +201,7 @@ def test_whole_batches_are_read_after_kill_9_and_the_next_run_goes_on_behind_the
 
 
 def test_a_torn_batch_costs_that_batch(tmp_path):
-    sink = parquet.open(tmp_path, plan_for(tmp_path), Place())
+    sink = parquet.open(tmp_path, plan_for(tmp_path, sinks=["parquet"]), Place())
     for step in range(3):
         sink.write(small_reel(step))
     live = tmp_path / "rank0" / LIVE_FILE
@@ -214,7 +214,7 @@ def test_a_torn_batch_costs_that_batch(tmp_path):
 
 
 def test_a_kill_between_the_segment_and_the_end_of_the_stream_counts_no_step_twice(tmp_path):
-    sink = parquet.open(tmp_path, plan_for(tmp_path), Place())
+    sink = parquet.open(tmp_path, plan_for(tmp_path, sinks=["parquet"]), Place())
     sink.write(small_reel(0))
     live = tmp_path / "rank0" / LIVE_FILE
     stream = live.read_bytes()
@@ -228,12 +228,12 @@ def test_a_kill_between_the_segment_and_the_end_of_the_stream_counts_no_step_twi
 def test_a_second_run_log_is_refused_and_a_damaged_segment_is_named(tmp_path):
     fill(tmp_path, [small_reel()])
     with pytest.raises(OutputError, match="nothing is overwritten"):
-        parquet.open(tmp_path, plan_for(tmp_path), Place())
+        parquet.open(tmp_path, plan_for(tmp_path, sinks=["parquet"]), Place())
     (segment,) = find_segments(tmp_path / "rank0")
     segment.write_bytes(segment.read_bytes()[:-9])
     with pytest.raises(FormatError, match=r"metrics-000000\.parquet is no segment"):
         steps_in(tmp_path / "rank0")
-    sink = parquet.open(tmp_path, plan_for(tmp_path, on_existing="continue"), Place())
+    sink = parquet.open(tmp_path, plan_for(tmp_path, on_existing="continue", sinks=["parquet"]), Place())
     sink.write(small_reel(1))
     with pytest.raises(FormatError, match=r"metrics-000000\.parquet is no segment"):
         steps_in(tmp_path / "rank0")
@@ -285,12 +285,12 @@ def test_without_pyarrow_a_sentence_names_what_to_install(tmp_path):
         check=False,
     )
     assert done.returncode != 0
-    assert "pip install 'trainprobe[parquet]'" in done.stderr
+    assert "needs pyarrow, which is not installed: pip install pyarrow" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_both_formats_of_a_rank_are_read_once(tmp_path):
-    sinks = [kind.open(tmp_path, plan_for(tmp_path), Place()) for kind in (parquet, jsonl)]
+    sinks = [kind.open(tmp_path, plan_for(tmp_path, sinks=["parquet", "jsonl"]), Place()) for kind in (parquet, jsonl)]
     for sink in sinks:
         sink.write(small_reel())
         sink.close()

@@ -35,7 +35,7 @@ QUERIES = re.search(r"```sql\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
 @pytest.mark.parametrize("number", range(3))
 def test_the_queries_of_the_page_are_answered(number, tmp_path):
     duckdb = pytest.importorskip("duckdb", reason="requirements/oldest.txt is without DuckDB")
-    sink = parquet.open(tmp_path / "probe_out", plan_for(tmp_path), Place())
+    sink = parquet.open(tmp_path / "probe_out", plan_for(tmp_path, sinks=["parquet"]), Place())
     sink.write(small_reel(4))
     sink.close()
     query = (

@@ -57,7 +57,7 @@ def test_all_layers_have_the_numbers_of_one_process_of_plain_torch(trained, rank
 @pytest.mark.parametrize(("ranks", "name"), LAYOUTS)
 def test_the_tied_weight_is_known_as_a_replica_over_the_stages(trained, ranks, name):
     for rank in range(ranks):
-        for reel in read_log(trained.folder / str(ranks) / name / f"rank{rank}" / "records.jsonl"):
+        for reel in read_log(trained.folder / str(ranks) / name / f"rank{rank}"):
             values = [call.params["value"] for call in reel.calls if call.name == TIED and "value" in (call.params or {})]
             assert values
             assert all(set(value.extra["shard"]["replicas"]) == ({"pp"} if ranks == 2 else {"dp", "pp"}) for value in values)
@@ -72,7 +72,7 @@ def test_a_nan_in_the_tied_weight_is_named_on_the_stage_that_computed_it(trained
     """The first stage gets it by the reduction of the tied gradients."""
     first, second = trained.folder / "2" / "pipe-zero1-fp32 nan", 1
     assert trained.found(2, "pipe-zero1-fp32@nan")[second][0] == ["nonfinite", 3, 1, TIED]
-    slots = [unreduced_nans(first / f"rank{rank}" / "records.jsonl") for rank in range(2)]
+    slots = [unreduced_nans(first / f"rank{rank}") for rank in range(2)]
     assert slots == [set(), {TIED}]
 
 

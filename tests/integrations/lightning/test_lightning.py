@@ -130,7 +130,7 @@ def test_micro_batches_are_told_apart(tmp_path):
     from trainprobe.engine.dumps.log import read_log
 
     fit(tmp_path / "out", "accumulated and clipped", {"level": "off", "monitor": {"activations": True}})
-    for reel in read_log(tmp_path / "out" / "rank0" / "records.jsonl"):
+    for reel in read_log(tmp_path / "out" / "rank0"):
         assert {call.micro for call in reel.calls if call.kind == "module" and call.name == "net.first"} == {0, 1}
 
 
@@ -147,7 +147,7 @@ def test_validation_between_micro_batches_is_not_recorded(tmp_path):
         run.fit(model, loader(), val_dataloaders=loader(rank=1, count=2))
         found.append(bits(model, run))
     assert found[0] == found[1]
-    for reel in read_log(tmp_path / "out" / "rank0" / "records.jsonl"):
+    for reel in read_log(tmp_path / "out" / "rank0"):
         forwards = [call for call in reel.calls if call.phase == "forward" and call.name == "net.first"]
         assert len(forwards) == 2, "one for each micro-batch and none for validation"
 
@@ -232,7 +232,7 @@ def test_a_crash_passes_through_and_what_was_seen_of_the_step_is_on_disk(tmp_pat
         trainer([ProbeCallback(output=tmp_path / "out", level="L0")], accumulate_grad_batches=2).fit(
             module(crash_at=5), loader()
         )
-    reels = list(read_log(tmp_path / "out" / "rank0" / "records.jsonl"))
+    reels = list(read_log(tmp_path / "out" / "rank0"))
     assert [(reel.step, reel.complete) for reel in reels] == [(0, True), (1, True), (2, False)]
     assert torch.nn.Module._call_impl is call
 

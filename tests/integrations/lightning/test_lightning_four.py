@@ -83,7 +83,7 @@ def places_of(folder: Path, rank: int) -> dict[str, tuple[int, ...]]:
     from trainprobe.engine.dumps.log import read_log
 
     found: dict[str, tuple[int, ...]] = {}
-    for call in next(iter(read_log(folder / "cut" / f"rank{rank}" / "records.jsonl"))).calls:
+    for call in next(iter(read_log(folder / "cut" / f"rank{rank}"))).calls:
         if call.kind == "state" and call.node == "before_step":
             shard = call.params["value"].extra["shard"]
             if all(shard["shape"]):

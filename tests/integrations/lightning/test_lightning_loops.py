@@ -28,7 +28,7 @@ def fit(output, kind: str = "automatic", start: str | None = None, methods: dict
     run = trainer([ProbeCallback(PLAN, output=output)], **options)
     torch.manual_seed(9)
     run.fit(model, loader(), ckpt_path=start)
-    return list(read_log(output / "rank0" / "records.jsonl")), run
+    return list(read_log(output / "rank0")), run
 
 
 def micros(reel) -> list[int]:

@@ -89,7 +89,7 @@ def test_pieces_tell_their_place_in_the_original_parameter(pair, kind):
 
     found: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
     for rank in range(2):
-        reel = next(iter(read_log(pair[0] / f"{kind} shards" / f"rank{rank}" / "records.jsonl")))
+        reel = next(iter(read_log(pair[0] / f"{kind} shards" / f"rank{rank}")))
         for call in reel.calls:
             for slot, value in (call.params or {}).items() if call.kind == "state" else ():
                 if "unreduced" not in slot and not slot.startswith(("step", "update")):

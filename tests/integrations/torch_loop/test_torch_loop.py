@@ -88,7 +88,7 @@ def test_the_whole_model_is_among_what_is_recorded_of_its_first_call(tmp_path):
     loop.close()
     names = [
         call.name
-        for call in next(iter(read_log(tmp_path / "out" / "rank0" / "records.jsonl"))).calls
+        for call in next(iter(read_log(tmp_path / "out" / "rank0"))).calls
         if call.phase == "forward"
     ]
     assert names == ["root", "0", "1", "2"]
@@ -176,7 +176,7 @@ def test_a_script_is_run_unedited_with_the_same_output_and_its_steps_and_micro_b
     from trainprobe.engine.dumps.log import read_log
 
     assert watched(plan, SCRIPT, cwd=tmp_path) == run(SCRIPT, cwd=tmp_path)
-    reels = list(read_log(tmp_path / "out" / "rank0" / "records.jsonl"))
+    reels = list(read_log(tmp_path / "out" / "rank0"))
     assert [reel.step for reel in reels] == [0, 1, 2, 3, 4]
     for reel in reels:
         assert [call.micro for call in reel.calls if call.name == "0" and call.phase == "forward"] == [0, 1], (
@@ -199,7 +199,7 @@ def test_a_script_that_fails_keeps_its_error_and_its_exit_code_and_what_was_seen
     from trainprobe.engine.dumps.log import read_log
 
     watched(plan, SCRIPT, "crash", cwd=tmp_path, code=1)
-    reels = list(read_log(tmp_path / "out" / "rank0" / "records.jsonl"))
+    reels = list(read_log(tmp_path / "out" / "rank0"))
     assert [(reel.step, reel.complete) for reel in reels] == [(0, True), (1, True), (2, True), (3, False)]
 
 

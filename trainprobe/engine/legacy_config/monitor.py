@@ -67,7 +67,7 @@ def translate(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], t
         if config.get(key):
             out.note(key, sentence)
     fields = out.fields
-    fields |= {"output": "monitor_output", "level": "off", "sinks": ["jsonl", "msprobe_csv"]}
+    fields |= {"output": "monitor_output", "level": "off", "sinks": ["parquet", "msprobe_csv"]}
     fields["csv_steps"] = out.whole(config, "step_count_per_record", 1, 1)
     fields["statistics"] = statistics(out, config.get("ops", ["norm"]), "ops")
     if config.get("eps") is not None and "zero" in fields["statistics"]:
@@ -98,10 +98,10 @@ def steps(first: int, interval: int, times: int) -> str:
 
 def _format(out: Translation, name: object) -> None:
     if name == "tensorboard":
-        out.fields["sinks"] = ["jsonl", "tensorboard"]
+        out.fields["sinks"] = ["parquet", "tensorboard"]
         out.note("format", "tags are those of trainprobe, such as gradients/layers.0.fc.weight/grad/norm")
     elif name == "api":
-        out.fields["sinks"] = ["jsonl"]
+        out.fields["sinks"] = ["parquet"]
     elif name != "csv":
         out.note("format", f"{name!r} is not a format: CSV files are written")
 

@@ -40,7 +40,7 @@ def translate(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], t
         if kind in monitors and section.get("enabled", kind == "module"):
             on[kind] = section
     out.fields |= {"output": config.get("output_dir", "./"), "level": "off"}
-    out.fields |= {"sinks": ["jsonl", "msprobe_second_csv"], "csv_steps": out.whole(config, "step_count_per_record", 1, 1)}
+    out.fields |= {"sinks": ["parquet", "msprobe_second_csv"], "csv_steps": out.whole(config, "step_count_per_record", 1, 1)}
     out.fields["statistics"] = _statistics(out, on)
     if config.get("rank") not in (None, []):
         out.fields["rank"] = config["rank"]

@@ -7,12 +7,13 @@
     replicas.py   rows that data-parallel replicas share, stored once
     read.py       both, by column and by range of steps
 
-`engine/sinks/parquet.py` writes it. pyarrow is imported here and by whoever imports this package, and by nobody else.
+`engine/sinks/parquet.py` writes it and imports this package with the first step that it writes. pyarrow is imported nowhere else, so
+a process that only dumps, or only imports trainprobe, never loads it.
 """
 
 import importlib.util
 
-from trainprobe.errors import MissingExtra
+from trainprobe.errors import ProbeError
 
 if importlib.util.find_spec("pyarrow") is None:
-    raise MissingExtra("pyarrow", "parquet", "the run log as columns")
+    raise ProbeError("the run log needs pyarrow, which is not installed: pip install pyarrow")
