@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-from trainprobe.engine.dumps.shared import shared
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Call, Place, Reel, Value
 from trainprobe.engine.sinks import parquet
@@ -35,7 +34,7 @@ def write(folder: Path, steps: int, values: int) -> float:
         calls.append(call)
     scale = np.exp(rng.normal(size=values))
     sink = parquet.open(folder, Plan(output=folder), Place())
-    before, pattern, waiting = time.process_time(), None, []
+    before = time.process_time()
     for step in range(steps):
         partials = np.zeros((values, len(PARTIALS)))
         norm = scale * np.exp(0.02 * rng.normal(size=values)) * (1 + 10 / (step + 10))
@@ -45,14 +44,9 @@ def write(folder: Path, steps: int, values: int) -> float:
         partials[:, 5], partials[:, 6] = np.float32(-norm), np.float32(norm)
         partials[:, 7], partials[:, 8] = rng.normal(size=values), norm * norm
         reel = Reel(step, Place(), "pytorch", "off", "statistics", calls, shown, partials, scalars={"loss": 2 + 8 / (step + 1)})
-        pattern = pattern or shared(reel).pattern
-        shared(reel).pattern = pattern
-        waiting.append(reel)
-        if len(waiting) == 8:
-            sink.write_many(waiting)
-            waiting.clear()
-    if waiting:
-        sink.write_many(waiting)
+        sink.write(reel)
+        if step % 16 == 15:
+            sink.flush()
     sink.close()
     return time.process_time() - before
 

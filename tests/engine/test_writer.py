@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from tests.engine.sinks.reels import plan_for, small_reel
-from trainprobe.engine import sinks
 from trainprobe.engine import writer as writer_module
 from trainprobe.engine.dumps import read_log
 from trainprobe.engine.records import Finding, Place
@@ -295,9 +294,7 @@ def test_many_steps_at_once_are_each_written(many, tmp_path):
     assert not list(tmp_path.rglob("*.partial"))
 
 
-@pytest.mark.parametrize("at_once", [1, 10_000, 1 << 20])
-def test_of_many_steps_at_once_those_before_the_one_that_fails_are_written(many, tmp_path, monkeypatch, at_once):
-    monkeypatch.setattr(sinks, "AT_ONCE", at_once)
+def test_of_many_steps_at_once_those_before_the_one_that_fails_are_written(many, tmp_path):
     (tmp_path / "step3" / ".rank0.partial").mkdir(parents=True)  # left behind: made anew
     (tmp_path / "step5").write_text("a file where a folder has to be")
     findings = many(range(8))
@@ -308,18 +305,19 @@ def test_of_many_steps_at_once_those_before_the_one_that_fails_are_written(many,
     assert [reel.step for reel in read_log(tmp_path / "rank0")] == list(range(8))
 
 
-@pytest.mark.parametrize("at_once", [1, 4_000, 1 << 20])
-def test_of_many_lines_at_once_those_that_fit_on_the_disk_are_kept(tmp_path, at_once):
+@pytest.mark.parametrize("sink", ["jsonl", "parquet"])
+def test_of_many_steps_those_that_fit_on_the_disk_are_kept_and_the_others_counted(tmp_path, sink):
     code = f"""
 import resource, sys
 from tests.engine.sinks.reels import plan_for, small_reel
 from trainprobe.engine import writer as module
 from trainprobe.engine.records import Place
-from trainprobe.engine import sinks
-module.LINGER, sinks.AT_ONCE = 3600.0, {at_once}
-writer = module.open_writer(plan_for({str(tmp_path)!r}, on_error="continue", sinks=("jsonl",)), Place())
-resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
-for step in range(8):
+module.BATCH_ROWS = 10
+writer = module.open_writer(plan_for({str(tmp_path)!r}, on_error="continue", sinks=({sink!r},)), Place())
+writer.submit(small_reel(0))
+writer.flush()
+resource.setrlimit(resource.RLIMIT_FSIZE, (18_000, 18_000))
+for step in range(1, 30):
     writer.submit(small_reel(step))
 writer.close()
 print([(finding.step, finding.message) for finding in writer.findings()])
@@ -328,10 +326,49 @@ print([(finding.step, finding.message) for finding in writer.findings()])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     kept = [reel.step for reel in read_log(tmp_path / "rank0")]
-    assert 0 < len(kept) < 7
+    assert 0 < len(kept) < 30
     assert kept == list(range(len(kept)))
     assert f"step {len(kept)} and what comes after it are lost" in done.stdout
-    assert f"lost {8 - len(kept)} steps, {len(kept)} to 7" in done.stdout
+    assert f"lost {30 - len(kept)} steps, {len(kept)} to 29" in done.stdout
+
+
+class Gathering(MemorySink):
+    """Keeps steps back until it is told to write them."""
+
+    def __init__(self):
+        super().__init__(kept=100)
+        self.waiting = []
+        self.written = threading.Event()
+
+    def write(self, reel):
+        self.waiting.append(reel)
+
+    def flush(self):
+        for reel in self.waiting:
+            super().write(reel)
+        self.waiting.clear()
+        self.written.set()
+
+
+def test_a_sink_that_gathers_steps_writes_them_after_a_while_when_asked_and_at_the_end(monkeypatch):
+    monkeypatch.setattr(writer_module, "BATCH_WINDOW", 0.05)
+    sink = Gathering()
+    writer = Writer({"gathering": sink})
+    writer.submit(small_reel(0))
+    assert sink.written.wait(60)
+    monkeypatch.setattr(writer_module, "BATCH_WINDOW", 3600.0)
+    writer.submit(small_reel(1))
+    assert writer.flush()
+    assert [reel.step for reel in sink.reels] == [0, 1]
+    sink.written.clear()
+    monkeypatch.setattr(writer_module, "BATCH_ROWS", 12)
+    for step in (2, 3, 4):  # of five rows each
+        writer.submit(small_reel(step))
+    assert sink.written.wait(60)
+    assert [reel.step for reel in sink.reels] == [0, 1, 2, 3, 4]
+    writer.submit(small_reel(5))
+    writer.close()
+    assert [reel.step for reel in sink.reels] == [0, 1, 2, 3, 4, 5]
 
 
 def test_few_large_steps_wait_and_many_small_ones(monkeypatch):

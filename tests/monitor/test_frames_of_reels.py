@@ -1,14 +1,15 @@
-"""The layout of a step that is known by its text is the one that a walk over its calls finds."""
+"""The frame of a step whose layout is known is the one that a walk over its calls gives."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
-import pytest
 import torch
 
 import trainprobe
-from trainprobe.compiled import native
 from trainprobe.engine.stats.partials import PARTIALS, STATISTICS, finish
+from trainprobe.engine.step_layout import StepLayout
 from trainprobe.monitor import frames
 from trainprobe.monitor.rules.spike import _median
 
@@ -26,13 +27,12 @@ class Branches(torch.nn.Module):
         return self.ways[way](self.ways[0](x))
 
 
-@pytest.mark.skipif(native is None, reason="the compiled parts are not built")
-def test_known_layouts_are_those_of_a_walk(tmp_path, monkeypatch):
+def test_known_layouts_are_those_of_a_walk(tmp_path):
     torch.manual_seed(0)
     model = Branches()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     monitor = {"activation_gradients": True, "optimizer_state": True, "rules": []}
-    by_text, by_walk = frames.Tracks(), frames.Tracks()
+    by_layout, by_walk = frames.Tracks(), frames.Tracks()
     layouts = set()
     with trainprobe.watch(model, optimizer, level="off", output=tmp_path, monitor=monitor) as probe:
         for step in range(6):
@@ -42,13 +42,13 @@ def test_known_layouts_are_those_of_a_walk(tmp_path, monkeypatch):
             optimizer.step()
             reel = probe.end_step()
             assert reel is not None
-            known = frames.frame_of_reel(reel, by_text)
-            with monkeypatch.context() as without:
-                without.setattr(frames, "logged_calls", lambda reel: None)
-                walked = frames.frame_of_reel(reel, by_walk)
+            known = frames.frame_of_reel(reel, by_layout)
+            alone = dataclasses.replace(reel)
+            alone.layout = StepLayout()
+            walked = frames.frame_of_reel(alone, by_walk)
             layouts.add(id(known.at))
-            assert [by_text.tracks[t] for t in known.at] == [by_walk.tracks[t] for t in walked.at]
-            assert [by_text.spots[s] for s in known.spots] == [by_walk.spots[s] for s in walked.spots]
+            assert [by_layout.tracks[t] for t in known.at] == [by_walk.tracks[t] for t in walked.at]
+            assert [by_layout.spots[s] for s in known.spots] == [by_walk.spots[s] for s in walked.spots]
             np.testing.assert_array_equal(known.values, walked.values)
             np.testing.assert_array_equal(known.bad, walked.bad)
     assert len(layouts) < 6  # steps that are alike have one layout

@@ -222,7 +222,7 @@ class Reel:
     complete: bool = True
     features: Sequence[Feature] = ()
     batches: Sequence[int] = ()
-    shared: Any = field(default=None, repr=False, compare=False)  # what its writers have worked out (dumps/shared.py)
+    layout: Any = field(default=None, init=False, repr=False, compare=False)  # see engine/step_layout.py
 
     def numbers(self) -> dict[str, npt.NDArray[Any]]:
         """Finish the partials: statistic name → array [rows], computed once a reel and vectorised."""

@@ -1,8 +1,8 @@
 """The one background thread that writes: what training hands over waits in a bounded queue and is never dropped in silence.
 
-A full queue makes the training wait (back-pressure) rather than lose data. A step is written at once, but steps that follow
-one another within LINGER are written several at a time: waking a thread for each, and winning the interpreter's lock back
-from the training for each file, costs more than the writing of it. A sink that fails, because the disk is full or cannot be
+A full queue makes the training wait (back-pressure) rather than lose data. A step is written at once, but the thread wakes at
+most once in LINGER, because waking it takes time from the training. A sink that gathers steps is asked to write them
+BATCH_WINDOW after the first of them came. A sink that fails, because the disk is full or cannot be
 written, is given up, a finding says what was lost, and the others and the training go on. A forked child inherits a writer
 that ignores all it is told: its parent writes. At the end of the interpreter what is queued is written, for a bounded time.
 """
@@ -16,21 +16,23 @@ import importlib.util
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainprobe.engine.dumps.shared import Steady
 from trainprobe.engine.dumps.tensor_files import SavedTensor
 from trainprobe.engine.guard import Guard
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Finding, Place, Reel
-from trainprobe.engine.sinks import ComplainingSink, CountingSink, ManySink, PieceSink, Sink, TensorSink
+from trainprobe.engine.sinks import BatchSink, ComplainingSink, CountingSink, PieceSink, Sink, TensorSink
 from trainprobe.errors import OutputError, PlanError, UsageError
 
 EXIT_SECONDS = 60.0
 LINGER = 0.1  # seconds
+BATCH_WINDOW = 1.0  # seconds
+BATCH_ROWS = 1 << 14  # where more rows than that are gathered, they are written at once
 MANY_ROWS = 1 << 15  # where more rows than that wait, or tensors, there is room for few steps
 FEW = 8
 
@@ -41,6 +43,9 @@ class _Job(NamedTuple):
     bytes: int  # that it holds
     rows: int
     step: int
+
+
+_FLUSH = _Job("flush", (), 0, 0, -1)
 
 
 class _SinkGuard(Guard):
@@ -75,7 +80,7 @@ class Writer:
     ) -> None:
         self.sinks = dict(sinks)
         # asked once, because a protocol takes long to answer
-        self._many = {name: sink for name, sink in sinks.items() if isinstance(sink, ManySink)}
+        self._gathering = {name: sink for name, sink in sinks.items() if isinstance(sink, BatchSink)}
         self._tensors = {name: sink for name, sink in sinks.items() if isinstance(sink, TensorSink)}
         self._pieces = {name: sink for name, sink in sinks.items() if isinstance(sink, PieceSink)}
         self._complaining = {name: sink for name, sink in sinks.items() if isinstance(sink, ComplainingSink)}
@@ -89,7 +94,9 @@ class Writer:
         self._guards = {name: _SinkGuard() for name in sinks}
         self._lost: dict[str, list[int]] = {}
         self._findings: list[Finding] = []
-        self._steady = Steady()
+        self._gathered: list[int] = []  # steps that sinks were given and did not write yet
+        self._gathered_rows = 0
+        self._due: float | None = None  # when they are to be written
         self._jobs: deque[_Job] = deque()
         self._reels = 0
         self._rows = 0
@@ -108,7 +115,6 @@ class Writer:
 
     def submit(self, reel: Reel) -> None:
         """Hand over a finished reel; it must not be changed afterwards. Waits while the queue is full."""
-        self._steady.settle(reel)
         self._put(_Job("write", (reel,), 0, len(reel.partials), reel.step))
 
     def submit_tensor(self, step: int, key: str, data: Any) -> None:
@@ -146,6 +152,8 @@ class Writer:
         if os.getpid() != self._pid:
             return True
         with self._changed:
+            if self._gathering and not self._closed:
+                self._jobs.append(_FLUSH)
             self._wake()
             done = self._changed.wait_for(lambda: not self._alive() or not (self._jobs or self._busy), timeout)
         self._raise_fault()
@@ -209,62 +217,67 @@ class Writer:
     # ---- on the writer's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while jobs := self._next():
-            self._carry_out(jobs)
+        while (job := self._next()) is not None:
+            self._carry_out(job)
+            if self._due is not None and (time.monotonic() >= self._due or self._gathered_rows >= BATCH_ROWS):
+                self._flush_sinks()
             with self._changed:
                 self._busy = False
-                self._bytes -= sum(job.bytes for job in jobs)
-                self._rows -= sum(job.rows for job in jobs)
-                self._reels -= sum(job.verb == "write" for job in jobs)
+                self._bytes -= job.bytes
+                self._rows -= job.rows
+                self._reels -= job.verb == "write"
                 self._changed.notify_all()
-            del jobs
+            del job
+        self._flush_sinks()
         self._summarise()
         for name, sink in self.sinks.items():
             self._guarded(name, sink.close, -1)
             self._collect(name)
 
-    def _next(self) -> list[_Job]:
-        """Return what is to be done next, one job or steps in a row; nothing when all is done and the writer closed."""
+    def _next(self) -> _Job | None:
+        """Return what is to be done next; None when all is done and the writer closed."""
         with self._changed:
             if not self._jobs:
                 self._hurry = False
                 self._changed.wait_for(lambda: self._hurry or self._closed, LINGER)
             self._asleep = True
-            self._changed.wait_for(lambda: self._jobs or self._closed)
+            left = None if self._due is None else max(0.0, self._due - time.monotonic())
+            self._changed.wait_for(lambda: self._jobs or self._closed, left)
             self._asleep = False
-            jobs = [self._jobs.popleft()] if self._jobs else []
-            rows = jobs[0].rows if jobs else 0
-            while self._jobs and jobs[0].verb == self._jobs[0].verb == "write" and rows + self._jobs[0].rows < MANY_ROWS // FEW:
-                jobs.append(self._jobs.popleft())
-                rows += jobs[-1].rows
-            self._busy = bool(jobs)
-            return jobs
+            if not self._jobs and self._closed:
+                return None
+            self._busy = True
+            return self._jobs.popleft() if self._jobs else _FLUSH
 
-    def _carry_out(self, jobs: list[_Job]) -> None:
-        verb, arguments, _, _, step = jobs[0]
-        if verb == "tensor":
-            self._store(*arguments)
-        elif verb == "piece":
-            self._store_piece(*arguments)
-        elif verb == "write":
-            for name, sink in self.sinks.items():
-                self._write(name, sink, [job.arguments[0] for job in jobs])
+    def _carry_out(self, job: _Job) -> None:
+        if job.verb == "tensor":
+            self._store(*job.arguments)
+        elif job.verb == "piece":
+            self._store_piece(*job.arguments)
+        elif job.verb == "write":
+            self._write(*job.arguments)
+        elif job.verb == "flush":
+            self._flush_sinks()
         else:
-            for name, sink in (self._counting if verb == "counts" else self.sinks).items():
-                self._guarded(name, getattr(sink, verb), step, *arguments)
+            for name, sink in (self._counting if job.verb == "counts" else self.sinks).items():
+                self._guarded(name, getattr(sink, job.verb), job.step, *job.arguments)
         for name in self._complaining:
             self._collect(name)
 
-    def _write(self, name: str, sink: Sink, reels: Sequence[Reel]) -> None:
-        many = self._many.get(name)
-        if many is not None and self._guards[name].tripped is None:
-            self._guards[name].run(many.write_many, reels)
-            if self._guards[name].fault is None:
-                return
-            self._give_up(name, many.at)
-            reels = [reel for reel in reels if reel.step > many.at]
-        for reel in reels:
+    def _write(self, reel: Reel) -> None:
+        if self._gathering:
+            self._due = self._due or time.monotonic() + BATCH_WINDOW
+            self._gathered.append(reel.step)
+            self._gathered_rows += len(reel.partials)
+        for name, sink in self.sinks.items():
             self._guarded(name, sink.write, reel.step, reel)
+
+    def _flush_sinks(self) -> None:
+        """Have the steps written that some sinks gathered."""
+        if self._gathered:
+            for name, sink in self._gathering.items():
+                self._guarded(name, sink.flush, self._gathered[0])
+        self._gathered, self._gathered_rows, self._due = [], 0, None
 
     def _store(self, step: int, key: str, data: Any) -> None:
         more = False
@@ -288,7 +301,7 @@ class Writer:
     def _guarded(self, name: str, call: Callable[..., Any], step: int, *arguments: Any) -> Any:
         guard = self._guards[name]
         if guard.tripped is not None:
-            if step >= 0 and (not self._lost[name] or self._lost[name][-1] != step):
+            if step >= 0 and (not self._lost[name] or self._lost[name][-1] < step):
                 self._lost[name].append(step)
             return None
         answer = guard.run(call, *arguments)
@@ -299,7 +312,8 @@ class Writer:
     def _give_up(self, name: str, step: int) -> None:
         """Say what is lost to a sink that failed at this step, -1 where it was at none."""
         fault = self._guards[name].fault
-        self._lost[name] = [step] if step >= 0 else []
+        self._lost[name] = [*self._gathered] if name in self._gathering else [step] if step >= 0 else []
+        step = self._lost[name][0] if self._lost[name] else step
         kind = "" if isinstance(fault, OSError) else f"{type(fault).__name__}: "
         what = f"step {step} and what comes after it are lost to it" if step >= 0 else "what it wrote last may be lost"
         message = f"the writer {name!r} failed and is given up: {what}; the training goes on: {kind}{fault}"

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.addresses import Spot, order, spot, stage_and_phase, stage_and_spot
-from trainprobe.engine.dumps.record_log import logged_calls, numbers_of_values
-from trainprobe.engine.records import Call, Feature, Place, Record, Reel, Value
-from trainprobe.engine.reel import slots
+from trainprobe.engine.addresses import Spot, in_order, order, spot, stage_and_phase
+from trainprobe.engine.records import Feature, Place, Record, Reel
 from trainprobe.engine.selection import Names
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import all_finite, column
+from trainprobe.engine.step_layout import layout_of
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -54,7 +53,6 @@ class Tracks:
         self.spots: list[Spot] = []
         self.dimensions: list[int] = []  # of each spot's tensor; 0 where it has one element
         self.short: list[bool] = []  # whether each spot's tensor is of 16 bits or less
-        self.known: dict[tuple[str, str, str, int, str], tuple[int, int]] = {}  # as a reel says it → stage, spot
         self._spot_at: dict[Spot, int] = {}
         self._track_at: dict[tuple[int, str], int] = {}
         self._spot_of: list[int] = []
@@ -62,10 +60,6 @@ class Tracks:
         self._layouts: dict[tuple[bytes, tuple[str, ...]], I64] = {}
         self._arrays: dict[bytes, I64] = {}
         self._features: dict[tuple[tuple[str, str, int, int], ...], I64] = {}
-        self.alike: dict[
-            bytes, tuple[I64, I64]
-        ] = {}  # calls as text → spots in the order of execution, numbers of their values
-        self.strange = 0
 
     def spot(self, spot: Spot, dimensions: int = 0, dtype: str = "") -> int:
         """Return the number of a spot."""
@@ -191,69 +185,23 @@ def _with_features(tracks: Tracks, at: I64, values: F64, features: Sequence[tupl
 
 
 def _entries(reel: Reel, tracks: Tracks) -> tuple[I64, I64]:
-    """Return the spot and the row of every value of a reel that has elements, in the order of execution, [n] each.
-
-    Steps whose calls are the same text (see `Logged`) have the same values at the same places: only their rows differ.
-    """
-    logged = logged_calls(reel) if tracks.strange < STRANGE else None
-    if logged is None:
-        entries = _walk(reel, tracks)
-        spots, rows = np.array([e[1] for e in entries], np.int64), np.array([e[2].row for e in entries], np.int64)
-    else:
-        known = tracks.alike.get(logged.text)
-        tracks.strange = 0 if known is not None else tracks.strange + 1
-        spots, numbers = known or _learn_order(reel, tracks, logged.text)
-        rows = np.fromstring(logged.rows.decode(), np.int64, sep=",")[numbers]
+    """Return the spot and the row of every value of a reel that has elements, in the order of execution, [n] each."""
+    spots, rows = layout_of(reel).derived(tracks, lambda: _number_spots(reel, tracks))
     there = rows >= 0
     there[there] = column(reel.partials, "count")[rows[there]] > 0
     return (spots, rows) if there.all() else (spots[there], rows[there])
 
 
-STRANGE = 64  # after so many steps in a row that are like none before, it is no longer asked which one they are like
-
-
-def _learn_order(reel: Reel, tracks: Tracks, text: bytes) -> tuple[I64, I64]:
-    """Return the spots of a reel's values in the order of execution, and the numbers that its record log has for them."""
-    if len(tracks.alike) > 16:
-        tracks.alike.clear()
-    numbers, entries = numbers_of_values(reel), _walk(reel, tracks)
-    spots = np.array([e[1] for e in entries], np.int64)
-    found = tracks.alike[text] = spots, np.array([numbers[id(e[2])] for e in entries], np.int64)
-    return found
-
-
-_Entry = tuple[tuple[int, int], int, Value]  # (place in the order of execution), spot, value
-
-
-def _walk(reel: Reel, tracks: Tracks) -> list[_Entry]:
-    """Return every value of a reel in the order of execution.
-
-    What was looked at around the optimizer step comes parameter by parameter; it is sorted in where it arose.
-    """
-    entries: list[_Entry] = []
-    mixed = False
-    for i, call in enumerate(reel.calls):
-        kind = call.kind
-        mixed |= kind == "state"
-        for slot, value in slots(call):
-            key = (call.phase, kind, call.name, call.call, slot)
-            known = tracks.known.get(key)
-            if known is None:
-                known = tracks.known[key] = _learn(tracks, call, slot, dimensions_of(value.shape), value.dtype)
-            stage, found = known
-            entries.append((order(stage, i), found, value))
-    return sorted(entries, key=itemgetter(0)) if mixed else entries
+def _number_spots(reel: Reel, tracks: Tracks) -> tuple[I64, I64]:
+    """Return the spot and the row of every value, row -1 for one without numbers."""
+    entries = in_order(reel)
+    spots = [tracks.spot(where, dimensions_of(value.shape), value.dtype) for where, _, value in entries]
+    return np.array(spots, np.int64), np.array([value.row for _, _, value in entries], np.int64)
 
 
 def dimensions_of(shape: Sequence[int]) -> int:
     """Return how many dimensions a tensor has; 0 for one element, which is no matrix whatever its shape."""
     return len(shape) if math.prod(shape) > 1 else 0
-
-
-def _learn(tracks: Tracks, call: Call, slot: str, dimensions: int, dtype: str) -> tuple[int, int]:
-    """Return the stage and the spot of a value that is seen for the first time."""
-    stage, where = stage_and_spot(call, slot)
-    return stage, tracks.spot(where, dimensions, dtype)
 
 
 def frame_of_records(step: int, place: Place, records: Iterable[Record], tracks: Tracks, complete: bool = True) -> Frame:

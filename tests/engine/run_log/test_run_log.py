@@ -41,6 +41,7 @@ def fill(folder: Path, written, **fields) -> None:
     sink = parquet.open(folder, plan_for(folder, sinks=["parquet"], **fields), Place())
     for reel in written:
         sink.write(reel)
+        sink.flush()
     sink.close()
 
 
@@ -204,6 +205,7 @@ def test_a_torn_batch_costs_that_batch(tmp_path):
     sink = parquet.open(tmp_path, plan_for(tmp_path, sinks=["parquet"]), Place())
     for step in range(3):
         sink.write(small_reel(step))
+        sink.flush()
     live = tmp_path / "rank0" / LIVE_FILE
     whole = live.read_bytes()
     for lost in (1, 100, 1000):
@@ -216,6 +218,7 @@ def test_a_torn_batch_costs_that_batch(tmp_path):
 def test_a_kill_between_the_segment_and_the_end_of_the_stream_counts_no_step_twice(tmp_path):
     sink = parquet.open(tmp_path, plan_for(tmp_path, sinks=["parquet"]), Place())
     sink.write(small_reel(0))
+    sink.flush()
     live = tmp_path / "rank0" / LIVE_FILE
     stream = live.read_bytes()
     sink.close()
@@ -235,6 +238,7 @@ def test_a_second_run_log_is_refused_and_a_damaged_segment_is_named(tmp_path):
         steps_in(tmp_path / "rank0")
     sink = parquet.open(tmp_path, plan_for(tmp_path, on_existing="continue", sinks=["parquet"]), Place())
     sink.write(small_reel(1))
+    sink.flush()
     with pytest.raises(FormatError, match=r"metrics-000000\.parquet is no segment"):
         steps_in(tmp_path / "rank0")
     sink.close()

@@ -14,7 +14,7 @@ from hypothesis import given
 
 from tests.engine.sinks.reels import reels
 from trainprobe.compiled import native
-from trainprobe.engine.dumps import entry_text, record_log
+from trainprobe.engine.dumps import entry_text
 from trainprobe.engine.dumps.entry_text import EntryText, quote
 from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.taps.gradients import Graph
@@ -76,17 +76,6 @@ def test_the_construct_tree_is_the_same(reel):
     pairs = [(name, call) for name, _, call in EntryText(reel).entries()]
     text = entry_text.construct_text(reel, [name for name, _ in pairs], [call for _, call in pairs])
     assert orjson.loads(text) == orjson.loads(orjson.dumps(entry_text.construct(reel, pairs)))
-
-
-@given(reels())
-def test_the_calls_of_a_record_log_are_the_same_text(reel):
-    compiled = record_log._calls_natively(reel)
-    assert compiled is not None
-    options = orjson.OPT_NON_STR_KEYS
-    for ours, theirs in zip(compiled, record_log._calls_text(reel), strict=True):
-        assert orjson.loads(orjson.dumps(ours, option=options)) == orjson.loads(
-            orjson.dumps(theirs, default=record_log._described, option=options)
-        )
 
 
 def test_a_text_that_json_must_escape_is_escaped():

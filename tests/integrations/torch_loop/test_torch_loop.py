@@ -86,11 +86,7 @@ def test_the_whole_model_is_among_what_is_recorded_of_its_first_call(tmp_path):
     loop = attach(model, optimizer, {"level": "L0"}, output=tmp_path / "out")
     one_step(model, optimizer)
     loop.close()
-    names = [
-        call.name
-        for call in next(iter(read_log(tmp_path / "out" / "rank0"))).calls
-        if call.phase == "forward"
-    ]
+    names = [call.name for call in next(iter(read_log(tmp_path / "out" / "rank0"))).calls if call.phase == "forward"]
     assert names == ["root", "0", "1", "2"]
 
 

@@ -195,6 +195,8 @@ def test_training_again_with_the_same_callback_goes_on_in_the_same_place(tmp_pat
     again = probe(tmp_path / "out")
     train(tmp_path, again)
     train(tmp_path, again)
+    from trainprobe.engine.dumps import read_log
+
     assert [reel.step for reel in read_log(tmp_path / "out" / "rank0")].count(1) == 2
 
 

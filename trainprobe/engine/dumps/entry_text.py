@@ -10,7 +10,6 @@ import orjson
 
 from trainprobe.compiled import native
 from trainprobe.engine.dumps.numbers_text import BARE, STRICT, column_text, number_text, plain_numbers
-from trainprobe.engine.dumps.shared import all_compiled, shared
 from trainprobe.engine.dumps.tensor_files import file_name, plain_dtype
 from trainprobe.engine.records import Call, Opaque, Reel, Value
 from trainprobe.engine.reel import entry_name, parent_name
@@ -18,23 +17,16 @@ from trainprobe.engine.stats.partials import column
 
 # statistic → key in a leaf; every other statistic is written under its own name
 KEYS = {"max": "Max", "min": "Min", "mean": "Mean", "norm": "Norm"}
-_BASIC = frozenset(KEYS)
-_PREFIXES = [(name, f', "{key}": '.encode()) for name, key in KEYS.items()]
 _BOOLS = frozenset({"torch.bool", "Bool", "bool"})
 _NO_NUMBERS = "".join(f', "{key}": null' for key in KEYS.values())
 
 
 class Document(NamedTuple):
-    """The entries of a reel. holes: where numbers stand in the text; None where the compiled parts did not make it.
-
-    bools: the rows of bool values.
-    """
+    """The entries of a reel as the inside of a JSON object, their names and their calls."""
 
     text: bytes
     names: list[str]
     calls: list[Call]
-    holes: bytes | None
-    bools: list[int]
 
 
 class EntryText:
@@ -63,45 +55,30 @@ class EntryText:
     def document(self) -> Document:
         """Return all entries as the inside of a JSON object; see `entries`."""
         reel = self._reel
-        if native is not None and not self._suffix and all_compiled(reel.calls):
-            bools = [v.row for v in reel.values if v.row >= 0 and v.dtype in _BOOLS]
-            text, names, calls, holes = native.dump_entries(
-                reel.calls,
-                reel.framework == "mindspore",
-                self._columns(bools),
-                set(self._stored),
-                quote,
-                self.text,
-                self._rare,
-                lambda call, taken: _free_name(call, taken, reel.framework),
+        if native is not None and not self._suffix:
+            return Document(
+                *native.dump_entries(
+                    reel.calls,
+                    reel.framework == "mindspore",
+                    self._columns(),
+                    set(self._stored),
+                    quote,
+                    self.text,
+                    self._rare,
+                    lambda call, taken: _free_name(call, taken, reel.framework),
+                )
             )
-            return Document(text, names, calls, holes, bools)
         whole = list(self.entries())
         text = ",".join(f"\n  {quote(name)}: {entry}" for name, entry, _ in whole)
-        return Document(
-            text.encode("utf-8", "replace"), [name for name, _, _ in whole], [call for _, _, call in whole], None, []
-        )
+        return Document(text.encode("utf-8", "replace"), [name for name, _, _ in whole], [call for _, _, call in whole])
 
-    def again(self, top: bytes, document: Document, end: bytes) -> bytes:
-        """Return `top`, the entries of a reel that differs from that of `document` in nothing but its numbers, and `end`."""
-        assert native is not None
-        return native.dump_again(top, document.text, document.holes, self._columns(document.bools), end)
-
-    def _columns(self, bools: list[int]) -> tuple[Any, ...]:
-        """Return what the compiled parts put into entries: rows, columns of numbers as text, texts of odd rows and so on.
-
-        bools: the rows of bool values, which have a text of their own.
-        """
+    def _columns(self) -> tuple[Any, ...]:
+        """Return what the compiled parts put into entries: rows, columns of numbers as text, texts of odd rows and so on."""
         reel = self._reel
-        odd = set(bools).union(*(more for more in (reel.crc32, reel.histograms, reel.quantiles) if more))
-        plain = shared(reel).plain
-        if plain is not None and _BASIC.issuperset(reel.wanted):
-            texts = plain.texts("min", "norm") if reel.wanted else {}
-            columns = [(prefix, texts[name] if name in reel.wanted else None) for name, prefix in _PREFIXES]
-        else:
-            columns, without = _columns_apart(reel)
-            odd.update(without)
-        rows = sorted(odd)
+        columns, odd = _columns_as_text(reel)
+        more = (reel.crc32, reel.histograms, reel.quantiles)
+        bools = [v.row for v in reel.values if v.row >= 0 and v.dtype in _BOOLS]
+        rows = sorted({*odd, *bools}.union(*(rare for rare in more if rare)))
         whole = dict(zip(rows, _numbers_text(reel, self._tokens, rows), strict=True)) if rows else {}
         sums = None if reel.checksums is None else np.ascontiguousarray(reel.checksums, np.uint64).tobytes()
         return len(reel.partials), columns, whole, sums, all(text is None for _, text in columns), _NO_NUMBERS
@@ -272,7 +249,7 @@ def _numbers_text(reel: Reel, tokens: tuple[str, str, str], chosen: list[int] | 
     return text
 
 
-def _columns_apart(reel: Reel) -> tuple[list[tuple[bytes, bytes | None]], list[int]]:
+def _columns_as_text(reel: Reel) -> tuple[list[tuple[bytes, bytes | None]], list[int]]:
     """Return each column of numbers as text, and the rows that have no elements or a number that JSON does not have."""
     numbers = reel.numbers()
     odd = column(reel.partials, "count") == 0
@@ -312,7 +289,7 @@ def construct(reel: Reel, names: list[tuple[str, Call]]) -> dict[str, Any]:
 def construct_text(reel: Reel, names: list[str], calls: list[Call]) -> bytes:
     """Return `construct` as the text of its file."""
     nested = reel.level not in ("L1", "debug") and not any(call.micro for call in calls)
-    if native is not None and nested and all_compiled(calls):
+    if native is not None and nested:
         return native.dump_construct(names, calls, reel.framework == "mindspore", quote)
     return orjson.dumps(construct(reel, list(zip(names, calls, strict=True))), option=orjson.OPT_INDENT_2)
 

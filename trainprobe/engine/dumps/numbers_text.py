@@ -26,16 +26,6 @@ def column_text(column: npt.NDArray[Any], tokens: tuple[str, str, str] = STRICT)
     return text
 
 
-def table_text(table: npt.NDArray[np.float64]) -> list[bytes]:
-    """Return each row of a table of finite numbers, [rows, columns] in one piece, as its numbers with commas between."""
-    text, texts, at = orjson.dumps(table, option=orjson.OPT_SERIALIZE_NUMPY), list[bytes](), 2
-    for _ in table:
-        end = text.index(b"]", at)
-        texts.append(text[at:end])
-        at = end + 3
-    return texts
-
-
 def fragment(text: bytes | str) -> Any:
     """Return JSON text for a place in something that orjson turns into text."""
     return orjson.Fragment(text)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]

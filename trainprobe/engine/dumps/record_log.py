@@ -7,18 +7,17 @@ A tree of values is written with a value as its number, a whole number as {"i": 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trainprobe.compiled import native
 from trainprobe.engine.dumps.header import place_text, read_place, read_scalars
-from trainprobe.engine.dumps.numbers_text import fragment, plain_numbers, read_number
-from trainprobe.engine.dumps.shared import Pattern, all_compiled, pattern_of, shared
+from trainprobe.engine.dumps.numbers_text import plain_numbers, read_number
 from trainprobe.engine.records import Call, Feature, Opaque, Reel, Value
 from trainprobe.engine.stats.partials import PARTIALS
+from trainprobe.engine.step_layout import layout_of
 
 FORMAT = 1
 DEPTH = 400
@@ -26,35 +25,23 @@ _CALL = ("kind", "name", "call", "phase", "cls", "micro", "stack", "node")
 _TREES = ("args", "kwargs", "out", "params")
 _VALUE = ("type", "dtype", "shape", "device", "requires_grad")
 _SPARSE = ("note", "tensor", "extra")
-_SUMS = ("min", "max", "sum", "sumsq")
 _COUNTS = frozenset({"count", "nan", "posinf", "neginf", "zero", "exponent", "sublow"})
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------------
 
 
-class Lines:
-    """Turns reels into lines. What one has in common with the line before it is text already."""
-
-    def __init__(self) -> None:
-        self._pattern: Pattern | None = None
-        self._calls = self._stacks = b""
-        self._stacks_of: Sequence[Sequence[str]] | None = None
-
-    def line(self, reel: Reel) -> Sequence[bytes]:
-        """Return a reel as one line in pieces, its newline included."""
-        pattern = pattern_of(reel, self._pattern)
-        if pattern is not self._pattern:
-            calls, columns = _calls_natively(reel) or _calls_text(reel)
-            self._calls, self._pattern = _members({"calls": calls, **columns}), pattern
-        if self._stacks_of is None or self._stacks_of != reel.stacks:
-            self._stacks, self._stacks_of = _members({"stacks": [list(stack) for stack in reel.stacks]}), list(reel.stacks)
-        return (b"{", _members(_first(reel)), b",", self._calls, b",", _numbers(reel), b",", self._stacks, _rare(reel), b"}\n")
-
-
 def encode(reel: Reel) -> bytes:
     """Return a reel as one line, its newline included."""
-    return b"".join(Lines().line(reel))
+    calls = layout_of(reel).derived(calls_text, lambda: calls_text(reel))
+    numbers = {"rows": len(reel.partials), "partials": _partials(reel.partials)}
+    return b"".join((b"{", _members(_first(reel)), b",", calls, b",", _members(numbers), _rare(reel), b"}\n"))
+
+
+def calls_text(reel: Reel) -> bytes:
+    """Return what a line has of the calls, values and call stacks, without the braces around it."""
+    calls, columns = _calls_and_columns(reel)
+    return _members({"calls": calls, **columns, "stacks": [list(stack) for stack in reel.stacks]})
 
 
 def _members(thing: Mapping[str, Any]) -> bytes:
@@ -108,58 +95,11 @@ def _read_feature(text: Sequence[Any]) -> Feature:
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
-def _calls_text(reel: Reel) -> tuple[Any, dict[str, Any]]:
-    values = _Values()
+def _calls_and_columns(reel: Reel, values: _Values | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    values = values or _Values()
     numbers = {id(call): i for i, call in enumerate(reel.calls)}
     calls = [_call_text(call, numbers, values) for call in reel.calls]
     return calls, values.columns()
-
-
-def _calls_natively(reel: Reel) -> tuple[Any, dict[str, Any]] | None:
-    logged = logged_calls(reel)
-    if logged is None:
-        return None
-    text, heads, head_of, rows, sparse = logged
-    about: dict[str, dict[int, Any]] = {}
-    for number, value in sparse:
-        for name in _SPARSE:
-            thing = getattr(value, name)
-            if thing is not None:
-                about.setdefault(name, {})[number] = thing
-    columns = {"heads": list(heads), "head": _list_of(head_of), "row": _list_of(rows), "about": about}
-    return fragment(text), columns
-
-
-class Logged(NamedTuple):
-    """The calls of a reel as the record log has them; values are numbered as they are first met in it.
-
-    text: their JSON, equal for calls that are alike, whatever their numbers are. head_of, rows: of each
-    value, as text with commas. sparse: the values that have a note, a key or more, with their numbers.
-    """
-
-    text: bytes
-    heads: Mapping[tuple[Any, ...], int]
-    head_of: bytes
-    rows: bytes
-    sparse: list[tuple[int, Value]]
-
-
-def logged_calls(reel: Reel) -> Logged | None:
-    """Return the calls of a reel as text, made once; None where the compiled parts are not there."""
-    if native is None or not all_compiled(reel.calls):
-        return None
-    pattern = pattern_of(reel)
-    if pattern.logged is None:
-        pattern.logged = Logged(*native.log_calls(reel.calls, _quoted, _leaf_text))
-    return pattern.logged
-
-
-def numbers_of_values(reel: Reel) -> dict[int, int]:
-    """Return id of a value → its number in the record log."""
-    values, numbers = _Values(), dict[int, int]()
-    for call in reel.calls:
-        _call_text(call, numbers, values)
-    return values.numbers
 
 
 def structure(reel: Reel, places: Sequence[Value]) -> bytes:
@@ -167,9 +107,8 @@ def structure(reel: Reel, places: Sequence[Value]) -> bytes:
 
     places: the values of the rows that show them; `places` of the text has their numbers.
     """
-    values, numbers = _Values(), {id(call): i for i, call in enumerate(reel.calls)}
-    calls = [_call_text(call, numbers, values) for call in reel.calls]
-    columns = values.columns()
+    values = _Values()
+    calls, columns = _calls_and_columns(reel, values)
     shapeless = {number: (*head[:2], *head[3:]) for number, head in enumerate(columns["heads"])}
     text = {
         "calls": calls,
@@ -189,18 +128,6 @@ def read_structure(text: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> 
     whole = [[kind, dtype, of_value.get(i, ()), device, grad] for i, (kind, dtype, device, grad) in enumerate(heads)]
     values = _read_values({**text, "heads": whole, "head": range(len(whole))})
     return _read_calls(text["calls"], values), values
-
-
-def _list_of(items: bytes) -> Any:
-    return fragment(b"[" + items + b"]")
-
-
-def _quoted(text: Any) -> str:
-    return orjson.dumps(text if isinstance(text, str) else str(text)).decode()
-
-
-def _leaf_text(leaf: Any) -> str:
-    return orjson.dumps(_tree_text(leaf, _Values()), default=_described, option=_OPTIONS).decode()
 
 
 class _Values:
@@ -274,17 +201,7 @@ def _described(thing: Any) -> Any:
     return list(thing) if isinstance(thing, (set, frozenset, tuple, Mapping)) else str(thing)  # pyright: ignore
 
 
-def _numbers(reel: Reel) -> bytes:
-    plain = shared(reel).plain
-    if plain is None:
-        return _members({"rows": len(reel.partials), "partials": _partials_apart(reel.partials)})
-    texts = plain.texts("sum", "max")
-    columns = {"count": plain.counts, "zero": plain.zeros, **{name: texts[name] for name in _SUMS if plain.used[name]}}
-    text = b",".join([b'"%b":[%b]' % (name.encode(), numbers) for name, numbers in columns.items() if numbers])
-    return b'"rows":%d,"partials":{%b}' % (len(reel.partials), text)
-
-
-def _partials_apart(partials: npt.NDArray[np.float64]) -> dict[str, Any]:
+def _partials(partials: npt.NDArray[np.float64]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for i, name in enumerate(PARTIALS):
         column = partials[:, i]

@@ -1,10 +1,9 @@
-"""One step of one rank as rows of the run log. What repeats from step to step is worked out once, in a `Layout`."""
+"""Steps of one rank as rows of the run log: whole columns of many steps are made at once, straight from the reels' rows."""
 
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,45 +15,28 @@ import pyarrow as pa
 from trainprobe.engine.addresses import in_order
 from trainprobe.engine.dumps.header import place_text
 from trainprobe.engine.dumps.record_log import structure
-from trainprobe.engine.dumps.shared import Pattern, pattern_of
 from trainprobe.engine.records import Feature, Reel
+from trainprobe.engine.run_log import arrow_arrays
+from trainprobe.engine.run_log.arrow_arrays import Words
 from trainprobe.engine.run_log.schema import COLUMNS, SCHEMA, WORDS, kind_in_words
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
+from trainprobe.engine.step_layout import layout_of
 
 I64 = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 Codes = npt.NDArray[np.int32]
 _COUNTS = ("count", "nan", "posinf", "neginf", "zero")
 _STATISTICS = ("min", "max", "mean", "norm")
-
-
-class Words:
-    """The distinct strings of one column, numbered as they come; null is number -1."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self._array: pa.Array = pa.array([], pa.string())
-
-    def number(self, word: str | None) -> int:
-        """Return the number of a string."""
-        if word is None:
-            return -1
-        return self._numbers.setdefault(word.encode(errors="backslashreplace").decode(), len(self._numbers))
-
-    def column(self, codes: npt.NDArray[np.int32]) -> pa.DictionaryArray:
-        """Return numbers [n] as a column of strings."""
-        if len(self._array) < len(self._numbers):
-            self._array = pa.array(list(self._numbers), pa.string())
-        known = pa.array(codes, mask=codes < 0) if (codes < 0).any() else pa.array(codes)
-        return pa.DictionaryArray.from_arrays(known, self._array)
+_PLACES = ("call", "micro", "position")  # whole numbers; -1 is null
 
 
 @dataclass(slots=True)
-class Layout:
-    """What the steps with equal calls share: where each row's numbers stand in a reel, and all columns but the numbers.
+class _Layout:
+    """The rows of the steps of one layout: values, features, scalars and last what holds for all of the step.
 
-    rows: row of the partials [n], -1 for a value without numbers. columns: name → int32 [n], codes of strings or numbers.
-    key: what names this layout. text: the calls as JSON.
+    rows: row of the partials of each value [n], -1 where it has no numbers. columns: name → int32 [n + features + scalars + 1],
+    codes of strings or whole numbers. key: what names this layout in the table. text: the calls as JSON.
     """
 
     key: str
@@ -62,8 +44,8 @@ class Layout:
     rows: I64
     columns: Mapping[str, Codes]
 
-
-Piece = tuple[int, dict[str, Any]]  # how many rows, and their columns: an array or list [n], or one value for all
+    def __len__(self) -> int:
+        return len(self.columns["kind"])
 
 
 class Rows:
@@ -71,169 +53,190 @@ class Rows:
 
     def __init__(self) -> None:
         self._words = {name: Words() for name in WORDS}
-        self._last: dict[tuple[str, ...], tuple[Pattern, Layout]] = {}
         self._written: set[str] = set()
-        self._features: dict[tuple[Any, ...], dict[str, Codes]] = {}
         self._time = 0
 
     def forget_layouts(self) -> None:
         """Write each layout once more when it is next met, because another file begins."""
         self._written.clear()
 
-    def batch(self, reels: Iterable[Reel]) -> pa.RecordBatch:
-        """Return the rows of some steps of one rank."""
-        pieces = [piece for reel in reels for piece in self._pieces(reel)]
-        return pa.RecordBatch.from_arrays([self._column(name, pieces) for name in COLUMNS], schema=SCHEMA)
+    def batch(self, steps: Sequence[tuple[int, Reel]]) -> pa.RecordBatch:
+        """Return the rows of some steps of one rank, each with the time at which it came, in microseconds since 1970."""
+        layouts = [layout_of(reel).derived(self, lambda reel=reel: self._layout(reel)) for _, reel in steps]
+        table = _Table(sum(map(len, layouts)) + self._count_new(layouts))
+        for (when, reel), layout in zip(steps, layouts, strict=True):
+            self._time = max(self._time + 1, when)  # no two steps have the same, which tells them apart
+            begin = table.end
+            if layout.key not in self._written:
+                self._written.add(layout.key)
+                table.add(self._columns(1, {"kind": "layout", "phase": "step", "name": layout.key}))
+                table.texts["detail"][begin] = layout.text.encode()
+            table.add_step(reel, layout)
+            table.common[begin : table.end] = (reel.step, self._time, reel.place.rank)
+        return pa.RecordBatch.from_arrays(table.arrays(self._words), schema=SCHEMA)
 
-    def _pieces(self, reel: Reel) -> Iterator[Piece]:
-        layout = self._layout(reel)
-        self._time = max(self._time + 1, time.time_ns() // 1000)  # no two steps have the same, which tells them apart
-        common = {"step": reel.step, "rank": reel.place.rank, "time": self._time}
-        n = len(layout.rows)
-        yield n, {**common, **layout.columns, **_numbers(reel, layout.rows)}
-        if reel.features:
-            yield (
-                len(reel.features),
-                {
-                    **common,
-                    **self._places_of(reel.features),
-                    "position": _count_from(n, len(reel.features)),
-                    **_feature_numbers(reel.features),
-                },
-            )
-        if reel.scalars:
-            names, values = list(reel.scalars), np.array(list(reel.scalars.values()), np.float64)
-            words = {"kind": "scalar", "phase": "step", "name": names, "slot": "value"}
-            yield (
-                len(names),
-                {
-                    **common,
-                    **self._codes(len(names), words),
-                    "value": values,
-                    "position": _count_from(n + len(reel.features), len(names)),
-                },
-            )
-        if layout.key not in self._written:
-            self._written.add(layout.key)
-            words = {"kind": "layout", "phase": "step", "name": layout.key}
-            yield 1, {**common, **self._codes(1, words), "detail": [layout.text]}
-        yield 1, {**common, **self._codes(1, {"kind": "step", "phase": "step"}), "detail": [_about(reel, layout)]}
+    def _count_new(self, layouts: Iterable[_Layout]) -> int:
+        return len({layout.key for layout in layouts} - self._written)
 
-    def _codes(self, n: int, words: Mapping[str, str | Sequence[str | None]]) -> dict[str, Codes]:
-        codes = dict[str, Codes]()
-        for name, said in words.items():
-            number = self._words[name].number
-            one = isinstance(said, str)
-            codes[name] = np.full(n, number(said), np.int32) if one else np.array([number(word) for word in said], np.int32)
-        return codes
-
-    def _places_of(self, features: Sequence[Feature]) -> dict[str, Codes]:
-        key = tuple((f.name, f.slot, f.call, f.micro) for f in features)
-        if key not in self._features:
-            names, slots, calls, micros = zip(*key, strict=True)
-            words = {"kind": "feature", "phase": "forward", "name": names, "slot": slots}
-            numbers = {"call": np.array(calls, np.int32), "micro": _micros(micros)}
-            if len(self._features) > 16:
-                self._features.clear()
-            self._features[key] = {**self._codes(len(key), words), **numbers}
-        return self._features[key]
-
-    def _layout(self, reel: Reel) -> Layout:
-        programs = tuple(reel.programs)
-        last, layout = self._last.get(programs, (None, None))
-        pattern = pattern_of(reel, last)
-        if layout is None or pattern is not last:
-            layout = self._new_layout(reel)
-            self._last[programs] = pattern, layout
-        return layout
-
-    def _new_layout(self, reel: Reel) -> Layout:
-        entries = in_order(reel)
+    def _layout(self, reel: Reel) -> _Layout:
+        entries, features = in_order(reel), reel.features
+        n, more, scalars = len(entries), len(features), len(reel.scalars)
         words: dict[str, list[str | None]] = {
-            "phase": [spot.phase for spot, _, _ in entries],
-            "kind": [kind_in_words(spot.kind, spot.slot) for spot, _, _ in entries],
-            "name": [spot.name for spot, _, _ in entries],
-            "slot": [spot.slot for spot, _, _ in entries],
+            "phase": [*(spot.phase for spot, _, _ in entries), *["forward"] * more, *["step"] * (scalars + 1)],
+            "kind": [
+                *(kind_in_words(s.kind, s.slot) for s, _, _ in entries),
+                *["feature"] * more,
+                *["scalar"] * scalars,
+                "step",
+            ],
+            "name": [*(spot.name for spot, _, _ in entries), *(f.name for f in features), *reel.scalars, None],
+            "slot": [*(spot.slot for spot, _, _ in entries), *(f.slot for f in features), *["value"] * scalars, None],
             "dtype": [value.dtype for _, _, value in entries],
             "shape": [str(list(value.shape)) for _, _, value in entries],
             "note": [value.note for _, _, value in entries],
         }
-        columns = {
-            **self._codes(len(entries), words),
-            "call": np.array([spot.call for spot, _, _ in entries], np.int32),
-            "micro": _micros(None if call.kind == "state" else call.micro for _, call, _ in entries),
-            "position": _count_from(0, len(entries)),
+        numbers: dict[str, list[int | None]] = {
+            "call": [*(spot.call for spot, _, _ in entries), *(f.call for f in features)],
+            "micro": [*(None if call.kind == "state" else call.micro for _, call, _ in entries), *(f.micro for f in features)],
+            "position": [*range(n + more + scalars)],
         }
         text = structure(reel, [value for _, _, value in entries]).decode()
         rows = np.array([value.row for _, _, value in entries], np.int64)
-        return Layout(hashlib.sha256(text.encode()).hexdigest()[:16], text, rows, columns)
+        columns = self._columns(n + more + scalars + 1, words, numbers)
+        return _Layout(hashlib.sha256(text.encode()).hexdigest()[:16], text, rows, columns)
 
-    def _column(self, name: str, pieces: Sequence[Piece]) -> pa.Array:
-        kind = COLUMNS[name][0]
-        data = [(n, columns.get(name)) for n, columns in pieces]
-        if all(column is None for _, column in data):
-            return pa.nulls(sum(n for n, _ in data), kind)
-        if name in self._words:
-            codes = [np.full(n, -1, np.int32) if column is None else column for n, column in data]
-            return self._words[name].column(np.concatenate(codes))
-        return pa.concat_arrays([_array(n, column, name, kind) for n, column in data])
-
-
-def _array(n: int, column: Any, name: str, kind: pa.DataType) -> pa.Array:
-    if column is None:
-        return pa.nulls(n, kind)
-    if isinstance(column, int):
-        return pa.array(np.full(n, column)).cast(kind)
-    if isinstance(column, list):
-        return pa.array(column, kind)
-    if isinstance(column, pa.Array):
-        return column
-    return pa.array(column, mask=column < 0 if name == "micro" else None).cast(kind)
+    def _columns(
+        self,
+        n: int,
+        words: Mapping[str, str | Sequence[str | None]],
+        numbers: Mapping[str, Sequence[int | None]] = {},
+    ) -> dict[str, Codes]:
+        """Return codes and whole numbers [n]; what is missing at the end is null."""
+        columns = {name: np.full(n, -1, np.int32) for name in (*words, *numbers)}
+        for name, texts in words.items():
+            known = [texts] if isinstance(texts, str) else texts
+            columns[name][: len(known)] = [self._words[name].number(word) for word in known]
+        for name, given in numbers.items():
+            columns[name][: len(given)] = [-1 if number is None else number for number in given]
+        return columns
 
 
-def _count_from(first: int, n: int) -> Codes:
-    return np.arange(first, first + n, dtype=np.int32)
+class _Table:
+    """The columns of a batch while it is filled, [n] each."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.end = 0  # of the rows that are filled
+        self.common = np.zeros((n, 3), np.int64)  # step, time, rank
+        self.texts: dict[str, dict[int, bytes]] = {"detail": {}, "crc32": {}}
+        self._codes = {name: np.full(n, -1, np.int32) for name in (*WORDS, *_PLACES)}
+        self._lists: dict[str, dict[int, Any]] = {"numbers": {}, "edges": {}, "quantiles": {}}
+        self._value = np.full(n, np.nan)
+        self._has_value = np.zeros(n, bool)
+        self._steps: list[tuple[int, Reel, I64]] = []  # where the values of a step begin, and their rows
+
+    def add(self, columns: Mapping[str, Codes]) -> None:
+        """Fill the next rows."""
+        n = len(columns["kind"])
+        for name, codes in columns.items():
+            self._codes[name][self.end : self.end + n] = codes
+        self.end += n
+
+    def add_step(self, reel: Reel, layout: _Layout) -> None:
+        """Fill the next rows with those of a step."""
+        begin = self.end
+        self.add(layout.columns)
+        self._steps.append((begin, reel, layout.rows))
+        self._rare(begin, reel, layout.rows)
+        features = begin + len(layout.rows)
+        for at, feature in enumerate(reel.features, features):
+            self._feature(at, feature)
+        scalars = slice(features + len(reel.features), self.end - 1)
+        self._value[scalars], self._has_value[scalars] = list(reel.scalars.values()), True
+        self.texts["detail"][self.end - 1] = _about(reel, layout)
+
+    def _rare(self, begin: int, reel: Reel, rows: I64) -> None:
+        """Fill what few steps have: CRC-32, quantiles and histograms."""
+        if not (reel.crc32 or reel.quantiles or reel.histograms):
+            return
+        for at, row in enumerate(rows.tolist(), begin):
+            if reel.crc32 and row in reel.crc32:
+                self.texts["crc32"][at] = reel.crc32[row].encode()
+            if reel.quantiles and row in reel.quantiles:
+                self._lists["quantiles"][at] = reel.quantiles[row]
+            if reel.histograms and row in reel.histograms:
+                self._lists["edges"][at], self._lists["numbers"][at] = reel.histograms[row]
+
+    def _feature(self, at: int, feature: Feature) -> None:
+        if feature.edges is None and feature.numbers.size == 1:
+            self._value[at], self._has_value[at] = feature.numbers[0], True
+            return
+        self._lists["numbers"][at] = feature.numbers
+        if feature.edges is not None:
+            self._lists["edges"][at] = feature.edges
+
+    def arrays(self, words: Mapping[str, Words]) -> list[pa.Array]:
+        """Return the columns in the order of the schema."""
+        step, time, rank = np.ascontiguousarray(self.common.T)
+        numbers = {**self._numbers(), "value": (self._value, self._has_value)}
+        found: dict[str, pa.Array] = {
+            **{name: words[name].column(self._codes[name]) for name in WORDS},
+            **{name: arrow_arrays.texts(self.n, texts) for name, texts in self.texts.items()},
+            **{name: arrow_arrays.lists(self.n, lists) for name, lists in self._lists.items()},
+        }
+        for name, whole in (("step", step), ("time", time), ("rank", rank.astype(np.int32))):
+            found[name] = arrow_arrays.numbers(COLUMNS[name][0], whole)
+        for name in _PLACES:
+            found[name] = arrow_arrays.numbers(COLUMNS[name][0], self._codes[name], self._codes[name] >= 0)
+        for name, (values, valid) in numbers.items():
+            found[name] = arrow_arrays.numbers(COLUMNS[name][0], values, valid)
+        return [found[name] if name in found else pa.nulls(self.n, kind) for name, (kind, _) in COLUMNS.items()]
+
+    def _numbers(self) -> dict[str, tuple[npt.NDArray[Any], Bools]]:
+        """Return the columns that come from the partials, and where each has a number."""
+        at = np.concatenate([np.arange(begin, begin + len(rows)) for begin, _, rows in self._steps])
+        lengths = [len(rows) for _, _, rows in self._steps]
+        partials = np.concatenate([_rows_of(reel.partials, rows) for _, reel, rows in self._steps])
+        there = np.concatenate([rows >= 0 for _, _, rows in self._steps])
+
+        def spread(values: npt.NDArray[Any], valid: Bools | None = None) -> tuple[npt.NDArray[Any], Bools]:
+            whole, has = np.zeros(self.n, values.dtype), np.zeros(self.n, bool)
+            whole[at], has[at] = values, True if valid is None else valid
+            return whole, has
+
+        def asked(name: str) -> Bools:
+            return np.repeat([name in reel.wanted for _, reel, _ in self._steps], lengths)
+
+        found = {name: spread(column(partials, name).astype(np.int64)) for name in _COUNTS}
+        found.update({name: spread(values) for name, values in finish(partials, _STATISTICS).items()})
+        if (wants := asked("std")).any():
+            found["std"] = spread(finish(partials, ("std",))["std"], wants)
+        if (wants := asked("sublow")).any():
+            found["subnormal"] = spread(column(partials, "sublow").astype(np.int64), wants)
+        if any(reel.checksums is not None for _, reel, _ in self._steps):
+            sums = np.concatenate([_sums_of(reel, rows) for _, reel, rows in self._steps])
+            taken = np.repeat([reel.checksums is not None for _, reel, _ in self._steps], lengths)
+            unasked = (sums == 0) & (column(partials, "count") > 0)
+            found["checksum"] = spread(sums, taken & there & ~unasked)
+        return found
 
 
-def _micros(micros: Iterable[int | None]) -> Codes:
-    return np.array([-1 if micro is None else micro for micro in micros], np.int32)
+def _rows_of(partials: npt.NDArray[np.float64], rows: I64) -> npt.NDArray[np.float64]:
+    """Return the partials of each row, zeros for row -1."""
+    if not len(partials):
+        return np.zeros((len(rows), partials.shape[1]))
+    taken = partials[rows]
+    taken[rows < 0] = 0.0
+    return taken
 
 
-def _feature_numbers(features: Sequence[Feature]) -> dict[str, Any]:
-    single = [f.edges is None and f.numbers.size == 1 for f in features]
-    found: dict[str, Any] = {"value": [float(f.numbers[0]) if one else None for f, one in zip(features, single, strict=True)]}
-    if not all(single):
-        found["numbers"] = [None if one else f.numbers for f, one in zip(features, single, strict=True)]
-        found["edges"] = [f.edges for f in features]
-    return found
+def _sums_of(reel: Reel, rows: I64) -> npt.NDArray[np.uint64]:
+    if reel.checksums is None or not len(reel.checksums):
+        return np.zeros(len(rows), np.uint64)
+    return np.where(rows >= 0, reel.checksums[rows], np.uint64(0))
 
 
-def _numbers(reel: Reel, rows: I64) -> dict[str, Any]:
-    there = rows >= 0
-    partials = reel.partials[np.where(there, rows, 0)] if len(reel.partials) else np.zeros((len(rows), reel.partials.shape[1]))
-    if not there.all():
-        partials[~there] = 0.0
-    found: dict[str, Any] = {name: column(partials, name) for name in _COUNTS}
-    wanted = [*_STATISTICS, *(["std"] if "std" in reel.wanted else [])]
-    found.update(finish(partials, wanted))
-    if "sublow" in reel.wanted:
-        found["subnormal"] = column(partials, "sublow")
-    if reel.checksums is not None:
-        sums = np.where(there, reel.checksums[np.where(there, rows, 0)], 0)
-        found["checksum"] = pa.array(sums, mask=(sums == 0) & (found["count"] > 0) | ~there)  # 0 where none was asked for
-    listed = rows.tolist()
-    if reel.crc32:
-        found["crc32"] = [reel.crc32.get(row) for row in listed]
-    if reel.quantiles:
-        found["quantiles"] = [reel.quantiles.get(row) for row in listed]
-    if reel.histograms:
-        pairs = [reel.histograms.get(row) for row in listed]
-        found["edges"] = [None if pair is None else pair[0] for pair in pairs]
-        found["numbers"] = [None if pair is None else np.asarray(pair[1], float) for pair in pairs]
-    return found
-
-
-def _about(reel: Reel, layout: Layout) -> str:
+def _about(reel: Reel, layout: _Layout) -> bytes:
     detail = {
         "layout": layout.key,
         "place": place_text(reel.place),
@@ -246,4 +249,4 @@ def _about(reel: Reel, layout: Layout) -> str:
         **({"notes": list(reel.notes)} if reel.notes else {}),
         **({"batches": list(reel.batches)} if reel.batches else {}),
     }
-    return orjson.dumps(detail).decode()
+    return orjson.dumps(detail)

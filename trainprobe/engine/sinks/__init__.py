@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from trainprobe.engine.dumps.tensor_files import SavedTensor
 from trainprobe.engine.records import Finding, Reel
-
-AT_ONCE = 1 << 20  # bytes of steps that may wait to be written in one call
-_Prepared = TypeVar("_Prepared")
 
 
 class Sink(Protocol):
@@ -51,13 +48,11 @@ class PieceSink(Protocol):
 
 
 @runtime_checkable
-class ManySink(Protocol):
-    """A sink that takes many steps at once."""
+class BatchSink(Protocol):
+    """A sink that gathers steps and writes them together."""
 
-    at: int  # where `write_many` raised, the step that is lost, with those after it
-
-    def write_many(self, reels: Sequence[Reel]) -> None:
-        """Write steps as `write` does each of them, with fewer calls of the system."""
+    def flush(self) -> None:
+        """Write what was gathered. The writer asks for it BATCH_WINDOW after the first of these steps, and at its end."""
         ...
 
 
@@ -77,35 +72,3 @@ class CountingSink(Protocol):
     def counts(self, findings: Sequence[Finding]) -> None:
         """Write findings again that were written before and have been seen at more steps since."""
         ...
-
-
-def write_together(
-    sink: ManySink,
-    reels: Sequence[Reel],
-    prepare: Callable[[Reel], tuple[_Prepared, int]],
-    write: Callable[[list[_Prepared]], None],
-) -> None:
-    """Do what `write_many` does: prepare step by step and write many of them at once, also those before one that raises.
-
-    prepare: returns what is to be written of a step, and its size in bytes. write: keeps `sink.at` at the step it is at.
-    """
-    waiting: list[_Prepared] = []
-    size = 0
-
-    def write_waiting() -> None:
-        taken, at = waiting.copy(), sink.at
-        waiting.clear()
-        write(taken)
-        sink.at = at
-
-    try:
-        for reel in reels:
-            sink.at = reel.step
-            prepared, length = prepare(reel)
-            waiting.append(prepared)
-            size += length
-            if size >= AT_ONCE:
-                write_waiting()
-                size = 0
-    finally:
-        write_waiting()

@@ -7,7 +7,7 @@ infinities are the strings "nan", "inf" and "-inf", which Python's `float` and e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,32 +27,19 @@ from trainprobe.engine.dumps.layout import (
     remove,
 )
 from trainprobe.engine.dumps.numbers_text import fragment
-from trainprobe.engine.dumps.shared import Pattern, pattern_of
 from trainprobe.engine.dumps.tensor_files import DATA_FOLDER, SavedTensor, SeparateFiles, TensorFiles, open_tensor_files
 from trainprobe.engine.plan import Plan
 from trainprobe.engine.records import Finding, Place, Reel
-from trainprobe.engine.sinks import write_together
+from trainprobe.engine.step_layout import layout_of
 from trainprobe.errors import OutputError
 
 
-class _Written(NamedTuple):
-    """What was written of a reel, and goes for those that are like it: of the same pattern, stacks and key."""
+class _Fixed(NamedTuple):
+    """What the steps of one layout have in common: parts of the header, stack.json and construct.json."""
 
-    pattern: Pattern
-    stacks_of: Sequence[Sequence[str]]
-    key: tuple[Any, ...]
-    document: Document
-    about: Mapping[str, Any]
+    about: dict[str, Any]
     stacks: bytes
     construct: bytes
-
-
-class _Ready(NamedTuple):
-    """A step that only has to be written."""
-
-    step: int
-    folder: RankFolder
-    files: Files
 
 
 class DumpSink:
@@ -62,7 +49,6 @@ class DumpSink:
         self._root = str(root)
         self._plan = plan
         self._place = place
-        self.at = -1  # the step that is being written
         self._step: int | None = None
         self._folder: RankFolder | None = None
         self._files: TensorFiles | None = None
@@ -70,7 +56,6 @@ class DumpSink:
         self._bytes = 0
         self._reserve = 0  # bytes that the header of a step's tensors takes, so that the next step's need not be moved for it
         self._full = False
-        self._last: _Written | None = None
         self._complaints: list[Finding] = []
         self._left = False  # a step of an earlier run was left as it is, and that was said
 
@@ -134,47 +119,48 @@ class DumpSink:
     def write(self, reel: Reel) -> None:
         """Write one step and make its folder visible.
 
-        A step that is there already stays as it is in a run that continues, and is told of once; else raises OutputError.
+        A step that is there already stays as it is in a run that continues, and is reported once; else raises OutputError.
         """
-        self.write_many((reel,))
-
-    def write_many(self, reels: Sequence[Reel]) -> None:
-        """Write steps as `write` does, many of them at once. Where it raises, `at` is the step that is lost."""
-        write_together(self, [reel for reel in reels if "dump" in reel.programs], self._ready, self._complete)
-
-    def _ready(self, reel: Reel) -> tuple[_Ready, int]:
+        if "dump" not in reel.programs:
+            return
         self._begin(reel.step)
         folder = self._folder
         assert folder is not None
         if self._files is not None:
             self._reserve = max(self._reserve, self._files.finish())
-        suffix = "" if self._plan.tensor_format == "safetensors" else self._plan.tensor_format
-        text = EntryText(reel, nan_tokens=self._plan.nan_tokens, stored=self._stored, suffix=suffix)
-        main = DEBUG_FILE if reel.level == "debug" else DUMP_FILE
-        top = _top(reel, self._data_folder(folder))
-        before = self._like(reel)
-        last = self._last = before or self._anew(reel, text)
-        end = b'\n },\n "%b": %b\n}\n' % (HEADER.encode(), dumps(header(reel, last.about)).encode())
-        whole = b"".join((top, last.document.text, end)) if before is None else text.again(top, last.document, end)
-        files = [(main, whole)]
-        if reel.level != "debug":
-            files += [(STACK_FILE, last.stacks), (CONSTRUCT_FILE, last.construct)]
-        if isinstance(self._files, SeparateFiles):
-            self._files.place(text.links)
+        files = self._texts(reel, folder)
         self._folder = self._files = self._step = None
         self._stored.clear()
-        return _Ready(reel.step, folder, files), sum(len(text) for _, text in files)
+        try:
+            folder.complete(files, self._plan.on_existing == "replace")
+        except OutputError:
+            if self._plan.on_existing != "continue":
+                raise
+            self._leave(reel.step)
 
-    def _complete(self, steps: Sequence[_Ready]) -> None:
-        written = RankFolder.complete_new([(ready.folder, ready.files) for ready in steps])
-        for ready in steps[written:]:
-            self.at = ready.step
-            try:
-                ready.folder.complete(ready.files, self._plan.on_existing == "replace")
-            except OutputError:
-                if self._plan.on_existing != "continue":
-                    raise
-                self._leave(ready.step)
+    def _texts(self, reel: Reel, folder: RankFolder) -> Files:
+        suffix = "" if self._plan.tensor_format == "safetensors" else self._plan.tensor_format
+        text = EntryText(reel, nan_tokens=self._plan.nan_tokens, stored=self._stored, suffix=suffix)
+        document = text.document()
+        fixed = self._fixed(reel, document)
+        end = b'\n },\n "%b": %b\n}\n' % (HEADER.encode(), dumps(header(reel, fixed.about)).encode())
+        whole = b"".join((_top(reel, self._data_folder(folder)), document.text, end))
+        if isinstance(self._files, SeparateFiles):
+            self._files.place(text.links)
+        if reel.level == "debug":
+            return [(DEBUG_FILE, whole)]
+        return [(DUMP_FILE, whole), (STACK_FILE, fixed.stacks), (CONSTRUCT_FILE, fixed.construct)]
+
+    def _fixed(self, reel: Reel, document: Document) -> _Fixed:
+        """Return what the steps of this layout have in common; it depends on level and framework too."""
+        known: dict[tuple[str, str], _Fixed] = layout_of(reel).derived(self, dict)
+        key = reel.level, reel.framework
+        if key not in known:
+            pairs = list(zip(document.names, document.calls, strict=True))
+            tree = construct_text(reel, document.names, document.calls) if self._plan.construct else b"{}"
+            about = {name: fragment(dumps(item)) for name, item in about_calls(reel, pairs).items()}
+            known[key] = _Fixed(about, orjson.dumps(stacks(reel, pairs), option=orjson.OPT_INDENT_2), tree)
+        return known[key]
 
     def _leave(self, step: int) -> None:
         """Say once that a run which was resumed before its last step comes by steps that it has dumped already."""
@@ -191,26 +177,6 @@ class DumpSink:
                 place=self._place,
             )
         )
-
-    def _like(self, reel: Reel) -> _Written | None:
-        """Return what was written last where this reel differs from it in nothing but its numbers."""
-        last = self._last
-        if last is None or last.document.holes is None or pattern_of(reel, last.pattern) is not last.pattern:
-            return None
-        return last if last.key == self._key(reel) and last.stacks_of == reel.stacks else None
-
-    def _key(self, reel: Reel) -> tuple[Any, ...]:
-        return reel.level, reel.framework, frozenset(self._stored)
-
-    def _anew(self, reel: Reel, text: EntryText) -> _Written:
-        document = text.document()
-        names, calls = document.names, document.calls
-        pairs = list(zip(names, calls, strict=True))
-        tree = construct_text(reel, names, calls) if self._plan.construct else b"{}"
-        stack = orjson.dumps(stacks(reel, pairs), option=orjson.OPT_INDENT_2)
-        key = self._key(reel)
-        about = {name: fragment(dumps(told)) for name, told in about_calls(reel, pairs).items()}
-        return _Written(pattern_of(reel), list(reel.stacks), key, document, about, stack, tree)
 
     def _data_folder(self, folder: RankFolder) -> str | None:
         if self._files is None:

@@ -6,6 +6,7 @@ read all the same, and the next run in the folder makes a segment of them. `find
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,34 +27,35 @@ SEGMENT = 1 << 17  # rows of the live stream that become a segment: some 35 MB o
 class ParquetSink:
     """Appends to the run log of one rank.
 
-    findings: the file of findings, None where another sink writes it. dumped: steps that only the dump wanted are in a dump, and
-    are left out here.
+    findings: the file of findings, None where another sink writes it. dumped: steps that only the dump wanted are in a dump,
+    and are left out here.
     """
 
     def __init__(self, folder: Path, findings: FindingsFile | None = None, dumped: bool = False) -> None:
         self.findings_file = findings
-        self.at = -1  # the step that is being written
         self._folder = folder
         self._dumped = dumped
         self._rows: Rows | None = None
         self._live: LiveStream | None = None
+        self._waiting: list[tuple[int, Reel]] = []  # with the microseconds at which each came
         if (folder / LIVE_FILE).exists():  # a killed run left it
             from trainprobe.engine.run_log.segments import close_segment
 
             close_segment(folder)
 
     def write(self, reel: Reel) -> None:
-        """Append the rows of one step."""
-        self.write_many((reel,))
-
-    def write_many(self, reels: Sequence[Reel]) -> None:
-        """Append the rows of some steps as one batch. Where it raises, `at` is the first step that is lost."""
-        logged = [reel for reel in reels if not self._dumped or tuple(reel.programs) != ("dump",)]
-        if not logged:
+        """Take one step; it is in the file after the next `flush`."""
+        if self._dumped and tuple(reel.programs) == ("dump",):
             return
-        self.at = logged[0].step
+        self._waiting.append((time.time_ns() // 1000, reel))
+
+    def flush(self) -> None:
+        """Append the rows of the steps that wait as one batch."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
         rows, live = self._open()
-        live.write(rows.batch(logged))
+        live.write(rows.batch(waiting))
         if live.rows >= SEGMENT:
             self._close_segment()
 
@@ -87,6 +89,7 @@ class ParquetSink:
 
     def close(self) -> None:
         """Make a segment of what is in the stream."""
+        self.flush()
         if self._live is not None:
             self._close_segment()
         if self.findings_file is not None:

@@ -33,16 +33,15 @@ typedef struct {
     PyObject_HEAD
     Py_ssize_t row;
     PyObject *type, *dtype, *shape, *device, *requires_grad, *note, *tensor, *extra;
-    uint64_t epoch, pair_epoch; /* with mark: its number in the log that is being written; with pair: among two that are compared */
-    Py_ssize_t mark, pair;
+    uint64_t epoch; /* of the step in whose trail it was written */
 } Value;
 
 typedef struct {
     PyObject_HEAD
     Py_ssize_t call, stack;
     PyObject *kind, *name, *phase, *cls, *micro, *parent, *args, *kwargs, *out, *params, *node;
-    uint64_t epoch, pair_epoch;
-    Py_ssize_t mark, pair;
+    uint64_t epoch;
+    Py_ssize_t mark; /* its place among the calls whose structure was last asked for */
 } Call;
 
 /* A module of the model as it is recorded; nothing of it changes. */
@@ -204,7 +203,6 @@ Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phas
 /* Number of the stack that begins at the current Python frame, `skip` frames left out, or -2 with an exception set. */
 Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, int skip);
 
-uint64_t next_epoch(void); /* of those marks (alike.c) */
 
 int objects_fill(PyObject *module);
 int attributes_fill(PyObject *module);
@@ -214,9 +212,7 @@ int looking_fill(PyObject *module);
 int tape_fill(PyObject *module);
 int stacks_fill(PyObject *module);
 int text_fill(PyObject *module);
-int log_text_fill(PyObject *module);
-int alike_fill(PyObject *module);
-int numbers_fill(PyObject *module);
+int structure_fill(PyObject *module);
 int folder_fill(PyObject *module);
 int questions_fill(PyObject *module);
 int ops_fill(PyObject *module);

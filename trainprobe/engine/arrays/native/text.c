@@ -6,11 +6,7 @@
 #define MOST_COLUMNS 16
 
 typedef struct {
-    Py_ssize_t at, size, row; /* the numbers of a row stand there in the text */
-} Hole;
-
-typedef struct {
-    Text out, numbers, holes;
+    Text out, numbers;
     size_t *starts; /* of the text of each row in `numbers`, and where the last one ends */
     Py_ssize_t rows;
     PyObject *stored, *quote, *other, *about; /* about(value): what is rare of a value; other(leaf): a leaf that is not plain */
@@ -75,8 +71,7 @@ static size_t row_text(const Dump *d, Py_ssize_t row, const char **text) {
 static int put_numbers(Dump *d, Py_ssize_t row) {
     const char *text;
     size_t size = row_text(d, row, &text);
-    Hole hole = {(Py_ssize_t)d->out.size, (Py_ssize_t)size, row};
-    return put(&d->holes, (const char *)&hole, sizeof hole) || put(&d->out, text, size) ? -1 : 0;
+    return put(&d->out, text, size);
 }
 
 static int put_value(Dump *d, Value *v) {
@@ -228,7 +223,6 @@ static int read_numbers(Dump *d, PyObject *numbers) {
 static void dump_free(Dump *d) {
     PyMem_Free(d->out.data);
     PyMem_Free(d->numbers.data);
-    PyMem_Free(d->holes.data);
     PyMem_Free(d->starts);
 }
 
@@ -240,46 +234,13 @@ static PyObject *entries(PyObject *module, PyObject *args) {
         PyArg_ParseTuple(args, "O!pO!O!OOOO", &PyList_Type, &calls, &d.mindspore, &PyTuple_Type, &numbers, &PySet_Type, &d.stored, &d.quote,
                          &d.other, &d.about, &free_name) &&
         !read_numbers(&d, numbers) && !put_all(&d, calls, names, kept, free_name)) {
-        PyObject *text = bytes_of(&d.out), *holes = bytes_of(&d.holes);
-        answer = text && holes ? PyTuple_Pack(4, text, names, kept, holes) : NULL;
-        Py_XDECREF(text), Py_XDECREF(holes);
+        PyObject *text = bytes_of(&d.out);
+        answer = text ? PyTuple_Pack(3, text, names, kept) : NULL;
+        Py_XDECREF(text);
     }
     dump_free(&d);
     Py_XDECREF(names);
     Py_XDECREF(kept);
-    return answer;
-}
-
-static char *copied(char *to, const char *text, size_t size) {
-    memcpy(to, text, size);
-    return to + size;
-}
-
-/* The same entries with other numbers: what is between the holes stays. */
-static PyObject *again(PyObject *module, PyObject *args) {
-    Dump d = {0};
-    const char *top, *text, *holes_data, *end, *numbers;
-    Py_ssize_t top_size, size, holes_size, end_size;
-    PyObject *about, *answer = NULL;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "y#y#y#O!y#", &top, &top_size, &text, &size, &holes_data, &holes_size, &PyTuple_Type, &about, &end, &end_size) ||
-        read_numbers(&d, about))
-        goto done;
-    const Hole *holes = (const Hole *)holes_data, *last = holes + holes_size / (Py_ssize_t)sizeof *holes;
-    Py_ssize_t whole = top_size + size + end_size;
-    for (const Hole *h = holes; h < last; h++) whole += (Py_ssize_t)row_text(&d, h->row, &numbers) - h->size;
-    if (!(answer = PyBytes_FromStringAndSize(NULL, whole))) goto done;
-    char *to = copied(PyBytes_AsString(answer), top, (size_t)top_size);
-    const char *from = text;
-    for (const Hole *h = holes; h < last; h++) {
-        to = copied(to, from, (size_t)(text + h->at - from));
-        size_t more = row_text(&d, h->row, &numbers);
-        to = copied(to, numbers, more);
-        from = text + h->at + h->size;
-    }
-    copied(copied(to, from, (size_t)(text + size - from)), end, (size_t)end_size);
-done:
-    dump_free(&d);
     return answer;
 }
 
@@ -323,8 +284,7 @@ failed:
 
 static PyMethodDef functions[] = {
     {"dump_entries", entries, METH_VARARGS,
-     "dump_entries(calls, mindspore, numbers, stored, quote, other, about, free_name) -> (text, names, calls, holes)"},
-    {"dump_again", again, METH_VARARGS, "dump_again(top, text, holes, numbers, end) -> top, the text with other numbers in its holes, and end"},
+     "dump_entries(calls, mindspore, numbers, stored, quote, other, about, free_name) -> (text, names, calls)"},
     {"dump_construct", construct, METH_VARARGS, "dump_construct(names, calls, mindspore, quote) -> text of construct.json"},
     {NULL, NULL, 0, NULL}};
 

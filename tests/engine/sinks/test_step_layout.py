@@ -1,20 +1,26 @@
-"""Steps that are alike share what is written of them: each must be written as by a sink that never saw another step."""
+"""Steps with one layout share what is made of it: each must be written as by a sink that never saw another step."""
 
 from __future__ import annotations
+
+import dataclasses
+import weakref
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.sinks.reels import partials_of, plan_for, reels, told
-from trainprobe.engine.dumps import entry_text, layout, record_log, shared
-from trainprobe.engine.dumps.shared import Steady, pattern_of
-from trainprobe.engine.records import Call, Opaque, Place, Reel, Value
+from tests.engine.sinks.reels import partials_of, plan_for, reels
+from trainprobe.engine import step_layout
+from trainprobe.engine.dumps import entry_text
+from trainprobe.engine.dumps import layout as dumps_layout
+from trainprobe.engine.records import Call, Feature, Opaque, Place, Reel, Value
 from trainprobe.engine.sinks import dump, jsonl
-from trainprobe.engine.stats.partials import PARTIALS, finish
+from trainprobe.engine.stats.partials import PARTIALS
+from trainprobe.engine.step_layout import layout_of
 
-compiled = pytest.mark.skipif(shared.native is None, reason="the compiled parts are not built")
+compiled = pytest.mark.skipif(step_layout.native is None, reason="the compiled parts are not built")
+FEATURE = Feature("layers.0", "attention_entropy", 0, 0, np.array([0.5]))
 
 
 def reel(step, change=lambda reel: None):
@@ -149,11 +155,12 @@ def written(folder, steps, **fields):
 
 
 def alone(folder, steps, **fields):
-    """Write each step with sinks of its own."""
+    """Write each step with sinks of its own, and with no layout known."""
     folder.mkdir()
     out, log = {}, b""
     for i, step in enumerate(steps):
-        step.shared = None
+        step.layout = None
+        step_layout._known.clear()
         found = written(folder / str(i), [step], **fields)
         log += found.pop("rank0/records.jsonl")
         out |= found
@@ -172,88 +179,68 @@ def test_a_step_that_differs_is_written_as_if_none_had_come_before(tmp_path, cha
 def test_the_compiled_parts_write_what_their_twins_write(tmp_path, monkeypatch, change):
     steps = [reel(0), reel(1), reel(2, change)]
     with_them = written(tmp_path / "with", steps)
-    for module in (shared, entry_text, record_log, layout):
+    for module in (step_layout, entry_text, dumps_layout):
         monkeypatch.setattr(module, "native", None)
     assert with_them == alone(tmp_path / "without", steps)
 
 
-@compiled
-def test_steps_that_differ_in_nothing_but_numbers_have_one_pattern():
-    first = pattern_of(reel(0))
-    assert pattern_of(reel(1), first) is first
-    assert pattern_of(reel(2, _poison), first) is first
+WITHOUT = pytest.mark.parametrize("without", [pytest.param(False, marks=compiled), True], ids=["compiled", "portable"])
+IN_THE_CALLS = list(CHANGES)[1 : list(CHANGES).index("no parameters") + 1]
 
 
-IN_THE_CALLS = [name for name in list(CHANGES)[1 : list(CHANGES).index("no parameters") + 1] if name != "stacks"]
+@WITHOUT
+def test_steps_that_differ_in_nothing_but_numbers_have_one_layout(monkeypatch, without):
+    if without:
+        monkeypatch.setattr(step_layout, "native", None)
+    first = layout_of(reel(0))
+    assert layout_of(reel(1)) is first
+    assert layout_of(reel(2, _poison)) is first
+    assert layout_of(reel(3, lambda r: _set(r, scalars={"loss": np.nan}))) is first
+    made = reel(4)
+    assert layout_of(made) is made.layout is first
+    assert dataclasses.replace(made, calls=[]).layout is None
 
 
-@compiled
+@WITHOUT
 @pytest.mark.parametrize("name", IN_THE_CALLS)
-def test_what_differs_in_the_calls_makes_another_pattern(name):
-    first = pattern_of(reel(0))
-    assert pattern_of(reel(1, CHANGES[name]), first) is not first
+def test_what_differs_in_the_calls_makes_another_layout(name, monkeypatch, without):
+    if without:
+        monkeypatch.setattr(step_layout, "native", None)
+    step_layout._known.clear()
+    first, other = layout_of(reel(0)), layout_of(reel(1, CHANGES[name]))
+    assert first is not other
+    assert layout_of(reel(2)) is first
+    assert layout_of(reel(3, CHANGES[name])) is other
 
 
-@compiled
-def test_values_that_two_steps_share_make_another_pattern():
-    before, now = reel(0), reel(1)
-    now.calls[2].args = [before.values[3]]
-    first = pattern_of(before)
-    assert pattern_of(now, first) is not first
-    twice = reel(2)
-    twice.calls = before.calls
-    assert pattern_of(twice, first) is not first
+@pytest.mark.parametrize(
+    "change", [{"features": [FEATURE]}, {"scalars": {"loss": 1.0, "lr": 0.1}}], ids=["features", "scalars"]
+)
+def test_features_and_scalars_belong_to_the_layout_by_name(change):
+    first, other = layout_of(reel(0)), layout_of(reel(1, lambda r: _set(r, **change)))
+    assert first is not other
+    moved = {"features": [dataclasses.replace(FEATURE, numbers=np.array([3.0]))]} if "features" in change else change
+    assert layout_of(reel(2, lambda r: _set(r, **moved))) is other
 
 
-@compiled
-def test_alike_steps_share_the_calls_of_the_first_and_keep_their_own_numbers():
-    steady = Steady()
-    steps = [reel(number) for number in range(3)]
-    for step in steps:
-        steady.settle(step)
-    assert all(step.calls is steps[0].calls and step.values is steps[0].values for step in steps)
-    assert len({pattern_of(step) for step in steps}) == 1
-    for number, step in enumerate(steps):
-        assert [told(a) for a in step.records()] == [told(b) for b in reel(number).records()]
+def test_few_layouts_are_kept_and_what_was_made_of_one_goes_with_its_owner():
+    class Owner:
+        pass
 
-
-@compiled
-@pytest.mark.parametrize("name", IN_THE_CALLS)
-def test_a_step_that_differs_keeps_its_calls_and_lends_them_to_the_next(name):
-    steady = Steady()
-    first, other, again, back = reel(0), reel(1, CHANGES[name]), reel(2, CHANGES[name]), reel(3)
-    own = other.calls
-    for step in (first, other, again, back):
-        steady.settle(step)
-    assert other.calls is own
-    assert again.calls is own
-    assert back.calls is not own
-
-
-@compiled
-def test_steps_of_other_programs_are_not_compared():
-    steady = Steady()
-    dumped, monitored, dumped_again = reel(0), reel(1), reel(2)
-    monitored.programs = ("monitor",)
-    for step in (dumped, monitored, dumped_again):
-        steady.settle(step)
-    assert monitored.calls is not dumped.calls
-    assert dumped_again.calls is dumped.calls
-
-
-@compiled
-def test_a_step_can_be_compared_while_it_is_logged():
-    made = reel(0)
-    alone = shared.native.log_calls(made.calls, record_log._quoted, record_log._leaf_text)[:4]
-    compared = []
-
-    def text_of(leaf):
-        compared.append(shared.native.calls_alike(made.calls, reel(1).calls, Opaque))
-        return record_log._leaf_text(leaf)
-
-    assert shared.native.log_calls(made.calls, record_log._quoted, text_of)[:4] == alone
-    assert compared
-    assert all(compared)
+    owner, made = Owner(), []
+    kept = layout_of(reel(0))
+    assert (
+        kept.derived(owner, lambda: made.append(1) or "once")
+        == kept.derived(owner, lambda: made.append(2) or "twice")
+        == "once"
+    )
+    assert made == [1]
+    seen = weakref.ref(owner)
+    del owner
+    assert seen() is None
+    for number in range(3 * step_layout.KEPT):
+        layout_of(reel(0, lambda r, number=number: _set(r.calls[0], name=f"layers.{number}")))
+    assert len(step_layout._known) <= step_layout.KEPT
 
 
 def same_again(made, step, partials):
@@ -287,31 +274,3 @@ def test_any_step_that_is_like_another_is_written_as_if_alone(tmp_path_factory, 
     other = partials_of([[numbers[i % len(numbers)], float(i)] for i in range(rows)])
     steps = [same_again(made, 0, made.partials), same_again(made, 1, other), same_again(made, 2, made.partials)]
     assert written(folder / "together", steps) == alone(folder / "alone", steps)
-
-
-@compiled
-@given(
-    st.lists(
-        st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=5), min_size=1, max_size=5
-    )
-)
-def test_plain_numbers_are_those_of_the_portable_statistics(arrays):
-    partials = partials_of(arrays)
-    table, used, counts, zeros = shared.native.plain_table(partials.tobytes())
-    told = finish(partials)
-    at = {name: partials[:, PARTIALS.index(name)] for name in PARTIALS}
-    wanted = [at["sum"], at["sumsq"], told["min"], told["max"], told["mean"], told["norm"]]
-    assert table == np.array(wanted, np.float64).tobytes()
-    assert [bool(used >> i & 1) for i in range(6)] == [bool(column.any()) for column in wanted]
-    assert counts.decode().split(",") == [str(int(x)) for x in at["count"]]
-    assert zeros.decode() == (",".join(str(int(x)) for x in at["zero"]) if at["zero"].any() else "")
-
-
-@compiled
-@pytest.mark.parametrize("name", ["nan", "posinf", "neginf", "m2", "exponent", "sublow"])
-def test_numbers_are_not_plain_where_a_rarer_partial_is_there(name):
-    partials = partials_of([[1.0], [2.0]])
-    assert shared.native.plain_table(partials.tobytes()) is not None
-    partials[1, PARTIALS.index(name)] = 1
-    assert shared.native.plain_table(partials.tobytes()) is None
-    assert shared.native.plain_table(b"") is None
