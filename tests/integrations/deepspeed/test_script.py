@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import ROOT, free_port
-from tests.integrations.records import recorded
-from trainprobe.engine.dumps.log import read_log
+from tests.integrations.records import recorded, steps_of
 
 SCRIPT = str(Path(__file__).with_name("loop_script.py"))
 WATCH = ("-m", "trainprobe", "run", "plan.yaml", "--")
@@ -44,7 +43,7 @@ def test_a_script_is_run_unedited_with_the_same_output_and_its_steps_and_micro_b
     assert all(
         {"loss", "grad_norm", "lr", "0.weight grad", "3.bias exp_avg_after"} <= set(numbers) for numbers in found.values()
     )
-    (reel,) = (reel for reel in read_log(folder / "out" / "rank0") if reel.step == 2)
+    (reel,) = (reel for reel in steps_of(folder / "out") if reel.step == 2)
     assert [call.micro for call in reel.calls if call.name == "0" and call.phase == "forward"] == [0, 1]
 
 
@@ -60,7 +59,7 @@ def test_every_rank_that_torchrun_starts_is_watched(folder):
 
 def test_a_script_that_fails_keeps_its_error_and_what_was_seen(folder):
     run(*WATCH, SCRIPT, "crash", cwd=folder, code=1)
-    reels = list(read_log(folder / "out" / "rank0"))
+    reels = list(steps_of(folder / "out"))
     assert [(reel.step, reel.complete) for reel in reels] == [(1, True), (2, True), (3, False)]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integrations.records import steps_of
 from trainprobe.errors import OutputError, PlanError
 
 
@@ -127,16 +128,13 @@ def test_the_steps_are_those_of_global_step_also_with_two_optimizers(tmp_path):
 
 
 def test_micro_batches_are_told_apart(tmp_path):
-    from trainprobe.engine.dumps.log import read_log
-
     fit(tmp_path / "out", "accumulated and clipped", {"level": "off", "monitor": {"activations": True}})
-    for reel in read_log(tmp_path / "out" / "rank0"):
+    for reel in steps_of(tmp_path / "out"):
         assert {call.micro for call in reel.calls if call.kind == "module" and call.name == "net.first"} == {0, 1}
 
 
 def test_validation_between_micro_batches_is_not_recorded(tmp_path):
     from tests.integrations.lightning.small_lightning import bits, loader, module, trainer
-    from trainprobe.engine.dumps.log import read_log
     from trainprobe.integrations.lightning import ProbeCallback
 
     options = {"accumulate_grad_batches": 2, "val_check_interval": 1, "num_sanity_val_steps": 1}
@@ -147,7 +145,7 @@ def test_validation_between_micro_batches_is_not_recorded(tmp_path):
         run.fit(model, loader(), val_dataloaders=loader(rank=1, count=2))
         found.append(bits(model, run))
     assert found[0] == found[1]
-    for reel in read_log(tmp_path / "out" / "rank0"):
+    for reel in steps_of(tmp_path / "out"):
         forwards = [call for call in reel.calls if call.phase == "forward" and call.name == "net.first"]
         assert len(forwards) == 2, "one for each micro-batch and none for validation"
 
@@ -224,7 +222,6 @@ def test_a_nan_in_one_layer_is_found_at_its_step_and_named(tmp_path):
 @pytest.mark.proves("Lightning", "a crash")
 def test_a_crash_passes_through_and_what_was_seen_of_the_step_is_on_disk(tmp_path):
     from tests.integrations.lightning.small_lightning import loader, module, trainer
-    from trainprobe.engine.dumps.log import read_log
     from trainprobe.integrations.lightning import ProbeCallback
 
     call = torch.nn.Module._call_impl
@@ -232,7 +229,7 @@ def test_a_crash_passes_through_and_what_was_seen_of_the_step_is_on_disk(tmp_pat
         trainer([ProbeCallback(output=tmp_path / "out", level="L0")], accumulate_grad_batches=2).fit(
             module(crash_at=5), loader()
         )
-    reels = list(read_log(tmp_path / "out" / "rank0"))
+    reels = list(steps_of(tmp_path / "out"))
     assert [(reel.step, reel.complete) for reel in reels] == [(0, True), (1, True), (2, False)]
     assert torch.nn.Module._call_impl is call
 

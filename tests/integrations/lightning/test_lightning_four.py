@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import launch
-from tests.integrations.records import recorded
+from tests.integrations.records import recorded, steps_of
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +80,8 @@ def test_the_pieces_of_four_ranks_cover_each_parameter_once(four):
 
 def places_of(folder: Path, rank: int) -> dict[str, tuple[int, ...]]:
     """Return parameter → offset and shape of what a rank holds of it, where that is not nothing."""
-    from trainprobe.engine.dumps.log import read_log
-
     found: dict[str, tuple[int, ...]] = {}
-    for call in next(iter(read_log(folder / "cut" / f"rank{rank}"))).calls:
+    for call in next(steps_of(folder / "cut", rank)).calls:
         if call.kind == "state" and call.node == "before_step":
             shard = call.params["value"].extra["shard"]
             if all(shard["shape"]):

@@ -7,6 +7,8 @@ import logging
 import pytest
 import torch
 
+from tests.integrations.records import steps_of
+
 PLAN = {"level": "L0", "monitor": True}
 
 
@@ -20,7 +22,6 @@ def lightning(require):
 def fit(output, kind: str = "automatic", start: str | None = None, methods: dict | None = None, **options):
     """Train with methods of the module replaced; return what was recorded of each step, and the trainer."""
     from tests.integrations.lightning.small_lightning import loader, module, trainer
-    from trainprobe.engine.dumps.log import read_log
     from trainprobe.integrations.lightning import ProbeCallback
 
     model = module(kind)
@@ -28,7 +29,7 @@ def fit(output, kind: str = "automatic", start: str | None = None, methods: dict
     run = trainer([ProbeCallback(PLAN, output=output)], **options)
     torch.manual_seed(9)
     run.fit(model, loader(), ckpt_path=start)
-    return list(read_log(output / "rank0")), run
+    return list(steps_of(output)), run
 
 
 def micros(reel) -> list[int]:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from tests.distributed.launch import ROOT, free_port
-from tests.integrations.records import recorded
+from tests.integrations.records import recorded, steps_of
 from tests.lockstep import bits_of
 from trainprobe.integrations.torch_loop import attach
 
@@ -80,13 +80,11 @@ def test_a_loop_that_is_resumed_after_its_first_step_goes_on(tmp_path):
 
 
 def test_the_whole_model_is_among_what_is_recorded_of_its_first_call(tmp_path):
-    from trainprobe.engine.dumps.log import read_log
-
     model, optimizer = small()
     loop = attach(model, optimizer, {"level": "L0"}, output=tmp_path / "out")
     one_step(model, optimizer)
     loop.close()
-    names = [call.name for call in next(iter(read_log(tmp_path / "out" / "rank0"))).calls if call.phase == "forward"]
+    names = [call.name for call in next(steps_of(tmp_path / "out")).calls if call.phase == "forward"]
     assert names == ["root", "0", "1", "2"]
 
 
@@ -169,10 +167,8 @@ def test_another_models_updates_and_forwards_belong_to_no_step(tmp_path):
 
 @pytest.mark.proves("PyTorch", "accumulation and clipping")
 def test_a_script_is_run_unedited_with_the_same_output_and_its_steps_and_micro_batches_seen(tmp_path, plan):
-    from trainprobe.engine.dumps.log import read_log
-
     assert watched(plan, SCRIPT, cwd=tmp_path) == run(SCRIPT, cwd=tmp_path)
-    reels = list(read_log(tmp_path / "out" / "rank0"))
+    reels = list(steps_of(tmp_path / "out"))
     assert [reel.step for reel in reels] == [0, 1, 2, 3, 4]
     for reel in reels:
         assert [call.micro for call in reel.calls if call.name == "0" and call.phase == "forward"] == [0, 1], (
@@ -192,10 +188,8 @@ def test_a_step_that_the_loss_scaler_skips_is_a_step_and_says_so(tmp_path, plan)
 
 @pytest.mark.proves("PyTorch", "a crash")
 def test_a_script_that_fails_keeps_its_error_and_its_exit_code_and_what_was_seen(tmp_path, plan):
-    from trainprobe.engine.dumps.log import read_log
-
     watched(plan, SCRIPT, "crash", cwd=tmp_path, code=1)
-    reels = list(read_log(tmp_path / "out" / "rank0"))
+    reels = list(steps_of(tmp_path / "out"))
     assert [(reel.step, reel.complete) for reel in reels] == [(0, True), (1, True), (2, True), (3, False)]
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from tests.integrations.records import steps_of
 from trainprobe.errors import PlanError
 
 
@@ -92,11 +93,9 @@ def test_what_the_trainer_reports_is_kept_as_it_reports_it_at_the_step_it_names(
 
 @pytest.mark.proves("Hugging Face Trainer", "evaluation")
 def test_micro_batches_are_told_apart_and_evaluation_is_not_recorded(tmp_path):
-    from trainprobe.engine.dumps.log import read_log
-
     options = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
     train(tmp_path, probe(tmp_path / "out", level="L0"), accumulate=2, **options)
-    for reel in read_log(tmp_path / "out" / "rank0"):
+    for reel in steps_of(tmp_path / "out"):
         forwards = [call for call in reel.calls if call.phase == "forward" and call.name == "first"]
         assert [call.micro for call in forwards] == [0, 1]
 
@@ -136,13 +135,12 @@ def test_a_nan_in_one_layer_is_found_at_its_step_and_named(tmp_path, caplog):
 @pytest.mark.proves("Hugging Face Trainer", "a crash")
 def test_a_crash_passes_through_and_nothing_is_left_installed(tmp_path):
     from tests.integrations.transformers.small_trainer import trainer
-    from trainprobe.engine.dumps.log import read_log
 
     call = torch.nn.Module._call_impl
     run = trainer(tmp_path, [probe(tmp_path / "out", level="L0")], accumulate=2, crash_at=5)
     with pytest.raises(RuntimeError, match="the training broke"):
         run.train()
-    reels = list(read_log(tmp_path / "out" / "rank0"))
+    reels = list(steps_of(tmp_path / "out"))
     assert [(reel.step, reel.complete) for reel in reels] == [(1, True), (2, True), (3, False)]
     assert torch.nn.Module._call_impl is call and "training_step" not in vars(run)
 
@@ -195,9 +193,7 @@ def test_training_again_with_the_same_callback_goes_on_in_the_same_place(tmp_pat
     again = probe(tmp_path / "out")
     train(tmp_path, again)
     train(tmp_path, again)
-    from trainprobe.engine.dumps import read_log
-
-    assert [reel.step for reel in read_log(tmp_path / "out" / "rank0")].count(1) == 2
+    assert [reel.step for reel in steps_of(tmp_path / "out")].count(1) == 2
 
 
 # ---- checkpoints and loggers -----------------------------------------------------------------------------------------
@@ -269,8 +265,6 @@ def test_what_a_program_logs_in_the_middle_of_a_step_does_not_end_it(tmp_path):
 def test_a_step_whose_log_another_callback_takes_back_holds_no_evaluation_and_not_the_next_step(tmp_path, evaluates):
     from transformers import TrainerCallback
 
-    from trainprobe.engine.dumps.log import read_log
-
     class Silent(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_log = False
@@ -278,7 +272,7 @@ def test_a_step_whose_log_another_callback_takes_back_holds_no_evaluation_and_no
     options = {"logging_strategy": "steps", "logging_steps": 1, "eval_steps": 1}
     watch = probe(tmp_path / "out", {"level": "L0"})
     train(tmp_path, watch, Silent(), eval_strategy="steps" if evaluates else "no", **options)
-    reels = list(read_log(tmp_path / "out" / "rank0"))
+    reels = list(steps_of(tmp_path / "out"))
     assert [reel.step for reel in reels] == [1, 2, 3, 4]
     for reel in reels:
         assert [call.phase for call in reel.calls if call.kind == "module" and call.name == "first"] == ["forward", "backward"]
@@ -302,12 +296,10 @@ def test_a_training_step_that_the_program_has_put_on_the_trainer_stays_there(tmp
 
 
 def test_a_callback_that_is_given_to_a_second_trainer_watches_that_one(tmp_path):
-    from trainprobe.engine.dumps.log import read_log
-
     watch = probe(tmp_path / "out")
     train(tmp_path, watch, accumulate=2)
     run = train(tmp_path, watch, accumulate=2)
     assert watch.trainer is run
-    reels = list(read_log(tmp_path / "out" / "rank0"))
+    reels = list(steps_of(tmp_path / "out"))
     assert [reel.step for reel in reels] == [1, 2, 3, 4] * 2
     assert [reel.scalars["loss"] for reel in reels[:4]] == [reel.scalars["loss"] for reel in reels[4:]]

@@ -15,7 +15,7 @@ import pyarrow as pa
 from trainprobe.engine.addresses import in_order
 from trainprobe.engine.dumps.header import place_text
 from trainprobe.engine.dumps.record_log import structure
-from trainprobe.engine.records import Feature, Reel
+from trainprobe.engine.records import Reel
 from trainprobe.engine.run_log import arrow_arrays
 from trainprobe.engine.run_log.arrow_arrays import Words
 from trainprobe.engine.run_log.schema import COLUMNS, SCHEMA, WORDS, kind_in_words
@@ -36,13 +36,17 @@ class _Layout:
     """The rows of the steps of one layout: values, features, scalars and last what holds for all of the step.
 
     rows: row of the partials of each value [n], -1 where it has no numbers. columns: name → int32 [n + features + scalars + 1],
-    codes of strings or whole numbers. key: what names this layout in the table. text: the calls as JSON.
+    codes of strings or whole numbers. key: what names this layout in the table. text: the calls as JSON. singles: which
+    features are one number, firsts: where that is among the numbers of all features. others: which are several numbers.
     """
 
     key: str
     text: str
     rows: I64
     columns: Mapping[str, Codes]
+    singles: I64
+    firsts: I64
+    others: list[int]
 
     def __len__(self) -> int:
         return len(self.columns["kind"])
@@ -103,7 +107,11 @@ class Rows:
         text = structure(reel, [value for _, _, value in entries]).decode()
         rows = np.array([value.row for _, _, value in entries], np.int64)
         columns = self._columns(n + more + scalars + 1, words, numbers)
-        return _Layout(hashlib.sha256(text.encode()).hexdigest()[:16], text, rows, columns)
+        key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        one = np.array([feature.edges is None and feature.numbers.size == 1 for feature in features], bool)
+        sizes = np.array([feature.numbers.size for feature in features], np.int64)
+        firsts = (np.cumsum(sizes) - sizes)[one]
+        return _Layout(key, text, rows, columns, np.flatnonzero(one), firsts, np.flatnonzero(~one).tolist())
 
     def _columns(
         self,
@@ -149,8 +157,13 @@ class _Table:
         self._steps.append((begin, reel, layout.rows))
         self._rare(begin, reel, layout.rows)
         features = begin + len(layout.rows)
-        for at, feature in enumerate(reel.features, features):
-            self._feature(at, feature)
+        if reel.features:
+            flat = np.concatenate([feature.numbers for feature in reel.features])
+            self._value[features + layout.singles], self._has_value[features + layout.singles] = flat[layout.firsts], True
+            for i in layout.others:
+                self._lists["numbers"][features + i] = reel.features[i].numbers
+                if reel.features[i].edges is not None:
+                    self._lists["edges"][features + i] = reel.features[i].edges
         scalars = slice(features + len(reel.features), self.end - 1)
         self._value[scalars], self._has_value[scalars] = list(reel.scalars.values()), True
         self.texts["detail"][self.end - 1] = _about(reel, layout)
@@ -166,14 +179,6 @@ class _Table:
                 self._lists["quantiles"][at] = reel.quantiles[row]
             if reel.histograms and row in reel.histograms:
                 self._lists["edges"][at], self._lists["numbers"][at] = reel.histograms[row]
-
-    def _feature(self, at: int, feature: Feature) -> None:
-        if feature.edges is None and feature.numbers.size == 1:
-            self._value[at], self._has_value[at] = feature.numbers[0], True
-            return
-        self._lists["numbers"][at] = feature.numbers
-        if feature.edges is not None:
-            self._lists["edges"][at] = feature.edges
 
     def arrays(self, words: Mapping[str, Words]) -> list[pa.Array]:
         """Return the columns in the order of the schema."""
