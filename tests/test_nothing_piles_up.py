@@ -38,7 +38,7 @@ def ours() -> Counter[str]:
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_the_same_stands_in_torchs_places_after_many_steps_as_after_few(tmp_path, plan):
     side = prepare(SIZES["tiny"], "whole step")
-    plan = {"level": "off", "sinks": ["jsonl"], **plan}
+    plan = {"level": "off", "sinks": ["parquet"], **plan}
     with trainprobe.watch(side.model, side.optimizer, output=tmp_path / "out", **plan) as probe:
         for step in range(37):
             with probe.step(step):
@@ -64,7 +64,7 @@ def remembered(probe: trainprobe.Probe) -> Counter[str]:
 def test_findings_that_have_a_step_collected_in_full_leave_no_more_than_the_first_of_them(tmp_path):
     """The first one leaves the places of all torch calls of a step, which the rules know from then on."""
     side, now = prepare(SIZES["tiny"], "whole step"), 0
-    plan = {"level": "off", "sinks": ["jsonl"], **VARIANTS["everything"], "audit": {"every": 5, "ranks": False}}
+    plan = {"level": "off", "sinks": ["parquet"], **VARIANTS["everything"], "audit": {"every": 5, "ranks": False}}
     weight = next(side.model.parameters())
 
     def spoil(*_):

@@ -43,7 +43,7 @@ def test_the_next_steps_are_dumped_with_every_op_and_module_though_the_level_is_
 
 
 def test_a_step_that_is_dumped_and_monitored_holds_each_value_once(tmp_path):
-    plan = {"level": "off", "sinks": ["jsonl"], "monitor": {"rules": RULES}}
+    plan = {"level": "off", "sinks": ["parquet"], "monitor": {"rules": RULES}}
     run(tmp_path / "out", **plan)
     for reel in read_log(tmp_path / "out" / "rank0"):
         calls = Counter((c.name, c.phase, c.call) for c in reel.calls if c.kind == "module" and c.phase == "forward" and c.name)
@@ -52,7 +52,7 @@ def test_a_step_that_is_dumped_and_monitored_holds_each_value_once(tmp_path):
 
 
 def test_a_plan_whose_rules_never_dump_writes_no_dump(tmp_path):
-    assert run(tmp_path / "out", level="off", sinks=["jsonl"], monitor=True) == []
+    assert run(tmp_path / "out", level="off", sinks=["parquet"], monitor=True) == []
 
 
 def test_a_black_box_has_the_step_after_a_grave_finding_dumped(tmp_path):

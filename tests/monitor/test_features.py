@@ -38,7 +38,7 @@ ALL = {
 
 
 def watching(folder, level="off", **monitor):
-    plan = {"level": level, "sinks": ["jsonl"], "monitor": {"features": ALL, "batches": True, "collectives": True, **monitor}}
+    plan = {"level": level, "sinks": ["parquet"], "monitor": {"features": ALL, "batches": True, "collectives": True, **monitor}}
     return lambda model, optimizer: trainprobe.watch(model, optimizer, output=folder, on_error="raise", **plan)
 
 
@@ -142,7 +142,7 @@ def _largest(form):
 
 def test_features_are_series_of_their_own_live_and_from_every_writer(tmp_path):
     monitor = {"features": {"attention": True, "weights": True, "formats": True}, "batches": True, "rules": {"spike": False}}
-    reels, _, findings = run(tmp_path, monitor, sinks=["jsonl", "csv", "tensorboard", "memory"], micro=2)
+    reels, _, findings = run(tmp_path, monitor, sinks=["parquet", "csv", "tensorboard", "memory"], micro=2)
     assert findings == []
     frames = list(read_frames(tmp_path))
     wanted = {(f.name, slot, f.call): number for f in reels[-1].features for slot, number in f.each()}
@@ -216,7 +216,7 @@ def test_a_batch_has_a_fingerprint_of_its_own_and_tokens_are_counted(tmp_path):
 
 def test_a_threshold_judges_a_feature_live_and_offline(tmp_path):
     rules = {"threshold": {"slots": ["attention_entropy"], "high": 0.5}}
-    _, _, findings = run(tmp_path, {"features": {"attention": True}, "rules": rules}, sinks=["jsonl"])
+    _, _, findings = run(tmp_path, {"features": {"attention": True}, "rules": rules}, sinks=["parquet"])
     (found,) = findings
     assert (found.rule, found.step, found.site.kind, found.site.name) == ("threshold", 0, "feature", "layers.0")
     assert "attention_entropy.0" in found.message and "7 other series" in found.message
@@ -224,7 +224,7 @@ def test_a_threshold_judges_a_feature_live_and_offline(tmp_path):
 
 
 def test_fingerprints_of_batches_raise_no_alarm_about_parameters(tmp_path):
-    reels, _, findings = run(tmp_path, {"batches": True}, steps=14, sinks=["jsonl"])
+    reels, _, findings = run(tmp_path, {"batches": True}, steps=14, sinks=["parquet"])
     assert findings == []
     assert reels[-1].checksums is None
 

@@ -19,7 +19,7 @@ def run(folder, monitor, spoil=(), steps=60, level="off"):
     model = GPT(width=16, layers=4)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     generator = torch.Generator().manual_seed(0)
-    plan = {"output": folder, "level": level, "sinks": ["jsonl"], "monitor": monitor}
+    plan = {"output": folder, "level": level, "sinks": ["parquet"], "monitor": monitor}
     with trainprobe.watch(model, optimizer, plan) as probe:
         for step in range(steps):
             probe.begin_step(step)

@@ -93,7 +93,7 @@ def test_findings_of_a_run_are_read_back_as_they_were_written(tmp_path):
 
 
 def test_a_folder_without_a_run_is_an_error_that_says_what_was_expected(tmp_path):
-    with pytest.raises(FormatError, match=r"holds no run: no records\.jsonl"):
+    with pytest.raises(FormatError, match=r"holds no run: no metrics-\*\.parquet, no records\.jsonl"):
         list(read_frames(tmp_path))
     with pytest.raises(FormatError, match="does not exist"):
         list(read_frames(tmp_path / "none"))

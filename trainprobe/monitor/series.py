@@ -1,6 +1,6 @@
 """The numbers of a run over its steps: track → (steps, values), built from frames as they come, in bounded memory.
 
-Every rank has a matrix [tracks, columns]. A column is one collected step; when there are more than `capacity`, neighbouring
+Every rank has a matrix [columns, tracks]. A column is one collected step; when there are more than `capacity`, neighbouring
 columns are joined two by two and each keeps the worse of the two numbers (a NaN, then the larger magnitude), so that
 nothing that stood out is lost. Rules do not read from here: they keep their own small memory.
 """
@@ -28,6 +28,7 @@ class Series:
         self._wanted = wanted
         self._row_of = np.zeros(0, dtype=np.int64)  # track number of the table → row, -1 unwanted
         self._table: Tracks | None = None
+        self._last: tuple[I64, I64, I64] | None = None  # `at` of the last frame, its places that are kept, and their rows
         self._values: npt.NDArray[np.float32] = np.zeros((0, 0), dtype=np.float32)
         self._present: Bools = np.zeros((0, 0), dtype=bool)
         self._steps: I64 = np.zeros(0, dtype=np.int64)
@@ -36,14 +37,13 @@ class Series:
 
     def add(self, frame: Frame) -> None:
         """Append one step."""
-        rows = self._rows(frame)
-        places = np.flatnonzero(rows >= 0)
-        rows = rows[places]
+        places, rows = self._rows(frame)
         column = self._next_column(frame.step)
-        values, present = self._values[rows, column], self._present[rows, column]
         new = frame.values[places].astype(np.float32)
-        self._values[rows, column] = np.where(present, _worse(values, new), new)
-        self._present[rows, column] = True
+        if self._in_column > 1:
+            new = np.where(self._present[column, rows], _worse(self._values[column, rows], new), new)
+        self._values[column, rows] = new
+        self._present[column, rows] = True
         self.last_step = frame.step
 
     def get(self, track: Track) -> tuple[I64, F64]:
@@ -51,8 +51,8 @@ class Series:
         if track not in self.tracks:
             return np.zeros(0, dtype=np.int64), np.zeros(0)
         row = self.tracks.index(track)
-        there = self._present[row, : self._columns]
-        return self.steps[there], self._values[row, : self._columns][there].astype(np.float64)
+        there = self._present[: self._columns, row]
+        return self.steps[there], self._values[: self._columns, row][there].astype(np.float64)
 
     @property
     def steps(self) -> I64:
@@ -61,9 +61,18 @@ class Series:
 
     def matrix(self, rows: list[int]) -> tuple[npt.NDArray[np.float32], Bools]:
         """Return (values, present), both [rows, columns], of tracks given by their place in `tracks`."""
-        return self._values[rows, : self._columns], self._present[rows, : self._columns]
+        return self._values[: self._columns, rows].T, self._present[: self._columns, rows].T
 
-    def _rows(self, frame: Frame) -> I64:
+    def _rows(self, frame: Frame) -> tuple[I64, I64]:
+        """Return the places in `frame.at` that are kept, and the row of each; worked out once for steps that follow alike."""
+        if self._last is not None and self._last[0] is frame.at and self._table is frame.tracks:
+            return self._last[1:]
+        rows = self._number(frame)
+        places = np.flatnonzero(rows >= 0)
+        self._last = frame.at, places, rows[places]
+        return self._last[1:]
+
+    def _number(self, frame: Frame) -> I64:
         if self._table is not frame.tracks:
             self._table, self._row_of = frame.tracks, np.zeros(0, dtype=np.int64)
         known = {track: i for i, track in enumerate(self.tracks)} if self._row_of.size == 0 else None
@@ -76,18 +85,18 @@ class Series:
             more.append(-1 if row is None else row)
         if more:
             self._row_of = np.concatenate([self._row_of, np.array(more, dtype=np.int64)])
-        self._make_room(len(self.tracks), self._values.shape[1])
+        self._make_room(len(self.tracks), self._values.shape[0])
         return self._row_of[frame.at]
 
     def _make_room(self, rows: int, columns: int) -> None:
         have = self._values.shape
-        if rows <= have[0] and columns <= have[1]:
+        if rows <= have[1] and columns <= have[0]:
             return
-        shape = (max(rows, have[0] * 3 // 2 if rows > have[0] else have[0]), max(columns, have[1]))
+        shape = (max(columns, have[0]), max(rows, have[1] * 3 // 2 if rows > have[1] else have[1]))
         values, present = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=bool)
         values[: have[0], : have[1]], present[: have[0], : have[1]] = self._values, self._present
         self._values, self._present = values, present
-        self._steps = np.concatenate([self._steps, np.zeros(shape[1] - have[1], dtype=np.int64)])
+        self._steps = np.concatenate([self._steps, np.zeros(shape[0] - have[0], dtype=np.int64)])
 
     def _next_column(self, step: int) -> int:
         if self._columns and self._in_column < self.every:
@@ -95,8 +104,8 @@ class Series:
             return self._columns - 1
         if self._columns == self.capacity:
             self._halve()
-        if self._columns == self._values.shape[1]:
-            self._make_room(self._values.shape[0], min(self.capacity, max(64, 2 * self._columns)))
+        if self._columns == self._values.shape[0]:
+            self._make_room(self._values.shape[1], min(self.capacity, max(64, 2 * self._columns)))
         self._columns += 1
         self._in_column = 1
         self._steps[self._columns - 1] = step
@@ -104,11 +113,11 @@ class Series:
 
     def _halve(self) -> None:
         n = self._columns
-        a, b = self._values[:, 0:n:2], self._values[:, 1:n:2]
-        pa, pb = self._present[:, 0:n:2], self._present[:, 1:n:2]
-        self._values[:, : n // 2] = np.where(pa & pb, _worse(a, b), np.where(pa, a, b))
-        self._present[:, : n // 2] = pa | pb
-        self._present[:, n // 2 :] = False
+        a, b = self._values[0:n:2], self._values[1:n:2]
+        pa, pb = self._present[0:n:2], self._present[1:n:2]
+        self._values[: n // 2] = np.where(pa & pb, _worse(a, b), np.where(pa, a, b))
+        self._present[: n // 2] = pa | pb
+        self._present[n // 2 :] = False
         self._steps[: n // 2] = self._steps[0:n:2]
         self._columns, self.every = n // 2, 2 * self.every
 

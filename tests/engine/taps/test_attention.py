@@ -212,7 +212,7 @@ def test_functions_are_put_back_and_a_model_without_attention_is_told(tmp_path):
     before = [functional.scaled_dot_product_attention, functional.softmax, torch.softmax, torch.Tensor.softmax]
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    options = {"level": "off", "sinks": ["jsonl"], "monitor": {"features": {"attention": True}}}
+    options = {"level": "off", "sinks": ["parquet"], "monitor": {"features": {"attention": True}}}
     notes = []
     with trainprobe.watch(model, optimizer, output=tmp_path, on_error="raise", **options) as probe:
         for step in range(3):
@@ -247,7 +247,7 @@ def test_a_compiled_region_runs_as_without_the_tool_and_is_compiled_once(tmp_pat
 
     model[0] = Seeing(model[0])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    plan = {"level": "off", "sinks": ["jsonl"], "monitor": {"step": "every 2", "features": {"attention": True}}}
+    plan = {"level": "off", "sinks": ["parquet"], "monitor": {"step": "every 2", "features": {"attention": True}}}
     notes, features = [], []
     with trainprobe.watch(model, optimizer, output=tmp_path, on_error="raise", **plan) as probe:
         for step in range(4):

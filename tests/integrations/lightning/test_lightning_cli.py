@@ -17,7 +17,7 @@ def test_the_callback_is_named_in_a_file_of_lightning_cli(require, tmp_path: Pat
     require("jsonargparse")
     from lightning.pytorch.cli import LightningCLI
 
-    about = {"level": "off", "monitor": True, "sinks": ["jsonl"], "output": str(tmp_path / "out")}
+    about = {"level": "off", "monitor": True, "sinks": ["parquet"], "output": str(tmp_path / "out")}
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(about))
     callback = {
         "class_path": "trainprobe.integrations.lightning.ProbeCallback",

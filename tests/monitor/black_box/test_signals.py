@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-plan = {"level": "off", "sinks": ["jsonl"], "monitor": True, "black_box": {"steps": int(sys.argv[4])}}
+plan = {"level": "off", "sinks": ["parquet"], "monitor": True, "black_box": {"steps": int(sys.argv[4])}}
 with trainprobe.watch(model, optimizer, output=folder, on_existing="continue", **plan) as probe:
     for step in range(10**9):
         for group in optimizer.param_groups:

@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     model = GPT(Shape(layers=2, width=32, heads=4, context=16, vocabulary=40))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    plan = {"level": "off", "sinks": ["jsonl"], "monitor": {"features": FEATURES, "batches": True}}
+    plan = {"level": "off", "sinks": ["parquet"], "monitor": {"features": FEATURES, "batches": True}}
     with trainprobe.watch(model, optimizer, plan, output=folder) as probe:
         for step in range(6):
             tokens = torch.randint(0, 40, (3, 17))
