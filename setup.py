@@ -37,7 +37,6 @@ TAPE = (
     "arena.c",
     "text.c",
     "structure.c",
-    "folder.c",
     "parts.c",
     "registering.c",
     "trail.c",

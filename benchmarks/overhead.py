@@ -41,7 +41,7 @@ VARIANTS: dict[str, Mapping[str, Any] | None] = {
 BARS: dict[tuple[str, Scope], tuple[float, ...]] = {
     ("real", "fwd+bwd"): (1.00, 1.01, 1.06, 1.12, 1.15, 1.15, 1.6),
     ("real", "whole step"): (1.00, 1.01, 1.06, 1.25, 1.30, 1.30, 2.0),
-    ("tiny", "fwd+bwd"): (1.00, 1.03, 1.5, 2.5, 3.0, 2.7, 6.0),
+    ("tiny", "fwd+bwd"): (1.00, 1.03, 2.0, 3.0, 3.5, 3.0, 6.0),
     ("tiny", "whole step"): (1.00, 1.03, 1.6, 4.0, 4.5, 4.5, 10.0),
 }
 

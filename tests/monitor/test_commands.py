@@ -129,7 +129,10 @@ def test_a_folder_without_a_run_is_named_with_all_that_was_looked_for(command, t
     (tmp_path / "notes.txt").write_text("nothing of a run")
     assert main([command, str(tmp_path)]) == 3
     said = capsys.readouterr().err
-    assert f"{tmp_path} holds no run: no metrics-*.parquet, no records.jsonl, no dump (step{{N}}/rank{{R}}/) and no CSV file" in said
+    assert (
+        f"{tmp_path} holds no run: no metrics-*.parquet, no records.jsonl, no dump (step{{N}}/rank{{R}}/) and no CSV file"
+        in said
+    )
 
 
 def test_top_shows_step_loss_findings_and_what_stands_out(run, capsys):

@@ -44,8 +44,8 @@ def read_frames(folder: Path) -> Iterator[Frame]:
         return
     if folder.is_dir() and next(folder.rglob("*.csv"), None) is None:
         raise FormatError(
-            f"{folder} holds no run: no metrics-*.parquet, no {LOG_FILE}, no dump (step{{N}}/rank{{R}}/) and no CSV file of metrics; "
-            "name the folder that the run wrote to (`output` of its plan)"
+            f"{folder} holds no run: no metrics-*.parquet, no {LOG_FILE}, no dump (step{{N}}/rank{{R}}/) and no CSV file "
+            "of metrics; name the folder that the run wrote to (`output` of its plan)"
         )
     for step in read_metrics(folder):
         yield frame_of_records(step.step, step.place, step.records, tables.setdefault(step.place.rank, Tracks()))

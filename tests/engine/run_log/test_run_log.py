@@ -257,7 +257,7 @@ def test_findings_are_written_once_whichever_sinks_there_are(tmp_path):
         assert len(lines) == 1
 
 
-def test_a_process_that_only_dumps_does_not_import_pyarrow(tmp_path):
+def test_a_process_that_only_dumps_does_not_import_pyarrow_and_none_imports_pandas(tmp_path):
     program = (
         "import sys, torch, trainprobe\n"
         "model = torch.nn.Linear(2, 2)\n"
@@ -265,6 +265,12 @@ def test_a_process_that_only_dumps_does_not_import_pyarrow(tmp_path):
         "    with probe.step(0):\n"
         "        model(torch.ones(1, 2)).sum().backward()\n"
         "assert 'pyarrow' not in sys.modules\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "with trainprobe.watch(model, optimizer, output=sys.argv[1] + '2', monitor=True) as p:\n"
+        "    with p.step(0):\n"
+        "        model(torch.ones(1, 2)).sum().backward()\n"
+        "assert 'pyarrow' in sys.modules\n"
+        "assert 'pandas' not in sys.modules\n"
     )
     run = [sys.executable, "-c", program, str(tmp_path / "out")]
     done = subprocess.run(run, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)

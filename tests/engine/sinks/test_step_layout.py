@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.engine.sinks.reels import partials_of, plan_for, reels
 from trainprobe.engine import step_layout
 from trainprobe.engine.dumps import entry_text
-from trainprobe.engine.dumps import layout as dumps_layout
 from trainprobe.engine.records import Call, Feature, Opaque, Place, Reel, Value
 from trainprobe.engine.sinks import dump, jsonl
 from trainprobe.engine.stats.partials import PARTIALS
@@ -179,7 +178,7 @@ def test_a_step_that_differs_is_written_as_if_none_had_come_before(tmp_path, cha
 def test_the_compiled_parts_write_what_their_twins_write(tmp_path, monkeypatch, change):
     steps = [reel(0), reel(1), reel(2, change)]
     with_them = written(tmp_path / "with", steps)
-    for module in (step_layout, entry_text, dumps_layout):
+    for module in (step_layout, entry_text):
         monkeypatch.setattr(module, "native", None)
     assert with_them == alone(tmp_path / "without", steps)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from trainprobe.compiled import native
 from trainprobe.engine.safe_files import NO_LINK
 from trainprobe.errors import OutputError
 
@@ -64,17 +62,6 @@ class RankFolder:
         for name, text in files:
             self._write(name, text)
         self._publish(replace)
-
-    @staticmethod
-    def complete_new(folders: Sequence[tuple[RankFolder, Files]]) -> int:
-        """Write folders that nothing was made of yet and whose place is free; return how many were, from the first on.
-
-        What was not is left to `complete`, which says why.
-        """
-        new = list(itertools.takewhile(lambda pair: not pair[0]._made, folders))
-        if native is None:
-            return 0
-        return native.write_folders([(f._step, f._hidden, f._final, files) for f, files in new])
 
     def _write(self, name: str, text: bytes) -> None:
         path = f"{self._hidden}{os.sep}{name}"

@@ -213,7 +213,6 @@ int tape_fill(PyObject *module);
 int stacks_fill(PyObject *module);
 int text_fill(PyObject *module);
 int structure_fill(PyObject *module);
-int folder_fill(PyObject *module);
 int questions_fill(PyObject *module);
 int ops_fill(PyObject *module);
 int graph_fill(PyObject *module);
