@@ -113,15 +113,17 @@ def test_a_dump_written_there_is_read_here_with_the_same_numbers(tmp_path):
         assert record.values["min"] == twin.values["min"]
 
 
-def test_tensors_written_there_are_read_here(tmp_path):
-    rank = their_dump(tmp_path, task="tensor", level="L0")
+def test_tensors_written_there_are_read_here_and_each_operator_judged(tmp_path, capsys):
+    rank = their_dump(tmp_path, task="tensor", level="mix")
     reel, tensors = read(rank), TensorStore(rank)
-    assert {entry_name(call).partition(".")[0] for call in reel.calls} == {"Module"}
+    assert {entry_name(call).partition(".")[0] for call in reel.calls} == {"Module", "Functional", "Tensor", "Torch"}
     for record in reel.records():
         assert record.tensor is not None
         array = tensors.array(record.tensor)
         assert array.shape == record.shape
         assert array.max() == record.values["max"]
+    assert main(["op-check", str(rank)]) == 0
+    assert capsys.readouterr().out.startswith("every operator is right within its own rounding: 31 calls judged")
 
 
 def test_buffers_that_changed_are_rows_of_their_comparison(tmp_path):

@@ -169,6 +169,12 @@ def test_what_replaces_a_function_afterwards_is_no_reference(dump: Path, monkeyp
     assert {row.worst.outcome for row in found.rows} <= {"exact", "rounding"}
 
 
+def test_without_torch_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["op-check", "anywhere"]) == 3
+    assert "judging operators needs torch, which is not installed: pip install 'trainprobe[torch]'" in capsys.readouterr().err
+
+
 def test_a_name_that_is_not_there_is_an_error(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["op-check", str(dump), "--op", "conv2d"]) == 3
     assert "has no call of conv2d" in capsys.readouterr().err

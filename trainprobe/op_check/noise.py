@@ -230,6 +230,9 @@ def _coordinates(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out:
     """Interpolation calculates places in its own format: of S places each is off by S·u, the result by as much of its data."""
     floats = [x for x in args if isinstance(x, Tensor)]
     reach = max(max(x.shape, default=1) for x in floats) * max(float(x.abs().amax()) if x.numel() else 0.0 for x in floats)
+    noise = _CURRENT.get()
+    if noise is not None and noise.accumulate and func.overloadpacket.__name__.startswith("grid_sampler"):
+        reach *= noise.stored / noise.accumulate  # its places have the format of its inputs
     each = [torch.full_like(o, 4 * reach) for o in ([out] if isinstance(out, Tensor) else out)]
     return each[0] if isinstance(out, Tensor) else tuple(each)
 
