@@ -54,7 +54,7 @@ def recount(found: list[Finding], seen: Sequence[Finding], step: int) -> dict[in
     return now
 
 
-def in_folder(finding: Finding, folder: Path) -> Finding:
+def in_folder(finding: Finding, folder: Path | str) -> Finding:
     """Return a finding whose `next` names the run's folder where it said `{output}`."""
     if finding.next is None or "{output}" not in finding.next:
         return finding

@@ -20,6 +20,7 @@ from trainprobe.monitor.findings_of_run import Told, all_findings
 from trainprobe.monitor.fleet.words import counted
 from trainprobe.monitor.frames import Frame
 from trainprobe.monitor.plan import make_rules
+from trainprobe.monitor.remote_run import as_given, origin, run_folder
 from trainprobe.monitor.rules import RuleOptions, rule_names
 from trainprobe.monitor.run_folder import read_findings, read_frames
 from trainprobe.monitor.watcher import judge_frames
@@ -35,7 +36,7 @@ def _print_schema(wanted: bool) -> None:
 
 
 def judge(
-    folder: Annotated[Path, typer.Argument(help="folder that the run wrote to", metavar="DIR")],
+    folder: Annotated[Path, typer.Argument(help="folder that the run wrote to, or its URL", metavar="DIR", parser=as_given)],
     rules: Annotated[
         str | None,
         typer.Option("--rules", help="only these: names between commas, or a YAML file of rules and their settings"),
@@ -54,6 +55,7 @@ def judge(
     Exit code: 0 nothing to worry about, 1 there is a warning or an error, 3 there is nothing to judge, or with --fleet nothing
     was found and no rank has a replica to be compared with.
     """
+    folder = run_folder(folder)
     if fleet:
         from trainprobe.monitor.fleet.command import judge_all_ranks
 
@@ -82,7 +84,7 @@ def _judge_again(folder: Path, rules: dict[str, RuleOptions], steps: Counter[int
             yield frame
 
     try:
-        found = [in_folder(finding, folder) for finding in judge_frames(frames(), rules)]
+        found = [in_folder(finding, origin(folder)) for finding in judge_frames(frames(), rules)]
     except FormatError:
         if not recorded or steps:
             raise

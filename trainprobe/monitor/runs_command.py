@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from trainprobe.engine.dumps.layout import find_steps
-from trainprobe.errors import FormatError
+from trainprobe.errors import FormatError, UsageError
+from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
 from trainprobe.monitor.run_folder import find_logs, read_findings
 
 
@@ -34,15 +35,20 @@ class Run:
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(help="folder with runs, or the folder of one", metavar="DIR")] = Path(),
+    folder: Annotated[
+        Path, typer.Argument(help="folder with runs, or the folder of one, or its URL", metavar="DIR", parser=as_given)
+    ] = Path(),
     json: Annotated[bool, typer.Option("--json", help="one JSON object a run")] = False,
     compact: Annotated[
         bool, typer.Option("--compact", help="first store once what data-parallel replicas hold alike, in closed segments")
     ] = False,
 ) -> int:
     """List the runs in DIR and in the folders under it: format, ranks, steps, size, findings."""
+    folder = run_folder(folder)
     if not folder.is_dir():
         raise FormatError(f"{folder} is no folder: name one that holds what runs wrote (`output` of their plans)")
+    if compact and is_copy(folder):
+        raise UsageError(f"--compact changes files, and {origin(folder)} is read through a copy: run it where the files are")
     if compact:
         from trainprobe.monitor.fleet.compacting import compact_runs
 

@@ -21,6 +21,7 @@ from trainprobe.engine.records import Finding
 from trainprobe.monitor.findings_of_run import all_findings, of_rules
 from trainprobe.monitor.frames import F64, Frame, Tracks, frame_of_reel
 from trainprobe.monitor.plan import make_rules
+from trainprobe.monitor.remote_run import as_given, origin, refresh, run_folder
 from trainprobe.monitor.report.from_run import worst_offenders
 from trainprobe.monitor.run_folder import find_logs, read_findings, read_frames
 from trainprobe.monitor.scalar_names import role_of
@@ -91,7 +92,7 @@ class View:
         found = all_findings(recorded, [] if of_rules(recorded) else self.judged)
         steps = [s.last_step for s in self.series.values() if s.last_step is not None]
         head = Text.assemble(
-            (str(self.folder), "bold"), f"   last step {max(steps) if steps else '—'}   ranks {len(self.series)}"
+            (origin(self.folder), "bold"), f"   last step {max(steps) if steps else '—'}   ranks {len(self.series)}"
         )
         return Group(head, self._scalars(), self._offenders(), _finding_panel([told.finding for told in found]))
 
@@ -145,11 +146,12 @@ def _bar(group: F64, low: float, high: float) -> str:
 
 
 def top(
-    folder: Annotated[Path, typer.Argument(help="folder that the run writes to", metavar="DIR")],
+    folder: Annotated[Path, typer.Argument(help="folder that the run writes to, or its URL", metavar="DIR", parser=as_given)],
     once: Annotated[bool, typer.Option("--once", help="print one frame and end")] = False,
     seconds: Annotated[float, typer.Option("--every", help="seconds between two looks", min=0.1)] = 2.0,
 ) -> int:
     """Show the run in DIR as it goes on: last step, loss, gradient norm, what stands out, findings. Ctrl-C ends it."""
+    folder = run_folder(folder)
     console = Console(highlight=False)
     view, tail = View(folder), Tail(folder)
     if once or not find_logs(folder):
@@ -160,6 +162,7 @@ def top(
     try:
         with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
             while True:
+                refresh(folder)
                 for frame in tail.frames():
                     view.add(frame)
                 live.update(view.render(), refresh=True)

@@ -10,10 +10,12 @@ from rich.console import Console
 from rich.text import Text
 
 from trainprobe.engine.records import Finding
+from trainprobe.errors import UsageError
 from trainprobe.monitor.findings_of_run import Told
 from trainprobe.monitor.fleet.spread import in_turn, on_ray, survey
 from trainprobe.monitor.fleet.verdict import Verdict, judge_fleet
 from trainprobe.monitor.fleet.words import counted
+from trainprobe.monitor.remote_run import is_copy, origin
 
 SHOWN = 20  # findings in the terminal; --json prints all
 _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
@@ -41,6 +43,8 @@ def report_all_ranks(folder: Path, ray: bool, output: Path, title: str) -> int:
 
 def verdict_of(folder: Path, ray: bool) -> Verdict:
     """Judge the fleet in a folder, on this machine or on a Ray cluster."""
+    if ray and is_copy(folder):
+        raise UsageError(f"--ray needs a path that all machines see, and {origin(folder)} is read through a copy on this one")
     return judge_fleet(survey(folder, on_ray if ray else in_turn))
 
 

@@ -18,6 +18,7 @@ from trainprobe.monitor.fleet.origin import first_not_finite
 from trainprobe.monitor.fleet.scalars import odd_scalars
 from trainprobe.monitor.fleet.spread import Survey
 from trainprobe.monitor.fleet.words import counted, place_in_words, ranks_in_words
+from trainprobe.monitor.remote_run import origin
 
 _GRAVITY = {"error": 0, "warning": 1, "info": 2}
 Place = Mapping[str, Any]  # a row of `Examined.places`
@@ -57,7 +58,7 @@ def judge_fleet(survey: Survey) -> Verdict:
         *_unreadable(survey),
     ]
     found.sort(key=lambda f: (_GRAVITY[f.severity], f.step if f.step is not None else -1))
-    findings = tuple(in_folder(finding, catalog.folder) for finding in found)
+    findings = tuple(in_folder(finding, origin(catalog.folder)) for finding in found)
     values = {row["grp"]: row["places"] for row in survey.table("compared").to_pylist()}
     ranks = sum(len(group.ranks) for group in survey.groups if values.get(group.number))
     return Verdict(survey, table, findings, sum(values.values()), ranks, tuple(_notes(survey, values)))
