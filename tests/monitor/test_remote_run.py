@@ -86,6 +86,7 @@ def test_one_log_behind_a_url_is_read(tmp_path, capsys):
 def test_a_copy_follows_the_run(tmp_path):
     sink = parquet.open(tmp_path, plan_for(tmp_path, sinks=("parquet",)), Place())
     sink.write(small_reel(0))
+    sink.flush()
     copy = remote_run.run_folder(f"file://{tmp_path}")
     assert (copy / "rank0" / LIVE_FILE).read_bytes() == (tmp_path / "rank0" / LIVE_FILE).read_bytes()
     sink.write(small_reel(1))
