@@ -71,6 +71,36 @@ def test_a_step_in_a_folder_that_is_named_for_the_process_is_read(tmp_path, caps
     assert main(["dump-compare", "-q", str(renamed.parents[1]), str(renamed.parents[1])]) == 0
 
 
+@pytest.mark.parametrize("how", [{"task": "tensor"}, {"task": "statistics"}], ids=["tensor", "statistics"])
+def test_our_sheet_of_two_of_their_dumps_has_the_numbers_of_theirs(how, tmp_path):
+    one = their_dump(tmp_path, 0, level="mix", **how)
+    two = next((tmp_path / "theirs/step1").iterdir())
+    main(["dump-compare", str(one), str(two), "-q", "--sheets", str(tmp_path / "sheets")])
+    with next((tmp_path / "sheets").glob("*.csv")).open(encoding="utf-8-sig") as file:
+        ours = {row["NPU Name"]: row for row in csv.DictReader(file)}
+    theirs = compared(tmp_path, one, two)
+    assert len(theirs) > 60
+    found = [(row, ours[row["NPU Name"]]) for row in theirs if row["NPU Name"] in ours]
+    both = [pair for pair in found if pair[0]["Bench Name"] == pair[1]["Bench Name"]]  # they pair by number, we by order
+    assert len(both) > 0.85 * len(theirs)
+    for row, mine in both:
+        assert list(mine)[: list(row).index("NPU_Stack_Info")] == list(row)[: list(row).index("NPU_Stack_Info")]
+        for column, text in row.items():
+            if column not in ("Result", "Err_message", "NPU_Stack_Info") and {"N/A", "unsupported"}.isdisjoint(
+                {text, mine[column]}
+            ):
+                assert _equal(text, mine[column]), (row["NPU Name"], column, text, mine[column])
+
+
+def _equal(text: str, mine: str) -> bool:
+    """Tell whether two cells agree; statistics of theirs are float32, relative errors have six digits or a percent sign."""
+    try:
+        left, right = (float(cell.rstrip("%")) / (100 if cell.endswith("%") else 1) for cell in (text, mine))
+    except ValueError:
+        return text.lower() == mine.lower()
+    return (left != left and right != right) or abs(left - right) <= 1e-4 * max(1e-2, abs(left))
+
+
 @pytest.mark.parametrize("nan_tokens", [False, True])
 def test_a_nan_written_here_is_an_error_there_like_their_own(nan_tokens, tmp_path):
     ours = our_dump(tmp_path, 1, level="L0", nan_tokens=nan_tokens)

@@ -15,6 +15,7 @@ from trainprobe.dump_compare.conclude import Compared, conclude
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import judge_calls
 from trainprobe.dump_compare.pairing import RankPair, pair_calls, pair_ranks
+from trainprobe.dump_compare.sheet import sheet_path, write_sheet
 from trainprobe.errors import UsageError
 
 
@@ -22,6 +23,11 @@ def dump_compare(
     a: Annotated[Path, typer.Argument(help="one dump: its folder, a step or a rank of it; any tool's")],
     b: Annotated[Path, typer.Argument(help="the other one")],
     json: Annotated[Path | None, typer.Option(help="write all calls with their verdicts here")] = None,
+    sheets: Annotated[
+        Path | None,
+        typer.Option(help="write a CSV sheet a rank and step into this folder, with the columns of mindstudio-probe"),
+    ] = None,
+    xlsx: Annotated[bool, typer.Option("--xlsx", help="write those sheets as .xlsx, with colours")] = False,
     rename: Annotated[
         list[str] | None, typer.Option(help="PATTERN=TEXT: names of A, by a regular expression; may be given again")
     ] = None,
@@ -30,7 +36,9 @@ def dump_compare(
     """Find where two runs part. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""
     pairs, missing = pair_ranks(a, b)
     renamed = _renaming(rename or ())
-    ranks = [compare_rank(pair, renamed) for pair in pairs]
+    if xlsx and sheets is None:
+        raise UsageError("--xlsx needs --sheets DIR, the folder that the sheets are written to")
+    ranks = [compare_rank(pair, renamed, sheets, ".xlsx" if xlsx else ".csv") for pair in pairs]
     conclusion = conclude(ranks, missing)
     if json is not None:
         report.write_json(ranks, conclusion, json)
@@ -43,11 +51,18 @@ def dump_compare(
     return conclusion.code
 
 
-def compare_rank(pair: RankPair, rename: Callable[[str], str] = str) -> Compared:
-    """Read one rank and step of both dumps and judge each call. Raises FormatError where one cannot be read."""
+def compare_rank(
+    pair: RankPair, rename: Callable[[str], str] = str, sheets: Path | None = None, suffix: str = ".csv"
+) -> Compared:
+    """Read one rank and step of both dumps and judge each call. Raises FormatError where one cannot be read.
+
+    sheets: the folder for a sheet of all values, or None. suffix: ".csv" or ".xlsx".
+    """
     sides = Side(pair.a), Side(pair.b)
     calls = pair_calls(sides[0].reel.calls, sides[1].reel.calls, rename)
     judged = judge_calls(calls, *sides)
+    if sheets is not None:
+        write_sheet(judged, *sides, sheet_path(sheets, pair.step, pair.rank, suffix))
     return Compared(pair, judged, sides[0].reel.framework, [*sides[0].unread, *sides[1].unread])
 
 

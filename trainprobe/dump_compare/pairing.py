@@ -101,7 +101,7 @@ def _lacking(path: Path, folders: Sequence[Path]) -> str:
 
 def _number(folder: Path) -> int:
     digits = re.search(r"(\d+)$", folder.name)
-    return int(digits[1]) if digits else 0
+    return int(digits[1]) if digits and not folder.name.startswith("proc") else 0  # the number of a process is no rank
 
 
 def pair_calls(a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str] = str) -> list[CallPair]:

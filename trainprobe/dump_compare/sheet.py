@@ -1,0 +1,227 @@
+"""A comparison as the sheet that users of mindstudio-probe know: a row a tensor, with its columns, and our verdict behind them.
+
+A is what they call NPU, B what they call Bench. Which columns there are follows from what both dumps hold: stored tensors,
+statistics, or fingerprints alone. Numbers are worked out in float64. Cosine is that of the flattened tensors, and "unsupported"
+of one element; MaxRelativeErr is the largest |a − b| / |b|, with the dtype's epsilon added to both sides where b is zero; the
+ratios are the shares of elements with a relative error below 1/1000 and 5/1000. Where NaN and infinities do not stand at the
+same places of both, there is no number ("N/A").
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.judge import Distance, Judged, Outcome
+from trainprobe.engine.records import Call, Value
+from trainprobe.engine.reel import entry_name, slots
+from trainprobe.engine.sheet_cells import append, defused, new_book
+from trainprobe.errors import OutputError
+
+Mode = Literal["tensor", "statistics", "md5"]
+_HEAD = ("Name", "Dtype", "Tensor Shape", "Requires_grad")
+_STATISTICS = (("max", "max"), ("min", "min"), ("mean", "mean"), ("l2norm", "norm"))
+_ERRORS = ("Cosine", "EucDist", "MaxAbsErr", "MaxRelativeErr", "One Thousandth Err Ratio", "Five Thousandths Err Ratio")
+_DIFFERENCES = ("Max diff", "Min diff", "Mean diff", "L2norm diff")
+_RELATIVE = ("MaxRelativeErr", "MinRelativeErr", "MeanRelativeErr", "NormRelativeErr")
+_OURS = ("Verdict", "Apart", "Given apart", "Own rounding")
+_RESULTS: dict[Outcome, str] = {
+    "identical": "pass",
+    "rounding": "pass",
+    "carried": "pass",
+    "suspicious": "warning",
+    "unknown": "warning",
+    "missing": "unmatched",
+    "bug": "error",
+}
+_COLOURS = {"error": "FF7171", "warning": "FFDC7F", "unmatched": "C7C7C7"}
+NONE, UNSUPPORTED = "N/A", "unsupported"
+MOST_ROWS = 1_000_000  # a sheet ends at 1 048 576 rows
+F64 = npt.NDArray[np.float64]
+
+
+def write_sheet(judged: Sequence[Judged], a: Side, b: Side, path: Path) -> None:
+    """Write the values of one rank and step to `path`, a .csv or .xlsx. Raises OutputError, and MissingExtra for .xlsx."""
+    mode = _mode(a, b)
+    rows = (row for one in judged for row in _rows(one, a, b, mode))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (_write_xlsx if path.suffix == ".xlsx" else _write_csv)(columns(mode), rows, path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error}") from error
+
+
+def columns(mode: Mode) -> list[str]:
+    """Return the heads of the columns, in order."""
+    both = [f"{side} {head}" for head in _HEAD for side in ("NPU", "Bench")]
+    own = [f"{side} {head}" for side in ("NPU", "Bench") for head, _ in _STATISTICS]
+    tail = ["Requires_grad Consistent", "Result", "Err_message", "NPU_Stack_Info"]
+    if mode == "md5":
+        return [*both, "NPU MD5", "BENCH MD5", *tail, *_OURS]
+    numbers = _ERRORS if mode == "tensor" else (*_DIFFERENCES, *_RELATIVE)
+    return [*both, *numbers, *own, *tail, *(["Data_name"] if mode == "tensor" else []), *_OURS]
+
+
+def _mode(a: Side, b: Side) -> Mode:
+    if all(any(value.tensor is not None for value in side.reel.values) for side in (a, b)):
+        return "tensor"
+    return "statistics" if all("norm" in side.reel.finished for side in (a, b)) else "md5"
+
+
+def _write_csv(heads: Sequence[str], rows: Iterator[list[Any]], path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file)
+        writer.writerow(heads)
+        for row in rows:
+            writer.writerow([defused(cell) if isinstance(cell, str) else cell for cell in row])
+
+
+def _write_xlsx(heads: Sequence[str], rows: Iterator[list[Any]], path: Path) -> None:
+    book = new_book("the sheet of a comparison")
+    sheet: Any = book.active
+    append(sheet, heads)
+    sheet.freeze_panes = "B2"
+    for i, row in enumerate(rows):
+        if i == MOST_ROWS:
+            append(sheet, ("more rows were left out: write a .csv",))
+            break
+        append(sheet, row, _COLOURS, heads.index("Result"))
+    with path.open("wb") as file:
+        book.save(file)
+
+
+def _rows(one: Judged, a: Side, b: Side, mode: Mode) -> Iterator[list[Any]]:
+    left, right = (dict(slots(call)) if call is not None else {} for call in (one.pair.a, one.pair.b))
+    distances = {value.slot: value for value in one.values}
+    names = list(dict.fromkeys([*left, *right]))
+    for i, slot in enumerate(names):
+        x, y = left.get(slot), right.get(slot)
+        distance = distances.get(slot)
+        yield [*_about(one, slot, x, y, a, b), *_numbers(x, y, a, b, mode), *_tail(one, distance, x, y, a, i == 0, mode)]
+
+
+def classic_name(call: Call, slot: str, framework: str) -> str:
+    """Return the name of a value in the sheet: `Functional.linear.0.forward.input.0`, `Module.m.Linear.backward.0.output.0`."""
+    first, _, rest = slot.partition(".")
+    kind = {"grad_output": "input", "grad_input": "output", "kwargs": "input"}.get(first, first)
+    entry = entry_name(call, framework)
+    if first in ("input", "output", "grad_output", "grad_input", "kwargs"):
+        return f"{entry}.{kind}.{rest or 0}"
+    return f"{entry}.{slot}"
+
+
+def _about(one: Judged, slot: str, x: Value | None, y: Value | None, a: Side, b: Side) -> list[Any]:
+    sides = ((one.pair.a, x, a), (one.pair.b, y, b))
+    names = [NONE if call is None or v is None else classic_name(call, slot, side.reel.framework) for call, v, side in sides]
+    both = (x, y)
+    return [
+        *names,
+        *(NONE if v is None else v.dtype for v in both),
+        *(NONE if v is None else str(list(v.shape)) for v in both),
+        *(NONE if v is None or v.requires_grad is None else v.requires_grad for v in both),
+    ]
+
+
+def _numbers(x: Value | None, y: Value | None, a: Side, b: Side, mode: Mode) -> list[Any]:
+    told = [{} if v is None else side.numbers(v) for v, side in ((x, a), (y, b))]
+    if mode == "md5":
+        bits = [{} if v is None else side.bits(v) for v, side in ((x, a), (y, b))]
+        return [next((f"{number:x}" for number in kinds.values()), NONE) for kinds in bits]
+    own = [_cell(numbers.get(key)) for numbers in told for _, key in _STATISTICS]
+    if x is None or y is None:
+        return [*[UNSUPPORTED] * (len(_ERRORS) if mode == "tensor" else 8), *own]
+    if mode == "tensor":
+        return [*_errors(a.array(x), b.array(y)), *own]
+    pairs = [(told[0].get(key), told[1].get(key)) for _, key in _STATISTICS]
+    return [*(_difference(p, q) for p, q in pairs), *(_relative(p, q) for p, q in pairs), *own]
+
+
+def _cell(number: float | None) -> Any:
+    return NONE if number is None else number if math.isfinite(number) else str(number)
+
+
+def _difference(p: float | None, q: float | None) -> Any:
+    return NONE if p is None or q is None or not math.isfinite(p - q) else p - q
+
+
+def _relative(p: float | None, q: float | None) -> Any:
+    far = _difference(p, q)
+    if far == NONE or q is None:
+        return NONE
+    return 0.0 if far == 0 else NONE if q == 0 else abs(far / q)
+
+
+def _errors(x: npt.NDArray[Any] | None, y: npt.NDArray[Any] | None) -> list[Any]:
+    """Return the six errors of two arrays of equal shape."""
+    if x is None or y is None or x.shape != y.shape or x.dtype.kind not in "fiub" or y.dtype.kind not in "fiub":
+        return [UNSUPPORTED] * len(_ERRORS)
+    epsilon = float(np.finfo(np.result_type(x.dtype, y.dtype, np.float32)).eps)
+    p, q = np.asarray(x, np.float64).reshape(-1), np.asarray(y, np.float64).reshape(-1)
+    odd = ~np.isfinite(p) | ~np.isfinite(q)
+    if odd.any():
+        if not np.array_equal(p[odd], q[odd], equal_nan=True):
+            return [NONE] * len(_ERRORS)
+        p, q = np.where(odd, 0.0, p), np.where(odd, 0.0, q)
+    if p.size == 0:
+        return [UNSUPPORTED] * len(_ERRORS)
+    far = np.abs(p - q)
+    relative = far / np.where(q == 0, epsilon, np.abs(q))
+    largest = [float(far.max()), float(relative.max())]
+    if p.size == 1:
+        return [UNSUPPORTED, UNSUPPORTED, *largest, UNSUPPORTED, UNSUPPORTED]
+    return [_cosine(p, q), float(np.linalg.norm(far)), *largest, *(float((relative < t).mean()) for t in (1e-3, 5e-3))]
+
+
+def _cosine(p: F64, q: F64) -> Any:
+    norms = float(np.linalg.norm(p)), float(np.linalg.norm(q))
+    least = float(np.finfo(np.float64).eps)
+    if max(norms) <= least:
+        return 1.0
+    return UNSUPPORTED if min(norms) <= least else float(p @ q) / (norms[0] * norms[1])
+
+
+def _tail(
+    one: Judged, distance: Distance | None, x: Value | None, y: Value | None, a: Side, first: bool, mode: Mode
+) -> list[Any]:
+    result, says = _result(one, distance, x, y)
+    call = one.pair.a
+    known = first and call is not None and 0 <= call.stack < len(a.reel.stacks)
+    stack = [str(frame) for frame in a.reel.stacks[call.stack]] if known and call is not None else NONE
+    same = x is not None and y is not None and x.requires_grad == y.requires_grad
+    stored = [NONE if v is None or v.tensor is None else v.tensor for v in (x, y)]
+    apart = NONE if distance is None else _cell(distance.apart.low)
+    return [
+        *(same, result, orjson.dumps(says).decode(), str(stack)),
+        *([str(stored)] if mode == "tensor" else []),
+        *(one.outcome, apart, _cell(one.given), _cell(one.own)),
+    ]
+
+
+def _result(one: Judged, distance: Distance | None, x: Value | None, y: Value | None) -> tuple[str, list[str]]:
+    """Return the word of the column Result, and why. A result has its call's verdict; what is given passes."""
+    if x is None or y is None:
+        return "unmatched", [f"there is no such value in {'A' if x is None else 'B'}"]
+    says = [text for text in (one.argument, distance.formats if distance is not None else "") if text]
+    if tuple(x.shape) != tuple(y.shape):
+        return "error", [f"shapes {list(x.shape)} and {list(y.shape)}", *says]
+    if distance is None or not distance.result:
+        return ("warning", says) if says else ("pass", [])
+    if distance.apart.high == 0:
+        return "pass", says
+    word = _RESULTS[one.outcome]
+    if word != "pass":
+        says.append(distance.apart.note or f"{distance.apart.low:.1e} apart, own rounding {one.own:.1e}, given {one.given:.1e}")
+    return word, says
+
+
+def sheet_path(folder: Path, step: int, rank: int, suffix: str) -> Path:
+    """Return where the sheet of a rank and step goes."""
+    return folder / f"compare_result_step{step}_rank{rank}{suffix}"
