@@ -216,7 +216,7 @@ def test_every_folder_of_the_package_is_a_package() -> None:
 READ_THROUGH = {
     **{"step": r"\.wants_step\(", "rank": r"\.wants_rank\(", "micro": r"\.wants_micro\b", "slice": r"cuts\[.*\]\.index\("},
     **{"modules": r"\.module_selected\b", "ops": r"\.op_selected\b", "parameters": r"\.parameter_selected\b"},
-    **dict.fromkeys(["tensors", "details"], r"\.detail_for\("),
+    **dict.fromkeys(["tensors", "tensor_entries", "details"], r"\.detail_for\("),
     **dict.fromkeys(["task", "summary", "statistics"], r"\.base_detail\b"),
 }
 

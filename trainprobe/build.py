@@ -378,7 +378,7 @@ def states_of_monitor(monitor: MonitorPlan | None) -> StatesWanted:
     )
 
 
-def _none(name: str) -> int:
+def _none(name: str, module_class: str = "") -> int:
     return 0
 
 

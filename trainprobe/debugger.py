@@ -160,12 +160,12 @@ class PrecisionDebugger:
         self._step += 1
 
     @classmethod
-    def save(cls, value: Any, name: str, save_backward: bool = True) -> None:
+    def save(cls, variable: Any, name: str, save_backward: bool = True) -> None:
         """Record a value (level debug needs nothing else); it belongs to the step that is going on."""
         self = cls.instance()
         if not self.probe._inside:
             self._begin()
-        self.probe.save(value, name, save_backward)
+        self.probe.save(variable, name, save_backward)
 
     @classmethod
     def register_custom_api(cls, module: Any, api_name: str, api_prefix: str | None = None) -> None:
@@ -221,9 +221,9 @@ class PrecisionDebugger:
             self.probe.guard.run(self._dumped.end)
 
     @classmethod
-    def set_init_step(cls, number: int) -> None:
-        """Number the next step `number` (after a resume)."""
-        cls.instance()._step = number
+    def set_init_step(cls, step: int) -> None:
+        """Number the next step `step` (after a resume)."""
+        cls.instance()._step = step
 
     @classmethod
     def close(cls) -> None:

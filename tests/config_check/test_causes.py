@@ -239,3 +239,15 @@ def test_samples_that_differ_only_in_padding_are_told_as_such(width, value, said
             micro["tensors"] = {"ids": {**entry(ids.numpy(), samples=True), "unpadded": [str(x) for x in unpadded.tolist()]}}
         sides.append(made)
     assert compare(*sides).sentence == said
+
+
+def test_a_variable_explains_weights_of_the_start_that_differ_by_rounding_alone():
+    a = rank_pack(variables={}, weights={"fc.weight": [1.0, 2.0]})
+
+    def line(variable: str, value: float) -> str:
+        return compare(a, rank_pack(variables={variable: "x"}, weights={"fc.weight": [1.0, value]})).sentence
+
+    nearly = 2.0 * (1 + 1e-6)
+    assert line("ATEN_CPU_CAPABILITY", nearly) == "ATEN_CPU_CAPABILITY differs: (not set) and x"
+    assert line("ATEN_CPU_CAPABILITY", 2.1).startswith("weight fc.weight differs from the start")
+    assert line("CUDA_LAUNCH_BLOCKING", nearly).startswith("weight fc.weight differs from the start")

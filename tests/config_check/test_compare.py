@@ -286,3 +286,32 @@ def test_a_commit_that_only_one_side_knows_is_a_warning():
     comparison = compare(known, rank_pack())
     assert comparison.exit_code == 1
     assert comparison.sentence == "commit of the training code differs: 0123456789ab and (not known: no git repository)"
+
+
+# settings as two releases of one framework write them: transformers 4.57 and 5.23, DeepSpeed, torchtitan
+OF_TWO_RELEASES = (
+    {
+        **{"optim": "adamw_torch", "lr_scheduler_kwargs": {}, "gradient_checkpointing": False, "trackio_space_id": "trackio"},
+        **{
+            "zero_optimization.reduce_bucket_size": 5e8,
+            "wall_clock_breakdown": False,
+            "job.dump_folder": "a",
+            "betas": (0.9, 0.95),
+        },
+        "logits_scaling": 8.0,
+    },
+    {
+        **{"optim": "adamw_torch_fused", "lr_scheduler_kwargs": None, "gradient_checkpointing": None, "trackio_space_id": None},
+        **{"zero_optimization.reduce_bucket_size": 500000000, "wall_clock_breakdown": True, "job.dump_folder": "b"},
+        **{"betas": [0.9, 0.95], "logits_scaling": 16.0},
+    },
+)
+
+
+def test_what_two_releases_of_a_framework_write_differently_is_no_cause():
+    comparison = compare(*(rank_pack(settings=settings) for settings in OF_TWO_RELEASES))
+    causes = [f.text for check in comparison.checks for f in check.findings if f.level == "error"]
+    assert causes == ["optimizer differs: adamw_torch and adamw_torch_fused", "logits_scaling differs: 8 and 16"]
+    assert "recomputation differs: false and none" in [
+        f.text for c in comparison.checks for f in c.findings if f.level == "warning"
+    ]

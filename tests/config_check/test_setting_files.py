@@ -32,6 +32,15 @@ def test_json_is_read(tmp_path):
     assert read_settings(file)["values"] == {"zero_optimization.stage": 2, "fp16.enabled": False}
 
 
+def test_toml_is_read_and_a_broken_one_says_its_place(tmp_path):
+    file = tmp_path / "train.toml"
+    file.write_text('[optimizer]\nlr = 8e-4\n[training]\nseq_len = 2048\ndataset = "c4"\n')
+    assert read_settings(file)["values"] == {"optimizer.lr": 8e-4, "training.seq_len": 2048, "training.dataset": "c4"}
+    file.write_text("lr = \n")
+    with pytest.raises(FormatError, match=r"train\.toml: .*line 1"):
+        read_settings(file)
+
+
 def test_a_yaml_file_of_100_megabytes_is_refused_at_once(tmp_path):
     file = tmp_path / "big.yaml"
     with file.open("wb") as f:

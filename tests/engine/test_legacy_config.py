@@ -169,6 +169,35 @@ def test_tensor_list_saves_values_by_substring() -> None:
     assert not plan.detail_for("op", "Functional.linear").wants_tensor
 
 
+@pytest.mark.parametrize(
+    ("text", "saved"),
+    [
+        ("Linear", ["layers.0.fc", "layers.10.fc"]),
+        ("layers.1", ["layers.10.fc"]),
+        ("Module.layers.0.fc.Linear.forward.0", ["layers.0.fc"]),
+        ("Module.fc", []),
+        ("Norm", ["norm"]),
+        ("Functional.linear.3.forward", []),
+    ],
+)
+def test_tensor_list_knows_the_classes_of_modules_and_full_names(text: str, saved: list[str]) -> None:
+    plan = load_plan({"level": "mix", **section(tensor_list=[text])})
+    modules = {"layers.0.fc": "Linear", "layers.10.fc": "Linear", "norm": "LayerNorm"}
+    assert [name for name, kind in modules.items() if plan.detail_for("module", name, kind).wants_tensor] == saved
+    assert plan.detail_for("op", "Functional.linear").wants_tensor == text.startswith("Functional")
+    assert not plan.detail_for("op", "Functional.linear_x").wants_tensor
+
+
+def test_what_a_task_that_is_replaced_selects_is_taken_over_and_the_rest_is_told() -> None:
+    plan = load_plan({"task": "run_ut", "run_ut": {"white_list": ["conv1d"], "black_list": ["relu"], "rank_list": []}})
+    assert (plan.task, plan.entries) == ("tensor", ("conv1d",))
+    assert [note for note in plan.notes if "black_list" in note and "rank_list" not in note]
+    plan = load_plan({"task": "overflow_check", "overflow_check": {"overflow_nums": 3}})
+    assert any("overflow_check.overflow_nums: not used" in note for note in plan.notes)
+    plan = load_plan({"task": "free_benchmark", "free_benchmark": {"list": ["relu"], "fuzz_stage": "forward"}})
+    assert [note.split(": ")[1] for note in plan.notes[1:]] == ["free_benchmark.list", "free_benchmark.fuzz_stage"]
+
+
 def test_scope_is_carried_over() -> None:
     assert load_plan(section(scope=["Functional.a.0.forward", "Functional.b.0.forward"])).scope == (
         "Functional.a.0.forward",

@@ -1,7 +1,8 @@
 """Three steps of a small model, two micro-batches each, under the monitor of either tool: `monitor_small.py WHO FOLDER JSON…`.
 
-WHO is "msprobe" or "trainprobe". JSON: a configuration of `TrainerMon`, or, with a key `monitors`, of `TrainerMonitorV2`. Each
-is a process of its own, and writes to FOLDER/0, FOLDER/1 and so on.
+WHO is "msprobe" or "trainprobe". JSON: a configuration of `TrainerMon`, or, with a key `monitors`, of `TrainerMonitorV2`.
+Each is a process of its own, or, with a key `ranks`, as many, whose gradients are averaged; the files go to FOLDER/0,
+FOLDER/1 and so on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.nn import functional
 from train_small import Net
 
@@ -25,22 +27,42 @@ def train(who: str, folder: Path, config: dict[str, Any]) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     first, second = WHERE[who]
-    file = folder.with_suffix(".json")
+    file = folder.with_suffix(f".{os.getpid()}.json")
     file.write_text(json.dumps({**config, **({"output_dir": str(folder)} if "monitors" in config else {})}))
     if "monitors" in config:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         importlib.import_module(second).TrainerMonitorV2(str(file)).start(model=model, optimizer=optimizer)
     else:
         monitor = importlib.import_module(first).TrainerMon(str(file), params_have_main_grad=False)
         monitor.set_monitor(model, grad_acc_steps=2, optimizer=optimizer)
+    world, rank = (distributed.get_world_size(), distributed.get_rank()) if distributed.is_initialized() else (1, 0)
     for _ in range(3):
         for micro in range(2):
-            tokens = torch.arange(6).reshape(2, 3) + micro
+            tokens = torch.arange(6).reshape(2, 3) + (micro + rank) % 3
             functional.cross_entropy(model(tokens).reshape(-1, 8), tokens.reshape(-1)).backward()
+        for gradient in [p.grad for p in model.parameters() if world > 1 and p.grad is not None]:
+            distributed.all_reduce(gradient)
+            gradient /= world
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     print(json.dumps([float(p.sum()) for p in model.parameters()]))
+
+
+def train_ranks(who: str, folder: Path, config: dict[str, Any]) -> None:
+    """Train in one process a rank, or in this process where the configuration says nothing of ranks."""
+    world, rank = config.pop("ranks", 1), 0
+    children: list[int] = []
+    while len(children) < world - 1:
+        children.append(os.fork())
+        if not children[-1]:
+            rank, children = len(children), []
+            break
+    if world > 1:
+        distributed.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=world)
+    train(who, folder, config)
+    if any(os.waitpid(child, 0)[1] for child in children):
+        sys.exit("a rank failed")
 
 
 if __name__ == "__main__":
@@ -51,7 +73,7 @@ if __name__ == "__main__":
         child = os.fork()
         if not child:
             os.environ["MONITOR_OUTPUT_DIR"] = str(root / str(i))
-            train(sys.argv[1], root / str(i), json.loads(text))
+            train_ranks(sys.argv[1], root / str(i), json.loads(text))
             sys.exit()
         if os.waitpid(child, 0)[1]:
             sys.exit(f"{text} failed")

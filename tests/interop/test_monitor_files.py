@@ -9,6 +9,7 @@ import csv
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -50,6 +51,21 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "ndigits": 12,
         "alert": {"rules": [{"rule_name": "AnomalyTurbulence", "args": {"threshold": 0.5}}, {"rule_name": "AnomalyNan"}]},
     },
+    "two ranks": {
+        **{"targets": {"layers.1": {}}, "ops": ["max", "norm"], **EVERYTHING, "ndigits": 12, "ranks": 2},
+    },
+    "two ranks, modules of the second": {
+        "targets": {},
+        "wg_distribution": True,
+        "module_ranks": [1],
+        "ndigits": 12,
+        "ranks": 2,
+    },
+    "second monitor on two ranks": {
+        "framework": "pytorch",
+        "monitors": {"weight_grad": {"enabled": True}, "param": {"enabled": True}},
+        "ranks": 2,
+    },
     "second monitor": {
         "framework": "pytorch",
         "monitors": {kind: {"enabled": True} for kind in ("module", "weight_grad", "optimizer", "param")},
@@ -75,8 +91,14 @@ def files(python: str, who: str, folder: Path) -> tuple[list[dict[str, Path]], l
     command = [python, str(ROOT / "tests/interop/monitor_small.py"), who, str(folder), *texts]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    found = [{path.name: path for path in (folder / str(i)).glob("*rank*0*/*.csv")} for i in range(len(texts))]
-    return found, [line for line in done.stdout.splitlines() if line.startswith("[")]
+    found = [{_name(path): path for path in (folder / str(i)).glob("*rank*/*.csv")} for i in range(len(texts))]
+    return found, sorted(line for line in done.stdout.splitlines() if line.startswith("["))
+
+
+def _name(path: Path) -> str:
+    """Return the name of a file, with its rank where it is not the first."""
+    rank = re.search(r"rank_?(\d+)", path.parent.name)
+    return path.name if rank is None or rank[1] == "0" else f"rank{rank[1]}/{path.name}"
 
 
 def read(path: Path) -> tuple[list[str], Table]:
@@ -115,7 +137,7 @@ def test_the_files_of_the_monitor_have_the_names_columns_and_numbers_of_the_othe
     rows = ["| configuration | files | rows | other numbers here |", "|---|---|---|---|"]
     for name, there, here in zip(CONFIGURATIONS, theirs, ours, strict=True):
         assert there.keys() <= here.keys(), name
-        assert {file.rpartition("_")[0] for file in here.keys() - there.keys()} <= MORE_FILES.keys(), name
+        assert {file.rpartition("/")[2].rpartition("_")[0] for file in here.keys() - there.keys()} <= MORE_FILES.keys(), name
         total, columns = 0, Counter[str]()
         for file, path in there.items():
             (their_columns, their_rows), (our_columns, our_rows) = read(path), read(here[file])

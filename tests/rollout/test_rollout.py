@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from openpyxl import load_workbook
 import trainprobe
 from trainprobe import SingleComparator, SingleSave
 from trainprobe.cli import main
+from trainprobe.engine.arrays import torch_arrays
 from trainprobe.errors import FormatError, OutputError, UsageError
 
 
@@ -64,6 +66,30 @@ def test_every_dtype_comes_back_to_the_last_bit(tmp_path, dtype):
     assert array.dtype == exact.dtype
     assert array.tobytes() == exact.tobytes()
     assert statistics(tmp_path / "a")["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_a_tensor_on_a_device_is_copied_there_and_brought_over_by_the_writer(tmp_path, monkeypatch):
+    threads = []
+
+    class Watched(torch_arrays.LateCopy):
+        @property
+        def data(self):
+            threads.append(threading.current_thread().name)
+            return super().data
+
+    monkeypatch.setattr(torch_arrays, "copy_late", Watched)
+    kept = {str(d).removeprefix("torch."): (torch.rand(3, 4) * 100 - 20).to(d).t() for d in DTYPES}
+    kept |= {"complex": torch.randn(4, dtype=torch.complex64).conj(), "scalar": torch.tensor(0.5)}
+    exact = {name: t.clone() for name, t in kept.items()}
+    SingleSave(tmp_path / "a")
+    SingleSave.save(kept)
+    for t in kept.values():
+        t.zero_()
+    SingleSave.close()
+    assert len(threads) == len(kept) and all(name.startswith("trainprobe-rollout") for name in threads)
+    for name, t in exact.items():
+        wanted = t.float() if t.dtype == torch.bfloat16 else t
+        assert np.array_equal(saved(tmp_path / "a", name), wanted.resolve_conj().numpy()), name
 
 
 def test_large_token_ids_are_not_rounded(tmp_path):

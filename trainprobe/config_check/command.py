@@ -25,7 +25,7 @@ def collect(
         typer.Argument(metavar="-- COMMAND", help="A training command; 4 micro-steps of it are captured.", show_default=False),
     ] = None,
     scripts: Annotated[
-        list[str] | None, typer.Option("--scripts", "-s", help="Shell, YAML or JSON files that hold settings.")
+        list[str] | None, typer.Option("--scripts", "-s", help="Shell, YAML, JSON or TOML files that hold settings.")
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The pack to write.")] = Path("config_check_pack.zip"),
     micro_steps: Annotated[int, typer.Option(help="How many micro-steps of the command to capture.")] = 4,

@@ -56,6 +56,11 @@ def parse_bytes(value: object) -> object:
     return int(number * _UNITS[unit])
 
 
+def full_name(name: str, module_class: str = "") -> str:
+    """Return what `tensor_entries` are looked for in: `Module.layers.0.fc.Linear.` or `Functional.linear.`, say."""
+    return f"Module.{name}.{module_class}." if module_class else f"{name}."
+
+
 Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 Numbers: TypeAlias = Annotated[tuple[Whole | str, ...], BeforeValidator(one_or_many)]
 Statistics: TypeAlias = Annotated[tuple[Statistic, ...], BeforeValidator(one_or_many)]
@@ -189,6 +194,9 @@ class Plan(_Section):
     gradients of inputs."""
     tensors: Patterns = ()
     """Patterns of modules, ops and parameters whose values are saved too, whatever `task` says."""
+    tensor_entries: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_many)] = ()
+    """Save the values also of ops and modules whose full names, such as `Functional.linear.` or
+    `Module.layers.0.fc.Linear.` (the class behind the name), contain one of these texts."""
     details: Annotated[tuple[DetailRule, ...], BeforeValidator(one_or_many)] = ()
     """Other levels of detail for some names: a list of entries with `match` and what differs; later entries win."""
     slice: Slices = ()
@@ -351,10 +359,11 @@ class Plan(_Section):
         """Tell whether the parameter with this dotted name is recorded."""
         return name in self._names["parameters"]
 
-    def detail_for(self, kind: str, name: str) -> Detail:
-        """Return what is recorded of a name, be it a module, op or parameter; callers keep the answer."""
+    def detail_for(self, kind: str, name: str, module_class: str = "") -> Detail:
+        """Return what is recorded of a name, be it a module (of this class), op or parameter; callers keep the answer."""
         detail = self.base_detail
-        if name in self._names["tensors"]:
+        full = full_name(name, module_class)
+        if name in self._names["tensors"] or any(text in full for text in self.tensor_entries):
             detail = detail.changed(task="tensor")
         for rule, names in zip(self.details, self._detail_names, strict=True):
             if name in names:

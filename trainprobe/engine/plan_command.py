@@ -157,7 +157,8 @@ def _recorded(checked: Plan) -> str:
     parts += ["a histogram"] if checked.histogram else []
     parts += [f"the quantiles {_pieces(tuple(map(str, checked.quantiles)))}"] if checked.quantiles else []
     parts += [f"its values as {checked.tensor_format}"] if detail.wants_tensor else []
-    saved = f", and the values of {', '.join(checked.tensors)} as {checked.tensor_format}" if checked.tensors else ""
+    named = [*checked.tensors, *(f"what has {text} in its full name" for text in checked.tensor_entries)]
+    saved = f", and the values of {', '.join(named)} as {checked.tensor_format}" if named else ""
     return ("; ".join(parts) or "its type and shape") + saved
 
 

@@ -13,9 +13,12 @@ from trainprobe.engine.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class CallsWanted:
-    """What a plan wants of calls of one kind. micro: whether this micro-batch is recorded."""
+    """What a plan wants of calls of one kind.
 
-    flags: Callable[[str], int]
+    flags: of an op's name, or of a module's name and class. micro: whether this micro-batch is recorded.
+    """
+
+    flags: Callable[..., int]
     selected: Callable[[str], bool]
     data: frozenset[str]
     forward: bool = True
@@ -51,7 +54,7 @@ def ops_of_plan(plan: Plan, cuts: list[Detail]) -> OpsWanted:
 def _of_plan(kind: Literal["module", "op"], selected: Callable[[str], bool], plan: Plan, cuts: list[Detail]) -> dict[str, Any]:
     """Return the fields of CallsWanted by name."""
     return {
-        "flags": lambda name: flags_of(plan.detail_for(kind, name), cuts),
+        "flags": lambda name, module_class="": flags_of(plan.detail_for(kind, name, module_class), cuts),
         "selected": selected,
         "data": frozenset(plan.data),
         "forward": "forward" in plan.phases,

@@ -329,7 +329,7 @@ def _states_of_monitor(monitor: MonitorPlan | None) -> ValuesWanted:
     )
 
 
-def _none(name: str) -> int:
+def _none(name: str, module_class: str = "") -> int:
     return 0
 
 

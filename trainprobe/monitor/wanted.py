@@ -16,7 +16,7 @@ def modules_of_monitor(monitor: MonitorPlan | None) -> ModulesWanted:
     chosen = [Names(kind.names) for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
     data = {"input", "output"} if monitor.activations.on or monitor.activation_gradients.on else set[str]()
     return ModulesWanted(
-        flags=lambda name: flag.STATS,
+        flags=lambda name, module_class="": flag.STATS,
         selected=lambda name: any(name in names for names in chosen),
         data=frozenset(data),
         forward=monitor.activations.on,

@@ -21,17 +21,18 @@ from trainprobe.rollout.folders import folder_of, held_by_rank, refusal_of_name
 from trainprobe.rollout.values import Leaf, leaves_of, statistics_of
 
 FRAMEWORKS = ("pytorch", "mindspore")
-MOST_WAITING = 256 << 20  # bytes of arrays that wait to be written; beyond it `save` waits for the disk
+MOST_WAITING = 256 << 20  # bytes of copies, on host and devices, that wait to be written; beyond it `save` waits for the disk
 
 
 class SingleSave:
     """Saves key data under its name: `SingleSave(folder)` once, then `SingleSave.save({"response": response})` anywhere.
 
     dump_path: the folder (see `trainprobe.rollout.folders`). fmk: "pytorch" or "mindspore". One a process: a second
-    construction with the same folder is the same saver. Values are copied when `save` is called (so what the training writes
-    over them later does not matter) and written by a thread. Each value may be a tensor or array of any dtype, a number, a
-    text, or any nesting of lists, tuples and dicts of these; a list of texts or of numbers is one array. What cannot be saved
-    is named once on the console and left out; a fault of the saver never ends the training.
+    construction with the same folder is the same saver. Values are copied when `save` is called (so what the training
+    writes over them later does not matter), on the device that they are on, and brought to the host and written by a
+    thread. Each value may be a tensor or array of any dtype, a number, a text, or any nesting of lists, tuples and dicts of
+    these; a list of texts or of numbers is one array. What cannot be saved is named once on the console and left out; a
+    fault of the saver never ends the training.
     Raises UsageError for another framework or for a second folder, OutputError for a folder that holds this rank's data.
     """
 

@@ -23,7 +23,7 @@ class Leaf:
 
     item: str
     dtype: str
-    copy: Any  # an array, or a copy of a tensor on the host: bytes, dtype and shape
+    copy: Any  # an array, or a copy of a tensor, on the host or still on its device: bytes, dtype and shape
 
     @property
     def nbytes(self) -> int:
@@ -108,11 +108,11 @@ def _leaf(item: str, x: Any, framework: str) -> Leaf | str:
 
 
 def _copied(x: Any, framework: str) -> Any:
-    """Return a copy of a tensor on the host, or None for what is no tensor; waits for the device."""
+    """Return a copy of a tensor, or None for what is no tensor; only one of MindSpore waits for the device."""
     if framework == "mindspore":
         from trainprobe.engine.arrays import mindspore_library
 
         return mindspore_library.copy_out(x) if hasattr(x, "asnumpy") else None
     from trainprobe.engine.arrays import torch_arrays
 
-    return torch_arrays.copy_out(x) if isinstance(x, torch_arrays.Tensor) else None
+    return torch_arrays.copy_late(x) if isinstance(x, torch_arrays.Tensor) else None

@@ -1,4 +1,4 @@
-"""Reads settings out of files, without running anything: shell scripts, YAML, JSON."""
+"""Reads settings out of files, without running anything: shell scripts, YAML, JSON, TOML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainprobe.errors import FormatError
 
 LARGEST_FILE = 8 << 20  # bytes; a settings file has kilobytes
 MOST_VALUES = 200_000  # after YAML anchors are expanded
-KINDS = {".sh": "shell", ".bash": "shell", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
+KINDS = {".sh": "shell", ".bash": "shell", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         values: Any = read_shell_script(text, str(path))
         environment = capture_environment(exported_variables(text, str(path)))["variables"]
     else:
-        values = _parsed(path, text, _yaml if kind == "yaml" else _json)
+        values = _parsed(path, text, {"yaml": _yaml, "json": _json, "toml": _toml}[kind])
     return source(kind, path.name, flat(values, str(path))) | {"environment": environment}
 
 
@@ -89,6 +89,8 @@ def _parsed(path: Path, text: str, parse: Callable[[str], Any]) -> Any:
         raise FormatError(f"{path}: is not valid YAML: {error}") from None
     except json.JSONDecodeError as error:
         raise FormatError(f"{path}, line {error.lineno}: is not valid JSON: {error.msg}") from None
+    except ImportError:
+        raise FormatError(f"{path}: TOML is read with Python 3.11 or newer: write these settings as YAML or JSON") from None
     except (RecursionError, ValueError) as error:
         raise FormatError(f"{path}: cannot be read as settings: {str(error)[:200] or 'nested too deeply'}") from None
     if tree is None:
@@ -103,6 +105,12 @@ def _yaml(text: str) -> Any:
     if len(documents) > 1:
         return {f"document{i}": d for i, d in enumerate(documents)}
     return documents[0] if documents else None
+
+
+def _toml(text: str) -> Any:
+    import tomllib
+
+    return tomllib.loads(text)
 
 
 def _json(text: str) -> Any:

@@ -37,10 +37,11 @@ def compare_environment(bench: Pack, cmp: Pack) -> Check:
     rows: list[tuple[Any, ...]] = []
     findings = rank_findings("environment", bench, cmp)
     for (name, left, right), where in different.items():
-        level = _LEVEL[effect_of(name) or "place"]
+        effect = effect_of(name) or "place"
+        level, kind = _LEVEL[effect], "speed variable" if effect == "speed" else "variable"
         rows.append((name, left, right, what_it_does(name), _rank_text(where, ranks), level))
         findings.append(
-            Finding(level, f"{name} differs: {shown(left)} and {shown(right)}{which_ranks(where, ranks)}", f"variable {name}")
+            Finding(level, f"{name} differs: {shown(left)} and {shown(right)}{which_ranks(where, ranks)}", f"{kind} {name}")
         )
     rows += [(name, "(hashed)", "(hashed)", "not in the table of variables", "", "note") for name in sorted(others)]
     findings += [_others_finding(sorted(others))] if others else []

@@ -10,7 +10,7 @@ from typing import Any
 from trainprobe.config_check.compare.model_state import state_findings
 from trainprobe.config_check.compare.sides import BENCH, CMP, absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.step_schedule import schedule_findings
-from trainprobe.config_check.compare.values import same
+from trainprobe.config_check.compare.values import meaning, same
 from trainprobe.config_check.compare.verdicts import Check, Finding, Level, counted, shown, which_ranks
 from trainprobe.config_check.names import load_names
 from trainprobe.config_check.pack import Pack, RankPack
@@ -160,10 +160,14 @@ def _differences(left: dict[Any, _Item], right: dict[Any, _Item], same_size: boo
         wrapper = (a or b).kind == "wrapper"  # pyright: ignore[reportOptionalMemberAccess]
         if (wrapper or names.follows_rank_count(key)) and not same_size:
             continue
-        level: Level = (
-            "note" if names.is_place(key) or names.is_speed(key) else "error" if a is not None and b is not None else "warning"
-        )
+        told = a is not None and b is not None and not (_is_unset(a.value) and _is_unset(b.value))
+        level: Level = "note" if names.is_place(key) or names.is_speed(key) else "error" if told else "warning"
         yield _Difference(a, b, matched_by, level)
+
+
+def _is_unset(value: Any) -> bool:
+    """Tell whether a setting is none or false, of which releases of one framework take now one, now the other."""
+    return meaning(value) is None or meaning(value) is False
 
 
 def _by_setting(items: dict[Any, _Item]) -> dict[str, list[_Item]]:

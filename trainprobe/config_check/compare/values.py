@@ -26,7 +26,9 @@ def same(a: Any, b: Any) -> bool:
 
 
 def meaning(value: Any) -> Any:
-    """Return what a text stands for: a number, true, false, none, or itself."""
+    """Return what a text stands for: a number, true, false, none, or itself. Nothing in a list or dict is none."""
+    if isinstance(value, tuple | list | dict) and not value:
+        return None
     if isinstance(value, tuple):
         return list(value)
     if not isinstance(value, str):

@@ -23,6 +23,7 @@ INITIAL = (
     "model",
     "flag default_dtype",
 )
+ROUNDED = ("variable ", "package ", "flag ")  # what makes weights of the start differ by rounding alone
 Entries = Mapping[str, Mapping[str, Any]]
 
 
@@ -103,10 +104,10 @@ def _counterparts(a: Entries, b: Entries) -> dict[str, str]:
     return found
 
 
-def _nearly(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+def _nearly(a: Mapping[str, Any], b: Mapping[str, Any], tolerance: float = 1e-3) -> bool:
     """Tell whether two entries are equal up to the rounding of a few steps."""
     return a.get("shape") == b.get("shape") and all(
-        close(a[k], b[k], 1e-3) for k in ("norm", "max", "min") if k in a and k in b
+        close(a[k], b[k], tolerance) for k in ("norm", "max", "min") if k in a and k in b
     )
 
 
@@ -127,13 +128,21 @@ def _differing(different: Mapping[int, Mapping[int, list[str]]], bench: Pack, cm
     left, right = (p.ranks[rank].by_micro["weights"][micro]["parameters"].get(one, {}) for p in (bench, cmp))
     what = f"weight {one} differs" if len(names) == 1 else f"{len(names)} of {total} weights differ"
     if micro == min(bench.ranks[rank].by_micro["weights"]):
-        when, explained = "from the start", INITIAL
+        pairs = [
+            [p.ranks[r].by_micro["weights"][micro]["parameters"].get(n, {}) for p in (bench, cmp)] for r, n in _each(by_rank)
+        ]
+        rounded = all(_nearly(a, b, 1e-5) for a, b in pairs)
+        when, explained = "from the start", (*INITIAL, *(ROUNDED if rounded else ()))
     else:
         when, explained = f"from micro-step {micro} on (equal before)", ("",)
     if bench.world_size != cmp.world_size and explained == ("",):
         return [Finding("note", f"{what} {when}, as training on another number of ranks makes them{where}", "weights")]
     first = "" if len(names) == 1 else f"{one} first, "
     return [Finding("error", f"{what} {when}: {first}{_measure(left, right)}{where}", "weights", explained)]
+
+
+def _each(by_rank: Mapping[int, list[str]]) -> list[tuple[int, str]]:
+    return [(rank, name) for rank, names in by_rank.items() for name in names]
 
 
 def _measure(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:

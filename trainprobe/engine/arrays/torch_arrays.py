@@ -288,6 +288,37 @@ def copy_out(t: Tensor) -> HostCopy:
         return HostCopy(str(host.dtype), tuple(host.shape), flat.view(torch.uint8).numpy())
 
 
+class LateCopy:
+    """A copy of a tensor on its own device. Making it waits for nothing; `data` brings it to the host, on any thread.
+
+    A DTensor gives its local shard.
+    """
+
+    __slots__ = ("_clone", "_made", "dtype", "nbytes", "shape")
+
+    def __init__(self, t: Tensor) -> None:
+        with apart(), torch.no_grad():
+            inner = t if type(t) in _PLAIN else local_of(t)[0]
+            plain = (t if inner is None else inner).detach().resolve_conj().resolve_neg()
+            self._clone = plain.clone(memory_format=torch.contiguous_format)
+            device = None if plain.is_cpu else torch.get_device_module(plain.device)
+            stream = getattr(device, "current_stream", None)
+            self._made: Any = None if stream is None else stream(plain.device).record_event()
+        self.dtype, self.shape, self.nbytes = str(plain.dtype), tuple(plain.shape), self._clone.nbytes
+
+    @property
+    def data(self) -> Any:
+        """The bytes, on the host; waits for the device."""
+        if self._made is not None:
+            self._made.synchronize()
+        return copy_out(self._clone).data
+
+
+def copy_late(t: Tensor) -> HostCopy | LateCopy:
+    """Return a copy without waiting for the device that the tensor is on."""
+    return copy_out(t) if t.is_cpu else LateCopy(t)
+
+
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _dtype_text = cache(str)
 

@@ -19,9 +19,11 @@ _COMMON = {
     *("custom_op_namespaces", "load", "seed", "is_deterministic", "enable_dataloader"),
 }
 _SELECTING = {"scope", "list", "data_mode"}
+_ONLINE = ("online_run_ut", "online_run_ut_recompute", "nfs_path", "tls_path", "host", "port")
 _SECTIONS = {
-    "statistics": _SELECTING | {"tensor_list", "summary_mode", "slice", "request_id", "device"},
-    "tensor": _SELECTING | {"summary_mode", "slice", "request_id", "bench_path", "diff_nums", "file_format", "device"},
+    "statistics": _SELECTING | {"tensor_list", "summary_mode", "slice", "request_id", "device", "precision"},
+    "tensor": _SELECTING
+    | {"summary_mode", "slice", "request_id", "bench_path", "diff_nums", "file_format", "device", *_ONLINE},
     "nan_check": _SELECTING | {"tensor_list"},
     "structure": _SELECTING,
 }
@@ -41,6 +43,24 @@ _TRANSLATED = {
         "the monitor watches the gradients (see docs/monitor.md); `trainprobe csv2tb` and `report` show them",
     ),
     "free_benchmark": ("off", "perturbing ops changes the training, which a plan never does: nothing is recorded"),
+}
+_APART = "nothing is sent to another machine: record both runs, then `trainprobe dump-compare`"
+# keys of their sections that nothing here takes over, and what there is to say
+_UNUSED = {
+    "black_list": "not used: every op is recorded; white_list or list names those to record",
+    "error_data_path": "not used: nothing is run again; what is recorded goes to dump_path",
+    "overflow_nums": "not used: recording does not end by itself; `step` says which steps are recorded",
+    "check_mode": "not used: the device's overflow flag is not read",
+    **dict.fromkeys(("is_online", *_ONLINE), _APART),
+    "rank_list": "not used: `rank` says which ranks are recorded",
+    "grad_level": "not used: the monitor's statistics are recorded (docs/monitor.md)",
+    "bounds": "not used: `histogram` in a plan counts between edges",
+    "diff_nums": "not used: recording does not end by itself",
+    "bench_path": "not compared while training: record both runs, then `trainprobe dump-compare`",
+    **dict.fromkeys(
+        ("fuzz_device", "pert_mode", "handler_type", "fuzz_level", "fuzz_stage", "if_preheat", "preheat_step", "max_sample"),
+        "not used: nothing is perturbed",
+    ),
 }
 _TELLING = (_COMMON | _SECTIONS.keys() | _TRANSLATED.keys()) - {"task", "rank", "step", "level", "statistics"}
 _STATISTICS = {
@@ -72,7 +92,9 @@ def translate(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], t
     if task not in _SECTIONS and task != "off":
         known = [*_SECTIONS, *_TRANSLATED]
         raise out.refuse("task", f"{task!r} is not a task{did_you_mean(str(task), known)} (there are: {', '.join(known)})")
-    section = out.section(config.get(task) if task == asked else None, task)
+    section = out.section(config.get(asked), asked)
+    if task != asked:
+        section = _section_of_another(out, section, asked, task)
     _common(out, config, task)
     if task == "off":
         out.fields |= {"level": "off", "monitor": _grad_probe(out, config)} if asked == "grad_probe" else {"level": "off"}
@@ -81,6 +103,19 @@ def translate(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], t
     _task(out, section, task)
     _selection(out, section, task)
     return out.fields, tuple(out.notes)
+
+
+def _section_of_another(out: Translation, section: Mapping[str, Any], asked: str, task: str) -> dict[str, Any]:
+    """Return what of the section of a task that a plan does not have its replacement takes over; say what it does not."""
+    taken = _SELECTING | {"tensor_list", "white_list", "param_list"}
+    out.check_keys(section, taken | _UNUSED.keys(), f"{asked}.")
+    for key in (key for key, value in section.items() if value not in (None, [], False)):
+        if key in _UNUSED:
+            out.note(f"{asked}.{key}", _UNUSED[key])
+        elif task == "off" and key in _SELECTING:
+            out.note(f"{asked}.{key}", "not used: nothing is recorded")
+    renamed = {"list" if key == "white_list" else key: value for key, value in section.items()}
+    return {key: value for key, value in renamed.items() if key in _SECTIONS.get(task, ())}
 
 
 def _common(out: Translation, config: Mapping[str, Any], task: str) -> None:
@@ -133,8 +168,9 @@ def _task(out: Translation, section: Mapping[str, Any], task: str) -> None:
     if task == "nan_check":
         fields["statistics"] = ("max", "min", "mean", "norm", "nan", "inf")
         out.note("task", "nan_check counts NaN and infinities in every value, and does not read the device's overflow flag")
-    if section.get("bench_path"):
-        out.note("tensor.bench_path", "not compared while training: record both runs, then `trainprobe dump-compare`")
+    for key in ("bench_path", "diff_nums", *_ONLINE):
+        if section.get(key) and task == "tensor":
+            out.note(f"tensor.{key}", _UNUSED[key])
     if section.get("request_id"):
         out.note(f"{task}.request_id", "requests of an inference server are not told apart; every request is recorded")
     if section.get("file_format") in {"npy", "pt"}:
@@ -188,7 +224,7 @@ def _selection(out: Translation, section: Mapping[str, Any], task: str) -> None:
         _list(out, out.texts(names, f"{task}.list"), f"{task}.list")
     if names := section.get("tensor_list"):
         key = f"{task}.tensor_list"
-        out.fields["tensors"] = [_pattern(out, name, key) for name in out.texts(names, key)]
+        out.fields["tensor_entries"] = [_saved(out, name, key) for name in out.texts(names, key)]
 
 
 def _data_mode(out: Translation, modes: object, key: str) -> None:
@@ -232,17 +268,14 @@ def _possible_module(name: str) -> str:
     return literal(match[1]) if match else ""
 
 
-def _pattern(out: Translation, name: str, key: str) -> str:
-    """Turn a substring of a full name, or a full name, into a pattern of the names that a plan knows."""
-    if module := _possible_module(name):
-        return module
-    if match := re.fullmatch(r"(.+)\.\d+(?:\.(?:forward|backward))?", name):
-        if name.startswith(_OP_PREFIXES):
-            out.note(key, f"{name!r}: the values of all calls of {match[1]} are saved, not of this one alone")
-            return literal(match[1])
-    elif name[:1].isupper() and "." not in name:
-        out.note(key, f"{name!r}: is looked for in the names of modules and ops, not in the names of classes")
-    return f"**{literal(name)}**"
+def _saved(out: Translation, name: str, key: str) -> str:
+    """Return the part of full names that an entry of a tensor_list means; a full name means all calls of its op or module."""
+    if match := re.fullmatch(r"(?:Module|Cell)(\..+\.)(?:forward|backward)(?:\.\d+)?", name):
+        return f"Module{match[1]}"
+    if name.startswith(_OP_PREFIXES) and (match := re.fullmatch(r"(.+\.)\d+(?:\.(?:forward|backward))?", name)):
+        out.note(key, f"{name!r}: the values of all calls of {match[1][:-1]} are saved, not of this one alone")
+        return match[1]
+    return re.sub(r"^Cell(?=\.)", "Module", name)
 
 
 def _one_of(out: Translation, config: Mapping[str, Any], key: str, choices: Mapping[str, str], default: str) -> str:

@@ -158,9 +158,9 @@ class CellTap:
                 held = [(n, p) for n, p in cell._params.items() if p is not None]
                 own = tuple((n, p) for n, p in held if wanted.parameter(names.get(id(p), str(p.name))))
                 again = any(not outer or f"{name}.".startswith(f"{outer}.") for outer in repeated)
-                self.known.setdefault(
-                    id(cell), CellInfo(name, type(cell).__name__, own, wanted.flags(name), wanted.selected(name), again)
-                )
+                kind = type(cell).__name__
+                flags = wanted.flags(name, kind)
+                self.known.setdefault(id(cell), CellInfo(name, kind, own, flags, wanted.selected(name), again))
 
     def begin(self, tape: Tape) -> None:
         """Replace `Cell.__call__`."""

@@ -173,7 +173,7 @@ class ModuleTap:
                 shown = name or ROOT
                 if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
                     self._note_compiled(shown)
-                flags = self.wanted.flags(shown)
+                flags = self.wanted.flags(shown, type(module).__name__)
                 self._saves = self._saves or bool(flags & SAVE)
                 self.known[id(module)] = _Info(shown, type(module).__name__, own, flags, self.wanted.selected(shown))
 
