@@ -1,22 +1,37 @@
-"""A checkpoint that Megatron-LM itself wrote: its parsed arguments, its `pretrain`, its `save_checkpoint`.
+"""Checkpoints that Megatron-LM itself wrote: its parsed arguments, its `pretrain`, its `save_checkpoint`.
 
-`megatron.training` is in no package, so the file is kept. Megatron-LM core_v0.16.1 wrote it on a CPU, by hand (see
-`writers/write_megatron_lm.py`), after three steps of a model with three layers of 48, six heads in two groups, SwiGLU of 72,
-119 words padded to 120.
+`megatron.training` is in no package, so the files are kept. Megatron-LM core_v0.16.1 wrote them on a CPU, by hand (see
+`writers/write_megatron_lm.py`). Format torch: after three steps of a model with three layers of 48, six heads in two groups,
+SwiGLU of 72, 119 words padded to 120. Format torch_dist: tp1, and tp2, which loaded it on two ranks and saved it again; dp2
+with the distributed optimizer in its default layout (dp_reshardable), and full2, the same training in the layout that carries
+parameter names. Their sizes are no multiples of 64.
 """
 
 import shutil
+import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.ckpt_compare.verdicts import compared, judged
+from tests.ckpt_compare.verdicts import compared, judged, kinds
+from trainprobe.ckpt_compare.check import check
+from trainprobe.ckpt_compare.conclusion import conclude
 from trainprobe.ckpt_compare.formats import open_checkpoint, recognise
 
 SAVED = Path(__file__).parent / "data" / "megatron_lm"
 FILE = SAVED / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
+DISTRIBUTED = SAVED.parent / "megatron_lm_dist.tar.xz"
+
+
+@pytest.fixture(scope="module")
+def distributed(tmp_path_factory) -> Path:
+    """Return the folder with tp1, tp2, dp2 and full2."""
+    folder = tmp_path_factory.mktemp("megatron_lm")
+    with tarfile.open(DISTRIBUTED) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
 
 
 def test_all_parsed_arguments_are_there_as_data():
@@ -66,3 +81,48 @@ def test_one_changed_moment_is_found(tmp_path):
     found = judged(SAVED, tmp_path / "changed")
     assert found.code == 2
     assert "worst is final_norm.weight#exp_avg" in found.sentence
+
+
+def test_two_tensor_ranks_hold_what_one_holds(distributed):
+    """Weights and moments, the vocabulary padded to 62 rows on one side and to 64 on the other."""
+    found = compared(distributed / "tp1", distributed / "tp2", ("weights", "optimizer", "iteration"))
+    assert conclude(found).code == 0
+    assert (found.a.layout.get("tp"), found.b.layout["tp"]) == (1, 2)
+    assert kinds(found) == {"weights": 3 + 2 * 9, "optimizer": 2 * (3 + 2 * 9)}
+
+
+def test_the_default_distributed_optimizer_is_mapped(distributed):
+    """Buckets without names against the same training saved under names: master, exp_avg and exp_avg_sq of each tensor."""
+    common = (distributed / name / "iter_0000003" / "common.pt" for name in ("dp2", "full2"))
+    assert [next(k for k in (b"dp_reshardable", b"fully_reshardable") if k in p.read_bytes()) for p in common] == [
+        b"dp_reshardable",
+        b"fully_reshardable",
+    ]
+    found = compared(distributed / "dp2", distributed / "full2", ("weights", "optimizer", "iteration"))
+    assert conclude(found).code == 0
+    assert kinds(found) == {"weights": 21, "optimizer": 63}
+    checked = check(found.a)
+    assert (checked.code, checked.masters) == (0, 21)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "key"),
+    [
+        ("tp1", "tp2", "layers.1.attention.k.weight"),
+        ("tp1", "tp2", "layers.0.mlp.fc2.weight#exp_avg_sq"),
+        ("full2", "dp2", "layers.1.attention.v.weight#exp_avg"),
+        ("full2", "dp2", "embedding.word.weight#master"),
+    ],
+)
+def test_one_changed_number_is_found_and_named(distributed, tmp_path, one, other, key):
+    shutil.copytree(distributed / other, tmp_path / other)
+    piece = compared(distributed / other, distributed / other).b.tensors[key].pieces[-1]
+    numbers = piece.source.load().tobytes()
+    changed = tmp_path / other / "iter_0000003" / piece.file.partition(":")[0]
+    raw = bytearray(changed.read_bytes())
+    assert raw.count(numbers) == 1
+    raw[raw.index(numbers) + 6] ^= 0x40
+    changed.write_bytes(raw)
+    found = judged(distributed / one, tmp_path / other)
+    assert found.code == 2
+    assert f"differ: 1 of {63 if one == 'tp1' else 84} tensors; worst is {key}: " in found.sentence
