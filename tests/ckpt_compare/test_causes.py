@@ -76,7 +76,33 @@ def transposed(b):
         b[key] = b[key].T
 
 
+def rotated_layers(b):
+    for key in [k for k in b if k.startswith("layers.0.")]:
+        one, two, three = (key.replace("layers.0.", f"layers.{i}.") for i in range(3))
+        b[one], b[two], b[three] = b[two], b[three], b[one]
+
+
+def exchanged_keys_and_values(b):
+    for key in [k for k in b if ".k." in k]:
+        swap(b, key, key.replace(".k.", ".v."))
+
+
+def exchanged_experts(b):
+    for part in ("gate", "up"):
+        swap(b, f"layers.1.mlp.experts.0.{part}.weight", f"layers.1.mlp.experts.2.{part}.weight")
+
+
+def rotated_experts(b):
+    for part in ("gate", "up"):
+        one, two, three = (f"layers.1.mlp.experts.{e}.{part}.weight" for e in range(3))
+        b[one], b[two], b[three] = b[two], b[three], b[one]
+
+
 PLANTED = {
+    rotated_layers: "differ: layers 0, 1 and 2 of B hold layers 1, 2 and 0 of A; ",
+    exchanged_keys_and_values: "differ: k and v are exchanged in 3 layers; ",
+    exchanged_experts: "differ: experts 0 and 2 of layer 1 are exchanged; ",
+    rotated_experts: "differ: layers.1.mlp.experts are in another order; ",
     exchanged_layers: "layers 0 and 1 are exchanged; ",
     exchanged_gates: "gate and up are exchanged in 9 experts; ",
     other_rotary_order: "in the other rotary order: halves in A, interleaved pairs in B (heads of 6); ",
@@ -124,3 +150,27 @@ def test_a_cause_is_not_named_for_other_values():
     for key in [k for k in b if k.endswith((".q.weight", ".k.weight"))]:
         b[key][0, 0] += 1
     assert judged(a, b).sentence.startswith("differ: 6 of")
+
+
+def test_norms_that_are_zero_centred_on_both_sides_are_told_apart_by_their_values():
+    """The squares of the side that is one less are the larger ones."""
+    a = {k: v - 1 if "norm" in k else v for k, v in model().items()}
+    b = {k: v - 1 if "norm" in k else v for k, v in a.items()}
+    assert "4 tensors, such as final_norm.weight, are zero-centred in B: one less than in the other; " in judged(a, b).sentence
+
+
+def test_a_matrix_of_another_shape_that_is_the_transpose_is_named():
+    a, b = model(), model()
+    for key in [k for k in b if ".up." in k]:
+        b[key] = np.ascontiguousarray(b[key].T)
+    found = judged(a, b)
+    assert found.code == 3
+    assert found.sentence.startswith("incomplete: 9 tensors, such as layers.0.mlp.experts.0.up.weight, are transposed in B, 9 ")
+
+
+def test_layers_of_a_model_that_no_map_knows_are_named():
+    a = {k.replace("layers.", "encoder.layer."): v for k, v in model().items()}
+    b = dict(a)
+    for key in [k for k in b if ".layer.0." in k]:
+        swap(b, key, key.replace(".layer.0.", ".layer.2."))
+    assert judged(a, b).sentence.startswith("differ: layers 0 and 2 are exchanged; ")

@@ -1,20 +1,24 @@
 """Thousands of damaged checkpoints of every reader: a verdict or one sentence, never a traceback, never a false `identical`.
 
-A few hundred run with the tests. `python -m tests.ckpt_compare.test_fuzz 5000 [SEED]` runs as many as one likes.
+They are answered in processes of their own with a limit of time and memory. `python -m tests.ckpt_compare.test_fuzz COUNT
+[SEED]` runs as many as one likes.
 """
 
 from __future__ import annotations
 
 import collections
 import json
+import multiprocessing
+import os
 import random
 import resource
 import shutil
+import signal
 import sys
 import tempfile
-import time
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +33,9 @@ from trainprobe.ckpt_compare.formats import names, recognise
 from trainprobe.errors import ProbeError
 
 DATA = Path(__file__).parent / "data"
-CASES, SECONDS_A_CASE = 200, 10
+CASES, PARTS = 5000, 4
+SECONDS_A_CASE, STALLED, MEMORY = 10, 120, 1 << 30  # of CPU; without any sign, on a busy machine; bytes
+ANSWERS = ("0", "1", "2", "3", "refused")
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -172,38 +178,103 @@ def content(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
     return str(tensor.dtype), tuple(tensor.shape), bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def run(root: Path, folder: Path, seeds: Iterator[int] | range, tell: Callable[[str], None]) -> collections.Counter[str]:
-    """Judge each damaged checkpoint against its original; return how often which answer was given."""
-    answers: collections.Counter[str] = collections.Counter()
+def answer(root: Path, folder: Path, seed: int) -> str:
+    """Judge one damaged checkpoint against its original; return the exit code, or `refused`."""
+    original, copy, file = damaged(root, folder, seed)
+    try:
+        code = str(judged(original, copy).code)
+    except ProbeError as error:
+        assert str(error) and "MemoryError" not in str(error), (seed, file, error)
+        code = "refused"
+    if code == "0" and (theirs := tensors(copy)) is not None:
+        assert same(theirs, tensors(original) or {}), (seed, file)
+    (shutil.rmtree if copy.is_dir() else Path.unlink)(copy)
+    return code
+
+
+def answer_all(root: Path, folder: Path, seeds: range, send: Connection) -> None:
+    """Answer each case within MEMORY bytes more than the process has and SECONDS_A_CASE of CPU; send (seed, answer)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY,) * 2)
     for seed in seeds:
-        original, copy, file = damaged(root, folder, seed)
-        started = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, SECONDS_A_CASE)  # its signal ends the process, whatever it is doing
         try:
-            code = judged(original, copy).code
-        except ProbeError as error:
-            assert str(error), seed
-            code = "refused"
-        except BaseException:
-            tell(f"seed {seed}: {file}")
-            raise
-        assert time.process_time() - started < SECONDS_A_CASE, (seed, file)
-        answers[str(code)] += 1
-        if code == 0 and (theirs := tensors(copy)) is not None:
-            assert same(theirs, tensors(original) or {}), (seed, file)
-        (shutil.rmtree if copy.is_dir() else Path.unlink)(copy)
+            send.send((seed, answer(root, folder, seed)))
+        except BaseException:  # noqa: BLE001  (told by the process that waits)
+            send.send((seed, traceback.format_exc()))
+            return
+
+
+def run(root: Path, folder: Path, seeds: range) -> collections.Counter[str]:
+    """Answer all cases in a process of its own, which a hang or a crash ends; return how often which answer was given."""
+    receive, send = multiprocessing.Pipe(duplex=False)
+    worker = multiprocessing.get_context("fork").Process(target=answer_all, args=(root, folder, seeds, send), daemon=True)
+    worker.start()
+    send.close()
+    answers: collections.Counter[str] = collections.Counter()
+    try:
+        for seed in seeds:
+            assert receive.poll(STALLED), f"seed {seed} waits for something that does not come"
+            try:
+                told, code = receive.recv()
+            except EOFError:
+                worker.join()
+                pytest.fail(f"seed {seed} ended the process: exit code {worker.exitcode} (a signal, where negative)")
+            assert (told, code in ANSWERS) == (seed, True), f"seed {seed}: {code}"
+            answers[code] += 1
+    finally:
+        worker.kill()
+        worker.join()
+        receive.close()
     return answers
 
 
+@pytest.fixture(scope="module")
+def written_seeds(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("fuzz") / "seeds"
+    write_seeds(root)
+    return root
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_damaged_checkpoints_of_every_reader_are_answered(tmp_path):
-    write_seeds(tmp_path / "seeds")
-    (tmp_path / "cases").mkdir()
-    seeds = sorted((tmp_path / "seeds").iterdir())
+def test_a_seed_of_every_reader_is_sound(written_seeds):
+    seeds = sorted(written_seeds.iterdir())
     assert {p.name: judged(p, p).code for p in seeds} == dict.fromkeys([p.name for p in seeds], 0)
     assert {recognise(p) for p in seeds} == set(names())
-    answers = run(tmp_path / "seeds", tmp_path / "cases", range(CASES), print)
-    assert sum(answers.values()) == CASES
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_damaged_checkpoints_of_every_reader_are_answered(written_seeds, tmp_path, part):
+    answers = run(written_seeds, tmp_path, range(part * CASES // PARTS, (part + 1) * CASES // PARTS))
+    assert sum(answers.values()) == CASES // PARTS
     assert answers["2"] and answers["3"] and answers["refused"]  # the damage reaches values, parts and whole files
+
+
+def hang(*_: object) -> str:
+    while True:
+        pass
+
+
+def take(*_: object) -> str:
+    return str(len(bytearray(2 * MEMORY)))
+
+
+def crash(*_: object) -> str:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [(hang, "exit code -27"), (take, "MemoryError"), (crash, "exit code -9")],
+    ids=["hang", "memory", "crash"],
+)
+def test_a_reader_that_hangs_crashes_or_takes_all_memory_would_be_seen(tmp_path, monkeypatch, fault, said):
+    monkeypatch.setattr(sys.modules[__name__], "answer", fault)
+    monkeypatch.setattr(sys.modules[__name__], "SECONDS_A_CASE", 0.2)
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=f"seed 7.*(?s:.*){said}"):
+        run(tmp_path, tmp_path, range(7, 9))
 
 
 def main() -> None:
@@ -212,9 +283,10 @@ def main() -> None:
         root = Path(made)
         write_seeds(root / "seeds")
         (root / "cases").mkdir()
-        answers = run(root / "seeds", root / "cases", range(first, first + count), print)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{dict(answers)}, peak resident memory {peak:.0f} MiB with torch in the process")
+        answers = run(root / "seeds", root / "cases", range(first, first + count))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds, peak = used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+    print(f"{dict(answers)}, {seconds:.1f} s of CPU, peak {peak:.0f} MiB, torch included")
 
 
 if __name__ == "__main__":

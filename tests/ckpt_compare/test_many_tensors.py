@@ -4,6 +4,7 @@ import collections
 import gc
 import pickle
 import pickletools
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -13,8 +14,10 @@ from safetensors.numpy import save_file
 
 from tests.ckpt_compare.verdicts import compared, judged
 from trainprobe.ckpt_compare import compare as comparing
+from trainprobe.ckpt_compare import formats
 from trainprobe.ckpt_compare.formats import open_checkpoint
-from trainprobe.ckpt_compare.storage.pickle_machine import Machine, fetched
+from trainprobe.ckpt_compare.storage.pickle_fetches import fetched
+from trainprobe.ckpt_compare.storage.pickle_machine import Machine
 from trainprobe.ckpt_compare.storage.torch_zip import Places, TorchZip
 from trainprobe.ckpt_compare.work import merged, uncollected
 from trainprobe.errors import FormatError
@@ -144,3 +147,30 @@ def test_the_collector_goes_on_after_a_pause():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_a_tensor_of_a_comparison_takes_little_memory(tmp_path):
+    """Both sides and the row between them: a million take less than 1 GB with the interpreter and what is at work."""
+    count = 5_000
+    values = {f"layers.{i // 500}.experts.{i % 500}.weight": np.full((1, 3), i, np.float32) for i in range(count)}
+    for side in "ab":
+        save_file(values, tmp_path / f"{side}.safetensors")
+    compared(tmp_path / "a.safetensors", tmp_path / "a.safetensors")  # what is loaded once
+    gc.collect()
+    tracemalloc.start()
+    found = compared(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    held = tracemalloc.get_traced_memory()[0] / count
+    tracemalloc.stop()
+    assert len(found.rows) == count
+    assert held < 600, held
+
+
+def test_formats_of_other_packages_are_looked_up_once(tmp_path, monkeypatch):
+    """Finding them reads the metadata of each installed package, which took most of the time of opening a file."""
+    asked = []
+    monkeypatch.setattr(formats, "entry_points", lambda **kind: asked.append(kind) or ())
+    formats._foreign.cache_clear()
+    save_file({"weight": np.ones(3, np.float32)}, tmp_path / "x.safetensors")
+    assert judged(tmp_path / "x.safetensors", tmp_path / "x.safetensors").code == 0
+    formats._foreign.cache_clear()
+    assert asked == [{"group": "trainprobe.checkpoint_formats"}]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainprobe.ckpt_compare.compare import Comparison, compare, logical
+from trainprobe.ckpt_compare.compare import compare, logical
 from trainprobe.ckpt_compare.conclusion import Conclusion, conclude
 from trainprobe.ckpt_compare.formats import open_checkpoint
+from trainprobe.ckpt_compare.results import Comparison
 
 
 def compared(a: Path | str, b: Path | str, what=("weights", "optimizer")) -> Comparison:

@@ -27,7 +27,9 @@ from trainprobe.errors import FormatError
 LARGEST = 256 << 20  # bytes of a matrix whose rows are looked at
 MOST = 64  # matrices of one kind of which the rows are looked at
 Values = npt.NDArray[np.float64]
-_LAYER = re.compile(r"(?<![A-Za-z_])layers\.(\d+)\.")
+SHOWN = 8  # layers in a sentence
+_LAYER = re.compile(r"(?<![A-Za-z_])(?:layers?|blocks?|h)\.(\d+)\.")
+_EXPERT = re.compile(r"(?<=\.)experts\.(\d+)\.")
 _ROTARY = re.compile(r".*\.attention\.[qk]\.(weight|bias)$")
 
 
@@ -51,48 +53,80 @@ class Odd:
 
 def find_causes(odd: Sequence[Odd], moves: Sequence[Move]) -> tuple[Cause, ...]:
     """Return the causes that were found, those that explain the most tensors first."""
-    found = [*_exchanged_layers(moves), *_shifted(moves), *_gates(moves), *_transposed(moves), *_factor(odd), *_norms(odd)]
+    found = [*_layers(moves), *_experts(moves), *_parts(moves), *_transposed(moves), *_factor(odd), *_norms(odd)]
     explained = {key for cause in found for key in cause.keys}
     rest = [o for o in odd if o.key not in explained]
     found += [*_masters(rest), *_fused(rest), *_rows(rest)]
     return tuple(sorted(found, key=lambda cause: -len(cause.keys)))
 
 
-def _moved_layers(moves: Iterable[Move]) -> dict[tuple[int, int], set[str]]:
-    """Return (layer in A, layer in B) → keys of B that hold the same parameter of that other layer."""
-    found: dict[tuple[int, int], set[str]] = {}
+def _moved(moves: Iterable[Move], numbered: re.Pattern[str]) -> dict[str, dict[tuple[int, int], set[str]]]:
+    """Return (number in A, number in B) → keys of B that hold the same parameter of that other layer or expert.
+
+    By what stands before the number, as the experts of one layer are not those of another.
+    """
+    found: dict[str, dict[tuple[int, int], set[str]]] = {}
     for move in moves:
-        a, b = _LAYER.search(move.a_key), _LAYER.search(move.b_key)
-        if a and b and a[1] != b[1] and _LAYER.sub("*", move.a_key) == _LAYER.sub("*", move.b_key):
-            found.setdefault((int(a[1]), int(b[1])), set()).add(move.b_key)
+        a, b = numbered.search(move.a_key), numbered.search(move.b_key)
+        if a and b and a[1] != b[1] and numbered.sub("*", move.a_key, 1) == numbered.sub("*", move.b_key, 1):
+            places = found.setdefault(move.b_key[: b.start()], {})
+            places.setdefault((int(a[1]), int(b[1])), set()).add(move.b_key)
     return found
 
 
-def _exchanged_layers(moves: Sequence[Move]) -> Iterator[Cause]:
-    layers = _moved_layers(moves)
-    for (a, b), keys in layers.items():
-        if a < b and (b, a) in layers:
-            yield Cause(f"layers {a} and {b} are exchanged", frozenset(keys | layers[b, a]))
+def _layers(moves: Sequence[Move]) -> Iterator[Cause]:
+    """Find layers that are exchanged, shifted, or in another order."""
+    for layers in _moved(moves, _LAYER).values():
+        swapped = {(a, b) for a, b in layers if (b, a) in layers}
+        for a, b in sorted(pair for pair in swapped if pair[0] < pair[1]):
+            yield Cause(f"layers {a} and {b} are exchanged", frozenset(layers[a, b] | layers[b, a]))
+        rest = {pair: keys for pair, keys in layers.items() if pair not in swapped}
+        steps = Counter(b - a for a, b in rest)
+        for step in (step for step, count in steps.items() if count > 2):
+            text = f"{steps[step]} layers of B hold those that stand {abs(step)} {'earlier' if step > 0 else 'later'} in A"
+            yield Cause(text, frozenset(k for (a, b), keys in rest.items() if b - a == step for k in keys))
+        rest = {pair: keys for pair, keys in rest.items() if steps[pair[1] - pair[0]] <= 2}
+        if len(rest) > 1:
+            order = sorted((b, a) for a, b in rest)[:SHOWN]
+            text = f"layers {_listed(b for b, _ in order)} of B hold layers {_listed(a for _, a in order)} of A"
+            yield Cause(text, frozenset(k for keys in rest.values() for k in keys))
 
 
-def _shifted(moves: Sequence[Move]) -> Iterator[Cause]:
-    by_step: dict[int, dict[int, set[str]]] = {}
-    for (a, b), keys in _moved_layers(moves).items():
-        by_step.setdefault(b - a, {})[b] = keys
-    for step, layers in by_step.items():
-        if len(layers) > 2:
-            text = f"{len(layers)} layers of B hold those that stand {abs(step)} {'earlier' if step > 0 else 'later'} in A"
-            yield Cause(text, frozenset(k for keys in layers.values() for k in keys))
+def _listed(numbers: Iterable[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
-def _gates(moves: Sequence[Move]) -> Iterator[Cause]:
+def _experts(moves: Sequence[Move]) -> Iterator[Cause]:
+    """Find experts of one layer that are exchanged, or in another order."""
+    exchanged: dict[tuple[int, int], list[str]] = {}
+    by_pair: dict[tuple[int, int], set[str]] = {}
+    for stem, experts in _moved(moves, _EXPERT).items():
+        swaps = [(a, b) for a, b in experts if a < b and (b, a) in experts]
+        if 2 * len(swaps) < len(experts):
+            yield Cause(f"{stem}experts are in another order", frozenset(k for keys in experts.values() for k in keys))
+            continue
+        for pair in swaps:
+            exchanged.setdefault(pair, []).append(stem)
+            by_pair.setdefault(pair, set()).update(experts[pair] | experts[pair[1], pair[0]])
+    for (a, b), stems in exchanged.items():
+        layer = _LAYER.search(stems[0]) if len(stems) == 1 else None
+        text = f"experts {a} and {b} {f'of layer {layer[1]} ' if layer else ''}are exchanged"
+        text += f" in {len(stems)} layers" if len(stems) > 1 else ""
+        yield Cause(text, frozenset(by_pair[a, b]))
+
+
+def _parts(moves: Sequence[Move]) -> Iterator[Cause]:
+    """Find two matrices of a module that hold each other's values: gate and up, k and v."""
     pairs = {(m.a_key, m.b_key) for m in moves if not m.turned}
-    keys = {b for a, b in pairs if (b, a) in pairs and {_part(a), _part(b)} == {"gate", "up"} and _stem(a) == _stem(b)}
-    places = {_stem(key) for key in keys}
-    if places:
-        experts = sum(".experts." in place for place in places)
-        where = f"{experts} expert" if experts == len(places) else f"{len(places)} layer"
-        yield Cause(f"gate and up are exchanged in {where}{'s' if len(places) > 1 else ''}", frozenset(keys))
+    for parts in (("gate", "up"), ("k", "v"), ("q", "k"), ("q", "v")):
+        keys = {b for a, b in pairs if (b, a) in pairs and {_part(a), _part(b)} == set(parts) and _stem(a) == _stem(b)}
+        places = {_stem(key) for key in keys}
+        if places:
+            experts = sum(".experts." in place for place in places)
+            where = f"{experts} expert" if experts == len(places) else f"{len(places)} layer"
+            text = f"{parts[0]} and {parts[1]} are exchanged in {where}{'s' if len(places) > 1 else ''}"
+            yield Cause(text, frozenset(keys))
 
 
 def _part(key: str) -> str:
@@ -131,17 +165,22 @@ def _factor(odd: Sequence[Odd]) -> Iterator[Cause]:
 
 def _norms(odd: Sequence[Odd]) -> Iterator[Cause]:
     """Find norms whose weights are one apart: zero-centred in one checkpoint and not in the other."""
-    for side, sign in (("A", 1), ("B", -1)):
-        keys = {o.key for o in odd if len(o.a.shape) == 1 and "norm" in o.key and _apart_by(o.difference, sign)}
+    apart = {o.key: _one_apart(o) for o in odd if len(o.a.shape) == 1 and "norm" in o.key.lower()}
+    for side in ("A", "B"):
+        keys = {key for key, lower in apart.items() if lower == side}
         if keys:
             yield Cause(f"{_count(keys)} zero-centred in {side}: one less than in the other", frozenset(keys))
 
 
-def _apart_by(d: Difference, sign: int) -> bool:
-    """Whether b − a is 1 (or −1) everywhere, by the sums: Σ(b−a)² = n, and the mean of b² − a² = (b−a)(b+a) has its sign."""
-    if d.misplaced or not d.count or abs(d.max_abs - 1) > 0.02:
-        return False
-    return abs(d.square_d / d.count - 1) < 0.02 and (d.square_b - d.square_a) * sign > 0
+def _one_apart(o: Odd) -> str:
+    """Return the side whose values are all one less than those of the other; nothing where that is not so."""
+    d = o.difference
+    if d.misplaced or not d.count or abs(d.max_abs - 1) > 0.02 or abs(d.square_d / d.count - 1) > 0.02:
+        return ""
+    a, b = dense(o.a), dense(o.b)
+    if a is None or b is None or a.shape != b.shape:
+        return ""
+    return "A" if np.all(b > a) else "B" if np.all(a > b) else ""
 
 
 def _masters(odd: Sequence[Odd]) -> Iterator[Cause]:

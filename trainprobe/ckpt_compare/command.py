@@ -113,7 +113,7 @@ def kinds_of(text: str) -> tuple[What, ...]:
 def _bytes(a: Checkpoint, b: Checkpoint, what: Sequence[What]) -> int:
     """Bytes that will be read, as a bound for the progress bar."""
     both = (c.tensors[k] for c in (a, b) for k in a.tensors if k in b.tensors)
-    return sum(t.count * t.format.itemsize for t in both if t.what in what and t.pieces)
+    return sum(t.count * t.format.itemsize for t in both if t.what in what and t.stored)
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def _show_check(checked: Checked, console: Console) -> None:
 def _described(tensor: LogicalTensor, fingerprint: bool) -> dict[str, Any]:
     held = cover(tensor)
     found: dict[str, Any] = {
-        "shape": list(tensor.shape), "dtype": tensor.format.name if tensor.pieces else None, "pieces": len(held.parts),
+        "shape": list(tensor.shape), "dtype": tensor.format.name if tensor.stored else None, "pieces": len(held.parts),
         "copies": len(held.copies), "missing": held.uncovered, "native": tensor.native or tensor.name,
     }  # fmt: skip
     if fingerprint:
@@ -192,7 +192,7 @@ def _described(tensor: LogicalTensor, fingerprint: bool) -> dict[str, Any]:
 
 
 def _summary(c: Checkpoint) -> dict[str, Any]:
-    sizes = [t.count * t.format.itemsize for t in c.tensors.values() if t.pieces]
+    sizes = [t.count * t.format.itemsize for t in c.tensors.values() if t.stored]
     return {
         "path": c.path, "format": c.format, "family": c.family, "layout": dict(c.layout), "bytes": sum(sizes),
         "config": {k: v for k, v in c.config.items() if v is not None}, "state": {k: dict(v) for k, v in c.state.items()},

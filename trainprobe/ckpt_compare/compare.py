@@ -7,119 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import chain, islice
-from typing import Any, Literal
+from typing import Any
 
-from trainprobe.ckpt_compare.causes import Cause, Odd, find_causes
+from trainprobe.ckpt_compare.causes import Odd, find_causes
 from trainprobe.ckpt_compare.cover import Cover, Part, cover, overlaps
 from trainprobe.ckpt_compare.pairing import Move, align, explain_moves, find_aliases, hold_the_same
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Rectangle, What, origin
-from trainprobe.ckpt_compare.state import StateRow, compare_state
+from trainprobe.ckpt_compare.results import Comparison, Fault, Row, RowVerdict
+from trainprobe.ckpt_compare.state import compare_state
 from trainprobe.ckpt_compare.vocabulary import padding_reason
 from trainprobe.ckpt_compare.work import Advance, Outcome, Runner, Task, run, tasks_of, uncollected
 from trainprobe.engine.diff.difference import Difference
-from trainprobe.engine.diff.verdict import judge, noise_floor
+from trainprobe.engine.diff.verdict import judge
 
-RowVerdict = Literal["identical", "rounding", "differ", "only in A", "only in B", "shape", "incomplete"]
-INCOMPLETE: tuple[RowVerdict, ...] = ("only in A", "only in B", "shape", "incomplete")
 UNTIED = "(untied)"  # in place of the tensor that a head shares its values with
 _HEADS = ("output.", "lm_head.", "proj_out.", "cls.", "embed_out.")
-AT_ONCE = 1 << 15  # pairs of tensors that are measured together: a pair at work weighs more than its result
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What was found out about one logical tensor. a, b: the tensor on each side, None where a side has none."""
-
-    key: str
-    verdict: RowVerdict
-    a: LogicalTensor | None
-    b: LogicalTensor | None
-    difference: Difference = field(default_factory=Difference)
-    floor: float = 0.0
-    note: str = ""
-    located: str = ""
-
-    @property
-    def what(self) -> What:
-        """Whether this belongs to the weights or to the optimizer."""
-        return _held(self).what
-
-    @property
-    def shape_a(self) -> tuple[int, ...] | None:
-        """Shape in A; None where A does not have the tensor."""
-        return self.a.shape if self.a is not None else None
-
-    @property
-    def shape_b(self) -> tuple[int, ...] | None:
-        """Shape in B; None where B does not have the tensor."""
-        return self.b.shape if self.b is not None else None
-
-    @property
-    def dtype_a(self) -> str:
-        """Number format in A, empty where no file of A holds any of it."""
-        return self.a.format.name if self.a is not None and self.a.pieces else ""
-
-    @property
-    def dtype_b(self) -> str:
-        """Number format in B, empty where no file of B holds any of it."""
-        return self.b.format.name if self.b is not None and self.b.pieces else ""
-
-    @property
-    def native_a(self) -> str:
-        """Name in the files of A."""
-        return (self.a.native or self.a.name) if self.a is not None else ""
-
-    @property
-    def native_b(self) -> str:
-        """Name in the files of B."""
-        return (self.b.native or self.b.name) if self.b is not None else ""
-
-    @property
-    def where(self) -> str:
-        """File and name of the largest difference; of a tensor that was not measured, of its first part."""
-        if self.located or self.verdict not in ("shape", "only in A", "only in B"):
-            return self.located
-        pieces = _held(self).pieces
-        return pieces[0].where if pieces else ""
-
-
-def _held(row: Row) -> LogicalTensor:
-    held = row.a if row.a is not None else row.b
-    assert held is not None
-    return held
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Something wrong inside one checkpoint, or missing from the comparison: which side ("A", "B"), where, and what."""
-
-    side: str
-    where: str
-    message: str
-    grave: bool = True  # False: copies of one tensor disagree, yet everything could be compared
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """All that was found. `compared`: which kinds of content both sides hold and that were looked at.
-
-    `lone`: kinds beside tensors that count and that only one side holds. `renamed`: tensors that hold the same under names that
-    only one side has; they are rows, too.
-    """
-
-    a: Checkpoint
-    b: Checkpoint
-    rows: tuple[Row, ...]
-    faults: tuple[Fault, ...]
-    state: tuple[StateRow, ...]
-    moves: tuple[Move, ...]
-    compared: tuple[What, ...]
-    counted: tuple[What, ...]
-    notes: tuple[str, ...] = ()
-    lone: tuple[str, ...] = ()
-    renamed: tuple[Move, ...] = ()
-    causes: tuple[Cause, ...] = ()
+AT_ONCE = 1 << 12  # pairs of tensors that are measured together: a pair at work weighs more than its result
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,13 +292,12 @@ def _clipped(parts: Sequence[Part], box: Rectangle) -> list[Part]:
 def _row(key: str, pair: _Pair, covers: tuple[Cover, Cover], result: _Result) -> Row:
     """Judge one pair: incomplete when not every element was held by both sides, else by its difference."""
     d = _lean(result.difference)
-    floor = noise_floor(pair.a.format, pair.b.format) if pair.a.pieces and pair.b.pieces else 0.0
-    row = Row(key, "identical", pair.a, pair.b, d, floor, pair.note, _located(covers, d))
+    row = Row(key, "identical", pair.a, pair.b, d, pair.note, _located(covers, d))
     if result.failures or d.count < pair.box.count:
         return replace(
             row, verdict="incomplete", note="; ".join(dict.fromkeys([*result.failures, *_holes(covers, pair.box, d)]))
         )
-    verdict = judge(d, floor, stored=True)
+    verdict = judge(d, row.floor, stored=True)
     if verdict == "identical" and not pair.rest:
         return row
     if pair.rest:
@@ -402,11 +306,13 @@ def _row(key: str, pair: _Pair, covers: tuple[Cover, Cover], result: _Result) ->
 
 
 def _lean(d: Difference) -> Difference:
-    """Return the same difference; of equal values one sum of squares is kept rather than three."""
-    if d.changed or d.misplaced or not d.square_a == d.square_b == d.dot:
-        return d
-    square = d.square_a
-    return Difference(d.count, 0, d.nan_a, d.nan_b, 0, 0.0, square, square, square)
+    """Return the same difference; of equal values no sums are kept: a million rows share a few objects."""
+    return d if d.changed or d.misplaced else _equal(d.count, d.nan_a, d.nan_b)
+
+
+@lru_cache(maxsize=1024)
+def _equal(count: int, nan_a: int, nan_b: int) -> Difference:
+    return Difference(count, 0, nan_a, nan_b)
 
 
 def _holes(covers: tuple[Cover, Cover], box: Rectangle, d: Difference) -> list[str]:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainprobe.ckpt_compare.causes import headline
-from trainprobe.ckpt_compare.compare import INCOMPLETE, Comparison, Row
 from trainprobe.ckpt_compare.pairing import Move, layer_sentences
 from trainprobe.ckpt_compare.pieces import KINDS
+from trainprobe.ckpt_compare.results import INCOMPLETE, Comparison, Row
 from trainprobe.ckpt_compare.state import StateRow
 
 IDENTICAL, ROUNDING, DIFFER, INCOMPLETE_CODE = 0, 1, 2, 3
@@ -96,7 +96,9 @@ def _incomplete_sentence(c: Comparison, lost: Sequence[Row], grave: int) -> str:
         return f"incomplete: all compared tensors agree, but {', '.join(c.lone)}"
     if not lost:
         said = [f"{grave} file{'s' if grave > 1 else ''} or part{'s' if grave > 1 else ''} could not be read"]
-    example = f", such as {lost[0].key}" if lost else ""
+    cause = headline(c.causes, {r.key: r for r in lost})
+    said = [*([cause] if cause else []), *said]
+    example = f", such as {lost[0].key}" if lost and not cause else ""
     agree = sum(r.verdict in ("identical", "rounding") for r in c.rows)
     word = "incomplete" if agree else "not comparable"
     return f"{word}: {', '.join(said)}{example}; {agree} of {len(c.rows)} tensors agree"

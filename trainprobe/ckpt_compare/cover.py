@@ -52,14 +52,14 @@ class Cover:
 
 def cover(tensor: LogicalTensor) -> Cover:
     """Choose for each element of a tensor the piece that answers for it; the first one in reading order wins."""
-    outer = Rectangle(origin(len(tensor.shape)), tensor.shape)
-    if len(tensor.pieces) == 1 and tensor.count and tensor.pieces[0].rectangle == outer:
-        return Cover(tensor.shape, (Part(tensor.pieces[0], outer),), (), 0, ())
+    outer, pieces = Rectangle(origin(len(tensor.shape)), tensor.shape), tensor.pieces
+    if len(pieces) == 1 and tensor.count and pieces[0].rectangle == outer:
+        return Cover(tensor.shape, (Part(pieces[0], outer),), (), 0, ())
     parts: list[Part] = []
     copies: list[Overlap] = []
     active: list[Part] = []
     beyond: list[Piece] = []
-    for piece in sorted(tensor.pieces, key=lambda p: p.offset):
+    for piece in sorted(pieces, key=lambda p: p.offset):
         if outer.intersect(piece.rectangle) != piece.rectangle and piece.rectangle.count:
             beyond.append(piece)
             continue

@@ -12,9 +12,9 @@ from typing import Any
 
 import orjson
 
-from trainprobe.ckpt_compare.compare import Comparison, Row
 from trainprobe.ckpt_compare.conclusion import Conclusion, by_error
 from trainprobe.ckpt_compare.report import entry
+from trainprobe.ckpt_compare.results import Comparison, Row
 from trainprobe.errors import OutputError
 
 _LAYER = re.compile(r"(?<![A-Za-z_])(?P<n>\d+)(?=\.)")

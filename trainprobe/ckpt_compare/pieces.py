@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,15 @@ class Source(Protocol):
 
     def load(self) -> Array:
         """Return the bits, dtype `format.storage`, of `shape`; raise FormatError when the file does not hold them."""
+        ...
+
+
+class FileSource(Source, Protocol):
+    """Numbers of which the file is known."""
+
+    @property
+    def path(self) -> str:
+        """The file."""
         ...
 
 
@@ -129,16 +139,30 @@ class Piece:
 class LogicalTensor:
     """A tensor of the model as a whole, free of any parallel layout.
 
-    name: the one name it has in every format; native: the name in the checkpoint. slot: empty for a weight, else which value
-    of the optimizer belongs to it (`exp_avg`, `master`, …). vocabulary: the first axis may end in padding rows.
+    name: the one name it has in every format; native: the name in the checkpoint. held: its pieces, or the source alone
+    where that is the whole tensor and lies in its file under the native name (a piece weighs as much as all the rest). slot:
+    empty for a weight, else which value of the optimizer belongs to it (`exp_avg`, `master`, …). vocabulary: the first axis
+    may end in padding rows.
     """
 
     name: str
     shape: Point
-    pieces: tuple[Piece, ...]
+    held: tuple[Piece, ...] | FileSource
     slot: str = ""
     native: str = ""
     vocabulary: bool = False
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces in the order in which they were found; none where no file holds any of the tensor."""
+        if isinstance(self.held, tuple):
+            return self.held
+        return (Piece(origin(len(self.shape)), self.held, file_name(self.held.path), "", self.native or self.name),)
+
+    @property
+    def stored(self) -> bool:
+        """Whether some file holds some of it."""
+        return self.held != ()
 
     @property
     def key(self) -> str:
@@ -153,7 +177,7 @@ class LogicalTensor:
     @property
     def format(self) -> NumberFormat:
         """Number format of the stored elements (of the first piece)."""
-        return self.pieces[0].source.format
+        return self.held[0].source.format if isinstance(self.held, tuple) else self.held.format
 
     @property
     def count(self) -> int:
@@ -162,7 +186,7 @@ class LogicalTensor:
 
     def renamed(self, name: str) -> LogicalTensor:
         """Return the same tensor under another name; its old one stays on as the native name."""
-        return LogicalTensor(sys.intern(name), self.shape, self.pieces, self.slot, self.native or self.name, self.vocabulary)
+        return LogicalTensor(sys.intern(name), self.shape, self.held, self.slot, self.native or self.name, self.vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +297,16 @@ def origin(axes: int) -> Point:
 
 def whole(name: str, source: Source, file: str, *, stored: str = "", slot: str = "") -> LogicalTensor:
     """Return a logical tensor that lies in one place; `stored`: its name in the file, where `file` does not say it."""
-    piece = Piece(origin(len(source.shape)), source, file, "", stored)
-    return LogicalTensor(sys.intern(str(name)), source.shape, (piece,), slot)
+    name = sys.intern(str(name))
+    if stored == name and file_name(getattr(source, "path", "")) == file:
+        return LogicalTensor(name, source.shape, cast("FileSource", source), slot)
+    return LogicalTensor(name, source.shape, (Piece(origin(len(source.shape)), source, file, "", stored),), slot)
+
+
+@lru_cache(maxsize=64)
+def file_name(path: str) -> str:
+    """Return the last part of a path."""
+    return Path(path).name
 
 
 def flat_rectangles(shape: Point, start: int, stop: int) -> Iterator[tuple[int, Rectangle]]:
@@ -327,5 +359,5 @@ def gather(tensors: Iterable[LogicalTensor]) -> dict[str, LogicalTensor]:
             )
         parts.setdefault(key, [first]).append(tensor)
     for key, found in parts.items():
-        joined[key] = replace(found[0], pieces=tuple(p for t in found for p in t.pieces))
+        joined[key] = replace(found[0], held=tuple(p for t in found for p in t.pieces))
     return joined

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainprobe.ckpt_compare.compare import INCOMPLETE, Comparison, Row
 from trainprobe.ckpt_compare.conclusion import Conclusion, by_error, relative
+from trainprobe.ckpt_compare.results import INCOMPLETE, Comparison, Row
 from trainprobe.errors import OutputError
 
 COLUMNS = (

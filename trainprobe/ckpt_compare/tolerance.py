@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from trainprobe.ckpt_compare.compare import Comparison, Row
 from trainprobe.ckpt_compare.conclusion import TOLERATED
 from trainprobe.ckpt_compare.pieces import Checkpoint
+from trainprobe.ckpt_compare.results import Comparison, Row
 
 
 def selected(checkpoint: Checkpoint, only: Sequence[str], ignore: Sequence[str]) -> Checkpoint:

@@ -42,7 +42,7 @@ def split(tensor: LogicalTensor, axis: int, bands: Sequence[Band], parts: int) -
         replace(
             tensor,
             shape=(*shape[:axis], sizes[p], *shape[axis + 1 :]),
-            pieces=tuple(dealt[p]),
+            held=tuple(dealt[p]),
             native=tensor.native or tensor.name,
         )
         for p in range(parts)
@@ -71,7 +71,7 @@ def _squeeze(tensor: LogicalTensor, axis: int) -> LogicalTensor:
         return values[:axis] + values[axis + 1 :]
 
     pieces = tuple(replace(p, offset=drop(p.offset), source=Reshaped(p.source, drop(p.shape))) for p in tensor.pieces)
-    return replace(tensor, shape=drop(tensor.shape), pieces=pieces)
+    return replace(tensor, shape=drop(tensor.shape), held=pieces)
 
 
 def turn(tensor: LogicalTensor, axes: tuple[int, ...] | None = None) -> LogicalTensor:
@@ -87,7 +87,7 @@ def turn(tensor: LogicalTensor, axes: tuple[int, ...] | None = None) -> LogicalT
         return tuple(values[a] for a in order)
 
     pieces = tuple(replace(p, offset=reorder(p.offset), source=Turned(p.source, order)) for p in tensor.pieces)
-    return replace(tensor, shape=reorder(tensor.shape), pieces=pieces, native=tensor.native or tensor.name)
+    return replace(tensor, shape=reorder(tensor.shape), held=pieces, native=tensor.native or tensor.name)
 
 
 def _even(tensor: LogicalTensor, parts: int, axis: int) -> list[LogicalTensor]:

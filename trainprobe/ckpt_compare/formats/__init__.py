@@ -14,8 +14,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import traceback
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Protocol, cast
@@ -44,8 +44,10 @@ def names() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(__path__)) + sorted(e.name for e in _foreign())
 
 
-def _foreign() -> Iterator[EntryPoint]:
-    yield from entry_points(group="trainprobe.checkpoint_formats")
+@cache
+def _foreign() -> tuple[EntryPoint, ...]:
+    """Return the formats of other packages; looked up once, as it reads the metadata of every package that is installed."""
+    return tuple(entry_points(group="trainprobe.checkpoint_formats"))
 
 
 def get(name: str) -> Format:

@@ -184,7 +184,7 @@ def _copied(tensor: LogicalTensor, copy: str) -> LogicalTensor:
     if not copy:
         return tensor
     pieces = tuple(Piece(p.offset, p.source, p.where, p.replica or copy) for p in tensor.pieces)
-    return replace(tensor, pieces=pieces)
+    return replace(tensor, held=pieces)
 
 
 def _global_expert(part: Fragment, ranks: list[Any], files: Files) -> str:

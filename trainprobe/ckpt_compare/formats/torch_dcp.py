@@ -134,7 +134,7 @@ def open(path: Path) -> Checkpoint:
         if _SETTINGS.match(key):
             continue
         name, slot = (match["name"], match["slot"]) if match is not None else (key.removeprefix(prefix), "")
-        made = LogicalTensor(_WRAPPERS.sub("", name), tensor.shape, tensor.pieces, slot, native=key)
+        made = LogicalTensor(_WRAPPERS.sub("", name), tensor.shape, tensor.held, slot, native=key)
         tensors[made.key] = made
     state: dict[str, dict[str, Any]] = {"args": settings}
     for key, place in stored.objects.items():

@@ -198,10 +198,10 @@ def to_logical(checkpoint: Checkpoint, config: Mapping[str, Any], extra: Sequenc
         return checkpoint
     names, prefix = found
     notes: list[str] = []
-    tensors = [part for t in checkpoint.tensors.values() for part in apply(names, t, config, notes, prefix)]
+    tensors = gather(part for t in checkpoint.tensors.values() for part in apply(names, t, config, notes, prefix))
     return replace(
         checkpoint,
-        tensors=gather(tensors),
+        tensors=tensors,
         family=checkpoint.family or names.family,
         notes=(*checkpoint.notes, *dict.fromkeys(notes)),
     )

@@ -9,6 +9,8 @@ import json
 import math
 import struct
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -42,25 +44,49 @@ def read_safetensors(path: Path) -> tuple[dict[str, MappedArray], dict[str, str]
 
     As the format demands, the arrays must fill the file without a gap and without sharing a byte.
     """
-    header, first, size = _header(path)
+    header, size = _header(path)
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict):
         raise FormatError(f"{path} has a damaged safetensors header: its metadata is no object")
-    file = str(path)
-    arrays = {sys.intern(name): _array(file, name, entry, first) for name, entry in header.items()}
-    at = first
-    for name, array in sorted(arrays.items(), key=lambda held: (held[1].start, held[1].span)):
-        if array.start != at:
-            where = f"{name} begins at byte {array.start - first} of the data, and the arrays before it end at {at - first}"
-            raise FormatError(f"{path}: {where}")
-        at += array.span
-    if at < size:  # of one that is too short the arrays that are cut off are told when they are read
-        remarks.fault(file, f"holds {size - at} bytes behind the last array that its header knows")
+    arrays = {sys.intern(name): _array(path, name, entry) for name, entry in header.items()}
+    end = _end(path, arrays)
+    if end < size:  # the arrays that a file which is too short cuts off are reported when they are read
+        remarks.fault(str(path), f"holds {size - end} bytes behind the last array that its header knows")
     return arrays, metadata  # pyright: ignore[reportUnknownVariableType]
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return the header, the first byte of the data, and the size of the file."""
+def _end(path: Path, arrays: Mapping[str, MappedArray]) -> int:
+    """Return the byte behind the last array; raise FormatError where there is a gap or an overlap."""
+    first = _first_byte(path)
+    at, behind = first, 0
+    for name in arrays:  # in the order of the header, which is that of the file in nearly all files
+        behind, at = at, arrays[name].start + arrays[name].span
+        if arrays[name].start != behind:
+            break
+    else:
+        return at
+    at = first
+    for name in sorted(arrays, key=lambda n: (arrays[n].start, arrays[n].span)):
+        if arrays[name].start != at:
+            begin = arrays[name].start - first
+            raise FormatError(
+                f"{path}: {name} begins at byte {begin} of the data, and the arrays before it end at {at - first}"
+            )
+        at += arrays[name].span
+    return at
+
+
+def _first_byte(path: Path) -> int:
+    with path.open("rb") as file:
+        return 8 + struct.unpack("<Q", file.read(8))[0]
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header and the size of the file.
+
+    Entries that describe an array have become one while the header was read: of a million the texts and lists between would
+    weigh more than the arrays.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(8)
@@ -68,33 +94,39 @@ def _header(path: Path) -> tuple[dict[str, Any], int, int]:
         if length + 8 > size or length > _LARGEST_HEADER:
             raise FormatError(f"{path} is truncated or no safetensors file: {size} bytes, a header of {length} is announced")
         try:
-            header = json.loads(file.read(length), object_hook=_lean)
+            header = json.loads(file.read(length), object_hook=partial(_described, str(path), 8 + length))
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{path} has a damaged safetensors header: {error}") from error
     if not isinstance(header, dict):
         raise FormatError(f"{path} has a damaged safetensors header: it is no object")
-    return header, 8 + length, size  # pyright: ignore[reportUnknownVariableType]
+    return header, size  # pyright: ignore[reportUnknownVariableType]
 
 
-def _lean(entry: dict[str, Any]) -> Any:
-    """Turn an object that describes an array into a tuple while the header is read: a million of them weigh a fifth."""
+def _described(path: str, first: int, entry: dict[str, Any]) -> Any:
+    """Return the array that an object of the header describes; the object itself where it describes none."""
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if isinstance(dtype, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2:
-        return sys.intern(dtype), same_tuple(tuple(shape)), *offsets
-    return entry
+    if not (isinstance(dtype, str) and _are_counts(shape) and _are_counts(offsets)):
+        return entry
+    if dtype not in _DTYPES or len(offsets) != 2:
+        return entry
+    fmt = number_format(_DTYPES[dtype])
+    if math.prod(shape) * fmt.itemsize != offsets[1] - offsets[0] or math.prod(n for n in shape if n) > LARGEST:
+        return entry
+    return MappedArray(path, first + offsets[0], same_tuple(tuple(shape)), fmt)
 
 
-def _array(path: str, name: str, entry: Any, first: int) -> MappedArray:
-    if not isinstance(entry, tuple):
+def _array(path: Path, name: str, entry: Any) -> MappedArray:
+    """Return an entry of the header that is an array; raise FormatError that says what is wrong with any other."""
+    if isinstance(entry, MappedArray):
+        return entry
+    held: dict[str, Any] = entry if isinstance(entry, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+    dtype, shape, offsets = held.get("dtype"), held.get("shape"), held.get("data_offsets")
+    if not (isinstance(dtype, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
         raise FormatError(f"{path}: {name} needs `dtype`, `shape` and `data_offsets`, and has {str(entry)[:200]}")
-    dtype, shape, start, stop = entry  # pyright: ignore[reportUnknownVariableType]
     if dtype not in _DTYPES:
         raise FormatError(f"{path}: {name} has number format {dtype}, which is not known here")
-    fmt = number_format(_DTYPES[dtype])
-    if math.prod(shape) * fmt.itemsize != stop - start or math.prod(n for n in shape if n) > LARGEST:
-        taken = math.prod(shape) * fmt.itemsize
-        raise FormatError(f"{path}: {name} of shape {list(shape)} {dtype} takes {taken} bytes, not {stop - start}")
-    return MappedArray(path, first + start, shape, fmt)
+    taken = math.prod(shape) * number_format(_DTYPES[dtype]).itemsize
+    raise FormatError(f"{path}: {name} of shape {shape} {dtype} takes {taken} bytes, not {offsets[1] - offsets[0]}")
 
 
 def _are_counts(numbers: Any) -> TypeGuard[list[int]]:

@@ -1,0 +1,115 @@
+"""What a comparison found: a row for each tensor, what is wrong inside one checkpoint, and all of it together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trainprobe.ckpt_compare.causes import Cause
+from trainprobe.ckpt_compare.pairing import Move
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, What
+from trainprobe.ckpt_compare.state import StateRow
+from trainprobe.engine.diff.difference import Difference
+from trainprobe.engine.diff.verdict import noise_floor
+
+RowVerdict = Literal["identical", "rounding", "differ", "only in A", "only in B", "shape", "incomplete"]
+INCOMPLETE: tuple[RowVerdict, ...] = ("only in A", "only in B", "shape", "incomplete")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was found out about one logical tensor. a, b: the tensor on each side, None where a side has none."""
+
+    key: str
+    verdict: RowVerdict
+    a: LogicalTensor | None
+    b: LogicalTensor | None
+    difference: Difference = field(default_factory=Difference)
+    note: str = ""
+    located: str = ""
+
+    @property
+    def what(self) -> What:
+        """Whether this belongs to the weights or to the optimizer."""
+        return _held(self).what
+
+    @property
+    def floor(self) -> float:
+        """Relative l2 difference that the rounding of the two number formats explains; 0 where one of them is not known."""
+        return noise_floor(self.a.format, self.b.format) if self.a and self.b and self.a.stored and self.b.stored else 0.0
+
+    @property
+    def shape_a(self) -> tuple[int, ...] | None:
+        """Shape in A; None where A does not have the tensor."""
+        return self.a.shape if self.a is not None else None
+
+    @property
+    def shape_b(self) -> tuple[int, ...] | None:
+        """Shape in B; None where B does not have the tensor."""
+        return self.b.shape if self.b is not None else None
+
+    @property
+    def dtype_a(self) -> str:
+        """Number format in A, empty where no file of A holds any of it."""
+        return self.a.format.name if self.a is not None and self.a.stored else ""
+
+    @property
+    def dtype_b(self) -> str:
+        """Number format in B, empty where no file of B holds any of it."""
+        return self.b.format.name if self.b is not None and self.b.stored else ""
+
+    @property
+    def native_a(self) -> str:
+        """Name in the files of A."""
+        return (self.a.native or self.a.name) if self.a is not None else ""
+
+    @property
+    def native_b(self) -> str:
+        """Name in the files of B."""
+        return (self.b.native or self.b.name) if self.b is not None else ""
+
+    @property
+    def where(self) -> str:
+        """File and name of the largest difference; of a tensor that was not measured, of its first part."""
+        if self.located or self.verdict not in ("shape", "only in A", "only in B"):
+            return self.located
+        pieces = _held(self).pieces
+        return pieces[0].where if pieces else ""
+
+
+def _held(row: Row) -> LogicalTensor:
+    held = row.a if row.a is not None else row.b
+    assert held is not None
+    return held
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something wrong inside one checkpoint, or missing from the comparison: which side ("A", "B"), where, and what."""
+
+    side: str
+    where: str
+    message: str
+    grave: bool = True  # False: copies of one tensor disagree, yet everything could be compared
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All that was found. `compared`: which kinds of content both sides hold and that were looked at.
+
+    `lone`: kinds beside tensors that count and that only one side holds. `renamed`: tensors that hold the same under names that
+    only one side has; they are rows, too.
+    """
+
+    a: Checkpoint
+    b: Checkpoint
+    rows: tuple[Row, ...]
+    faults: tuple[Fault, ...]
+    state: tuple[StateRow, ...]
+    moves: tuple[Move, ...]
+    compared: tuple[What, ...]
+    counted: tuple[What, ...]
+    notes: tuple[str, ...] = ()
+    lone: tuple[str, ...] = ()
+    renamed: tuple[Move, ...] = ()
+    causes: tuple[Cause, ...] = ()
