@@ -47,7 +47,16 @@ class Guard:
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `call` unless the tool is disabled; return its result, or None after a fault."""
-        return self.within(self._alone, call, *args, **kwargs)
+        if self.tripped is not None:
+            return None
+        try:
+            with self._apart():  # in this frame: call stacks leave out as many frames of the tool as there are here
+                return call(*args, **kwargs)
+        except StopTraining:
+            raise
+        except Exception as fault:  # noqa: BLE001  (the one place: a fault of the tool is never the training's fault)
+            self.trip(fault)
+            return None
 
     def within(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Do what `run` does, for code that stands within `run` already."""
@@ -57,13 +66,9 @@ class Guard:
             return call(*args, **kwargs)
         except StopTraining:
             raise
-        except Exception as fault:  # noqa: BLE001  (the one place: a fault of the tool is never the training's fault)
+        except Exception as fault:  # noqa: BLE001  (as above)
             self.trip(fault)
             return None
-
-    def _alone(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._apart():
-            return call(*args, **kwargs)
 
     def of(self, name: str) -> PartGuard:
         """Return the guard of a part of the tool that the rest does without, such as "the rule spike"; one for each name."""

@@ -241,6 +241,13 @@ class Tape:
         """Forget every tensor: something wrote to memory that cannot be told apart."""
         self._seen.clear()
 
+    def distrust(self) -> None:
+        """Look at every tensor anew from here on: something may write to memory at any time, and leave no trace."""
+        self.forget_all()
+        self._reuse = False
+        if self.eye is not None:
+            self.eye.reuse = 0
+
     # ---- trees of arguments -------------------------------------------------------------------------------------
 
     def tree(self, x: Any, flags: int, path: str | None = None, depth: int = 0) -> Any:

@@ -151,3 +151,32 @@ def test_a_parameter_written_without_a_trace_between_two_forwards_of_a_step_is_s
     ops = [call.args[1] for call in reel.calls if (call.name, call.phase) == ("Functional.linear", "forward")][1::3]
     for weights in (modules,) * (level != "L1") + (ops,) * (level != "L0"):
         assert [norms[weight.row] for weight in weights] == pytest.approx(expected)
+
+
+def by_data(p):
+    alias = p.data
+    return lambda: alias.mul_(2)
+
+
+def by_numpy(p):
+    alias = p.detach().numpy()
+    return lambda: alias.__imul__(2)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("task", ["statistics", "tensor"])
+@pytest.mark.parametrize("hand_out", [by_data, by_numpy], ids=lambda hand_out: hand_out.__name__)
+def test_memory_that_was_handed_out_may_be_written_to_at_any_later_call(hand_out, task, compiled, tmp_path):
+    p = torch.nn.Parameter(torch.ones(4))
+    model = torch.nn.Identity()
+    with trainprobe.watch(
+        model, output=tmp_path, level="L1", task=task, sinks=["memory"], native=compiled, on_error="raise"
+    ) as probe:
+        probe.begin_step()
+        write = hand_out(p)
+        for _ in range(3):
+            torch.mul(p, 3)
+            write()
+        reel = probe.end_step()
+    inputs = [call.args[0].row for call in reel.calls if call.name == "Torch.mul"]
+    assert reel.numbers()["max"][inputs].tolist() == [1, 2, 4]

@@ -233,7 +233,8 @@ class OpTap:
     def wanted(self, func: Any) -> _Wanted | None:
         """Return name and flags of a callable that is to be recorded, None for one that is not; remembered for ever.
 
-        What hands out a tensor's memory is not remembered but comes here each time, and has all tensors looked at anew.
+        What hands out a tensor's memory is not remembered but comes here each time, and has all tensors looked at anew from
+        there on: the program may keep the memory, and write to it between any two calls.
         """
         try:
             return self._names[func]
@@ -241,7 +242,7 @@ class OpTap:
             name = op_name(func)
         if func in _HAND_OUT_MEMORY:
             if self._tape is not None:
-                self._tape.forget_all()
+                self._tape.distrust()
             return None
         found = None
         if name is not None and self._plan.selected(name.name) and name.in_scope(self._plan.scope):

@@ -148,7 +148,8 @@ static PyObject *enter(Tape *self, PyObject *none) {
     return PyBool_FromLong(tape_enter(self));
 }
 
-static PyMemberDef tape_members[] = {{"reused", T_PYSSIZET, offsetof(Tape, reused), 0, NULL},
+static PyMemberDef tape_members[] = {{"reuse", T_INT, offsetof(Tape, reuse), 0, "whether a tensor that was seen before may be known again"},
+                                     {"reused", T_PYSSIZET, offsetof(Tape, reused), 0, NULL},
                                      {"noted", T_OBJECT, offsetof(Tape, noted), READONLY, NULL},
                                      {NULL, 0, 0, 0, NULL}};
 
