@@ -226,10 +226,19 @@ class Faults:
     def __init__(self, guard, name, at=-1):
         self.calls, self.at, self.part = 0, at, guard.of(name)
         self.within, self.part.within = self.part.within, self
+        self.apart, self.part._apart = self.part._apart, self.enter
 
     def __call__(self, call, *args, **kwargs):
+        """Stand in for `within`."""
         self.calls += 1
         return self.within(breaks if self.calls == self.at + 1 else call, *args, **kwargs)
+
+    def enter(self):
+        """Stand in for what `run` enters first."""
+        self.calls += 1
+        if self.calls == self.at + 1:
+            breaks()
+        return self.apart()
 
 
 @pytest.fixture(scope="module")
