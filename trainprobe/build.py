@@ -132,10 +132,8 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
         states = parts.states = ParameterStateTap(states_of_monitor(monitor), naming.names)
         parts.scaling = LossScalingTap(guard_of(guard, LossScalingTap), states.scaled, states.unscaled)
         if audit is not None:
-            parts.audit_plan, parts.audit = (
-                audit,
-                AuditTap(guard_of(guard, AuditTap), states, lambda: naming.parameter_names, naming.scan),
-            )
+            parts.audit_plan = audit
+            parts.audit = AuditTap(guard_of(guard, AuditTap), states, lambda: naming.parameter_names, naming.scan)
             parts.audit.aside = partial(_aside, parts)
     _collect(parts, plan, guard)
     stepping = parts.stepping = OptimizerStepTap(

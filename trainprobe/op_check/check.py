@@ -65,14 +65,8 @@ def _guarded(case: Case, direction: Direction) -> Checked:
     if api(case.name) in _BY_FORMAT:
         return Checked(direction, [Judgement("not checked", "its result depends on the number format or the layout in memory")])
     if api(case.name) in _DECOMPOSITIONS:
-        return Checked(
-            direction,
-            [
-                Judgement(
-                    "not checked", "a decomposition has several right answers, and none of their properties is checked yet"
-                )
-            ],
-        )
+        text = "a decomposition has several right answers, and none of their properties is checked yet"
+        return Checked(direction, [Judgement("not checked", text)])
     try:
         return _forward(case) if direction == "forward" else _backward(case)
     except NotChecked as why:
@@ -118,11 +112,8 @@ def _against(case: Case, recorded: Sequence[Tensor | None], expectation: Expecta
             cause = likely(case, i, y, found, backward)
             found = replace(found, reason=f"{found.reason}; {cause}") if cause else found
         judgements.append(found)
-    note = (
-        ""
-        if expectation.autocast is None
-        else f"inputs taken as cast to {expectation.autocast} by autocast".replace("torch.", "")
-    )
+    cast = str(expectation.autocast).removeprefix("torch.")
+    note = "" if expectation.autocast is None else f"inputs taken as cast to {cast} by autocast"
     return Checked("backward" if backward else "forward", judgements, expectation.source, note, expectation)
 
 

@@ -5,9 +5,8 @@ an element y is q = |y − r| / (u |r| + least subnormal + N) bounds away.
 
     exact       the bits of the correctly rounded r; the only pass of an operator that makes no rounding
     rounding    q ≤ 4 everywhere, and no bias
-    suspicious  a bias within that bound: roundings to one side alone, or a gain that rounding does not explain; or 4 < q
-    ≤ 64 in at most
-                one element of a thousand, or only in elements far below the tensor's scale
+    suspicious  a bias within that bound: roundings to one side alone, or a gain that rounding does not explain; or
+                4 < q ≤ 64 in at most one element of a thousand, or only in elements far below the tensor's scale
     bug         more, or a NaN, an infinity, a shape, a dtype, an integer or a bool that is not the expected one
 
 docs/op_check.md shows how these limits were calibrated.
@@ -37,12 +36,11 @@ SMALL = 1e-3  # of the tensor's largest element
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What became of one output. reason: a sentence's end. worst: largest q. at: its place. got, want: there. share: of
-    elements off.
+    """What became of one output.
 
-    share: elements beyond NEAR bounds, or for exact operators elements that differ. gain: ⟨y − r, r⟩ / ⟨r, r⟩. flips:
-    share of elements that
-    are not the correctly rounded value, one_sided: how unevenly they lie above and below it, in standard deviations.
+    reason: a sentence's end. worst: largest q. at: its place. got, want: the numbers there. share: of the elements beyond NEAR
+    bounds, or for exact operators of those that differ. gain: ⟨y − r, r⟩ / ⟨r, r⟩. flips: share of elements that are not the
+    correctly rounded value. one_sided: how unevenly they lie above and below it, in standard deviations.
     """
 
     outcome: Outcome
