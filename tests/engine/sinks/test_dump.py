@@ -192,17 +192,7 @@ def test_what_a_killed_run_left_hidden_is_cleared_away(tmp_path):
     assert not (tmp_path / "step3").exists()
 
 
-@pytest.fixture(params=["compiled", "plain"])
-def way(request, monkeypatch):
-    """Have folders written by the compiled parts, or without them."""
-    if request.param == "compiled" and layout.native is None:
-        pytest.skip("the compiled parts are not built")
-    if request.param == "plain":
-        monkeypatch.setattr(layout, "native", None)
-    return request.param
-
-
-def test_the_compiled_parts_write_the_same_folder(way, tmp_path):
+def test_a_folder_appears_whole_and_is_replaced_only_when_that_is_wanted(tmp_path):
     folder = layout.RankFolder(tmp_path, 7, 3)
     (tmp_path / "step7/.rank3.partial").mkdir(parents=True)  # left over by a run that was killed
     (tmp_path / "step7/.rank3.partial/old.json").write_text("old")
@@ -217,7 +207,7 @@ def test_the_compiled_parts_write_the_same_folder(way, tmp_path):
     assert [p.name for p in (tmp_path / "step7").iterdir()] == ["rank3"]
 
 
-def test_a_file_that_cannot_be_written_is_named(way, tmp_path):
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
     folder = layout.RankFolder(tmp_path, 1, 0)
     with pytest.raises(OSError, match=r"step1/\.rank0\.partial/no/dump\.json") as fault:
         folder.complete([("no/dump.json", b"{}")], replace=False)

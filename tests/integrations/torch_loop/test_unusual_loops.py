@@ -237,7 +237,7 @@ def test_a_model_that_learns_of_its_parts_late_is_watched_whole(tmp_path, caplog
     loop.close()
     assert list(recorded(tmp_path / "out")) == [0, 1, 2, 3]
     assert said(caplog, "No update of LateParent by an optimizer of torch.optim was seen, 4 by other means.") == 1
-    assert said(caplog, "the audit (4 parameters here)") == 1
+    assert said(caplog, "the audit (4 parameters on this rank)") == 1
     assert said(caplog, "Called in the first step") == 0
 
 
