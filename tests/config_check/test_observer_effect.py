@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # before any test replaces what it makes a table of; COMPILING below has the other order
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import dropout as imported_by_name
