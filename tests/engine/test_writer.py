@@ -396,3 +396,46 @@ def large_reel(step):
     reel = small_reel(step)
     reel.partials = np.zeros((writer_module.MANY_ROWS // 2, reel.partials.shape[1]))
     return reel
+
+
+CHILDREN = """
+import multiprocessing, sys
+from pathlib import Path
+from trainprobe.engine.writer import Writer
+
+class Gathering:
+    def __init__(self, path):
+        self.path, self.steps = path, []
+    def write(self, reel):
+        self.steps.append(reel.step)
+    def flush(self):
+        self.path.write_text(repr(self.steps))
+    def findings(self, findings):
+        pass
+    def close(self):
+        self.flush()
+
+def work(path):
+    from tests.engine.sinks.reels import small_reel
+    writer = Writer({"gathering": Gathering(Path(path))})
+    for step in range(3):
+        writer.submit(small_reel(step))
+
+if __name__ == "__main__":
+    for how in ("fork", "spawn"):
+        child = multiprocessing.get_context(how).Process(target=work, args=(sys.argv[1] + how,))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+"""
+
+
+def test_a_process_of_multiprocessing_writes_what_it_gathered_before_it_ends(tmp_path):
+    """A forked one ends without the handlers of atexit, well within BATCH_WINDOW."""
+    script = tmp_path / "children.py"
+    script.write_text(CHILDREN)
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, str(script), str(tmp_path) + "/"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {how: (tmp_path / how).read_text() for how in ("fork", "spawn")} == dict.fromkeys(("fork", "spawn"), "[0, 1, 2]")

@@ -124,7 +124,9 @@ def _environment(program: Program, folder: Path, where: dict[str, str]) -> dict[
         **os.environ,
         **{name: _filled(value, where) for name, value in program.environment.items()},
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"],
+        "PATH": os.pathsep.join(
+            [str(Path(sys.executable).parent), os.environ["PATH"], str(Path(where["core"]).parents[2] / "bin")]
+        ),
         "DATA": where["data"],
         "OUT": str(folder / "out"),
         "HOME": str(folder / "home"),

@@ -2,9 +2,10 @@
 
 A full queue makes the training wait (back-pressure) rather than lose data. A step is written at once, but the thread wakes at
 most once in LINGER, because waking it takes time from the training. A sink that gathers steps is asked to write them
-BATCH_WINDOW after the first of them came. A sink that fails, because the disk is full or cannot be
-written, is given up, a finding says what was lost, and the others and the training go on. A forked child inherits a writer
-that ignores all it is told: its parent writes. At the end of the interpreter what is queued is written, for a bounded time.
+BATCH_WINDOW after the first of them came. A sink that fails, because the disk is full or cannot be written, is given up, a
+finding says what was lost, and the others and the training go on. A forked child inherits a writer that ignores all it is
+told: its parent writes. At the end of the interpreter, or of a process of `multiprocessing`, what is queued is written, for a
+bounded time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import atexit
 import importlib
 import importlib.metadata
 import importlib.util
+import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -110,6 +113,9 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="trainprobe-writer", daemon=True)
         self._thread.start()
         atexit.register(self.close, EXIT_SECONDS)
+        self._finalizer: Any = None
+        if multiprocessing.parent_process() is not None:  # a process of `multiprocessing` that was forked skips atexit
+            self._finalizer = multiprocessing.util.Finalize(None, self.close, (EXIT_SECONDS,), exitpriority=100)
 
     # ---- from the training's side --------------------------------------------------------------------------------
 
@@ -167,6 +173,8 @@ class Writer:
             self._closed = True
             self._wake()
         atexit.unregister(self.close)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
         self._thread.join(timeout)
         if self._thread.is_alive():
             waiting = len(self._jobs)
