@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from trainprobe.engine.dumps import TensorStore, read, read_step
+from trainprobe.engine.dumps.layout import find_dumps
 from trainprobe.engine.records import Call, Opaque
 from trainprobe.errors import FormatError, UnsafeFile
 
@@ -222,3 +223,12 @@ def test_a_safetensors_header_that_contradicts_the_file_is_refused(header, tmp_p
     (tmp_path / "tensors.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
     with pytest.raises(FormatError, match="header"):
         TensorStore(tmp_path)
+
+
+def test_a_folder_that_is_named_for_a_process_is_rank_0_however_it_is_named(tmp_path):
+    folder = tmp_path / "step7/proc32418"
+    folder.mkdir(parents=True)
+    (folder / "dump.json").write_text("{}")
+    for named in (tmp_path, folder.parent, folder, folder / "dump.json"):
+        assert find_dumps(named) == {7: {0: folder}}, named
+    assert find_dumps(tmp_path / "nothing") == {}

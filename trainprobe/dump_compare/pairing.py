@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.dumps import find_ranks, find_steps
-from trainprobe.engine.dumps.layout import DEBUG_FILE, DUMP_FILE, LOG_FILE, has_run_log
+from trainprobe.engine.dumps.layout import DUMP_FILE, LOG_FILE, find_dumps, has_run_log, holds_dump
 from trainprobe.engine.naming import ROOT
 from trainprobe.engine.records import Call
 from trainprobe.errors import CompareError, FormatError
@@ -74,34 +72,22 @@ def _ranks_of(path: Path) -> dict[int, dict[int, Path]]:
         raise FormatError(
             f"no dump at {path}: it is a file; name the folder of a dump, of a step or of a rank, or a {DUMP_FILE}"
         )
-    named, path = path, path.parent if path.is_file() else path
-    if _holds(path, DUMP_FILE, DEBUG_FILE):
-        return {_number(path.parent): {_number(path): path}}
-    steps = {number: find_ranks(folder) for number, folder in find_steps(path).items()} or {_number(path): find_ranks(path)}
-    found = {number: ranks for number, ranks in steps.items() if ranks}
+    found = find_dumps(path)
     folders = [folder for ranks in found.values() for folder in ranks.values()]
-    if not any(_holds(folder, DUMP_FILE, DEBUG_FILE) for folder in folders):
-        raise FormatError(f"no dump at {named}: {_lacking(path, [path, *folders])}")
+    if not any(map(holds_dump, folders)):
+        root = path.parent if path.is_file() else path
+        raise FormatError(f"no dump at {path}: {_lacking(root, [root, *folders])}")
     return found
-
-
-def _holds(folder: Path, *names: str) -> bool:
-    return any((folder / name).is_file() for name in names)
 
 
 def _lacking(path: Path, folders: Sequence[Path]) -> str:
     """Say what stands where a dump was looked for."""
     if not path.exists():
         return "there is no such file or folder"
-    log = next((folder for folder in folders if _holds(folder, LOG_FILE) or has_run_log(folder)), None)
+    log = next((folder for folder in folders if (folder / LOG_FILE).is_file() or has_run_log(folder)), None)
     if log is not None:
         return f"{log} holds a run log, which `trainprobe judge` reads; record with `sinks: [dump]` to compare"
     return f"expected step folders (step0, …), rank folders (rank0, …) or a {DUMP_FILE} there"
-
-
-def _number(folder: Path) -> int:
-    digits = re.search(r"(\d+)$", folder.name)
-    return int(digits[1]) if digits and not folder.name.startswith("proc") else 0  # the number of a process is no rank
 
 
 def pair_calls(a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str] = str) -> list[CallPair]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from trainprobe.engine.dumps import find_ranks, find_steps
-from trainprobe.engine.dumps.layout import DUMP_FILE
+from trainprobe.engine.dumps.layout import DUMP_FILE, find_dumps
 from trainprobe.errors import FormatError
 from trainprobe.op_check.cases import NotChecked
 from trainprobe.op_check.check import Checked, check
@@ -55,15 +54,10 @@ class DumpChecked:
 
 def rank_folders(path: Path) -> list[tuple[int, int, Path]]:
     """Return (step, rank, folder) of all that a path holds: a dump, a step of it, a rank of it. Raises FormatError for none."""
-    if path.is_file():
-        path = path.parent
-    if (path / DUMP_FILE).is_file():
-        return [(_number(path.parent), _number(path), path)]
-    steps = find_steps(path) if path.is_dir() else {}
     found = [
         (step, rank, folder)
-        for step, place in sorted((steps or {_number(path): path}).items())
-        for rank, folder in sorted(find_ranks(place).items())
+        for step, ranks in find_dumps(path).items()
+        for rank, folder in ranks.items()
         if (folder / DUMP_FILE).is_file()
     ]
     if not found:
@@ -71,11 +65,6 @@ def rank_folders(path: Path) -> list[tuple[int, int, Path]]:
             f"no dump at {path}: expected step folders (step0, …), rank folders (rank0, …) or a {DUMP_FILE} there"
         )
     return found
-
-
-def _number(folder: Path) -> int:
-    digits = folder.name.lstrip("abcdefghijklmnopqrstuvwxyz")
-    return int(digits) if digits.isdigit() else 0
 
 
 def check_dump(

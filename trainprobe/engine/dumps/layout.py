@@ -115,6 +115,29 @@ def find_ranks(step_folder: Path) -> dict[int, Path]:
     return _numbered(step_folder, _RANK) or dict(enumerate(_numbered(step_folder, _PROCESS).values()))
 
 
+def holds_dump(folder: Path) -> bool:
+    """Tell whether a rank's folder holds a dump."""
+    return any((folder / name).is_file() for name in (DUMP_FILE, DEBUG_FILE))
+
+
+def find_dumps(path: Path) -> dict[int, dict[int, Path]]:
+    """Return step → rank → folder, in order, of what a user names: a dump's root, a step, a rank, or a dump's file.
+
+    Folders of ranks that hold no dump are among them; steps without a rank are not.
+    """
+    path = path.parent if path.is_file() else path
+    if holds_dump(path):
+        return {_number(path.parent): {_number(path): path}}
+    steps = {number: find_ranks(folder) for number, folder in find_steps(path).items()} or {_number(path): find_ranks(path)}
+    return {number: ranks for number, ranks in steps.items() if ranks}
+
+
+def _number(folder: Path) -> int:
+    """Return the number at the end of a folder's name, 0 where there is none; the number of a process is no rank."""
+    digits = re.search(r"(\d+)$", folder.name)
+    return int(digits[1]) if digits and not _PROCESS.fullmatch(folder.name) else 0
+
+
 def log_folder(root: Path, rank: int) -> Path:
     """Return the folder of what a rank writes over the whole run: its record log, findings and metrics."""
     return root / f"rank{rank}"

@@ -16,6 +16,7 @@ from trainprobe.engine.findings import spans
 from trainprobe.engine.naming import ROOT
 from trainprobe.engine.records import Call
 from trainprobe.engine.reel import entry_name
+from trainprobe.monitor.fleet.words import counted
 from trainprobe.monitor.nan_trace.steps import steps_of
 from trainprobe.monitor.nan_trace.trace import RankTrace, RunTrace, reached, trace_run
 from trainprobe.monitor.rules.nonfinite import describe, is_given
@@ -44,8 +45,7 @@ def nan_trace(
 
 def _lines(found: RunTrace | None, looked: int) -> Iterator[str]:
     if found is None:
-        steps = f"{looked} recorded step{'' if looked == 1 else 's'}"
-        yield f"no NaN and no infinity in {steps}, beside constants and masks"
+        yield f"no NaN and no infinity in {counted(looked, 'recorded step')}, beside constants and masks"
         return
     first = found.first
     yield f"the first {first.what} is of step {found.step}, on rank {first.at.rank}: {_name(first)}: {_how(first, found)}"

@@ -10,8 +10,8 @@ from operator import itemgetter
 from pathlib import Path
 
 from trainprobe.engine.addresses import Spot, stage_and_spot
-from trainprobe.engine.dumps import find_ranks, find_steps, read
-from trainprobe.engine.dumps.layout import DEBUG_FILE, DUMP_FILE
+from trainprobe.engine.dumps import read
+from trainprobe.engine.dumps.layout import DEBUG_FILE, DUMP_FILE, find_dumps, holds_dump
 from trainprobe.engine.records import Call
 from trainprobe.engine.reel import StoredReel, numbers_of_rows, slots
 from trainprobe.errors import FormatError
@@ -72,12 +72,9 @@ def _of_logs(path: Path, logs: list[Path]) -> Iterator[list[RankStep]]:
 
 def _dumps(path: Path) -> dict[int, dict[int, Path]]:
     """Return step → rank → folder of the dumps at a path."""
-    if path.is_file() and path.name in (DUMP_FILE, DEBUG_FILE):
-        path = path.parent
-    if (path / DUMP_FILE).is_file():
-        return {0: {0: path}}
-    steps = {number: find_ranks(folder) for number, folder in find_steps(path).items()} or {0: find_ranks(path)}
-    held = {step: {rank: at for rank, at in ranks.items() if (at / DUMP_FILE).is_file()} for step, ranks in steps.items()}
+    if path.is_file() and path.name not in (DUMP_FILE, DEBUG_FILE):
+        return {}
+    held = {step: {rank: at for rank, at in ranks.items() if holds_dump(at)} for step, ranks in find_dumps(path).items()}
     return {step: ranks for step, ranks in held.items() if ranks}
 
 
