@@ -16,6 +16,8 @@ __all__ = ["pytest_collection_modifyitems", "pytest_runtest_logreport", "pytest_
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRAINPROBE_ON_ERROR", "raise")
+# unbuffered, `print` writes a line and its end apart, and the lines of ranks that share a pipe mix
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 # what `make test` installs: where it is missing in CI, the tests that need it would silently not run, so they fail
 INSTALLED_BY_MAKE = (

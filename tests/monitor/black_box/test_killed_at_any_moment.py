@@ -47,7 +47,8 @@ def killed(native, folder):
 
 
 @pytest.mark.parametrize("native", ["1", "0"])
-def test_wherever_a_training_is_killed_the_box_tells_the_truth(tmp_path, capsys, native):
+def test_wherever_a_training_is_killed_the_box_tells_the_truth(tmp_path, capsys, monkeypatch, native):
+    monkeypatch.setenv("COLUMNS", "200")  # the headings of the table stand on one line, however long its numbers are
     rings = [killed(native, tmp_path / f"{i}") for i in range(KILLS)]
     left = [read_trail(read_trail_bytes(ring)) for ring in rings]
     steps = sorted({found[0].step for found in left if found is not None})
