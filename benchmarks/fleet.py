@@ -27,17 +27,17 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trainprobe.engine.dumps.header import place_text
-from trainprobe.engine.dumps.layout import find_segments, log_folder
-from trainprobe.engine.plan import Plan
-from trainprobe.engine.records import Call, Place, Reel, Value
-from trainprobe.engine.run_log.live import STREAM
-from trainprobe.engine.run_log.replicas import SameAs, compact_segment, read_segment, referring_table
-from trainprobe.engine.run_log.schema import SCHEMA
-from trainprobe.engine.run_log.segments import write_segment
-from trainprobe.engine.sinks import parquet
+from trainprobe.engine.core.records import Call, Place, Reel, Value
+from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import PARTIALS
+from trainprobe.engine.storage.dumps.header import place_text
+from trainprobe.engine.storage.dumps.layout import find_segments, log_folder
+from trainprobe.engine.storage.run_log.live import STREAM
+from trainprobe.engine.storage.run_log.replicas import SameAs, compact_segment, read_segment, referring_table
+from trainprobe.engine.storage.run_log.schema import SCHEMA
+from trainprobe.engine.storage.run_log.segments import write_segment
+from trainprobe.engine.storage.sinks import parquet
 
 F64 = npt.NDArray[np.float64]
 U64 = npt.NDArray[np.uint64]

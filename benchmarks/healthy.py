@@ -24,7 +24,7 @@ from benchmarks.bugs.precise_loops import Adapters, Padded, Sixteen
 from benchmarks.bugs.token_loops import MainGradients, Policy, Routed, ScaledTwice, Translator
 from benchmarks.bugs.unseen import Closure, Masters, Pair
 from trainprobe.demo.corpus import draw_batch, read_corpus
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.watching import Probe
 
 STEPS = 240

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from trainprobe.engine.plan import Plan
-from trainprobe.engine.records import Call, Place, Reel, Value
-from trainprobe.engine.sinks import parquet
+from trainprobe.engine.core.records import Call, Place, Reel, Value
+from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.stats.partials import PARTIALS
+from trainprobe.engine.storage.sinks import parquet
 
 
 def write(folder: Path, steps: int, values: int) -> float:

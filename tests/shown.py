@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.dumps import read_log
+from trainprobe.engine.storage.dumps import read_log
 
 Numbers = dict[str, dict[str, float]]
 

@@ -7,8 +7,8 @@ import torch
 
 import trainprobe
 from trainprobe import PrecisionDebugger
-from trainprobe.engine.console import FEW, Console
-from trainprobe.engine.records import Finding, Place, Site
+from trainprobe.engine.core.console import FEW, Console
+from trainprobe.engine.core.records import Finding, Place, Site
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.run_folder import read_findings, read_frames
 from trainprobe.monitor.watcher import judge_frames

@@ -20,9 +20,9 @@ from torch import nn
 import trainprobe
 from tests import zoo
 from tests.lockstep import differences, one_step, seed_all, state
-from trainprobe.engine.records import Place
-from trainprobe.engine.selection import Names
-from trainprobe.engine.unmet import Unmatched, names_not_there
+from trainprobe.engine.core.records import Place
+from trainprobe.engine.core.unmet import Unmatched, names_not_there
+from trainprobe.engine.plan.selection import Names
 from trainprobe.errors import OutputError, PlanError
 
 ROOT = Path(__file__).resolve().parents[1]

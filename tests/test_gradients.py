@@ -12,8 +12,8 @@ from torch import Tensor
 import trainprobe
 from tests import zoo
 from tests.lockstep import bits_of, one_step, seed_all
-from trainprobe.engine.naming import ROOT
-from trainprobe.engine.records import Call, Reel, Value
+from trainprobe.engine.core.naming import ROOT
+from trainprobe.engine.core.records import Call, Reel, Value
 from trainprobe.engine.stats import fingerprint
 
 # full-backward hooks cannot be put on these, or say something else there by their nature

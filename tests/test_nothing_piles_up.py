@@ -13,8 +13,8 @@ import torch.distributed.fsdp
 import trainprobe
 from benchmarks.models import SIZES, prepare
 from benchmarks.monitor_memory import VARIANTS
-from trainprobe.engine.records import Finding, Site
-from trainprobe.engine.step_layout import KEPT
+from trainprobe.engine.core.records import Finding, Site
+from trainprobe.engine.core.step_layout import KEPT
 from trainprobe.engine.taps.replaced import Replaced
 
 PLANS = {

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import trainprobe
-from trainprobe.engine.control import ControlFile
-from trainprobe.engine.safe_files import read_bounded, set_aside, write_whole
+from trainprobe.engine.plan.control import ControlFile
+from trainprobe.engine.storage.safe_files import read_bounded, set_aside, write_whole
 from trainprobe.errors import FormatError, OutputError
 
 

@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from trainprobe.config_check import ConfigChecker as ConfigChecker
     from trainprobe.debugger import PrecisionDebugger as PrecisionDebugger
-    from trainprobe.engine.plan import Plan as Plan
+    from trainprobe.engine.plan.model import Plan as Plan
     from trainprobe.rollout import SingleComparator as SingleComparator
     from trainprobe.rollout import SingleSave as SingleSave
     from trainprobe.watching import Probe as Probe
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # public name → the module that holds it; loaded on first use, so that `import trainprobe` stays far below 0.1 s
 _PUBLIC = {
     "ConfigChecker": "trainprobe.config_check",
-    "Plan": "trainprobe.engine.plan",
+    "Plan": "trainprobe.engine.plan.model",
     "PrecisionDebugger": "trainprobe.debugger",
     "Probe": "trainprobe.watching",
     "SingleComparator": "trainprobe.rollout",

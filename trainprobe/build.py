@@ -13,16 +13,17 @@ from typing import Any
 
 from trainprobe.config_check.plan import ConfigCheckTap
 from trainprobe.engine import tape as flag
-from trainprobe.engine.detail import Detail
-from trainprobe.engine.guard import Guard, PartGuard
-from trainprobe.engine.naming import Rename
-from trainprobe.engine.plan import Plan
-from trainprobe.engine.position import OPTIMIZER, UPDATED, Position
+from trainprobe.engine.core.guard import Guard, PartGuard
+from trainprobe.engine.core.naming import Rename
+from trainprobe.engine.core.position import OPTIMIZER, UPDATED, Position
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.resting import Rests
+from trainprobe.engine.core.stacks import Stacks
+from trainprobe.engine.core.wanted import ModulesWanted, flags_of, modules_of_plan, ops_of_plan
+from trainprobe.engine.plan.detail import Detail
+from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.plan.selection import Names, parse_steps
 from trainprobe.engine.probe import Program, Wants
-from trainprobe.engine.records import Call
-from trainprobe.engine.resting import Rests
-from trainprobe.engine.selection import Names, parse_steps
-from trainprobe.engine.stacks import Stacks
 from trainprobe.engine.taps import AUDIT, Tap, part_of
 from trainprobe.engine.taps.attention import AttentionFeature
 from trainprobe.engine.taps.audit_facts import AuditTap
@@ -42,7 +43,6 @@ from trainprobe.engine.taps.torch_modules import ModuleTap
 from trainprobe.engine.taps.torch_ops import OpTap
 from trainprobe.engine.taps.unreduced import UnreducedTap
 from trainprobe.engine.taps.weight_spectra import WeightSpectra
-from trainprobe.engine.wanted import ModulesWanted, flags_of, modules_of_plan, ops_of_plan
 from trainprobe.errors import PlanError
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.plan import validate as audit_plan

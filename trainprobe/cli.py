@@ -23,8 +23,11 @@ from trainprobe.errors import ProbeError, did_you_mean
 
 VERBS: dict[str, tuple[str, str]] = {
     "demo": ("trainprobe.demo.command:demo", "train a small GPT with the probe on and show what it saw"),
-    "plan": ("trainprobe.engine.plan_command:plan", "check, explain or export the schema of a plan"),
-    "migrate": ("trainprobe.engine.migrate_command:migrate", "write the plan that a config.json of mindstudio-probe means"),
+    "plan": ("trainprobe.engine.plan.command:plan", "check, explain or export the schema of a plan"),
+    "migrate": (
+        "trainprobe.engine.plan.migrate_command:migrate",
+        "write the plan that a config.json of mindstudio-probe means",
+    ),
     "report": ("trainprobe.monitor.report_command:report", "one self-contained HTML page of a run"),
     "judge": ("trainprobe.monitor.judge_command:judge", "the findings of a run, recorded and worked out again"),
     "nan-trace": ("trainprobe.monitor.nan_trace.command:nan_trace", "which call, rank and step made the first NaN or infinity"),

@@ -20,11 +20,11 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from trainprobe.engine.dump_switch import DumpSwitch
-from trainprobe.engine.plan import Plan
-from trainprobe.engine.plan_loading import load_plan
-from trainprobe.engine.records import Place
-from trainprobe.engine.token_range import TokenRange
+from trainprobe.engine.core.records import Place
+from trainprobe.engine.plan.dump_switch import DumpSwitch
+from trainprobe.engine.plan.loading import load_plan
+from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.plan.token_range import TokenRange
 from trainprobe.errors import UsageError
 from trainprobe.watching import Probe
 
@@ -204,8 +204,8 @@ class PrecisionDebugger:
             )
             return
         if self._dumped is None:
+            from trainprobe.engine.core.wanted import modules_of_plan
             from trainprobe.engine.taps.dumped_modules import DumpedModules
-            from trainprobe.engine.wanted import modules_of_plan
 
             parts, probe = self.probe.parts, self.probe
             wanted = modules_of_plan(self.plan, parts.cuts)

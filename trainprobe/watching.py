@@ -12,30 +12,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.compiled import native
-from trainprobe.engine.dumps.tensor_files import SAFETENSORS_NAMES
-from trainprobe.engine.flat_parameters import FLAT
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.naming import Rename
-from trainprobe.engine.plan import Plan
-from trainprobe.engine.plan_loading import load_plan
-from trainprobe.engine.position import BETWEEN, Position
+from trainprobe.engine.core.flat_parameters import FLAT
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.naming import Rename
+from trainprobe.engine.core.position import BETWEEN, Position
+from trainprobe.engine.core.records import Finding, Place, Reel
+from trainprobe.engine.core.stacks import Stacks
+from trainprobe.engine.core.topology import place_from_environment
+from trainprobe.engine.core.unmet import Unmatched, names_not_there
+from trainprobe.engine.plan.loading import load_plan
+from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.probe import Probe as EngineProbe
 from trainprobe.engine.probe import Program
-from trainprobe.engine.records import Finding, Place, Reel
-from trainprobe.engine.selection import Names
-from trainprobe.engine.stacks import Stacks
+from trainprobe.engine.storage.dumps.tensor_files import SAFETENSORS_NAMES
+from trainprobe.engine.storage.trail import Trail
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import AUDIT, part_of
-from trainprobe.engine.topology import place_from_environment
-from trainprobe.engine.trail import Trail
-from trainprobe.engine.unmet import Unmatched, names_not_there
 from trainprobe.errors import MissingExtra, PlanError, StopTraining, UsageError
 
 if TYPE_CHECKING:
     from trainprobe.build import Parts
-    from trainprobe.engine.control import ControlFile
-    from trainprobe.engine.gathering import Gathering
-    from trainprobe.engine.sources import Source
+    from trainprobe.engine.core.gathering import Gathering
+    from trainprobe.engine.core.sources import Source
+    from trainprobe.engine.plan.control import ControlFile
     from trainprobe.monitor.audit.audit import Audit
     from trainprobe.monitor.black_box.box import BlackBox
     from trainprobe.monitor.watcher import Watcher
@@ -242,7 +242,7 @@ class Probe(EngineProbe):
     def _open(self, model: Any, optimizer: Any, place: Place | None) -> None:
         self._place = place or self._place
         if self.plan.control is not None and self._control is None:  # first: all ranks look together, also one that has stopped
-            from trainprobe.engine.control import ControlFile
+            from trainprobe.engine.plan.control import ControlFile
 
             self._control = ControlFile(self.plan.output, self.plan.control, self.place.rank, self._gathering().gather)
         odd = (
@@ -310,7 +310,7 @@ class Probe(EngineProbe):
                 self.on(moment, partial(states.moment, moment))
 
     def _open_writer(self, place: Place) -> Any:
-        from trainprobe.engine.writer import open_writer
+        from trainprobe.engine.storage.writer import open_writer
         from trainprobe.monitor.actions import Alerts
         from trainprobe.monitor.watcher import resume_state
 

@@ -25,7 +25,7 @@ from benchmarks.bugs.unseen import UNSEEN
 from benchmarks.bugs.unseen_again import UNSEEN_AGAIN
 from benchmarks.bugs.unseen_fourth import UNSEEN_FOURTH
 from benchmarks.bugs.unseen_third import UNSEEN_THIRD
-from trainprobe.engine.records import Finding, Site
+from trainprobe.engine.core.records import Finding, Site
 
 ALARMS = ("warning", "error")
 SETS: dict[str, tuple[Bug, ...]] = {

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from benchmarks.bugs.loops import Batch, Loop, counting
 from benchmarks.bugs.parallel_loops import VOCABULARY, WIDTH, Gathered, Staged
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.records import Place
 
 STAGES = 4
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.records import Place
 
 VOCAB, WIDTH, CONTEXT, LAYERS, MICRO = 48, 24, 12, 2, 2
 

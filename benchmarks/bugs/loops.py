@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.records import Place
 
 Batch = tuple[Tensor, Tensor]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.bugs.loops import Batch, Loop, counting
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.records import Place
 
 VOCABULARY, WIDTH = 24, 16
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.bugs.data_parallel import DataParallelRun, nll
 from benchmarks.bugs.tensor_parallel import TensorParallelRun
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.records import Place
 
 VOCAB, WIDTH, TIME = 32, 16, 8
 

@@ -33,7 +33,7 @@ from benchmarks.bugs.unseen_third_ranks import (
     ReducedAfterTheFirst,
     StateOfRankZero,
 )
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 
 # ---- float16 ----------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import nn
 import trainprobe
 from trainprobe.config_check.pack_reader import read_pack
 from trainprobe.config_check.plan import ConfigCheckTap, validate
-from trainprobe.engine.plan import Plan
+from trainprobe.engine.plan.model import Plan
 from trainprobe.errors import PlanError
 
 

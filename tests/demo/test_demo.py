@@ -99,7 +99,7 @@ def test_an_untrained_model_knows_nothing():
 
 
 def test_every_curve_is_there_once(demo):
-    from trainprobe.engine.dumps.log import read_log
+    from trainprobe.engine.storage.dumps.log import read_log
     from trainprobe.monitor.scalar_names import role_of
 
     names = list(list(read_log(demo[1] / "rank0"))[-1].scalars)

@@ -10,8 +10,8 @@ import pytest
 
 from tests.dump_compare.small_runs import Gpt, run
 from trainprobe.cli import main
-from trainprobe.engine.dumps import TensorStore, read
-from trainprobe.engine.reel import entry_name, unwrap
+from trainprobe.engine.core.reel import entry_name, unwrap
+from trainprobe.engine.storage.dumps import TensorStore, read
 
 PLANS = {
     "statistics": {"level": "mix"},

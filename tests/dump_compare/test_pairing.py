@@ -9,8 +9,8 @@ import torch
 
 import trainprobe
 from trainprobe.dump_compare.pairing import operator, pair_calls
-from trainprobe.engine.dumps import read
-from trainprobe.engine.records import Call
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.storage.dumps import read
 
 BITWISE = ("and", "or", "xor", "lshift", "rshift")
 BINARY = ("add", "sub", "mul", "truediv", "matmul", "pow", "mod", "floordiv", *BITWISE, "eq", "ne", "lt", "le", "gt", "ge")

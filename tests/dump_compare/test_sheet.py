@@ -8,7 +8,7 @@ import pytest
 
 from tests.dump_compare.small_runs import run
 from trainprobe.cli import main
-from trainprobe.engine.dumps import TensorStore
+from trainprobe.engine.storage.dumps import TensorStore
 
 
 def sheet_of(tmp_path, capsys, **plan):

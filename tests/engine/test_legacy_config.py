@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainprobe.engine.plan_loading import load_plan
+from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import PlanError
 
 SHIPPED = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from trainprobe.engine.migrate_command import plan_text
-from trainprobe.engine.plan_file import read_plan_file
-from trainprobe.engine.plan_loading import load_plan
-from trainprobe.engine.selection import Names
+from trainprobe.engine.plan.file import read_plan_file
+from trainprobe.engine.plan.loading import load_plan
+from trainprobe.engine.plan.migrate_command import plan_text
+from trainprobe.engine.plan.selection import Names
 from trainprobe.errors import PlanError
 from trainprobe.monitor.plan import MonitorPlan, validate
 

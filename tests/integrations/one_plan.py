@@ -10,7 +10,7 @@ import yaml
 from tests.integrations.records import recorded
 from trainprobe.config_check.pack import Pack
 from trainprobe.config_check.pack_reader import read_pack
-from trainprobe.engine.dumps.read import read
+from trainprobe.engine.storage.dumps.read import read
 from trainprobe.monitor.run_folder import read_findings, read_frames
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainprobe.engine.dumps import read
-from trainprobe.engine.dumps.layout import find_ranks, find_steps
-from trainprobe.engine.dumps.log import read_log
-from trainprobe.engine.records import Reel
+from trainprobe.engine.core.records import Reel
+from trainprobe.engine.storage.dumps import read
+from trainprobe.engine.storage.dumps.layout import find_ranks, find_steps
+from trainprobe.engine.storage.dumps.log import read_log
 from trainprobe.monitor.run_folder import find_logs
 
 

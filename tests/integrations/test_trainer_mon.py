@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from trainprobe.engine.dumps import read_log
+from trainprobe.engine.storage.dumps import read_log
 from trainprobe.errors import PlanError, UsageError
 from trainprobe.pytorch import TrainerMon, TrainerMonitorV2
 

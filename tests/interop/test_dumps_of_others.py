@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainprobe.cli import main
-from trainprobe.engine.dumps import read
+from trainprobe.engine.storage.dumps import read
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DUMPS = sorted(path for path in FIXTURES.rglob("*.json") if path.stem in {"dump", "debug"})

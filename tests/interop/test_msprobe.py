@@ -15,8 +15,8 @@ import torch
 import trainprobe
 from tests.interop.peer import PEER, needs_peer
 from trainprobe.cli import main
-from trainprobe.engine.dumps import TensorStore, read
-from trainprobe.engine.reel import entry_name
+from trainprobe.engine.core.reel import entry_name
+from trainprobe.engine.storage.dumps import TensorStore, read
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = needs_peer

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from trainprobe.config_check.pack_reader import read_pack
-from trainprobe.engine.dumps.read import read
+from trainprobe.engine.storage.dumps.read import read
 from trainprobe.monitor.run_folder import read_findings, read_frames
 
 

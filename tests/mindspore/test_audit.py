@@ -14,7 +14,7 @@ from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
 
 from tests.mindspore.tiny import BATCH, GRAPH, PYNATIVE, Data, Loss, Net, train
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.integrations.mindformers import ProbeCallback
 
 NEVER = {

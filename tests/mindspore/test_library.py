@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, nn
 
 from tests.mindspore.shared_bits import NUMBERS, SHAPE, WORDS, bits
 from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_out
-from trainprobe.engine.records import Opaque, Place
+from trainprobe.engine.core.records import Opaque, Place
 from trainprobe.engine.stats.partials import PARTIALS
 from trainprobe.engine.tape import CHECKSUM, CRC32, SAVE, STATS, STD, SUBLOW
 from trainprobe.engine.taps.mindspore_states import learning_rates, states_of

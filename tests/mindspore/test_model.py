@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from tests.mindspore.launch import ENVIRONMENT
 from tests.mindspore.tiny import BATCH, GRAPH, PYNATIVE, STEPS, Data, Loss, Net, train
-from trainprobe.engine.records import Record
+from trainprobe.engine.core.records import Record
 from trainprobe.errors import PlanError
 from trainprobe.integrations.mindformers import ProbeCallback
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from trainprobe.engine.records import Place, Record, Site, Step
+from trainprobe.engine.core.records import Place, Record, Site, Step
 from trainprobe.monitor.frames import Frame, Tracks, frame_of_records
 
 

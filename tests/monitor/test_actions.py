@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import trainprobe
-from trainprobe.engine.records import Finding, Place
+from trainprobe.engine.core.records import Finding, Place
 from trainprobe.errors import StopTraining
 from trainprobe.monitor.actions import Alerts, decide
 from trainprobe.monitor.plan import Actions, make_rules

@@ -50,7 +50,7 @@ def test_no_bit_changes(folder):
 
 
 def test_a_wrapper_whose_collectives_cannot_be_seen_is_told():
-    from trainprobe.engine.guard import Guard
+    from trainprobe.engine.core.guard import Guard
     from trainprobe.engine.taps.collectives import CollectiveTap
 
     class DistributedDataParallel(torch.nn.Module):

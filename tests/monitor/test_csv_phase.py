@@ -8,9 +8,9 @@ import torch
 from small_training import GPT, batch
 
 import trainprobe
-from tests.engine.sinks.reels import plan_for, small_reel
-from trainprobe.engine.records import Place
-from trainprobe.engine.sinks import csv as csv_sink
+from tests.engine.storage.sinks.reels import plan_for, small_reel
+from trainprobe.engine.core.records import Place
+from trainprobe.engine.storage.sinks import csv as csv_sink
 from trainprobe.errors import FormatError
 from trainprobe.monitor.metric_files import read_metrics
 from trainprobe.monitor.plan import make_rules

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.integrations import default_plan
 from trainprobe.integrations.torch_loop import attach
 from trainprobe.watching import Probe

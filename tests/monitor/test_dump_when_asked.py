@@ -10,8 +10,8 @@ import torch
 import trainprobe
 from tests.lockstep import differences, train
 from tests.zoo import load
-from trainprobe.engine.dumps import read_step
-from trainprobe.engine.dumps.log import read_log
+from trainprobe.engine.storage.dumps import read_step
+from trainprobe.engine.storage.dumps.log import read_log
 
 NAN_AT = 3
 RULES = {"nonfinite": {"actions": ["log", "dump"]}}

@@ -16,9 +16,9 @@ from tests.lockstep import differences, one_step, seed_all
 from tests.lockstep import train as train_case
 from tests.traces import left_behind, traces
 from trainprobe.build import compose
-from trainprobe.engine.findings import in_folder
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.plan_loading import load_plan
+from trainprobe.engine.core.findings import in_folder
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.stats.histogram import exponent_histogram
 from trainprobe.engine.stats.low_precision import lost
 from trainprobe.errors import PlanError

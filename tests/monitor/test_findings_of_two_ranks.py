@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.launch import launch
 from trainprobe.cli import main
-from trainprobe.engine.findings import schema
+from trainprobe.engine.core.findings import schema
 
 SCRIPT = Path(__file__).with_name("train_two_ranks.py")
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 import trainprobe
+from trainprobe.engine.core.step_layout import StepLayout
 from trainprobe.engine.stats.partials import PARTIALS, STATISTICS, finish
-from trainprobe.engine.step_layout import StepLayout
 from trainprobe.monitor import frames
 from trainprobe.monitor.rules.spike import _median
 

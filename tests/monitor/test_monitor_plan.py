@@ -56,7 +56,7 @@ def test_a_list_of_names_gives_these_rules_with_their_defaults():
 
 
 def test_the_main_plan_hands_its_section_over():
-    from trainprobe.engine.plan_loading import load_plan
+    from trainprobe.engine.plan.loading import load_plan
 
     with pytest.raises(PlanError, match="did you mean 'activations'"):
         load_plan({"monitor": {"activation": True}})

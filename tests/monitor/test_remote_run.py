@@ -12,11 +12,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 
 from benchmarks.fleet import Fleet, planted_in, write_fleet
-from tests.engine.sinks.reels import plan_for, small_reel
+from tests.engine.storage.sinks.reels import plan_for, small_reel
 from trainprobe.cli import main
-from trainprobe.engine.dumps.layout import LIVE_FILE
-from trainprobe.engine.records import Place
-from trainprobe.engine.sinks import jsonl, parquet
+from trainprobe.engine.core.records import Place
+from trainprobe.engine.storage.dumps.layout import LIVE_FILE
+from trainprobe.engine.storage.sinks import jsonl, parquet
 from trainprobe.monitor import remote_run
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 import trainprobe  # noqa: E402
-from trainprobe.engine.records import Value  # noqa: E402
+from trainprobe.engine.core.records import Value  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -13,7 +13,7 @@ from tests.engine.arrays import reduction_oracle as oracle
 from tests.engine.arrays.reduction_oracle import Believed, assert_true, row_of, sample, strip_of
 from trainprobe.engine.arrays import torch_arrays, triton_kernels, triton_rows
 from trainprobe.engine.arrays.torch_arrays import CHECKSUM, STATS, STD, SUBLOW, TorchStrip
-from trainprobe.engine.records import Reel
+from trainprobe.engine.core.records import Reel
 from trainprobe.engine.stats.checksum import fingerprint
 
 HERE = torch.device("cpu")

@@ -12,7 +12,7 @@ import torch
 from trainprobe import watch
 from trainprobe.demo.corpus import draw_batch, read_corpus
 from trainprobe.demo.gpt import GPT, Shape, next_token_loss
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 
 BATCH = 4
 PEAK_RATE = 1e-3

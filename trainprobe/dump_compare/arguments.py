@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainprobe.engine.records import Call
-from trainprobe.engine.reel import slots
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.reel import slots
 
 _CLOSE = 1e-3  # relative: floats that may be the same number, computed twice
 

@@ -11,9 +11,9 @@ from trainprobe.dump_compare.apart import Apart
 from trainprobe.dump_compare.arguments import given_alone
 from trainprobe.dump_compare.judge import Distance, Judged, Outcome, enclosing
 from trainprobe.dump_compare.pairing import RankPair
-from trainprobe.engine.naming import ROOT
-from trainprobe.engine.records import Call
-from trainprobe.engine.reel import entry_name
+from trainprobe.engine.core.naming import ROOT
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.reel import entry_name
 
 _ROUNDING = "what both dumps hold agrees within rounding"
 _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "exponential")

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.dumps import TensorStore, read
-from trainprobe.engine.records import Value
-from trainprobe.engine.reel import numbers_of_rows
+from trainprobe.engine.core.records import Value
+from trainprobe.engine.core.reel import numbers_of_rows
+from trainprobe.engine.storage.dumps import TensorStore, read
 from trainprobe.errors import FormatError, UnsafeFile
 
 _BITS = ("checksum", "crc32")

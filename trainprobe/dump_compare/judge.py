@@ -30,9 +30,9 @@ from trainprobe.dump_compare.apart import SAME, Apart, apart, dtype
 from trainprobe.dump_compare.arguments import other_argument
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
+from trainprobe.engine.core.records import Call, Value
+from trainprobe.engine.core.reel import slots
 from trainprobe.engine.diff.number_formats import FORMATS, coarser
-from trainprobe.engine.records import Call, Value
-from trainprobe.engine.reel import slots
 
 Outcome = Literal["identical", "rounding", "carried", "suspicious", "bug", "missing", "unknown"]
 SLACK = 10.0  # times the noise, before a difference is worth a look

@@ -8,9 +8,9 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.dumps.layout import DUMP_FILE, LOG_FILE, find_dumps, has_run_log, holds_dump
-from trainprobe.engine.naming import ROOT
-from trainprobe.engine.records import Call
+from trainprobe.engine.core.naming import ROOT
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.storage.dumps.layout import DUMP_FILE, LOG_FILE, find_dumps, has_run_log, holds_dump
 from trainprobe.errors import CompareError, FormatError
 
 # what an operator is called by tools that wrap it → by torch, whose function mode sees it

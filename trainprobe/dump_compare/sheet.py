@@ -21,9 +21,9 @@ import orjson
 
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Distance, Judged, Outcome
-from trainprobe.engine.records import Call, Value
-from trainprobe.engine.reel import entry_name, slots
-from trainprobe.engine.sheet_cells import append, defused, new_book
+from trainprobe.engine.core.records import Call, Value
+from trainprobe.engine.core.reel import entry_name, slots
+from trainprobe.engine.storage.sheet_cells import append, defused, new_book
 from trainprobe.errors import OutputError
 
 Mode = Literal["tensor", "statistics", "md5"]

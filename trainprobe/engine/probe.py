@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainprobe.engine.console import Console
-from trainprobe.engine.findings import in_folder, recount
-from trainprobe.engine.guard import Guard, all_of, attempt, fault_text
-from trainprobe.engine.plan import Plan
-from trainprobe.engine.records import Finding, Place, Reel
-from trainprobe.engine.resting import Rests
-from trainprobe.engine.scope import selected, selects
-from trainprobe.engine.stacks import Stacks
+from trainprobe.engine.core.console import Console
+from trainprobe.engine.core.findings import in_folder, recount
+from trainprobe.engine.core.guard import Guard, all_of, attempt, fault_text
+from trainprobe.engine.core.records import Finding, Place, Reel
+from trainprobe.engine.core.resting import Rests
+from trainprobe.engine.core.scope import selected, selects
+from trainprobe.engine.core.stacks import Stacks
+from trainprobe.engine.core.unmet import Unmet
+from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import Tap, part_of
-from trainprobe.engine.unmet import Unmet
 from trainprobe.errors import StopTraining, UsageError
 
 if TYPE_CHECKING:

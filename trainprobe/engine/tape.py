@@ -19,14 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.compiled import native
-from trainprobe.engine.containers import MOST, children
-from trainprobe.engine.guard import attempt, fault_text
-from trainprobe.engine.library import Carried, Library, Reading, Strip
-from trainprobe.engine.naming import utf8
-from trainprobe.engine.records import Call, Feature, Kind, Opaque, Phase, Place, Reel, Value
+from trainprobe.engine.core.containers import MOST, children
+from trainprobe.engine.core.guard import attempt, fault_text
+from trainprobe.engine.core.library import Carried, Library, Reading, Strip
+from trainprobe.engine.core.naming import utf8
+from trainprobe.engine.core.records import Call, Feature, Kind, Opaque, Phase, Place, Reel, Value
 from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.stats.partials import PARTIALS, finish
-from trainprobe.engine.trail import Trail
+from trainprobe.engine.storage.trail import Trail
 
 STATS, CHECKSUM, STD, CRC32, SUBLOW = 1, 2, 4, 8, 16
 SAVE = 256  # the values themselves are wanted too

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.plan_loading import load_plan
+from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.errors import StopTraining, UsageError
 from trainprobe.integrations import default_plan, say_what_is_watched

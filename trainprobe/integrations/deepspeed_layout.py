@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from trainprobe.engine.naming import WRAPPERS, Rename
-from trainprobe.engine.records import Place
-from trainprobe.engine.topology import place_from_environment
+from trainprobe.engine.core.naming import WRAPPERS, Rename
+from trainprobe.engine.core.records import Place
+from trainprobe.engine.core.topology import place_from_environment
 
 _MPU = {"tp": ("tensor_model_parallel", "model_parallel"), "pp": ("pipeline_model_parallel", "pipe_parallel")}
 _EXPERT = re.compile(r"(.*\bdeepspeed_experts)\.(\d+)(.*)")

@@ -12,8 +12,8 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from trainprobe.engine.shards import Shard
-from trainprobe.engine.sources import Part
+from trainprobe.engine.core.shards import Shard
+from trainprobe.engine.core.sources import Part
 from trainprobe.integrations.deepspeed_layout import Layout
 
 

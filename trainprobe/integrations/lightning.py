@@ -13,12 +13,12 @@ import sys
 from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any
 
-from trainprobe.engine.facts import Progress
-from trainprobe.engine.findings import sentence
-from trainprobe.engine.flat_parameters import handles_of
-from trainprobe.engine.records import Finding, Place
+from trainprobe.engine.core.facts import Progress
+from trainprobe.engine.core.findings import sentence
+from trainprobe.engine.core.flat_parameters import handles_of
+from trainprobe.engine.core.records import Finding, Place
+from trainprobe.engine.core.topology import axes_from_mesh, place_from_environment
 from trainprobe.engine.taps.replaced import Replaced
-from trainprobe.engine.topology import axes_from_mesh, place_from_environment
 from trainprobe.errors import MissingExtra
 from trainprobe.integrations.deepspeed import engine_of, follow
 from trainprobe.integrations.deepspeed_layout import place_of, renaming

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import Finding
 from trainprobe.engine.taps.step_hooks import StepListener, settle
 from trainprobe.integrations.left_out import LeftOut
 from trainprobe.integrations.live_modules import model_of, parameters_of

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.config_check.capture.on_import import ImportWatch
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.records import Place
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.errors import MissingExtra, StopTraining
 from trainprobe.integrations import default_plan, say_what_is_watched

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from trainprobe.engine.naming import Rename
-from trainprobe.engine.shards import Shard
+from trainprobe.engine.core.naming import Rename
+from trainprobe.engine.core.shards import Shard
 
 Axes = Mapping[str, tuple[int, int]]
 TIED = "embedding.word_embeddings.weight"

@@ -23,7 +23,7 @@ except ImportError as missing:  # pragma: no cover
     raise MissingExtra("mindspore", "mindspore", "the callback for MindSpore and MindFormers") from missing
 
 from trainprobe.config_check.capture.on_import import ImportWatch
-from trainprobe.engine.records import Finding, Place
+from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.taps.mindspore_cells import is_graph_mode, wait
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.errors import StopTraining

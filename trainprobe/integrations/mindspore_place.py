@@ -13,7 +13,7 @@ from typing import Any
 
 import mindspore
 
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.records import Place
 
 # axis → what the configurations of MindFormers call its size, of its Legacy and of its Mcore models
 _SIZES = {

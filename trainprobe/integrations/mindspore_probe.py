@@ -12,13 +12,14 @@ import mindspore
 
 from trainprobe.config_check.capture.mindspore_capture import CellCapture
 from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_out
-from trainprobe.engine.detail import Detail
-from trainprobe.engine.gathering import Gathering
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.plan import Plan
+from trainprobe.engine.core.gathering import Gathering
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import Finding, Place
+from trainprobe.engine.core.wanted import ModulesWanted, flags_of, modules_of_plan, ops_of_plan
+from trainprobe.engine.plan.detail import Detail
+from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.plan.selection import parse_steps
 from trainprobe.engine.probe import Program, Wants
-from trainprobe.engine.records import Finding, Place
-from trainprobe.engine.selection import parse_steps
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import AUDIT, Tap, part_of
 from trainprobe.engine.taps.mindspore_audit import CellAuditTap
@@ -29,7 +30,6 @@ from trainprobe.engine.taps.mindspore_ops import PrimitiveTap, ops_are_seen
 from trainprobe.engine.taps.mindspore_saved import SavedTensors
 from trainprobe.engine.taps.mindspore_states import CellStateTap, ValuesWanted
 from trainprobe.engine.taps.mindspore_tape import HostTape
-from trainprobe.engine.wanted import ModulesWanted, flags_of, modules_of_plan, ops_of_plan
 from trainprobe.errors import PlanError
 from trainprobe.integrations.mindspore_place import place_of_process
 from trainprobe.monitor.audit.audit import Audit

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from trainprobe.engine.plan import Plan
-from trainprobe.engine.plan_loading import load_plan
+from trainprobe.engine.plan.loading import load_plan
+from trainprobe.engine.plan.model import Plan
 from trainprobe.errors import UsageError
 from trainprobe.integrations import default_plan
 from trainprobe.integrations.unedited import Run, environment_for, put_beside

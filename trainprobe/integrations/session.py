@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.facts import Progress
-from trainprobe.engine.naming import Rename
-from trainprobe.engine.plan_loading import load_plan
-from trainprobe.engine.records import Finding, Place, Reel
+from trainprobe.engine.core.facts import Progress
+from trainprobe.engine.core.naming import Rename
+from trainprobe.engine.core.records import Finding, Place, Reel
+from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.stats import finish
 from trainprobe.errors import StopTraining
 from trainprobe.integrations import default_plan, say_what_is_watched

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from trainprobe.engine.plan_loading import load_plan
+from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.taps.step_hooks import StepListener, settle
 from trainprobe.errors import ProbeError, StopTraining

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.console import Console
+from trainprobe.engine.core.console import Console
+from trainprobe.engine.core.records import Reel
+from trainprobe.engine.core.topology import place_from_environment
 from trainprobe.engine.legacy_config import is_of_monitor
-from trainprobe.engine.plan_file import read_plan_file
-from trainprobe.engine.plan_loading import load_plan
-from trainprobe.engine.records import Reel
-from trainprobe.engine.topology import place_from_environment
+from trainprobe.engine.plan.file import read_plan_file
+from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import PlanError, UsageError
 from trainprobe.watching import Probe
 

@@ -15,7 +15,7 @@ from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.engine import at_start as python_start
 
 if TYPE_CHECKING:
-    from trainprobe.engine.plan import Plan
+    from trainprobe.engine.plan.model import Plan
 
 VARIABLE = "TRAINPROBE_RUN"  # path of the plan, or "default"
 OUTPUT = "TRAINPROBE_RUN_OUTPUT"  # folder that this run is written to
@@ -95,7 +95,7 @@ def _attach(file: str, imported: Any) -> None:
 
 def _plan() -> Plan:
     """Return the plan of this run."""
-    from trainprobe.engine.plan_loading import load_plan
+    from trainprobe.engine.plan.loading import load_plan
     from trainprobe.integrations import default_plan
 
     told = os.environ[VARIABLE]

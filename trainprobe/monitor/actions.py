@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import orjson
 
-from trainprobe.engine.findings import sentence
-from trainprobe.engine.records import Finding, Reel
+from trainprobe.engine.core.findings import sentence
+from trainprobe.engine.core.records import Finding, Reel
 from trainprobe.errors import StopTraining
 from trainprobe.monitor.plan import Actions
 from trainprobe.monitor.rules import RuleOptions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainprobe.engine.records import Finding, Reel
-from trainprobe.engine.selection import Names
+from trainprobe.engine.core.records import Finding, Reel
+from trainprobe.engine.plan.selection import Names
 from trainprobe.monitor.plan import MonitorPlan
 
 

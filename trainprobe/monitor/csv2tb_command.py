@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from trainprobe.engine.records import Record
-from trainprobe.engine.sinks.tensorboard import TensorboardSink, tag
+from trainprobe.engine.core.records import Record
+from trainprobe.engine.storage.sinks.tensorboard import TensorboardSink, tag
 from trainprobe.errors import FormatError
 from trainprobe.monitor.metric_files import read_metrics
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainprobe.engine.findings import place_in_words
-from trainprobe.engine.records import Finding, Place
+from trainprobe.engine.core.findings import place_in_words
+from trainprobe.engine.core.records import Finding, Place
 from trainprobe.errors import FormatError
 from trainprobe.monitor.run_folder import read_findings
 from trainprobe.monitor.watcher import causes

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from trainprobe.engine.selection import parse_names
+from trainprobe.engine.plan.selection import parse_names
 from trainprobe.monitor.rules import Patterns
 
 Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1)]

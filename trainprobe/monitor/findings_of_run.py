@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from trainprobe.engine.findings import Cause, cause_of, ranks_of
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.findings import Cause, cause_of, ranks_of
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.rules import rule_names
 from trainprobe.monitor.watcher import causes
 

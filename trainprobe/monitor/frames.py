@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.addresses import Spot, in_order, order, spot, stage_and_phase
-from trainprobe.engine.records import Feature, Place, Record, Reel
-from trainprobe.engine.selection import Names
+from trainprobe.engine.core.addresses import Spot, in_order, order, spot, stage_and_phase
+from trainprobe.engine.core.records import Feature, Place, Record, Reel
+from trainprobe.engine.core.step_layout import layout_of
+from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import all_finite, column
-from trainprobe.engine.step_layout import layout_of
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -301,7 +301,7 @@ def with_scalars(
 class Selection:
     """Which tracks a rule looks at: kinds, slots (by their first part) and statistics; empty means any.
 
-    names: patterns of `engine.selection` over dotted names. first_call: only the first call of a name in a step.
+    names: patterns of `engine.plan.selection` over dotted names. first_call: only the first call of a name in a step.
     """
 
     kinds: tuple[str, ...] = ()

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
-from trainprobe.engine.addresses import Spot
-from trainprobe.engine.dumps.header import read_place
-from trainprobe.engine.records import Phase
-from trainprobe.engine.run_log.read import Bound, read_tables, steps_of
-from trainprobe.engine.run_log.schema import kind_of_spot
+from trainprobe.engine.core.addresses import Spot
+from trainprobe.engine.core.records import Phase
+from trainprobe.engine.storage.dumps.header import read_place
+from trainprobe.engine.storage.run_log.read import Bound, read_tables, steps_of
+from trainprobe.engine.storage.run_log.schema import kind_of_spot
 from trainprobe.monitor.frames import (
     F64,
     I64,

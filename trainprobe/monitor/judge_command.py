@@ -13,8 +13,8 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from trainprobe.engine.findings import in_folder, place_in_words, schema_text
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.findings import in_folder, place_in_words, schema_text
+from trainprobe.engine.core.records import Finding
 from trainprobe.errors import FormatError, PlanError
 from trainprobe.monitor.findings_of_run import Told, all_findings
 from trainprobe.monitor.fleet.words import counted

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.addresses import Spot
+from trainprobe.engine.core.addresses import Spot
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import F64, I64, Bools, Frame, Picker, Selection, Track, Tracks
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from trainprobe.engine.records import Kind, Phase, Place, Record, Site, Step
+from trainprobe.engine.core.records import Kind, Phase, Place, Record, Site, Step
 from trainprobe.errors import FormatError
 
 TIDY = {"step", "rank", "kind", "name", "slot", "statistic", "value"}

@@ -7,8 +7,8 @@ from typing import Annotated, Any, TypeAlias, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from trainprobe.engine.selection import parse_names, parse_steps
-from trainprobe.engine.subplans import read_section
+from trainprobe.engine.plan.selection import parse_names, parse_steps
+from trainprobe.engine.plan.subplans import read_section
 from trainprobe.errors import PlanError
 from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.rules import OPTIONAL, Patterns, RuleOptions, load_rule, rule_names

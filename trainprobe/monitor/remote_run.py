@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainprobe.engine.dumps.layout import (
+from trainprobe.engine.storage.dumps.layout import (
     CONSTRUCT_FILE,
     DEBUG_FILE,
     DUMP_FILE,

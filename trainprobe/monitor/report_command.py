@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from trainprobe.engine.findings import in_folder
+from trainprobe.engine.core.findings import in_folder
 from trainprobe.monitor.findings_of_run import of_rules
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder

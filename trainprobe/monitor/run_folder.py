@@ -12,11 +12,11 @@ from typing import Any
 
 import orjson
 
-from trainprobe.engine.dumps.layout import FINDINGS_FILE, LIVE_FILE, LOG_FILE, find_steps, has_run_log
-from trainprobe.engine.dumps.log import read_log
-from trainprobe.engine.dumps.read import read_step
-from trainprobe.engine.findings import with_last_counts
-from trainprobe.engine.records import Finding, Place, Site
+from trainprobe.engine.core.findings import with_last_counts
+from trainprobe.engine.core.records import Finding, Place, Site
+from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, LIVE_FILE, LOG_FILE, find_steps, has_run_log
+from trainprobe.engine.storage.dumps.log import read_log
+from trainprobe.engine.storage.dumps.read import read_step
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import Frame, Tracks, frame_of_records, frame_of_reel
 from trainprobe.monitor.metric_files import read_metrics

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from trainprobe.engine.dumps.layout import find_steps
+from trainprobe.engine.storage.dumps.layout import find_steps
 from trainprobe.errors import FormatError, UsageError
 from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
 from trainprobe.monitor.run_folder import find_logs, read_findings
@@ -108,7 +108,7 @@ def _describe(run: Path, logs: list[Path]) -> Run:
 
 def _steps(log: Path) -> list[int]:
     if log.is_dir():
-        from trainprobe.engine.run_log.read import read_tables
+        from trainprobe.engine.storage.run_log.read import read_tables
 
         tables = read_tables(log, ["kind"], [("kind", "==", "step")])
         return [step for table in tables for step in table["step"].to_pylist()]

@@ -15,9 +15,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from trainprobe.engine.dumps.record_log import decode
-from trainprobe.engine.findings import place_in_words
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.findings import place_in_words
+from trainprobe.engine.core.records import Finding
+from trainprobe.engine.storage.dumps.record_log import decode
 from trainprobe.monitor.findings_of_run import all_findings, of_rules
 from trainprobe.monitor.frames import F64, Frame, Tracks, frame_of_reel
 from trainprobe.monitor.plan import make_rules

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainprobe.engine import tape as flag
-from trainprobe.engine.selection import Names
-from trainprobe.engine.wanted import ModulesWanted
+from trainprobe.engine.core.wanted import ModulesWanted
+from trainprobe.engine.plan.selection import Names
 from trainprobe.monitor.plan import Collect, MonitorPlan
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import orjson
 
-from trainprobe.engine.findings import Count, counted_all, merged, ranks_of, recount
-from trainprobe.engine.guard import Part, simply
-from trainprobe.engine.records import Finding, Reel
-from trainprobe.engine.safe_files import LARGEST_STATE, read_bounded, set_aside, write_whole
+from trainprobe.engine.core.findings import Count, counted_all, merged, ranks_of, recount
+from trainprobe.engine.core.guard import Part, simply
+from trainprobe.engine.core.records import Finding, Reel
+from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded, set_aside, write_whole
 from trainprobe.errors import FormatError
 from trainprobe.monitor.audit.relations import STAGES, load_relation, relation_names
 from trainprobe.monitor.frames import Frame, Tracks, frame_of_reel

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from trainprobe.engine.dumps.layout import DUMP_FILE, find_dumps
+from trainprobe.engine.storage.dumps.layout import DUMP_FILE, find_dumps
 from trainprobe.errors import FormatError
 from trainprobe.op_check.cases import NotChecked
 from trainprobe.op_check.check import Checked, check

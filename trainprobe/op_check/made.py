@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainprobe.engine.arrays.torch_apart import apart
-from trainprobe.engine.records import Value
+from trainprobe.engine.core.records import Value
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
 from trainprobe.op_check.functions import function
 

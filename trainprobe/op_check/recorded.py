@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainprobe.engine.dumps import TensorStore, read
-from trainprobe.engine.records import Call, Opaque, Value
-from trainprobe.engine.reel import entry_name, leaves, numbers_of_rows
+from trainprobe.engine.core.records import Call, Opaque, Value
+from trainprobe.engine.core.reel import entry_name, leaves, numbers_of_rows
+from trainprobe.engine.storage.dumps import TensorStore, read
 from trainprobe.errors import FormatError, UnsafeFile
 from trainprobe.op_check.cases import Case, NotChecked, Tensor
 from trainprobe.op_check.functions import api

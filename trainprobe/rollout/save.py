@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainprobe.engine.console import Console
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.safe_files import write_whole
-from trainprobe.engine.topology import place_from_environment
+from trainprobe.engine.core.console import Console
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.topology import place_from_environment
+from trainprobe.engine.storage.safe_files import write_whole
 from trainprobe.errors import OutputError, UsageError, did_you_mean
 from trainprobe.rollout.folders import folder_of, held_by_rank, refusal_of_name
 from trainprobe.rollout.values import Leaf, leaves_of, statistics_of

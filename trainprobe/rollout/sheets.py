@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.sheet_cells import append, new_book
+from trainprobe.engine.storage.sheet_cells import append, new_book
 from trainprobe.rollout.folders import Address
 from trainprobe.rollout.pairs import Pair
 

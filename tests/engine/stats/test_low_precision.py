@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainprobe.engine.arrays.torch_library import TorchLibrary
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.records import Place
 from trainprobe.engine.stats.histogram import exponent_histogram
 from trainprobe.engine.stats.low_precision import FORMATS, limits_of, lost
 from trainprobe.engine.tape import Tape

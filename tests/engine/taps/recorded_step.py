@@ -15,9 +15,9 @@ import torch
 import trainprobe
 from tests import zoo
 from tests.lockstep import one_step, seed_all
-from trainprobe.engine.dumps.tensor_files import SAFETENSORS_FILE
-from trainprobe.engine.dumps.tensor_store import SafetensorsReader
-from trainprobe.engine.records import Call, Reel, Value
+from trainprobe.engine.core.records import Call, Reel, Value
+from trainprobe.engine.storage.dumps.tensor_files import SAFETENSORS_FILE
+from trainprobe.engine.storage.dumps.tensor_store import SafetensorsReader
 
 
 def told(reel: Reel) -> dict[str, Any]:

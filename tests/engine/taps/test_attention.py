@@ -255,7 +255,7 @@ def test_a_compiled_region_runs_as_without_the_tool_and_is_compiled_once(tmp_pat
                 optimizer.zero_grad()
                 model(torch.randn(BATCH, LENGTH, HEADS * SIZE)).square().mean().backward()
                 optimizer.step()
-    from trainprobe.engine.dumps.log import read_log
+    from trainprobe.engine.storage.dumps.log import read_log
 
     for reel in read_log(tmp_path):
         notes += reel.notes

@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.engine.sinks.reels import reels
+from tests.engine.storage.sinks.reels import reels
 from trainprobe.compiled import native
-from trainprobe.engine.dumps import entry_text
-from trainprobe.engine.dumps.entry_text import EntryText, quote
-from trainprobe.engine.stacks import Stacks
+from trainprobe.engine.core.stacks import Stacks
+from trainprobe.engine.storage.dumps import entry_text
+from trainprobe.engine.storage.dumps.entry_text import EntryText, quote
 from trainprobe.engine.taps.gradients import Graph
 
 pytestmark = pytest.mark.skipif(native is None, reason="the compiled parts are not built")

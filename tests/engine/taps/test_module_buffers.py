@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import trainprobe
-from trainprobe.engine.dumps import read_step
+from trainprobe.engine.storage.dumps import read_step
 
 
 class Scaled(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import trainprobe
-from trainprobe.engine.records import Call, Reel
+from trainprobe.engine.core.records import Call, Reel
 from trainprobe.engine.taps import torch_modules
 
 

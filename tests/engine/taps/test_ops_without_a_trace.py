@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 import trainprobe
-from trainprobe.engine.records import Reel, Value
+from trainprobe.engine.core.records import Reel, Value
 
 NATIVE = pytest.mark.parametrize("native", [True, False])
 LEVEL = pytest.mark.parametrize("level", ["L1", "mix"])

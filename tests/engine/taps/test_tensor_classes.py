@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import trainprobe
-from trainprobe.engine.dumps.read import read
-from trainprobe.engine.records import Reel
+from trainprobe.engine.core.records import Reel
+from trainprobe.engine.storage.dumps.read import read
 
 
 class Counting(torch.Tensor):

@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.launch import launch
 from tests.integrations.deepspeed.small_deepspeed import CONFIGURATIONS, DECAY, LR, STATE, STEPS, plain_torch
 from tests.integrations.records import recorded
-from trainprobe.engine.dumps import read_step
+from trainprobe.engine.storage.dumps import read_step
 from trainprobe.errors import UsageError
 
 DUMPS = ["zero3-fp32-dump", "zero3-fp32-dump_of_all", "zero3-fp32-always_cut", "zero2-fp32-direct"]

@@ -6,8 +6,8 @@ import pytest
 
 from tests.integrations.deepspeed.parallel import PIPES, whole
 from tests.integrations.deepspeed.small_pipeline import TIED, clip_of, plain
-from trainprobe.engine.dumps import read_step
-from trainprobe.engine.dumps.log import read_log
+from trainprobe.engine.storage.dumps import read_step
+from trainprobe.engine.storage.dumps.log import read_log
 
 LAYOUTS = [(ranks, name) for ranks, names in PIPES.items() for name in names]
 LAYERS = (("1.lin", "2.lin"), ("3.lin",))  # of each stage, besides the tied one

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.ckpt_compare.writers.launch import free_port, launch
-from trainprobe.engine.dumps.record_log import decode
+from trainprobe.engine.storage.dumps.record_log import decode
 
 WAYS = ["off", "flag", "passive", "install", "script", "patched", "before", "after", "feature", "flag resumed"]
 WATCHED = ["flag", "install", "script", "before", "after", "feature"]

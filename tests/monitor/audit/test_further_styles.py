@@ -12,7 +12,7 @@ from benchmarks.bugs.loops import Averaged, Loop, Vision
 from benchmarks.bugs.precise_loops import Adapters, Padded, Sixteen
 from benchmarks.bugs.unseen import Masters
 from tests.monitor.audit.trained import PLAN, assert_found, assert_found_on_two_ranks, findings
-from trainprobe.engine.sources import PlainSource
+from trainprobe.engine.core.sources import PlainSource
 
 torch.set_num_threads(1)
 

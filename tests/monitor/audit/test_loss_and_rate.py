@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import trainprobe
-from trainprobe.engine.facts import Base, ModelFacts, Progress, StepFacts
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.facts import Base, ModelFacts, Progress, StepFacts
+from trainprobe.engine.core.records import Place
 from trainprobe.monitor.audit.evidence import Evidence, Past, Streak, Tensors
 from trainprobe.monitor.audit.plan import validate
 from trainprobe.monitor.audit.relations import reached_rate, schedulers_stepped

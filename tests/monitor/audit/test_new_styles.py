@@ -10,8 +10,8 @@ from benchmarks.bugs.loops import Averaged, Vision
 from benchmarks.bugs.modern_loops import Diffusion, Distilled, Patches, Streamed
 from benchmarks.bugs.token_loops import MainGradients, Policy, Routed, ScaledTwice, Translator
 from tests.monitor.audit.trained import assert_found, assert_found_on_two_ranks, findings
-from trainprobe.engine.facts import Clip, ModelFacts, Reduction, StepFacts
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.facts import Clip, ModelFacts, Reduction, StepFacts
+from trainprobe.engine.core.records import Place
 from trainprobe.monitor.audit.evidence import Evidence, Past, Tensors
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.peers import Peer

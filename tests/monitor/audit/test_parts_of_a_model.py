@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributions import Categorical, Normal
 
 import trainprobe
-from trainprobe.engine.facts import ModelFacts, StepFacts
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.facts import ModelFacts, StepFacts
+from trainprobe.engine.core.records import Place
 from trainprobe.monitor.audit.evidence import Evidence, Tensors
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.peers import Peer

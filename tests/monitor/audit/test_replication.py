@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainprobe.engine.facts import ParameterFact
+from trainprobe.engine.core.facts import ParameterFact
 from trainprobe.monitor.audit.evidence import Tensors
 from trainprobe.monitor.audit.messages import decode, encode
 from trainprobe.monitor.audit.peers import Peer, Share

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import trainprobe
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.records import Place
 
 LINE = "Not judged: whether the gradient is that of the whole batch's loss"
 

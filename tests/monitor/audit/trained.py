@@ -13,7 +13,7 @@ import trainprobe
 from benchmarks.bugs.loops import Loop
 from benchmarks.bugs.published import Bug
 from benchmarks.bugs.two_ranks import launch
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.watching import Probe
 
 PLAN = {"level": "off", "sinks": [], "audit": {"every": 1}}

@@ -30,8 +30,8 @@ NEEDED = (  # imported once, by the parent
     *(
         "torch._dynamo",
         "trainprobe.build",
-        "trainprobe.engine.sinks.jsonl",
-        "trainprobe.engine.writer",
+        "trainprobe.engine.storage.sinks.jsonl",
+        "trainprobe.engine.storage.writer",
         "trainprobe.monitor.actions",
     ),
     *("trainprobe.engine.taps.random_state", "trainprobe.monitor.black_box.box"),

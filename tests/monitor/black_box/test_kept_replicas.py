@@ -5,7 +5,7 @@ import torch
 
 import trainprobe
 from trainprobe.cli import main
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.records import Place
 from trainprobe.errors import FormatError
 from trainprobe.monitor.black_box.kept_replicas import kept_differences
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tests.engine.trail_of_a_step import told
+from tests.engine.storage.trail_of_a_step import told
 from trainprobe.cli import main
-from trainprobe.engine.dumps.record_log import decode
-from trainprobe.engine.trail import read_trail
+from trainprobe.engine.storage.dumps.record_log import decode
+from trainprobe.engine.storage.trail import read_trail
 from trainprobe.monitor.black_box.black_box_command import find_boxes, read_box
 from trainprobe.monitor.black_box.ring import read_trail_bytes, read_where
 

@@ -13,7 +13,7 @@ import orjson
 from tests.distributed.launch import ONE_RANK, free_port
 from tests.monitor.black_box.one_of_two_dies import STEP
 from trainprobe.cli import main
-from trainprobe.engine.dumps.record_log import decode
+from trainprobe.engine.storage.dumps.record_log import decode
 from trainprobe.monitor.black_box.black_box_command import find_boxes, read_box
 
 ROOT = Path(__file__).parents[3]

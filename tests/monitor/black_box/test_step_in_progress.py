@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from trainprobe.cli import main
-from trainprobe.engine.dumps.record_log import decode
-from trainprobe.engine.position import AFTER_FORWARD, BEGUN, BYTES, FORWARD, Position, Where, read_position
+from trainprobe.engine.core.position import AFTER_FORWARD, BEGUN, BYTES, FORWARD, Position, Where, read_position
+from trainprobe.engine.storage.dumps.record_log import decode
 from trainprobe.monitor.black_box.black_box_command import find_boxes, read_box
 from trainprobe.monitor.black_box.last_words import last_words
 from trainprobe.monitor.black_box.ring import read_where

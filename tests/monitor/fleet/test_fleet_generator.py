@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.fleet import Copier, Fleet, planted_in, write_through_sink
-from trainprobe.engine.dumps.layout import find_segments
-from trainprobe.engine.run_log.read import read_reels, read_tables
-from trainprobe.engine.run_log.replicas import compact_segment
+from trainprobe.engine.storage.dumps.layout import find_segments
+from trainprobe.engine.storage.run_log.read import read_reels, read_tables
+from trainprobe.engine.storage.run_log.replicas import compact_segment
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames_of_run_log import RunLog
 

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.fleet import Fleet, Planted, planted_in, write_fleet, write_through_sink
 from trainprobe.cli import main
-from trainprobe.engine.dumps.layout import find_segments
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.records import Place
+from trainprobe.engine.storage.dumps.layout import find_segments
 from trainprobe.monitor.fleet import groups as groups_module
 from trainprobe.monitor.fleet import spread
 

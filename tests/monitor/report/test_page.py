@@ -7,7 +7,7 @@ import pytest
 from chromium import Browser, require_chromium
 from measure_open import large_run
 
-from trainprobe.engine.records import Finding, Place, Site
+from trainprobe.engine.core.records import Finding, Place, Site
 from trainprobe.errors import OutputError, UsageError
 from trainprobe.monitor.report import Metric, RunView, Table, write_page
 from trainprobe.monitor.report.page import render_page, thin

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainprobe.engine.records import Place, Record, Site, Step
+from trainprobe.engine.core.records import Place, Record, Site, Step
 from trainprobe.monitor.frames import Frame, Tracks, frame_of_records
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.watcher import Watcher

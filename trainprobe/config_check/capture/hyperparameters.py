@@ -161,7 +161,7 @@ _READERS: dict[str, Callable[[Any, dict[str, Any]], list[tuple[str, Any]]]] = {
 
 def _model(model: Any, name: str) -> list[dict[str, Any]]:
     """Return the structure of a model, and the settings that it or a model inside its wrappers carries."""
-    from trainprobe.engine.naming import count_outer_wrappers, logical_name
+    from trainprobe.engine.core.naming import count_outer_wrappers, logical_name
 
     modules = list(model.named_modules())
     outer = count_outer_wrappers(n for n, _ in modules if n)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from trainprobe.config_check.capture.patches import Patches
 from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.setting_files import source
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.guard import Guard
 
 _PLAIN = ("batch_size", "drop_last", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order")
 LOADER_SETTINGS = (

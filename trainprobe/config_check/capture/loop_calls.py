@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad
 from trainprobe.config_check.capture.patches import Patches
 from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.setting_files import source
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.guard import Guard
 
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _SPEED = frozenset({"foreach", "parameters"})

@@ -27,8 +27,8 @@ from trainprobe.config_check.plan import PACK
 from trainprobe.config_check.settings import make_settings
 from trainprobe.engine.arrays.mindspore_library import HostStrip, host_array, plain_dtype, without_data
 from trainprobe.engine.arrays.numpy_rows import NumpyStrip
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import Place
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.checksum import fingerprint
 from trainprobe.engine.tape import CHECKSUM, STATS

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainprobe.config_check.capture.plain_values import plain
-from trainprobe.engine.naming import count_outer_wrappers, logical_name
+from trainprobe.engine.core.naming import count_outer_wrappers, logical_name
 
 HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from trainprobe.config_check.capture.patches import Patches
 from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.setting_files import flat, source
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.guard import Guard
 
 _ODD = frozenset({"params", "param_names"})
 _MOST_STEPS = 1000  # learning rates that are kept

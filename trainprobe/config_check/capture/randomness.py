@@ -23,8 +23,8 @@ from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.config_check.capture.patches import Patches
 from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.random_functions import Describe, random_functions
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.stacks import Stacks
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.stacks import Stacks
 
 COMPILED = "the program compiles: random calls were counted until it first did, their generators' states throughout"
 SETUP = -1  # the window before the first micro-step

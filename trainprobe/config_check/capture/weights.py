@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainprobe.config_check.capture.strip import Strip
-from trainprobe.engine.naming import count_outer_wrappers, logical_name
+from trainprobe.engine.core.naming import count_outer_wrappers, logical_name
 
 
 def capture_weights(models: list[Any], step: int) -> Callable[[], dict[str, Any]]:

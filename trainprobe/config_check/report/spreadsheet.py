@@ -8,7 +8,7 @@ from typing import Any
 from trainprobe.config_check.compare.verdicts import Comparison
 from trainprobe.config_check.report import MARK
 from trainprobe.config_check.report.tables import grouped_rows, summary_rows
-from trainprobe.engine.sheet_cells import append, new_book
+from trainprobe.engine.storage.sheet_cells import append, new_book
 
 MOST_ROWS = 200_000  # a sheet ends at 1 048 576 rows, and a person long before
 _COLOURS = {"pass": "C6EFCE", "warning": "FFEB9C", "error": "FFC7CE"}

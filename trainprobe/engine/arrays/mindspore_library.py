@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.arrays.numpy_rows import NumpyStrip, refusal
-from trainprobe.engine.records import Opaque
+from trainprobe.engine.core.records import Opaque
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +66,7 @@ class HostStrip:
 
 
 class MindSporeLibrary:
-    """The verbs of MindSpore (see engine.library.Library)."""
+    """The verbs of MindSpore (see engine.core.library.Library)."""
 
     plain: frozenset[type] = frozenset()
     extras: Sequence[str] = ()

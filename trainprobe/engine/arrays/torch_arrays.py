@@ -25,7 +25,7 @@ from trainprobe.compiled import forbidden
 from trainprobe.engine.arrays.torch_apart import apart
 from trainprobe.engine.arrays.torch_reduce import CHECKSUM, CRC32, REDUCED, STATS, STD, SUBLOW
 from trainprobe.engine.arrays.torch_rows import DeviceRows, to_host
-from trainprobe.engine.guard import attempt, fault_text
+from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.stats.partials import PARTIALS
 
 try:

@@ -16,7 +16,7 @@ from trainprobe.engine.arrays.torch_extras import Extra, StripWithExtras, bin_co
 from trainprobe.engine.arrays.torch_extras import quantiles as quantiles_at
 from trainprobe.engine.arrays.torch_rows import to_host
 from trainprobe.engine.arrays.triton_rows import refusals
-from trainprobe.engine.records import Opaque
+from trainprobe.engine.core.records import Opaque
 from trainprobe.engine.stats.histogram import ExponentHistogram
 
 
@@ -29,7 +29,7 @@ class _DtypeText(dict[Any, str]):
 
 
 class TorchLibrary:
-    """The verbs of PyTorch (see engine.library.Library)."""
+    """The verbs of PyTorch (see engine.core.library.Library)."""
 
     plain: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from trainprobe.engine.legacy_config.translation import Translation, literal
-from trainprobe.engine.plan import Plan
+from trainprobe.engine.plan.model import Plan
 from trainprobe.errors import did_you_mean
 
 _COMMON = {

@@ -41,5 +41,5 @@ AUDIT = "the audit"  # as a part of the tool
 
 
 def part_of(kind: type) -> str:
-    """Return the name that a class of taps has as a part of the tool (see `engine.guard.Guard.of`)."""
+    """Return the name that a class of taps has as a part of the tool (see `engine.core.guard.Guard.of`)."""
     return getattr(kind, "part", f"the tap {kind.__name__}")

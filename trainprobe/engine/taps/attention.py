@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.features import Quiet, apart, whole
 from trainprobe.engine.taps.replaced import Replaced

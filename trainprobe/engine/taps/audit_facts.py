@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.facts import Base, Clip, Group, ModelFacts, Output, Progress, Repeat, Scaled, StepFacts
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.records import Place, Reel, Value
+from trainprobe.engine.core.facts import Base, Clip, Group, ModelFacts, Output, Progress, Repeat, Scaled, StepFacts
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import Place, Reel, Value
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.taps.replaced import Replaced
 
 

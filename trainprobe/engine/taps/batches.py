@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction, _current_graph_task_id
 
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.position import AFTER_FORWARD, Position
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.position import AFTER_FORWARD, Position
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.features import tensors_of
 from trainprobe.engine.taps.replaced import Replaced

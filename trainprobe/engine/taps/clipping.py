@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from trainprobe.engine.flat_parameters import handles_of
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.flat_parameters import handles_of
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.replaced import Replaced
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.records import Call, Opaque
-from trainprobe.engine.stacks import Stacks
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import Call, Opaque
+from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.replaced import Replaced
 

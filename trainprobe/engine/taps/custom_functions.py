@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from trainprobe.engine.catalog import OpName
+from trainprobe.engine.plan.catalog import OpName
 from trainprobe.engine.taps.torch_ops import OpTap
 from trainprobe.errors import UsageError
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.taps.replaced import Replaced
 
 Place = tuple[Any, str]  # what holds a function, and its name

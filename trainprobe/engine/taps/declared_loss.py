@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch.func import functional_call
 
-from trainprobe.engine.facts import Projection
-from trainprobe.engine.library import Carried
+from trainprobe.engine.core.facts import Projection
+from trainprobe.engine.core.library import Carried
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.random_state import put_back, random_state
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.resting import Rests
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.resting import Rests
+from trainprobe.engine.core.wanted import ModulesWanted
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import Tap
 from trainprobe.engine.taps.torch_modules import ModuleTap
-from trainprobe.engine.wanted import ModulesWanted
 
 WHOM = "module_dump"
 

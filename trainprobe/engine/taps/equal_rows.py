@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainprobe.engine.arrays.torch_apart import apart
-from trainprobe.engine.library import Carried
+from trainprobe.engine.core.library import Carried
 from trainprobe.engine.tape import Tape
 
 _ROWS = 32  # of each matrix that are looked at, spread over it

@@ -16,8 +16,8 @@ import torch
 from torch._C import DisableTorchFunction, _current_graph_task_id, _DisableAutocast
 
 from trainprobe.engine.arrays.torch_arrays import reason_without_statistics
-from trainprobe.engine.containers import tensors_in
-from trainprobe.engine.guard import Guard, attempt, fault_text
+from trainprobe.engine.core.containers import tensors_in
+from trainprobe.engine.core.guard import Guard, attempt, fault_text
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.replaced import Replaced
 
@@ -218,7 +218,7 @@ class FeatureTap:
 
 
 def part_of_feature(kind: type) -> str:
-    """Return the name that a class of features has as a part of the tool (see `engine.guard.Guard.of`)."""
+    """Return the name that a class of features has as a part of the tool (see `engine.core.guard.Guard.of`)."""
     return f"the feature {kind.__name__}"
 
 

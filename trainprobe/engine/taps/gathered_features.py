@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.taps.cut_off import CutOff, flat
 from trainprobe.engine.taps.graph import parameters_behind
 from trainprobe.engine.taps.replaced import Replaced

@@ -1,4 +1,4 @@
-"""The collective of `engine.gathering` over torch.distributed."""
+"""The collective of `engine.core.gathering` over torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainprobe.engine.gathering import Gathering, Words
+from trainprobe.engine.core.gathering import Gathering, Words
 
 
 def gathering() -> Gathering:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainprobe.engine.arrays.torch_apart import in_a_transform
-from trainprobe.engine.guard import Guard, attempt
+from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.loaders import LoaderWatch
 from trainprobe.engine.taps.loss_inputs import LossInputs, named_arguments

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.records import Value
+from trainprobe.engine.core.records import Value
 from trainprobe.engine.tape import STATS, Tape
 
 _STEADY = 3  # audited steps in a row after which an optimizer is expected to step

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import dataloader
 
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.taps.replaced import Replaced
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.facts import Scaled
+from trainprobe.engine.core.facts import Scaled
 
 _MOST = 8  # factors, so that a long chain costs nothing
 _SUMS = ("Add", "Sub", "Sum", "Stack", "Cat")

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_apart import apart, in_a_transform
-from trainprobe.engine.containers import children
-from trainprobe.engine.facts import LossCall
-from trainprobe.engine.guard import Guard, attempt
-from trainprobe.engine.library import Carried
+from trainprobe.engine.core.containers import children
+from trainprobe.engine.core.facts import LossCall
+from trainprobe.engine.core.guard import Guard, attempt
+from trainprobe.engine.core.library import Carried
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.replaced import Replaced
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.replaced import Replaced
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import mindspore
 
-from trainprobe.engine.containers import tensors_in
-from trainprobe.engine.facts import Evaluation, Group, ModelFacts, ParameterFact, StepFacts
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.naming import ROOT
-from trainprobe.engine.records import Reel, Value
+from trainprobe.engine.core.containers import tensors_in
+from trainprobe.engine.core.facts import Evaluation, Group, ModelFacts, ParameterFact, StepFacts
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.naming import ROOT
+from trainprobe.engine.core.records import Reel, Value
 from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.taps import AUDIT

@@ -11,7 +11,7 @@ from typing import Any
 from mindspore.experimental.optim import Optimizer as ListedOptimizer
 from mindspore.nn import Cell, Optimizer
 
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.mindspore_cells import wait
 from trainprobe.engine.taps.replaced import Replaced

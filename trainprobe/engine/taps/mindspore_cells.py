@@ -21,12 +21,12 @@ import mindspore
 from mindspore.common.api import _pynative_executor
 from mindspore.nn import Cell
 
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.naming import ROOT
-from trainprobe.engine.records import Call
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.naming import ROOT
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.wanted import ModulesWanted
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps.replaced import Replaced
-from trainprobe.engine.wanted import ModulesWanted
 
 COMPILED = (
     "MindSpore compiles this model into a graph (GRAPH_MODE, or ms.jit), and Python sees nothing inside one: inputs and "

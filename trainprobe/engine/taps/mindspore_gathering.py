@@ -1,11 +1,11 @@
-"""The collective of `engine.gathering` over MindSpore's communication group of all ranks."""
+"""The collective of `engine.core.gathering` over MindSpore's communication group of all ranks."""
 
 from __future__ import annotations
 
 import mindspore
 import numpy as np
 
-from trainprobe.engine.gathering import Gathering, Words
+from trainprobe.engine.core.gathering import Gathering, Words
 
 
 def gathering() -> Gathering:

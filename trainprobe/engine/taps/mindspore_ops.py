@@ -18,11 +18,11 @@ from typing import Any
 import mindspore
 from mindspore.common.api import _pynative_executor
 
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.records import Call
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.wanted import OpsWanted
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps.mindspore_cells import INPUTS, hooked, is_graph_mode, wait
-from trainprobe.engine.wanted import OpsWanted
 
 _DIFFERENTIATES: Any = type(_pynative_executor).grad.__code__  # what calls from here is backward, not the model
 _NO_CALCULATION = frozenset({"typeof"})

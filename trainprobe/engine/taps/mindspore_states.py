@@ -14,8 +14,8 @@ import mindspore
 import numpy as np
 
 from trainprobe.engine.arrays.mindspore_library import HostArray, host_array, without_data
-from trainprobe.engine.records import Call
-from trainprobe.engine.sources import Part
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.sources import Part
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.mindspore_cells import is_graph_mode
 

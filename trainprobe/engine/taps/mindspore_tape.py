@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainprobe.engine.arrays.mindspore_library import HostArray
-from trainprobe.engine.records import Value
+from trainprobe.engine.core.records import Value
 from trainprobe.engine.tape import Tape
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.facts import Evaluation
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.naming import count_outer_wrappers, logical_name
-from trainprobe.engine.records import Value
+from trainprobe.engine.core.facts import Evaluation
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.naming import count_outer_wrappers, logical_name
+from trainprobe.engine.core.records import Value
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.taps.copies import Copies
 from trainprobe.engine.taps.features import tensors_of

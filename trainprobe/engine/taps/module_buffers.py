@@ -14,7 +14,7 @@ import torch
 from torch._C import DisableTorchFunction
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainprobe.engine.records import Call
+from trainprobe.engine.core.records import Call
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps.torch_modules import PARAMETERS, ModuleInfo, ModuleTap
 

@@ -14,9 +14,9 @@ from typing import Any
 from torch._C import DisableTorchFunction
 
 from trainprobe.compiled import native
-from trainprobe.engine.containers import children
-from trainprobe.engine.guard import Guard, attempt
-from trainprobe.engine.records import Call, Value
+from trainprobe.engine.core.containers import children
+from trainprobe.engine.core.guard import Guard, attempt
+from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps.gradients import Contribution, Edge, Graph, edge_of
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from trainprobe.engine.arrays.torch_apart import apart
-from trainprobe.engine.facts import InputScale, PaddingMask, SequenceInput
-from trainprobe.engine.library import Carried
+from trainprobe.engine.core.facts import InputScale, PaddingMask, SequenceInput
+from trainprobe.engine.core.library import Carried
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.features import whole
 from trainprobe.engine.taps.loss_inputs import together

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_binades import CountedMagnitudes, OnHost, Spread
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.stats.histogram import exponent_range
 from trainprobe.engine.stats.low_precision import FORMATS, Format, amax_scale, limits_of, limits_under
 from trainprobe.engine.tape import Tape

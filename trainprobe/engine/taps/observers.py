@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.guard import Guard
 
 T = TypeVar("T")
 _RELEASES = ("end", "stop")  # methods by which an observer takes away what it has installed
@@ -35,7 +35,7 @@ def undo(guard: Guard, call: Callable[..., Any]) -> None:
 
 
 def part_of_observer(kind: type) -> str:
-    """Return the name that a class of observers has as a part of the tool (see `engine.guard.Guard.of`)."""
+    """Return the name that a class of observers has as a part of the tool (see `engine.core.guard.Guard.of`)."""
     return f"the audit's {kind.__name__}"
 
 

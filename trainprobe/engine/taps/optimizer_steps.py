@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.gradients import sequence_number
 from trainprobe.engine.taps.step_hooks import StepListener, settle

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.arrays.torch_apart import in_a_transform
-from trainprobe.engine.facts import Outer
-from trainprobe.engine.guard import Guard, attempt
+from trainprobe.engine.core.facts import Outer
+from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.taps.replaced import Replaced
 
 _OPERATORS = {"__sub__": "-", "__mul__": "*", "__add__": "+", "__truediv__": "/"}

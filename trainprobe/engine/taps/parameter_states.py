@@ -12,16 +12,16 @@ import torch
 from torch._C import DisableTorchFunction
 
 from trainprobe.compiled import native
-from trainprobe.engine.facts import Piece
-from trainprobe.engine.flat_parameters import Stretch, handles_of, stretches_of
-from trainprobe.engine.guard import attempt
-from trainprobe.engine.records import Call, Reel, Value
-from trainprobe.engine.shards import Shard
-from trainprobe.engine.sources import SORTS, Part, PlainSource, Source, sort_of
+from trainprobe.engine.core.facts import Piece
+from trainprobe.engine.core.flat_parameters import Stretch, handles_of, stretches_of
+from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.core.records import Call, Reel, Value
+from trainprobe.engine.core.shards import Shard
+from trainprobe.engine.core.sources import SORTS, Part, PlainSource, Source, sort_of
+from trainprobe.engine.core.unscaling import Scaled, unscale
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.taps.saved_pieces import HeldPieces, pieces_of
 from trainprobe.engine.taps.turns import Turns
-from trainprobe.engine.unscaling import Scaled, unscale
 
 
 @dataclass(frozen=True, slots=True)

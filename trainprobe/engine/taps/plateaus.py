@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from trainprobe.engine.facts import Plateau
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.facts import Plateau
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.taps.set_up import rates_of
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.facts import Reduction
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.library import Carried
+from trainprobe.engine.core.facts import Reduction
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.library import Carried
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.unreduced import UnreducedTap
 

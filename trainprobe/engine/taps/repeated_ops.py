@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from typing import Any
 
-from trainprobe.engine.records import Call
+from trainprobe.engine.core.records import Call
 from trainprobe.engine.tape import Tape
 
 # Files whose frames on the stack, during backward, mean that a forward is being run again.

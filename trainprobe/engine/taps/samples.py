@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributions
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.taps.graph import parameters_behind
 from trainprobe.engine.taps.replaced import Replaced
 

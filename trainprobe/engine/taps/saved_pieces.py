@@ -16,10 +16,10 @@ from torch import Tensor
 
 from trainprobe.engine.arrays.torch_rows import to_host
 from trainprobe.engine.arrays.torch_words import fingerprint_at
-from trainprobe.engine.facts import Piece
-from trainprobe.engine.library import Carried
-from trainprobe.engine.shards import Shard, mesh_shard
-from trainprobe.engine.sources import Part
+from trainprobe.engine.core.facts import Piece
+from trainprobe.engine.core.library import Carried
+from trainprobe.engine.core.shards import Shard, mesh_shard
+from trainprobe.engine.core.sources import Part
 
 _CHUNK = 1 << 20  # elements whose places are worked out at a time
 

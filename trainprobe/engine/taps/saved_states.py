@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.facts import Piece, SavedTensors
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.safe_files import write_whole
+from trainprobe.engine.core.facts import Piece, SavedTensors
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.storage.safe_files import write_whole
 from trainprobe.engine.taps.random_state import random_fingerprints
 from trainprobe.engine.taps.replaced import Replaced
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.records import Call, Value
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.tape import SAVE, Tape
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainprobe.engine.facts import Schedule
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.facts import Schedule
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.taps.observers import let, observer, undo
 from trainprobe.engine.taps.plateaus import Plateaus
 from trainprobe.engine.taps.replaced import Replaced

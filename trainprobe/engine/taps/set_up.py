@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from trainprobe.engine.facts import Base, Group, ModelFacts, ParameterFact
-from trainprobe.engine.guard import attempt
-from trainprobe.engine.naming import count_outer_wrappers, logical_name
+from trainprobe.engine.core.facts import Base, Group, ModelFacts, ParameterFact
+from trainprobe.engine.core.guard import attempt
+from trainprobe.engine.core.naming import count_outer_wrappers, logical_name
 from trainprobe.engine.taps.registered import hidden_parameters, repeated_hooks
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn.utils import stateless
 
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.taps.replaced import Replaced
 
 Told = Callable[[Any, Any], Any]

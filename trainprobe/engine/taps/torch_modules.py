@@ -19,12 +19,13 @@ from torch._C import DisableTorchFunction, _current_graph_task_id
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from trainprobe.compiled import native
-from trainprobe.engine.flat_parameters import is_flattened
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.naming import INNER, ROOT, Rename, count_outer_wrappers, is_outer_wrapper, logical_name
-from trainprobe.engine.position import Position
-from trainprobe.engine.records import Call
-from trainprobe.engine.stacks import Stacks
+from trainprobe.engine.core.flat_parameters import is_flattened
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.naming import INNER, ROOT, Rename, count_outer_wrappers, is_outer_wrapper, logical_name
+from trainprobe.engine.core.position import Position
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.stacks import Stacks
+from trainprobe.engine.core.wanted import ModulesWanted
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps import node_hooks, substituted
 from trainprobe.engine.taps.gradients import edge_of, plus, sequence_number
@@ -39,7 +40,6 @@ from trainprobe.engine.taps.module_gradients import (
 from trainprobe.engine.taps.native_torch import learned
 from trainprobe.engine.taps.outline import Outline
 from trainprobe.engine.taps.replaced import Replaced
-from trainprobe.engine.wanted import ModulesWanted
 
 # Dump entries may leave these parts out (a plan's `data`).
 INPUTS, KWARGS, OUTPUTS, PARAMETERS, PARAMETER_GRADIENTS = "input", "kwargs", "output", "parameters", "parameter_gradients"

@@ -16,10 +16,11 @@ from torch._C import DisableTorchFunction, _current_graph_task_id
 from torch.overrides import TorchFunctionMode
 
 from trainprobe.compiled import native
-from trainprobe.engine.catalog import OpName, op_name
-from trainprobe.engine.guard import Guard
-from trainprobe.engine.records import Call
-from trainprobe.engine.stacks import Stacks
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.stacks import Stacks
+from trainprobe.engine.core.wanted import OpsWanted
+from trainprobe.engine.plan.catalog import OpName, op_name
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps import node_hooks
 from trainprobe.engine.taps.compiled_regions import forget, keep_apart
@@ -29,7 +30,6 @@ from trainprobe.engine.taps.native_torch import learned
 from trainprobe.engine.taps.repeated_ops import RepeatedOps
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.taps.torch_modules import ModuleTap
-from trainprobe.engine.wanted import OpsWanted
 
 _Wanted = tuple[OpName, int]
 # What is written through the memory that these hand out leaves no trace in the tensor's version counter.

@@ -1,8 +1,8 @@
 """Gradients of parameters before they are joined over the ranks: what backward hands to each parameter's accumulator.
 
 Data parallelism reduces behind the accumulator, so its pre-hook sees this process's own gradient. The flat parameters of
-`FullyShardedDataParallel` get a hook on the tensor, which makes no accumulator (see `engine/flat_parameters.py`). Parameters
-that are DTensors have no such moment in autograd; nothing is recorded of them here.
+`FullyShardedDataParallel` get a hook on the tensor, which makes no accumulator (see `engine/core/flat_parameters.py`).
+Parameters that are DTensors have no such moment in autograd; nothing is recorded of them here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch._C import _current_graph_task_id
 
-from trainprobe.engine.flat_parameters import handles_of, is_flattened
-from trainprobe.engine.guard import Guard
+from trainprobe.engine.core.flat_parameters import handles_of, is_flattened
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.gradients import edge_of
 

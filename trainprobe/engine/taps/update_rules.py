@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.facts import Rerun
-from trainprobe.engine.library import Carried
-from trainprobe.engine.sources import is_partial
+from trainprobe.engine.core.facts import Rerun
+from trainprobe.engine.core.library import Carried
+from trainprobe.engine.core.sources import is_partial
 from trainprobe.engine.tape import Tape
 
 _ELEMENTS = 4 << 20  # elements that are run again in one step; parameters take turns

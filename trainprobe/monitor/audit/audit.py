@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from trainprobe.engine.facts import SavedTensors, StepFacts
-from trainprobe.engine.findings import Cause, Count, cause_of, counted_all
-from trainprobe.engine.gathering import Words
-from trainprobe.engine.guard import Part, simply
-from trainprobe.engine.records import Finding, Place, Reel
+from trainprobe.engine.core.facts import SavedTensors, StepFacts
+from trainprobe.engine.core.findings import Cause, Count, cause_of, counted_all
+from trainprobe.engine.core.gathering import Words
+from trainprobe.engine.core.guard import Part, simply
+from trainprobe.engine.core.records import Finding, Place, Reel
 from trainprobe.monitor.audit.evidence import Evidence, Past, Tensors, tensors_of
 from trainprobe.monitor.audit.history import handed_over, remembered, stepped_here
 from trainprobe.monitor.audit.messages import decode, digest, encode, key_of, out_of_service

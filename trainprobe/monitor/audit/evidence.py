@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.facts import ModelFacts, SavedTensors, StepFacts
-from trainprobe.engine.records import Finding, Place, Reel, Site
+from trainprobe.engine.core.facts import ModelFacts, SavedTensors, StepFacts
+from trainprobe.engine.core.records import Finding, Place, Reel, Site
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
 from trainprobe.monitor.audit.peers import Key, Peer

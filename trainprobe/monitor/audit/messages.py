@@ -15,8 +15,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from trainprobe.engine.gathering import Words
-from trainprobe.engine.topology import AXES as _AXES
+from trainprobe.engine.core.gathering import Words
+from trainprobe.engine.core.topology import AXES as _AXES
 from trainprobe.monitor.audit.peers import Peer, Share
 
 AXES = (*_AXES, "etp")

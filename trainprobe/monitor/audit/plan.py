@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from trainprobe.engine.selection import parse_names
-from trainprobe.engine.subplans import read_section
+from trainprobe.engine.plan.selection import parse_names
+from trainprobe.engine.plan.subplans import read_section
 from trainprobe.monitor.audit.relations import load_relation, relation_names
 from trainprobe.monitor.rules import Patterns
 

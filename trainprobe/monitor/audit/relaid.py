@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trainprobe.engine.facts import Piece, SavedTensors, Schedule
+from trainprobe.engine.core.facts import Piece, SavedTensors, Schedule
 from trainprobe.engine.stats.checksum import MASK
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.peers import Key, Peer

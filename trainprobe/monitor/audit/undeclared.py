@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainprobe.engine.records import Finding, Reel
+from trainprobe.engine.core.records import Finding, Reel
 from trainprobe.monitor.audit.audit import Audit
 
 _SENTENCE = (

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.dumps.layout import find_ranks, find_steps
-from trainprobe.engine.dumps.tensor_store import TensorStore
 from trainprobe.engine.stats.flipped import Flip, flips, odd_one_out
+from trainprobe.engine.storage.dumps.layout import find_ranks, find_steps
+from trainprobe.engine.storage.dumps.tensor_store import TensorStore
 from trainprobe.errors import FormatError
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from trainprobe.engine.plan import parse_bytes
-from trainprobe.engine.subplans import read_section
+from trainprobe.engine.plan.model import parse_bytes
+from trainprobe.engine.plan.subplans import read_section
 
 GRAVITY = {"info": 0, "warning": 1, "error": 2}
 

@@ -1,8 +1,8 @@
 """A file of a fixed size that holds the last pieces written to it, readable at any moment, also after the writer was killed.
 
     header     MAGIC, number of slots, bytes of a slot, bytes of the trail
-    position   where the process is in its training (engine.position)
-    trail      what the step in progress has brought so far (engine.trail), a quarter of the file
+    position   where the process is in its training (engine.core.position)
+    trail      what the step in progress has brought so far (engine.storage.trail), a quarter of the file
     slot       sequence number from 1 (0: empty), length (top bit: not compressed), CRC-32, then the piece, compressed by zlib
                where it would not fit otherwise
 
@@ -19,7 +19,7 @@ import struct
 import zlib
 from pathlib import Path
 
-from trainprobe.engine.position import BYTES, Where, read_position
+from trainprobe.engine.core.position import BYTES, Where, read_position
 from trainprobe.errors import FormatError, OutputError
 
 MAGIC = b"TPBOX\0\0\3"
@@ -106,7 +106,7 @@ def read_where(path: Path) -> Where:
 
 
 def read_trail_bytes(path: Path) -> memoryview:
-    """Return the trail of a ring (see `engine.trail.read_trail`). Raises FormatError for a file that is no ring."""
+    """Return the trail of a ring (see `engine.storage.trail.read_trail`). Raises FormatError for a file that is no ring."""
     data = _whole(path)
     return memoryview(data)[_TRAIL : _TRAIL + _HEADER.unpack_from(data)[3]]
 

@@ -13,11 +13,11 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainprobe.engine.dumps.header import read_place
-from trainprobe.engine.dumps.layout import LIVE_FILE, find_ranks, find_segments
-from trainprobe.engine.records import Place
-from trainprobe.engine.run_log.replicas import SameAs, reference_segments, same_as
-from trainprobe.engine.run_log.segments import live_table
+from trainprobe.engine.core.records import Place
+from trainprobe.engine.storage.dumps.header import read_place
+from trainprobe.engine.storage.dumps.layout import LIVE_FILE, find_ranks, find_segments
+from trainprobe.engine.storage.run_log.replicas import SameAs, reference_segments, same_as
+from trainprobe.engine.storage.run_log.segments import live_table
 from trainprobe.errors import FormatError
 from trainprobe.monitor.fleet.duck import Duck
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.fleet.catalog import Catalog
 from trainprobe.monitor.fleet.words import ranks_in_words
 

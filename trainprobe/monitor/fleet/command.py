@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.errors import UsageError
 from trainprobe.monitor.findings_of_run import Told
 from trainprobe.monitor.fleet.spread import in_turn, on_ray, survey

@@ -8,11 +8,11 @@ from pathlib import Path
 import orjson
 import typer
 
-from trainprobe.engine.dumps.header import read_place
-from trainprobe.engine.dumps.layout import find_ranks
-from trainprobe.engine.records import Place
-from trainprobe.engine.run_log.read import read_tables
-from trainprobe.engine.run_log.replicas import compact_segment
+from trainprobe.engine.core.records import Place
+from trainprobe.engine.storage.dumps.header import read_place
+from trainprobe.engine.storage.dumps.layout import find_ranks
+from trainprobe.engine.storage.run_log.read import read_tables
+from trainprobe.engine.storage.run_log.replicas import compact_segment
 from trainprobe.errors import FormatError
 from trainprobe.monitor.fleet.catalog import RankFiles, files_of
 from trainprobe.monitor.fleet.groups import groups_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from trainprobe.engine.run_log.segments import live_table
+from trainprobe.engine.storage.run_log.segments import live_table
 from trainprobe.monitor.fleet.catalog import RankFiles
 from trainprobe.monitor.fleet.duck import Duck
 from trainprobe.monitor.fleet.groups import Share

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.records import Place
 
 SAMPLE = 5  # ranks of a group that show what its majority holds
 SHARE = 128  # ranks that are looked at together

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.fleet.spread import Survey
 from trainprobe.monitor.fleet.words import place_in_words, ranks_in_words
 from trainprobe.monitor.frames_of_run_log import RunLog

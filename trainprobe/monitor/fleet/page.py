@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trainprobe.engine.findings import ranks_of
+from trainprobe.engine.core.findings import ranks_of
 from trainprobe.monitor.fleet.verdict import Verdict, bad_counts, differing_counts
 from trainprobe.monitor.fleet.words import counted, place_in_words
 from trainprobe.monitor.report.page import escape, fill_page, write_text

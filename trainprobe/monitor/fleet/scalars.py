@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trainprobe.engine.records import Finding, Place, Site
+from trainprobe.engine.core.records import Finding, Place, Site
 from trainprobe.monitor.fleet.groups import Group
 
 F64 = npt.NDArray[np.float64]

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from trainprobe.engine.findings import in_folder
-from trainprobe.engine.records import Finding, Site
-from trainprobe.engine.run_log.schema import kind_of_spot
+from trainprobe.engine.core.findings import in_folder
+from trainprobe.engine.core.records import Finding, Site
+from trainprobe.engine.storage.run_log.schema import kind_of_spot
 from trainprobe.monitor.fleet.clocks import Timetable, late_ranks, missing_steps
 from trainprobe.monitor.fleet.groups import Group
 from trainprobe.monitor.fleet.origin import first_not_finite

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from trainprobe.engine.findings import spans
-from trainprobe.engine.records import Place
+from trainprobe.engine.core.findings import spans
+from trainprobe.engine.core.records import Place
 
 _AXES = {
     "pp": "pipeline stage",

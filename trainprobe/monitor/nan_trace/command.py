@@ -11,11 +11,11 @@ import orjson
 import typer
 from rich.console import Console
 
-from trainprobe.engine.addresses import Spot
-from trainprobe.engine.findings import spans
-from trainprobe.engine.naming import ROOT
-from trainprobe.engine.records import Call
-from trainprobe.engine.reel import entry_name
+from trainprobe.engine.core.addresses import Spot
+from trainprobe.engine.core.findings import spans
+from trainprobe.engine.core.naming import ROOT
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.reel import entry_name
 from trainprobe.monitor.fleet.words import counted
 from trainprobe.monitor.nan_trace.steps import steps_of
 from trainprobe.monitor.nan_trace.trace import RankTrace, RunTrace, reached, trace_run

@@ -9,11 +9,11 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-from trainprobe.engine.addresses import Spot, stage_and_spot
-from trainprobe.engine.dumps import read
-from trainprobe.engine.dumps.layout import DEBUG_FILE, DUMP_FILE, find_dumps, holds_dump
-from trainprobe.engine.records import Call
-from trainprobe.engine.reel import StoredReel, numbers_of_rows, slots
+from trainprobe.engine.core.addresses import Spot, stage_and_spot
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.reel import StoredReel, numbers_of_rows, slots
+from trainprobe.engine.storage.dumps import read
+from trainprobe.engine.storage.dumps.layout import DEBUG_FILE, DUMP_FILE, find_dumps, holds_dump
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import Frame, Tracks, frame_of_records
 from trainprobe.monitor.run_folder import find_logs, frames_of_log

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from trainprobe.engine.addresses import Spot
+from trainprobe.engine.core.addresses import Spot
 from trainprobe.monitor.frames import INFINITE, NOT_A_NUMBER, Bools
 from trainprobe.monitor.nan_trace.steps import RankStep
 from trainprobe.monitor.rules.nonfinite import find_origin, is_given, that_matter

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.addresses import Spot
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.addresses import Spot
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.frames import Frame, Track
 from trainprobe.monitor.report.run_view import Curve, Metric, RunView, Table
 from trainprobe.monitor.scalar_names import role_of

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trainprobe.engine.findings import place_in_words
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.findings import place_in_words
+from trainprobe.engine.core.records import Finding
 from trainprobe.errors import OutputError
 from trainprobe.monitor.report.planes import Codes, bucket, pack, smallest
 from trainprobe.monitor.report.run_view import Curve, Metric, RunView

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
 
-from trainprobe.engine.records import Finding
-from trainprobe.engine.selection import parse_names
+from trainprobe.engine.core.records import Finding
+from trainprobe.engine.plan.selection import parse_names
 from trainprobe.errors import PlanError, did_you_mean
 from trainprobe.monitor.frames import Frame
 from trainprobe.monitor.memory import Memory

@@ -21,7 +21,7 @@ from functools import cache
 
 import numpy as np
 
-from trainprobe.engine.records import Finding, Site
+from trainprobe.engine.core.records import Finding, Site
 from trainprobe.monitor.frames import F64, I64, Frame, Selection
 from trainprobe.monitor.memory import Memory, text_track
 from trainprobe.monitor.rules import Patterns, RuleOptions

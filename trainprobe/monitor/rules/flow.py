@@ -16,7 +16,7 @@ from functools import cache
 
 import numpy as np
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.frames import F64, I64, Frame, Selection
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import Patterns, RuleOptions

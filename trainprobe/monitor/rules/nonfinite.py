@@ -20,8 +20,8 @@ from itertools import groupby
 
 import numpy as np
 
-from trainprobe.engine.addresses import Spot
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.addresses import Spot
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.frames import INFINITE, MASKED, NOT_A_NUMBER, Bools, Frame
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions, Severity

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.frames import Frame
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions, Severity

@@ -23,7 +23,7 @@ from functools import cache
 
 import numpy as np
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
 from trainprobe.monitor.limits import above_rounding, limits
 from trainprobe.monitor.memory import Memory

@@ -8,7 +8,7 @@
 #define LARGEST ((size_t)8 << 20) /* bytes of a piece, and up to which a value is gathered */
 #define SPARE 16                  /* pieces of the largest size that are kept for the next */
 #define ALIGN 8
-#define PAGE 4096 /* a piece begins at one, so that the disk can read it where it lies (see engine/dumps/direct_file.py) */
+#define PAGE 4096 /* a piece begins at one, so that the disk can read it where it lies (see engine/storage/dumps/direct_file.py) */
 
 typedef struct {
     PyObject *key, *dtype, *shape; /* dtype: as in Value.dtype */

@@ -1,4 +1,4 @@
-/* Value and Call (see engine/records.py) and ModuleInfo (see taps/torch_modules.py), whose Python classes they stand in for. */
+/* Value and Call (see engine/core/records.py) and ModuleInfo (see taps/torch_modules.py), whose Python classes they stand in for. */
 #include "objects.h"
 
 PyTypeObject *value_type, *call_type, *info_type;
@@ -67,7 +67,7 @@ static PyType_Slot value_slots[] = {
     {Py_tp_doc, "A distinct tensor value that was looked at once; its numbers stand in row `row` of the reel's partials."},
     {0, NULL}};
 
-static PyType_Spec value_spec = {"trainprobe.engine.records.Value", sizeof(Value), 0, Py_TPFLAGS_DEFAULT, value_slots};
+static PyType_Spec value_spec = {"trainprobe.engine.core.records.Value", sizeof(Value), 0, Py_TPFLAGS_DEFAULT, value_slots};
 
 Call *call_new(PyObject *kind, PyObject *name, Py_ssize_t number, PyObject *phase, PyObject *cls, PyObject *micro, PyObject *parent,
                Py_ssize_t stack) {
@@ -119,7 +119,7 @@ static PyType_Slot call_slots[] = {{Py_tp_new, call_make},
                                    {Py_tp_doc, "One forward or backward of a module or op, or one group of parameter values."},
                                    {0, NULL}};
 
-static PyType_Spec call_spec = {"trainprobe.engine.records.Call", sizeof(Call), 0, Py_TPFLAGS_DEFAULT, call_slots};
+static PyType_Spec call_spec = {"trainprobe.engine.core.records.Call", sizeof(Call), 0, Py_TPFLAGS_DEFAULT, call_slots};
 
 int is_info(PyObject *x) {
     if (Py_TYPE(x) == info_type) return 1;

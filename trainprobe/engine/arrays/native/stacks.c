@@ -1,4 +1,4 @@
-/* Call stacks as numbers (see engine/stacks.py, which turns them into text). */
+/* Call stacks as numbers (see engine/core/stacks.py, which turns them into text). */
 #include <string.h>
 
 #include "objects.h"

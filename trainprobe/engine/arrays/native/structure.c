@@ -1,4 +1,4 @@
-/* A fingerprint of what the calls of a step say apart from their numbers (see engine/step_layout.py). It holds within this process. */
+/* A fingerprint of what the calls of a step say apart from their numbers (see engine/core/step_layout.py). It holds within this process. */
 #include <string.h>
 
 #include "objects.h"

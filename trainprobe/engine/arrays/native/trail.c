@@ -1,4 +1,4 @@
-/* The trail of a step: what it has brought so far, written as it comes into memory that outlives the process (see engine/trail.py,
+/* The trail of a step: what it has brought so far, written as it comes into memory that outlives the process (see engine/storage/trail.py,
    whose Python class does the same and says what the records mean). */
 #include <string.h>
 
@@ -320,7 +320,7 @@ static PyMethodDef trail_methods[] = {
 static PyType_Slot trail_slots[] = {{Py_tp_new, trail_new},
                                     {Py_tp_dealloc, trail_free},
                                     {Py_tp_methods, trail_methods},
-                                    {Py_tp_doc, "Trail(address, size, owner): see engine.trail.Trail."},
+                                    {Py_tp_doc, "Trail(address, size, owner): see engine.storage.trail.Trail."},
                                     {0, NULL}};
 static PyType_Spec trail_spec = {"trainprobe._native.Trail", sizeof(Trail), 0, Py_TPFLAGS_DEFAULT, trail_slots};
 

@@ -12,8 +12,8 @@ loss is written by hand, or there are as many rows as moments, nothing is judged
 
 from __future__ import annotations
 
-from trainprobe.engine.facts import SequenceInput, StepFacts
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import SequenceInput, StepFacts
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"host"})

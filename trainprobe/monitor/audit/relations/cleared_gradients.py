@@ -12,7 +12,7 @@ loop over micro-batches; by `set_requires_gradient_sync` that is off for the las
 
 from __future__ import annotations
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"fingerprints"})

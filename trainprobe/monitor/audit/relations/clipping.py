@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more, apart_over_ranks
 from trainprobe.monitor.audit.relations.replicas import differs
 

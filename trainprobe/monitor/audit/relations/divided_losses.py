@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})

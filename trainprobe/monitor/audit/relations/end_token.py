@@ -11,8 +11,8 @@ cannot violate this.
 
 from __future__ import annotations
 
-from trainprobe.engine.facts import LossCall
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import LossCall
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.relations.shifted_targets import predicts_next
 

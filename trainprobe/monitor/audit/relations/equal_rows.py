@@ -10,7 +10,7 @@ an adapter, a zero convolution) get different gradients in their rows and cannot
 
 from __future__ import annotations
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"rerun", "fingerprints"})

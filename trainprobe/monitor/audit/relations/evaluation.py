@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainprobe.engine.facts import Evaluation
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import Evaluation
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"host"})

@@ -9,7 +9,7 @@ gives NaN. Buffers that are averages of finite numbers cannot violate this.
 
 from __future__ import annotations
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"fingerprints"})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 from trainprobe.monitor.scalar_names import scalar
 

@@ -8,7 +8,7 @@ evaluation: a hook that scales, masks or reduces gradients then does so twice, a
 
 from __future__ import annotations
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})

@@ -10,8 +10,8 @@ picture is nearly black, and the biases of the first layer outweigh it. Bytes th
 
 from __future__ import annotations
 
-from trainprobe.engine.facts import InputScale
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import InputScale
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})

@@ -12,8 +12,8 @@ from the start may be meant so: that is a warning.
 
 from __future__ import annotations
 
-from trainprobe.engine.facts import Schedule
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import Schedule
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.scalar_names import scalar
 

@@ -23,8 +23,8 @@ is given what it is defined for cannot violate this.
 
 from __future__ import annotations
 
-from trainprobe.engine.facts import LossCall
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import LossCall
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 from trainprobe.monitor.audit.recurrences import BROKEN, equations_of
 

@@ -13,8 +13,8 @@ to weights beside the optimizer.
 
 from __future__ import annotations
 
-from trainprobe.engine.facts import Group
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import Group
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 from trainprobe.monitor.scalar_names import scalar
 

@@ -10,7 +10,7 @@ and saves the other, or by a forward that takes another path after an evaluation
 
 from __future__ import annotations
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"fingerprints"})

@@ -10,8 +10,8 @@ this.
 
 from __future__ import annotations
 
-from trainprobe.engine.facts import Outer
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import Outer
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})

@@ -11,7 +11,7 @@ Usually caused by parameters that were replaced (moved, cast, resized, wrapped) 
 
 from __future__ import annotations
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"host"})

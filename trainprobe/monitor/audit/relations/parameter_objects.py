@@ -8,7 +8,7 @@ Parameter(…)`: optimizers, gradient hooks and reducers go on with the old ones
 
 from __future__ import annotations
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"host"})

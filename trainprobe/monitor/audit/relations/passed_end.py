@@ -10,8 +10,8 @@ that says that it begins anew (`CosineAnnealingWarmRestarts`), is not judged.
 
 from __future__ import annotations
 
-from trainprobe.engine.facts import Schedule
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import Schedule
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})

@@ -10,8 +10,8 @@ a look; a metric that improves once cannot.
 
 from __future__ import annotations
 
-from trainprobe.engine.facts import Plateau
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import Plateau
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})

@@ -10,7 +10,7 @@ is set once an epoch is not judged, and neither are schedulers of torch, which d
 
 from __future__ import annotations
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})

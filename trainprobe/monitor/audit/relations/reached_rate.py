@@ -9,7 +9,7 @@ in micro-batches or samples. A schedule that has come down again was higher befo
 
 from __future__ import annotations
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})

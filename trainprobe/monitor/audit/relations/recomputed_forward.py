@@ -9,8 +9,8 @@ first forward changed, or by a cast that is not in force in the backward pass.
 
 from __future__ import annotations
 
-from trainprobe.engine.facts import Output, Repeat
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import Output, Repeat
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"rerun"})

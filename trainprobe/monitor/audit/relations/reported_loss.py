@@ -24,7 +24,7 @@ import math
 from collections.abc import Sequence
 from itertools import product
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along
 from trainprobe.monitor.scalar_names import scalar
 

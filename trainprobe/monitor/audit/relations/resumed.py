@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainprobe.engine.facts import SavedTensors, Schedule
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import SavedTensors, Schedule
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.relaid import Relaid, data_of_save, first_data, what_was_loaded
 from trainprobe.monitor.scalar_names import scalar

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trainprobe.engine.facts import SavedTensors
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import SavedTensors
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, Tensors, and_more
 from trainprobe.monitor.audit.peers import Key
 from trainprobe.monitor.audit.relaid import ENOUGH, Relaid, in_common, match, newest, saves_of_all

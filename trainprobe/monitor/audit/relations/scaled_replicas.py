@@ -7,7 +7,7 @@ Usually caused by clipping on some ranks only (DeepSpeed issue 1801), or by a co
 
 from __future__ import annotations
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more, group_words
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.relations.replicas import beside_one_factor, differs, group_of, odd_ones

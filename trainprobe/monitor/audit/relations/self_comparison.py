@@ -12,8 +12,8 @@ gradient, and a masked diagonal is not the largest of its rows.
 
 from __future__ import annotations
 
-from trainprobe.engine.facts import LossCall, StepFacts
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import LossCall, StepFacts
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})

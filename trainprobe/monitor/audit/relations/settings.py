@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainprobe.engine.facts import SavedTensors
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import SavedTensors
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 from trainprobe.monitor.audit.history import STEADY, settings_of
 

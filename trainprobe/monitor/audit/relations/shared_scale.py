@@ -8,7 +8,7 @@ then mixes gradients of different scales, and each rank divides by its own.
 
 from __future__ import annotations
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.relations.shared_scalars import unequal
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trainprobe.engine.facts import LossCall
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import LossCall
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})

@@ -10,8 +10,8 @@ and the statistics of its normalisation follow. A loader that shuffles cannot vi
 
 from __future__ import annotations
 
-from trainprobe.engine.facts import StepFacts
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import StepFacts
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})

@@ -10,7 +10,7 @@ as the rate was never higher; nor can a schedule that ends with the training, or
 
 from __future__ import annotations
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})

@@ -7,8 +7,8 @@ two then drift apart, and the loss hardly shows it.
 
 from __future__ import annotations
 
-from trainprobe.engine.facts import ParameterFact
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import ParameterFact
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along
 
 COST = frozenset({"host", "ranks"})

@@ -10,9 +10,9 @@ by a wrapper that was applied on some ranks only.
 
 from __future__ import annotations
 
-from trainprobe.engine.facts import ParameterFact
-from trainprobe.engine.records import Finding
-from trainprobe.engine.selection import Names
+from trainprobe.engine.core.facts import ParameterFact
+from trainprobe.engine.core.records import Finding
+from trainprobe.engine.plan.selection import Names
 from trainprobe.monitor.audit.evidence import Evidence, along, and_more, group_words
 from trainprobe.monitor.audit.messages import key_of
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.scalar_names import role_of
 

@@ -14,7 +14,7 @@ was, that is said.
 
 from __future__ import annotations
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more, resting
 
 COST = frozenset({"fingerprints"})

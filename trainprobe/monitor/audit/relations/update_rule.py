@@ -13,7 +13,7 @@ shard, or by something that writes to weights within the update.
 
 from __future__ import annotations
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"rerun"})

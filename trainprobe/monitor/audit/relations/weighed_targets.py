@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from trainprobe.engine.facts import StepFacts
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.facts import StepFacts
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 
 COST = frozenset({"host", "ranks"})

@@ -1,0 +1,84 @@
+"""`trainprobe plan` checks, explains and exports, and the documents that it writes are current."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from trainprobe.cli import main
+from trainprobe.engine.plan.command import explain_text, schema_text, sentences
+from trainprobe.engine.plan.loading import load_plan
+from trainprobe.engine.plan.model import Plan
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PINNED = f"pydantic=={version('pydantic')}" in (ROOT / "requirements/core.txt").read_text().splitlines()
+
+
+def test_the_explanation_in_docs_is_current() -> None:
+    assert (DOCS / "plan.md").read_text(encoding="utf-8") == explain_text(), "run `trainprobe plan --explain -o docs/plan.md`"
+
+
+@pytest.mark.skipif(not PINNED, reason="other releases of pydantic write the same schema in other words")
+def test_the_schema_in_docs_is_current() -> None:
+    text = (DOCS / "plan.schema.json").read_text(encoding="utf-8")
+    assert text == schema_text(), "run `trainprobe plan --schema -o docs/plan.schema.json`"
+
+
+def test_the_schema_lists_every_field_and_forbids_others() -> None:
+    schema = json.loads(schema_text())
+    assert list(schema["properties"]) == list(Plan.model_fields)
+    assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("field", ["step", "modules", "statistics", "slice", "details", "sinks", "quantiles"])
+def test_the_schema_accepts_one_value_where_a_list_may_stand(field: str) -> None:
+    kinds = json.loads(schema_text())["properties"][field]["anyOf"]
+    assert any(kind.get("type") == "array" for kind in kinds)
+    assert any(kind.get("type") != "array" for kind in kinds)
+
+
+def test_a_good_file_gives_0_and_says_what_it_will_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("level: mix\nstep: [10, 100-110]\nmodules: layers.**\nmax_bytes: 1 GiB\n")
+    assert main(["plan", str(path)]) == 0
+    out = capsys.readouterr().out
+    for part in ("every module and op, only modules layers.**", "step 10, 100-110, on every rank", "1,073,741,824", "step 110"):
+        assert part in out
+
+
+def test_a_bad_file_gives_3_and_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("levle: mix\n")
+    assert main(["plan", str(path)]) == 3
+    assert capsys.readouterr().err == f"trainprobe: {path}: unknown key 'levle' — did you mean 'level'?\n"
+
+
+def test_notes_about_a_foreign_file_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"dump_path": "x", "seed": 1}')
+    assert main(["plan", str(path)]) == 0
+    assert "! " in capsys.readouterr().out
+
+
+def test_explain_prints_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert [name for name in Plan.model_fields if f"- **{name}**" not in out] == []
+
+
+def test_schema_is_written_to_a_file(tmp_path: Path) -> None:
+    assert main(["plan", "--schema", "-o", str(tmp_path / "s.json")]) == 0
+    assert (tmp_path / "s.json").read_text(encoding="utf-8") == schema_text()
+
+
+def test_a_file_that_cannot_be_written_gives_3_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--explain", "-o", str(tmp_path)]) == 3
+    assert capsys.readouterr().err == f"trainprobe: --output {tmp_path} cannot be written: Is a directory\n"
+
+
+def test_level_off_is_said_to_record_nothing() -> None:
+    assert list(sentences(load_plan(level="off"))) == ["record nothing, because level is off"]

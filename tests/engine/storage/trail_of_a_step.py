@@ -1,0 +1,68 @@
+"""Records a step of each case of the zoo and prints what its trail says just before it ends and what its reel says, as JSON."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+
+import trainprobe
+from tests import zoo
+from tests.lockstep import one_step, seed_all
+from trainprobe.engine.core.records import Call, Reel
+from trainprobe.engine.core.reel import parent_name
+from trainprobe.engine.storage.trail import read_trail
+from trainprobe.monitor.black_box.ring import read_trail_bytes
+
+MONITOR = {"activations": True, "activation_gradients": True, "parameters": True, "optimizer_state": True, "update": True}
+
+
+def told(reel: Reel) -> dict[str, Any]:
+    """Return calls, records and scalars, in an order of their own: a call may begin before another and be told after it."""
+
+    there = {id(c) for c in reel.calls}
+
+    def call(c: Call) -> str:
+        known = not isinstance(c.parent, Call) or id(c.parent) in there  # a recomputed forward may not be recorded
+        return repr((c.kind, c.name, c.call, c.phase, c.cls, c.micro, c.node, parent_name(c) if known else None))
+
+    records = [
+        repr((r.step, r.site, r.dtype, tuple(r.shape), sorted((k, repr(v)) for k, v in r.values.items()), r.note))
+        for r in reel.records()
+    ]
+    return {
+        "step": reel.step,
+        "place": repr(reel.place),
+        "calls": sorted(map(call, reel.calls)),
+        "records": sorted(records),
+        "scalars": {name: repr(x) for name, x in sorted(reel.scalars.items())},
+    }
+
+
+def record(name: str, level: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the trail of a step says of it, and what its reel does."""
+    case = zoo.load(name)
+    seed_all()
+    model = case.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    plan = {"level": level, "monitor": MONITOR, "black_box": True, "on_error": "raise"}
+    with tempfile.TemporaryDirectory() as folder, trainprobe.watch(model, optimizer, output=folder, **plan) as probe:
+        for step in range(2):
+            probe.begin_step()
+            one_step(case, model, optimizer, step)
+            probe.note("loss", torch.tensor(2.5))
+            found = read_trail(read_trail_bytes(Path(folder) / "rank0" / "black_box.ring"))
+            reel = probe.end_step()
+        assert reel is not None and found is not None
+        return told(found[0]), told(reel)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.stdout.buffer.write(
+        orjson.dumps({f"{name} {level}": record(name, level) for name in zoo.NAMES for level in ("mix", "off")})
+    )

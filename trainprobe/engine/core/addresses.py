@@ -1,0 +1,76 @@
+"""Addresses of the values of a step, and the order in which those values arose.
+
+The value of a parameter is ("parameter", "layers.0.weight", "value") and its gradient has the slot "grad", whether a module,
+the parameter itself or the optimizer's step showed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from trainprobe.engine.core.records import Call, Phase, Reel, Site, Value
+from trainprobe.engine.core.reel import slots
+
+
+class Spot(NamedTuple):
+    """Where a value stands in a step: phase, kind, name, call and slot."""
+
+    phase: Phase
+    kind: str
+    name: str
+    call: int
+    slot: str
+
+    def site(self) -> Site:
+        """Return the engine's address."""
+        return Site(self.kind, self.name, self.slot, self.call)  # pyright: ignore[reportArgumentType]
+
+
+_GRADIENTS = {"grad_unreduced": 1, "grad_unclipped": 2, "grad": 3}
+
+
+def spot(phase: Phase, kind: str, name: str, call: int, slot: str) -> Spot:
+    """Return the address of a value; a module's own parameters have the address that they have everywhere."""
+    if kind == "module" and slot.startswith("parameters."):
+        short = slot.removeprefix("parameters.")
+        return Spot(phase, "parameter", f"{name}.{short}" if name else short, call, "value")
+    return Spot(phase, kind, name, call, slot)
+
+
+def stage_and_phase(slot: str) -> tuple[int, Phase]:
+    """Return the stage of the step at which a value of a parameter stands, and its phase.
+
+    Values and optimizer state before the step come first of all (-1). Gradients come after the calls (1 to 3), last layer
+    first, as they are made. What is seen after the step comes last (4).
+    """
+    if slot in _GRADIENTS:
+        return _GRADIENTS[slot], "backward"
+    return (4, "optimizer") if slot.endswith("_after") or slot == "update" else (-1, "forward")
+
+
+def stage_and_spot(call: Call, slot: str) -> tuple[int, Spot]:
+    """Return the stage of a call's value (0 for what is no parameter's) and its address."""
+    stage, phase, name = 0, call.phase, call.name
+    if call.kind == "state":
+        stage, phase = stage_and_phase(slot)
+    elif call.kind == "parameter":
+        name, slot = f"{name}.{slot}" if name else slot, "grad"
+    return stage, spot(phase, "parameter" if call.kind == "state" else call.kind, name, call.call, slot)
+
+
+def order(stage: int, call: int) -> tuple[int, int]:
+    """Return what sorts the values of a stage in which the call with this number shows them."""
+    return stage, call if stage == 4 or stage < 1 else -call
+
+
+def in_order(reel: Reel) -> list[tuple[Spot, Call, Value]]:
+    """Return every value of a reel at every place, in the order of execution."""
+    found = [(order(stage, i), where, call, value) for i, stage, where, call, value in _each(reel)]
+    return [(where, call, value) for _, where, call, value in sorted(found, key=lambda entry: entry[0])]
+
+
+def _each(reel: Reel) -> Iterator[tuple[int, int, Spot, Call, Value]]:
+    for i, call in enumerate(reel.calls):
+        for slot, value in slots(call):
+            yield i, *stage_and_spot(call, slot), call, value

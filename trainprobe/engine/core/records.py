@@ -1,0 +1,275 @@
+"""The nouns that every tap, statistic, writer and rule shares.
+
+A collected step of one rank leaves the device once and becomes a `Reel`: the calls that were seen, the distinct values
+they refer to, and one row of partial sums a value. A `Reel` is columnar, because building thousands of small objects
+inside a training step would cost more than reducing the tensors; iterate over `Reel.records()` for one immutable
+`Record` a value and place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.compiled import native
+
+Phase = Literal["forward", "recompute", "backward", "optimizer", "save", "step"]
+Kind = Literal["module", "op", "parameter", "state", "collective", "saved", "scalar", "feature"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """When: optimizer step number, micro-batch within it (None when it belongs to the whole step), and phase."""
+
+    number: int
+    micro: int | None = None
+    phase: Phase = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the job: global rank, world size, and (index, size) on each parallel axis.
+
+    `axes` keys are among dp, tp, pp, vpp, ep, cp, sp; an axis that is absent has size 1.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    axes: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Address of a value inside the model.
+
+    kind: what it belongs to. name: `layers.0.mlp` (module), `Functional.linear` (op), `layers.0.mlp.weight` (parameter),
+    `loss` (scalar). call: how often this name was called before in this step. slot: which of its values, as a path:
+    `input.0`, `kwargs.mask`, `output`, `parameters.weight`, `grad_output.0`, `grad_input.0`, `grad`, `exp_avg`, `value`.
+    cls: class name of a module, empty otherwise.
+    """
+
+    kind: Kind
+    name: str
+    slot: str
+    call: int = 0
+    cls: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One number row: where, when, what, and its statistics.
+
+    values: statistic name (max, min, mean, norm, std, nan, inf, zero, …) to float; `checksum` is an int (64 bits).
+    tensor: key of the saved tensor in the step's tensor file, or None. note: why statistics are absent, or None.
+    """
+
+    step: Step
+    place: Place
+    site: Site
+    dtype: str
+    shape: tuple[int, ...]
+    values: Mapping[str, float | int]
+    tensor: str | None = None
+    note: str | None = None
+
+
+class Value:
+    """A distinct tensor value that was looked at once; its numbers stand in row `row` of the reel's partials."""
+
+    __slots__ = ("device", "dtype", "extra", "note", "requires_grad", "row", "shape", "tensor", "type")
+
+    def __init__(
+        self,
+        row: int,
+        dtype: str,
+        shape: tuple[int, ...],
+        *,
+        type: str = "torch.Tensor",
+        device: str = "cpu",
+        requires_grad: bool | None = None,
+        note: str | None = None,
+        tensor: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.row = row  # index into Reel.partials, -1 when nothing could be reduced (then `note` says why)
+        self.type = type  # full class name as existing tools write it
+        self.dtype = dtype  # "torch.float32", "Float32" (mindspore)
+        self.shape = shape  # -1 for the ragged dimension of a jagged tensor
+        self.device = device
+        self.requires_grad = requires_grad
+        self.note = note
+        self.tensor = tensor
+        self.extra = extra  # DTensor placements and mesh, and the like
+
+    def with_note(self, note: str) -> Value:
+        """Return the same value with a note of its own; other places that refer to it keep theirs."""
+        twin = copy(self)
+        twin.note = note
+        return twin
+
+
+class Call:
+    """One forward or backward of a module or op, or one group of parameter values.
+
+    Kind "parameter": the gradients that reached a module's own parameters, `params` {short name: Value}. Kind
+    "state": what belongs to one parameter around the optimizer step, `name` its full name, `params` {"value" | "grad"
+    | "exp_avg" | …: Value}.
+
+    The trees `args`, `kwargs`, `out`, `params` hold `Value`s, plain scalars (int, float, bool, str, None), `Opaque`
+    leaves, and nested lists and dicts of them. A backward call has its gradients of outputs in `args` and its
+    gradients of inputs in `out`.
+    """
+
+    __slots__ = ("args", "call", "cls", "kind", "kwargs", "micro", "name", "node", "out", "params", "parent", "phase", "stack")
+
+    def __init__(
+        self,
+        kind: Kind,
+        name: str,
+        call: int,
+        phase: Phase,
+        *,
+        cls: str = "",
+        micro: int | None = None,
+        parent: Call | str | None = None,
+        stack: int = -1,
+    ) -> None:
+        self.kind: Kind = kind
+        self.name = name
+        self.call = call
+        self.phase: Phase = phase
+        self.cls = cls
+        self.micro = micro
+        self.parent = parent  # enclosing call, or "optimizer" / "clip_grad"
+        self.stack = stack  # index into Reel.stacks
+        self.args: Any = None
+        self.kwargs: Any = None
+        self.out: Any = None
+        self.params: Any = None
+        self.node: str | None = None  # autograd node whose gradients these are, for a backward op
+
+
+if not TYPE_CHECKING and native is not None:  # thousands a step: these are not tracked by the garbage collector
+    Value, Call = native.Value, native.Call
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A leaf that is neither tensor nor plain scalar, as existing tools write it: `{"type": type, "value": value, …}`."""
+
+    type: str
+    value: Any
+    extra: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Feature:
+    """Something worked out from tensors on their device, such as the entropy of attention: a few numbers, or counts per bin.
+
+    name: module or parameter. slot: what it is, `attention_entropy`, or with the value it was taken of, `dead_units.output`.
+    call: how often this was worked out before in the step. numbers: float64 [k]; of more than one, each is a series of its
+    own, `attention_entropy.3`. edges: of counts per bin, the bins' edges [k + 1]; else None.
+    """
+
+    name: str
+    slot: str
+    call: int
+    micro: int | None
+    numbers: npt.NDArray[np.float64]
+    edges: npt.NDArray[np.float64] | None = None
+
+    def each(self) -> Iterator[tuple[str, float]]:
+        """Yield (slot, number) of each number; nothing of counts per bin."""
+        if self.edges is None:
+            single = self.numbers.size == 1
+            for i, number in enumerate(self.numbers.tolist()):
+                yield self.slot if single else f"{self.slot}.{i}", number
+
+
+@dataclass(slots=True)
+class Reel:
+    """All that one rank saw in one collected step, on the host.
+
+    partials: float64 [rows, len(PARTIALS)] (see engine.stats.partials). checksums: uint64 [rows] or None; 0 where none was
+    asked for, and of no elements.
+    tensors: tensor key → host array-like, only when the sinks must write them themselves.
+    scalars: name → float, told by `note` (loss, lr, grad_norm …). notes: what could not be seen and why, each once.
+    features: what was worked out from tensors. batches: fingerprint of what the model was called with, a number a call.
+    """
+
+    step: int
+    place: Place
+    framework: str
+    level: str
+    task: str
+    calls: list[Call]
+    values: list[Value]
+    partials: npt.NDArray[np.float64]
+    checksums: npt.NDArray[np.uint64] | None = None
+    wanted: tuple[str, ...] = ("max", "min", "mean", "norm")
+    crc32: Mapping[int, str] | None = None
+    histograms: Mapping[int, Any] | None = None  # row → (edges, counts)
+    quantiles: Mapping[int, Any] | None = None  # row → values at the plan's levels
+    scalars: Mapping[str, float] = field(default_factory=dict[str, float])
+    stacks: Sequence[Sequence[str]] = ()
+    notes: Sequence[str] = ()
+    programs: Sequence[str] = ("dump",)  # who wanted this step: the dump, the monitor
+    complete: bool = True
+    features: Sequence[Feature] = ()
+    batches: Sequence[int] = ()
+    layout: Any = field(default=None, init=False, repr=False, compare=False)  # see engine/core/step_layout.py
+
+    def numbers(self) -> dict[str, npt.NDArray[Any]]:
+        """Finish the partials: statistic name → array [rows], computed once a reel and vectorised."""
+        from trainprobe.engine.stats import finish
+
+        return finish(self.partials, self.wanted)
+
+    def records(self) -> Iterator[Record]:
+        """Yield a Record for each value at each place it was seen, in execution order."""
+        from trainprobe.engine.core.reel import iterate_records
+
+        return iterate_records(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a rule, a relation of the audit or the probe itself has to report, with its evidence."""
+
+    __pydantic_config__: ClassVar[dict[str, bool]] = {
+        "use_attribute_docstrings": True
+    }  # for the schema, see engine.core.findings
+
+    rule: str
+    """Name of the rule or of the relation; `plan`, `probe`, `guard`, `writer`, `kernels` and `alerts` are the tool itself."""
+    severity: Literal["info", "warning", "error"]
+    """How grave it is; info is a note."""
+    message: str
+    """What, the value and where, in words."""
+    step: int | None = None
+    """The first step at which it was seen; null for what is about the whole run."""
+    place: Place | None = None
+    """The rank that saw it."""
+    site: Site | None = None
+    """The value that it is about; of several, the first."""
+    measured: float | str | None = None
+    """What was measured; null stands for NaN too."""
+    expected: float | str | None = None
+    """What it should have been."""
+    floor: float | None = None
+    """The difference below which nothing would have been reported."""
+    next: str | None = None
+    """What to do next."""
+    names: tuple[str, ...] = ()
+    """All parameters, modules or scalars that it is about, also where the message names only some of them."""
+    count: int = 1
+    """At how many steps it was seen, the first included."""
+    last_step: int | None = None
+    """The last step at which it was seen, where that is not the first."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that saw it, where findings of several ranks were joined."""

@@ -1,0 +1,157 @@
+"""What a reel says, value by value: the names of its calls as existing tools write them, and one Record a value and place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.engine.core.naming import ROOT
+from trainprobe.engine.core.records import Call, Phase, Record, Reel, Site, Step, Value
+from trainprobe.engine.stats.partials import column
+
+# side of a call → first part of the slot of the values in it, for each sort of call
+FORWARD = (("args", "input"), ("kwargs", "kwargs"), ("params", "parameters"), ("out", "output"))
+BACKWARD = (("args", "grad_output"), ("kwargs", "kwargs"), ("out", "grad_input"))
+
+
+@dataclass(slots=True)
+class StoredReel(Reel):
+    """A reel that was read from a dump, which holds finished numbers and no partials.
+
+    finished: statistic → float64 [rows]. absent: statistic → bool [rows], True where the dump says nothing.
+    """
+
+    finished: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict[str, npt.NDArray[np.float64]])
+    absent: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict[str, npt.NDArray[np.bool_]])
+
+    def numbers(self) -> dict[str, npt.NDArray[Any]]:
+        """Return statistic name → array [rows]; NaN both where the number is NaN and where it is absent."""
+        return dict(self.finished)
+
+
+def entry_name(call: Call, framework: str = "pytorch", phase: Phase | None = None) -> str:
+    """Return the key of a call in a dump: `Module.layers.0.Block.forward.1`, `Functional.linear.0.backward`, `loss.0.debug`.
+
+    phase: name the call as if it were of this phase (the parent of a backward call is told by its forward). A recomputed
+    forward has the name of the forward that it repeats; an op of the optimizer is a forward.
+    """
+    side = "backward" if (phase or call.phase) == "backward" else "forward"
+    if call.kind == "module":
+        return f"{'Cell' if framework == 'mindspore' else 'Module'}.{call.name}.{call.cls}.{side}.{call.call}"
+    if call.kind == "parameter":
+        return f"{'Cell' if framework == 'mindspore' else 'Module'}.{call.name}.{call.cls}.parameters_grad.{call.call}"
+    if call.kind == "saved":
+        return f"{call.name}{'_grad' if side == 'backward' else ''}.{call.call}.debug"
+    return f"{call.name}.{call.call}.{side}"
+
+
+def parent_name(call: Call, framework: str = "pytorch") -> str | None:
+    """Return the entry that encloses a call, or "optimizer" or "clip_grad", or None at the outermost level.
+
+    A backward call encloses and is enclosed by backward calls, whichever phase its parent was told with.
+    """
+    parent = call.parent
+    if parent is None or isinstance(parent, str):
+        return parent
+    return entry_name(parent, framework, "backward" if call.phase == "backward" else parent.phase)
+
+
+def parameter_name(call: Call, short: str) -> str:
+    """Return the whole name of a parameter that a call of its module shows."""
+    return f"{call.name}.{short}" if call.name not in ("", ROOT) else short
+
+
+def slots(call: Call) -> Iterator[tuple[str, Value]]:
+    """Yield (slot, value) for each tensor value of a call, in order. The only element of a list of outputs has no number."""
+    if call.kind == "saved":
+        yield from leaves(call.args, "grad" if call.phase == "backward" else "value")
+        return
+    if call.kind in ("parameter", "state"):
+        for short, tree in (call.params or {}).items():
+            yield from leaves(unwrap(tree), short)
+        return
+    for side, first in BACKWARD if call.phase == "backward" else FORWARD:
+        tree = getattr(call, side)
+        if tree is not None:
+            yield from leaves(unwrap(tree) if first == "output" else tree if isinstance(tree, (list, dict)) else [tree], first)
+
+
+def unwrap(tree: Any) -> Any:
+    """Return the only element of a list of one, and anything else as it is."""
+    return tree[0] if isinstance(tree, list) and len(tree) == 1 else tree  # pyright: ignore[reportUnknownVariableType]
+
+
+def leaves(tree: Any, path: str) -> Iterator[tuple[str, Value]]:
+    """Yield (path, value) for each Value in a tree of lists and dicts, depth first."""
+    if isinstance(tree, Value):
+        yield path, tree
+    elif isinstance(tree, list):
+        for i, item in enumerate(tree):
+            yield from leaves(item, f"{path}.{i}")
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from leaves(item, f"{path}.{key}")
+
+
+def iterate_records(reel: Reel) -> Iterator[Record]:
+    """Yield a Record for each value at each place it was seen, in execution order, then one for each feature and scalar.
+
+    A scalar of the step (loss, learning rate) has kind "scalar", slot "value" and the single statistic "value". A feature has
+    kind "feature" and the same statistic. The fingerprint of a batch is the feature "fingerprint" of "batch", a checksum.
+    """
+    columns = numbers_of_rows(reel)
+    for call in reel.calls:
+        step = Step(reel.step, call.micro, call.phase)
+        for slot, value in slots(call):
+            values: dict[str, float | int] = {}
+            if value.row >= 0:
+                values = {name: numbers[value.row] for name, numbers in columns.items() if numbers[value.row] is not None}
+            yield Record(step, reel.place, _site(call, slot), value.dtype, value.shape, values, value.tensor, value.note)
+    for feature in reel.features:
+        step = Step(reel.step, feature.micro, "forward")
+        for slot, number in feature.each():
+            site = Site("feature", feature.name, slot, feature.call)
+            yield Record(step, reel.place, site, "float64", (), {"value": number})
+    for i, fingerprint in enumerate(reel.batches):
+        site = Site("feature", "batch", "fingerprint", i)
+        yield Record(Step(reel.step, i, "forward"), reel.place, site, "uint64", (), {"checksum": fingerprint})
+    for name, number in reel.scalars.items():
+        site = Site("scalar", name, "value")
+        yield Record(Step(reel.step, None, "step"), reel.place, site, "float64", (), {"value": number})
+
+
+def numbers_of_rows(reel: Reel) -> dict[str, list[Any]]:
+    """Return statistic → number of each row, None where there is none: nothing was reduced, or not to this.
+
+    "checksum" is the 64-bit fingerprint and "crc32" what existing files call md5, both whole numbers.
+    """
+    columns: dict[str, list[Any]] = {}
+    nothing = None if isinstance(reel, StoredReel) else column(reel.partials, "count") == 0
+    for name, array in reel.numbers().items():
+        columns[name] = array.tolist()
+        absent = reel.absent[name] if isinstance(reel, StoredReel) else nothing
+        for row in np.flatnonzero(absent).tolist() if absent is not None else ():
+            columns[name][row] = None
+    if reel.checksums is not None:
+        columns["checksum"] = reel.checksums.tolist()
+        unasked = (reel.checksums == 0) & (column(reel.partials, "count") > 0)
+        for row in np.flatnonzero(reel.absent["checksum"] if isinstance(reel, StoredReel) else unasked).tolist():
+            columns["checksum"][row] = None
+    if reel.crc32:
+        columns["crc32"] = [None] * len(reel.partials)
+        for row, text in reel.crc32.items():
+            columns["crc32"][row] = int(text, 16)
+    return columns
+
+
+def _site(call: Call, slot: str) -> Site:
+    if call.kind == "state":
+        return Site("parameter", call.name, slot)
+    if call.kind != "parameter":
+        return Site(call.kind, call.name, slot, call.call, call.cls)
+    short, _, rest = slot.partition(".")
+    return Site("parameter", parameter_name(call, short), f"grad.{rest}" if rest else "grad", call.call, call.cls)

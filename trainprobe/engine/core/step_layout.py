@@ -1,0 +1,64 @@
+"""The layout of a step: all that its calls say apart from their numbers. Steps of a training mostly have the same.
+
+What the monitor and the writers make of a layout is made once for the steps that share it. This is the only place where
+anything about a step is remembered for the steps that follow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from trainprobe.compiled import native
+from trainprobe.engine.core.records import Opaque, Reel
+
+T = TypeVar("T")
+KEPT = 16  # layouts; a training has one for each set of programs that want a step
+
+
+class StepLayout:
+    """Stands for all steps with the same calls, and keeps what is worked out of them."""
+
+    __slots__ = ("_derived",)
+
+    def __init__(self) -> None:
+        self._derived: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def derived(self, owner: Any, make: Callable[[], T]) -> T:
+        """Return what `make` returned when this owner asked first; it is kept for as long as the owner lives."""
+        found = self._derived.get(owner)
+        if found is None:
+            found = self._derived[owner] = make()
+        return found
+
+
+_known: dict[bytes, StepLayout] = {}
+
+
+def layout_of(reel: Reel) -> StepLayout:
+    """Return the layout of a reel: the same object for reels that differ in nothing but their numbers.
+
+    The names of features and scalars belong to it as the calls do.
+    """
+    found: StepLayout | None = reel.layout
+    if found is None:
+        key = _structure_key(reel)
+        found = _known.get(key)
+        if found is None:
+            if len(_known) >= KEPT:
+                _known.pop(next(iter(_known)), None)
+            found = _known[key] = StepLayout()
+        reel.layout = found
+    return found
+
+
+def _structure_key(reel: Reel) -> bytes:
+    features = [(f.name, f.slot, f.call, f.micro, f.numbers.size, f.edges is None) for f in reel.features]
+    more = [features, list(reel.scalars), [list(stack) for stack in reel.stacks]]
+    if native is not None:
+        return native.structure_key(reel.calls, more, Opaque)
+    from trainprobe.engine.storage.dumps.record_log import calls_text
+
+    return hashlib.blake2b(b"%b %b" % (calls_text(reel), repr(more).encode(errors="backslashreplace"))).digest()

@@ -1,0 +1,55 @@
+"""Where this process stands in the job, learned from the environment or told by an integration; never by a collective."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from trainprobe.engine.core.records import Place
+
+AXES = ("dp", "tp", "pp", "vpp", "ep", "cp", "sp")
+_MESH_NAMES = {
+    "dp": "dp", "data": "dp", "data_parallel": "dp", "dp_shard": "dp", "dp_replicate": "dp", "fsdp": "dp", "replicate": "dp",
+    "tp": "tp", "tensor": "tp", "tensor_parallel": "tp", "model": "tp", "pp": "pp", "pipe": "pp", "pipeline": "pp", "ep": "ep",
+    "expert": "ep", "cp": "cp", "context": "cp", "sp": "sp",
+}  # fmt: skip
+
+
+def place_from_environment(axes: Mapping[str, tuple[int, int]] | None = None) -> Place:
+    """Return this process's Place from torch.distributed when it is initialised, else from RANK and WORLD_SIZE.
+
+    A data-parallel axis of the whole world is assumed when nothing else is told and the world has more than one rank.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        rank, world = distributed.get_rank(), distributed.get_world_size()
+    if axes is None:
+        axes = {"dp": (rank, world)} if world > 1 else {}
+    return Place(rank=rank, world_size=world, axes=dict(axes))
+
+
+def axis_of(name: str) -> str:
+    """Return the axis that a mesh dimension of this name is, "dp" for one that is not known."""
+    return _MESH_NAMES.get(str(name).lower(), "dp")
+
+
+def axes_from_mesh(mesh: Any) -> dict[str, tuple[int, int]]:
+    """Return axis → (index, size) of a torch DeviceMesh with named dimensions; unnamed or unknown ones are left out.
+
+    Several mesh dimensions on one axis (replicate and shard, both data parallel) multiply, first one slowest.
+    """
+    axes: dict[str, tuple[int, int]] = {}
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return axes
+    for dim, name in enumerate(names):
+        axis = _MESH_NAMES.get(str(name).lower())
+        if axis is None:
+            continue
+        index, size = axes.get(axis, (0, 1))
+        axes[axis] = (index * mesh.size(dim) + coordinate[dim], size * mesh.size(dim))
+    return axes

@@ -1,0 +1,83 @@
+"""What a plan wants of a value, as the tape's flags, and of the calls of modules and ops, for the taps of any framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainprobe.engine import tape
+from trainprobe.engine.plan.detail import Detail
+from trainprobe.engine.plan.model import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class CallsWanted:
+    """What a plan wants of calls of one kind.
+
+    flags: of an op's name, or of a module's name and class. micro: whether this micro-batch is recorded.
+    """
+
+    flags: Callable[..., int]
+    selected: Callable[[str], bool]
+    data: frozenset[str]
+    forward: bool = True
+    backward: bool = True
+    recompute: bool = True
+    micro: Callable[[int], bool] = lambda micro: True
+
+
+@dataclass(frozen=True, slots=True)
+class ModulesWanted(CallsWanted):
+    """What a plan wants of modules. parameter: whether a parameter of this name is recorded."""
+
+    parameter: Callable[[str], bool] = lambda name: True
+
+
+@dataclass(frozen=True, slots=True)
+class OpsWanted(CallsWanted):
+    """What a plan wants of ops. scope: "all", "focus" or "core" (engine.plan.catalog)."""
+
+    scope: str = "all"
+
+
+def modules_of_plan(plan: Plan, cuts: list[Detail]) -> ModulesWanted:
+    """Return what the dump wants of modules."""
+    return ModulesWanted(**_of_plan("module", plan.module_selected, plan, cuts), parameter=plan.parameter_selected)
+
+
+def ops_of_plan(plan: Plan, cuts: list[Detail]) -> OpsWanted:
+    """Return what the dump wants of ops."""
+    return OpsWanted(**_of_plan("op", plan.op_selected, plan, cuts), scope=plan.ops_scope)
+
+
+def _of_plan(kind: Literal["module", "op"], selected: Callable[[str], bool], plan: Plan, cuts: list[Detail]) -> dict[str, Any]:
+    """Return the fields of CallsWanted by name."""
+    return {
+        "flags": lambda name, module_class="": flags_of(plan.detail_for(kind, name, module_class), cuts),
+        "selected": selected,
+        "data": frozenset(plan.data),
+        "forward": "forward" in plan.phases,
+        "backward": "backward" in plan.phases,
+        "recompute": plan.recompute == "mark",
+        "micro": plan.wants_micro,
+    }
+
+
+def flags_of(detail: Detail, cuts: list[Detail] | None = None) -> int:
+    """Return the tape's flags for a level of detail; one that stores only a slice is put into `cuts` and told by its number."""
+    cut = 0
+    if detail.wants_tensor and detail.slice and cuts is not None:
+        if detail not in cuts:
+            cuts.append(detail)
+        cut = cuts.index(detail) + 1
+    wanted = detail.statistics if detail.wants_statistics else ()
+    return (
+        (tape.STATS if wanted else 0)
+        | (tape.CHECKSUM if detail.wants_checksum else 0)
+        | (tape.CRC32 if detail.wants_crc32 else 0)
+        | (tape.STD if "std" in wanted else 0)
+        | (tape.SUBLOW if "sublow" in wanted else 0)
+        | (tape.SAVE if detail.wants_tensor else 0)
+        | (cut << tape.CUT)
+    )

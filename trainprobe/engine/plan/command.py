@@ -1,0 +1,167 @@
+"""`trainprobe plan`: checks a plan, says what it will do, explains every field, exports the schema for editors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+
+from trainprobe.engine.plan.loading import load_plan
+from trainprobe.engine.plan.model import DetailRule, Histogram, Plan, SliceRule
+from trainprobe.errors import OutputError
+
+_SECTIONS = {"details": DetailRule, "slice": SliceRule, "histogram": Histogram}
+
+
+def plan(
+    file: Annotated[
+        Path | None, typer.Argument(help="plan to check: .yaml, .json, or a config.json of mindstudio-probe")
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="print every field, its default and what it does")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="print the JSON schema for editors")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="write --explain or --schema to this file")] = None,
+) -> int:
+    """Check FILE and say in plain sentences what it will do."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    if schema or explain:
+        text = schema_text() if schema else explain_text()
+        if output is None:
+            console.print(text, end="")
+        else:
+            _write(output, text)
+        return 0
+    checked = load_plan(file)
+    console.print(f"{file or 'The default plan'} can be used. It will:")
+    for sentence in sentences(checked):
+        console.print(f"  • {sentence}")
+    for note in checked.notes:
+        console.print(f"  ! {note}")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"--output {path} cannot be written: {error.strerror or error}") from None
+
+
+def schema_text() -> str:
+    """Return the JSON schema of a plan, as it stands in docs/plan.schema.json."""
+    schema = Plan.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    for part in (schema, *schema.get("$defs", {}).values()):
+        for name, field in part.get("properties", {}).items():
+            _allow_one(name, field)
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+def _allow_one(name: str, field: dict[str, Any]) -> None:
+    """Let an editor accept a single value where a plan takes one for a list of one."""
+    if field.get("type") == "array":
+        field["anyOf"] = [
+            {key: field.pop(key) for key in ("type", "items", "minItems", "maxItems", "prefixItems") if key in field}
+        ]
+    if name not in {"scope", "edges"}:
+        field.get("anyOf", []).extend([kind["items"] for kind in field.get("anyOf", []) if "items" in kind])
+    if name == "max_bytes":
+        field["anyOf"].append({"type": "string"})
+
+
+def explain_text() -> str:
+    """Return every field with its default and what it does, as it stands in docs/plan.md."""
+    lines = ["# Plan", "", "A plan is YAML, JSON, a dict or keyword arguments. Every key is checked.", ""]
+    lines += [*_explain(Plan)]
+    for name, section in _SECTIONS.items():
+        lines += [f"## An entry of `{name}`", "", _one_line(section.__doc__ or ""), "", *_explain(section)]
+    return "\n".join(lines)
+
+
+def _explain(model: type[BaseModel]) -> Iterator[str]:
+    properties = model.model_json_schema()["properties"]
+    for name, field in model.model_fields.items():
+        default = "required" if field.is_required() else f"default {_written(properties[name].get('default'))}"
+        yield f"- **{name}** ({default}{_choices(properties[name])}): {_one_line(field.description or '')}"
+    yield ""
+
+
+def _choices(schema: dict[str, Any]) -> str:
+    found = schema.get("enum") or schema.get("items", {}).get("enum")
+    return f"; one of {', '.join(found)}" if found and "enum" in schema else f"; among {', '.join(found)}" if found else ""
+
+
+def _written(value: Any) -> str:
+    return "nothing" if value in (None, []) else f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def sentences(checked: Plan) -> Iterator[str]:
+    """Say in plain sentences what a plan will do."""
+    if checked.level == "off":
+        yield "record nothing, because level is off"
+        return
+    where = {"L0": "every module", "L1": "every op", "mix": "every module and op", "debug": "only what `save` is handed, at"}
+    yield f"look at {where[checked.level]}{_narrowed(checked)}"
+    yield ", ".join(f"on {_which(noun, getattr(checked, noun))}" for noun in ("step", "rank", "micro"))
+    yield f"in the phases {', '.join(checked.phases)}: {', '.join(checked.data).replace('_', ' ')}"
+    yield f"record of each tensor {_recorded(checked)}"
+    for rule in checked.details:
+        changes = ", ".join(
+            f"{k} {_written(v)}" for k, v in rule.model_dump(mode="json", exclude={"match"}, exclude_none=True).items()
+        )
+        yield f"but for {', '.join(rule.match)}: {changes or 'nothing else'}"
+    if checked.max_bytes is not None:
+        yield f"store at most {checked.max_bytes:,} bytes of tensors a rank"
+    last = checked.last_step()
+    yield "go on until the training ends" if last is None else f"be done after step {last}"
+    yield f"write {', '.join(checked.sinks)} to {checked.output} ({_on_existing(checked)})"
+    for section in ("monitor", "audit", "black_box", "config_check"):
+        if getattr(checked, section):
+            yield f"run the {section.replace('_', ' ')}"
+
+
+def _narrowed(checked: Plan) -> str:
+    fields = {"modules": checked.modules, "ops": checked.ops, "parameters": checked.parameters}
+    parts = [f"{name} {', '.join(patterns)}" for name, patterns in fields.items() if patterns != ("**",)]
+    if checked.ops_scope != "all" and checked.level in {"L1", "mix"}:
+        parts.append(f"ops in the {checked.ops_scope} set")
+    if checked.scope:
+        parts.append(f"from {checked.scope[0]} to {checked.scope[1]}")
+    if checked.entries:
+        parts.append(f"calls whose full names contain {' or '.join(checked.entries)}")
+    return f", only {'; '.join(parts)}" if parts else ""
+
+
+def _pieces(pieces: tuple[int | str, ...]) -> str:
+    return ", ".join(str(piece) for piece in pieces)
+
+
+def _which(noun: str, pieces: tuple[int | str, ...]) -> str:
+    noun = "micro-batch" if noun == "micro" else noun
+    return f"every {noun}" if "all" in pieces else f"{noun} {_pieces(pieces)}"
+
+
+def _recorded(checked: Plan) -> str:
+    detail = checked.base_detail
+    parts = [", ".join(detail.statistics)] if detail.wants_statistics else []
+    parts += ["a 64-bit checksum"] if detail.wants_checksum else []
+    parts += ["the CRC-32 of its bytes"] if detail.wants_crc32 else []
+    parts += ["a histogram"] if checked.histogram else []
+    parts += [f"the quantiles {_pieces(tuple(map(str, checked.quantiles)))}"] if checked.quantiles else []
+    parts += [f"its values as {checked.tensor_format}"] if detail.wants_tensor else []
+    named = [*checked.tensors, *(f"what has {text} in its full name" for text in checked.tensor_entries)]
+    saved = f", and the values of {', '.join(named)} as {checked.tensor_format}" if named else ""
+    return ("; ".join(parts) or "its type and shape") + saved
+
+
+def _on_existing(checked: Plan) -> str:
+    told = {"refuse": "refused where a run lies there", "continue": "beside a run that lies there"}
+    return told.get(checked.on_existing, "replacing a run that lies there")

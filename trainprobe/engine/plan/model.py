@@ -1,0 +1,382 @@
+"""What a run shall record, when, where and how: one frozen, strictly checked object that the whole engine reads.
+
+`load_plan` makes a `Plan` from a YAML or JSON file, a dict or keyword arguments. Every field says below it what it does;
+`trainprobe plan --explain` prints them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, Strict, ValidationError, field_validator
+
+from trainprobe.engine.plan.detail import Detail, Slice
+from trainprobe.engine.plan.problems import describe_problems
+from trainprobe.engine.plan.selection import Names, Steps, parse_names, parse_steps
+from trainprobe.engine.plan.subplans import check_subplan, sink_names
+from trainprobe.errors import PlanError, did_you_mean
+
+Level: TypeAlias = Literal["off", "L0", "L1", "mix", "debug"]
+Task: TypeAlias = Literal["statistics", "tensor"]
+Summary: TypeAlias = Literal["statistics", "checksum", "md5", "both"]
+PlanPhase: TypeAlias = Literal["forward", "backward", "optimizer"]
+Data: TypeAlias = Literal["input", "output", "kwargs", "parameters", "parameter_gradients"]
+Statistic: TypeAlias = Literal["max", "min", "mean", "norm", "std", "absmax", "nan", "inf", "zero", "sublow", "count"]
+SubPlan: TypeAlias = dict[str, Any] | Annotated[bool, Strict()] | None
+Flag: TypeAlias = Annotated[bool, Strict()]
+Whole: TypeAlias = Annotated[int, Strict()]
+Number: TypeAlias = Annotated[float, Strict()]
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
+    name: 1 << shift for shift, names in ((10, "k kib"), (20, "m mib"), (30, "g gib"), (40, "t tib")) for name in names.split()
+}
+
+
+def one_or_many(value: object) -> object:
+    """Let a single value stand for a list of one."""
+    return value if value is None or isinstance(value, (list, tuple)) else (value,)
+
+
+def parse_bytes(value: object) -> object:
+    """Turn `"10 GiB"`, `"500 MB"` or a number into bytes."""
+    if not isinstance(value, str):
+        return value
+    digits = value.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = value.strip()[len(digits) :].strip().lower()
+    try:
+        number = float(digits)
+    except ValueError:
+        number = -1.0
+    if unit not in _UNITS or not 0 <= number < 1e15:
+        raise ValueError(f'{value!r} is not a size: write a number of bytes, or "500 MB" or "10 GiB"')
+    return int(number * _UNITS[unit])
+
+
+def full_name(name: str, module_class: str = "") -> str:
+    """Return what `tensor_entries` are looked for in: `Module.layers.0.fc.Linear.` or `Functional.linear.`, say."""
+    return f"Module.{name}.{module_class}." if module_class else f"{name}."
+
+
+Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
+Numbers: TypeAlias = Annotated[tuple[Whole | str, ...], BeforeValidator(one_or_many)]
+Statistics: TypeAlias = Annotated[tuple[Statistic, ...], BeforeValidator(one_or_many)]
+
+
+class _Absent:
+    """Hides a method of pydantic's base class, so that a field may have its name."""
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, ignored_types=(_Absent,))
+    construct = _Absent()  # pyright: ignore[reportAssignmentType, reportDeprecated]
+
+
+class SliceRule(_Section):
+    """One cut through a tensor; only what is inside is stored. Statistics are always of the whole tensor."""
+
+    dim: Whole
+    """Dimension to cut; negative numbers count from the last. A tensor that lacks it is stored whole."""
+    begin: Whole = 0
+    """First index that is stored; negative numbers count from the end."""
+    end: Whole | None = None
+    """First index that is no longer stored; left out: up to the end, or as `size` says."""
+    size: Annotated[Whole, Field(ge=1)] | None = None
+    """How many indices are stored, instead of `end`."""
+    length: Annotated[Whole, Field(ge=0)] | None = None
+    """Cut only tensors in which this dimension has this length."""
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse a slice that is given twice or is empty whatever the tensor."""
+        if self.size is not None and (self.end is not None or self.begin < 0):
+            raise ValueError("`size` stands beside a `begin` from 0 on and without `end`")
+        if self.end is not None and self.end <= self.begin and (self.end < 0) == (self.begin < 0):
+            raise ValueError(f"the slice ends at {self.end} and begins at {self.begin}, so it is empty")
+
+    def cut(self) -> Slice:
+        """Return the slice as the engine uses it."""
+        return Slice(self.dim, self.begin, self.end if self.size is None else self.begin + self.size, self.length)
+
+
+Slices: TypeAlias = Annotated[tuple[SliceRule, ...], BeforeValidator(one_or_many)]
+
+
+class DetailRule(_Section):
+    """What to record for names that match, where it differs from the rest of the plan."""
+
+    match: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(one_or_many)]
+    """Patterns of module, op or parameter names that this entry is for."""
+    task: Task | None = None
+    """`statistics` or `tensor` for them; left out: as elsewhere."""
+    summary: Summary | None = None
+    """Which summary for them; left out: as elsewhere."""
+    statistics: Statistics | None = None
+    """Which statistics for them; left out: as elsewhere."""
+    slice: Slices | None = None
+    """Which part of their tensors is stored; left out: as elsewhere."""
+
+    _check_match = field_validator("match")(lambda cls, value: parse_names(value).patterns)  # pyright: ignore
+
+
+class Histogram(_Section):
+    """Where the bins of a histogram lie: `edges`, or `bins` of equal width from `low` to `high`."""
+
+    edges: tuple[Number, ...] | None = None
+    """Rising edges; n edges make n - 1 bins, and what lies outside is counted in the first and last bin."""
+    bins: Annotated[Whole, Field(ge=1, le=65536)] | None = None
+    """Number of bins of equal width."""
+    low: Number = -1.0
+    """Left edge of the first bin."""
+    high: Number = 1.0
+    """Right edge of the last bin."""
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse bins that are given twice, not at all, or do not rise."""
+        if (self.edges is None) == (self.bins is None):
+            raise ValueError("a histogram has either `edges` or `bins`")
+        edges = self.boundaries()
+        if len(edges) < 2 or any(not a < b for a, b in pairwise(edges)):
+            raise ValueError("the edges of a histogram must be at least two and rise")
+
+    def boundaries(self) -> tuple[float, ...]:
+        """Return the edges of all bins, [bins + 1]."""
+        if self.edges is not None:
+            return self.edges
+        bins = self.bins or 1
+        return tuple(self.low + (self.high - self.low) * i / bins for i in range(bins + 1))
+
+
+class Plan(_Section):
+    """What a run shall record. Frozen; every key is checked, and an unknown one is an error."""
+
+    output: Annotated[Path, Field(strict=False)] = Path("./probe_out")
+    """Folder that everything is written to; it is created."""
+    on_existing: Literal["refuse", "continue", "replace"] = "refuse"
+    """What to do when `output` already holds a run: refuse to start, continue beside its steps, or replace them."""
+    level: Level = "L0"
+    """L0: modules; L1: every op; mix: both, with the tree of which op ran in which module; debug: only what `save` is
+    handed; off: nothing."""
+    task: Task = "statistics"
+    """statistics: numbers about each tensor; tensor: its values too."""
+    statistics: Statistics = ("max", "min", "mean", "norm")
+    """Which numbers about each tensor. An empty list records the structure only."""
+    histogram: Histogram | Literal["exponent"] | None = None
+    """Counts of values per bin: fixed bins (`edges`, or `bins`, `low` and `high`), or `exponent`, one bin for each power
+    of two."""
+    quantiles: Annotated[tuple[Annotated[Number, Field(ge=0, le=1)], ...], BeforeValidator(one_or_many)] = ()
+    """Quantiles of each tensor to record, from 0 to 1."""
+    summary: Summary = "statistics"
+    """statistics; checksum: a 64-bit fingerprint of the bits; md5: the CRC-32 of the bytes that existing files carry under
+    that name; both: statistics and checksum."""
+    step: Numbers = ("all",)
+    """Which steps are collected: numbers, "100-110", "every 50", "every 50 from 100 to 1000", or "all"."""
+    rank: Numbers = ("all",)
+    """Which global ranks collect; written as `step` is."""
+    micro: Numbers = ("all",)
+    """Which micro-batches of a step are collected, counted from 0; written as `step` is."""
+    modules: Patterns = ("**",)
+    """Patterns of the modules that are recorded: globs over dotted names (`*` within a part, `**` across parts),
+    `re:` regular expressions; a leading `!` excludes."""
+    ops: Patterns = ("**",)
+    """Patterns of the ops that are recorded, such as `Functional.linear` or `Tensor.*`."""
+    parameters: Patterns = ("**",)
+    """Patterns of the parameters whose values and gradients are recorded."""
+    phases: Annotated[tuple[PlanPhase, ...], Field(min_length=1), BeforeValidator(one_or_many)] = get_args(PlanPhase)
+    """Which parts of a step are recorded."""
+    data: Annotated[tuple[Data, ...], Field(min_length=1), BeforeValidator(one_or_many)] = get_args(Data)
+    """Which values of a call are recorded; in the backward phase, `output` holds the gradients of outputs and `input` the
+    gradients of inputs."""
+    tensors: Patterns = ()
+    """Patterns of modules, ops and parameters whose values are saved too, whatever `task` says."""
+    tensor_entries: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_many)] = ()
+    """Save the values also of ops and modules whose full names, such as `Functional.linear.` or
+    `Module.layers.0.fc.Linear.` (the class behind the name), contain one of these texts."""
+    details: Annotated[tuple[DetailRule, ...], BeforeValidator(one_or_many)] = ()
+    """Other levels of detail for some names: a list of entries with `match` and what differs; later entries win."""
+    slice: Slices = ()
+    """Parts of tensors to store instead of the whole: a list of `dim`, `begin` and `end` or `size`."""
+    tensor_format: Literal["safetensors", "pt", "npy"] = "safetensors"
+    """safetensors: one file a rank and step; pt, npy: one file a tensor, for tools that expect that."""
+    max_bytes: Annotated[Annotated[Whole, Field(ge=0)] | None, BeforeValidator(parse_bytes)] = None
+    """Most bytes that tensors of one rank may take on disk, as a number or as "10 GiB"; collection of tensors then ends
+    with a finding."""
+    stacks: Flag = True
+    """Record where in the program each call came from."""
+    construct: Flag = True
+    """Record which call ran inside which module."""
+    recompute: Literal["mark", "skip"] = "mark"
+    """The forward that activation checkpointing runs again: mark it as such, or leave it out."""
+    ops_scope: Literal["all", "core", "focus"] = "all"
+    """all: every op; focus: without ops that only move or reshape data; core: ops that calculate and commonly decide
+    precision."""
+    scope: tuple[str, str] | None = None
+    """First and last call to record, both included, as full names such as `Module.layers.0.Block.forward.0`."""
+    entries: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_many)] = ()
+    """Keep only calls whose full name, such as `Module.layers.0.fc.Linear.forward.0` or `Functional.linear.1.backward`,
+    contains one of these texts; at level mix also what ran inside such a module."""
+    sinks: Patterns = ("dump", "parquet")
+    """Which writers: dump, parquet (the run log, docs/run_log.md), csv, tensorboard, memory, jsonl (each step as a line of
+    JSON, for programs that read that), one that another package brings, or the files that the two monitors of mindstudio-probe
+    write (msprobe_csv, msprobe_second_csv)."""
+    csv_layout: Literal["tidy", "wide"] = "tidy"
+    """tidy: one row a value and statistic; wide: one row a value, one column a statistic."""
+    csv_steps: Annotated[Whole, Field(ge=1)] = 1000
+    """How many steps a file of the wide layout, of msprobe_csv and of msprobe_second_csv holds."""
+    nan_tokens: Flag = False
+    """Write the bare tokens NaN and Infinity into JSON, for readers that insist on them; such a file is not strict JSON."""
+    console: Flag = True
+    """Print warnings and errors when they happen, and one line when the run ends. Faults of the tool itself are printed
+    in any case."""
+    on_error: Literal["continue", "raise"] = "continue"
+    """What a fault of the tool itself does: disable the tool and let the training go on, or raise. Where it is left out,
+    the environment variable TRAINPROBE_ON_ERROR decides."""
+    reuse: Flag = True
+    """Look at each value once and refer to it afterwards; switch off only to examine the tool."""
+    native: Flag = True
+    """Use the compiled kernels where they exist; the results are the same without."""
+    monitor: SubPlan = None
+    """Settings of the monitor; true for its defaults."""
+    audit: SubPlan = None
+    """Settings of the audit; true for its defaults."""
+    black_box: SubPlan = None
+    """Settings of the black box; true for its defaults."""
+    control: Annotated[Whole, Field(ge=1)] | None = None
+    """At each so many steps look whether `control.yaml` in `output` has changed, which may change `step` and parts of
+    `monitor` and `audit` while the run goes on, on all ranks at the same step (one small collective at each look)."""
+    config_check: SubPlan = None
+    """Settings of the capture of what decides a run's numbers; true for its defaults."""
+
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise PlanError(describe_problems(error, Plan, lambda _: "plan")) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  (keeps `model_validate` from calling it)
+
+    @field_validator("step", "rank", "micro")
+    @classmethod
+    def _check_numbers(cls, value: tuple[int | str, ...]) -> tuple[int | str, ...]:
+        parse_steps(value)
+        return value
+
+    @field_validator("modules", "ops", "parameters", "tensors")
+    @classmethod
+    def _check_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return parse_names(value).patterns
+
+    @field_validator("modules", "ops", "parameters")
+    @classmethod
+    def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError('the list is empty and would select nothing: leave the key out, or write "**"')
+        return value
+
+    @field_validator("sinks")
+    @classmethod
+    def _check_sinks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        known = sink_names()
+        for name in value:
+            if name not in known:
+                raise ValueError(f"{name!r} is not a writer{did_you_mean(name, known)} (there are: {', '.join(known)})")
+        return value
+
+    @field_validator("monitor", "audit", "black_box", "config_check")
+    @classmethod
+    def _check_subplan(cls, value: Any, info: Any) -> Any:
+        if isinstance(value, dict):
+            check_subplan(str(info.field_name), value)  # pyright: ignore[reportUnknownArgumentType]
+        return value  # pyright: ignore[reportUnknownVariableType]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what the source asked for and this plan has no equivalent for."""
+        return self._notes
+
+    @cached_property
+    def _steps(self) -> Steps:
+        return parse_steps(self.step)
+
+    @cached_property
+    def _ranks(self) -> Steps:
+        return parse_steps(self.rank)
+
+    @cached_property
+    def _micros(self) -> Steps:
+        return parse_steps(self.micro)
+
+    @cached_property
+    def _names(self) -> dict[str, Names]:
+        fields = {"modules": self.modules, "ops": self.ops, "parameters": self.parameters, "tensors": self.tensors}
+        return {field: Names(patterns) for field, patterns in fields.items()}
+
+    @cached_property
+    def _detail_names(self) -> tuple[Names, ...]:
+        return tuple(Names(rule.match) for rule in self.details)
+
+    @cached_property
+    def base_detail(self) -> Detail:
+        """The level of detail where neither `tensors` nor `details` says otherwise."""
+        return Detail(self.task, self.summary, tuple(self.statistics), tuple(s.cut() for s in self.slice))
+
+    def wants_step(self, number: int) -> bool:
+        """Tell whether step `number` is collected; never at level off."""
+        return self.level != "off" and number in self._steps
+
+    def wants_rank(self, rank: int) -> bool:
+        """Tell whether this global rank collects."""
+        return rank in self._ranks
+
+    def wants_micro(self, micro: int | None) -> bool:
+        """Tell whether this micro-batch is collected; what belongs to the whole step (None) always is."""
+        return micro is None or micro in self._micros
+
+    def last_step(self) -> int | None:
+        """Return the last step that is collected, or None when collecting never ends."""
+        return self._steps.last()
+
+    def pending_steps(self, last_seen: int, first_seen: int = 0) -> tuple[str, ...]:
+        """Return the pieces of `step`, as written, that select no step in first_seen..last_seen."""
+        return self._steps.pending(first_seen, last_seen)
+
+    def module_selected(self, name: str) -> bool:
+        """Tell whether the module with this dotted name is recorded."""
+        return name in self._names["modules"]
+
+    def op_selected(self, name: str) -> bool:
+        """Tell whether the op with this name, such as `Functional.linear`, is recorded."""
+        return name in self._names["ops"]
+
+    def parameter_selected(self, name: str) -> bool:
+        """Tell whether the parameter with this dotted name is recorded."""
+        return name in self._names["parameters"]
+
+    def detail_for(self, kind: str, name: str, module_class: str = "") -> Detail:
+        """Return what is recorded of a name, be it a module (of this class), op or parameter; callers keep the answer."""
+        detail = self.base_detail
+        full = full_name(name, module_class)
+        if name in self._names["tensors"] or any(text in full for text in self.tensor_entries):
+            detail = detail.changed(task="tensor")
+        for rule, names in zip(self.details, self._detail_names, strict=True):
+            if name in names:
+                cuts = None if rule.slice is None else tuple(s.cut() for s in rule.slice)
+                detail = detail.changed(task=rule.task, summary=rule.summary, statistics=rule.statistics, slice=cuts)
+        return detail
+
+    def unmatched(self, names: Iterable[str], field: str = "modules") -> list[tuple[str, str | None]]:
+        """Return the patterns of a field that match none of `names`, each with the nearest name or None.
+
+        field: modules, ops, parameters, tensors or details.
+        """
+        if field == "details":
+            known = list(names)
+            return [pair for rule in self._detail_names for pair in rule.unmatched(known)]
+        return self._names[field].unmatched(names)

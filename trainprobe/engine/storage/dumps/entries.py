@@ -1,0 +1,30 @@
+"""Names of entries, taken apart: what `entry_name` in engine.core.reel puts together, and what other tools write."""
+
+from __future__ import annotations
+
+import re
+
+from trainprobe.engine.core.records import Call
+
+_MODULE = re.compile(r"(?:Module|Cell)\.(.+)\.([^.]+)\.(forward|backward)\.(\d{1,9})")
+_GRADIENTS = re.compile(r"(?:Module|Cell)\.(.+)\.([^.]+)\.parameters_grad(?:\.(\d{1,9}))?")
+_SAVED = re.compile(r"(.+?)(_grad)?\.(\d{1,9})\.debug")
+_OP = re.compile(r"(.+)\.(\d{1,9})\.(forward|backward)")
+_COLLECTIVES = ("Distributed.", "MintDistributed.")
+
+
+def parse_entry(name: str) -> Call | None:
+    """Return an empty call with the name, class, number and phase of an entry, or None when the name has no known form.
+
+    Older files number neither the gradients of parameters nor distinguish collectives: such are 0, and told by prefix.
+    """
+    if m := _MODULE.fullmatch(name):
+        return Call("module", m[1], int(m[4]), "backward" if m[3] == "backward" else "forward", cls=m[2])
+    if m := _GRADIENTS.fullmatch(name):
+        return Call("parameter", m[1], int(m[3] or 0), "backward", cls=m[2])
+    if m := _SAVED.fullmatch(name):
+        return Call("saved", m[1], int(m[3]), "backward" if m[2] else "forward")
+    if m := _OP.fullmatch(name):
+        kind = "collective" if name.startswith(_COLLECTIVES) else "op"
+        return Call(kind, m[1], int(m[2]), "backward" if m[3] == "backward" else "forward")
+    return None

@@ -1,0 +1,303 @@
+"""The entries of a dump as JSON text: each distinct value is turned into text once, whatever the number of places it is at."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+from trainprobe.compiled import native
+from trainprobe.engine.core.records import Call, Opaque, Reel, Value
+from trainprobe.engine.core.reel import entry_name, parent_name
+from trainprobe.engine.stats.partials import column
+from trainprobe.engine.storage.dumps.numbers_text import BARE, STRICT, column_text, number_text, plain_numbers
+from trainprobe.engine.storage.dumps.tensor_files import file_name, plain_dtype
+
+# statistic → key in a leaf; every other statistic is written under its own name
+KEYS = {"max": "Max", "min": "Min", "mean": "Mean", "norm": "Norm"}
+_BOOLS = frozenset({"torch.bool", "Bool", "bool"})
+_NO_NUMBERS = "".join(f', "{key}": null' for key in KEYS.values())
+
+
+class Document(NamedTuple):
+    """The entries of a reel as the inside of a JSON object, their names and their calls."""
+
+    text: bytes
+    names: list[str]
+    calls: list[Call]
+
+
+class EntryText:
+    """Turns the calls of one reel into JSON text.
+
+    stored: keys of the values that are in the step's tensor files. suffix: "pt" or "npy" where each is a file of its own, which
+    is then named for its place (`Functional.linear.0.forward.input.0.pt`): `links` holds file name → key for all places.
+    """
+
+    def __init__(self, reel: Reel, *, nan_tokens: bool = False, stored: Collection[str] = (), suffix: str = "") -> None:
+        self.links: dict[str, str] = {}
+        self._reel = reel
+        self._tokens = BARE if nan_tokens else STRICT
+        self._stored = stored
+        self._suffix = suffix if stored else ""
+        self._leaves: dict[int, str] = {}
+        self._heads: dict[Any, str] = {}
+        self._whole_numbers: list[str] | None = None
+
+    @property
+    def _numbers(self) -> list[str]:
+        if self._whole_numbers is None:
+            self._whole_numbers = _numbers_text(self._reel, self._tokens)
+        return self._whole_numbers
+
+    def document(self) -> Document:
+        """Return all entries as the inside of a JSON object; see `entries`."""
+        reel = self._reel
+        if native is not None and not self._suffix:
+            return Document(
+                *native.dump_entries(
+                    reel.calls,
+                    reel.framework == "mindspore",
+                    self._columns(),
+                    set(self._stored),
+                    quote,
+                    self.text,
+                    self._rare,
+                    lambda call, taken: _free_name(call, taken, reel.framework),
+                )
+            )
+        whole = list(self.entries())
+        text = ",".join(f"\n  {quote(name)}: {entry}" for name, entry, _ in whole)
+        return Document(text.encode("utf-8", "replace"), [name for name, _, _ in whole], [call for _, _, call in whole])
+
+    def _columns(self) -> tuple[Any, ...]:
+        """Return what the compiled parts put into entries: rows, columns of numbers as text, texts of odd rows and so on."""
+        reel = self._reel
+        columns, odd = _columns_as_text(reel)
+        more = (reel.crc32, reel.histograms, reel.quantiles)
+        bools = [v.row for v in reel.values if v.row >= 0 and v.dtype in _BOOLS]
+        rows = sorted({*odd, *bools}.union(*(rare for rare in more if rare)))
+        whole = dict(zip(rows, _numbers_text(reel, self._tokens, rows), strict=True)) if rows else {}
+        sums = None if reel.checksums is None else np.ascontiguousarray(reel.checksums, np.uint64).tobytes()
+        return len(reel.partials), columns, whole, sums, all(text is None for _, text in columns), _NO_NUMBERS
+
+    def entries(self) -> Iterator[tuple[str, str, Call]]:
+        """Yield (entry name, JSON text, call) in execution order.
+
+        A recomputed forward is left out, so that nothing counts twice. A name that is taken gets the next free number.
+        """
+        taken: set[str] = set()
+        for call in self._reel.calls:
+            if call.phase == "recompute" or call.kind == "state":
+                continue
+            name = entry_name(call, self._reel.framework)
+            if name in taken:
+                name = _free_name(call, taken, self._reel.framework)
+            taken.add(name)
+            yield name, self.entry(call, name), call
+
+    def entry(self, call: Call, name: str = "") -> str:
+        """Return the text of one call. name: its entry name, from which tensor files are named."""
+        at = f"{name}." if self._suffix else ""
+        if call.kind == "saved":
+            return self._named(call.args, at and name)
+        if call.kind == "parameter":
+            pairs = [quote(k) + ": " + self._listed(v, at and at + k, "") for k, v in (call.params or {}).items()]
+            return f"{{{', '.join(pairs)}}}"
+        args, out = self._listed(call.args, at and at + "input"), self._listed(call.out, at and at + "output")
+        if call.phase == "backward":
+            return f'{{"input": {args}, "output": {out}}}'
+        kwargs = self._named(call.kwargs, at and at + "kwargs") if call.kwargs else "{}"
+        params = self._named(call.params, at and at + "parameters") if call.params else ""
+        parameters = f', "parameters": {params}' if params else ""
+        return f'{{"input_args": {args}, "input_kwargs": {kwargs}{parameters}, "output": {out}}}'
+
+    def _named(self, tree: Any, at: str) -> str:
+        return self._placed(tree, at) if at else self.text(tree)
+
+    def _listed(self, tree: Any, at: str, first: str = ".0") -> str:
+        """Return a list as it is, and anything else as a list of one, whose place is `at` and `first`."""
+        if tree is None:
+            return "[]"
+        if type(tree) is list:
+            return self._named(tree, at)
+        return f"[{self._named(tree, at and at + first)}]"
+
+    def _placed(self, tree: Any, at: str) -> str:
+        """Return the text of a tree, with the file of each stored value named for its place."""
+        if isinstance(tree, list):
+            items = [self._placed(item, f"{at}.{i}") for i, item in enumerate(tree)]
+            return f"[{', '.join(items)}]"
+        if isinstance(tree, dict):
+            pairs = [quote(k) + ": " + self._placed(v, f"{at}.{k}") for k, v in tree.items()]
+            return f"{{{', '.join(pairs)}}}"
+        text = self.text(tree)
+        if isinstance(tree, Value) and tree.tensor is not None and tree.tensor in self._stored:
+            name = file_name(at, self._suffix)
+            self.links[name] = tree.tensor
+            return f'{text[:-1]}, "data_name": {quote(name)}}}'
+        return text
+
+    def text(self, tree: Any) -> str:
+        """Return the text of a tree of values, scalars, lists and dicts."""
+        kind = type(tree)
+        if kind is Value:
+            return self._leaves.get(id(tree)) or self._leaf(tree)
+        if tree is None:
+            return "null"
+        if kind is list:
+            return f"[{', '.join(map(self.text, tree))}]"
+        if kind is dict:
+            return f"{{{', '.join(f'{quote(k)}: {self.text(v)}' for k, v in tree.items())}}}"
+        if kind is bool:
+            return '{"type": "bool", "value": true}' if tree else '{"type": "bool", "value": false}'
+        if kind is int or kind is float:
+            return f'{{"type": "{kind.__name__}", "value": {number_text(tree, self._tokens)}}}'
+        if kind is Opaque:
+            return dumps({"type": tree.type, "value": tree.value, **(tree.extra or {})})
+        return f'{{"type": "{kind.__name__}", "value": {quote(str(tree))}}}'
+
+    def _leaf(self, value: Value) -> str:
+        key = (value.type, value.dtype, value.shape)
+        head = self._heads.get(key)
+        if head is None:
+            shape = list(value.shape)
+            head = self._heads[key] = f'{{"type": {quote(value.type)}, "dtype": {quote(value.dtype)}, "shape": {shape}'
+        numbers = self._numbers[value.row] if value.row >= 0 else _NO_NUMBERS
+        grad = value.requires_grad
+        text = head + numbers + ("" if grad is None else ', "requires_grad": true' if grad else ', "requires_grad": false')
+        if value.tensor is not None or value.note is not None or value.extra:
+            text += self._rare(value)
+        text += "}"
+        self._leaves[id(value)] = text
+        return text
+
+    def _rare(self, value: Value) -> str:
+        text = ""
+        if value.tensor is not None and value.tensor in self._stored and not self._suffix:
+            text += f', "data_name": {quote(value.tensor)}'
+        if value.note is not None:
+            text += f', "note": {quote(value.note)}'
+        for key, item in (value.extra or {}).items():
+            text += f", {quote(key)}: {dumps(item)}"
+        return text
+
+
+def quote(text: str) -> str:
+    """Return a string as JSON text; what is not valid Unicode is replaced."""
+    try:
+        return orjson.dumps(text).decode()
+    except (TypeError, ValueError):
+        return orjson.dumps(str(text).encode("utf-8", "replace").decode()).decode()
+
+
+def dumps(thing: Any) -> str:
+    """Return any description as JSON text; what JSON does not know is written as its text, deep nests are cut."""
+    try:
+        return orjson.dumps(thing, default=_described, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY).decode()
+    except (TypeError, ValueError):
+        return quote(str(thing))
+
+
+def _described(thing: Any) -> Any:
+    if isinstance(thing, (set, frozenset, tuple)):
+        return list(thing)  # pyright: ignore[reportUnknownArgumentType]
+    return str(thing)
+
+
+def _free_name(call: Call, taken: set[str], framework: str) -> str:
+    again = Call(call.kind, call.name, call.call, call.phase, cls=call.cls)
+    while True:
+        again.call += 1
+        name = entry_name(again, framework)
+        if name not in taken:
+            return name
+
+
+def _numbers_text(reel: Reel, tokens: tuple[str, str, str], chosen: list[int] | None = None) -> list[str]:
+    """Return, for each row (or each chosen one), the text of its statistics, checksum and CRC-32, from `, "Max": …` on."""
+    numbers = reel.numbers()
+    place = range(len(reel.partials)) if chosen is None else chosen
+    if chosen is not None:
+        numbers = {name: array[chosen] for name, array in numbers.items()}
+    absent = ["null"] * len(place)
+    columns = [column_text(numbers[name], tokens) if name in numbers else absent for name in KEYS]
+    text = [f', "Max": {a}, "Min": {b}, "Mean": {c}, "Norm": {d}' for a, b, c, d in zip(*columns, strict=True)]
+    for name in numbers:
+        if name not in KEYS:
+            text = [f'{t}, "{name}": {x}' for t, x in zip(text, column_text(numbers[name], tokens), strict=True)]
+    counts = column(reel.partials, "count")
+    bools = {v.row for v in reel.values if v.row >= 0 and plain_dtype(v.dtype) == "bool"}
+    for i, row in enumerate(place):
+        if counts[row] == 0:
+            text[i] = _NO_NUMBERS
+        if reel.checksums is not None and (reel.checksums[row] or counts[row] == 0):
+            alone = not numbers  # tools that compare bits look for them under "md5"
+            c = int(reel.checksums[row])
+            text[i] += f', "checksum": "0x{c:016x}"' + (f', "md5": "0x{c:016x}"' if alone else "")
+        if reel.histograms and row in reel.histograms:
+            edges, found = reel.histograms[row]
+            text[i] += f', "histogram": {{"edges": {dumps(np.asarray(edges))}, "counts": {dumps(np.asarray(found))}}}'
+        if reel.quantiles and row in reel.quantiles:
+            text[i] += f', "quantiles": {dumps(plain_numbers(np.asarray(reel.quantiles[row], float)))}'
+        if reel.crc32 and row in reel.crc32:
+            text[i] += f', "md5": "{reel.crc32[row]}"'
+        if row in bools and "max" in numbers and "min" in numbers:
+            text[i] = _bool_text(text[i])
+    return text
+
+
+def _columns_as_text(reel: Reel) -> tuple[list[tuple[bytes, bytes | None]], list[int]]:
+    """Return each column of numbers as text, and the rows that have no elements or a number that JSON does not have."""
+    numbers = reel.numbers()
+    odd = column(reel.partials, "count") == 0
+    columns: list[tuple[bytes, bytes | None]] = []
+    for name in [*KEYS, *(n for n in numbers if n not in KEYS)]:
+        array = numbers.get(name)
+        text = None if array is None else orjson.dumps(np.ascontiguousarray(array), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+        columns.append((f', "{KEYS.get(name, name)}": '.encode(), text))
+        if array is not None and array.dtype.kind == "f":
+            odd |= ~np.isfinite(array)
+    return columns, np.flatnonzero(odd).tolist()
+
+
+def _bool_text(text: str) -> str:
+    """Write the extremes of a bool tensor as existing tools do: Max is any, Min is all."""
+    for key in ("Max", "Min"):
+        text = text.replace(f'"{key}": 1.0', f'"{key}": true').replace(f'"{key}": 0.0', f'"{key}": false')
+    return text
+
+
+def construct(reel: Reel, names: list[tuple[str, Call]]) -> dict[str, Any]:
+    """Return what is written to construct.json: entry → enclosing entry or null; with micro-batches, [entry, micro-batch].
+
+    Empty where no call has a parent and the reel is of level L1, as existing tools have it.
+    """
+    if reel.level == "L1" or reel.level == "debug":
+        return {}
+    nodes = {name: (parent_name(call, reel.framework), call.micro or 0) for name, call in names if call.kind != "parameter"}
+    for stage in {parent for parent, _ in nodes.values()} & {"optimizer", "clip_grad"}:
+        nodes[str(stage)] = (None, 0)
+    last = max((micro for _, micro in nodes.values()), default=0)
+    if last == 0:
+        return {name: parent for name, (parent, _) in nodes.items()}
+    return {**{name: list(node) for name, node in nodes.items()}, "megatron_micro_step_number": last}
+
+
+def construct_text(reel: Reel, names: list[str], calls: list[Call]) -> bytes:
+    """Return `construct` as the text of its file."""
+    nested = reel.level not in ("L1", "debug") and not any(call.micro for call in calls)
+    if native is not None and nested:
+        return native.dump_construct(names, calls, reel.framework == "mindspore", quote)
+    return orjson.dumps(construct(reel, list(zip(names, calls, strict=True))), option=orjson.OPT_INDENT_2)
+
+
+def stacks(reel: Reel, names: list[tuple[str, Call]]) -> dict[str, Any]:
+    """Return what is written to stack.json: number → [entries with this stack, its frames]."""
+    users: dict[int, list[str]] = {}
+    for name, call in names:
+        if 0 <= call.stack < len(reel.stacks):
+            users.setdefault(call.stack, []).append(name)
+    return {str(i): [entries, list(reel.stacks[stack])] for i, (stack, entries) in enumerate(users.items())}

@@ -1,0 +1,72 @@
+"""What a dump says about itself beyond what existing tools know, so that reading it back gives the same reel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+from trainprobe.engine.core.records import Call, Place, Reel
+from trainprobe.engine.storage.dumps.numbers_text import read_number
+
+FORMAT = 1
+
+
+def header(reel: Reel, about_calls: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the header of a reel, with what `about_calls` says of its calls."""
+    return {
+        "format": FORMAT,
+        "step": reel.step,
+        "place": place_text(reel.place),
+        "wanted": list(reel.wanted),
+        "complete": reel.complete,
+        "scalars": {name: _scalar(x) for name, x in reel.scalars.items()},
+        "notes": list(reel.notes),
+        **about_calls,
+    }
+
+
+def about_calls(reel: Reel, names: Sequence[tuple[str, Call]]) -> dict[str, Any]:
+    """Return what a header says of calls. micro, phase, kind: run lengths over the entries, [[value, how many], …]."""
+    calls = [call for _, call in names]
+    return {
+        "recomputed": list(map(attrgetter("phase"), reel.calls)).count("recompute"),
+        **{about: run_lengths(map(attrgetter(about), calls)) for about in ("micro", "phase", "kind")},
+        "nodes": {name: call.node for name, call in names if call.node is not None},
+    }
+
+
+def place_text(place: Place) -> dict[str, Any]:
+    """Return a place as JSON knows it."""
+    return {"rank": place.rank, "world_size": place.world_size, "axes": {k: list(v) for k, v in place.axes.items()}}
+
+
+def read_place(text: dict[str, Any]) -> Place:
+    """Return the place that `place_text` wrote. Raises KeyError, TypeError or ValueError for anything else."""
+    axes = {str(k): (int(v[0]), int(v[1])) for k, v in text.get("axes", {}).items()}
+    return Place(int(text["rank"]), int(text["world_size"]), axes)
+
+
+def run_lengths(values: Iterable[Any]) -> list[list[Any]]:
+    """Return [[value, how often in a row], …]."""
+    return [[value, len(list(run))] for value, run in groupby(values)]
+
+
+def spread(runs: Any, length: int, default: Any) -> list[Any]:
+    """Undo `run_lengths` to `length` values; what is missing or unreadable is `default`."""
+    out: list[Any] = []
+    for run in runs if isinstance(runs, list) else ():
+        if not (isinstance(run, list) and len(run) == 2 and isinstance(run[1], int) and 0 <= run[1] <= length - len(out)):  # pyright: ignore[reportUnknownArgumentType]
+            break
+        out += [run[0]] * run[1]
+    return out + [default] * (length - len(out))
+
+
+def read_scalars(scalars: dict[str, Any]) -> dict[str, float]:
+    """Return the scalars of a header as floats."""
+    return {name: read_number(x) for name, x in scalars.items()}
+
+
+def _scalar(x: float) -> float | str:
+    return x if x - x == 0 else str(x)

@@ -1,0 +1,226 @@
+"""Reads dumps back as reels: ours and those of other tools, in their old and new dialects.
+
+Files may come from anywhere. Nothing in them is run, no name in them leads out of their folder, and sizes and depths have
+limits; what cannot be understood is a FormatError that names the file and the entry.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trainprobe.engine.core.records import Call, Place
+from trainprobe.engine.core.reel import StoredReel
+from trainprobe.engine.storage.dumps.entries import parse_entry
+from trainprobe.engine.storage.dumps.header import read_place, read_scalars, spread
+from trainprobe.engine.storage.dumps.layout import CONSTRUCT_FILE, DEBUG_FILE, DUMP_FILE, HEADER, STACK_FILE, find_ranks
+from trainprobe.engine.storage.dumps.leaves import Leaves
+from trainprobe.errors import FormatError
+
+LARGEST = 8 << 30
+DEPTH = 400
+
+
+def read(path: Path | str) -> StoredReel:
+    """Read one rank of one step: a rank's folder, a `dump.json` or `debug.json`, or a step's folder with one rank in it.
+
+    Raises FormatError when there is no dump there, when there are several ranks (use `read_step`), or when it cannot be read.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _read_rank(path)
+    for name in (DUMP_FILE, DEBUG_FILE):
+        if (path / name).is_file():
+            return _read_rank(path / name)
+    ranks = find_ranks(path)
+    if len(ranks) == 1:
+        return read(next(iter(ranks.values())))
+    if ranks:
+        raise FormatError(f"{path} holds {len(ranks)} ranks: name one of them, such as {next(iter(ranks.values()))}")
+    raise FormatError(f"no dump at {path}: expected dump.json, debug.json or rank folders (rank0, …) there")
+
+
+def read_step(path: Path | str) -> dict[int, StoredReel]:
+    """Read all ranks of a step's folder: rank → reel. Raises FormatError when there is none."""
+    ranks = find_ranks(Path(path))
+    if not ranks:
+        reel = read(path)
+        return {reel.place.rank: reel}
+    return {rank: read(folder) for rank, folder in ranks.items()}
+
+
+def load_json(path: Path) -> Any:
+    """Parse JSON with or without the bare tokens NaN and Infinity. Raises FormatError with the file and the reason."""
+    try:
+        size = path.stat().st_size
+        if size > LARGEST:
+            raise FormatError(f"{path} has {size} bytes, more than the {LARGEST} that are read at once")
+        content = path.read_bytes()
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error}") from error
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise FormatError(f"{path} is nested too deeply to be a dump") from None
+    except ValueError as error:
+        raise FormatError(f"{path} is not JSON ({error}); a run that was killed may have left it incomplete") from None
+
+
+def _read_rank(path: Path) -> StoredReel:
+    top = load_json(path)
+    data = top.get("data") if isinstance(top, dict) else None
+    if not isinstance(data, dict):
+        raise FormatError(f"{path} is no dump: it has no object `data`")
+    own = top.get(HEADER)
+    head: dict[str, Any] = own if isinstance(own, dict) else {}
+    leaves = Leaves(tuple(head.get("wanted", ())))
+    calls: list[Call] = []
+    by_name: dict[str, Call] = {}
+    notes = [str(note) for note in head.get("notes", ())]
+    for name, entry in data.items():
+        call = parse_entry(name)
+        if call is None:
+            notes.append(f"entry {name!r} has no form that is known and was left out")
+            continue
+        try:
+            _fill(call, entry, leaves)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise FormatError(f"{path}: entry {name!r} cannot be read: {error}") from None
+        calls.append(call)
+        by_name[name] = call
+    try:
+        return _assemble(path, top, head, calls, by_name, leaves, notes)
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        raise FormatError(f"{path}: its header cannot be read: {error}") from None
+
+
+def _assemble(
+    path: Path,
+    top: Mapping[str, Any],
+    head: Mapping[str, Any],
+    calls: list[Call],
+    by_name: Mapping[str, Call],
+    leaves: Leaves,
+    notes: list[str],
+) -> StoredReel:
+    _apply_header(head, calls, by_name)
+    _read_construct(path.with_name(CONSTRUCT_FILE), by_name, "micro" not in head)
+    finished, absent, checksums, crc32, partials = leaves.columns()
+    return StoredReel(
+        step=int(head["step"]) if "step" in head else _number(path.parent.parent, r"step(\d+)"),
+        place=read_place(head["place"]) if "place" in head else Place(_number(path.parent, r"rank(\d+)")),
+        framework=str(top.get("framework") or "pytorch"),
+        level=str(top.get("level") or "L1"),
+        task=str(top.get("task") or "statistics"),
+        calls=calls,
+        values=leaves.values,
+        partials=partials,
+        checksums=checksums,
+        wanted=tuple(finished),
+        crc32=crc32,
+        histograms=leaves.histograms or None,
+        quantiles=leaves.quantiles or None,
+        scalars=read_scalars(head.get("scalars", {})),
+        stacks=_read_stacks(path.with_name(STACK_FILE), by_name),
+        notes=tuple(notes),
+        complete=bool(head.get("complete", True)),
+        finished=finished,
+        absent=absent,
+    )
+
+
+def _number(folder: Path, pattern: str) -> int:
+    m = re.fullmatch(pattern, folder.name)
+    return int(m[1]) if m else 0
+
+
+def _apply_header(head: Mapping[str, Any], calls: list[Call], by_name: Mapping[str, Call]) -> None:
+    """Set what the entries themselves do not say: micro-batch, phase and kind."""
+    for call, micro, phase, kind in zip(
+        calls,
+        spread(head.get("micro"), len(calls), None),
+        spread(head.get("phase"), len(calls), None),
+        spread(head.get("kind"), len(calls), None),
+        strict=True,
+    ):
+        call.micro = micro
+        call.phase = phase or call.phase
+        call.kind = kind or call.kind
+    for name, node in (head.get("nodes") or {}).items():
+        if name in by_name:
+            by_name[name].node = str(node)
+
+
+def _fill(call: Call, entry: Any, leaves: Leaves) -> None:
+    """Put the values of an entry into its call."""
+    if call.kind == "saved":
+        call.args = leaves.tree(entry)
+        return
+    if not isinstance(entry, dict):
+        raise TypeError(f"it is {type(entry).__name__}, not an object")
+    if call.kind == "parameter":
+        call.params = {str(k): leaves.tree(_single(v)) for k, v in entry.items() if not isinstance(v, bool)}
+        return
+    if entry.get("is_recompute") is True:
+        call.phase = "recompute"
+    call.args = leaves.tree(entry.get("input_args", entry.get("input")))
+    call.kwargs = leaves.tree(entry.get("input_kwargs") or None)
+    call.params = leaves.tree(entry.get("parameters") or None)
+    call.out = leaves.tree(entry.get("output"))
+
+
+def _single(entry: Any) -> Any:
+    return entry[0] if isinstance(entry, list) and len(entry) == 1 else entry
+
+
+def _read_stacks(path: Path, by_name: Mapping[str, Call]) -> list[list[str]]:
+    """Read stack.json in either dialect: number → [entries, frames], or entry → frames."""
+    if not path.is_file():
+        return []
+    content = load_json(path)
+    if not isinstance(content, dict):
+        raise FormatError(f"{path} is not an object")
+    stacks: list[list[str]] = []
+    known: dict[tuple[str, ...], int] = {}
+    for key, item in content.items():
+        entries, frames = item if _is_shared(item) else ([key], item)
+        lines = tuple(str(frame) for frame in (frames if isinstance(frames, list) else [frames]))
+        if lines not in known:
+            known[lines] = len(stacks)
+            stacks.append(list(lines))
+        for name in entries:
+            if isinstance(name, str) and name in by_name:
+                by_name[name].stack = known[lines]
+    return stacks
+
+
+def _is_shared(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2 and isinstance(item[0], list)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _read_construct(path: Path, by_name: Mapping[str, Call], micro: bool) -> None:
+    """Read construct.json: entry → parent, or entry → [parent, micro-batch]. micro: take the micro-batches from it."""
+    if not path.is_file():
+        return
+    content = load_json(path)
+    if not isinstance(content, dict):
+        raise FormatError(f"{path} is not an object")
+    for name, node in content.items():
+        call = by_name.get(name)
+        if call is None:
+            continue
+        parent = node
+        if isinstance(node, list) and len(node) == 2:  # pyright: ignore[reportUnknownArgumentType]
+            parent = node[0]
+            call.micro = node[1] if micro and isinstance(node[1], int) else call.micro
+        if isinstance(parent, str):
+            call.parent = by_name.get(parent, parent)

@@ -1,0 +1,107 @@
+"""Closed parts of the run log: Parquet files that are written once, with checksums in their pages, and never changed.
+
+Rows are sorted by kind, name, slot, phase, call, micro-batch and step, so that a series lies in one piece: a query for one name
+reads little, and neighbouring numbers are alike, which halves the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainprobe.engine.storage.dumps.layout import LIVE_FILE, find_segments, next_segment
+from trainprobe.engine.storage.run_log.live import STREAM, read_stream
+from trainprobe.engine.storage.run_log.schema import FLOATS, WORDS
+from trainprobe.engine.storage.safe_files import NO_LINK
+
+ROW_GROUP = 1 << 17
+_SORTED = ("kind", "name", "slot", "phase", "call", "micro", "step", "position")
+
+
+def live_table(folder: Path) -> pa.Table | None:
+    """Return what stands in the live stream of a rank's folder and in no segment, None where that is nothing."""
+    schema, batches = read_stream(folder / LIVE_FILE)
+    segments = find_segments(folder)
+    if not batches or schema is None or (segments and _made_of(segments[-1], schema)):
+        return None
+    return _joined(batches)
+
+
+def _joined(batches: Sequence[pa.RecordBatch]) -> pa.Table:
+    """Return batches of one stream as a table of one chunk. Dictionaries of a stream only grow: the last has all words."""
+    last = batches[-1]
+    columns: list[pa.Array] = []
+    for i, name in enumerate(last.schema.names):
+        arrays = [batch.column(i) for batch in batches]
+        if name in WORDS:
+            codes = pa.concat_arrays([array.indices for array in arrays])
+            columns.append(pa.DictionaryArray.from_arrays(codes, arrays[-1].dictionary))
+        else:
+            columns.append(pa.concat_arrays(arrays))
+    return pa.Table.from_arrays(columns, schema=last.schema)
+
+
+def close_segment(folder: Path) -> Path | None:
+    """Turn the live stream of a rank's folder into a segment; return it, or None where there was nothing in the stream.
+
+    The stream goes once the segment is whole and on disk. After a kill between the two, the segment bears the name of the
+    stream, which is passed over.
+    """
+    table, segment = live_table(folder), None
+    if table is not None:
+        segment = next_segment(folder)
+        write_segment(segment, table)
+    (folder / LIVE_FILE).unlink(missing_ok=True)
+    return segment
+
+
+def _made_of(segment: Path, stream: pa.Schema) -> bool:
+    """Tell whether a segment was made of the stream with this schema; one that cannot be read was not."""
+    try:
+        return (pq.read_schema(segment).metadata or {}).get(STREAM) == (stream.metadata or {}).get(STREAM)
+    except (pa.ArrowInvalid, OSError):
+        return False
+
+
+def write_segment(path: Path, table: pa.Table) -> None:
+    """Write rows as a segment that is whole or not there; one of this name is replaced."""
+    draft = path.with_name(f".{path.name}.partial")
+    draft.unlink(missing_ok=True)
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | getattr(os, "O_BINARY", 0), 0o644)
+    with os.fdopen(handle, "wb") as file:
+        pq.write_table(
+            table.take(pa.array(_order(table))),
+            file,
+            row_group_size=ROW_GROUP,
+            compression="zstd",
+            compression_level=3,
+            use_dictionary=[*WORDS, "crc32"],  # pyright: ignore[reportArgumentType]
+            use_byte_stream_split=list(FLOATS),  # pyright: ignore[reportArgumentType]
+            write_page_checksum=True,
+            write_page_index=True,
+        )
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _order(table: pa.Table) -> npt.NDArray[np.int64]:
+    return np.lexsort([_key(table[name]) for name in reversed(_SORTED)])
+
+
+def _key(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """Return numbers that sort as the column does, null first."""
+    array = column.combine_chunks()
+    if pa.types.is_dictionary(array.type):
+        words: Sequence[str] = array.dictionary.to_pylist()
+        rank = np.empty(len(words) + 1, np.int64)
+        rank[np.argsort(np.array(words, dtype=object), kind="stable")] = np.arange(len(words))
+        rank[-1] = -1
+        return rank[array.indices.fill_null(-1).to_numpy()]
+    return array.fill_null(-1).to_numpy().astype(np.int64)

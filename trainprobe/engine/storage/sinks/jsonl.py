@@ -1,0 +1,47 @@
+"""Each step as a line of JSON: `rank{R}/records.jsonl`, append-only and self-contained, for programs that read that.
+
+Each line goes to the operating system as a whole when it is written, so a killed run loses at most the line in flight.
+`trainprobe.engine.storage.dumps.read_log` reads it and leaves out a torn last line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainprobe.engine.core.records import Finding, Place, Reel
+from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.storage.dumps.append import AppendedFile, make_room
+from trainprobe.engine.storage.dumps.findings_file import FindingsFile
+from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, LOG_FILE, log_folder
+from trainprobe.engine.storage.dumps.record_log import encode
+
+
+class JsonlSink:
+    """Appends to the lines of one rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = AppendedFile(folder / LOG_FILE)
+        self._findings = FindingsFile(folder / FINDINGS_FILE)
+
+    def write(self, reel: Reel) -> None:
+        """Append one line."""
+        self._log.write(encode(reel))
+
+    def findings(self, findings: Sequence[Finding]) -> None:
+        """Append one line a finding."""
+        self._findings.append(findings)
+
+    counts = findings
+
+    def close(self) -> None:
+        """Close the files."""
+        self._log.close()
+        self._findings.close()
+
+
+def open(folder: Path, plan: Plan, place: Place) -> JsonlSink:
+    """Open the lines of one rank. Raises OutputError when there are some already and the plan refuses that."""
+    path = log_folder(folder, place.rank)
+    make_room([path / LOG_FILE, path / FINDINGS_FILE], plan.on_existing)
+    return JsonlSink(path)

@@ -1,0 +1,104 @@
+"""The run log: `rank{R}/metrics-*.parquet`, one row a value, place and step, which any tool can query.
+
+The steps since the last segment stand in `metrics.arrow`, Arrow's streaming format. A killed run leaves them there: they are
+read all the same, and the next run in the folder makes a segment of them. `findings.jsonl` lies beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainprobe.engine.core.records import Finding, Place, Reel
+from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.storage.dumps.append import make_room
+from trainprobe.engine.storage.dumps.findings_file import FindingsFile
+from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, LIVE_FILE, find_segments, log_folder
+
+if TYPE_CHECKING:  # the run log brings pyarrow, which a process that only dumps is not to load
+    from trainprobe.engine.storage.run_log.live import LiveStream
+    from trainprobe.engine.storage.run_log.rows import Rows
+
+SEGMENT = 1 << 17  # rows of the live stream that become a segment: some 35 MB of memory while it is made
+
+
+class ParquetSink:
+    """Appends to the run log of one rank.
+
+    findings: the file of findings, None where another sink writes it. dumped: steps that only the dump wanted are in a dump,
+    and are left out here.
+    """
+
+    def __init__(self, folder: Path, findings: FindingsFile | None = None, dumped: bool = False) -> None:
+        self.findings_file = findings
+        self._folder = folder
+        self._dumped = dumped
+        self._rows: Rows | None = None
+        self._live: LiveStream | None = None
+        self._waiting: list[tuple[int, Reel]] = []  # with the microseconds at which each came
+        if (folder / LIVE_FILE).exists():  # a killed run left it
+            from trainprobe.engine.storage.run_log.segments import close_segment
+
+            close_segment(folder)
+
+    def write(self, reel: Reel) -> None:
+        """Take one step; it is in the file after the next `flush`."""
+        if self._dumped and tuple(reel.programs) == ("dump",):
+            return
+        self._waiting.append((time.time_ns() // 1000, reel))
+
+    def flush(self) -> None:
+        """Append the rows of the steps that wait as one batch."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        rows, live = self._open()
+        live.write(rows.batch(waiting))
+        if live.rows >= SEGMENT:
+            self._close_segment()
+
+    def _open(self) -> tuple[Rows, LiveStream]:
+        """Return what makes rows and the stream that they go to."""
+        from trainprobe.engine.storage.run_log.live import LiveStream
+        from trainprobe.engine.storage.run_log.rows import Rows
+
+        if self._rows is None:
+            self._rows = Rows()
+        if self._live is None:
+            self._rows.forget_layouts()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._live = LiveStream(self._folder / LIVE_FILE)
+        return self._rows, self._live
+
+    def _close_segment(self) -> None:
+        from trainprobe.engine.storage.run_log.segments import close_segment
+
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.close()
+            close_segment(self._folder)
+
+    def findings(self, findings: Sequence[Finding]) -> None:
+        """Append one line a finding, unless another sink does."""
+        if self.findings_file is not None:
+            self.findings_file.append(findings)
+
+    counts = findings
+
+    def close(self) -> None:
+        """Make a segment of what is in the stream."""
+        self.flush()
+        if self._live is not None:
+            self._close_segment()
+        if self.findings_file is not None:
+            self.findings_file.close()
+
+
+def open(folder: Path, plan: Plan, place: Place) -> ParquetSink:
+    """Open the run log of one rank. Raises OutputError when there is one already and the plan refuses that."""
+    path = log_folder(folder, place.rank)
+    own = [] if "jsonl" in plan.sinks else [path / FINDINGS_FILE]
+    make_room([path / LIVE_FILE, *find_segments(path), *own], plan.on_existing)
+    return ParquetSink(path, FindingsFile(own[0]) if own else None, dumped="dump" in plan.sinks)

@@ -1,0 +1,131 @@
+"""Statistics as TensorBoard event files: `tensorboard/rank{R}/events.out.tfevents.…`, one file a run, flushed each step.
+
+Tags are `activations/layers.0.mlp/output/norm`, `gradients/layers.0.mlp.weight/grad/norm`, `ops/…`, `scalars/loss`,
+`features/layers.0.attn/attention_entropy.3`; a second call in the same step carries its number, `layers.0.mlp[1]`, and a later
+micro-batch `:micro1`. Only tensorboard's record writer and messages are used, so that TensorFlow is not imported where it
+happens to be installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from trainprobe.engine.core.records import Finding, Place, Record, Reel, Site, Step
+from trainprobe.engine.core.reel import slots
+from trainprobe.engine.plan.model import Plan
+from trainprobe.errors import MissingExtra
+
+_GROUPS = {
+    **{"op": "ops", "parameter": "gradients", "collective": "collectives", "saved": "saved", "scalar": "scalars"},
+    "feature": "features",
+}
+
+
+class TensorboardSink:
+    """Writes one event a step, with one scalar a value and statistic and the histograms the reel has."""
+
+    def __init__(self, folder: Path) -> None:
+        self._messages, self._event, record_writer = _load()
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("xb")
+        self._records = record_writer.RecordWriter(self._file)
+        self._write(self._event.Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def write(self, reel: Reel) -> None:
+        """Append one event with all values of a step."""
+        values = list(self._scalars(reel))
+        for tag, histogram in _histograms(reel):
+            values.append(self._messages.Summary.Value(tag=tag, histo=self._histogram(*histogram)))
+        summary = self._messages.Summary(value=values)
+        self._write(self._event.Event(wall_time=time.time(), step=reel.step, summary=summary))
+
+    def _scalars(self, reel: Reel) -> Iterator[Any]:
+        value = self._messages.Summary.Value
+        for record in reel.records():
+            if record.step.phase == "recompute":
+                continue
+            start = tag(record)
+            for statistic, number in record.values.items():
+                if statistic not in {"checksum", "crc32"}:
+                    last = "" if statistic == "value" else f"/{statistic}"
+                    yield value(tag=start + last, simple_value=float(number))
+
+    def _histogram(self, edges: Sequence[float], counts: Sequence[float]) -> Any:
+        middles = [(a + b) / 2 for a, b in pairwise(edges)]
+        return self._messages.HistogramProto(
+            min=edges[0],
+            max=edges[-1],
+            num=sum(counts),
+            sum=sum(m * n for m, n in zip(middles, counts, strict=True)),
+            sum_squares=sum(m * m * n for m, n in zip(middles, counts, strict=True)),
+            bucket_limit=list(edges[1:]),
+            bucket=list(counts),
+        )
+
+    def _write(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+        self._file.flush()
+
+    def findings(self, findings: Sequence[Finding]) -> None:
+        """Do nothing: the file holds numbers."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def tag(record: Record) -> str:
+    """Return the tag of a record, without the statistic."""
+    site = record.site
+    if site.kind == "scalar":
+        return f"scalars/{site.name}"
+    name = site.name + (f"[{site.call}]" if site.call else "") + (f":micro{record.step.micro}" if record.step.micro else "")
+    return f"{_group(record)}/{name}/{site.slot}"
+
+
+def _group(record: Record) -> str:
+    if record.site.kind == "parameter" and not record.site.slot.startswith("grad"):
+        return "parameters" if "value" in record.site.slot else "optimizer"
+    if record.site.kind != "module":
+        return _GROUPS[record.site.kind]
+    if record.site.slot.startswith("parameters."):
+        return "parameters"
+    return "gradients" if record.step.phase == "backward" else "activations"
+
+
+def _histograms(reel: Reel) -> Iterator[tuple[str, tuple[Sequence[float], Sequence[float]]]]:
+    """Yield (tag, (edges, counts)) where the reel has a histogram of the value, and of features that are counts per bin."""
+    for feature in reel.features:
+        if feature.edges is not None:
+            site = Site("feature", feature.name, feature.slot, feature.call)
+            record = Record(Step(reel.step, feature.micro), reel.place, site, "float64", (), {})
+            yield tag(record), (feature.edges.tolist(), feature.numbers.tolist())
+    if not reel.histograms:
+        return
+    rows = [value.row for call in reel.calls for _, value in slots(call)]
+    for row, record in zip(rows, reel.records(), strict=False):
+        if row in reel.histograms and record.step.phase != "recompute":
+            edges, counts = reel.histograms[row]
+            yield f"{tag(record)}/histogram", ([float(x) for x in edges], [float(n) for n in counts])
+
+
+def _load() -> tuple[Any, Any, Any]:
+    try:
+        messages = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        event = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        return messages, event, importlib.import_module("tensorboard.summary.writer.record_writer")
+    except ImportError:
+        raise MissingExtra("tensorboard", "tensorboard", "the sink 'tensorboard'") from None
+
+
+def open(folder: Path, plan: Plan, place: Place) -> TensorboardSink:
+    """Open a new event file of one rank. Raises MissingExtra without tensorboard."""
+    return TensorboardSink(folder / "tensorboard" / f"rank{place.rank}")

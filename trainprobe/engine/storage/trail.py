@@ -1,0 +1,350 @@
+"""The trail of a step: what it has brought so far, written as it comes into memory that may outlive the process.
+
+    used, step, left out     uint64, int64, uint64: bytes of records; the step; records for which there was no room
+    record                   its whole length (uint32), a letter, and what the letter says:
+
+    H   about the run, as JSON                       V   a value: who it is, what it is, and its numbers
+    C   a call: who it is, its parent, its name …    T   the same value with a note of its own: who it is, whose twin, the note
+    F   a tree of a call: args, kwargs, out, params  S   a scalar: its name and a tree
+    B   the fingerprint of a batch
+
+Who a value or a call is, is told by the object's address while the step runs (uint64). Texts have their length before them
+(uint16), columns of partials that are zero are left out (a mask of uint16 says which). A record counts when `used` says so,
+which is written last: whatever ends the process, the memory holds whole records. Numbers that are on a device are not there.
+
+`native/trail.c` writes the same for the compiled parts, 0.1 µs a record.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from trainprobe.compiled import native
+from trainprobe.engine.core.records import Call, Opaque, Reel, Value
+from trainprobe.engine.stats.partials import PARTIALS, finish
+from trainprobe.engine.storage.dumps.header import read_place
+
+HEAD = 24
+ON_DEVICE = "its numbers were still on the device when the process ended"
+_TREES = ("args", "kwargs", "out", "params")
+_NONE = -(1 << 63)
+_GRAD = {True: 2, False: 4, None: 0}
+
+
+class Trail(Protocol):
+    """What is told of a step. Everything is dropped between `end` and the next `begin`, and after `close`."""
+
+    def begin(self, step: int, about: bytes) -> None:
+        """A step begins. about: JSON of what all of it has in common (see `read_trail`)."""
+        ...
+
+    def end(self) -> None:
+        """The step is kept elsewhere."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        ...
+
+    def value(self, value: Value, row: bytes | None, checksum: int) -> None:
+        """A value was looked at. row: its partials, None while they are on a device."""
+        ...
+
+    def twin(self, twin: Value, value: Value) -> None:
+        """The same value has a twin with a note of its own."""
+        ...
+
+    def call(self, call: Call) -> None:
+        """A call is like this now."""
+        ...
+
+    def scalar(self, name: str, x: Any) -> None:
+        """A scalar of the step: a Value or a number."""
+        ...
+
+    def batch(self, fingerprint: int) -> None:
+        """What the model was called with."""
+        ...
+
+
+def open_trail(memory: memoryview) -> Trail:
+    """Return a trail in this memory, uint8 [n]."""
+    if native is None:
+        return PlainTrail(memory)
+    held = np.frombuffer(memory, np.uint8)
+    return native.Trail(held.__array_interface__["data"][0], held.size, held)
+
+
+class PlainTrail:
+    """A trail that Python writes (see `Trail`)."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory: memoryview | None = memory
+        self._used, self._left_out, self._alive = 0, 0, False
+        self._known: set[int] = set()
+        memory[:HEAD] = bytes(HEAD)
+
+    def begin(self, step: int, about: bytes) -> None:
+        """See `Trail`."""
+        if self._memory is None:
+            return
+        self._used, self._left_out, self._alive = 0, 0, True
+        self._known.clear()
+        self._memory[:HEAD] = struct.pack("<QqQ", 0, step, 0)
+        self._put(b"H", about)
+
+    def end(self) -> None:
+        """See `Trail`."""
+        self._alive = False
+        if self._memory is not None:
+            self._memory[:8] = bytes(8)
+
+    def close(self) -> None:
+        """See `Trail`."""
+        self._alive, self._memory = False, None
+
+    def value(self, value: Value, row: bytes | None, checksum: int) -> None:
+        """See `Trail`."""
+        self._put(b"V", _described(value, row, checksum))
+        self._known.add(id(value))
+
+    def twin(self, twin: Value, value: Value) -> None:
+        """See `Trail`."""
+        if id(value) in self._known:
+            self._put(b"T", struct.pack("<QQ", id(twin), id(value)) + _text(twin.note))
+            self._known.add(id(twin))
+
+    def call(self, call: Call) -> None:
+        """See `Trail`."""
+        if id(call) not in self._known:
+            self._known.add(id(call))
+            above = id(call.parent) if isinstance(call.parent, Call) else 0
+            numbers = struct.pack("<QQqq", id(call), above, call.call, _NONE if call.micro is None else call.micro)
+            texts = (call.kind, call.name, call.phase, call.cls, call.node, None if above else call.parent)
+            self._put(b"C", numbers + b"".join(map(_text, texts)))
+        for i, name in enumerate(_TREES):
+            tree = getattr(call, name)
+            if tree is not None:
+                self._put(b"F", struct.pack("<QB", id(call), i) + self._tree(tree))
+
+    def scalar(self, name: str, x: Any) -> None:
+        """See `Trail`."""
+        self._put(b"S", _text(name) + self._tree(x))
+
+    def batch(self, fingerprint: int) -> None:
+        """See `Trail`."""
+        self._put(b"B", struct.pack("<Q", fingerprint))
+
+    def _put(self, letter: bytes, said: bytes) -> None:
+        memory = self._memory
+        if memory is None or not self._alive:
+            return
+        at, size = HEAD + self._used, 5 + len(said)
+        if self._left_out or at + size > len(memory):
+            self._left_out += 1
+            memory[16:24] = struct.pack("<Q", self._left_out)
+            return
+        memory[at : at + size] = struct.pack("<I", size) + letter + said
+        self._used += size
+        memory[:8] = struct.pack("<Q", self._used)
+
+    def _tree(self, x: Any) -> bytes:
+        if x is None:
+            return b"n"
+        if isinstance(x, Value):
+            return b"v" + struct.pack("<Q", id(x)) if id(x) in self._known else b"w" + _described(x, None, 0)
+        if isinstance(x, bool):
+            return b"t" if x else b"f"
+        if isinstance(x, int):
+            return b"i" + struct.pack("<q", x) if _NONE <= x < 1 << 63 else b"n"
+        if isinstance(x, float):
+            return b"d" + struct.pack("<d", x)
+        if isinstance(x, str):
+            return b"s" + _text(x)
+        if isinstance(x, list):
+            return b"l" + struct.pack("<I", len(x)) + b"".join(map(self._tree, x))
+        if isinstance(x, dict):
+            return b"m" + struct.pack("<I", len(x)) + b"".join(_text(key) + self._tree(item) for key, item in x.items())
+        return b"o" + _text(getattr(x, "type", None))
+
+
+def _text(x: Any) -> bytes:
+    data = x.encode(errors="replace")[:0xFFFF] if isinstance(x, str) else b""
+    return struct.pack("<H", len(data)) + data
+
+
+def _described(value: Value, row: bytes | None, checksum: int) -> bytes:
+    flags = (row is not None) | _GRAD[value.requires_grad]
+    shape = value.shape[:255]
+    said = struct.pack(f"<QBB{len(shape)}q", id(value), flags, len(shape), *shape)
+    said += _text(value.type) + _text(value.dtype) + _text(value.device) + _text(value.note)
+    if row is None:
+        return said
+    numbers = np.frombuffer(row, np.float64)
+    there = numbers != 0
+    mask = sum(1 << i for i in np.flatnonzero(there).tolist())
+    return said + struct.pack("<H", mask) + numbers[there].tobytes() + struct.pack("<Q", checksum)
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------------
+
+
+class _Cursor:
+    """Takes one thing after the other from bytes. Raises struct.error where they end."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def take(self, form: str) -> tuple[Any, ...]:
+        found = struct.unpack_from("<" + form, self._data, self._at)
+        self._at += struct.calcsize("<" + form)
+        return found
+
+    def text(self) -> str | None:
+        (size,) = self.take("H")
+        (data,) = self.take(f"{size}s")
+        return data.decode(errors="replace") or None
+
+    def rest(self) -> bytes:
+        return bytes(self._data[self._at :])
+
+
+class _Reader:
+    """What the records of a trail say, one after the other."""
+
+    def __init__(self) -> None:
+        self.about: dict[str, Any] = {}
+        self.calls: list[Call] = []
+        self.values: list[Value] = []
+        self.rows: list[npt.NDArray[np.float64]] = []
+        self.checksums: list[int] = []
+        self.scalars: dict[str, Any] = {}
+        self.batches: list[int] = []
+        self.last: Call | None = None
+        self._calls: dict[int, Call] = {}
+        self._values: dict[int, Value] = {}
+        self._read = {"H": self._head, "V": self._value, "T": self._twin, "C": self._call, "F": self._field, "S": self._scalar}
+
+    def record(self, letter: str, data: memoryview) -> None:
+        cursor = _Cursor(data)
+        if letter == "B":
+            self.batches += cursor.take("Q")
+        else:
+            self._read[letter](cursor)
+
+    def _head(self, c: _Cursor) -> None:
+        self.about = orjson.loads(c.rest())
+
+    def _value(self, c: _Cursor) -> Value:
+        who, flags, nd = c.take("QBB")
+        shape = c.take(f"{nd}q")
+        kind, dtype, device, note = c.text(), c.text(), c.text(), c.text()
+        grad = {2: True, 4: False}.get(flags & 6)
+        value = Value(-1, dtype or "", shape, type=kind or "", device=device or "", requires_grad=grad, note=note)
+        if flags & 1:
+            (mask,) = c.take("H")
+            row = np.zeros(len(PARTIALS))
+            there = [i for i in range(len(PARTIALS)) if mask >> i & 1]
+            row[there] = c.take(f"{len(there)}d")
+            value.row = len(self.rows)
+            self.rows.append(row)
+            self.checksums += c.take("Q")
+        elif note is None:
+            value.note = ON_DEVICE
+        self.values.append(value)
+        self._values[who] = value
+        return value
+
+    def _twin(self, c: _Cursor) -> None:
+        who, whose = c.take("QQ")
+        self._values[who] = self._values[whose].with_note(c.text() or "")
+        self.values.append(self._values[who])
+
+    def _call(self, c: _Cursor) -> None:
+        who, above, number, micro = c.take("QQqq")
+        kind, name, phase, cls, node, parent = (c.text() for _ in range(6))
+        call: Any = Call(
+            kind or "",  # pyright: ignore[reportArgumentType]
+            name or "",
+            number,
+            phase or "",  # pyright: ignore[reportArgumentType]
+            cls=cls or "",
+            micro=None if micro == _NONE else micro,
+            parent=self._calls.get(above, parent),
+        )
+        call.node = node
+        self._calls[who] = call
+        self.calls.append(call)
+
+    def _field(self, c: _Cursor) -> None:
+        who, field = c.take("QB")
+        self.last = self._calls[who]
+        setattr(self.last, _TREES[field], self._tree(c))
+
+    def _scalar(self, c: _Cursor) -> None:
+        name = c.text() or ""
+        self.scalars[name] = self._tree(c)
+
+    def _tree(self, c: _Cursor) -> Any:
+        letter = chr(*c.take("B"))
+        if letter in "iqd":
+            return c.take("q" if letter == "i" else "d")[0]
+        if letter == "v":
+            return self._values.get(*c.take("Q"))
+        if letter == "l":
+            return [self._tree(c) for _ in range(*c.take("I"))]
+        if letter == "m":
+            return {c.text() or "": self._tree(c) for _ in range(*c.take("I"))}
+        if letter in "so":
+            text = c.text() or ""
+            return text if letter == "s" else Opaque(text, None)
+        return self._value(c) if letter == "w" else {"t": True, "f": False}.get(letter)
+
+
+def read_trail(data: bytes | memoryview) -> tuple[Reel, Call | None] | None:
+    """Return (the step in progress, the call that was seen last) of a trail, uint8 [n]; None where no step was in progress.
+
+    The reel is not complete, its calls stand in the order in which they began; its notes say what there was no room for.
+    """
+    whole = memoryview(data)
+    used, step, left_out = struct.unpack_from("<QqQ", whole)
+    reader, at, end = _Reader(), HEAD, min(HEAD + used, len(whole))
+    while at + 5 <= end:
+        size, letter = struct.unpack_from("<IB", whole, at)
+        if size < 5 or at + size > end:
+            break
+        reader.record(chr(letter), whole[at + 5 : at + size])
+        at += size
+    if not reader.about:
+        return None
+    about = reader.about
+    rows = np.array(reader.rows) if reader.rows else np.zeros((0, len(PARTIALS)))
+    sums = np.array(reader.checksums, np.uint64)
+    return Reel(
+        step=step,
+        place=read_place(about["place"]),
+        framework=about["framework"],
+        level=about["level"],
+        task=about["task"],
+        wanted=tuple(about["wanted"]),
+        calls=reader.calls,
+        values=reader.values,
+        partials=rows,
+        checksums=sums if sums.any() else None,
+        scalars={name: _number(x, rows) for name, x in reader.scalars.items()},
+        batches=reader.batches,
+        notes=(f"the last {left_out} things that this step brought had no room: raise `max_bytes` of `black_box`",)
+        * (left_out > 0),
+        complete=False,
+    ), reader.last
+
+
+def _number(x: Any, rows: npt.NDArray[np.float64]) -> float:
+    if not isinstance(x, Value):
+        return float("nan") if x is None else float(x)
+    return float(finish(rows[x.row : x.row + 1], ("mean",))["mean"][0]) if x.row >= 0 else float("nan")

@@ -1,0 +1,394 @@
+"""The one background thread that writes: what training hands over waits in a bounded queue and is never dropped in silence.
+
+A full queue makes the training wait (back-pressure) rather than lose data. A step is written at once, but the thread wakes at
+most once in LINGER, because waking it takes time from the training. A sink that gathers steps is asked to write them
+BATCH_WINDOW after the first of them came. A sink that fails, because the disk is full or cannot be written, is given up, a
+finding says what was lost, and the others and the training go on. A forked child inherits a writer that ignores all it is
+told: its parent writes. At the end of the interpreter, or of a process of `multiprocessing`, what is queued is written, for a
+bounded time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import Finding, Place, Reel
+from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.storage.dumps.tensor_files import SavedTensor
+from trainprobe.engine.storage.sinks import BatchSink, ComplainingSink, CountingSink, PieceSink, Sink, TensorSink
+from trainprobe.errors import OutputError, PlanError, UsageError
+
+EXIT_SECONDS = 60.0
+LINGER = 0.1  # seconds
+BATCH_WINDOW = 1.0  # seconds
+BATCH_ROWS = 1 << 14  # where more rows than that are gathered, they are written at once
+MANY_ROWS = 1 << 15  # where more rows than that wait, or tensors, there is room for few steps
+FEW = 8
+
+
+class _Job(NamedTuple):
+    verb: str  # of the sink
+    arguments: tuple[Any, ...]
+    bytes: int  # that it holds
+    rows: int
+    step: int
+
+
+_FLUSH = _Job("flush", (), 0, 0, -1)
+
+
+class _SinkGuard(Guard):
+    """Keeps the first fault of a sink; afterwards the sink is no longer called."""
+
+    fault: BaseException | None = None
+
+    def trip(self, fault: BaseException) -> None:
+        """Give the sink up."""
+        if self.fault is None:
+            self.fault = fault
+            self.tripped = Finding("writer", "error", str(fault))
+
+
+class Writer:
+    """Hands reels, tensors and findings to the sinks on a thread of its own.
+
+    sinks: name → sink. on_error: "raise" makes the next call here raise the fault of a sink. tell: is given each finding of the
+    writer, on the writer's thread. max_reels, max_bytes: how much may wait (tensors count by their bytes, one larger
+    than the bound may wait alone; of large reels, and with tensors, no more than FEW).
+    """
+
+    def __init__(
+        self,
+        sinks: Mapping[str, Sink],
+        *,
+        place: Place | None = None,
+        on_error: str = "continue",
+        tell: Callable[[Finding], None] | None = None,
+        max_reels: int = 32,
+        max_bytes: int = 256 << 20,
+    ) -> None:
+        self.sinks = dict(sinks)
+        # asked once, because a protocol takes long to answer
+        self._gathering = {name: sink for name, sink in sinks.items() if isinstance(sink, BatchSink)}
+        self._tensors = {name: sink for name, sink in sinks.items() if isinstance(sink, TensorSink)}
+        self._pieces = {name: sink for name, sink in sinks.items() if isinstance(sink, PieceSink)}
+        self._complaining = {name: sink for name, sink in sinks.items() if isinstance(sink, ComplainingSink)}
+        self._counting = {name: sink for name, sink in sinks.items() if isinstance(sink, CountingSink)}
+        self.tensors_wanted = bool(self._tensors)
+        self._place = place
+        self._raise = on_error == "raise"
+        self._tell = tell
+        self._max_reels = max_reels
+        self._max_bytes = max_bytes
+        self._guards = {name: _SinkGuard() for name in sinks}
+        self._lost: dict[str, list[int]] = {}
+        self._findings: list[Finding] = []
+        self._gathered: list[int] = []  # steps that sinks were given and did not write yet
+        self._gathered_rows = 0
+        self._due: float | None = None  # when they are to be written
+        self._jobs: deque[_Job] = deque()
+        self._reels = 0
+        self._rows = 0
+        self._bytes = 0
+        self._busy = False
+        self._asleep = False  # the thread waits for the next job
+        self._hurry = False  # it is to write now, although more may follow
+        self._closed = False
+        self._changed = threading.Condition()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="trainprobe-writer", daemon=True)
+        self._thread.start()
+        atexit.register(self.close, EXIT_SECONDS)
+        self._finalizer: Any = None
+        if multiprocessing.parent_process() is not None:  # a process of `multiprocessing` that was forked skips atexit
+            self._finalizer = multiprocessing.util.Finalize(None, self.close, (EXIT_SECONDS,), exitpriority=100)
+
+    # ---- from the training's side --------------------------------------------------------------------------------
+
+    def submit(self, reel: Reel) -> None:
+        """Hand over a finished reel; it must not be changed afterwards. Waits while the queue is full."""
+        self._put(_Job("write", (reel,), 0, len(reel.partials), reel.step))
+
+    def submit_tensor(self, step: int, key: str, data: Any) -> None:
+        """Hand over one value of a step, before the reel that refers to it by `key`. Waits while too many bytes are queued.
+
+        data: what `SavedTensor.of` takes, or a function that returns it and is called on the writer's thread (where it may
+        wait for a copy from a device that is under way); nothing changes it afterwards.
+        """
+        if self.tensors_wanted:
+            self._put(_Job("tensor", (step, key, data), int(getattr(data, "nbytes", 0)), 0, step))
+
+    def submit_piece(self, step: int, piece: Any) -> None:
+        """Hand over many values of a step at once, as the compiled tape gathers them. Waits while too many bytes are queued."""
+        if self.tensors_wanted:
+            self._put(_Job("piece", (step, piece), piece.nbytes, 0, step))
+
+    def submit_findings(self, findings: Sequence[Finding]) -> None:
+        """Hand over findings for the sinks that keep them."""
+        if findings:
+            self._put(_Job("findings", (tuple(findings),), 0, 0, -1))
+
+    def submit_counts(self, findings: Sequence[Finding]) -> None:
+        """Hand over findings again that were seen at more steps since, for the sinks that keep their counts."""
+        if findings:
+            self._put(_Job("counts", (tuple(findings),), 0, 0, -1))
+
+    def findings(self) -> list[Finding]:
+        """Return and forget what the writer itself has to say: sinks given up, budgets reached."""
+        with self._changed:
+            said, self._findings = self._findings, []
+        return said
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all that was handed over is on disk; return whether it is."""
+        if os.getpid() != self._pid:
+            return True
+        with self._changed:
+            if self._gathering and not self._closed:
+                self._jobs.append(_FLUSH)
+            self._wake()
+            done = self._changed.wait_for(lambda: not self._alive() or not (self._jobs or self._busy), timeout)
+        self._raise_fault()
+        return done and not self._jobs
+
+    def close(self, timeout: float | None = EXIT_SECONDS) -> None:
+        """Write what is queued, close the sinks and end the thread, within `timeout` seconds; safe to call twice."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        with self._changed:
+            self._closed = True
+            self._wake()
+        atexit.unregister(self.close)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            waiting = len(self._jobs)
+            self._say(
+                "error",
+                f"{waiting} pieces of data still waited to be written after {timeout:.0f} s: they are lost",
+                None,
+            )
+        self._raise_fault()
+
+    def _put(self, job: _Job) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._raise_fault()
+        with self._changed:
+            if self._closed:
+                raise UsageError(f"step {job.step} was handed to a writer that is closed; make a new probe to record more")
+            if not self._room(job.bytes):
+                self._changed.wait_for(lambda: self._room(job.bytes) or not self._alive())
+            self._jobs.append(job)
+            self._bytes += job.bytes
+            self._rows += job.rows
+            self._reels += job.verb == "write"
+            if self._asleep or job.verb != "write" or 4 * self._reels >= 3 * self._most_reels():
+                self._wake()
+
+    def _wake(self) -> None:
+        self._hurry = True
+        self._changed.notify_all()
+
+    def _room(self, size: int) -> bool:
+        return self._reels < self._most_reels() and (self._bytes == 0 or self._bytes + size <= self._max_bytes)
+
+    def _most_reels(self) -> int:
+        return self._max_reels if self._rows < MANY_ROWS and not self._bytes else min(FEW, self._max_reels)
+
+    def _alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _raise_fault(self) -> None:
+        if not self._raise or threading.current_thread() is self._thread:
+            return
+        for name, guard in self._guards.items():
+            if guard.fault is not None:
+                self._raise = False
+                raise OutputError(f"the writer {name!r} failed: {guard.fault}") from guard.fault
+
+    # ---- on the writer's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            self._carry_out(job)
+            if self._due is not None and (time.monotonic() >= self._due or self._gathered_rows >= BATCH_ROWS):
+                self._flush_sinks()
+            with self._changed:
+                self._busy = False
+                self._bytes -= job.bytes
+                self._rows -= job.rows
+                self._reels -= job.verb == "write"
+                self._changed.notify_all()
+            del job
+        self._flush_sinks()
+        self._summarise()
+        for name, sink in self.sinks.items():
+            self._guarded(name, sink.close, -1)
+            self._collect(name)
+
+    def _next(self) -> _Job | None:
+        """Return what is to be done next; None when all is done and the writer closed."""
+        with self._changed:
+            if not self._jobs:
+                self._hurry = False
+                self._changed.wait_for(lambda: self._hurry or self._closed, LINGER)
+            self._asleep = True
+            left = None if self._due is None else max(0.0, self._due - time.monotonic())
+            self._changed.wait_for(lambda: self._jobs or self._closed, left)
+            self._asleep = False
+            if not self._jobs and self._closed:
+                return None
+            self._busy = True
+            return self._jobs.popleft() if self._jobs else _FLUSH
+
+    def _carry_out(self, job: _Job) -> None:
+        if job.verb == "tensor":
+            self._store(*job.arguments)
+        elif job.verb == "piece":
+            self._store_piece(*job.arguments)
+        elif job.verb == "write":
+            self._write(*job.arguments)
+        elif job.verb == "flush":
+            self._flush_sinks()
+        else:
+            for name, sink in (self._counting if job.verb == "counts" else self.sinks).items():
+                self._guarded(name, getattr(sink, job.verb), job.step, *job.arguments)
+        for name in self._complaining:
+            self._collect(name)
+
+    def _write(self, reel: Reel) -> None:
+        if self._gathering:
+            self._due = self._due or time.monotonic() + BATCH_WINDOW
+            self._gathered.append(reel.step)
+            self._gathered_rows += len(reel.partials)
+        for name, sink in self.sinks.items():
+            self._guarded(name, sink.write, reel.step, reel)
+
+    def _flush_sinks(self) -> None:
+        """Have the steps written that some sinks gathered."""
+        if self._gathered:
+            for name, sink in self._gathering.items():
+                self._guarded(name, sink.flush, self._gathered[0])
+        self._gathered, self._gathered_rows, self._due = [], 0, None
+
+    def _store(self, step: int, key: str, data: Any) -> None:
+        more = False
+        saved: SavedTensor | None = None
+        for name, sink in self._tensors.items():
+            if saved is None:
+                saved = self._guarded(name, _on_host, step, key, data)
+            if saved is not None:
+                more |= self._guarded(name, sink.tensor, step, step, saved) is True
+        self.tensors_wanted = more
+
+    def _store_piece(self, step: int, piece: Any) -> None:
+        more = False
+        for name, sink in self._pieces.items():
+            more |= self._guarded(name, sink.piece, step, step, piece) is True
+        for name, sink in self._tensors.items():
+            for saved in SavedTensor.all_of(piece) if name not in self._pieces else ():
+                more |= self._guarded(name, sink.tensor, step, step, saved) is True
+        self.tensors_wanted = more
+
+    def _guarded(self, name: str, call: Callable[..., Any], step: int, *arguments: Any) -> Any:
+        guard = self._guards[name]
+        if guard.tripped is not None:
+            if step >= 0 and (not self._lost[name] or self._lost[name][-1] < step):
+                self._lost[name].append(step)
+            return None
+        answer = guard.run(call, *arguments)
+        if guard.fault is not None:
+            self._give_up(name, step)
+        return answer
+
+    def _give_up(self, name: str, step: int) -> None:
+        """Say what is lost to a sink that failed at this step, -1 where it was at none."""
+        fault = self._guards[name].fault
+        self._lost[name] = [*self._gathered] if name in self._gathering else [step] if step >= 0 else []
+        step = self._lost[name][0] if self._lost[name] else step
+        kind = "" if isinstance(fault, OSError) else f"{type(fault).__name__}: "
+        what = f"step {step} and what comes after it are lost to it" if step >= 0 else "what it wrote last may be lost"
+        message = f"the writer {name!r} failed and is given up: {what}; the training goes on: {kind}{fault}"
+        self._say("error", message, step if step >= 0 else None)
+
+    def _collect(self, name: str) -> None:
+        sink = self._complaining.get(name)
+        if sink is not None and self._guards[name].tripped is None:
+            for finding in sink.complaints():
+                self._keep(finding)
+
+    def _summarise(self) -> None:
+        for name, steps in self._lost.items():
+            if len(steps) > 1:
+                self._say(
+                    "error",
+                    f"the writer {name!r} failed and lost {len(steps)} steps, {steps[0]} to {steps[-1]}",
+                    steps[0],
+                )
+
+    def _say(self, severity: Any, message: str, step: int | None) -> None:
+        self._keep(Finding("writer", severity, message, step=step, place=self._place))
+
+    def _keep(self, finding: Finding) -> None:
+        with self._changed:
+            self._findings.append(finding)
+        if finding.severity != "info":
+            sys.stderr.write(f"trainprobe: {finding.message}\n")
+        for name, sink in self.sinks.items():
+            if threading.current_thread() is self._thread and self._guards[name].tripped is None:
+                self._guards[name].run(sink.findings, (finding,))
+        if self._tell is not None:
+            self._tell(finding)
+
+
+def _on_host(key: str, data: Any) -> SavedTensor:
+    return SavedTensor.of(key, data() if callable(data) else data)
+
+
+def open_writer(
+    plan: Plan, place: Place, tell: Callable[[Finding], None] | None = None, more: Mapping[str, Sink] | None = None
+) -> Writer:
+    """Open the sinks that a plan names and a writer for them and for `more`, which are there already.
+
+    Raises OutputError when a sink's place is taken or cannot be written.
+    A sink is a file of `engine.storage.sinks`, or what another package brings under the entry point group `trainprobe.sinks`.
+    """
+    sinks: dict[str, Sink] = {}
+    try:
+        plan.output.mkdir(parents=True, exist_ok=True)
+        if not os.access(plan.output, os.W_OK):
+            raise PermissionError(f"no permission to write to {plan.output}")
+        for name in plan.sinks:
+            sinks[name] = _opener(name)(plan.output, plan, place)
+    except OSError as error:
+        for sink in sinks.values():
+            sink.close()
+        if isinstance(error, OutputError):
+            raise
+        raise OutputError(f"{plan.output} cannot be written: {error}; choose another `output`") from error
+    return Writer({**sinks, **(more or {})}, place=place, on_error=plan.on_error, tell=tell)
+
+
+def _opener(name: str) -> Callable[[Path, Plan, Place], Sink]:
+    own = f"trainprobe.engine.storage.sinks.{name}"
+    if importlib.util.find_spec(own) is not None:
+        return importlib.import_module(own).open
+    for point in importlib.metadata.entry_points(group="trainprobe.sinks", name=name):
+        return point.load()
+    raise PlanError(f"{name!r} is not a writer: no file {own}, and no package brings one of that name")
