@@ -52,3 +52,18 @@ def test_one_changed_element_of_an_adapter_is_named(saved):
     assert found.code == 2
     assert "layers.1.mlp.fc2.lora_B.weight" in found.sentence
     assert "[3, 1]" in found.sentence
+
+
+def test_adapters_of_a_model_that_no_map_knows_are_named_alike(require, tmp_path):
+    transformers, peft = require("transformers"), require("peft")
+    sizes = {"vocab_size": 61, "d_model": 24, "d_kv": 6, "d_ff": 36, "num_layers": 2, "num_heads": 4}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    model.save_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q", "wo"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    torch.save({"model": adapted.state_dict()}, tmp_path / "whole.pt")
+    both = [compared(tmp_path / name, tmp_path / "whole.pt", ["weights"]) for name in ("adapter", "base")]
+    assert [sum(r.verdict != "only in B" for r in found.rows) for found in both] == [
+        len(found.a.tensors) + extra for found, extra in zip(both, (0, 3), strict=True)
+    ]
+    assert {r.verdict for found in both for r in found.rows} == {"identical", "only in B"}

@@ -98,7 +98,33 @@ def rotated_experts(b):
         b[one], b[two], b[three] = b[two], b[three], b[one]
 
 
+def merged_adapter(b):
+    g = np.random.default_rng(5)
+    for key in [k for k in b if ".proj." in k]:
+        b[key] = (b[key] + g.standard_normal((HIDDEN, 3)) @ g.standard_normal((3, HIDDEN))).astype(np.float32)
+
+
+def rounded(b):
+    for key in [k for k in b if ".mlp." in k]:
+        b[key] = b[key].astype(np.float16).astype(np.float32)
+
+
+def zeroed(b):
+    for key in [k for k in b if ".v." in k]:
+        b[key] = np.zeros_like(b[key])
+
+
+def layer_made_anew(b):
+    g = np.random.default_rng(5)
+    for key in [k for k in b if k.startswith("layers.2.")]:
+        b[key] = g.standard_normal(b[key].shape).astype(np.float32)
+
+
 PLANTED = {
+    merged_adapter: "differ: 3 matrices, such as layers.0.attention.proj.weight, differ by a matrix of rank 3: ",
+    rounded: "24 tensors, such as layers.0.mlp.experts.0.gate.weight, are rounded to float16 in B (stored as float32); ",
+    zeroed: "differ: 3 weight tensors are all zeros in B, such as layers.0.attention.v.weight; ",
+    layer_made_anew: "differ: only layer 2 differs (12 of its 12 tensors); ",
     rotated_layers: "differ: layers 0, 1 and 2 of B hold layers 1, 2 and 0 of A; ",
     exchanged_keys_and_values: "differ: k and v are exchanged in 3 layers; ",
     exchanged_experts: "differ: experts 0 and 2 of layer 1 are exchanged; ",
@@ -139,6 +165,34 @@ def test_masters_that_are_rounded_weights_are_named():
     found = conclude(compare(*sides))
     said = f"differ: the masters of B are bfloat16 numbers in {len(a)} tensors: its weights were loaded without its optimizer"
     assert found.sentence.startswith(said)
+
+
+def test_moments_that_hold_each_other_s_values_are_named():
+    a, b = model(), model(1)
+    sides = [
+        checkpoint(*(tensor(k, v) for k, v in a.items()), *(tensor(k, s[k], slot=n) for n, s in moments.items() for k in a))
+        for moments in ({"exp_avg": a, "exp_avg_sq": b}, {"exp_avg": b, "exp_avg_sq": a})
+    ]
+    said = f"differ: exp_avg and exp_avg_sq are exchanged in {len(a)} parameters; "
+    assert conclude(compare(*sides)).sentence.startswith(said)
+
+
+def test_an_update_of_low_rank_is_not_seen_in_a_few_elements_or_in_any_update():
+    a, few, any_rank = model(), model(), model()
+    g = np.random.default_rng(5)
+    for i in range(3):
+        few[f"layers.{i}.attention.proj.weight"][3] += 1  # a row: of rank 1
+        matrix = any_rank[f"layers.{i}.attention.proj.weight"]
+        matrix += g.standard_normal(matrix.shape).astype(np.float32)
+    for b in (few, any_rank):
+        assert judged(a, b).sentence.startswith("differ: 3 of ")
+
+
+def test_elements_beyond_the_rounding_of_a_coarser_format_are_counted():
+    a, b = model(), {k: v.astype(np.float16) for k, v in model().items()}
+    assert judged(a, b).code == 1
+    b["layers.1.attention.q.weight"][2, 3] += 1
+    assert "1 of 576 elements beyond rounding, largest at [2, 3]" in judged(a, b).sentence
 
 
 def test_a_cause_is_not_named_for_other_values():

@@ -89,6 +89,16 @@ def test_a_path_that_does_not_exist_gives_three(files, capsys):
     assert "/no/such/thing does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["ckpt-show {0}", "ckpt-show {0} --check", "ckpt-compare {0} {0}", "ckpt-show {1}"])
+def test_a_gguf_file_is_refused_with_what_to_compare_instead(tmp_path, capsys, command):
+    file = tmp_path / "model-q4.gguf"
+    file.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(64))
+    assert main(command.format(file, tmp_path).split()) == 3
+    said = " ".join(capsys.readouterr().err.split())
+    assert "model-q4.gguf is a GGUF file (llama.cpp), which ckpt-compare and ckpt-show do not read" in said
+    assert "from_pretrained(folder, gguf_file='model-q4.gguf').save_pretrained(out)" in said
+
+
 def test_json_has_the_classic_shape_for_every_tensor(files, tmp_path):
     main(["ckpt-compare", "--json", str(tmp_path / "o.json"), *files(nudge)])
     found = json.loads((tmp_path / "o.json").read_text())

@@ -106,6 +106,7 @@ def test_a_missing_shard_is_named_with_how_much_it_held(build, tmp_path):
     lost.unlink()
     found = judged(tmp_path / "one", tmp_path / "many")
     assert found.code == 3
+    assert found.sentence.startswith(f"incomplete: in B {lost.name} is missing; it holds ")
     assert any(lost.name in d and "is missing; it holds" in d for d in found.details)
 
 

@@ -9,55 +9,48 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from trainprobe.ckpt_compare.cover import cover
-from trainprobe.ckpt_compare.masters import rounded
+from trainprobe.ckpt_compare.cause import MOST, Cause, Odd, comparable, count, listed
 from trainprobe.ckpt_compare.pairing import Move
 from trainprobe.ckpt_compare.pieces import LogicalTensor
-from trainprobe.ckpt_compare.work import release
-from trainprobe.engine.diff.difference import Difference
-from trainprobe.engine.diff.number_formats import decode, number_format
-from trainprobe.errors import FormatError
+from trainprobe.ckpt_compare.value_causes import (
+    LAYER,
+    centred_norms,
+    exchanged_moments,
+    factors,
+    layers_alone,
+    masters,
+    roundings,
+    updates,
+    zeros,
+)
 
-LARGEST = 256 << 20  # bytes of a matrix whose rows are looked at
-MOST = 64  # matrices of one kind of which the rows are looked at
-Values = npt.NDArray[np.float64]
-SHOWN = 8  # layers in a sentence
-_LAYER = re.compile(r"(?<![A-Za-z_])(?:layers?|blocks?|h)\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.)experts\.(\d+)\.")
+_PARTS = {  # what the parts of a module are called in other families
+    "q_proj": "q", "k_proj": "k", "v_proj": "v", "query": "q", "key": "k", "value": "v",
+    "gate_proj": "gate", "up_proj": "up", "w1": "gate", "w3": "up", "wi_0": "gate", "wi_1": "up",
+}  # fmt: skip
 _ROTARY = re.compile(r".*\.attention\.[qk]\.(weight|bias)$")
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """One sentence, and the keys of the tensors that it explains."""
-
-    sentence: str
-    keys: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Odd:
-    """A tensor that differs: its key, both sides, and what was measured."""
-
-    key: str
-    a: LogicalTensor
-    b: LogicalTensor
-    difference: Difference
-
-
-def find_causes(odd: Sequence[Odd], moves: Sequence[Move]) -> tuple[Cause, ...]:
-    """Return the causes that were found, those that explain the most tensors first."""
-    found = [*_layers(moves), *_experts(moves), *_parts(moves), *_transposed(moves), *_factor(odd), *_norms(odd)]
-    explained = {key for cause in found for key in cause.keys}
-    rest = [o for o in odd if o.key not in explained]
-    found += [*_masters(rest), *_fused(rest), *_rows(rest)]
+def find_causes(odd: Sequence[Odd], moves: Sequence[Move], every: Collection[str]) -> tuple[Cause, ...]:
+    """Return the causes that were found, those that explain the most tensors first. every: the keys of all tensors."""
+    found = [*_layers(moves), *_experts(moves), *_parts(moves), *_transposed(moves), *exchanged_moments(odd)]
+    found += [*zeros(odd), *factors(odd), *centred_norms(odd)]
+    rest = _unexplained(odd, found)
+    found += [*masters(rest), *_fused(rest), *_rows(rest)]
+    rest = _unexplained(odd, found)
+    found += [*roundings(rest), *updates(rest)]
+    found += [] if found else layers_alone(odd, every)
     return tuple(sorted(found, key=lambda cause: -len(cause.keys)))
+
+
+def _unexplained(odd: Sequence[Odd], causes: Sequence[Cause]) -> list[Odd]:
+    explained = {key for cause in causes for key in cause.keys}
+    return [o for o in odd if o.key not in explained]
 
 
 def _moved(moves: Iterable[Move], numbered: re.Pattern[str]) -> dict[str, dict[tuple[int, int], set[str]]]:
@@ -76,25 +69,20 @@ def _moved(moves: Iterable[Move], numbered: re.Pattern[str]) -> dict[str, dict[t
 
 def _layers(moves: Sequence[Move]) -> Iterator[Cause]:
     """Find layers that are exchanged, shifted, or in another order."""
-    for layers in _moved(moves, _LAYER).values():
+    for layers in _moved(moves, LAYER).values():
         swapped = {(a, b) for a, b in layers if (b, a) in layers}
         for a, b in sorted(pair for pair in swapped if pair[0] < pair[1]):
             yield Cause(f"layers {a} and {b} are exchanged", frozenset(layers[a, b] | layers[b, a]))
         rest = {pair: keys for pair, keys in layers.items() if pair not in swapped}
         steps = Counter(b - a for a, b in rest)
-        for step in (step for step, count in steps.items() if count > 2):
+        for step in (step for step, often in steps.items() if often > 2):
             text = f"{steps[step]} layers of B hold those that stand {abs(step)} {'earlier' if step > 0 else 'later'} in A"
             yield Cause(text, frozenset(k for (a, b), keys in rest.items() if b - a == step for k in keys))
         rest = {pair: keys for pair, keys in rest.items() if steps[pair[1] - pair[0]] <= 2}
         if len(rest) > 1:
-            order = sorted((b, a) for a, b in rest)[:SHOWN]
-            text = f"layers {_listed(b for b, _ in order)} of B hold layers {_listed(a for _, a in order)} of A"
+            order = sorted((b, a) for a, b in rest)[:8]
+            text = f"layers {listed(b for b, _ in order)} of B hold layers {listed(a for _, a in order)} of A"
             yield Cause(text, frozenset(k for keys in rest.values() for k in keys))
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _experts(moves: Sequence[Move]) -> Iterator[Cause]:
@@ -110,7 +98,7 @@ def _experts(moves: Sequence[Move]) -> Iterator[Cause]:
             exchanged.setdefault(pair, []).append(stem)
             by_pair.setdefault(pair, set()).update(experts[pair] | experts[pair[1], pair[0]])
     for (a, b), stems in exchanged.items():
-        layer = _LAYER.search(stems[0]) if len(stems) == 1 else None
+        layer = LAYER.search(stems[0]) if len(stems) == 1 else None
         text = f"experts {a} and {b} {f'of layer {layer[1]} ' if layer else ''}are exchanged"
         text += f" in {len(stems)} layers" if len(stems) > 1 else ""
         yield Cause(text, frozenset(by_pair[a, b]))
@@ -130,7 +118,8 @@ def _parts(moves: Sequence[Move]) -> Iterator[Cause]:
 
 
 def _part(key: str) -> str:
-    return key.partition("#")[0].split(".")[-2] if "." in key else key
+    name = key.partition("#")[0].split(".")[-2] if "." in key else key
+    return _PARTS.get(name, name)
 
 
 def _stem(key: str) -> str:
@@ -140,76 +129,7 @@ def _stem(key: str) -> str:
 def _transposed(moves: Sequence[Move]) -> Iterator[Cause]:
     keys = frozenset(m.b_key for m in moves if m.turned and m.a_key == m.b_key)
     if keys:
-        yield Cause(f"{_count(keys)} transposed in B", keys)
-
-
-def _count(keys: Iterable[str]) -> str:
-    names = sorted(keys)
-    return f"{names[0]} is" if len(names) == 1 else f"{len(names)} tensors, such as {names[0]}, are"
-
-
-def _factor(odd: Sequence[Odd]) -> Iterator[Cause]:
-    """Find tensors that are a multiple of those of the other side: the same factor, rounded to three digits."""
-    by_factor: dict[str, set[str]] = {}
-    for o in odd:
-        d = o.difference
-        if min(d.square_a, d.square_b) > 0 and d.count > 1 and not (d.misplaced or d.nan_a or d.nan_b):
-            factor = d.dot / d.square_a
-            left = d.square_b - factor * d.dot  # what B has beside factor × A
-            if abs(factor - 1) > 0.01 and left <= 1e-4 * d.square_b and abs(factor) > 1e-12:
-                by_factor.setdefault(f"{factor:.3g}", set()).add(o.key)
-    for factor, keys in by_factor.items():
-        if len(keys) > 1 or len(odd) == 1:
-            yield Cause(f"{_count(keys)} {factor} times as large in B as in A", frozenset(keys))
-
-
-def _norms(odd: Sequence[Odd]) -> Iterator[Cause]:
-    """Find norms whose weights are one apart: zero-centred in one checkpoint and not in the other."""
-    apart = {o.key: _one_apart(o) for o in odd if len(o.a.shape) == 1 and "norm" in o.key.lower()}
-    for side in ("A", "B"):
-        keys = {key for key, lower in apart.items() if lower == side}
-        if keys:
-            yield Cause(f"{_count(keys)} zero-centred in {side}: one less than in the other", frozenset(keys))
-
-
-def _one_apart(o: Odd) -> str:
-    """Return the side whose values are all one less than those of the other; nothing where that is not so."""
-    d = o.difference
-    if d.misplaced or not d.count or abs(d.max_abs - 1) > 0.02 or abs(d.square_d / d.count - 1) > 0.02:
-        return ""
-    a, b = dense(o.a), dense(o.b)
-    if a is None or b is None or a.shape != b.shape:
-        return ""
-    return "A" if np.all(b > a) else "B" if np.all(a > b) else ""
-
-
-def _masters(odd: Sequence[Odd]) -> Iterator[Cause]:
-    """Find masters of one side that are 16-bit numbers: taken from the weights, and not from the optimizer."""
-    masters = [o for o in odd if o.a.slot == "master"]
-    for side in ("A", "B"):
-        keys: dict[str, set[str]] = {}
-        for o in masters:
-            one, other = (o.a, o.b) if side == "A" else (o.b, o.a)
-            fmt = _short(one)
-            if fmt and not _short(other):
-                keys.setdefault(fmt, set()).add(o.key)
-        for fmt, held in keys.items():
-            text = (
-                f"the masters of {side} are {fmt} numbers in {len(held)} tensors: its weights were loaded without its optimizer"
-            )
-            yield Cause(text, frozenset(held))
-
-
-def _short(tensor: LogicalTensor) -> str:
-    """Return the 16-bit format whose numbers a float32 tensor holds, or nothing."""
-    values = dense(tensor)
-    if values is None or tensor.format.name != "float32" or not np.any(values):
-        return ""
-    raw = values.astype(np.float32)
-    if not np.any(raw.view(np.uint32) & np.uint32(0xFFFF)):
-        return "bfloat16"
-    with np.errstate(over="ignore"):
-        return "float16" if np.array_equal(raw.astype(np.float16).astype(np.float32), raw) else ""
+        yield Cause(f"{count(keys)} transposed in B", keys)
 
 
 def _fused(odd: Sequence[Odd]) -> Iterator[Cause]:
@@ -238,12 +158,12 @@ def _rows(odd: Sequence[Odd]) -> Iterator[Cause]:
         if not o.a.slot and o.a.shape and seen[kind] <= MOST and o.a.shape == o.b.shape and _same_rows([o.a], [o.b]):
             found.setdefault(_order(o), set()).add(o.key)
     for order, keys in found.items():
-        yield Cause(f"{_count(keys)} {order}", frozenset(keys))
+        yield Cause(f"{count(keys)} {order}", frozenset(keys))
 
 
 def _order(o: Odd) -> str:
     if _ROTARY.fullmatch(o.key):
-        rows, sides = o.a.shape[0], _comparable(o.a, o.b)
+        rows, sides = o.a.shape[0], comparable(o.a, o.b)
         for dim in (d for d in range(4, min(rows, 1024) + 1, 2) if rows % d == 0):
             if sides is None:
                 break
@@ -262,44 +182,12 @@ def _same_rows(a: Sequence[LogicalTensor], b: Sequence[LogicalTensor]) -> bool:
     left: Counter[bytes] = Counter()
     right: Counter[bytes] = Counter()
     for one, other in zip(a, b, strict=True):
-        sides = _comparable(one, other)
+        sides = comparable(one, other)
         if sides is None or sides[0].ndim < 1 or sides[1].ndim < 1:
             return False
         left.update(row.tobytes() for row in sides[0])
         right.update(row.tobytes() for row in sides[1])
     return left == right and len(left) > 1
-
-
-def _comparable(a: LogicalTensor, b: LogicalTensor) -> tuple[Values, Values] | None:
-    """Return the values of both sides, the finer one rounded to the coarser format; None where they cannot be had."""
-    x, y = dense(a), dense(b)
-    if x is None or y is None:
-        return None
-    if a.format == b.format:
-        return x, y
-    fine, coarse = (a, b) if a.format.itemsize > b.format.itemsize else (b, a)
-    if coarse.format.name not in ("float32", "float16", "bfloat16"):
-        return None
-    bits = rounded((x if fine is a else y).astype(np.float32), number_format("float32"), coarse.format)
-    near = decode(bits, coarse.format).astype(np.float64)
-    return (near, y) if fine is a else (x, near)
-
-
-def dense(tensor: LogicalTensor) -> Values | None:
-    """Return the values of a whole tensor; None for one that is too large, incomplete or cannot be read."""
-    if not tensor.pieces or tensor.count * 8 > LARGEST:
-        return None
-    held = cover(tensor)
-    if held.uncovered:
-        return None
-    values = np.empty(tensor.shape)
-    try:
-        for part in held.parts:
-            values[part.box.within((0,) * len(tensor.shape))] = decode(part.load(), part.piece.source.format)
-            release(part.piece.source)
-    except FormatError:
-        return None
-    return values
 
 
 def headline(causes: Sequence[Cause], odd: Mapping[str, object]) -> str:

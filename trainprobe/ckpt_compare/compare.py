@@ -11,10 +11,12 @@ from functools import lru_cache
 from itertools import chain, islice
 from typing import Any
 
-from trainprobe.ckpt_compare.causes import Odd, find_causes
+from trainprobe.ckpt_compare.cause import Odd
+from trainprobe.ckpt_compare.causes import find_causes
 from trainprobe.ckpt_compare.cover import Cover, Part, cover, overlaps
 from trainprobe.ckpt_compare.pairing import Move, align, explain_moves, find_aliases, hold_the_same
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Rectangle, What, origin
+from trainprobe.ckpt_compare.renames import follow_renames, under_names_of_a
 from trainprobe.ckpt_compare.results import Comparison, Fault, Row, RowVerdict
 from trainprobe.ckpt_compare.state import compare_state
 from trainprobe.ckpt_compare.vocabulary import padding_reason
@@ -58,6 +60,8 @@ def compare(
     notes = [aligned] if aligned else []
     kinds, slots = _common_content(a, b, what, notes)
     left, right = _chosen(a, kinds, slots), _chosen(b, kinds, slots)
+    names = follow_renames(left, right)
+    right = under_names_of_a(right, names)
     rows: list[Row] = []
     measured: list[Row] = []
     faults: list[Fault] = []
@@ -75,11 +79,14 @@ def compare(
     faults += [Fault(side, p.where, p.message) for side, c in (("A", a), ("B", b)) for p in c.problems]
     moves = explain_moves({r.key for r in rows if r.verdict not in ("identical", "rounding")}, left, right)
     rows, renamed, moves = _paired_by_content(rows, moves)
+    if names:
+        rows, followed = _noted(rows, {a_key: b_key for b_key, a_key in names.items()})
+        renamed = (*renamed, *followed)
     state = compare_state(a.state, b.state)
     compared: tuple[What, ...] = tuple(dict.fromkeys([*kinds, *(r.what for r in state if r.a is not None and r.b is not None)]))
     lone = _lone(a, b, what)
     odd = [Odd(r.key, r.a, r.b, r.difference) for r in rows if r.verdict == "differ" and r.a and r.b]
-    causes = find_causes(odd, moves)
+    causes = find_causes(odd, moves, [r.key for r in rows] if odd else ())
     return Comparison(
         a, b, tuple(rows), tuple(faults), state, moves, compared, tuple(what), tuple(notes), lone, renamed, causes
     )
@@ -183,7 +190,7 @@ def _may_share(one: LogicalTensor, owner: LogicalTensor) -> bool:
     Equal values alone are no proof: a tensor that got lost may have been a copy.
     """
     same_place = [p.source for p in one.pieces] == [p.source for p in owner.pieces]
-    return same_place or "embed" in owner.name or owner.name.startswith("shared.") or one.name.startswith(_HEADS)
+    return same_place or "embed" in owner.name or "shared" in owner.name.split(".") or one.name.startswith(_HEADS)
 
 
 def _lost(key: str, shared: Mapping[str, str], config: Mapping[str, Any]) -> bool:
@@ -282,6 +289,15 @@ def _paired_by_content(rows: list[Row], moves: Sequence[Move]) -> tuple[list[Row
         verdict: RowVerdict = "rounding" if m.difference.changed else "identical"
         rows.append(replace(x, verdict=verdict, b=y.b, difference=m.difference, note=note))
     return rows, tuple(joined), tuple(m for m in moves if m not in joined)
+
+
+def _noted(rows: Sequence[Row], names: Mapping[str, str]) -> tuple[list[Row], tuple[Move, ...]]:
+    """Note the name in B of tensors that were compared under the name of A; return the rows, and those that agree as moves."""
+    noted = [
+        replace(r, note=f"named {names[r.key]} in B, found by the content of its kind") if r.key in names else r for r in rows
+    ]
+    agree = [r for r in rows if r.key in names and r.verdict in ("identical", "rounding")]
+    return noted, tuple(Move(r.key, names[r.key], difference=r.difference) for r in agree)
 
 
 def _clipped(parts: Sequence[Part], box: Rectangle) -> list[Part]:

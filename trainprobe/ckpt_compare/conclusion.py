@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
+
+from trainprobe.ckpt_compare.cause import comparable
 from trainprobe.ckpt_compare.causes import headline
 from trainprobe.ckpt_compare.pairing import Move, layer_sentences
 from trainprobe.ckpt_compare.pieces import KINDS
-from trainprobe.ckpt_compare.results import INCOMPLETE, Comparison, Row
+from trainprobe.ckpt_compare.results import INCOMPLETE, Comparison, Fault, Row
 from trainprobe.ckpt_compare.state import StateRow
 
 IDENTICAL, ROUNDING, DIFFER, INCOMPLETE_CODE = 0, 1, 2, 3
@@ -38,14 +42,14 @@ def conclude(c: Comparison) -> Conclusion:
     state = [s for s in c.state if s.what in c.counted and not s.equal]
     grave = [f for f in c.faults if f.grave]
     copies = [f for f in c.faults if not f.grave]
-    details = tuple(_details(c, differ, lost))
+    details = tuple(_details(c, lost))
     if differ or copies or state:
         return Conclusion(DIFFER, _differ_sentence(c, differ, len(copies), state), details)
     strange = c.renamed if c.a.family == c.b.family and 2 * len(c.renamed) <= len(c.rows) else ()
     if strange and not (lost or grave or c.lone):
         return Conclusion(INCOMPLETE_CODE, _renamed_sentence(c, strange), details)
     if lost or grave or c.lone or not any(r.verdict in ("identical", "rounding") for r in c.rows):
-        return Conclusion(INCOMPLETE_CODE, _incomplete_sentence(c, lost, len(grave)), details)
+        return Conclusion(INCOMPLETE_CODE, _incomplete_sentence(c, lost, grave), details)
     if rounding:
         return Conclusion(ROUNDING, _rounding_sentence(c, rounding), details)
     names = f", {len(c.renamed)} of them under other names" if c.renamed else ""
@@ -76,7 +80,7 @@ def _differ_sentence(c: Comparison, differ: Sequence[Row], copies: int, state: S
         place = f" at {list(d.at)}" if d.at is not None else ""
         where = f" ({worst.where})" if worst.where else ""
         what = f"{d.misplaced:,} misplaced NaN or infinity" if d.misplaced else f"relative error {d.relative_l2:.3g}"
-        share = f"{d.changed:,} of {d.count:,} elements"
+        share = _share(worst)
         cause = headline(c.causes, {r.key: r for r in differ})
         first = f"{cause}; {len(differ)}" if cause else len(differ)
         return f"differ: {first} of {len(c.rows)} tensors; worst is {worst.key}: {what}, {share}, largest{place}{where}"
@@ -86,22 +90,44 @@ def _differ_sentence(c: Comparison, differ: Sequence[Row], copies: int, state: S
     return f"differ: all compared tensors agree, but {first.what} {first.path} is {first.a!r} in A and {first.b!r} in B"
 
 
-def _incomplete_sentence(c: Comparison, lost: Sequence[Row], grave: int) -> str:
+def _share(row: Row) -> str:
+    """Say how many elements differ; of two number formats, how many differ by more than the rounding to the coarser one."""
+    d = row.difference
+    formats_differ = row.dtype_a != row.dtype_b and row.shape_a == row.shape_b
+    sides = comparable(row.a, row.b) if formats_differ and row.a and row.b else None
+    if sides is None:
+        return f"{d.changed:,} of {d.count:,} elements"
+    apart = (sides[0] != sides[1]) & ~(np.isnan(sides[0]) & np.isnan(sides[1]))
+    return f"{np.count_nonzero(apart):,} of {d.count:,} elements beyond rounding"
+
+
+def _incomplete_sentence(c: Comparison, lost: Sequence[Row], grave: Sequence[Fault]) -> str:
     if not c.rows:
         return "not comparable: the two checkpoints have no kind of content in common"
-    counts = Counter(r.verdict for r in lost)
-    words = {"shape": "have different shapes", "incomplete": "could not be read whole"}
-    said = [f"{n} tensors {words.get(v, f'are {v}')}" for v, n in counts.items()]
     if not lost and not grave and c.lone:
         return f"incomplete: all compared tensors agree, but {', '.join(c.lone)}"
-    if not lost:
-        said = [f"{grave} file{'s' if grave > 1 else ''} or part{'s' if grave > 1 else ''} could not be read"]
+    counts = Counter(r.verdict for r in lost)
     cause = headline(c.causes, {r.key: r for r in lost})
-    said = [*([cause] if cause else []), *said]
+    said = [*([_fault(grave)] if grave else []), *([cause] if cause else []), *(_lost(v, n) for v, n in counts.items())]
     example = f", such as {lost[0].key}" if lost and not cause else ""
     agree = sum(r.verdict in ("identical", "rounding") for r in c.rows)
     word = "incomplete" if agree else "not comparable"
     return f"{word}: {', '.join(said)}{example}; {agree} of {len(c.rows)} tensors agree"
+
+
+def _fault(grave: Sequence[Fault]) -> str:
+    """Return the first file or part that cannot be read, in words, and how many others there are."""
+    first = grave[0]
+    name = Path(first.where).name or first.where
+    first_said = first.message if name in first.message else f"{name} {first.message}"
+    others = f" (and {len(grave) - 1} more files or parts that cannot be read)" if len(grave) > 1 else ""
+    return f"in {first.side} {first_said}{others}"
+
+
+def _lost(verdict: str, count: int) -> str:
+    words = {"shape": ("has another shape", "have different shapes"), "incomplete": ("could not be read whole",) * 2}
+    one, many = words.get(verdict, (f"is {verdict}", f"are {verdict}"))
+    return f"1 tensor {one}" if count == 1 else f"{count} tensors {many}"
 
 
 def _renamed_sentence(c: Comparison, renamed: Sequence[Move]) -> str:
@@ -129,7 +155,7 @@ def _rounding_sentence(c: Comparison, rounding: Sequence[Row]) -> str:
     )
 
 
-def _details(c: Comparison, differ: Sequence[Row], lost: Sequence[Row]) -> list[str]:
+def _details(c: Comparison, lost: Sequence[Row]) -> list[str]:
     """Say what moved, what is broken, and what else is not the same."""
     said = [f"{side}: warning: {text}" for side, one in (("A", c.a), ("B", c.b)) for text in one.warnings]
     said += [cause.sentence for cause in c.causes]
@@ -140,7 +166,6 @@ def _details(c: Comparison, differ: Sequence[Row], lost: Sequence[Row]) -> list[
     if len(lost) > SAID:
         said.append(f"… and {len(lost) - SAID} more tensors that are missing or incomplete")
     said += _renamed(c.renamed)
-    said += _all_zero(differ)
     said += _state_sentences(c)
     said += [*c.lone, *c.notes]
     for side, checkpoint in (("A", c.a), ("B", c.b)):
@@ -151,22 +176,6 @@ def _details(c: Comparison, differ: Sequence[Row], lost: Sequence[Row]) -> list[
 def _renamed(moves: Sequence[Move]) -> list[str]:
     said = [f"{m.a_key} of A is {m.b_key} in B{', transposed' if m.turned else ''}: the same values" for m in moves[:SAID]]
     return [*said, f"… and {len(moves) - SAID} more under other names"] if len(moves) > SAID else said
-
-
-def _all_zero(rows: Sequence[Row]) -> list[str]:
-    """Name tensors that are nothing but zeros on one side, gathered by slot (a reset optimizer zeroes all moments)."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        d = row.difference
-        if (d.square_a == 0.0) != (d.square_b == 0.0) and not (d.nan_a or d.nan_b):
-            side = "A" if d.square_a == 0.0 else "B"
-            found.setdefault((side, row.key.partition("#")[2] or "weight"), []).append(row.key)
-    return [
-        f"{keys[0]} is all zeros in {side}"
-        if len(keys) == 1
-        else f"{len(keys)} {slot} tensors are all zeros in {side}, such as {keys[0]}"
-        for (side, slot), keys in found.items()
-    ]
 
 
 def _state_sentences(c: Comparison) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainprobe.ckpt_compare.causes import Cause
+from trainprobe.ckpt_compare.cause import Cause
 from trainprobe.ckpt_compare.pairing import Move
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, What
 from trainprobe.ckpt_compare.state import StateRow

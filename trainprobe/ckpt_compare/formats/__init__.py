@@ -71,6 +71,7 @@ def recognise(path: Path) -> str:
     for name in names():
         if get(name).sniff(path):
             return name
+    _refuse_gguf(path)
     what = (
         f"a folder with {', '.join(sorted(p.name for p in path.iterdir())[:6]) or 'nothing in it'}"
         if path.is_dir()
@@ -79,6 +80,20 @@ def recognise(path: Path) -> str:
     raise FormatError(
         f"{path} ({what}) is no checkpoint in a known format: {', '.join(names())}. Point to the folder of one iteration"
     )
+
+
+def _refuse_gguf(path: Path) -> None:
+    """Raise FormatError for a GGUF file, or a folder of them, that says what to compare instead."""
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    for file in files:
+        with file.open("rb") as content:
+            if content.read(4) == b"GGUF":
+                raise FormatError(
+                    f"{file} is a GGUF file (llama.cpp), which ckpt-compare and ckpt-show do not read: its weights are mostly "
+                    "quantized in blocks. Compare the checkpoint that it was made from; or let transformers write its weights "
+                    f"back, AutoModelForCausalLM.from_pretrained(folder, gguf_file={file.name!r}).save_pretrained(out), and "
+                    "compare `out` with --rtol, as quantizing changed the values"
+                )
 
 
 def _what(file: Path) -> str:

@@ -195,7 +195,7 @@ def to_logical(checkpoint: Checkpoint, config: Mapping[str, Any], extra: Sequenc
     """
     found = find_map(checkpoint, extra)
     if found is None:
-        return checkpoint
+        return _without_adapter_names(checkpoint)
     names, prefix = found
     notes: list[str] = []
     tensors = gather(part for t in checkpoint.tensors.values() for part in apply(names, t, config, notes, prefix))
@@ -205,6 +205,14 @@ def to_logical(checkpoint: Checkpoint, config: Mapping[str, Any], extra: Sequenc
         family=checkpoint.family or names.family,
         notes=(*checkpoint.notes, *dict.fromkeys(notes)),
     )
+
+
+def _without_adapter_names(checkpoint: Checkpoint) -> Checkpoint:
+    """Name the adapters of a model that no map knows, and what they adapt, as those of any other."""
+    if not any(".base_layer." in t.name or _ADAPTER.fullmatch(t.name) for t in checkpoint.tensors.values()):
+        return checkpoint
+    plain = NameMap("", (), (), ())
+    return replace(checkpoint, tensors=gather(part for t in checkpoint.tensors.values() for part in apply(plain, t, {}, [])))
 
 
 def apply(

@@ -1,0 +1,30 @@
+"""One answer of ckpt-compare, as the command gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainprobe.ckpt_compare.compare import compare, logical
+from trainprobe.ckpt_compare.conclusion import Conclusion, conclude
+from trainprobe.ckpt_compare.formats import open_checkpoint
+from trainprobe.ckpt_compare.tolerance import selected
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Model, layout, cause (empty: healthy), whether the answer is right, and the first line."""
+
+    model: str
+    layout: str
+    cause: str
+    good: bool
+    sentence: str
+
+
+def judged(a: Path, b: Path, only: Sequence[str] = ()) -> Conclusion:
+    """Compare two checkpoints as the command does; only: its patterns of tensors."""
+    sides = logical(open_checkpoint(a), open_checkpoint(b))
+    left, right = (selected(side, only, ()) for side in sides)
+    return conclude(compare(left, right))
