@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
+import torch
+
 from benchmarks.op_check import healthy, planted
 from benchmarks.op_check.calibration import calibrate
 
@@ -23,12 +25,20 @@ def main() -> None:
     right = [healthy.judged(*one[1:]).worst.outcome for one in healthy.HEALTHY]
     print(f"healthy deviations: {len(right)}, {dict(Counter(right))}")
     found = calibrate(options.samples, options.only)
-    for (dtype, direction), counts in found["counts"].items():
-        print(f"{dtype} {direction}, {len(found['covered'][dtype])} operators: {dict(counts)}")
+    print(
+        f"{found.done} of the {found.entries} entries of torch {torch.__version__} judged, up to {options.samples} samples each"
+    )
+    for (dtype, direction), counts in found.counts.items():
+        print(f"{dtype} {direction}: {dict(counts)}")
+    for dtype, able in found.able.items():
+        left = able - found.judged[dtype]
+        print(
+            f"{dtype}: {len(able - left)} of {len(able)} entries have a call that was judged; none of {', '.join(sorted(left))}"
+        )
     for outcome in ("bug", "suspicious"):
-        print(f"{outcome}: {dict(Counter(w[0] for w in found['wrong'] if w[3].startswith(outcome)))}")
-    for reason, names in sorted(found["reasons"].items(), key=lambda item: -len(item[1])):
-        print(f"not checked, {len(names)} operators: {reason}: {', '.join(sorted(names)[:8])}")
+        print(f"{outcome}: {dict(Counter(w[0] for w in found.wrong if w[3].startswith(outcome)))}")
+    for reason, names in sorted(found.skipped.items(), key=lambda item: -len(item[1])):
+        print(f"not checked, {len(names)} entries: {reason}: {', '.join(sorted(names)[:8])}")
 
 
 main()

@@ -6,12 +6,13 @@ import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from trainprobe.op_check.cases import Case, flat
-from trainprobe.op_check.check import check
+from trainprobe.op_check.cases import Case, flat, mapped
+from trainprobe.op_check.check import Checked, check
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -21,7 +22,9 @@ def op_infos() -> list[Any]:
     try:
         from torch.testing._internal.common_methods_invocations import op_db
     except ModuleNotFoundError as missing:
-        raise SystemExit(f"torch's sample inputs need {missing.name}: pip install {missing.name}") from None
+        raise SystemExit(
+            f"torch's sample inputs need {missing.name}, which is not installed: pip install {missing.name}"
+        ) from None
     return list(op_db)
 
 
@@ -71,42 +74,67 @@ def entry(name: str) -> str:
 
 
 def _copied(tree: Any) -> Any:
-    from trainprobe.op_check.cases import mapped
-
     return mapped(tree, lambda t: t.detach().clone())
 
 
-def calibrate(most: int = 8, only: str = "", show: bool = True) -> dict[str, Any]:
-    """Judge all; return counts by dtype and direction, what was called a bug, and why what was not checked."""
-    counts: dict[Any, Counter[str]] = defaultdict(Counter)
-    wrong: list[tuple[str, str, str, str, float]] = []
-    reasons: dict[str, set[str]] = defaultdict(set)
-    covered: dict[str, set[str]] = defaultdict(set)
-    for info in op_infos():
-        label = f"{info.name}.{info.variant_test_name}" if info.variant_test_name else info.name
-        if only and only not in label:
-            continue
-        if show:
+@dataclass
+class Calibration:
+    """What became of all entries. entries: of torch's list, in all. done: those that were judged.
+
+    counts: (dtype, direction) → outcome → calls. judged: dtype → entries with a call that was judged. skipped: reason → entries
+    with a call that was not checked. wrong: (entry, dtype, direction and reference, verdict, bounds) of bugs and suspicions.
+    """
+
+    entries: int = 0
+    done: int = 0
+    counts: dict[tuple[str, str], Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    judged: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    able: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    skipped: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    wrong: list[tuple[str, str, str, str, float]] = field(default_factory=list)
+
+    def add(self, label: str, dtype: str, one: Checked) -> None:
+        """Count one judged direction of a call."""
+        worst = one.worst
+        self.counts[dtype, one.direction][worst.outcome] += 1
+        if worst.outcome == "not checked":
+            self.skipped[worst.reason].add(label)
+            return
+        self.judged[dtype].add(label)
+        if worst.outcome in ("bug", "suspicious"):
+            self.wrong.append((label, dtype, f"{one.direction} {one.source}", f"{worst.outcome}: {worst.reason}", worst.worst))
+            print(*self.wrong[-1], flush=True)
+
+
+def calibrate(most: int = 8, only: str = "") -> Calibration:
+    """Judge up to `most` samples of each entry; an interrupt ends it and keeps what was judged until then."""
+    infos = [(label_of(info), info) for info in op_infos()]
+    infos = [(label, info) for label, info in infos if only in label]
+    found = Calibration(entries=len(infos))
+    try:
+        for label, info in infos:
             print(label, file=sys.stderr, flush=True)
-        for dtype in DTYPES:
-            if dtype not in info.dtypes:
-                continue
-            short = str(dtype).removeprefix("torch.")
-            covered[short].add(label)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                for case in cases(info, dtype, most):
-                    for one in [
-                        check(case, backward) for backward in (False, True) if not backward or case.gradients is not None
-                    ]:
-                        worst = one.worst
-                        counts[short, one.direction][worst.outcome] += 1
-                        if worst.outcome in ("bug", "suspicious"):
-                            wrong.append(
-                                (label, short, f"{one.direction} {one.source}", f"{worst.outcome}: {worst.reason}", worst.worst)
-                            )
-                            if show:
-                                print(*wrong[-1], flush=True)
-                        elif worst.outcome == "not checked":
-                            reasons[worst.reason].add(label)
-    return {"counts": counts, "wrong": wrong, "reasons": reasons, "covered": covered}
+            _judge_entry(found, label, info, most)
+            found.done += 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    return found
+
+
+def label_of(info: Any) -> str:
+    """Return the name of an entry of torch's list with its variant."""
+    return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else info.name
+
+
+def _judge_entry(found: Calibration, label: str, info: Any, most: int) -> None:
+    for dtype in DTYPES:
+        if dtype not in info.dtypes:
+            continue
+        short = str(dtype).removeprefix("torch.")
+        found.able[short].add(label)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for case in cases(info, dtype, most):
+                found.add(label, short, check(case))
+                if case.gradients is not None:
+                    found.add(label, short, check(case, backward=True))
