@@ -38,6 +38,7 @@ STOREYS = {
     "trainprobe.build": 5,
     "trainprobe.watching": 6,
     **dict.fromkeys(["trainprobe.debugger", "trainprobe.pytorch", "trainprobe.core", "trainprobe.mindspore"], 6),
+    **dict.fromkeys(["trainprobe.compare_with_cpu", "trainprobe.op_probe"], 6),
     "trainprobe.integrations": 6,
     "trainprobe.demo": 7,
     "trainprobe.cli": 8,

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from trainprobe.compare_with_cpu import CompareWithCPU as CompareWithCPU
+    from trainprobe.compare_with_cpu import NanInfTracker as NanInfTracker
+    from trainprobe.compare_with_cpu import open_module_tracker as open_module_tracker
     from trainprobe.config_check import ConfigChecker as ConfigChecker
     from trainprobe.debugger import PrecisionDebugger as PrecisionDebugger
     from trainprobe.engine.plan.model import Plan as Plan
@@ -18,16 +21,31 @@ if TYPE_CHECKING:
 
 # public name → the module that holds it; loaded on first use, so that `import trainprobe` stays far below 0.1 s
 _PUBLIC = {
+    "CompareWithCPU": "trainprobe.compare_with_cpu",
     "ConfigChecker": "trainprobe.config_check",
+    "NanInfTracker": "trainprobe.compare_with_cpu",
     "Plan": "trainprobe.engine.plan.model",
     "PrecisionDebugger": "trainprobe.debugger",
     "Probe": "trainprobe.watching",
     "SingleComparator": "trainprobe.rollout",
     "SingleSave": "trainprobe.rollout",
+    "open_module_tracker": "trainprobe.compare_with_cpu",
     "watch": "trainprobe.watching",
 }
 
-__all__ = ["ConfigChecker", "Plan", "PrecisionDebugger", "Probe", "SingleComparator", "SingleSave", "__version__", "watch"]
+__all__ = [
+    "CompareWithCPU",
+    "ConfigChecker",
+    "NanInfTracker",
+    "Plan",
+    "PrecisionDebugger",
+    "Probe",
+    "SingleComparator",
+    "SingleSave",
+    "__version__",
+    "open_module_tracker",
+    "watch",
+]
 
 
 def __getattr__(name: str) -> Any:

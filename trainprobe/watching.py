@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from trainprobe.monitor.audit.audit import Audit
     from trainprobe.monitor.black_box.box import BlackBox
     from trainprobe.monitor.watcher import Watcher
+    from trainprobe.op_probe import OpProbe
 
 PlanSource = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
 _DATA_PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -101,12 +102,22 @@ class Probe(EngineProbe):
         self._position: Position | None = None
         self._dumped_after = False
         self._said_closed = False
+        if self.plan.op_check:
+            self.companions.append(self._judge_operators(rename, place))
         if self.plan.black_box:
             self._fill_box()
 
     def _spared(self, name: str, watch: Callable[[Reel], Sequence[Finding]]) -> Callable[[Reel], Sequence[Finding]]:
         """Return a watcher whose fault costs the others nothing."""
         return lambda reel: self.guard.part(name, watch, reel) or ()
+
+    def _judge_operators(self, rename: Rename | None, place: Place | None) -> OpProbe:
+        """Return the probe that judges operators in this one's steps."""
+        if self.framework != "pytorch":
+            raise PlanError("op_check: operators of PyTorch alone are judged: leave the section out")
+        from trainprobe.op_probe import beside
+
+        return beside(self, rename, place)
 
     def _compose(self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None) -> tuple[Parts, list[Program]]:
         """Return the taps that the plan asks for and the programs that run them."""

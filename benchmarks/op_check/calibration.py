@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections import Counter, defaultdict
@@ -14,6 +15,7 @@ import torch
 from trainprobe.op_check.cases import Case, flat, mapped
 from trainprobe.op_check.check import Checked, check
 
+_ANY_NUMBER = re.compile(r"\d+%")  # in a reason that is else the same
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -104,7 +106,7 @@ class Calibration:
         worst = one.worst
         self.counts[dtype, one.direction][worst.outcome] += 1
         if worst.outcome == "not checked":
-            self.skipped[worst.reason].add(label)
+            self.skipped[_ANY_NUMBER.sub("…%", worst.reason)].add(label)
             return
         self.judged[dtype].add(label)
         if worst.outcome in ("bug", "suspicious"):

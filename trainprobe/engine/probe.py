@@ -129,6 +129,7 @@ class Probe:
         self.step_number = -1
         self.begun = 0  # how many steps began: numbers of steps may leave some out
         self.closed = False
+        self.companions: list[Probe] = []  # go through the same steps, each with a plan and a guard of its own
         self._opened: tuple[Any, Callable[[], Any]] | None = None  # model, and what returns its optimizer
         self._taps: tuple[Tap, ...] = ()
         self._rests = rests or Rests()  # the taps that are installed
@@ -164,6 +165,8 @@ class Probe:
         if self.closed:
             raise UsageError("this probe is closed: make a new one with trainprobe.Probe(plan)")
         self.guard.set_up(self._open, model, optimizer, place)
+        for companion in self.companions:
+            companion.open(model, optimizer, place)
         return self
 
     def begin_step(self, number: int | None = None) -> bool:
@@ -179,10 +182,14 @@ class Probe:
         self.begun += 1
         if not self.closed:
             self.guard.run(self._begin)
+            for companion in self.companions:
+                companion.begin_step(self.step_number)
         return self.tape is not None
 
     def moment(self, name: str, *values: Any) -> None:
         """Tell that something happens: "micro" (its index), "optimizer", "optimizer_done", "clip", "clip_done"."""
+        for companion in self.companions:
+            companion.moment(name, *values)
         if self.tape is None:
             return
         if name == "micro":
@@ -202,6 +209,14 @@ class Probe:
 
         Raises StopTraining, once all of the step is handed over, when a rule with the action "stop" found something.
         """
+        try:
+            for companion in self.companions:  # what they installed stands above what this one did
+                companion.end_step(complete=complete)
+        finally:
+            reel = self._end_step(complete)
+        return reel
+
+    def _end_step(self, complete: bool) -> Reel | None:
         self._inside = False
         if self.guard.tripped is not None:
             self.guard.keep_on(self._release)  # what torch held back while the fault came
@@ -212,6 +227,8 @@ class Probe:
 
     def drop_step(self) -> None:
         """Forget the step that has begun, as if it had not: it is neither written nor judged, and its number is free again."""
+        for companion in self.companions:
+            companion.drop_step()
         if self._inside:
             self._inside = False
             self.begun -= 1
@@ -226,6 +243,9 @@ class Probe:
             return
         if self._inside:
             self.end_step(complete=False)
+        for companion in self.companions:
+            companion.close()
+            self.sentences += [s for s in companion.sentences if s not in self.sentences]
         self.guard.keep_on(self._release)
         self.closed = True
         self.guard.run(self._say_what_never_came)
@@ -268,11 +288,15 @@ class Probe:
 
     def pause(self) -> None:
         """Stop taking forward calls until `resume`; gradients of what was recorded still arrive until the step ends."""
+        for companion in self.companions:
+            companion.pause()
         if self.tape is not None:
             self.guard.run(self._rests.begin, "the program")
 
     def resume(self) -> None:
         """Take forward calls again, where nothing else has them rest."""
+        for companion in self.companions:
+            companion.resume()
         if self.tape is not None:
             self.guard.run(self._rests.end, "the program")
 

@@ -11,8 +11,8 @@ import torch
 from trainprobe.op_check.cases import Case, NotChecked, Tensor
 from trainprobe.op_check.causes import likely
 from trainprobe.op_check.evaluate import SINGLE, Expectation, Expected, expect
-from trainprobe.op_check.functions import api
-from trainprobe.op_check.judge import Judgement, gravest, judge
+from trainprobe.op_check.functions import api, is_in_place
+from trainprobe.op_check.judge import Judgement, Tolerance, gravest, judge
 from trainprobe.op_check.modes import recognised
 from trainprobe.op_check.noise import UNIT
 from trainprobe.op_check.properties import UNWRITTEN, ambiguous_gradient, dropout_gradient, unspecified
@@ -49,18 +49,18 @@ class Checked:
         return gravest(list(self.judgements))
 
 
-def check(case: Case, backward: bool = False) -> Checked:
-    """Judge the outputs of a call, or the gradients that it handed on."""
+def check(case: Case, backward: bool = False, tolerance: Tolerance | None = None) -> Checked:
+    """Judge the outputs of a call, or the gradients that it handed on. tolerance: judge floats by it instead of the bound."""
     recorded = case.results if backward else case.outputs
     if not backward and api(case.name) in UNWRITTEN:
         return Checked("forward", [Judgement("unspecified", "memory that nobody has written yet")], "properties")
     direction: Direction = "backward" if backward else "forward"
     if all(o is None for o in recorded):
         return Checked(direction, [Judgement("not checked", "the dump does not hold what it wrote or returned")])
-    return _guarded(case, direction)
+    return _guarded(case, direction, tolerance)
 
 
-def _guarded(case: Case, direction: Direction) -> Checked:
+def _guarded(case: Case, direction: Direction, tolerance: Tolerance | None) -> Checked:
     """Judge one direction; what torch refuses to compute here is not checked, with torch's reason."""
     if api(case.name) in _BY_FORMAT:
         return Checked(direction, [Judgement("not checked", "its result depends on the number format or the layout in memory")])
@@ -68,7 +68,7 @@ def _guarded(case: Case, direction: Direction) -> Checked:
         text = "a decomposition has several right answers, and none of their properties is checked yet"
         return Checked(direction, [Judgement("not checked", text)])
     try:
-        return _forward(case) if direction == "forward" else _backward(case)
+        return _forward(case, tolerance) if direction == "forward" else _backward(case, tolerance)
     except NotChecked as why:
         return Checked(direction, [Judgement("not checked", str(why))])
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError, KeyError) as error:
@@ -76,23 +76,48 @@ def _guarded(case: Case, direction: Direction) -> Checked:
         return Checked(direction, [Judgement("not checked", f"torch cannot run it here with these arguments: {text}")])
 
 
-def _forward(case: Case) -> Checked:
+def _forward(case: Case, tolerance: Tolerance | None) -> Checked:
     known = unspecified(case)
     if known is not None:
         return Checked("forward", known, "properties")
-    return _against(case, case.outputs, expect(case), False)
+    return _against(case, case.outputs, expect(case), False, tolerance)
 
 
-def _backward(case: Case) -> Checked:
+def _backward(case: Case, tolerance: Tolerance | None) -> Checked:
     why = ambiguous_gradient(case)
+    if not why and case.gradients is not None and all(g is None for g in case.gradients):
+        why = "the gradient of its result is not recorded"
     if api(case.name) == "dropout":
         return Checked("backward", [dropout_gradient(case)], "properties")
     if why:
         return Checked("backward", [Judgement("not checked", why)])
-    return _against(case, case.results, expect(case, backward=True), True)
+    expectation = expect(case, backward=True)
+    if is_in_place(case.name) and _at_a_view(case, expectation):
+        raise NotChecked("it writes through a view, and the gradient is recorded at that view")
+    return _against(case, case.results, expectation, True, tolerance)
 
 
-def _against(case: Case, recorded: Sequence[Tensor | None], expectation: Expectation, backward: bool) -> Checked:
+def _at_a_view(case: Case, expectation: Expectation) -> bool:
+    """Return whether a view's node handed on the gradients of an in-place operator: moved, and else as they came."""
+    given = next((g for g in case.gradients or () if g is not None), None)
+    for y, want in zip(case.results, expectation.results, strict=False):
+        if y is None or want is None or given is None:
+            continue
+        if y.shape != want.value.shape:
+            return True
+        unchanged = y.numel() == given.numel() and torch.equal(y.reshape(-1), given.reshape(-1))
+        if unchanged and not torch.equal(y, want.value.to(y.dtype)):
+            return True
+    return False
+
+
+def _against(
+    case: Case,
+    recorded: Sequence[Tensor | None],
+    expectation: Expectation,
+    backward: bool,
+    tolerance: Tolerance | None,
+) -> Checked:
     wanted = list(expectation.results)
     if len(recorded) > len(wanted):
         text = f"the dump holds {len(recorded)} results and this torch gives {len(wanted)}"
@@ -106,8 +131,8 @@ def _against(case: Case, recorded: Sequence[Tensor | None], expectation: Expecta
                 judgements.append(Judgement("not checked", "torch gives no gradient here"))
             continue
         y, want = _fitted(y, want)
-        found = judge(y, want)
-        found = recognised(case, i, y, want, found, backward)
+        found = judge(y, want, tolerance)
+        found = recognised(case, i, y, want, found, backward) if tolerance is None else found
         if found.outcome == "bug":
             cause = likely(case, i, y, found, backward)
             found = replace(found, reason=f"{found.reason}; {cause}") if cause else found

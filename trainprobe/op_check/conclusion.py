@@ -70,6 +70,11 @@ def _where(row: Row) -> str:
 
 def said(row: Row) -> str:
     """Return one row as a sentence: where, which operator, direction and result, how far off, at which element."""
+    return f"step {row.step}, rank {row.rank}: {described(row)}"
+
+
+def described(row: Row) -> str:
+    """Return what `said` does, without step and rank."""
     judgement = row.worst
     results = list(row.checked.judgements)
     which = f" result {results.index(judgement)}" if len(results) > 1 and judgement in results else ""
@@ -78,9 +83,8 @@ def said(row: Row) -> str:
         place = f" at {[*judgement.at]}" if judgement.at else ""
         element = f" (worst{place}: {judgement.got:.9g} where {judgement.want:.9g} belongs)"
     cause = f"; {row.checked.note}" if row.checked.note else ""
-    step = f"step {row.step}, rank {row.rank}: "
     reason = f": {judgement.reason}" if judgement.reason else ""
-    return f"{step}{row.entry}{_where(row)}{which} is {_word(judgement.outcome)}{reason}{element}{cause}"
+    return f"{row.entry}{_where(row)}{which} is {_word(judgement.outcome)}{reason}{element}{cause}"
 
 
 def _word(outcome: str) -> str:

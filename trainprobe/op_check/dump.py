@@ -12,7 +12,7 @@ from trainprobe.errors import FormatError
 from trainprobe.op_check.cases import NotChecked
 from trainprobe.op_check.check import Checked, check
 from trainprobe.op_check.functions import api
-from trainprobe.op_check.judge import Judgement
+from trainprobe.op_check.judge import Judgement, Tolerance
 from trainprobe.op_check.made import run_here
 from trainprobe.op_check.properties import is_random
 from trainprobe.op_check.recorded import RecordedRank, Unit
@@ -75,29 +75,35 @@ def check_dump(
     """Judge all operator calls in these folders. names: patterns of operators or entries; advance: is told of the progress."""
     found = DumpChecked()
     for step, rank, folder in folders:
-        recorded = RecordedRank(folder)
+        recorded = RecordedRank.read(folder)
         units = [unit for unit in recorded.units() if selected(unit, names)]
         if not units and not names:
             found.notes.append(f"{folder} holds no operators: record with `level: L1` or `mix`")
         found.made |= not recorded.has_tensors
-        _check_rank(recorded, units, found, (step, rank), advance)
+        check_rank(recorded, units, found, (step, rank), advance)
     return found
 
 
 def selected(unit: Unit, names: Iterable[str]) -> bool:
     """Return whether a unit is meant by one of the patterns, or there is none: an operator, an entry, or either with `*`."""
     wanted = list(names)
-    known = (unit.entry, unit.entry.rpartition(".")[0], unit.call.name, api(unit.call.name))
-    return not wanted or any(fnmatchcase(name, pattern) for pattern in wanted for name in known)
+    return not wanted or any(fnmatchcase(name, pattern) for pattern in wanted for name in names_of(unit))
 
 
-def _check_rank(
+def names_of(unit: Unit) -> tuple[str, ...]:
+    """Return what a unit can be called: its entry, the entry without its direction, the operator with and without prefix."""
+    return unit.entry, unit.entry.rpartition(".")[0], unit.call.name, api(unit.call.name)
+
+
+def check_rank(
     recorded: RecordedRank,
     units: Sequence[Unit],
     found: DumpChecked,
     at: tuple[int, int],
-    advance: Callable[[int, int], None],
+    advance: Callable[[int, int], None] = lambda done, total: None,
+    tolerance: Tolerance | None = None,
 ) -> None:
+    """Judge some calls of one step and rank into `found`. at: (step, rank). tolerance: judge floats by it instead."""
     seen: dict[str, tuple[str, Row]] = {}
     for i, unit in enumerate(units):
         advance(i, len(units))
@@ -106,7 +112,7 @@ def _check_rank(
         if before is not None and before[0] == gave:
             before[1].equal += 1
             continue
-        checked = _judged(recorded, unit)
+        checked = _judged(recorded, unit, tolerance)
         checked.expectation = None  # as large as the call's results, in float64
         row = Row(*at, unit.entry, unit.call.name, unit.module, checked, folder=recorded.folder, key=given, unit=unit)
         if before is not None and recorded.has_tensors and not is_random(unit.call.name) and unit.direction == "forward":
@@ -116,7 +122,7 @@ def _check_rank(
     advance(len(units), len(units))
 
 
-def _judged(recorded: RecordedRank, unit: Unit) -> Checked:
+def _judged(recorded: RecordedRank, unit: Unit, tolerance: Tolerance | None) -> Checked:
     try:
         if recorded.has_tensors:
             case = recorded.case(unit)
@@ -126,4 +132,4 @@ def _judged(recorded: RecordedRank, unit: Unit) -> Checked:
             case = run_here(recorded.made_case(unit), unit.direction == "backward")
     except NotChecked as why:
         return Checked("backward" if unit.direction == "backward" else "forward", [Judgement("not checked", str(why))])
-    return check(case, unit.direction == "backward")
+    return check(case, unit.direction == "backward", tolerance)

@@ -64,8 +64,16 @@ def gravest(judgements: list[Judgement]) -> Judgement:
     return max(judgements, key=lambda j: (OUTCOMES.index(j.outcome), j.worst))
 
 
-def judge(y: Tensor, expected: Expected) -> Judgement:
-    """Judge one recorded tensor, any shape and dtype, against what it should be."""
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """What a user allows instead of the bound: |y − r| ≤ atol + rtol · |r|, as `torch.allclose` has it; NaN equals NaN."""
+
+    atol: float
+    rtol: float
+
+
+def judge(y: Tensor, expected: Expected, tolerance: Tolerance | None = None) -> Judgement:
+    """Judge one recorded tensor, any shape and dtype, against what it should be. tolerance: replaces the bound of floats."""
     r, noise = expected.value, expected.noise
     if y.shape != r.shape:
         return Judgement("bug", f"its shape is {[*y.shape]} and not {[*r.shape]}", math.inf)
@@ -77,6 +85,8 @@ def judge(y: Tensor, expected: Expected) -> Judgement:
         return Judgement("not checked", "complex numbers have no judge yet", count=y.numel())
     if not y.is_floating_point():
         return _whole_numbers(y, r)
+    if tolerance is not None:
+        return _tolerated(y, r, tolerance)
     if y.dtype not in UNIT:
         return Judgement("not checked", f"{_name(y)} has no judge yet", count=y.numel())
     if y.dtype == torch.float64 and noise is not None:
@@ -153,6 +163,20 @@ def _floats(y: Tensor, r: Tensor, noise: Tensor | None) -> Judgement:
         text = f"{int(left.sum())} of {n} elements are lost because an inner step leaves the range of {_name(y)}"
         return replace(judged, outcome="mode", reason=text)
     return judged
+
+
+def _tolerated(y: Tensor, r: Tensor, tolerance: Tolerance) -> Judgement:
+    """Judge by |y − r| ≤ atol + rtol · |r| with r rounded to the format of y."""
+    wide, rounded = y.to(torch.float64), r.to(y.dtype).to(torch.float64)
+    allowed = tolerance.atol + tolerance.rtol * rounded.abs()
+    wrong = ~torch.isclose(wide, rounded, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
+    count = int(wrong.sum())
+    ratio = ((wide - rounded).abs() / allowed).nan_to_num(math.inf, math.inf, math.inf)
+    if count == 0:
+        return Judgement("rounding", f"within atol={tolerance.atol:g} and rtol={tolerance.rtol:g}", count=y.numel())
+    at = _place(torch.where(wrong, ratio, -1.0).argmax(), y)
+    text = f"{count} of {y.numel()} elements are beyond atol={tolerance.atol:g} and rtol={tolerance.rtol:g}{pattern(wrong)}"
+    return Judgement("bug", text, float(ratio[at]), at, float(y[at]), float(rounded[at]), count / y.numel(), count=y.numel())
 
 
 def _inexact(y: Tensor, wide: Tensor, r: Tensor, rounded: Tensor, same: Tensor) -> Judgement:

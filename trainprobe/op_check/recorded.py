@@ -6,13 +6,15 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from trainprobe.engine.core.records import Call, Opaque, Value
+from trainprobe.engine.core.records import Call, Opaque, Reel, Value
 from trainprobe.engine.core.reel import entry_name, leaves, numbers_of_rows
 from trainprobe.engine.storage.dumps import TensorStore, read
 from trainprobe.errors import FormatError, UnsafeFile
@@ -45,15 +47,31 @@ class Unit:
     of_inputs: bool = False
 
 
-class RecordedRank:
-    """One rank and step. Raises FormatError where it cannot be read."""
+class Store(Protocol):
+    """The stored values of one rank and step."""
 
-    def __init__(self, folder: Path) -> None:
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """Return a value as a NumPy array, bfloat16 and float8 widened to float32. Raises FormatError for what is missing."""
+        ...
+
+
+class RecordedRank:
+    """One rank and step: `reel` with the values in `store`. folder: where it was read from, None while it is in memory."""
+
+    def __init__(self, reel: Reel, store: Store, folder: Path | None = None) -> None:
         self.folder = folder
-        self.reel = read(folder)
-        self._store = TensorStore(folder)
-        self._columns = numbers_of_rows(self.reel)
+        self.reel = reel
+        self._store = store
         self._fingerprints: dict[str, str] = {}
+
+    @classmethod
+    def read(cls, folder: Path) -> RecordedRank:
+        """Read a rank's folder of a dump. Raises FormatError where it cannot be read."""
+        return cls(read(folder), TensorStore(folder), folder)
+
+    @cached_property
+    def _columns(self) -> dict[str, list[Any]]:
+        return numbers_of_rows(self.reel)
 
     @property
     def has_tensors(self) -> bool:

@@ -22,13 +22,17 @@ _OWNERS = {
 }
 
 
-def write_replay(row: Row, folder: Path) -> Path:
-    """Write the call of a row; return the script. Raises OutputError, and UsageError where the dump does not hold the call."""
-    if row.unit is None or row.folder is None:
+def write_replay(row: Row, folder: Path, recorded: RecordedRank | None = None) -> Path:
+    """Write the call of a row; return the script. recorded: its step, where that is no dump on disk.
+
+    Raises OutputError, and UsageError where the dump does not hold the call.
+    """
+    recorded = recorded or (None if row.folder is None else RecordedRank.read(row.folder))
+    if row.unit is None or recorded is None:
         raise UsageError(f"{row.entry} cannot be written: its dump is not at hand")
     backward = row.unit.direction == "backward"
     try:
-        case = _case(RecordedRank(row.folder), row.unit, backward)
+        case = _case(recorded, row.unit, backward)
     except NotChecked as why:
         raise UsageError(f"{row.entry} cannot be replayed: {why}") from None
     name = "".join(c if c.isalnum() else "_" for c in row.entry)

@@ -36,6 +36,7 @@ class Guard:
     ) -> None:
         self.raising = on_error == "raise"
         self.tripped: Finding | None = None
+        self.farewell = "trainprobe disabled itself, the training goes on unobserved"
         self._tell = tell
         self._apart = apart
         self._on_trip: list[Callable[[], None]] = []
@@ -123,7 +124,7 @@ class Guard:
         self.tripped = Finding(
             rule="guard",
             severity="error",
-            message=f"trainprobe disabled itself, the training goes on unobserved: {what} (at {_place_of(fault)})",
+            message=f"{self.farewell}: {what} (at {_place_of(fault)})",
         )
         sys.stderr.write(f"trainprobe: {self.tripped.message}\n")
         for part in self.parts.values():

@@ -123,7 +123,7 @@ def sentences(checked: Plan) -> Iterator[str]:
     last = checked.last_step()
     yield "go on until the training ends" if last is None else f"be done after step {last}"
     yield f"write {', '.join(checked.sinks)} to {checked.output} ({_on_existing(checked)})"
-    for section in ("monitor", "audit", "black_box", "config_check"):
+    for section in ("monitor", "audit", "black_box", "config_check", "op_check"):
         if getattr(checked, section):
             yield f"run the {section.replace('_', ' ')}"
 

@@ -251,6 +251,8 @@ class Plan(_Section):
     `monitor` and `audit` while the run goes on, on all ranks at the same step (one small collective at each look)."""
     config_check: SubPlan = None
     """Settings of the capture of what decides a run's numbers; true for its defaults."""
+    op_check: SubPlan = None
+    """Settings of judging operators while the training runs (docs/op_check.md); true for its defaults, which judge step 0."""
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
 
@@ -289,7 +291,7 @@ class Plan(_Section):
                 raise ValueError(f"{name!r} is not a writer{did_you_mean(name, known)} (there are: {', '.join(known)})")
         return value
 
-    @field_validator("monitor", "audit", "black_box", "config_check")
+    @field_validator("monitor", "audit", "black_box", "config_check", "op_check")
     @classmethod
     def _check_subplan(cls, value: Any, info: Any) -> Any:
         if isinstance(value, dict):

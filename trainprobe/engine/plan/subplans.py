@@ -26,6 +26,7 @@ CHECKERS = {
     "audit": "trainprobe.monitor.audit.plan",
     "black_box": "trainprobe.monitor.black_box.plan",
     "config_check": "trainprobe.config_check.plan",
+    "op_check": "trainprobe.op_check.plan",
 }
 
 

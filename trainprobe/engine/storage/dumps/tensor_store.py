@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trainprobe.engine.storage.dumps.tensor_files import DATA_FOLDER, PADDING, SAFETENSORS_DTYPES, SAFETENSORS_FILE, load_torch
+from trainprobe.engine.storage.dumps.tensor_files import (
+    DATA_FOLDER,
+    PADDING,
+    SAFETENSORS_DTYPES,
+    SAFETENSORS_FILE,
+    SavedTensor,
+    load_torch,
+    plain_dtype,
+)
 from trainprobe.errors import FormatError, UnsafeFile
 
 _LARGEST_HEADER = 100_000_000
@@ -112,6 +120,13 @@ class SafetensorsReader:
         if f"dtype {key}" in self._as:
             return _as_told(mapped, orjson.loads(self._as[f"dtype {key}"]))
         return widen(mapped, entry["dtype"])
+
+
+def array_of(saved: SavedTensor) -> npt.NDArray[Any]:
+    """Return a value that is still in memory as a `TensorStore` returns it from a file."""
+    short = SAFETENSORS_DTYPES.get(plain_dtype(saved.dtype), "")
+    raw = np.frombuffer(saved.data, _BITS.get(short) or plain_dtype(saved.dtype)) if saved.nbytes else np.zeros(0)
+    return widen(raw.reshape(saved.shape), short)
 
 
 def _as_told(raw: npt.NDArray[Any], told: list[Any]) -> npt.NDArray[Any]:

@@ -1,0 +1,201 @@
+"""Operators judged while a training runs: the values of one step are held on the host and judged as the step ends."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from trainprobe.engine.core.records import Finding, Reel
+from trainprobe.engine.core.reel import leaves
+from trainprobe.engine.plan.selection import Names
+from trainprobe.engine.storage.dumps.tensor_files import SavedTensor
+from trainprobe.engine.storage.dumps.tensor_store import array_of
+from trainprobe.errors import FormatError, StopTraining, did_you_mean
+from trainprobe.op_check.conclusion import beyond, described
+from trainprobe.op_check.dump import DumpChecked, Row, check_rank, names_of
+from trainprobe.op_check.judge import OUTCOMES, Tolerance
+from trainprobe.op_check.plan import OpCheckPlan
+from trainprobe.op_check.recorded import RecordedRank, Unit
+from trainprobe.op_check.replay import write_replay
+
+RULE = "op_check"
+# what torch dispatches to → what a program calls
+_CALLED = {
+    **dict.fromkeys(["addmm", "mm", "bmm", "mv"], ("linear", "matmul")),
+    **dict.fromkeys(["convolution", "_convolution", "convolution_overrideable"], ("conv1d", "conv2d", "conv3d")),
+    "native_layer_norm": ("layer_norm",),
+    "native_group_norm": ("group_norm",),
+    "native_batch_norm": ("batch_norm",),
+    "native_dropout": ("dropout",),
+    "_softmax": ("softmax",),
+    "_log_softmax": ("log_softmax", "cross_entropy"),
+    "nll_loss_forward": ("nll_loss", "cross_entropy"),
+    "_fused_rms_norm": ("rms_norm",),
+}
+_ATTENTION = "_scaled_dot_product_"
+
+
+class HeldValues:
+    """The values of the step that is collected: a sink of the writer, and what the judge reads. most: bytes, of one step."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._bytes = 0
+        self._values: dict[str, SavedTensor] = {}
+
+    def tensor(self, step: int, saved: SavedTensor) -> bool:
+        """Hold a value while there is room."""
+        if self._bytes + saved.nbytes <= self._most:
+            self._values[saved.key] = saved
+            self._bytes += saved.nbytes
+        return True
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """Return a value. Raises FormatError for one that there was no room for."""
+        if name not in self._values:
+            raise FormatError(f"the values of the step take more than {self._most} bytes: raise op_check.max_bytes")
+        return array_of(self._values[name])
+
+    def drop(self) -> None:
+        """Forget all values."""
+        self._values.clear()
+        self._bytes = 0
+
+    def write(self, reel: Reel) -> None:
+        """Do nothing: the step is judged before it is written."""
+
+    def findings(self, findings: Sequence[Finding]) -> None:
+        """Do nothing: findings go where the training's others go."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class OpNames:
+    """Operators by the names that users write: `layer_norm`, `Functional.*`, `torch.ops.aten.addmm` or `addmm.default`."""
+
+    def __init__(self, written: Sequence[str]) -> None:
+        self._patterns = {name: _patterns(name) for name in written}
+        self._idle = set(written)
+        self._known: set[str] = set()
+
+    def has(self, names: Sequence[str]) -> bool:
+        """Return whether an operator is meant. names: all that it can be called, with and without its prefix last."""
+        self._known.update(names[-2:])
+        hits = [w for w, patterns in self._patterns.items() if any(fnmatchcase(n, p) for n in names for p in patterns)]
+        self._idle.difference_update(hits)
+        return bool(hits)
+
+    def unmatched(self) -> list[str]:
+        """Return a sentence's part for each name that no operator had."""
+        return [f"{name!r}{did_you_mean(name, sorted(self._known))}" for name in self._patterns if name in self._idle]
+
+
+def _patterns(name: str) -> tuple[str, ...]:
+    bare = name.removeprefix("torch.ops.").removeprefix("aten.").removeprefix("aten::").removesuffix(".default")
+    called = ("scaled_dot_product_attention",) if bare.startswith(_ATTENTION) else _CALLED.get(bare, ())
+    return (name, bare, bare.rstrip("_") or bare, *called)
+
+
+class StepJudge:
+    """Judges the operators of each step that was collected, writes a line for each and returns findings.
+
+    values: those of the step. say: writes one line. folder: where replays are written. Raises StopTraining at a bug where the
+    plan says so.
+    """
+
+    def __init__(self, plan: OpCheckPlan, values: HeldValues, say: Callable[[str], None], folder: Path) -> None:
+        self._plan = plan
+        self._values = values
+        self._say = say
+        self._folder = folder
+        self._modules = Names(plan.modules)
+        self._ops, self._skip = OpNames(plan.ops), OpNames(plan.skip)
+        self._tolerance = None if plan.atol is None or plan.rtol is None else Tolerance(plan.atol, plan.rtol)
+        self.steps = 0
+        self.counts: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.verbose = False
+
+    def __call__(self, reel: Reel) -> list[Finding]:
+        """Judge one step."""
+        recorded = RecordedRank(reel, self._values)
+        found = DumpChecked()
+        units = [unit for unit in recorded.units() if self._wants(unit)]
+        check_rank(recorded, units, found, (reel.step, reel.place.rank), tolerance=self._tolerance)
+        self.steps += 1
+        for row in found.rows:
+            outcome = row.worst.outcome
+            self.counts[outcome] += 1
+            self.reasons[row.worst.reason] += outcome == "not checked"
+            self._say(line(row, self.verbose))
+        findings = list(_findings(found.rows, reel))
+        worst = max((row for row in found.rows if row.worst.outcome == "bug"), key=lambda row: row.worst.worst, default=None)
+        if worst is not None and self._plan.stop:
+            script = write_replay(worst, self._folder, recorded)
+            raise StopTraining(f"op_check: {described(worst)}; the call was written: python {script}")
+        return findings
+
+    def _wants(self, unit: Unit) -> bool:
+        names = names_of(unit)
+        chosen = not self._plan.ops or self._ops.has(names)
+        return chosen and not self._skip.has(names) and (unit.module or "") in self._modules
+
+    def summary(self) -> str:
+        """Return what was judged in all, as a sentence."""
+        counts = ", ".join(f"{self.counts[outcome]} {outcome}" for outcome in OUTCOMES if self.counts[outcome])
+        text = f"op_check: {self.steps} {'step' if self.steps == 1 else 'steps'} judged, {sum(self.counts.values())} calls"
+        text += f" ({counts})" if counts else ""
+        why, count = next(iter(self.reasons.most_common(1)), ("", 0))
+        text += f"; not checked for the most part because {why}" if count else ""
+        never = [*self._ops.unmatched(), *self._skip.unmatched()] if self.steps else []
+        return text + (f"; no operator is called {', '.join(never)}" if never else "") + "."
+
+
+def line(row: Row, verbose: bool = False) -> str:
+    """Return the line of one call in the log: where, which operator, and [ERROR], [WARNING] or that it succeeds."""
+    worst = row.worst
+    name = row.entry.replace(f".{row.checked.direction}", "")
+    head = f"step {row.step} {row.module or '-'} {name} ({row.checked.direction})"
+    equal = f" (and {row.equal} equal calls)" if row.equal else ""
+    if verbose and row.unit is not None:
+        equal += f"\n    inputs {_shapes([row.unit.call.args, row.unit.call.kwargs])}; outputs {_shapes(row.unit.call.out)}"
+    if worst.outcome == "bug":
+        return f"[ERROR] {head} fails: {described(row)}{equal}"
+    if worst.outcome == "not checked":
+        return f"[WARNING] {head} has not been tested: {worst.reason}{equal}"
+    if worst.outcome == "suspicious":
+        return f"[WARNING] {head}: {described(row)}{equal}"
+    distance = f", {beyond(worst.worst)} of its own rounding" if worst.worst else ""
+    return f"{head} succeeds: {worst.outcome}{distance}{f', {worst.reason}' if worst.reason else ''}{equal}"
+
+
+def _shapes(tree: Any) -> str:
+    return ", ".join(f"{v.dtype.removeprefix('torch.')}{[*v.shape]} on {v.device}" for _, v in leaves(tree, "")) or "none"
+
+
+def _findings(rows: Iterable[Row], reel: Reel) -> Iterable[Finding]:
+    """Yield a finding for each operator and direction that is wrong in this step, with its worst call."""
+    groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.worst.outcome in ("bug", "suspicious"):
+            groups[row.worst.outcome, row.name, row.checked.direction].append(row)
+        if row.same_inputs:
+            text = f"{row.entry} had the inputs of {row.same_inputs} and gave another result: it is not deterministic"
+            yield Finding(RULE, "warning", text, step=reel.step, place=reel.place)
+    for (outcome, _, _), group in groups.items():
+        worst = max(group, key=lambda row: row.worst.worst)
+        more = f"; so are {len(group) - 1} more of its calls" if len(group) > 1 else ""
+        yield Finding(
+            RULE,
+            "error" if outcome == "bug" else "warning",
+            f"{described(worst)}{more}",
+            step=reel.step,
+            place=reel.place,
+            next="`op_check: {stop: true}` in the plan stops here and writes the call with a script that runs it anywhere",
+        )
