@@ -59,7 +59,7 @@ def cases(info: Any, dtype: torch.dtype, most: int) -> Iterator[Case]:
         ):  # a sample that this kernel refuses is torch's own affair
             continue
         before.outputs = [o.detach().clone() for o in out]
-        node = next((o.grad_fn for o in out if o.grad_fn is not None), None)
+        node: Any = next((o.grad_fn for o in out if o.grad_fn is not None), None)
         if able and node is not None and all(o.layout == torch.strided for o in out):
             made = [o for o in out if o.grad_fn is node]
             before.gradients = [torch.randn_like(o) if o.is_floating_point() else None for o in made]

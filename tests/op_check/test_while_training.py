@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def train(steps: Callable[[nn.Module, Any], AbstractContextManager[Step]], kind:
 
 
 @contextmanager
-def bare(model: nn.Module, optimizer: Any) -> Iterator[Step]:
+def bare(model: nn.Module, optimizer: Any) -> Generator[Step]:
     yield nullcontext
 
 
@@ -59,11 +59,11 @@ def classic(front: Any) -> Callable[[nn.Module, Any], AbstractContextManager[Ste
     """Train under `CompareWithCPU` or `NanInfTracker`."""
 
     @contextmanager
-    def steps(model: nn.Module, optimizer: Any) -> Iterator[Step]:
+    def steps(model: nn.Module, optimizer: Any) -> Generator[Step]:
         trainprobe.open_module_tracker(model)
 
         @contextmanager
-        def step() -> Iterator[None]:
+        def step() -> Generator[None]:
             yield
             compare.step()
 
@@ -77,7 +77,7 @@ def watched(folder: Path, found: list[Any], **plan: Any) -> Callable[[nn.Module,
     """Train under `watch`; `found` gets the probe."""
 
     @contextmanager
-    def steps(model: nn.Module, optimizer: Any) -> Iterator[Step]:
+    def steps(model: nn.Module, optimizer: Any) -> Generator[Step]:
         with trainprobe.watch(model, optimizer, output=folder, level="off", sinks=[], console=False, **plan) as probe:
             found.append(probe)
             yield probe.step
@@ -158,7 +158,7 @@ def test_a_tolerance_replaces_the_bound(wrong_gelu: None, capsys: pytest.Capture
 
 
 def test_operators_are_chosen_by_the_names_that_users_write(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = {"target_list": ["torch.ops.aten.addmm", "layer_norm", "softmx"], "target_op": ["Functional.gelu"]}
+    asked: dict[str, Any] = {"target_list": ["torch.ops.aten.addmm", "layer_norm", "softmx"], "target_op": ["Functional.gelu"]}
     train(classic(trainprobe.CompareWithCPU(**asked, white_list=["layer_norm", "norm"], end_step=1)))
     lines = capsys.readouterr().out.splitlines()
     calls = {line.split()[3].rpartition(".")[0] for line in lines[:-1]}
