@@ -276,6 +276,10 @@ class LossCall:
     targets [N]: "class_low", "class_high". Of an input [N, N] over classes: "self_low", "self_high", bounds of its diagonal,
     "self_below" the largest of a row, at most, and "self_targets" that are on it. Of CTC: "too_long" transcripts, which are
     longer than what they are read from. "apart", of a call without a gradient: the largest element of its result.
+
+    classes: [2 C + 1], see `taps.class_shares`: targets of each class, the sum of its probability, and the sum of
+    -log p(target), over the places that were looked at; empty where the targets are not indices of classes. smoothing: of the
+    labels.
     """
 
     kind: str
@@ -286,6 +290,8 @@ class LossCall:
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     rows: int = 0
     numbers: Mapping[str, float] = field(default_factory=dict[str, float])
+    classes: tuple[float, ...] = ()
+    smoothing: float = 0.0
 
     def number(self, name: str) -> float:
         """Return one of the numbers; NaN for what was not looked at."""

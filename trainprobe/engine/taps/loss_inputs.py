@@ -23,6 +23,7 @@ from trainprobe.engine.core.facts import LossCall
 from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.core.library import Carried
 from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps.class_shares import class_shares
 from trainprobe.engine.taps.replaced import Replaced
 
 SHIFTS = (-1, 0, 1, 2)
@@ -119,9 +120,12 @@ class LossInputs:
         with apart(), torch.no_grad():
             found = {"value": out.detach() if out.numel() == 1 else x.new_full((), float("nan"), dtype=torch.float32)}
             found |= _about(kind, x, y, args, kwargs, self._given)
-            numbers = together(found.values(), x.device)
+            shares = _shares(kind, x, y, args)
+            numbers = torch.cat((together(found.values(), x.device), *shares))
         rows = self._given["tokens"].shape[0] if "tokens" in self._given else 0
-        call = LossCall(kind, reduction, self._forwards - 1, self._backwards(), y.numel(), (_shape(x), _shape(y)), rows)
+        shapes, smoothing = (_shape(x), _shape(y)), float(args[5]) if kind == "cross_entropy" and len(args) > 5 else 0.0
+        forward = self._forwards - 1
+        call = LossCall(kind, reduction, forward, self._backwards(), y.numel(), shapes, rows, smoothing=smoothing)
         self._seen.append((call, tuple(found), self._tape.carry(numbers)))
 
     def _look_at_result(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> None:
@@ -137,8 +141,12 @@ class LossInputs:
 
 def together(numbers: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return single numbers as one tensor, to be carried to the host: float64 where the device has it."""
-    wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
-    return torch.stack([number.reshape(()).to(device=device, dtype=wide) for number in numbers])
+    return torch.stack([number.reshape(()).to(device=device, dtype=wide_on(device)) for number in numbers])
+
+
+def wide_on(device: torch.device) -> torch.dtype:
+    """Return float64 where the device has it, otherwise float32."""
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
 def _read(seen: Sequence[tuple[LossCall, tuple[str, ...], Carried]]) -> tuple[LossCall, ...]:
@@ -147,7 +155,8 @@ def _read(seen: Sequence[tuple[LossCall, tuple[str, ...], Carried]]) -> tuple[Lo
 
 def _with_numbers(call: LossCall, names: tuple[str, ...], carried: Carried) -> LossCall:
     assert carried.numbers is not None
-    return replace(call, numbers=dict(zip(names, map(float, carried.numbers), strict=True)))
+    numbers, classes = carried.numbers[: len(names)], carried.numbers[len(names) :]
+    return replace(call, numbers=dict(zip(names, map(float, numbers), strict=True)), classes=tuple(map(float, classes)))
 
 
 def _reduction(kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -167,12 +176,24 @@ def _about(
         about = _form(x) if x.dim() >= 1 and x.numel() else {}
         if classes and x.dim() == 2 and x.shape[0] == x.shape[1] == y.numel() and x.numel():
             about |= _diagonal(x, y)
-        return about | (_targets(y, int(args[4]) if len(args) > 4 else -100, given) if classes else {})
+        return about | (_targets(y, _ignored(args), given) if classes else {})
     if kind in _OF_NUMBERS or not x.numel() or not y.numel():
         return {}
     if kind == "ctc_loss":
         return _bounds(x, "input") | _transcripts(args[2], args[3], x.device)
     return _bounds(x, "input") | ({} if kwargs.get("log_target") else _bounds(y, "target"))
+
+
+def _shares(kind: str, x: Tensor, y: Tensor, args: Sequence[Any]) -> Sequence[Tensor]:
+    """Return what is counted of each class, if the targets are indices of classes, in the dtype of `together`."""
+    if kind not in ("cross_entropy", "nll_loss") or y.is_floating_point():
+        return ()
+    shares = class_shares(x, y, _ignored(args), logarithms=kind == "nll_loss")
+    return () if shares is None else (shares.to(wide_on(x.device)),)
+
+
+def _ignored(args: Sequence[Any]) -> int:
+    return int(args[4]) if len(args) > 4 else -100
 
 
 def _bounds(t: Tensor, what: str) -> dict[str, Tensor]:

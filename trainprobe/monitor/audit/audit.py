@@ -23,6 +23,7 @@ from trainprobe.monitor.audit.peers import Peer, Share
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.relaid import Relaid, as_pieces, is_relaid, rows_of, what_was_loaded
 from trainprobe.monitor.audit.relations import load_relation
+from trainprobe.monitor.audit.relations.absent_classes import never_targets
 from trainprobe.monitor.audit.relations.replicated_buffers import is_shared
 from trainprobe.monitor.audit.relations.reported_loss import differentiated, explained
 from trainprobe.monitor.audit.relations.saved_and_loaded import came_back, held
@@ -261,7 +262,7 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
     rows |= {key_of(name, "begun"): (checksum, 0.0) for name, checksum in facts.begun.items() if is_shared(name)}
     rows |= {key_of(name, "rests"): (1, 0.0) for name, training in facts.model.modes.items() if not training}
     rows |= {key_of(p.name, "frozen"): (1, 0.0) for p in facts.model.parameters if not p.trainable}
-    rows |= stepped_here(draft)
+    rows |= stepped_here(draft) | never_targets(draft)
     own = _total(draft, "grad"), _total(draft, "grad_unclipped")
     numbers = {
         "lr": facts.rates[0] if facts.rates else float("nan"),

@@ -13,6 +13,7 @@ from trainprobe.engine.core.facts import ModelFacts, SavedTensors, StepFacts
 from trainprobe.engine.core.records import Finding, Place, Reel, Site
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
+from trainprobe.monitor.audit.class_shares import ClassShares
 from trainprobe.monitor.audit.peers import Key, Peer
 from trainprobe.monitor.audit.relaid import Relaid
 from trainprobe.monitor.scalar_names import role_of
@@ -146,8 +147,8 @@ class Past:
     ("moves", buffer) → what it was last (see `streaks_now`). peaks: largest rate of each parameter group. kept:
     audited steps in a row that updated with all gradients that came. micro_batches: how many a step had whose losses were
     divided by their number, as last seen. paces: at how many in a row the rate of each parameter group was another one than
-    at the one before. classes: the one class of all
-    targets of each of the last ones, while they had one.
+    at the one before. classes: the one class of all targets of each of the last ones, while they had one. class_shares: how
+    often each class was a target and what probability it had, while all losses are over the same classes.
     """
 
     exactly: int = 0
@@ -165,6 +166,7 @@ class Past:
     micro_batches: int = 0
     paces: tuple[int, ...] = ()
     classes: tuple[float, ...] = ()
+    class_shares: ClassShares | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from trainprobe.monitor.audit.class_shares import observed
 from trainprobe.monitor.audit.evidence import Evidence, Past, along, resting, streaks_with
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.recurrences import learned
@@ -41,6 +42,7 @@ def remembered(evidence: Evidence) -> Past:
         micro_batches=micro_batches(evidence),
         paces=paces(evidence),
         classes=classes_in_a_row(past.classes, evidence.facts),
+        class_shares=observed(past.class_shares, evidence.facts),
     )
 
 

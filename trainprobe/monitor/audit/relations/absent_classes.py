@@ -1,0 +1,108 @@
+"""A class that is never a target loses its probability.
+
+Relation, for `cross_entropy` and `nll_loss` over 3 to 1,000 classes with class indices as targets: at its minimum the mean
+probability of a class is its share of the targets. A class that was no target in 20 or more audited steps is found where, over
+the last ten of them and the ten before,
+
+    its mean probability is a quarter of an equal share or more, and twice what label smoothing gives to it or more
+    it no longer falls: it is 0.98 of what it was, or more
+    by that probability alone 20 or more targets of this class were to be expected in the last twenty
+    the model does learn: the mean of -log p(target) is 0.75 of that of the first three audited steps, or less
+
+and where at most one class in ten (and one at least) was never a target: the others show that the targets are classes of a
+fixed list, and not positions, tokens or candidates. Only where all losses of the step are of this kind, and, with several
+ranks, where the class was no target on any.
+Found as warnings: a data set may lack a class. Usually caused by labels that begin at 1 where the model has n + 1 outputs,
+outputs that were added to fill a shape, or a background class that no label has, in models whose logits are bounded (a sigmoid
+or tanh before the loss, cosines without a scale). Without such bounds the probability of the class falls as long as the model
+learns, so a training without them does not violate this.
+"""
+
+from __future__ import annotations
+
+from trainprobe.engine.records import Finding
+from trainprobe.monitor.audit.class_shares import WINDOW, ClassShares, observed
+from trainprobe.monitor.audit.evidence import Evidence
+from trainprobe.monitor.audit.messages import key_of
+
+COST = frozenset({"host", "ranks"})
+EVERY = 10
+STAGE = "forward"
+_OF_EQUAL = 0.25
+_OF_SMOOTHED = 2.0
+_STANDS = 0.98
+_EXPECTED = 20.0
+_LEARNED = 0.75
+_FEW = 10  # one class in so many
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Find the class that takes the most probability of those that were never a target."""
+    shares = observed(evidence.past.class_shares, evidence.facts)
+    if shares is None or not evidence.facts.losses:
+        return []
+    taking = [c for c in _taking(shares) if _nowhere_a_target(shares, c, evidence)]
+    if not taking:
+        return []
+    mass, equal = shares.mass(latest=True), 1 / len(shares.counts)
+    worst = max(taking, key=lambda c: mass[c])
+    more = f" ({len(taking)} classes like it)" if len(taking) > 1 else ""
+    text = (
+        f"class {worst}{more} was never a target of {shares.kind} ({shares.counts.sum():,.0f} targets of {shares.steps} audited "
+        f"steps were looked at), and still takes {mass[worst]:.2%} of the probability; an equal share of {len(shares.counts)} "
+        f"classes is {equal:.2%}. It no longer falls, though the mean -log p(target) fell from {shares.began:.3g} to "
+        f"{shares.now:.3g}"
+    )
+    hint = (
+        "check that labels count from 0 and that the model has one output for each class; if its logits are bounded (a sigmoid "
+        "or tanh before the loss, cosines without a scale), remove the bound or scale them"
+    )
+    return [
+        evidence.finding(
+            "absent_classes",
+            text,
+            shares.kind,
+            measured=float(mass[worst]),
+            expected=0.0,
+            kind="scalar",
+            severity="warning",
+            next=hint,
+            names=[f"class {c}" for c in taking],
+        )
+    ]
+
+
+def never_targets(evidence: Evidence) -> dict[int, tuple[int, float]]:
+    """Return what a rank tells the others: that it has such a loss, and the classes that were never a target of it."""
+    shares = observed(evidence.past.class_shares, evidence.facts)
+    if shares is None or not _is_a_list(shares):
+        return {} if shares is None else {key_of(shares.name, "classes"): (1, 0.0)}
+    return {key_of(shares.name, "classes"): (1, 0.0)} | {_key(shares, c): (1, 0.0) for c in shares.never}
+
+
+def _taking(shares: ClassShares) -> list[int]:
+    """Return the classes that were never a target and whose probability stays."""
+    if shares.steps < 2 * WINDOW or not _is_a_list(shares) or not shares.now <= _LEARNED * shares.began:
+        return []
+    latest, before = shares.mass(latest=True), shares.mass(latest=False)
+    least = max(_OF_EQUAL, _OF_SMOOTHED * shares.smoothing) / len(shares.counts)
+    return [
+        c for c in shares.never if latest[c] >= max(least, _STANDS * before[c]) and latest[c] * shares.looked_at >= _EXPECTED
+    ]
+
+
+def _is_a_list(shares: ClassShares) -> bool:
+    """Whether nearly all classes were targets."""
+    return len(shares.never) <= max(1, len(shares.counts) // _FEW)
+
+
+def _nowhere_a_target(shares: ClassShares, c: int, evidence: Evidence) -> bool:
+    """Whether a class was a target on no rank, as far as the ranks were compared."""
+    if evidence.place.world_size == 1:
+        return True
+    with_losses = [peer for peer in evidence.peers if key_of(shares.name, "classes") in peer.rows]
+    return bool(with_losses) and all(_key(shares, c) in peer.rows for peer in with_losses)
+
+
+def _key(shares: ClassShares, c: int) -> int:
+    return key_of(f"{shares.name}: {c}", "never")
