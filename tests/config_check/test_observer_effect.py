@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # before any test replaces what it makes a table of; COMPILING below has the other order
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import dropout as imported_by_name
@@ -155,6 +155,19 @@ def test_a_compiled_model_gives_the_same_bits_and_is_captured_whole(tmp_path):
     assert watched == losses(None)
     pack = read_pack(tmp_path / "pack.zip")
     assert set(pack.ranks[0].by_micro["weights"][0]["parameters"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_a_compiler_that_lists_torchs_functions_while_they_are_replaced_still_compiles(tmp_path):
+    """`init_process_group` clears its list, which `torch.compile` makes again; `reset` clears its callbacks."""
+    ConfigChecker.apply_patches(on_error="raise")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'met'}", rank=0, world_size=1)
+    try:
+        torch._dynamo.reset()
+        compiled = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), backend="eager", fullgraph=True)
+        with ConfigChecker(compiled, output_zip_path=tmp_path / "pack.zip", on_error="raise", micro_steps=1):
+            assert compiled(torch.ones(3, 4)).shape == (3, 4)
+    finally:
+        dist.destroy_process_group()
 
 
 COMPILING = """

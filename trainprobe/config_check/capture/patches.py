@@ -35,6 +35,11 @@ class Patches:
     def __len__(self) -> int:
         return len(self._done)
 
+    @property
+    def wrappers(self) -> list[Any]:
+        """What stands in place of the originals at the moment."""
+        return [patch.wrapper for patch in self._done]
+
     def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> bool:
         """Put wrap(original) in place of owner.name; nothing happens where there is no such name.
 

@@ -87,7 +87,8 @@ class RandomCalls:
         self._pause()
         self._imports.stop()
         if self._compiler is not None and forget_compiler:
-            self._compiler.remove_start_callback(self._compilation_begins)
+            if self._compilation_begins in self._compiler.start_callbacks:
+                self._compiler.remove_start_callback(self._compilation_begins)
             self._compiler = None
 
     def end(self, why: str) -> None:
@@ -113,16 +114,30 @@ class RandomCalls:
         if handler is not None and self._compiler is None:
             self._compiler = handler
             handler.register_start_callback(self._compilation_begins)
+            self._patches.replace(sys.modules["torch._dynamo"], "reset", self._resetting)
 
     def _pause(self) -> None:
-        """Put the originals back while the compiler is imported, which lists them all."""
+        """Put the originals back; the compiler lists them all as it is imported."""
         self.active = False
+        replaced = self._patches.wrappers
         self._patches.undo()
+        _forget_in_compiler(replaced)
 
     def _compilation_begins(self, *about: Any) -> None:
         if self.active or len(self._patches):
             self.end(COMPILED)
             self.stop(forget_compiler=False)
+
+    def _resetting(self, original: Any) -> Any:
+        """`torch._dynamo.reset` forgets who wants to be told of compilations."""
+
+        @functools.wraps(original)
+        def reset(*args: Any, **kwargs: Any) -> Any:
+            original(*args, **kwargs)
+            if self.active and self._compiler is not None and self._compilation_begins not in self._compiler.start_callbacks:
+                self._compiler.register_start_callback(self._compilation_begins)
+
+        return reset
 
     def _scripting(self, original: Any) -> Any:
         """TorchScript knows functions by identity: it compiles with the originals in place."""
@@ -161,6 +176,20 @@ class RandomCalls:
             if stack < 0 or not _names_a_file(stacks[stack])
         ]
         return {"calls": calls, "stacks": stacks, "counted_until": self.ended_in}
+
+
+def _forget_in_compiler(wrappers: list[Any]) -> None:
+    """Have the compiler list torch's functions anew if it did so while wrappers stood in their place.
+
+    It lists them as it is imported, and again after `init_process_group`, when `torch.compile` is next called.
+    """
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    listing: Any = getattr(rules, "get_torch_obj_rule_map", None)
+    if listing is None or not listing.cache_info().currsize:
+        return
+    listed = listing()
+    if any(wrapper in listed for wrapper in wrappers):
+        rules.clear_lru_cache()
 
 
 def _words(arguments: Mapping[str, Any]) -> str:
