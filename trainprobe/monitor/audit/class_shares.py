@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.facts import StepFacts
+from trainprobe.engine.core.facts import StepFacts
 
 WINDOW = 10  # audited steps that are compared with as many before them
 _FIRST = 3  # audited steps from whose targets' log-probability a training starts

@@ -20,7 +20,7 @@ learns, so a training without them does not violate this.
 
 from __future__ import annotations
 
-from trainprobe.engine.records import Finding
+from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.class_shares import WINDOW, ClassShares, observed
 from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.messages import key_of
