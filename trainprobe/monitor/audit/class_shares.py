@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from trainprobe.engine.core.facts import StepFacts
 
-WINDOW = 10  # audited steps that are compared with as many before them
+WINDOW = 15  # audited steps that are compared with as many before them
 _FIRST = 3  # audited steps from whose targets' log-probability a training starts
 _KINDS = frozenset({"cross_entropy", "nll_loss"})
 Array = npt.NDArray[np.float64]
@@ -51,10 +51,9 @@ class ClassShares:
         """Targets in the last 2 * `WINDOW` audited steps."""
         return float(sum(_counts(row).sum() for row in self.last))
 
-    @property
-    def now(self) -> float:
-        """Mean -log p(target) in the latest `WINDOW` audited steps."""
-        return _mean_log(self.last[-WINDOW:])
+    def surprise(self, latest: bool) -> float:
+        """Return the mean -log p(target) in the latest `WINDOW` audited steps, or in those before."""
+        return _mean_log(self.last[-WINDOW:] if latest else self.last[:-WINDOW])
 
 
 def observed(known: ClassShares | None, facts: StepFacts) -> ClassShares | None:

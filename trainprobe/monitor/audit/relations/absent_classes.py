@@ -1,13 +1,14 @@
 """A class that is never a target loses its probability.
 
 Relation, for `cross_entropy` and `nll_loss` over 3 to 1,000 classes with class indices as targets: at its minimum the mean
-probability of a class is its share of the targets. A class that was no target in 20 or more audited steps is found where, over
-the last ten of them and the ten before,
+probability of a class is its share of the targets. A class that was no target in 30 or more audited steps is found where, in
+the last 15 of them and the 15 before,
 
     its mean probability is a quarter of an equal share or more, and twice what label smoothing gives to it or more
     it no longer falls: it is 0.98 of what it was, or more
-    by that probability alone 20 or more targets of this class were to be expected in the last twenty
-    the model does learn: the mean of -log p(target) is 0.75 of that of the first three audited steps, or less
+    by that probability alone 20 or more targets of this class were to be expected
+    the model has learned: the mean of -log p(target) is 0.75 of that of the first three audited steps, or less, and 0.95 of
+    what it was, or more
 
 and where at most one class in ten (and one at least) was never a target: the others show that the targets are classes of a
 fixed list, and not positions, tokens or candidates. Only where all losses of the step are of this kind, and, with several
@@ -15,7 +16,7 @@ ranks, where the class was no target on any.
 Found as warnings: a data set may lack a class. Usually caused by labels that begin at 1 where the model has n + 1 outputs,
 outputs that were added to fill a shape, or a background class that no label has, in models whose logits are bounded (a sigmoid
 or tanh before the loss, cosines without a scale). Without such bounds the probability of the class falls as long as the model
-learns, so a training without them does not violate this.
+learns. A head without bias over features that average to 0 may be bounded, too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _OF_SMOOTHED = 2.0
 _STANDS = 0.98
 _EXPECTED = 20.0
 _LEARNED = 0.75
+_SETTLED = 0.95
 _FEW = 10  # one class in so many
 
 
@@ -51,7 +53,7 @@ def check(evidence: Evidence) -> list[Finding]:
         f"class {worst}{more} was never a target of {shares.kind} ({shares.counts.sum():,.0f} targets of {shares.steps} "
         f"audited steps were looked at), and still takes {mass[worst]:.2%} of the probability; an equal share of "
         f"{len(shares.counts)} classes is {equal:.2%}. It no longer falls, though the mean -log p(target) fell from "
-        f"{shares.began:.3g} to {shares.now:.3g}"
+        f"{shares.began:.3g} to {shares.surprise(latest=True):.3g}"
     )
     hint = (
         "check that labels count from 0 and that the model has one output for each class; if its logits are bounded (a sigmoid "
@@ -82,7 +84,10 @@ def never_targets(evidence: Evidence) -> dict[int, tuple[int, float]]:
 
 def _taking(shares: ClassShares) -> list[int]:
     """Return the classes that were never a target and whose probability stays."""
-    if shares.steps < 2 * WINDOW or not _is_a_list(shares) or not shares.now <= _LEARNED * shares.began:
+    if shares.steps < 2 * WINDOW or not _is_a_list(shares):
+        return []
+    now, was = shares.surprise(latest=True), shares.surprise(latest=False)
+    if not _SETTLED * was <= now <= _LEARNED * shares.began:
         return []
     latest, before = shares.mass(latest=True), shares.mass(latest=False)
     least = max(_OF_EQUAL, _OF_SMOOTHED * shares.smoothing) / len(shares.counts)
