@@ -11,20 +11,23 @@ from trainprobe.engine.core.reel import slots
 _CLOSE = 1e-3  # relative: floats that may be the same number, computed twice
 
 
-def other_argument(left: Call, right: Call) -> tuple[str, float]:
-    """Return the first plain argument that is another on the two sides, as text or "", and how far close ones are apart.
+def other_argument(left: Call, right: Call) -> tuple[str, tuple[str, float]]:
+    """Return the first plain argument that is another on the two sides, as text or "", and the floats that are almost the same.
 
-    Two floats within a thousandth of each other may have been computed in the training: they count as what the call is given.
+    Two floats within a thousandth of each other may have been computed in the training, from tensors that differ by rounding:
+    of these the one that is furthest apart, as text, and its relative distance.
     """
-    small = 0.0
+    close = "", 0.0
     mine, theirs = _all_plain(left), _all_plain(right)
     for at in [at for at in mine if at in theirs and repr(mine[at]) != repr(theirs[at])]:
         x, y = mine[at], theirs[at]
         far = abs(x - y) / max(abs(x), abs(y)) if isinstance(x, float) and isinstance(y, float) and x != y else 1.0
+        said = f"{at} is {x!r} in A and {y!r} in B"
         if not far <= _CLOSE:
-            return f"{at} is {x!r} in A and {y!r} in B", small
-        small = max(small, far)
-    return "", small
+            return said, close
+        if far > close[1]:
+            close = said, far
+    return "", close
 
 
 def given_alone(left: Call, right: Call) -> str:

@@ -152,7 +152,10 @@ def _what(judged: Judged) -> str:
 def _far(value: Distance) -> str:
     far = value.apart
     exact = "" if far.evidence == "values" else "at least "
-    return f"{value.slot} is {exact}{far.low:.1e} apart" if 0 < far.low < math.inf else f"{value.slot}: {far.note}"
+    if not 0 < far.low < math.inf:
+        return f"{value.slot}: {far.note}"
+    of_terms = f", {value.low:.1e} of what was summed to get it" if value.cancelled > 2 else ""
+    return f"{value.slot} is {exact}{far.low:.1e} apart{of_terms}"
 
 
 def _hints(rank: Compared, judged: Judged) -> list[str]:
@@ -163,8 +166,12 @@ def _hints(rank: Compared, judged: Judged) -> list[str]:
         said.append(f"it runs within {entry_name(around, rank.framework)}")
     if any(word in f"{judged.call.name} {judged.call.cls}".lower() for word in _RANDOM):
         said.append("it draws random numbers: compare runs with equal generators, or with dropout off")
+    place = judged.pair.place
+    settings = [other for other in rank.calls if other.argument and other.pair.place < place and other is not judged]
+    if settings:
+        said.append(f"before it, {settings[-1].argument} of {entry_name(settings[-1].call, rank.framework)}")
     alone = [other for other in rank.calls if other.pair.a is None or other.pair.b is None]
-    before = [other for other in alone if other.pair.place < judged.pair.place]
+    before = [other for other in alone if other.pair.place < place]
     if before:
         side = "A" if before[-1].pair.b is None else "B"
         said.append(f"before it, only {side} runs {entry_name(before[-1].call, rank.framework)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ class Side:
     def bits(self, value: Value) -> Mapping[str, int]:
         """Return the fingerprints of a value's bits by kind: "checksum" (64 bits), "crc32"."""
         return {} if value.row < 0 else self._of(value, [name for name in _BITS if name in self._columns])
+
+    def norm(self, value: Value) -> float:
+        """Return the l2 norm of a value from its statistics or else its elements; NaN where the dump has neither."""
+        numbers = self.numbers(value)
+        if "norm" in numbers:
+            return numbers["norm"]
+        array = self.array(value)
+        return math.nan if array is None else float(np.linalg.norm(np.asarray(array, np.float64)))
 
     def array(self, value: Value) -> npt.NDArray[Any] | None:
         """Return the elements of a value where the dump stores all of them. Raises UnsafeFile where a name leads elsewhere."""

@@ -11,8 +11,11 @@ backward call: also of what its forward was given), the ratio of the distance of
     suspicious   above, and within ten times of that bound, or the dumps cannot say more
     bug          above; or NaN, infinities or a shape on one side alone while all that the call is given is finite and alike
 
-A quotient can make the largest elements of the smallest, such as Adam's update of a gradient that is zero but for rounding:
-what arrives there explains everything.
+Where the terms of a result cancel, its distance is relative to them and not to what remains (see cancellation).
+
+A quotient can make the largest elements of the smallest, such as Adam's update of a gradient that is zero but for rounding,
+and a choice (the largest, a comparison, a rounding to whole numbers) another one of almost equal numbers: what arrives there
+explains everything.
 
 All but identical takes the lower end of the distance of a result, and the upper end of what arrives: where only statistics are
 known, doubt is for the call.
@@ -22,12 +25,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Literal
 
 from trainprobe.dump_compare.apart import SAME, Apart, apart, dtype
 from trainprobe.dump_compare.arguments import other_argument
+from trainprobe.dump_compare.cancellation import Terms, cancelled
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.engine.core.records import Call, Value
@@ -38,6 +42,27 @@ Outcome = Literal["identical", "rounding", "carried", "suspicious", "bug", "miss
 SLACK = 10.0  # times the noise, before a difference is worth a look
 # what is smallest may become largest in these
 _QUOTIENTS = ("addcdiv", "div", "true_divide", "reciprocal", "rsqrt", "_fused_adam")
+# what is almost equal may be told apart otherwise in these
+_CHOICES = (
+    *("topk", "sort", "argsort", "argmax", "argmin", "max", "min", "amax", "amin", "median", "kthvalue", "unique", "bucketize"),
+    *(
+        "eq",
+        "ne",
+        "gt",
+        "ge",
+        "lt",
+        "le",
+        "__eq__",
+        "__ne__",
+        "where",
+        "nonzero",
+        "isin",
+        "searchsorted",
+        "one_hot",
+        "masked_select",
+    ),
+    *("round", "floor", "ceil", "trunc", "sign", "floor_divide", "__floordiv__", "remainder", "long", "int", "multinomial"),
+)
 _RESULTS = {"output", "grad_input"}  # first parts of the slots of what a call gives; the others are what it is given
 
 
@@ -47,6 +72,7 @@ class Distance:
 
     slot: its place in the call, `input.0`, `output`, `grad_input.1`, `weight`. result: whether the call gives it, or is given
     it. epsilon: gap of the coarser of both formats, 0 of whole numbers. formats: both number formats, where they are two.
+    cancelled: norm of the terms that were summed to get a result, over its own; 1 where nothing cancels or it does not matter.
     """
 
     slot: str
@@ -54,6 +80,12 @@ class Distance:
     result: bool
     epsilon: float
     formats: str = ""
+    cancelled: float = 1.0
+
+    @property
+    def low(self) -> float:
+        """Return the lower end of the distance, relative to what was summed to get the value."""
+        return self.apart.low / self.cancelled
 
     @property
     def another(self) -> bool:
@@ -67,6 +99,7 @@ class Judged:
     """One call of both dumps. given, own: distance of what arrives, and rounding of the call itself, both relative l2.
 
     argument: a plain argument that is not the same on both sides, as text.
+    computed: largest relative distance of plain floats that may have been computed from tensors (see arguments).
     """
 
     pair: CallPair
@@ -75,6 +108,7 @@ class Judged:
     given: float = 0.0
     own: float = 0.0
     argument: str = ""
+    computed: tuple[str, float] = "", 0.0
 
     @property
     def call(self) -> Call:
@@ -87,7 +121,7 @@ class Judged:
     def worst(self) -> Distance | None:
         """Return the result that is furthest apart; of a call without results, what it is given."""
         results = [value for value in self.values if value.result] or self.values
-        return max(results, key=lambda value: (value.apart.low, value.apart.high), default=None)
+        return max(results, key=lambda value: (value.low, value.apart.high), default=None)
 
 
 def judge_calls(pairs: Sequence[CallPair], a: Side, b: Side) -> list[Judged]:
@@ -100,27 +134,61 @@ def judge_calls(pairs: Sequence[CallPair], a: Side, b: Side) -> list[Judged]:
             if id(call) in by_call:
                 outer = by_call[id(call)]
                 outer.own, outer.given = max(outer.own, one.own), max(outer.given, weights)
-    _bring_to_backward(judged)
+    _see_cancellation(judged, a, b)
+    _explain(judged)
     for one in judged:
         if one.pair.a is not None and one.pair.b is not None:
             one.outcome = _outcome(one)
     return judged
 
 
-def _bring_to_backward(judged: Sequence[Judged]) -> None:
-    """Let a backward be given what its forward was given too, and quotients be explained by all that arrives."""
+def _explain(judged: Sequence[Judged]) -> None:
+    """Let a backward be given what its forward was given too, and quotients and choices be explained by all that arrives.
+
+    A plain float that is another is explained by rounding only where the calls before were as far apart.
+    """
     arrived: dict[Hashable, float] = {}
+    noise = 0.0  # the largest distance of a result before
     for one in judged:
         call = one.pair.a
         if call is None or one.pair.b is None:
             continue
+        if one.computed[1] > SLACK * noise:
+            one.argument = one.computed[0]
         keys = [("module", call.name)] if call.kind == "parameter" else [_key(call), _key(call)[:2]]
         if call.phase == "backward":
             one.given = max(one.given, arrived.get(keys[0], 0.0))
         if call.kind != "parameter":
             arrived |= {key: max(one.given, arrived.get(key, 0.0)) for key in keys}
-        if one.given > 0 and call.kind == "op" and call.name.rpartition(".")[2].startswith(_QUOTIENTS):
+        if call.kind == "op" and _may_jump(one, noise):
             one.given = math.inf
+        noise = max([noise, *(value.low for value in one.values if value.result and value.low < math.inf)])
+
+
+def _may_jump(one: Judged, noise: float) -> bool:
+    """Return whether the least that an op is given explains any distance of its results. noise: of the results before.
+
+    Of booleans there are no statistics but their extremes, which hardly ever differ: they count as given while anything is.
+    """
+    last = one.call.name.rpartition(".")[2]
+    chooses = last.rstrip("_") in _CHOICES or last in _CHOICES
+    if not chooses and not last.startswith(_QUOTIENTS):
+        return False
+    unseen = any(not value.result and value.epsilon == 0 and value.apart.evidence == "statistics" for value in one.values)
+    return one.given > 0 or (chooses and unseen and noise > 0)
+
+
+def _see_cancellation(judged: Sequence[Judged], a: Side, b: Side) -> None:
+    """Find the terms of the results that are further apart than their own norm explains."""
+    terms = Terms(a.reel.calls, a), Terms(b.reel.calls, b)
+    for one in judged:
+        mine, theirs = one.pair.a, one.pair.b
+        if mine is None or theirs is None:
+            continue
+        for i, value in enumerate(one.values):
+            if value.result and value.epsilon and SLACK * one.own < value.apart.low < math.inf:
+                sides = ((call, value.slot, side) for call, side in zip((mine, theirs), terms, strict=True))
+                one.values[i] = replace(value, cancelled=cancelled(sides))
 
 
 def enclosing(call: Call | None) -> Iterator[Call]:
@@ -136,11 +204,11 @@ def _measured(pair: CallPair, a: Side, b: Side) -> Judged:
     if pair.a is None or pair.b is None:
         return Judged(pair)
     values = list(_distances(pair.a, a, pair.b, b))
-    argument, small = other_argument(pair.a, pair.b)
-    given = max((value.apart.high for value in values if not value.result), default=small)
+    argument, computed = other_argument(pair.a, pair.b)
+    given = max([computed[1], *(value.apart.high for value in values if not value.result)])
     longest = math.sqrt(_longest_sum(pair.a))
     own = max((value.epsilon + _sum_epsilon(value.epsilon) * longest for value in values if value.epsilon), default=0.0)
-    return Judged(pair, values=values, given=given, own=own, argument=argument)
+    return Judged(pair, values=values, given=given, own=own, argument=argument, computed=computed)
 
 
 def _key(call: Call) -> tuple[str, str, int]:
@@ -148,21 +216,21 @@ def _key(call: Call) -> tuple[str, str, int]:
 
 
 def _outcome(one: Judged) -> Outcome:
-    results = [value.apart for value in one.values if value.result]
+    results = [value for value in one.values if value.result]
     if not any(value.apart.high for value in one.values) and any(value.formats for value in one.values):
         return "rounding"
     if not results:  # nothing comes out, or nothing was recorded of it: what arrives is told where it comes from
         unknown = any(value.apart.evidence == "nothing" for value in one.values)
         return "bug" if one.argument else "unknown" if unknown else "carried" if one.given > 0 else "identical"
-    low, high = max(far.low for far in results), max(far.high for far in results)
+    low, high = max(value.low for value in results), max(value.apart.high for value in results)
     if high == 0:
         return "identical"
-    if low == 0 and any(far.evidence == "absent" for far in results):
+    if low == 0 and any(value.apart.evidence == "absent" for value in results):
         return "missing"
     if low == 0:
-        unknown = any(far.evidence == "nothing" for far in results)
+        unknown = any(value.apart.evidence == "nothing" for value in results)
         return "unknown" if unknown else "carried" if one.given > 0 else "suspicious"
-    if low <= SLACK * one.own:
+    if low <= (one.own if one.argument else SLACK * one.own):
         return "rounding"
     if one.argument or one.given + one.own == 0:
         return "bug"

@@ -127,12 +127,14 @@ def _pair_ops(a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str]
     ]
     partner = {i: b[j] for i, j in aligned}
     number = {(a[i].name, a[i].call): (b[j].name, b[j].call) for i, j in aligned}
+    forwards = [{(side[i].name, side[i].call) for i in of_side} for side, of_side in ((a, mine), (b, theirs))]
     backward = {(call.name, call.call): call for call in b if call.kind == "op" and call.phase == "backward"}
     for i, call in enumerate(a):
         if call.kind == "op" and call.phase == "backward":
-            found = backward.get(number.get((call.name, call.call), (call.name, call.call)))
-            if found is not None:
-                partner[i] = found
+            key = call.name, call.call
+            of_partner = number.get(key) if key in forwards[0] else key if key not in forwards[1] else None
+            if of_partner in backward:
+                partner[i] = backward[of_partner]
     return partner
 
 

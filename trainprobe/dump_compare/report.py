@@ -92,6 +92,7 @@ def _described(rank: Compared, judged: Judged) -> dict[str, Any]:
                 "slot": value.slot,
                 "low": value.apart.low,
                 "high": value.apart.high,
+                "cancelled": value.cancelled,
                 "evidence": value.apart.evidence,
                 "note": value.apart.note,
             }

@@ -1,0 +1,89 @@
+"""Print how dump-compare judges healthy pairs and planted differences.
+
+`python -m benchmarks.dump_compare [healthy|planted] [--only TEXT] [--plan NAME] [--folder DIR]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.dump_compare.healthy import PAIRS, PLANS
+from benchmarks.dump_compare.planted import PLANTS
+from benchmarks.dump_compare.runs import train
+from trainprobe.dump_compare.command import compare_rank
+from trainprobe.dump_compare.conclude import Conclusion, conclude
+from trainprobe.dump_compare.pairing import pair_ranks
+from trainprobe.engine.reel import entry_name
+
+
+def healthy(only: str, plans: list[str], folder: Path) -> None:
+    """Print a line a healthy pair and plan."""
+    codes: Counter[int] = Counter()
+    for name, (subject, *ways) in PAIRS.items():
+        if only not in name:
+            continue
+        for plan in plans:
+            a, b = (
+                train(folder / name / plan / side, subject, way, **PLANS[plan]) for side, way in zip("ab", ways, strict=True)
+            )
+            found = judged(a, b)
+            codes[found.code] += 1
+            print(f"{found.code} {name} [{plan}] {dict(found.counts)}\n    {found.sentence}", flush=True)
+    print(f"healthy pairs by exit code: {dict(codes)}")
+
+
+def planted(only: str, plans: list[str], folder: Path) -> None:
+    """Print a line a planted difference and plan."""
+    right: Counter[str] = Counter()
+    whole: Counter[str] = Counter()
+    for plant in PLANTS:
+        name = f"{plant.subject}: {plant.change}"
+        if only not in name:
+            continue
+        for plan in plans:
+            a, b = (folder / f"{name} ({plan})" / side for side in "ab")
+            train(a, plant.subject, plant.a, **PLANS[plan])
+            train(b, plant.subject, replace(plant.a, change=plant.change, **plant.b), **PLANS[plan])
+            found = judged(a, b)
+            entry, step = place_of(found)
+            named = found.code == 2 and plant.named(entry, step)
+            right[plan] += named
+            whole[plan] += 1
+            print(f"{'named' if named else 'MISSED'} {name} [{plan}] at {entry}, step {step}\n    {found.sentence}", flush=True)
+    print("planted differences named first: " + ", ".join(f"{right[plan]} of {whole[plan]} [{plan}]" for plan in whole))
+
+
+def judged(a: Path, b: Path) -> Conclusion:
+    """Return the conclusion of two dumps."""
+    pairs, missing = pair_ranks(a, b)
+    return conclude([compare_rank(pair) for pair in pairs], missing)
+
+
+def place_of(found: Conclusion) -> tuple[str, int]:
+    """Return the entry that is named first, after "optimizer/" where the optimizer calls it, and the step."""
+    if found.first is None:
+        return "nowhere", -1
+    rank, first = found.first
+    parent = f"{first.call.parent}/" if isinstance(first.call.parent, str) else ""
+    return parent + entry_name(first.call), rank.at.step
+
+
+def main() -> None:
+    """Run what was asked for."""
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("what", nargs="?", choices=["healthy", "planted", "both"], default="both")
+    asked.add_argument("--only", default="", help="cases whose name holds this")
+    asked.add_argument("--plan", choices=[*PLANS], action="append", help="plans to record with; all of them without it")
+    asked.add_argument("--folder", type=Path, help="keep the dumps here")
+    options = asked.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        for which in (healthy, planted):
+            if options.what in (which.__name__, "both"):
+                which(options.only, options.plan or [*PLANS], options.folder or Path(scratch))
+
+
+main()

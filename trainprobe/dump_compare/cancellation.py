@@ -1,0 +1,148 @@
+"""How much larger the terms of a sum are than the sum itself: where they cancel, the result is made of rounding.
+
+The gradient of the key bias of attention, or of a convolution's bias before batch norm, is zero in mathematics. What a run
+finds instead are the roundings of the terms, which no other run repeats. So a result is held against the norm of its terms,
+√Σt², which bounds the rounding of their sum in any order (as a random walk, Higham 2002, §4.2), and never against its own
+norm alone. Norms of the terms follow from norms and shapes of what the call is given, elements taken as independent:
+
+    sum, mean             the input itself (divided by the count for a mean)
+    add, sub, lerp        the larger operand
+    matmul, convolution   √(n·K)·rms(a)·rms(b) for n results of K products each
+    bias, broadcast       in a backward, what is smaller than the gradient of the output is a sum over it
+    norms, softmax        in a backward, a projection of the gradient of the output
+    parameters of modules the same with the gradients of outputs of their module, or, unless they were recorded, with the
+                          gradients of the module's other parameters: an element of one is about as large as of another
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+from trainprobe.dump_compare.dump_side import Side
+from trainprobe.engine.records import Call, Value
+from trainprobe.engine.reel import slots
+
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "einsum", "bilinear", "conv")
+_DIFFERENCES = ("add", "sub", "rsub", "lerp", "_foreach_add", "_foreach_sub", "_foreach_lerp", "index_add", "scatter_add")
+_SUMS = ("sum", "mean", "nansum", "nanmean", "cumsum", "logcumsumexp")
+_PROJECTIONS = ("softmax", "log_softmax", "layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm", "normalize")
+_ATTENTION = "scaled_dot_product_attention"
+
+
+class Terms:
+    """The norms of terms in one side's calls. Raises nothing: what is not known is no cancellation."""
+
+    def __init__(self, calls: Iterable[Call], side: Side) -> None:
+        self._side = side
+        self._forward: dict[Hashable, Call] = {}
+        self._backward: dict[str, list[Call]] = defaultdict(list)
+        for call in calls:
+            if call.phase == "backward" and call.kind == "module":
+                self._backward[call.name].append(call)
+            elif call.phase == "forward" and call.kind in ("module", "op"):
+                self._forward[call.kind, call.name, call.call] = call
+
+    def norm(self, call: Call, slot: str) -> float:
+        """Return the l2 norm of a value of a call, 0 where the dump does not say."""
+        return next((self._norm(value) for at, value in slots(call) if at == slot), 0.0)
+
+    def of(self, call: Call, slot: str) -> float:
+        """Return the norm of the terms that were summed to get the value at `slot`, 0 where that is not known."""
+        result = next((value for at, value in slots(call) if at == slot), None)
+        if result is None:
+            return 0.0
+        if call.kind == "parameter":
+            return self._of_parameter(call, slot, result)
+        if call.phase == "backward":
+            given = [value for at, value in slots(call) if at.startswith("grad_output")]
+            forward = self._forward.get((call.kind, call.name, call.call))
+            return self._of_gradient(_kind_of(call), given, _given(forward), result)
+        return self._of_result(_kind_of(call), _given(call), result)
+
+    def _of_result(self, kind: str, given: Sequence[Value], result: Value) -> float:
+        if kind.startswith(_PRODUCTS):
+            return self._product(given[:2], result) if len(given) >= 2 else 0.0
+        if kind.startswith(_SUMS):
+            largest = max(map(self._norm, given), default=0.0)
+            return largest * _size(result) / max(1, _size(given[0])) if kind.endswith("mean") and given else largest
+        if kind.startswith(_DIFFERENCES):
+            return max((self._spread(value) for value in given), default=0.0) * math.sqrt(_size(result))
+        return 0.0
+
+    def _of_gradient(self, kind: str, gradients: Sequence[Value], given: Sequence[Value], result: Value) -> float:
+        whole = max(gradients, key=_size, default=None)
+        if whole is None:
+            return 0.0
+        if kind.startswith(_PRODUCTS) and len(result.shape) > 1:
+            others = _others(given, result)
+            return self._product((whole, others[0]), result) if others else 0.0
+        if kind.startswith(_ATTENTION):
+            spreads = [self._spread(value) for value in given[:3]]
+            return self._norm(whole) * max(1.0, math.prod(sorted(spreads)[-2:]))
+        if _size(result) < _size(whole) or kind.startswith(_PROJECTIONS):
+            return self._norm(whole)
+        return 0.0
+
+    def _of_parameter(self, call: Call, slot: str, result: Value) -> float:
+        found = 0.0
+        for backward in self._backward.get(call.name, ()):
+            gradients = [value for at, value in slots(backward) if at.startswith("grad_output")]
+            given = _given(self._forward.get(("module", backward.name, backward.call)))
+            kind = _kind_of(backward)
+            terms = self._of_gradient(kind, gradients, given, result)
+            found = math.hypot(found, terms or (max(map(self._norm, gradients), default=0.0) if "embedding" in kind else 0.0))
+        siblings = max((self._spread(value) for at, value in slots(call) if at != slot), default=0.0)
+        return found or siblings * math.sqrt(_size(result))
+
+    def _product(self, operands: Iterable[Value], result: Value) -> float:
+        a, b = operands
+        size = max(1, _size(result))
+        products = math.sqrt(max(1.0, _size(a) * _size(b) / size))
+        return math.sqrt(size * products) * self._spread(a) * self._spread(b)
+
+    def _norm(self, value: Value) -> float:
+        norm = self._side.norm(value)
+        return norm if math.isfinite(norm) else 0.0
+
+    def _spread(self, value: Value) -> float:
+        """Return the root mean square of a value's elements."""
+        return self._norm(value) / math.sqrt(max(1, _size(value)))
+
+
+def _size(value: Value) -> int:
+    return math.prod(value.shape)
+
+
+def _kind_of(call: Call) -> str:
+    """Return what a call does, by the name of the op or of the module's class: `linear`, `conv2d`, `batchnorm2d`."""
+    if call.kind == "op":
+        return call.name.rpartition(".")[2].strip("_") if "foreach" not in call.name else call.name.rpartition(".")[2]
+    name = call.cls.lower()
+    return next((norm for norm in _PROJECTIONS if norm.replace("_", "") in name), name)
+
+
+def _given(call: Call | None) -> list[Value]:
+    """Return the tensors that a forward was given, its weights included."""
+    if call is None:
+        return []
+    return [value for at, value in slots(call) if at.partition(".")[0] in ("input", "kwargs", "parameters")]
+
+
+def _others(given: Sequence[Value], result: Value) -> list[Value]:
+    """Return the operands of a product without biases and without the one whose gradient is asked for."""
+    operands = [value for value in given if len(value.shape) > 1]
+    same = next((i for i, value in enumerate(operands) if _size(value) == _size(result)), None)
+    return operands if same is None else operands[:same] + operands[same + 1 :]
+
+
+def cancelled(pairs: Iterator[tuple[Call, str, Terms]]) -> float:
+    """Return how many times larger the terms of a result are than the result; 1 where nothing cancels or nothing is known.
+
+    pairs: the call, slot and norms of either side. The smaller of both sides' terms and the larger of both results count, so
+    that a result which is zero on one side alone is no cancellation.
+    """
+    both = [(terms.of(call, slot), terms.norm(call, slot)) for call, slot, terms in pairs]
+    summed, result = min(terms for terms, _ in both), max(norm for _, norm in both)
+    return max(1.0, summed / result) if result > 0 else 1.0
