@@ -44,6 +44,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "trainprobe.rollout.command:rollout_compare",
         "where do the key data of two reinforcement-learning runs part",
     ),
+    "floor": (
+        "trainprobe.integrations.floor_command:floor",
+        "run a training again, rounded otherwise, to measure what rounding does",
+    ),
     "run": ("trainprobe.integrations.run_command:run", "run a training script under a plan, with no edit"),
 }
 

@@ -13,8 +13,9 @@ from rich.console import Console
 from trainprobe.dump_compare import report
 from trainprobe.dump_compare.conclude import Compared, conclude
 from trainprobe.dump_compare.dump_side import Side
-from trainprobe.dump_compare.judge import judge_calls
-from trainprobe.dump_compare.pairing import RankPair, pair_calls, pair_ranks
+from trainprobe.dump_compare.judge import Judged, judge_calls
+from trainprobe.dump_compare.pairing import RankPair, find_rank, pair_calls, pair_ranks
+from trainprobe.dump_compare.references import measure_floor, measure_truth
 from trainprobe.dump_compare.sheet import sheet_path, write_sheet
 from trainprobe.errors import UsageError
 
@@ -31,6 +32,15 @@ def dump_compare(
     rename: Annotated[
         list[str] | None, typer.Option(help="PATTERN=TEXT: names of A, by a regular expression; may be given again")
     ] = None,
+    floor: Annotated[
+        Path | None,
+        typer.Option(
+            help="dump of one side run again (repeated, other threads, `trainprobe floor`): measures what rounding does"
+        ),
+    ] = None,
+    high_precision: Annotated[
+        Path | None, typer.Option(help="dump of the same step in higher precision: which side is further from it")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the verdict alone")] = False,
 ) -> int:
     """Find where two runs part. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""
@@ -38,7 +48,7 @@ def dump_compare(
     renamed = _renaming(rename or ())
     if xlsx and sheets is None:
         raise UsageError("--xlsx needs --sheets DIR, the folder that the sheets are written to")
-    ranks = [compare_rank(pair, renamed, sheets, ".xlsx" if xlsx else ".csv") for pair in pairs]
+    ranks = [compare_rank(pair, renamed, sheets, ".xlsx" if xlsx else ".csv", floor, high_precision) for pair in pairs]
     conclusion = conclude(ranks, missing)
     if json is not None:
         report.write_json(ranks, conclusion, json)
@@ -52,18 +62,36 @@ def dump_compare(
 
 
 def compare_rank(
-    pair: RankPair, rename: Callable[[str], str] = str, sheets: Path | None = None, suffix: str = ".csv"
+    pair: RankPair,
+    rename: Callable[[str], str] = str,
+    sheets: Path | None = None,
+    suffix: str = ".csv",
+    floor: Path | None = None,
+    high_precision: Path | None = None,
 ) -> Compared:
     """Read one rank and step of both dumps and judge each call. Raises FormatError where one cannot be read.
 
-    sheets: the folder for a sheet of all values, or None. suffix: ".csv" or ".xlsx".
+    sheets: the folder for a sheet of all values, or None. suffix: ".csv" or ".xlsx". floor, high_precision: dumps of a third
+    run (see references).
     """
     sides = Side(pair.a), Side(pair.b)
     calls = pair_calls(sides[0].reel.calls, sides[1].reel.calls, rename)
-    judged = judge_calls(calls, *sides)
+    notes: list[str] = []
+
+    def measure(judged: Sequence[Judged]) -> None:
+        for path, name, told in ((floor, "--floor", measure_floor), (high_precision, "--high-precision", measure_truth)):
+            if path is None:
+                continue
+            folder = find_rank(path, pair.step, pair.rank)
+            if folder is None:
+                notes.append(f"{name} {path} has no step {pair.step} of rank {pair.rank}")
+            else:
+                told(judged, sides, Side(folder))
+
+    judged = judge_calls(calls, *sides, measure)
     if sheets is not None:
         write_sheet(judged, *sides, sheet_path(sheets, pair.step, pair.rank, suffix))
-    return Compared(pair, judged, sides[0].reel.framework, [*sides[0].unread, *sides[1].unread])
+    return Compared(pair, judged, sides[0].reel.framework, [*sides[0].unread, *sides[1].unread], notes)
 
 
 def _renaming(rules: Sequence[str]) -> Callable[[str], str]:

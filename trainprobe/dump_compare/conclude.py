@@ -21,12 +21,16 @@ _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One rank of one step. framework: that of A, as entries are named. unread: why stored values could not be read."""
+    """One rank of one step. framework: that of A, as entries are named. unread: why stored values could not be read.
+
+    notes: what a third run lacks.
+    """
 
     at: RankPair
     calls: Sequence[Judged]
     framework: str = "pytorch"
     unread: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,8 @@ def conclude(ranks: Sequence[Compared], missing: Sequence[str]) -> Conclusion:
     counts: Counter[Outcome] = Counter(judged.outcome for rank in ranks for judged in rank.calls)
     whole = sum(counts.values())
     alone = [(rank, judged) for rank in ranks for judged in rank.calls if judged.outcome == "missing"]
-    details = [*missing, *_about_missing(alone), *_about_formats(ranks), *_about_unread(ranks), *_about_counts(counts)]
+    details = [*missing, *_about_missing(alone), *_about_formats(ranks), *_about_unread(ranks)]
+    details += [*(note for rank in ranks for note in rank.notes), *_about_rounding(ranks), *_about_counts(counts)]
     first = _first(ranks)
     if first is not None:
         rank, judged = first
@@ -141,12 +146,16 @@ def _what(judged: Judged) -> str:
         source = "the weights differ" if value.slot.startswith("parameters") else "it is given something else"
         return f"{source}, {_far(value)}"
     worst = judged.worst
-    far = "" if worst is None else f"{_far(worst)} (own rounding {judged.own:.1e})"
+    far = "" if worst is None else f"{_far(worst)} ({_rounding(judged, worst)})"
     if judged.argument:
         return f"{judged.argument}; {far}" if far else judged.argument
     alone = given_alone(judged.pair.a, judged.pair.b) if judged.pair.a is not None and judged.pair.b is not None else ""
     given = alone or ("all that it is given agrees" if judged.given == 0 else f"what it is given is {judged.given:.1e} apart")
     return f"{given}, {far}"
+
+
+def _rounding(judged: Judged, value: Distance) -> str:
+    return f"{'measured' if value.floor else 'own'} rounding {judged.rounding(value):.1e}"
 
 
 def _far(value: Distance) -> str:
@@ -166,6 +175,11 @@ def _hints(rank: Compared, judged: Judged) -> list[str]:
         said.append(f"it runs within {entry_name(around, rank.framework)}")
     if any(word in f"{judged.call.name} {judged.call.cls}".lower() for word in _RANDOM):
         said.append("it draws random numbers: compare runs with equal generators, or with dropout off")
+    worst = judged.worst
+    if worst is not None and worst.from_truth is not None:
+        far = worst.from_truth
+        nearer = "both are as far" if far[0] == far[1] else f"{'A' if far[0] > far[1] else 'B'} is further from it"
+        said.append(f"from the run in high precision A is {far[0]:.1e} apart and B {far[1]:.1e}: {nearer}")
     place = judged.pair.place
     settings = [other for other in rank.calls if other.argument and other.pair.place < place and other is not judged]
     if settings:
@@ -204,6 +218,20 @@ def _about_formats(ranks: Sequence[Compared]) -> list[str]:
 def _about_unread(ranks: Sequence[Compared]) -> list[str]:
     unread = [text for rank in ranks for text in rank.unread]
     return [f"{len(unread)} stored values cannot be read and are told by their statistics: {unread[0]}"] if unread else []
+
+
+def _about_rounding(ranks: Sequence[Compared]) -> list[str]:
+    """Return who says what rounding explains: a third run, or a model of it."""
+    apart = [
+        value for rank in ranks for judged in rank.calls for value in judged.values if value.result and _is_apart(value.apart)
+    ]
+    measured = sum(value.floor > 0 for value in apart)
+    if not apart:
+        return []
+    if not measured:
+        return ["what rounding explains is worked out by a model; `--floor` measures it (`trainprobe floor` makes such a run)"]
+    rest = f"; a model speaks for the other {len(apart) - measured}" if measured < len(apart) else ""
+    return [f"what rounding explains was measured for {measured} of {len(apart)} results that are apart{rest}"]
 
 
 def _about_counts(counts: Mapping[Outcome, int]) -> list[str]:

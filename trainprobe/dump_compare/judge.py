@@ -24,7 +24,7 @@ known, doubt is for the call.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Literal
@@ -39,6 +39,7 @@ from trainprobe.engine.core.reel import slots
 from trainprobe.engine.diff.number_formats import FORMATS, coarser
 
 Outcome = Literal["identical", "rounding", "carried", "suspicious", "bug", "missing", "unknown"]
+_GRAVITY: tuple[Outcome, ...] = ("identical", "rounding", "carried", "suspicious", "bug")
 SLACK = 10.0  # times the noise, before a difference is worth a look
 # what is smallest may become largest in these
 _QUOTIENTS = ("addcdiv", "div", "true_divide", "reciprocal", "rsqrt", "_fused_adam")
@@ -73,6 +74,8 @@ class Distance:
     slot: its place in the call, `input.0`, `output`, `grad_input.1`, `weight`. result: whether the call gives it, or is given
     it. epsilon: gap of the coarser of both formats, 0 of whole numbers. formats: both number formats, where they are two.
     cancelled: norm of the terms that were summed to get a result, over its own; 1 where nothing cancels or it does not matter.
+    floor: what rounding does to a result as a third run measured it, 0 where none did. from_truth: distances of A and of B from
+    a run in higher precision.
     """
 
     slot: str
@@ -81,11 +84,13 @@ class Distance:
     epsilon: float
     formats: str = ""
     cancelled: float = 1.0
+    floor: float = 0.0
+    from_truth: tuple[float, float] | None = None
 
     @property
     def low(self) -> float:
-        """Return the lower end of the distance, relative to what was summed to get the value."""
-        return self.apart.low / self.cancelled
+        """Return the lower end of the distance, relative to what was summed to get the value; as it is beside a floor."""
+        return self.apart.low / (1.0 if self.floor else self.cancelled)
 
     @property
     def another(self) -> bool:
@@ -110,6 +115,10 @@ class Judged:
     argument: str = ""
     computed: tuple[str, float] = "", 0.0
 
+    def rounding(self, value: Distance) -> float:
+        """Return what rounding alone may do to a result: as measured, but at least the gap of its format, or by the model."""
+        return max(value.floor, value.epsilon) if value.floor else self.own
+
     @property
     def call(self) -> Call:
         """Return the call as A has it, or as B where A has none."""
@@ -124,8 +133,10 @@ class Judged:
         return max(results, key=lambda value: (value.low, value.apart.high), default=None)
 
 
-def judge_calls(pairs: Sequence[CallPair], a: Side, b: Side) -> list[Judged]:
-    """Return what became of each call, in order."""
+def judge_calls(
+    pairs: Sequence[CallPair], a: Side, b: Side, measure: Callable[[Sequence[Judged]], None] | None = None
+) -> list[Judged]:
+    """Return what became of each call, in order. measure: sets what a third run says of the results (see references)."""
     judged = [_measured(pair, a, b) for pair in pairs]
     by_call = {id(one.pair.a): one for one in judged if one.pair.a is not None}
     for one in judged:  # a module rounds as coarsely as what runs within it (bfloat16 under autocast), and is given its weights
@@ -134,6 +145,8 @@ def judge_calls(pairs: Sequence[CallPair], a: Side, b: Side) -> list[Judged]:
             if id(call) in by_call:
                 outer = by_call[id(call)]
                 outer.own, outer.given = max(outer.own, one.own), max(outer.given, weights)
+    if measure is not None:
+        measure(judged)
     _see_cancellation(judged, a, b)
     _explain(judged)
     for one in judged:
@@ -186,7 +199,7 @@ def _see_cancellation(judged: Sequence[Judged], a: Side, b: Side) -> None:
         if mine is None or theirs is None:
             continue
         for i, value in enumerate(one.values):
-            if value.result and value.epsilon and SLACK * one.own < value.apart.low < math.inf:
+            if value.result and value.epsilon and not value.floor and SLACK * one.own < value.apart.low < math.inf:
                 sides = ((call, value.slot, side) for call, side in zip((mine, theirs), terms, strict=True))
                 one.values[i] = replace(value, cancelled=cancelled(sides))
 
@@ -230,11 +243,17 @@ def _outcome(one: Judged) -> Outcome:
     if low == 0:
         unknown = any(value.apart.evidence == "nothing" for value in results)
         return "unknown" if unknown else "carried" if one.given > 0 else "suspicious"
-    if low <= (one.own if one.argument else SLACK * one.own):
+    outcomes = {_of_result(one, value) for value in results}
+    return next(outcome for outcome in reversed(_GRAVITY) if outcome in outcomes)
+
+
+def _of_result(one: Judged, value: Distance) -> Outcome:
+    own = one.rounding(value)
+    if value.low <= (own if one.argument else SLACK * own):
         return "rounding"
-    if one.argument or one.given + one.own == 0:
+    if one.argument or one.given + own == 0:
         return "bug"
-    ratio = low / (one.own + one.given) if math.isfinite(one.given) else 0.0
+    ratio = value.low / (own + one.given) if math.isfinite(one.given) else 0.0
     if ratio <= SLACK:
         return "carried"
     return "suspicious" if one.given > 0 and ratio <= SLACK * SLACK else "bug"

@@ -66,6 +66,19 @@ def _paired(a: dict[int, Any], b: dict[int, Any], what: str, missing: list[str])
             missing.append(f"{what} {number} is in {'A' if number in a else 'B'} alone")
 
 
+def find_rank(path: Path, step: int, rank: int) -> Path | None:
+    """Return the folder of a step and rank of the dump at `path`, or the only one whatever its numbers are; None for neither.
+
+    Raises FormatError where the path holds no dump.
+    """
+    found: Any = _ranks_of(path)
+    for number in (step, rank):
+        found = found.get(number) if len(found) > 1 else next(iter(found.values()))
+        if found is None:
+            return None
+    return found
+
+
 def _ranks_of(path: Path) -> dict[int, dict[int, Path]]:
     """Return step → rank → folder of what a user names: a dump's root, a step, a rank, or its file."""
     if path.is_file() and path.suffix != ".json":

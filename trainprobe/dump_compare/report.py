@@ -57,7 +57,8 @@ def _cells(judged: Judged, framework: str) -> tuple[str | Text, ...]:
         return name, "", "", "", "", judged.argument and "argument", verdict
     apart = "?" if worst.apart.low == 0 < worst.apart.high else f"{worst.apart.low:.1e}"
     given = "?" if math.isinf(judged.given) else f"{judged.given:.1e}"
-    return name, worst.slot, apart, given, f"{judged.own:.1e}", worst.apart.evidence, verdict
+    own = f"{judged.rounding(worst):.1e}{' measured' if worst.floor else ''}"
+    return name, worst.slot, apart, given, own, worst.apart.evidence, verdict
 
 
 def write_json(ranks: Sequence[Compared], conclusion: Conclusion, path: Path) -> None:
@@ -93,6 +94,8 @@ def _described(rank: Compared, judged: Judged) -> dict[str, Any]:
                 "low": value.apart.low,
                 "high": value.apart.high,
                 "cancelled": value.cancelled,
+                "floor": value.floor or None,
+                "from_truth": value.from_truth,
                 "evidence": value.apart.evidence,
                 "note": value.apart.note,
             }

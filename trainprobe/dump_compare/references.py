@@ -1,0 +1,60 @@
+"""A third dump beside the two: a run that measures what rounding does (a floor), or one in higher precision (the truth).
+
+The floor run is one side again, repeated, on another number of threads, or with weights perturbed in their last bit. Which side
+it repeats follows from the numbers: it is the one that it is nearer to in more results. Its distance from that side is what
+rounding does to a result, measured, and takes the place of the model there. Where it has the same bits as that side it has
+measured nothing, and the model speaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from trainprobe.dump_compare.apart import Apart, apart
+from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.judge import Judged
+from trainprobe.dump_compare.pairing import pair_calls
+from trainprobe.engine.records import Call
+from trainprobe.engine.reel import slots
+
+Sides = tuple[Side, Side]
+
+
+def measure_floor(judged: Sequence[Judged], sides: Sides, run: Side) -> None:
+    """Give each result that is apart its measured rounding: `Distance.floor`, relative l2, 0 where `run` has no other bits."""
+    found = list(_distances(judged, sides, run))
+    nearer = [far_a.high <= far_b.high for _, _, far_a, far_b in found if far_a.high != far_b.high]
+    of_a = sum(nearer) * 2 >= len(nearer)
+    for one, i, far_a, far_b in found:
+        one.values[i] = replace(one.values[i], floor=(far_a if of_a else far_b).high)
+
+
+def measure_truth(judged: Sequence[Judged], sides: Sides, run: Side) -> None:
+    """Give each result that is apart its distances from a run in higher precision: `Distance.from_truth`, of A and of B."""
+    for one, i, far_a, far_b in list(_distances(judged, sides, run)):
+        one.values[i] = replace(one.values[i], from_truth=(far_a.low, far_b.low))
+
+
+def _distances(judged: Sequence[Judged], sides: Sides, run: Side) -> Iterator[tuple[Judged, int, Apart, Apart]]:
+    """Yield a call, the place of a result that is apart in it, and the distances of both sides from the third run."""
+    partners = [_partners(side, run) for side in sides]
+    for one in judged:
+        mine, theirs = one.pair.a, one.pair.b
+        if mine is None or theirs is None or not any(value.result and value.apart.high for value in one.values):
+            continue
+        partner = partners[0].get(id(mine)) or partners[1].get(id(theirs))
+        if partner is None:
+            continue
+        left, right, third = dict(slots(mine)), dict(slots(theirs)), dict(slots(partner))
+        for i, value in enumerate(one.values):
+            if value.result and value.apart.high and all(value.slot in each for each in (left, right, third)):
+                c = third[value.slot]
+                far = apart(sides[0], left[value.slot], run, c), apart(sides[1], right[value.slot], run, c)
+                if not any(each.evidence in ("nothing", "shape") for each in far):
+                    yield one, i, *far
+
+
+def _partners(side: Side, run: Side) -> Mapping[int, Call]:
+    pairs = pair_calls(side.reel.calls, run.reel.calls)
+    return {id(pair.a): pair.b for pair in pairs if pair.a is not None and pair.b is not None}

@@ -1,0 +1,53 @@
+"""`trainprobe floor PLAN -- script.py ARGS`: run a training again with another rounding, which measures what rounding does."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainprobe.engine import at_start as python_start
+from trainprobe.errors import UsageError, did_you_mean
+from trainprobe.integrations.run_command import run
+
+WAYS = ("repeat", "threads", "perturb")
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def floor(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PLAN] -- COMMAND",
+            help="The plan and the command of the run whose rounding is to be measured.",
+            show_default=False,
+        ),
+    ] = None,
+    way: Annotated[
+        str, typer.Option(help="repeat: as it is. threads: another number of threads. perturb: weights off by their last bit.")
+    ] = "perturb",
+    plan: Annotated[str | None, typer.Option(help="The plan, in place of the first argument.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to write to, in place of the plan's.")] = None,
+) -> None:
+    """Run a training as `trainprobe run` does, but rounded otherwise: its dump is the `--floor` of `dump-compare`.
+
+    `perturb` moves each element of each weight to a neighbouring number, up or down by chance, when the optimizer is made: this
+    run is not the training itself. It knows torch's optimizers; weights that are loaded after that are as they were.
+    """
+    if way not in WAYS:
+        raise UsageError(f"--way {way!r} is none of {', '.join(WAYS)}{did_you_mean(way, list(WAYS))}")
+    if way == "threads":
+        other = "2" if os.environ.get("OMP_NUM_THREADS") == "1" or os.cpu_count() == 1 else "1"
+        os.environ |= dict.fromkeys(_THREADS, other)
+        sys.stderr.write(
+            f"trainprobe: this run has {other} thread{'s' * (other != '1')}, unless the program sets their number\n"
+        )
+    elif way == "perturb":
+        os.environ |= python_start.environment_for("trainprobe.integrations.perturbed_start")
+    run(words, plan, output)
+
+
+floor.context_settings = run.context_settings  # type: ignore[attr-defined]
