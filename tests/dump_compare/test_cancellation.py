@@ -15,7 +15,7 @@ from benchmarks.dump_compare.runs import train
 from trainprobe.cli import main
 from trainprobe.dump_compare.cancellation import Terms
 from trainprobe.dump_compare.dump_side import Side
-from trainprobe.engine.reel import entry_name
+from trainprobe.engine.core.reel import entry_name
 
 
 @pytest.mark.parametrize(

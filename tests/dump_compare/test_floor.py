@@ -13,7 +13,7 @@ from benchmarks.dump_compare.runs import Way, train
 from trainprobe.cli import main
 from trainprobe.dump_compare.apart import apart
 from trainprobe.dump_compare.dump_side import Side
-from trainprobe.engine.reel import entry_name, slots
+from trainprobe.engine.core.reel import entry_name, slots
 
 PLAN = {"level": "L0", "task": "tensor"}
 LAST_BIT = 2.0**-24

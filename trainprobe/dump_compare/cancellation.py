@@ -21,8 +21,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from trainprobe.dump_compare.dump_side import Side
-from trainprobe.engine.records import Call, Value
-from trainprobe.engine.reel import slots
+from trainprobe.engine.core.records import Call, Value
+from trainprobe.engine.core.reel import slots
 
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "einsum", "bilinear", "conv")
 _DIFFERENCES = ("add", "sub", "rsub", "lerp", "_foreach_add", "_foreach_sub", "_foreach_lerp", "index_add", "scatter_add")

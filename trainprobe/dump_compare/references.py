@@ -15,8 +15,8 @@ from trainprobe.dump_compare.apart import Apart, apart
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.pairing import pair_calls
-from trainprobe.engine.records import Call
-from trainprobe.engine.reel import slots
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.reel import slots
 
 Sides = tuple[Side, Side]
 
