@@ -237,6 +237,18 @@ def _coordinates(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out:
     return each[0] if isinstance(out, Tensor) else tuple(each)
 
 
+def _log_softmax(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
+    """A difference of numbers that may cancel: x − max, of size |out|, and the logarithm of a sum of 1 to K."""
+    return 2 * out.abs() + 1 + math.log(max(args[0].shape, default=1))
+
+
+def _paths(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
+    """CTC adds logarithms as large as the loss over all T times, and its gradient is exponential in these sums."""
+    gradient, logs, losses = args[0], args[1], args[5]
+    largest = float(torch.where(losses.isfinite(), losses, 0.0).abs().max()) if losses.numel() else 0.0
+    return (out.abs() + gradient.abs().max() * logs.exp()) * (1 + largest) * math.sqrt(max(1, logs.shape[0]))
+
+
 def _lerp(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
     weight = args[2].abs() if isinstance(args[2], Tensor) else abs(args[2])
     return args[0].abs() + 2 * weight * (args[0].abs() + args[1].abs())
@@ -278,5 +290,7 @@ _SUMS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(["prod", "cumprod", "cumprod_"], _of_length(lambda args, out: max(1, args[0].numel()) ** 2)),
     **dict.fromkeys(["add", "sub", "rsub", "add_", "sub_"], _sum_of_two),
     **dict.fromkeys(["lerp", "lerp_"], _lerp),
+    "_log_softmax": _log_softmax,
+    "_ctc_loss_backward": _paths,
     **dict.fromkeys(["var", "std", "var_mean", "std_mean"], _variance),
 }
