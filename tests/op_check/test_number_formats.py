@@ -40,5 +40,5 @@ def test_in_16_bits_the_cell_of_a_place_is_not_known() -> None:
     x, grid = torch.randn(1, 2, 5, 20, dtype=torch.bfloat16), torch.rand(1, 4, 4, 2, dtype=torch.bfloat16) * 2 - 1
     out = F.grid_sample(x, grid, align_corners=False)
     case = Case("Functional.grid_sample", (x, grid), {"align_corners": False}, [out], [torch.ones_like(out)], [x, grid])
-    assert check(case).worst.outcome in ("rounding", "exact")
+    assert check(case).worst.outcome not in ("bug", "suspicious")
     assert "jumps from cell to cell" in check(case, backward=True).worst.reason

@@ -16,13 +16,15 @@ from typing import Any
 
 Formula = Callable[..., Any]
 _FORMULAS: dict[str, Formula] = {}
+_RESULTS: dict[str, int] = {}
 
 
-def formula(*names: str) -> Callable[[Formula], Formula]:
-    """Register a formula for operators of these names (see functions.api)."""
+def formula(*names: str, results: int | None = None) -> Callable[[Formula], Formula]:
+    """Register a formula for operators of these names (see functions.api). results: how many it gives, where not all."""
 
     def register(function: Formula) -> Formula:
         _FORMULAS.update(dict.fromkeys(names, function))
+        _RESULTS.update({} if results is None else dict.fromkeys(names, results))
         return function
 
     return register
@@ -34,3 +36,9 @@ def formulas() -> dict[str, Formula]:
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return _FORMULAS
+
+
+def judged_results(name: str) -> int | None:
+    """Return how many of an operator's results its formula gives, None for all."""
+    formulas()
+    return _RESULTS.get(name)
