@@ -27,7 +27,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trainprobe.engine.core.records import Call, Place, Reel, Value
+from trainprobe.engine.core.records import Call, Place, StepData, Value
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import PARTIALS
@@ -111,7 +111,7 @@ class Fleet:
             calls.append(call)
         return calls, values
 
-    def reel(self, rank: int, step: int) -> Reel:
+    def step_data(self, rank: int, step: int) -> StepData:
         """Return what a rank hands to the writer at a step."""
         calls, values = self.calls
         own, shared = drawn(rank, self.steps, self.activations), drawn(self.template_of(rank), self.steps, 2 * self.parameters)
@@ -121,7 +121,7 @@ class Fleet:
         loss = self.losses(rank)[step]
         scalars = {"loss": loss, "grad_norm": 1.0 + 1 / (step + 1)}
         about = {"checksums": sums, "scalars": scalars}
-        return Reel(step, self.place(rank), "pytorch", "off", "statistics", calls, values, partials, **about)
+        return StepData(step, self.place(rank), "pytorch", "off", "statistics", calls, values, partials, **about)
 
     def _plant(self, partials: F64, sums: U64, rank: int, step: int) -> None:
         parted, nan = self.planted.parted, self.planted.nan
@@ -181,7 +181,7 @@ def write_through_sink(fleet: Fleet, folder: Path, rank: int) -> Path:
     try:
         for step in range(fleet.last_step(rank)):
             time.time_ns = lambda step=step: fleet.time(rank, step) * 1000
-            sink.write(fleet.reel(rank, step))
+            sink.write(fleet.step_data(rank, step))
         sink.close()
     finally:
         time.time_ns = clock

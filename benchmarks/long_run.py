@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainprobe.engine.core.records import Call, Place, Reel, Value
+from trainprobe.engine.core.records import Call, Place, StepData, Value
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.stats.partials import PARTIALS
 from trainprobe.engine.storage.sinks import parquet
@@ -43,8 +43,10 @@ def write(folder: Path, steps: int, values: int) -> float:
         partials[:, 0] = 1 << 20
         partials[:, 5], partials[:, 6] = np.float32(-norm), np.float32(norm)
         partials[:, 7], partials[:, 8] = rng.normal(size=values), norm * norm
-        reel = Reel(step, Place(), "pytorch", "off", "statistics", calls, shown, partials, scalars={"loss": 2 + 8 / (step + 1)})
-        sink.write(reel)
+        step_data = StepData(
+            step, Place(), "pytorch", "off", "statistics", calls, shown, partials, scalars={"loss": 2 + 8 / (step + 1)}
+        )
+        sink.write(step_data)
         if step % 16 == 15:
             sink.flush()
     sink.close()

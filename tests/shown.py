@@ -30,8 +30,8 @@ def forward_parameters(data: Mapping[str, Any], cls: str, prefix: str) -> dict[s
 def states(output: Path) -> dict[int, Numbers]:
     """Return step → name of a parameter → slot → the largest element of what was recorded there."""
     steps: dict[int, Numbers] = {}
-    for reel in read_log(output / "rank0"):
-        largest, seen = reel.numbers()["max"], steps.setdefault(reel.step, {})
-        for call in (c for c in reel.calls if c.kind == "state"):
+    for step_data in read_log(output / "rank0"):
+        largest, seen = step_data.numbers()["max"], steps.setdefault(step_data.step, {})
+        for call in (c for c in step_data.calls if c.kind == "state"):
             seen.setdefault(call.name, {}).update({slot: float(largest[v.row]) for slot, v in call.params.items()})
     return steps

@@ -21,7 +21,7 @@ import trainprobe
 from tests import zoo
 from tests.lockstep import differences, one_step, seed_all, state
 from trainprobe.engine.core.records import Place
-from trainprobe.engine.core.unmet import Unmatched, names_not_there
+from trainprobe.engine.core.unmatched import Unmatched, names_not_there
 from trainprobe.engine.plan.selection import Names
 from trainprobe.errors import OutputError, PlanError
 

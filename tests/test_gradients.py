@@ -13,7 +13,7 @@ import trainprobe
 from tests import zoo
 from tests.lockstep import bits_of, one_step, seed_all
 from trainprobe.engine.core.naming import ROOT
-from trainprobe.engine.core.records import Call, Reel, Value
+from trainprobe.engine.core.records import Call, StepData, Value
 from trainprobe.engine.stats import fingerprint
 
 # full-backward hooks cannot be put on these, or say something else there by their nature
@@ -34,14 +34,14 @@ def start(name):
     return case, model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def probed(name, folder, **plan) -> tuple[Reel, torch.nn.Module]:
+def probed(name, folder, **plan) -> tuple[StepData, torch.nn.Module]:
     case, model, optimizer = start(name)
     with trainprobe.watch(model, optimizer, output=folder, level="L0", **plan) as probe:
         probe.begin_step()
         one_step(case, model, optimizer, 0)
-        reel = probe.end_step()
-    assert reel is not None
-    return reel, model
+        step_data = probe.end_step()
+    assert step_data is not None
+    return step_data, model
 
 
 def hooked(name) -> dict[Slot, list[float]]:
@@ -65,11 +65,11 @@ def hooked(name) -> dict[Slot, list[float]]:
     return found
 
 
-def told(reel: Reel) -> dict[Slot, str]:
+def told(step_data: StepData) -> dict[Slot, str]:
     """Return the reasons why a module gradient is not its own contribution, by slot."""
     return {
         (call.name, side, i): value.note
-        for call in reel.calls
+        for call in step_data.calls
         if call.kind == "module" and call.phase == "backward"
         for side, tree in (("input", call.out), ("output", call.args))
         for i, value in enumerate(tree)
@@ -77,11 +77,11 @@ def told(reel: Reel) -> dict[Slot, str]:
     }
 
 
-def gradients_of(reel: Reel) -> dict[Slot, list[float]]:
-    """Return the norms of all module gradients in a reel, by slot; those that come with a note instead are left out."""
-    norms = reel.numbers()["norm"]
+def gradients_of(step_data: StepData) -> dict[Slot, list[float]]:
+    """Return the norms of all module gradients in a step, by slot; those that come with a note instead are left out."""
+    norms = step_data.numbers()["norm"]
     found: dict[Slot, list[float]] = defaultdict(list)
-    for call in reel.calls:
+    for call in step_data.calls:
         if call.kind == "module" and call.phase == "backward":
             for side, tree in (("input", call.out), ("output", call.args)):
                 for i, value in enumerate(tree):
@@ -93,12 +93,12 @@ def gradients_of(reel: Reel) -> dict[Slot, list[float]]:
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_at_module_outputs_and_inputs_equal_those_of_full_backward_hooks(name, tmp_path):
     expected = hooked(name)
-    reel, _ = probed(name, tmp_path / "out")
-    found = gradients_of(reel)
+    step_data, _ = probed(name, tmp_path / "out")
+    found = gradients_of(step_data)
     wrong = {
         slot: (sorted(norms), sorted(found.get(slot, [])))
         for slot, norms in expected.items()
-        if slot not in told(reel)
+        if slot not in told(step_data)
         if len(norms) != len(found.get(slot, [])) or not np.allclose(sorted(norms), sorted(found[slot]), rtol=1e-4, atol=1e-9)
     }
     assert wrong == {}
@@ -107,8 +107,8 @@ def test_gradients_at_module_outputs_and_inputs_equal_those_of_full_backward_hoo
 @pytest.mark.parametrize("name", CASES)
 def test_no_module_gradient_is_recorded_that_hooks_do_not_see(name, tmp_path):
     expected = hooked(name)
-    reel, _ = probed(name, tmp_path / "out")
-    plain = {slot for slot in gradients_of(reel) if slot[0] in {at for at, _, _ in expected}}
+    step_data, _ = probed(name, tmp_path / "out")
+    plain = {slot for slot in gradients_of(step_data) if slot[0] in {at for at, _, _ in expected}}
     assert plain <= set(expected)
 
 
@@ -122,27 +122,27 @@ def test_a_gradient_that_cannot_be_told_apart_is_marked_and_nothing_else_is(tmp_
     }
 
 
-def parameter_calls(reel: Reel) -> list[Call]:
-    return [call for call in reel.calls if call.kind == "parameter" and call.phase == "backward"]
+def parameter_calls(step_data: StepData) -> list[Call]:
+    return [call for call in step_data.calls if call.kind == "parameter" and call.phase == "backward"]
 
 
 @pytest.mark.parametrize("name", [n for n in zoo.NAMES if zoo.load(n).micro == 1 and n not in ("user_hooks", "second_order")])
 def test_parameter_gradients_have_the_bits_of_p_grad(name, tmp_path):
-    reel, model = probed(name, tmp_path / "out", summary="checksum")
-    assert reel.checksums is not None
+    step_data, model = probed(name, tmp_path / "out", summary="checksum")
+    assert step_data.checksums is not None
     expected = {n: fingerprint(p.grad.numpy()) for n, p in model.named_parameters() if p.grad is not None}
     found = {
-        short if call.name == ROOT else f"{call.name}.{short}": int(reel.checksums[value.row])
-        for call in parameter_calls(reel)
+        short if call.name == ROOT else f"{call.name}.{short}": int(step_data.checksums[value.row])
+        for call in parameter_calls(step_data)
         for short, value in call.params.items()
     }
     assert found == expected
 
 
 def test_with_accumulation_each_micro_batch_leaves_its_own_parameter_gradient(tmp_path):
-    reel, model = probed("gradient_accumulation", tmp_path / "out")
-    sums = reel.numbers()["mean"]
-    means = [float(sums[call.params["weight"].row]) for call in parameter_calls(reel) if call.name == "0"]
+    step_data, model = probed("gradient_accumulation", tmp_path / "out")
+    sums = step_data.numbers()["mean"]
+    means = [float(sums[call.params["weight"].row]) for call in parameter_calls(step_data) if call.name == "0"]
     weight = model.get_submodule("0").weight
     assert len(means) == 3
     assert sum(means) == pytest.approx(float(weight.grad.double().mean()), rel=1e-4)

@@ -28,6 +28,7 @@ STOREYS = {
     **dict.fromkeys(["trainprobe.engine.core.records", "trainprobe.engine.storage.safe_files"], 0),
     **dict.fromkeys([f"trainprobe.engine.{name}" for name in ("arrays", "stats", "plan", "legacy_config")], 1),
     **dict.fromkeys([f"trainprobe.engine.core.{name}" for name in ("console", "findings", "guard")], 1),
+    "trainprobe.engine.core": 1.5,  # what the plan does not need to know; below the tape, the taps and the storage
     "trainprobe.engine.probe": 3,
     "trainprobe.monitor": 4,
     "trainprobe.config_check": 4,

@@ -35,9 +35,9 @@ def recorded(name: str, folder: Path, declare: bool = False, **plan) -> dict[tup
         if declare:
             probe.declare_loss(lambda model: case.loss(model, case.batch(0)))
         one_step(case, model, optimizer, 0)
-        reel = probe.end_step()
+        step_data = probe.end_step()
     found: dict[tuple, list[tuple]] = defaultdict(list)
-    for record in reel.records():
+    for record in step_data.records():
         site, phase = record.site, record.step.phase
         if site.kind in ("module", "op") or (site.kind == "parameter" and phase == "backward"):
             numbers = (str(record.values.get("norm")), str(record.values.get("mean")), record.note)

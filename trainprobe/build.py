@@ -17,9 +17,7 @@ from trainprobe.engine.core.guard import Guard, PartGuard
 from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.position import OPTIMIZER, UPDATED, Position
 from trainprobe.engine.core.records import Call
-from trainprobe.engine.core.resting import Rests
 from trainprobe.engine.core.stacks import Stacks
-from trainprobe.engine.core.wanted import ModulesWanted, flags_of, modules_of_plan, ops_of_plan
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.selection import Names, parse_steps
@@ -37,6 +35,8 @@ from trainprobe.engine.taps.module_buffers import BufferTap
 from trainprobe.engine.taps.number_formats import FormatFeature
 from trainprobe.engine.taps.optimizer_steps import OptimizerStepTap
 from trainprobe.engine.taps.parameter_states import ParameterStateTap, StatesWanted
+from trainprobe.engine.taps.pauses import Pauses
+from trainprobe.engine.taps.requests import ModuleRequest, flags_of, modules_of_plan, ops_of_plan
 from trainprobe.engine.taps.routers import RouterFeature
 from trainprobe.engine.taps.saved import SavedTap
 from trainprobe.engine.taps.torch_modules import ModuleTap
@@ -87,7 +87,7 @@ class Parts:
     dumps_when_asked: bool = False  # a plan of level off whose rules or black box may ask for a dump
     position: Position | None = None
     rename: Rename | None = None
-    rests: Rests = field(default_factory=Rests)
+    rests: Pauses = field(default_factory=Pauses)
 
     def tell(self, position: Position) -> None:
         """Have `position` told where the training is, as far as the taps that run see it."""
@@ -116,7 +116,7 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
     own = guard_of(guard, ModuleTap)
     modules = ModuleTap(modules_of_plan(plan, cuts), own, stacks, rename) if level in ("L0", "mix") else None
     watched = ModuleTap(modules_of_monitor(monitor), own, None, rename) if monitor is not None else None
-    naming = modules or watched or ModuleTap(ModulesWanted(_none, _nothing, frozenset()), own, None, rename)
+    naming = modules or watched or ModuleTap(ModuleRequest(_none, _nothing, frozenset()), own, None, rename)
     parts = Parts(
         guard, saved, naming, modules, watched=watched, monitor=monitor, cuts=cuts, dumps_when_asked=asked, rename=rename
     )

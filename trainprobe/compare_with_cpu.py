@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from trainprobe.engine.core.records import Call, Finding, Reel
-from trainprobe.engine.core.reel import leaves, numbers_of_rows
+from trainprobe.engine.core.records import Call, Finding, StepData
+from trainprobe.engine.core.step_data import leaves, numbers_of_rows
 from trainprobe.engine.core.topology import place_from_environment
 from trainprobe.errors import StopTraining, UsageError
 from trainprobe.op_check.plan import OpCheckPlan
@@ -213,14 +213,16 @@ class NanInfTracker(_Front):
         probe.watchers.append(partial(self._look, wanted))
         return probe
 
-    def _look(self, wanted: Callable[[str], bool], reel: Reel) -> Sequence[Finding]:
-        columns = numbers_of_rows(reel)
+    def _look(self, wanted: Callable[[str], bool], step_data: StepData) -> Sequence[Finding]:
+        columns = numbers_of_rows(step_data)
         first = ""
-        for call in reel.calls:
+        for call in step_data.calls:
             if call.kind != "op" or not wanted(call.name):
                 continue
             given, gave = (_not_finite(tree, columns) for tree in ([call.args, call.kwargs], call.out))
-            text = f"step {reel.step} {_module(call)} {call.name}.{call.call} ({call.phase}): inputs {given}; outputs {gave}"
+            text = (
+                f"step {step_data.step} {_module(call)} {call.name}.{call.call} ({call.phase}): inputs {given}; outputs {gave}"
+            )
             if given != FINITE or gave != FINITE:
                 self._say(f"[WARNING] {text}")
             elif self._verbose:

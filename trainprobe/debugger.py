@@ -204,8 +204,8 @@ class PrecisionDebugger:
             )
             return
         if self._dumped is None:
-            from trainprobe.engine.core.wanted import modules_of_plan
             from trainprobe.engine.taps.dumped_modules import DumpedModules
+            from trainprobe.engine.taps.requests import modules_of_plan
 
             parts, probe = self.probe.parts, self.probe
             wanted = modules_of_plan(self.plan, parts.cuts)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainprobe.engine.core.naming import Rename
-from trainprobe.engine.core.records import Finding, Place, Reel
+from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.errors import OutputError
 from trainprobe.op_check.plan import OpCheckPlan
 from trainprobe.watching import Probe
@@ -55,10 +55,10 @@ class OpProbe(Probe):
         self._held.drop()
         self._run_programs(())
 
-    def _judged(self, reel: Reel) -> Sequence[Finding]:
+    def _judged(self, step_data: StepData) -> Sequence[Finding]:
         try:
             self._writer.flush()  # until then values may be on their way
-            return self.judge(reel) if reel.complete else ()
+            return self.judge(step_data) if step_data.complete else ()
         finally:
             self._held.drop()
 

@@ -16,10 +16,10 @@ from trainprobe.engine.core.flat_parameters import FLAT
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.position import BETWEEN, Position
-from trainprobe.engine.core.records import Finding, Place, Reel
+from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.core.topology import place_from_environment
-from trainprobe.engine.core.unmet import Unmatched, names_not_there
+from trainprobe.engine.core.unmatched import Unmatched, names_not_there
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.selection import Names
@@ -83,11 +83,11 @@ class Probe(EngineProbe):
             rests=getattr(self.parts, "rests", None),
         )
         unscale = getattr(self.parts.states, "unscale", None)  # before anything is judged or written
-        self.watchers += [lambda reel: unscale(reel) or ()] if unscale is not None else []
+        self.watchers += [lambda step_data: unscale(step_data) or ()] if unscale is not None else []
         self._watcher: Watcher | None = None
         if self.parts.monitor is not None:
             self._choose = chosen_calls(self.parts.monitor)
-            self.watchers.append(lambda reel: self._choose(reel) if self._choose is not None else ())
+            self.watchers.append(lambda step_data: self._choose(step_data) if self._choose is not None else ())
             self._watcher = Watcher(self.parts.monitor.rules)
             self._watcher.count, self._watcher.part = self._count, self.guard.part
             self.watchers.append(self._watcher)
@@ -107,9 +107,9 @@ class Probe(EngineProbe):
         if self.plan.black_box:
             self._fill_box()
 
-    def _spared(self, name: str, watch: Callable[[Reel], Sequence[Finding]]) -> Callable[[Reel], Sequence[Finding]]:
+    def _spared(self, name: str, watch: Callable[[StepData], Sequence[Finding]]) -> Callable[[StepData], Sequence[Finding]]:
         """Return a watcher whose fault costs the others nothing."""
-        return lambda reel: self.guard.part(name, watch, reel) or ()
+        return lambda step_data: self.guard.part(name, watch, step_data) or ()
 
     def _judge_operators(self, rename: Rename | None, place: Place | None) -> OpProbe:
         """Return the probe that judges operators in this one's steps."""
@@ -369,7 +369,7 @@ class Probe(EngineProbe):
         line = end_line(run, self.findings)
         self.console.line(" ".join((f"{line}.", *self.sentences)) if self.sentences else line)
 
-    def end_step(self, *, complete: bool = True) -> Reel | None:
+    def end_step(self, *, complete: bool = True) -> StepData | None:
         """End the step; see `engine.probe.Probe.end_step`. A rank whose probe has stopped still answers the others' audit."""
         try:
             return super().end_step(complete=complete)
@@ -441,13 +441,13 @@ class Probe(EngineProbe):
         """Return what the tape of a step is to tell; nothing of a tape that is for no step."""
         return self._box.follow(step) if self._box is not None and step >= 0 else None
 
-    def _remember(self, reel: Reel) -> list[Finding]:
-        """Keep with a step what its reel does not hold: batch ids and the random state."""
+    def _remember(self, step_data: StepData) -> list[Finding]:
+        """Keep with a step what its collected step does not hold: batch ids and the random state."""
         if self._box is not None:
             audited = self._audit.last if self._audit is not None else None
-            facts = audited.facts if audited is not None and audited.step == reel.step else None
-            batches = list(facts.batches) if facts is not None else list(reel.batches)
-            self._box.hold(reel, {"batches": batches, **self._random_state()})
+            facts = audited.facts if audited is not None and audited.step == step_data.step else None
+            batches = list(facts.batches) if facts is not None else list(step_data.batches)
+            self._box.hold(step_data, {"batches": batches, **self._random_state()})
         return []
 
     def _random_state(self) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from benchmarks.dump_compare.runs import train
 from trainprobe.dump_compare.command import compare_rank
 from trainprobe.dump_compare.conclude import Conclusion, conclude
 from trainprobe.dump_compare.pairing import pair_ranks
-from trainprobe.engine.core.reel import entry_name
+from trainprobe.engine.core.step_data import entry_name
 
 
 def healthy(only: str, plans: list[str], folder: Path) -> None:

@@ -15,7 +15,7 @@ from benchmarks.dump_compare.runs import train
 from trainprobe.cli import main
 from trainprobe.dump_compare.cancellation import Terms
 from trainprobe.dump_compare.dump_side import Side
-from trainprobe.engine.core.reel import entry_name
+from trainprobe.engine.core.step_data import entry_name
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_norms_of_terms_are_those_of_all_terms(tmp_path, level):
     with trainprobe.watch(model, output=tmp_path, level=level, console=False) as probe, probe.step():
         (model(x) * weight).sum().backward()
     side = Side(tmp_path / "step0/rank0")
-    terms = Terms(side.reel.calls, side)
+    terms = Terms(side.step_data.calls, side)
     found = {
         f"{entry_name(call).removeprefix('Module.')} {slot}": terms.of(call, slot)
-        for call in side.reel.calls
+        for call in side.step_data.calls
         for slot in ("output", "weight", "bias", "grad_input.0", "grad_input.1", "grad_input.2")
     }
     rows = weight.flatten(0, 1)  # the gradient of what the linear layer gives, [196, 5]

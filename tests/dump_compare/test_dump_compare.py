@@ -10,7 +10,7 @@ import pytest
 
 from tests.dump_compare.small_runs import Gpt, run
 from trainprobe.cli import main
-from trainprobe.engine.core.reel import entry_name, unwrap
+from trainprobe.engine.core.step_data import entry_name, unwrap
 from trainprobe.engine.storage.dumps import TensorStore, read
 
 PLANS = {
@@ -191,8 +191,8 @@ def test_the_numbers_are_those_of_numpy_where_values_are_stored(tmp_path, capsys
     values = {}
     for side in "ab":
         folder = tmp_path / side / "step0/rank0"
-        reel = read(folder)
-        (out,) = (call.out for call in reel.calls if entry_name(call) == "Functional.gelu.1.forward")
+        step_data = read(folder)
+        (out,) = (call.out for call in step_data.calls if entry_name(call) == "Functional.gelu.1.forward")
         values[side] = TensorStore(folder).array(unwrap(out).tensor).astype(np.float64)
     a, b = values["a"], values["b"]
     told = next(value for value in found["first"]["values"] if value["slot"] == "output")

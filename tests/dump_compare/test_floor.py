@@ -13,7 +13,7 @@ from benchmarks.dump_compare.runs import Way, train
 from trainprobe.cli import main
 from trainprobe.dump_compare.apart import apart
 from trainprobe.dump_compare.dump_side import Side
-from trainprobe.engine.core.reel import entry_name, slots
+from trainprobe.engine.core.step_data import entry_name, slots
 
 PLAN = {"level": "L0", "task": "tensor"}
 LAST_BIT = 2.0**-24
@@ -47,7 +47,7 @@ def test_rounding_is_as_the_run_measured_it_whichever_side_it_repeats(runs, tmp_
     assert (code, found["first"]["a"]) == (2, "Module.layers.1.act.GELU.forward.0")
     assert "measured rounding" in said and "was measured for" in said
     sides = [Side(runs[name] / "step0/rank0") for name in (of, floor)]
-    values = [{(entry_name(call), slot): v for call in side.reel.calls for slot, v in slots(call)} for side in sides]
+    values = [{(entry_name(call), slot): v for call in side.step_data.calls for slot, v in slots(call)} for side in sides]
     measured = 0
     for call in found["calls"]:
         for value in call["values"]:

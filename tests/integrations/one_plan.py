@@ -35,9 +35,9 @@ def assert_all_outputs(folder: Path, *, dumped: int, steps: list[int], layer: st
     layer: a module of the model. written: a step, and the parameter that somebody wrote to before it.
     """
     output = folder / "out"
-    reel = read(output / f"step{dumped}" / "rank0")
-    assert {"module", "op"} <= {call.kind for call in reel.calls}
-    assert {call.phase for call in reel.calls if call.name == layer} == {"forward", "backward"}
+    step_data = read(output / f"step{dumped}" / "rank0")
+    assert {"module", "op"} <= {call.kind for call in step_data.calls}
+    assert {call.phase for call in step_data.calls if call.name == layer} == {"forward", "backward"}
     frames = {frame.step: frame for frame in read_frames(output)}
     assert list(frames) == steps
     assert all(any(name.endswith(" grad") for name in numbers) for numbers in recorded(output).values())

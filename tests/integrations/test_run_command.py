@@ -11,7 +11,7 @@ import torch
 
 from tests.integrations.records import recorded
 from trainprobe.cli import main
-from trainprobe.integrations import torch_loop, unedited
+from trainprobe.integrations import auto_attach, torch_loop
 
 Start = Callable[..., dict[str, str]]
 
@@ -34,7 +34,15 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
 
 
 def run_names() -> tuple[str, ...]:
-    return unedited.VARIABLE, unedited.OUTPUT, unedited.EARLIER, "SLURM_NNODES", "NNODES", "PET_NNODES", "SLURM_JOB_NUM_NODES"
+    return (
+        auto_attach.VARIABLE,
+        auto_attach.OUTPUT,
+        auto_attach.EARLIER,
+        "SLURM_NNODES",
+        "NNODES",
+        "PET_NNODES",
+        "SLURM_JOB_NUM_NODES",
+    )
 
 
 def a_run(folder: Path) -> None:
@@ -52,8 +60,8 @@ def a_run(folder: Path) -> None:
 )
 def test_plan_and_command_are_told_apart(start: Start, tmp_path: Path, words: tuple[str, ...]) -> None:
     started = start(*words)
-    assert (started[unedited.VARIABLE], started["command"]) == ("default", "train.py --output=x")
-    assert started[unedited.OUTPUT] == "probe_out"
+    assert (started[auto_attach.VARIABLE], started["command"]) == ("default", "train.py --output=x")
+    assert started[auto_attach.OUTPUT] == "probe_out"
 
 
 @pytest.mark.parametrize(
@@ -62,17 +70,17 @@ def test_plan_and_command_are_told_apart(start: Start, tmp_path: Path, words: tu
 def test_the_output_may_be_said_before_and_behind_the_plan(start: Start, tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "plan.yaml").write_text("level: L0\n")
     started = start(*words, "--", "train.py", "--output")
-    assert started[unedited.OUTPUT] == "here"
-    assert started[unedited.VARIABLE] == str(tmp_path / "plan.yaml")
+    assert started[auto_attach.OUTPUT] == "here"
+    assert started[auto_attach.VARIABLE] == str(tmp_path / "plan.yaml")
     assert started["command"] == "train.py --output"
 
 
 def test_a_second_run_is_written_beside_the_first_and_says_so(start: Start, tmp_path: Path, capsys) -> None:
     for number in ("", ".2", ".3"):
         started = start("default", "--", "train.py")
-        assert started[unedited.OUTPUT] == f"probe_out{number}"
+        assert started[auto_attach.OUTPUT] == f"probe_out{number}"
         a_run(tmp_path / f"probe_out{number}")
-    assert started[unedited.EARLIER] == "probe_out.2"
+    assert started[auto_attach.EARLIER] == "probe_out.2"
     assert "this one is written to probe_out.3" in capsys.readouterr().err
 
 
@@ -80,12 +88,12 @@ def test_a_second_run_is_written_beside_the_first_and_says_so(start: Start, tmp_
 def test_a_plan_that_says_what_to_do_with_an_earlier_run_is_followed(start: Start, tmp_path: Path, asked: str) -> None:
     (tmp_path / "plan.yaml").write_text(f"output: out\non_existing: {asked}\n")
     a_run(tmp_path / "out")
-    assert start("plan.yaml", "--", "train.py")[unedited.OUTPUT] == "out"
+    assert start("plan.yaml", "--", "train.py")[auto_attach.OUTPUT] == "out"
 
 
 def test_several_machines_share_one_folder(start: Start, tmp_path: Path) -> None:
     a_run(tmp_path / "probe_out")
-    assert start("default", "--", "torchrun", "--nnodes", "2", "train.py")[unedited.OUTPUT] == "probe_out"
+    assert start("default", "--", "torchrun", "--nnodes", "2", "train.py")[auto_attach.OUTPUT] == "probe_out"
 
 
 def test_only_a_training_that_is_resumed_goes_on_in_the_earlier_run(
@@ -99,7 +107,7 @@ def test_only_a_training_that_is_resumed_goes_on_in_the_earlier_run(
         for name in run_names():
             if name in started:
                 monkeypatch.setenv(name, started[name])
-        loop = torch_loop.attach(model, optimizer, unedited._plan(), first_step=first_step)
+        loop = torch_loop.attach(model, optimizer, auto_attach._plan(), first_step=first_step)
         for _ in range(2):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
@@ -107,7 +115,7 @@ def test_only_a_training_that_is_resumed_goes_on_in_the_earlier_run(
 
     for first_step in (0, 2, 0):
         train(first_step)
-    assert unedited.asked_output(Path("probe_out.2")) == Path("probe_out")
-    assert unedited.asked_output(Path("other.2")) == Path("other.2")
+    assert auto_attach.asked_output(Path("probe_out.2")) == Path("probe_out")
+    assert auto_attach.asked_output(Path("other.2")) == Path("other.2")
     assert list(recorded(tmp_path / "probe_out")) == [0, 1, 2, 3]
     assert list(recorded(tmp_path / "probe_out.2")) == [0, 1]

@@ -87,7 +87,7 @@ def test_a_second_run_writes_beside_the_first(file, tmp_path):
         train(model, optimizer)
         monitor.close()
     assert len(list((tmp_path / "out").glob("*-rank0-*"))) == 2
-    assert [reel.step for reel in read_log(tmp_path / "out/rank0")] == [0, 1]
+    assert [step_data.step for step_data in read_log(tmp_path / "out/rank0")] == [0, 1]
 
 
 def test_numbers_of_the_last_step_are_at_hand(file):

@@ -32,9 +32,9 @@ def leaves(tree):
 
 @pytest.mark.parametrize("path", DUMPS, ids=lambda path: path.relative_to(FIXTURES).parts[0])
 def test_every_number_of_every_tensor_is_read(path):
-    reel = read(path)
+    step_data = read(path)
     expected = list(leaves(json.loads(path.read_text())["data"]))
-    records = list(reel.records())
+    records = list(step_data.records())
     assert len(records) == len(expected) > 0
     for record, leaf in zip(records, expected, strict=True):
         assert (record.dtype, list(record.shape), record.tensor) == (leaf["dtype"], leaf["shape"], leaf.get("data_name"))
@@ -51,22 +51,22 @@ def test_every_number_of_every_tensor_is_read(path):
 
 
 def test_the_tree_and_the_stacks_are_read():
-    reel = read(FIXTURES / "statistics_mix/step1")
-    inside = {call.name: call.parent.name for call in reel.calls if call.parent is not None and call.phase == "forward"}
+    step_data = read(FIXTURES / "statistics_mix/step1")
+    inside = {call.name: call.parent.name for call in step_data.calls if call.parent is not None and call.phase == "forward"}
     assert inside["Functional.gelu"] == "layers.1"
     assert inside["layers.0.fc"] == "layers.0"
-    first = next(call for call in reel.calls if call.name == "embed")
-    assert any("x = self.embed(t)" in frame for frame in reel.stacks[first.stack])
+    first = next(call for call in step_data.calls if call.name == "embed")
+    assert any("x = self.embed(t)" in frame for frame in step_data.stacks[first.stack])
 
 
 def test_what_was_saved_by_name_is_read_with_its_gradient():
-    reel = read(FIXTURES / "debug/step1")
-    assert [(r.site.name, r.site.slot, r.site.kind) for r in reel.records()] == [
+    step_data = read(FIXTURES / "debug/step1")
+    assert [(r.site.name, r.site.slot, r.site.kind) for r in step_data.records()] == [
         ("probe_point", "value.y", "saved"),
         ("probe_point", "value.list.0", "saved"),
         ("probe_point", "grad.y", "saved"),
     ]
-    assert reel.calls[0].args["list"][1:] == [3, "text"]
+    assert step_data.calls[0].args["list"][1:] == [3, "text"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 import trainprobe
 from tests.interop.peer import PEER, needs_peer
 from trainprobe.cli import main
-from trainprobe.engine.core.reel import entry_name
+from trainprobe.engine.core.step_data import entry_name
 from trainprobe.engine.storage.dumps import TensorStore, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,9 +145,9 @@ def test_a_dump_written_there_is_read_here_with_the_same_numbers(tmp_path):
 
 def test_tensors_written_there_are_read_here_and_each_operator_judged(tmp_path, capsys):
     rank = their_dump(tmp_path, task="tensor", level="mix")
-    reel, tensors = read(rank), TensorStore(rank)
-    assert {entry_name(call).partition(".")[0] for call in reel.calls} == {"Module", "Functional", "Tensor", "Torch"}
-    for record in reel.records():
+    step_data, tensors = read(rank), TensorStore(rank)
+    assert {entry_name(call).partition(".")[0] for call in step_data.calls} == {"Module", "Functional", "Tensor", "Torch"}
+    for record in step_data.records():
         assert record.tensor is not None
         array = tensors.array(record.tensor)
         assert array.shape == record.shape

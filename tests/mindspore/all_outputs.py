@@ -33,9 +33,9 @@ def assert_all_outputs(folder: Path, *, dumped: int, steps: list[int], cell: str
     cell: the name of one of the model. found: relation, step and name of what was planted.
     """
     output = folder / "out"
-    reel = read(output / f"step{dumped}" / "rank0")
-    assert {"module", "op"} <= {call.kind for call in reel.calls}
-    assert {call.phase for call in reel.calls if call.name == cell} == {"forward", "backward"}
+    step_data = read(output / f"step{dumped}" / "rank0")
+    assert {"module", "op"} <= {call.kind for call in step_data.calls}
+    assert {call.phase for call in step_data.calls if call.name == cell} == {"forward", "backward"}
     frames = {frame.step: frame for frame in read_frames(output)}
     assert list(frames) == steps
     assert found in [(f.rule, f.step, f.site.name) for f in read_findings(output) if f.site is not None]

@@ -71,6 +71,6 @@ def test_a_process_that_is_killed_leaves_what_its_step_had_brought(tmp_path: Pat
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-3000:]
     (path,) = find_boxes(tmp_path)
     *before, cut = [step["reel"] for step in read_box(path)[1]]
-    assert [(reel["step"], reel["complete"]) for reel in (*before, cut)] == [(1, True), (2, True), (3, False)]
+    assert [(step_data["step"], step_data["complete"]) for step_data in (*before, cut)] == [(1, True), (2, True), (3, False)]
     assert cut["rows"] == before[-1]["rows"]
     assert sorted(cut["partials"]) == sorted(before[-1]["partials"])

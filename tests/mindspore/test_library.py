@@ -37,20 +37,20 @@ def test_numbers_are_those_of_torch_for_the_same_bits(name: str, native: bool) -
     ms.set_context(mode=ms.PYNATIVE_MODE)
     tape = HostTape(MindSporeLibrary(native), reuse=False)
     value = tape.tree(tensor_of(name), EVERYTHING)
-    reel = tape.harvest(1, Place(), framework="mindspore", level="off", task="statistics")
+    step_data = tape.harvest(1, Place(), framework="mindspore", level="off", task="statistics")
     told = json.loads(NUMBERS.read_text())[name]
     assert value.dtype.lower() == name
     assert (value.shape, value.type, value.note) == (SHAPE, "mindspore.Tensor", None)
-    assert reel.checksums is not None and reel.crc32 is not None
-    row = dict(zip(PARTIALS, reel.partials[value.row].tolist(), strict=True))
+    assert step_data.checksums is not None and step_data.crc32 is not None
+    row = dict(zip(PARTIALS, step_data.partials[value.row].tolist(), strict=True))
     want = dict(zip(PARTIALS, map(float.fromhex, told["partials"]), strict=True))
     assert {key: row[key] for key in EXACT} == {key: want[key] for key in EXACT}
     if row["nan"]:
         row["m2"] = want["m2"]  # not used where an element is not finite: the standard deviation is NaN
     assert row == pytest.approx(want, rel=1e-12)
     if name != "bfloat16":  # the cast that makes it may change the bits of a NaN
-        assert f"{int(reel.checksums[value.row]):016x}" == told["checksum"]
-        assert int(reel.crc32[value.row], 16) == told["crc32"]
+        assert f"{int(step_data.checksums[value.row]):016x}" == told["checksum"]
+        assert int(step_data.crc32[value.row], 16) == told["crc32"]
 
 
 def test_bfloat16_is_fingerprinted_by_its_bits() -> None:
@@ -68,11 +68,11 @@ def test_views_scalars_parameters_and_nested_arguments() -> None:
     saved: list[str] = []
     tape._save = lambda path, t, value, cut: saved.append(path)
     tree = tape.tree((x.T, [Tensor(2.5), Parameter(x, name="w")], {"k": None, "d": ms.float32}), EVERYTHING | SAVE, "at")
-    reel = tape.harvest(1, Place(), framework="mindspore", level="off", task="statistics")
+    step_data = tape.harvest(1, Place(), framework="mindspore", level="off", task="statistics")
     view, (scalar, parameter), named = tree
     assert [v.shape for v in (view, scalar, parameter)] == [(4, 3), (), (3, 4)]
-    assert reel.checksums is not None
-    assert reel.checksums[view.row] != reel.checksums[parameter.row]
+    assert step_data.checksums is not None
+    assert step_data.checksums[view.row] != step_data.checksums[parameter.row]
     assert (parameter.requires_grad, scalar.requires_grad) == (True, None)
     assert saved == ["at.0", "at.1.0", "at.1.1"]
     assert named == {"k": None, "d": Opaque("mindspore.dtype", "Float32")}
@@ -84,9 +84,9 @@ def test_a_write_in_place_is_a_new_value() -> None:
     first = tape.tree(x, STATS)
     ms.ops.assign(x, x + 1)
     second = tape.tree(x, STATS)
-    reel = tape.harvest(1, Place(), framework="mindspore", level="off", task="statistics")
+    step_data = tape.harvest(1, Place(), framework="mindspore", level="off", task="statistics")
     at = PARTIALS.index("sum")
-    assert [reel.partials[v.row, at] for v in (first, second)] == [3.0, 6.0]
+    assert [step_data.partials[v.row, at] for v in (first, second)] == [3.0, 6.0]
 
 
 def optimizers() -> list[tuple[Any, set[str]]]:

@@ -35,9 +35,9 @@ class Keep:
 
         def step_ends() -> Any:
             stop = ends()
-            reel = callback.session.reel
-            if reel is not None:
-                self.steps[reel.step] = list(reel.records())
+            step_data = callback.session.step_data
+            if step_data is not None:
+                self.steps[step_data.step] = list(step_data.records())
             return stop
 
         callback.session.step_ends = step_ends  # type: ignore[method-assign]

@@ -28,8 +28,11 @@ def main(folder: Path) -> None:
     plan = {"level": "off", "sinks": [], "control": 2, "monitor": {"activations": False}, "audit": {"every": 1}}
     with trainprobe.watch(model, optimizer, plan=plan, output=folder / "out") as probe:
         probe.watchers.append(
-            lambda reel: (
-                seen.__setitem__(reel.step, [*reel.programs, *sorted(c.name for c in reel.calls if "grad" in (c.params or {}))])
+            lambda step_data: (
+                seen.__setitem__(
+                    step_data.step,
+                    [*step_data.programs, *sorted(c.name for c in step_data.calls if "grad" in (c.params or {}))],
+                )
                 or ()
             )
         )

@@ -81,9 +81,9 @@ def test_findings_of_rules_that_do_not_alert_are_not_sent(server):
 def test_a_webhook_that_does_not_answer_is_complained_about_once():
     alerts = Alerts(rules("alert"), Actions(webhook="http://127.0.0.1:9/", console=False, webhook_timeout=1))
     alerts.findings([finding(), finding()])
-    assert [f.rule for f in alerts.complaints()] == ["alerts"]
+    assert [f.rule for f in alerts.warnings_made()] == ["alerts"]
     alerts.findings([finding()])
-    assert alerts.complaints() == []
+    assert alerts.warnings_made() == []
 
 
 def test_the_callback_gets_the_alert_and_the_console_prints_it_once(capsys, tmp_path):

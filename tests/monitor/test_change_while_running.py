@@ -44,7 +44,9 @@ def run(folder, change, **plan):
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=1e-2), {}
     with trainprobe.watch(model, optimizer, output=folder, level="off", sinks=[], **plan) as probe:
         probe.watchers.append(
-            lambda reel: seen.__setitem__(reel.step, sorted(c.name for c in reel.calls if "grad" in (c.params or {}))) or ()
+            lambda step_data: (
+                seen.__setitem__(step_data.step, sorted(c.name for c in step_data.calls if "grad" in (c.params or {}))) or ()
+            )
         )
         for step in range(9):
             with probe.step(step):
@@ -107,9 +109,11 @@ def records_of(folder, change, **collected):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
     optimizer, told = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9), {}
     with trainprobe.watch(model, optimizer, output=folder, level="off", sinks=[], monitor=collected) as probe:
-        probe.watchers.append(lambda reel: told.__setitem__(reel.step, {}) or ())
+        probe.watchers.append(lambda step_data: told.__setitem__(step_data.step, {}) or ())
         probe.watchers.append(
-            lambda reel: told[reel.step].update({(r.step, r.site): (r.dtype, r.shape, r.values) for r in reel.records()}) or ()
+            lambda step_data: (
+                told[step_data.step].update({(r.step, r.site): (r.dtype, r.shape, r.values) for r in step_data.records()}) or ()
+            )
         )
         for step in range(9):
             with probe.step(step):

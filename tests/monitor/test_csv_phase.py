@@ -8,7 +8,7 @@ import torch
 from small_training import GPT, batch
 
 import trainprobe
-from tests.engine.storage.sinks.reels import plan_for, small_reel
+from tests.engine.storage.sinks.collected_steps import plan_for, small_step
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.storage.sinks import csv as csv_sink
 from trainprobe.errors import FormatError
@@ -79,10 +79,10 @@ def test_judging_the_csv_names_the_origin_that_the_live_run_named(tmp_path, wher
 
 def test_every_record_is_read_back_with_its_phase(tmp_path):
     sink = csv_sink.open(tmp_path, plan_for(tmp_path, sinks=["csv"]), Place())
-    sink.write(small_reel(3))
+    sink.write(small_step(3))
     sink.close()
     (step,) = read_metrics(tmp_path)
-    wanted = [(r.site.kind, r.site.name, r.site.slot, r.step.phase) for r in small_reel(3).records()]
+    wanted = [(r.site.kind, r.site.name, r.site.slot, r.step.phase) for r in small_step(3).records()]
     assert [(r.site.kind, r.site.name, r.site.slot, r.step.phase) for r in step.records] == wanted
 
 
@@ -97,7 +97,7 @@ def test_a_file_without_phases_is_read_and_goes_on_as_it_began(tmp_path):
     plan = plan_for(tmp_path, sinks=["csv"], on_existing="continue")
     for step in range(2):
         sink = csv_sink.open(tmp_path, plan, Place())
-        sink.write(small_reel(step))
+        sink.write(small_step(step))
         sink.close()
         if step == 0:
             without_phase(tmp_path / "rank0/metrics.csv")
@@ -109,7 +109,7 @@ def test_a_file_without_phases_is_read_and_goes_on_as_it_began(tmp_path):
 
 def test_a_phase_that_there_is_not_is_an_error_with_file_and_line(tmp_path):
     sink = csv_sink.open(tmp_path, plan_for(tmp_path, sinks=["csv"]), Place())
-    sink.write(small_reel(0))
+    sink.write(small_step(0))
     sink.close()
     path = tmp_path / "rank0/metrics.csv"
     path.write_text(path.read_text().replace("backward", "sideways"))

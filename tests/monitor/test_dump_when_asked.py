@@ -36,19 +36,21 @@ def test_the_next_steps_are_dumped_with_every_op_and_module_though_the_level_is_
     """Whatever writers the plan names: a dump that is asked for is written."""
     plan = {"level": "off", "sinks": sinks, "monitor": {"rules": RULES, "actions": {"dump_steps": 2}}}
     assert run(tmp_path / "out", **plan) == [NAN_AT + 1, NAN_AT + 2]
-    reel = read_step(tmp_path / "out" / f"step{NAN_AT + 1}")[0]
-    kinds = Counter(record.site.kind for record in reel.records())
+    step_data = read_step(tmp_path / "out" / f"step{NAN_AT + 1}")[0]
+    kinds = Counter(record.site.kind for record in step_data.records())
     assert {"module", "op"} <= set(kinds)
-    assert {"0", "1", "2"} <= {record.site.name for record in reel.records() if record.site.kind == "module"}
+    assert {"0", "1", "2"} <= {record.site.name for record in step_data.records() if record.site.kind == "module"}
 
 
 def test_a_step_that_is_dumped_and_monitored_holds_each_value_once(tmp_path):
     plan = {"level": "off", "sinks": ["parquet"], "monitor": {"rules": RULES}}
     run(tmp_path / "out", **plan)
-    for reel in read_log(tmp_path / "out" / "rank0"):
-        calls = Counter((c.name, c.phase, c.call) for c in reel.calls if c.kind == "module" and c.phase == "forward" and c.name)
-        assert set(calls.values()) == {1}, reel.step
-        assert any(c.kind == "op" for c in reel.calls) == (reel.step == NAN_AT + 1)
+    for step_data in read_log(tmp_path / "out" / "rank0"):
+        calls = Counter(
+            (c.name, c.phase, c.call) for c in step_data.calls if c.kind == "module" and c.phase == "forward" and c.name
+        )
+        assert set(calls.values()) == {1}, step_data.step
+        assert any(c.kind == "op" for c in step_data.calls) == (step_data.step == NAN_AT + 1)
 
 
 def test_a_plan_whose_rules_never_dump_writes_no_dump(tmp_path):

@@ -80,11 +80,11 @@ def test_what_is_off_has_no_tap():
 
 
 def run(folder, monitor, steps=3, sinks=("memory",), micro=1, model=None, **plan):
-    """Train a small GPT; return the reels, the model and the probe's findings."""
+    """Train a small GPT; return the collected steps, the model and the probe's findings."""
     torch.manual_seed(0)
     model = model or GPT(width=16, layers=2, dropout=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    generator, reels = torch.Generator().manual_seed(0), []
+    generator, collected_steps = torch.Generator().manual_seed(0), []
     options = {"output": folder, "level": "off", "sinks": list(sinks), "monitor": monitor, "on_error": "raise", **plan}
     with trainprobe.watch(model, optimizer, options) as probe:
         for step in range(steps):
@@ -96,8 +96,8 @@ def run(folder, monitor, steps=3, sinks=("memory",), micro=1, model=None, **plan
                 loss.backward()
             optimizer.step()
             probe.note("loss", loss.detach())
-            reels.append(probe.end_step())
-    return reels, model, list(probe.findings)
+            collected_steps.append(probe.end_step())
+    return collected_steps, model, list(probe.findings)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.37, "amax"])
@@ -113,9 +113,9 @@ def test_lost_shares_and_exponents_are_those_of_the_tensors(tmp_path, scale):
 
     model.layers[1].fc1.register_forward_hook(keep)
     kept["value"] = model.layers[1].fc1.weight.detach().clone()
-    (reel,), model, _ = run(tmp_path, {"features": features}, steps=1, model=model)
+    (step_data,), model, _ = run(tmp_path, {"features": features}, steps=1, model=model)
     kept["grad"] = model.layers[1].fc1.weight.grad
-    found = {(f.name, f.slot): f for f in reel.features}
+    found = {(f.name, f.slot): f for f in step_data.features}
     assert len(found) == 4 * (2 * len(forms) + 1)
     for slot, tensor in kept.items():
         name = "layers.1.fc1" if "output" in slot else "layers.1.fc1.weight"
@@ -142,37 +142,37 @@ def _largest(form):
 
 def test_features_are_series_of_their_own_live_and_from_every_writer(tmp_path):
     monitor = {"features": {"attention": True, "weights": True, "formats": True}, "batches": True, "rules": {"spike": False}}
-    reels, _, findings = run(tmp_path, monitor, sinks=["parquet", "csv", "tensorboard", "memory"], micro=2)
+    collected_steps, _, findings = run(tmp_path, monitor, sinks=["parquet", "csv", "tensorboard", "memory"], micro=2)
     assert findings == []
     frames = list(read_frames(tmp_path))
-    wanted = {(f.name, slot, f.call): number for f in reels[-1].features for slot, number in f.each()}
+    wanted = {(f.name, slot, f.call): number for f in collected_steps[-1].features for slot, number in f.each()}
     assert len(wanted) > 100
     for frame in (frames[-1], list(read_frames(tmp_path / "rank0" / "metrics.csv"))[-1]):
         tracks = [frame.tracks.tracks[t] for t in frame.at]
         found = {
-            (t.spot.name, t.spot.slot, t.spot.call): x
+            (t.address.name, t.address.slot, t.address.call): x
             for t, x in zip(tracks, frame.values, strict=True)
-            if t.spot.kind == "feature" and t.statistic == "value"
+            if t.address.kind == "feature" and t.statistic == "value"
         }
         assert found == wanted
-        assert sum(t.spot.kind == "feature" for t in tracks) == len(wanted)
+        assert sum(t.address.kind == "feature" for t in tracks) == len(wanted)
     rows = [r for r in csv.DictReader((tmp_path / "rank0/metrics.csv").open()) if r["slot"] == "fingerprint"]
-    assert [int(r["value"]) for r in rows] == [b for reel in reels for b in reel.batches]
+    assert [int(r["value"]) for r in rows] == [b for step_data in collected_steps for b in step_data.batches]
 
 
 def test_the_wide_csv_has_a_row_a_feature(tmp_path):
     monitor = {"features": {"attention": True, "weights": True, "dead_units": {"names": "**.act"}, "formats": {"every": 2}}}
-    reels, _, _ = run(tmp_path, monitor, sinks=["csv", "memory"], csv_layout="wide")
+    collected_steps, _, _ = run(tmp_path, monitor, sinks=["csv", "memory"], csv_layout="wide")
     frames = list(read_frames(tmp_path))
-    for reel, frame in zip(reels, frames, strict=True):
-        wanted = {(f.name, slot): number for f in reel.features if f.call == 0 for slot, number in f.each()}
+    for step_data, frame in zip(collected_steps, frames, strict=True):
+        wanted = {(f.name, slot): number for f in step_data.features if f.call == 0 for slot, number in f.each()}
         tracks = [frame.tracks.tracks[t] for t in frame.at]
         pairs = zip(tracks, frame.values, strict=True)
-        assert {(t.spot.name, t.spot.slot): x for t, x in pairs if t.spot.kind == "feature"} == wanted
+        assert {(t.address.name, t.address.slot): x for t, x in pairs if t.address.kind == "feature"} == wanted
 
 
 def test_the_wide_csv_has_the_files_of_the_existing_monitor(tmp_path):
-    reels, _, _ = run(
+    collected_steps, _, _ = run(
         tmp_path, {"features": {"attention": True, "weights": True}}, sinks=["csv", "memory"], csv_layout="wide", micro=2
     )
     folder = tmp_path / "metrics-rank0-wide"
@@ -181,37 +181,37 @@ def test_the_wide_csv_has_the_files_of_the_existing_monitor(tmp_path):
     assert [(r["name"], r["step"], r["micro_step"]) for r in rows[:4]] == [
         (f"layers.{layer}.attention", "0", str(micro)) for micro in range(2) for layer in range(2)
     ]
-    entropy = next(f for f in reels[0].features if f.slot == "attention_entropy")
+    entropy = next(f for f in collected_steps[0].features if f.slot == "attention_entropy")
     assert float(rows[0]["entropy"]) == pytest.approx(entropy.numbers.mean())
     rows = list(csv.DictReader((folder / "linear_hook_0-999.csv").open()))
     assert list(rows[0]) == ["vpp_stage", "name", "step", "sr", "kernel_norm"]
     told = {r["name"]: r for r in rows if r["step"] == "2"}["layers.1.fc1.linear"]
-    features = {f.slot: f.numbers[0] for f in reels[2].features if f.name == "layers.1.fc1.weight"}
+    features = {f.slot: f.numbers[0] for f in collected_steps[2].features if f.name == "layers.1.fc1.weight"}
     assert float(told["kernel_norm"]) == pytest.approx(features["spectral_norm"])
     assert float(told["sr"]) ** 2 == pytest.approx(features["stable_rank"])
 
 
 def test_tensorboard_shows_features_and_exponents_as_histograms(tmp_path):
     loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    reels, _, _ = run(tmp_path, {"features": {"attention": True, "formats": True}}, sinks=["tensorboard", "memory"])
+    collected_steps, _, _ = run(tmp_path, {"features": {"attention": True, "formats": True}}, sinks=["tensorboard", "memory"])
     events = loading.EventAccumulator(str(tmp_path / "tensorboard/rank0"), size_guidance={"histograms": 0, "scalars": 0})
     events.Reload()
-    entropy = next(f for f in reels[-1].features if f.slot == "attention_entropy")
+    entropy = next(f for f in collected_steps[-1].features if f.slot == "attention_entropy")
     told = events.Scalars(f"features/{entropy.name}/attention_entropy.2")[-1]
     assert (told.step, told.value) == (2, pytest.approx(entropy.numbers[2]))
-    exponents = next(f for f in reels[-1].features if f.slot == "exponents.value")
+    exponents = next(f for f in collected_steps[-1].features if f.slot == "exponents.value")
     shown = events.Histograms(f"features/{exponents.name}/exponents.value")[-1].histogram_value
     assert sum(shown.bucket) == exponents.numbers.sum()
     assert shown.num == exponents.numbers.sum()
 
 
 def test_a_batch_has_a_fingerprint_of_its_own_and_tokens_are_counted(tmp_path):
-    reels, _, _ = run(tmp_path / "a", {"batches": True}, micro=2)
+    collected_steps, _, _ = run(tmp_path / "a", {"batches": True}, micro=2)
     again, _, _ = run(tmp_path / "b", {"batches": True}, micro=2)
-    fingerprints = [b for reel in reels for b in reel.batches]
+    fingerprints = [b for step_data in collected_steps for b in step_data.batches]
     assert len(set(fingerprints)) == len(fingerprints) == 6
-    assert fingerprints == [b for reel in again for b in reel.batches]
-    assert [reel.scalars["tokens"] for reel in reels] == [2 * 8 * 32] * 3
+    assert fingerprints == [b for step_data in again for b in step_data.batches]
+    assert [step_data.scalars["tokens"] for step_data in collected_steps] == [2 * 8 * 32] * 3
 
 
 def test_a_threshold_judges_a_feature_live_and_offline(tmp_path):
@@ -224,9 +224,9 @@ def test_a_threshold_judges_a_feature_live_and_offline(tmp_path):
 
 
 def test_fingerprints_of_batches_raise_no_alarm_about_parameters(tmp_path):
-    reels, _, findings = run(tmp_path, {"batches": True}, steps=14, sinks=["parquet"])
+    collected_steps, _, findings = run(tmp_path, {"batches": True}, steps=14, sinks=["parquet"])
     assert findings == []
-    assert reels[-1].checksums is None
+    assert collected_steps[-1].checksums is None
 
 
 def test_a_batch_is_known_by_the_number_that_the_audit_gives_it(tmp_path):
@@ -238,8 +238,8 @@ def test_a_batch_is_known_by_the_number_that_the_audit_gives_it(tmp_path):
         probe.begin_step(0)
         model(batch(torch.Generator().manual_seed(0))[:, :-1]).square().mean().backward()
         optimizer.step()
-        reel = probe.end_step()
-        assert tuple(reel.batches) == probe._audit.last.facts.batches
+        step_data = probe.end_step()
+        assert tuple(step_data.batches) == probe._audit.last.facts.batches
 
 
 def test_activations_and_their_gradients_have_patterns_and_intervals_of_their_own(tmp_path):
@@ -247,10 +247,10 @@ def test_activations_and_their_gradients_have_patterns_and_intervals_of_their_ow
         "activations": {"names": "layers.0.fc1", "every": 2},
         "activation_gradients": {"names": "layers.1.*"},
     }
-    reels, _, _ = run(tmp_path, monitor, steps=4)
-    for reel in reels:
-        seen = {(c.phase, c.name) for c in reel.calls if c.kind == "module"}
-        forward = {("forward", "layers.0.fc1")} if reel.step % 2 == 0 else set()
+    collected_steps, _, _ = run(tmp_path, monitor, steps=4)
+    for step_data in collected_steps:
+        seen = {(c.phase, c.name) for c in step_data.calls if c.kind == "module"}
+        forward = {("forward", "layers.0.fc1")} if step_data.step % 2 == 0 else set()
         assert {pair for pair in seen if pair[0] == "forward"} == forward
         assert {name for phase, name in seen if phase == "backward"} >= {"layers.1.fc1", "layers.1.proj"}
         assert all(name.startswith("layers.1.") for phase, name in seen if phase == "backward")
@@ -288,12 +288,12 @@ def test_a_fault_of_a_feature_changes_nothing_of_the_training(tmp_path, monkeypa
     _, bare, _ = run(tmp_path / "bare", True)
     functions = [torch.nn.functional.scaled_dot_product_attention, torch.nn.Module._call_impl, torch.softmax]
     monkeypatch.setattr(f"trainprobe.engine.taps.{where}", broken)
-    reels, model, findings = run(tmp_path / "on", {"features": ALL}, on_error="continue")
+    collected_steps, model, findings = run(tmp_path / "on", {"features": ALL}, on_error="continue")
     assert all(map(torch.equal, bare.parameters(), model.parameters()))
     if where == "dead_units.dead_share":  # what one value costs is that value and a note
-        assert findings == [] and any("planted" in note for reel in reels for note in reel.notes)
+        assert findings == [] and any("planted" in note for step_data in collected_steps for note in step_data.notes)
         return
     assert [f.rule for f in findings] == ["probe"] and "planted" in findings[0].message
-    assert all(reel is not None and reel.features for reel in reels)  # of the other kinds
+    assert all(step_data is not None and step_data.features for step_data in collected_steps)  # of the other kinds
     assert functions == [torch.nn.functional.scaled_dot_product_attention, torch.nn.Module._call_impl, torch.softmax]
     assert "is left out from here on, everything else goes on" in capsys.readouterr().err

@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 
 
 def train(seed=0, steps=1, folder=None, **plan):
-    """Train by L-BFGS with a line search; return probe, reels, loss and gradient of each evaluation, weights."""
+    """Train by L-BFGS with a line search; return probe, collected steps, loss and gradient of each evaluation, weights."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(Linear(16, 32), Tanh(), Linear(32, 32), Tanh(), Linear(32, 4))
     teacher = torch.nn.Sequential(Linear(16, 16), Tanh(), Linear(16, 4))
@@ -28,33 +28,35 @@ def train(seed=0, steps=1, folder=None, **plan):
 
     plan = {"level": "off", "sinks": [], **plan}
     with trainprobe.watch(model, optimizer, output=folder, **plan) as probe:
-        reels = []
-        probe.watchers.append(lambda reel: reels.append(reel) or ())
+        collected_steps = []
+        probe.watchers.append(lambda step_data: collected_steps.append(step_data) or ())
         for step in range(steps):
             x = torch.randn(64, 16)
             y = teacher(x).detach()
             with probe.step(step):
                 probe.note("loss", optimizer.step(closure))
-    return probe, reels, seen, [p.detach().clone() for p in model.parameters()]
+    return probe, collected_steps, seen, [p.detach().clone() for p in model.parameters()]
 
 
 def test_only_the_first_evaluation_is_watched(tmp_path):
     own = torch.nn.Module._call_impl
     collect = {"batches": True, "gradients": {"unreduced": True}, "features": {"dead_units": True}}
-    _, (reel,), seen, _ = train(folder=tmp_path, monitor=collect)
+    _, (step_data,), seen, _ = train(folder=tmp_path, monitor=collect)
     assert len(seen) > 3
-    assert [call.call for call in reel.calls if call.kind == "module" and call.phase == "forward" and call.name == "0"] == [0]
-    assert len(reel.batches) == 1
-    norms = {(r.site.name, r.site.slot): r.values["norm"] for r in reel.records() if r.site.kind == "parameter"}
+    assert [
+        call.call for call in step_data.calls if call.kind == "module" and call.phase == "forward" and call.name == "0"
+    ] == [0]
+    assert len(step_data.batches) == 1
+    norms = {(r.site.name, r.site.slot): r.values["norm"] for r in step_data.records() if r.site.kind == "parameter"}
     assert norms["0.weight", "grad"] == pytest.approx(seen[0][1], rel=1e-6)
     assert norms["0.weight", "grad_unreduced"] == pytest.approx(seen[0][1], rel=1e-6)
-    assert reel.scalars["loss"] == pytest.approx(seen[0][0], rel=1e-6)
+    assert step_data.scalars["loss"] == pytest.approx(seen[0][0], rel=1e-6)
     assert torch.nn.Module._call_impl is own
 
 
 def test_a_dump_holds_every_evaluation(tmp_path):
-    _, (reel,), seen, _ = train(folder=tmp_path, level="L0")
-    calls = [call.call for call in reel.calls if call.kind == "module" and call.phase == "forward" and call.name == "0"]
+    _, (step_data,), seen, _ = train(folder=tmp_path, level="L0")
+    calls = [call.call for call in step_data.calls if call.kind == "module" and call.phase == "forward" and call.name == "0"]
     assert calls == list(range(len(seen)))
 
 
@@ -69,7 +71,9 @@ def test_nothing_of_the_training_changes(tmp_path):
 
 @pytest.mark.parametrize("seed", [2, 3, 9])
 def test_a_healthy_line_search_raises_no_alarm(tmp_path, seed):
-    probe, reels, seen, _ = train(seed, 110, tmp_path, monitor=True)
-    assert len(seen) > 2 * len(reels)
-    assert max(loss for loss, _ in seen) > 5 * max(reel.scalars["loss"] for reel in reels[64:])  # it did try far weights
+    probe, collected_steps, seen, _ = train(seed, 110, tmp_path, monitor=True)
+    assert len(seen) > 2 * len(collected_steps)
+    assert max(loss for loss, _ in seen) > 5 * max(
+        step_data.scalars["loss"] for step_data in collected_steps[64:]
+    )  # it did try far weights
     assert [finding.message for finding in probe.findings] == []

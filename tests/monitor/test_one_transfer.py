@@ -79,11 +79,11 @@ def loss_of(model, tokens):
 
 
 def train(monkeypatch, folder=None, steps=2, plan=None, declared=False, **monitor):
-    """Train a few steps; return how often a step brought rows to the host, what was read one by one, and the reels."""
+    """Train a few steps; return how often a step brought rows to the host, what was read one by one, and the steps."""
     torch.manual_seed(0)
     model = Routed()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
-    generator, reads, reels = torch.Generator().manual_seed(0), Reads(), []
+    generator, reads, collected_steps = torch.Generator().manual_seed(0), Reads(), []
     transfers: Counter[int] = Counter()
     now = [-1]
     original = torch.Tensor.cpu
@@ -111,9 +111,9 @@ def train(monkeypatch, folder=None, steps=2, plan=None, declared=False, **monito
             optimizer.step()
             if probe:
                 probe.note("loss", loss.detach())
-                reels.append(probe.end_step())
+                collected_steps.append(probe.end_step())
     monkeypatch.setattr(torch.Tensor, "cpu", original)
-    return transfers, reads.seen, reels
+    return transfers, reads.seen, collected_steps
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +131,8 @@ def all_features():
     return {"features": {name: settings for name, settings in FEATURES.items() if " " not in name}}
 
 
-def slots_of(reel):
-    return {feature.slot.split(".")[0] for feature in reel.features}
+def slots_of(step_data):
+    return {feature.slot.split(".")[0] for feature in step_data.features}
 
 
 def test_one_transfer_a_collected_step(tmp_path, monkeypatch, bare):
@@ -144,34 +144,34 @@ def test_one_transfer_a_collected_step(tmp_path, monkeypatch, bare):
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("beside", [NONE, EVERYTHING], ids=["alone", "beside all else"])
 def test_a_feature_adds_none_and_reads_nothing_by_itself(tmp_path, monkeypatch, bare, name, beside):
-    transfers, reads, reels = train(monkeypatch, tmp_path, **beside, **one_feature(name))
+    transfers, reads, collected_steps = train(monkeypatch, tmp_path, **beside, **one_feature(name))
     assert transfers == dict.fromkeys(range(2), 1)
     assert reads == bare
     if name in SLOTS:
-        assert all(slots_of(reel) == SLOTS[name] for reel in reels)
+        assert all(slots_of(step_data) == SLOTS[name] for step_data in collected_steps)
 
 
 def test_fingerprints_of_batches_and_tokens_alone_are_one_transfer(tmp_path, monkeypatch, bare):
-    transfers, reads, reels = train(monkeypatch, tmp_path, **NONE, batches=True)
+    transfers, reads, collected_steps = train(monkeypatch, tmp_path, **NONE, batches=True)
     assert transfers == dict.fromkeys(range(2), 1)
     assert reads == bare
-    assert len({reel.batches[0] for reel in reels}) == 2
-    assert all(reel.scalars["tokens"] > 0 for reel in reels)
+    assert len({step_data.batches[0] for step_data in collected_steps}) == 2
+    assert all(step_data.scalars["tokens"] > 0 for step_data in collected_steps)
 
 
 @pytest.mark.parametrize("plan", [{}, DUMP, {"black_box": True}], ids=["monitor", "beside a dump", "black box"])
 def test_all_features_batches_and_tokens_together_are_one_transfer(tmp_path, monkeypatch, bare, plan):
-    transfers, reads, reels = train(monkeypatch, tmp_path, plan=plan, **EVERYTHING, **all_features())
+    transfers, reads, collected_steps = train(monkeypatch, tmp_path, plan=plan, **EVERYTHING, **all_features())
     assert transfers == dict.fromkeys(range(2), 1)
     assert reads == bare
-    assert all(slots_of(reel) == set().union(*SLOTS.values()) for reel in reels)
-    assert all(len(reel.batches) == 1 and reel.scalars["tokens"] > 0 for reel in reels)
+    assert all(slots_of(step_data) == set().union(*SLOTS.values()) for step_data in collected_steps)
+    assert all(len(step_data.batches) == 1 and step_data.scalars["tokens"] > 0 for step_data in collected_steps)
 
 
 def test_an_audited_step_with_a_declared_loss_is_one_transfer(tmp_path, monkeypatch):
-    transfers, _, reels = train(monkeypatch, tmp_path, plan=AUDIT, declared=True, **EVERYTHING, **all_features())
+    transfers, _, collected_steps = train(monkeypatch, tmp_path, plan=AUDIT, declared=True, **EVERYTHING, **all_features())
     assert transfers == dict.fromkeys(range(2), 1)
-    assert all(reel.features and reel.batches for reel in reels)
+    assert all(step_data.features and step_data.batches for step_data in collected_steps)
 
 
 def test_a_step_that_is_not_collected_brings_nothing(tmp_path, monkeypatch):

@@ -17,17 +17,17 @@ PLANS = {
 }
 
 
-def forwards(reel, kind):
+def forwards(step_data, kind):
     """Return how many forward calls of the model's only layer were recorded."""
     names = {"module": "0", "op": ".linear"}
-    return sum(call.kind == kind and call.phase == "forward" and call.name.endswith(names[kind]) for call in reel.calls)
+    return sum(call.kind == kind and call.phase == "forward" and call.name.endswith(names[kind]) for call in step_data.calls)
 
 
-def counts(reel, plan):
+def counts(step_data, plan):
     """Return how often each part of the tool saw the model called."""
-    found = {"modules": forwards(reel, "module")} if plan != "ops" else {"ops": forwards(reel, "op")}
+    found = {"modules": forwards(step_data, "module")} if plan != "ops" else {"ops": forwards(step_data, "op")}
     if "monitor" in PLANS[plan]:
-        found |= {"batches": len(reel.batches), "features": sum(f.name == "0" for f in reel.features)}
+        found |= {"batches": len(step_data.batches), "features": sum(f.name == "0" for f in step_data.features)}
     return found
 
 
@@ -112,9 +112,9 @@ def test_a_pause_around_a_declared_loss_outlasts_it(tmp_path, plan, where):
             probe.pause()
         optimizer.step()
         model(x)
-        reel = probe.end_step()
+        step_data = probe.end_step()
     assert len(ran) == 1
-    assert counts(reel, plan) == dict.fromkeys(counts(reel, plan), 2 if where == "nowhere" else 1)
+    assert counts(step_data, plan) == dict.fromkeys(counts(step_data, plan), 2 if where == "nowhere" else 1)
 
 
 def test_nothing_is_installed_behind_a_step_that_rests(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 
 from benchmarks.fleet import Fleet, planted_in, write_fleet
-from tests.engine.storage.sinks.reels import plan_for, small_reel
+from tests.engine.storage.sinks.collected_steps import plan_for, small_step
 from trainprobe.cli import main
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.storage.dumps.layout import LIVE_FILE
@@ -77,7 +77,7 @@ def test_judge_fleet_reads_a_url(url, here, capsys):
 
 def test_one_log_behind_a_url_is_read(tmp_path, capsys):
     sink = jsonl.open(tmp_path, plan_for(tmp_path), Place())
-    sink.write(small_reel())
+    sink.write(small_step())
     sink.close()
     log = tmp_path / "rank0" / "records.jsonl"
     code, told = said(capsys, "judge", "--json", str(log))
@@ -86,11 +86,11 @@ def test_one_log_behind_a_url_is_read(tmp_path, capsys):
 
 def test_a_copy_follows_the_run(tmp_path):
     sink = parquet.open(tmp_path, plan_for(tmp_path, sinks=("parquet",)), Place())
-    sink.write(small_reel(0))
+    sink.write(small_step(0))
     sink.flush()
     copy = remote_run.run_folder(f"file://{tmp_path}")
     assert (copy / "rank0" / LIVE_FILE).read_bytes() == (tmp_path / "rank0" / LIVE_FILE).read_bytes()
-    sink.write(small_reel(1))
+    sink.write(small_step(1))
     sink.close()
     remote_run.refresh(copy)
     assert [path.name for path in (copy / "rank0").iterdir()] == ["metrics-000000.parquet"]

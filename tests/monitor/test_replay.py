@@ -102,7 +102,7 @@ def test_a_folder_without_a_run_is_an_error_that_says_what_was_expected(tmp_path
 def test_frames_keep_the_order_in_which_values_were_seen():
     tracks = Tracks()
     one = make_frame(0, tracks, *grads({"z": 1.0, "a": 2.0}), loss=3.0)
-    assert [tracks.tracks[t].spot.name for t in one.at] == ["z", "a", "loss"]
+    assert [tracks.tracks[t].address.name for t in one.at] == ["z", "a", "loss"]
     assert np.array_equal(one.values, [1.0, 2.0, 3.0])
 
 

@@ -60,6 +60,6 @@ def test_a_track_that_comes_later_is_absent_before():
 
 @pytest.mark.parametrize("wanted", ["a", "b"])
 def test_only_wanted_tracks_are_kept(wanted):
-    series, tracks = Series(64, lambda t: t.spot.name == wanted), Tracks()
+    series, tracks = Series(64, lambda t: t.address.name == wanted), Tracks()
     series.add(frame(0, tracks, *grads({"a": 1.0, "b": 2.0})))
-    assert [t.spot.name for t in series.tracks] == [wanted]
+    assert [t.address.name for t in series.tracks] == [wanted]

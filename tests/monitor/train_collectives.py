@@ -25,10 +25,10 @@ from trainprobe.engine.core.records import Value  # noqa: E402
 torch.set_num_threads(1)
 
 
-def told(reel) -> list[dict]:
-    norms = reel.numbers()["norm"]
+def told(step_data) -> list[dict]:
+    norms = step_data.numbers()["norm"]
     found = []
-    for call in reel.calls:
+    for call in step_data.calls:
         if call.kind == "collective":
             sides = {"in": call.args, "out": call.out}
             numbers = {side: [float(norms[v.row]) for v in tree] for side, tree in sides.items() if isinstance(tree, list)}

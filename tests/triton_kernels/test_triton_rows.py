@@ -13,7 +13,7 @@ from tests.engine.arrays import reduction_oracle as oracle
 from tests.engine.arrays.reduction_oracle import Believed, assert_true, row_of, sample, strip_of
 from trainprobe.engine.arrays import torch_arrays, triton_kernels, triton_rows
 from trainprobe.engine.arrays.torch_arrays import CHECKSUM, STATS, STD, SUBLOW, TorchStrip
-from trainprobe.engine.core.records import Reel
+from trainprobe.engine.core.records import StepData
 from trainprobe.engine.stats.checksum import fingerprint
 
 HERE = torch.device("cpu")
@@ -216,23 +216,23 @@ def test_the_environment_and_the_plan_can_forbid_the_kernels(monkeypatch: pytest
 SMALL = {"level": "off", "monitor": {"parameters": True, "gradients": True, "optimizer_state": True, "activations": True}}
 
 
-def train(folder, monkeypatch: pytest.MonkeyPatch, **plan) -> tuple[list[torch.Tensor], list[Reel], trainprobe.Probe]:
-    """Train a small model for three steps as if there were no compiled kernel; return its parameters, reels and probe."""
+def train(folder, monkeypatch: pytest.MonkeyPatch, **plan) -> tuple[list[torch.Tensor], list[StepData], trainprobe.Probe]:
+    """Train a small model for three steps as if there were no compiled kernel; return its parameters, steps and probe."""
     monkeypatch.setattr(torch_arrays, "_native", None)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    reels: list[Reel] = []
+    collected_steps: list[StepData] = []
     with trainprobe.watch(model, optimizer, {**SMALL, **plan}, output=folder, sinks=["memory"], on_error="raise") as probe:
         for step in range(3):
             probe.begin_step(step)
             optimizer.zero_grad()
             model(torch.ones(4, 6)).square().sum().backward()
             optimizer.step()
-            reel = probe.end_step()
-            assert reel is not None
-            reels.append(reel)
-    return [p.detach().clone() for p in model.parameters()], reels, probe
+            step_data = probe.end_step()
+            assert step_data is not None
+            collected_steps.append(step_data)
+    return [p.detach().clone() for p in model.parameters()], collected_steps, probe
 
 
 def test_a_training_whose_kernels_fail_says_so_once_and_goes_on(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,8 @@ def _static(settings: Settings) -> int:
 
 def _run(settings: Settings, command: list[str]) -> int:
     """Run a command under capture; its exit code is ours, and 3 where it trained nothing that could be captured."""
+    from trainprobe.config_check.auto_attach import environment_for
     from trainprobe.config_check.pack_reader import rank_parts
-    from trainprobe.config_check.unedited import environment_for
 
     before = settings.output.stat().st_mtime_ns if settings.output.exists() else 0
     try:

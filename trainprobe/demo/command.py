@@ -100,7 +100,7 @@ def telling_numbers(folder: Path, series: Series, outcome: Outcome, dumped: tupl
     table = Table(title="What the probe saw", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
-    scalars = {track.spot.name: series.get(track) for track in series.tracks if track.spot.kind == "scalar"}
+    scalars = {track.address.name: series.get(track) for track in series.tracks if track.address.kind == "scalar"}
     losses, norms = scalars["loss"][1], scalars["grad_norm"]
     final = float(losses[-LAST:].mean())
     table.add_row(
@@ -121,7 +121,7 @@ def telling_numbers(folder: Path, series: Series, outcome: Outcome, dumped: tupl
     table.add_row(
         "dumped in full", f"steps {dumped[0]} and {dumped[1]}: {size / 1e6:.0f} MB, all ops and modules, values of layers.0"
     )
-    watched = sum(track.spot.kind != "op" for track in series.tracks)
+    watched = sum(track.address.kind != "op" for track in series.tracks)
     table.add_row("watched", f"{watched:,} series at every step; findings: {len(outcome.findings)}")
     table.add_row(
         "speed",
@@ -132,5 +132,7 @@ def telling_numbers(folder: Path, series: Series, outcome: Outcome, dumped: tupl
 
 def last_values(series: Series, kind: str, slot: str, statistic: str) -> dict[str, float]:
     """Return name → value at the last step of one statistic of one kind of value."""
-    tracks = [t for t in series.tracks if (t.spot.kind, t.spot.slot.split(".")[0], t.statistic) == (kind, slot, statistic)]
-    return {track.spot.name: float(series.get(track)[1][-1]) for track in tracks if series.get(track)[1].size}
+    tracks = [
+        t for t in series.tracks if (t.address.kind, t.address.slot.split(".")[0], t.statistic) == (kind, slot, statistic)
+    ]
+    return {track.address.name: float(series.get(track)[1][-1]) for track in tracks if series.get(track)[1].size}

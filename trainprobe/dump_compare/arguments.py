@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainprobe.engine.core.records import Call
-from trainprobe.engine.core.reel import slots
+from trainprobe.engine.core.step_data import slots
 
 _CLOSE = 1e-3  # relative: floats that may be the same number, computed twice
 

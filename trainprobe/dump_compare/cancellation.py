@@ -22,7 +22,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.engine.core.records import Call, Value
-from trainprobe.engine.core.reel import slots
+from trainprobe.engine.core.step_data import slots
 
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "einsum", "bilinear", "conv")
 _DIFFERENCES = ("add", "sub", "rsub", "lerp", "_foreach_add", "_foreach_sub", "_foreach_lerp", "index_add", "scatter_add")

@@ -75,7 +75,7 @@ def compare_rank(
     run (see references).
     """
     sides = Side(pair.a), Side(pair.b)
-    calls = pair_calls(sides[0].reel.calls, sides[1].reel.calls, rename)
+    calls = pair_calls(sides[0].step_data.calls, sides[1].step_data.calls, rename)
     notes: list[str] = []
 
     def measure(judged: Sequence[Judged]) -> None:
@@ -91,7 +91,7 @@ def compare_rank(
     judged = judge_calls(calls, *sides, measure)
     if sheets is not None:
         write_sheet(judged, *sides, sheet_path(sheets, pair.step, pair.rank, suffix))
-    return Compared(pair, judged, sides[0].reel.framework, [*sides[0].unread, *sides[1].unread], notes)
+    return Compared(pair, judged, sides[0].step_data.framework, [*sides[0].unread, *sides[1].unread], notes)
 
 
 def _renaming(rules: Sequence[str]) -> Callable[[str], str]:

@@ -13,7 +13,7 @@ from trainprobe.dump_compare.judge import Distance, Judged, Outcome, enclosing
 from trainprobe.dump_compare.pairing import RankPair
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call
-from trainprobe.engine.core.reel import entry_name
+from trainprobe.engine.core.step_data import entry_name
 
 _ROUNDING = "what both dumps hold agrees within rounding"
 _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "exponential")

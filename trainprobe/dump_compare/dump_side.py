@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.core.records import Value
-from trainprobe.engine.core.reel import numbers_of_rows
+from trainprobe.engine.core.step_data import numbers_of_rows
 from trainprobe.engine.storage.dumps import TensorStore, read
 from trainprobe.errors import FormatError, UnsafeFile
 
@@ -23,8 +23,8 @@ class Side:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.reel = read(folder)
-        self._columns = numbers_of_rows(self.reel)
+        self.step_data = read(folder)
+        self._columns = numbers_of_rows(self.step_data)
         self._store = TensorStore(folder)
         self.unread: list[str] = []
 

@@ -35,7 +35,7 @@ from trainprobe.dump_compare.cancellation import Terms, cancelled
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.engine.core.records import Call, Value
-from trainprobe.engine.core.reel import slots
+from trainprobe.engine.core.step_data import slots
 from trainprobe.engine.diff.number_formats import FORMATS, coarser
 
 Outcome = Literal["identical", "rounding", "carried", "suspicious", "bug", "missing", "unknown"]
@@ -193,7 +193,7 @@ def _may_jump(one: Judged, noise: float) -> bool:
 
 def _see_cancellation(judged: Sequence[Judged], a: Side, b: Side) -> None:
     """Find the terms of the results that are further apart than their own norm explains."""
-    terms = Terms(a.reel.calls, a), Terms(b.reel.calls, b)
+    terms = Terms(a.step_data.calls, a), Terms(b.step_data.calls, b)
     for one in judged:
         mine, theirs = one.pair.a, one.pair.b
         if mine is None or theirs is None:

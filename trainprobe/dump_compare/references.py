@@ -16,7 +16,7 @@ from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.pairing import pair_calls
 from trainprobe.engine.core.records import Call
-from trainprobe.engine.core.reel import slots
+from trainprobe.engine.core.step_data import slots
 
 Sides = tuple[Side, Side]
 
@@ -56,5 +56,5 @@ def _distances(judged: Sequence[Judged], sides: Sides, run: Side) -> Iterator[tu
 
 
 def _partners(side: Side, run: Side) -> Mapping[int, Call]:
-    pairs = pair_calls(side.reel.calls, run.reel.calls)
+    pairs = pair_calls(side.step_data.calls, run.step_data.calls)
     return {id(pair.a): pair.b for pair in pairs if pair.a is not None and pair.b is not None}

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from trainprobe.dump_compare.conclude import Compared, Conclusion
 from trainprobe.dump_compare.judge import Judged
-from trainprobe.engine.core.reel import entry_name
+from trainprobe.engine.core.step_data import entry_name
 from trainprobe.errors import OutputError
 
 WIDTH = 140

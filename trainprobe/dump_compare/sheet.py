@@ -22,7 +22,7 @@ import orjson
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Distance, Judged, Outcome
 from trainprobe.engine.core.records import Call, Value
-from trainprobe.engine.core.reel import entry_name, slots
+from trainprobe.engine.core.step_data import entry_name, slots
 from trainprobe.engine.storage.sheet_cells import append, defused, new_book
 from trainprobe.errors import OutputError
 
@@ -71,9 +71,9 @@ def columns(mode: Mode) -> list[str]:
 
 
 def _mode(a: Side, b: Side) -> Mode:
-    if all(any(value.tensor is not None for value in side.reel.values) for side in (a, b)):
+    if all(any(value.tensor is not None for value in side.step_data.values) for side in (a, b)):
         return "tensor"
-    return "statistics" if all("norm" in side.reel.finished for side in (a, b)) else "md5"
+    return "statistics" if all("norm" in side.step_data.finished for side in (a, b)) else "md5"
 
 
 def _write_csv(heads: Sequence[str], rows: Iterator[list[Any]], path: Path) -> None:
@@ -120,7 +120,9 @@ def classic_name(call: Call, slot: str, framework: str) -> str:
 
 def _about(one: Judged, slot: str, x: Value | None, y: Value | None, a: Side, b: Side) -> list[Any]:
     sides = ((one.pair.a, x, a), (one.pair.b, y, b))
-    names = [NONE if call is None or v is None else classic_name(call, slot, side.reel.framework) for call, v, side in sides]
+    names = [
+        NONE if call is None or v is None else classic_name(call, slot, side.step_data.framework) for call, v, side in sides
+    ]
     both = (x, y)
     return [
         *names,
@@ -193,8 +195,8 @@ def _tail(
 ) -> list[Any]:
     result, says = _result(one, distance, x, y)
     call = one.pair.a
-    known = first and call is not None and 0 <= call.stack < len(a.reel.stacks)
-    stack = [str(frame) for frame in a.reel.stacks[call.stack]] if known and call is not None else NONE
+    known = first and call is not None and 0 <= call.stack < len(a.step_data.stacks)
+    stack = [str(frame) for frame in a.step_data.stacks[call.stack]] if known and call is not None else NONE
     same = x is not None and y is not None and x.requires_grad == y.requires_grad
     stored = [NONE if v is None or v.tensor is None else v.tensor for v in (x, y)]
     apart = NONE if distance is None else _cell(distance.apart.low)

@@ -4,7 +4,7 @@
     begin_step(number)         a step begins; if it is collected, the taps are installed
     moment(name, …)            something happens inside the step: "micro", "optimizer", "optimizer_done" …
     note(name, value)          a scalar of the step: loss, lr, grad_norm …
-    end_step()                 the taps are removed, the tape crosses to the host once, the writer gets the reel
+    end_step()                 the taps are removed, the tape crosses to the host once, the writer gets the collected step
     close()                    everything is written; what could not be seen is said
 
 `Probe` knows no tensor library and no framework: `trainprobe.build` composes it from a plan.
@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trainprobe.engine.core.console import Console
 from trainprobe.engine.core.findings import in_folder, recount
 from trainprobe.engine.core.guard import Guard, all_of, attempt, fault_text
-from trainprobe.engine.core.records import Finding, Place, Reel
-from trainprobe.engine.core.resting import Rests
+from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.scope import selected, selects
 from trainprobe.engine.core.stacks import Stacks
-from trainprobe.engine.core.unmet import Unmet
+from trainprobe.engine.core.unmatched import UnmatchedSelections
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import Tap, part_of
+from trainprobe.engine.taps.pauses import Pauses
 from trainprobe.errors import StopTraining, UsageError
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 class Recorder(Protocol):
-    """Where reels go: the background writer."""
+    """Where collected steps go: the background writer."""
 
-    def submit(self, reel: Reel) -> None:
-        """Queue a reel; waits when the queue is full, never drops."""
+    def submit(self, step_data: StepData) -> None:
+        """Queue a collected step; waits when the queue is full, never drops."""
         ...
 
     def submit_findings(self, findings: Sequence[Finding]) -> None:
@@ -60,7 +60,7 @@ class Recorder(Protocol):
         ...
 
 
-Watcher = Callable[[Reel], Sequence[Finding]]
+Watcher = Callable[[StepData], Sequence[Finding]]
 Decider = Callable[
     [Sequence[Finding]], tuple[int, StopTraining | None]
 ]  # how many steps to collect in full, and whether to stop
@@ -114,7 +114,7 @@ class Probe:
         stacks: Stacks | None = None,
         framework: str = "pytorch",
         notes: Sequence[Callable[[], Sequence[str]]] = (),
-        rests: Rests | None = None,
+        rests: Pauses | None = None,
     ) -> None:
         self.plan = plan
         self.guard = guard
@@ -132,7 +132,7 @@ class Probe:
         self.companions: list[Probe] = []  # go through the same steps, each with a plan and a guard of its own
         self._opened: tuple[Any, Callable[[], Any]] | None = None  # model, and what returns its optimizer
         self._taps: tuple[Tap, ...] = ()
-        self._rests = rests or Rests()  # the taps that are installed
+        self._rests = rests or Pauses()  # the taps that are installed
         self._scheduled: dict[tuple[int, bool], Scheduled] = {}
         self._plans: dict[tuple[bool, ...], Scheduled] = {}  # by what was answered: whether extra, then of each who was asked
         self._run_programs(programs)
@@ -150,7 +150,7 @@ class Probe:
         self._inside = False
         self._first_step: int | None = None
         self._extra_steps: set[int] = set()
-        self._unmet = Unmet(plan)
+        self._unmatched_selections = UnmatchedSelections(plan)
         guard._tell = self._tell
         guard.on_trip(self._release)
 
@@ -202,8 +202,8 @@ class Probe:
         if self.tape is not None:
             self.guard.run(self._note, self.tape, name, value)
 
-    def end_step(self, *, complete: bool = True) -> Reel | None:
-        """End the step; of a collected one, return the reel that was handed to the writer.
+    def end_step(self, *, complete: bool = True) -> StepData | None:
+        """End the step; of a collected one, return the collected step that was handed to the writer.
 
         complete: False marks a step that an error cut short.
 
@@ -213,10 +213,10 @@ class Probe:
             for companion in self.companions:  # what they installed stands above what this one did
                 companion.end_step(complete=complete)
         finally:
-            reel = self._end_step(complete)
-        return reel
+            step_data = self._end_step(complete)
+        return step_data
 
-    def _end_step(self, complete: bool) -> Reel | None:
+    def _end_step(self, complete: bool) -> StepData | None:
         self._inside = False
         if self.guard.tripped is not None:
             self.guard.keep_on(self._release)  # what torch held back while the fault came
@@ -425,25 +425,25 @@ class Probe:
             "programs": self._running.names,
         }
 
-    def _finish(self, complete: bool) -> Reel | None:
+    def _finish(self, complete: bool) -> StepData | None:
         tape, self.tape = self.tape, None
         assert tape is not None and self._recorder is not None
-        reel = tape.harvest(self.step_number, self.place, complete=complete, **self._about_step())
-        self._unmet.saw(reel)
-        if complete and self._running.looks and not reel.calls and not reel.scalars and not self._only_collects():
+        step_data = tape.harvest(self.step_number, self.place, complete=complete, **self._about_step())
+        self._unmatched_selections.saw(step_data)
+        if complete and self._running.looks and not step_data.calls and not step_data.scalars and not self._only_collects():
             self._tell_once(_saw_nothing(self.step_number), key="nothing was seen")
         self._say_faults(tape.library.faults())
         self.collected += complete
-        found = [finding for watch in self.watchers for finding in watch(reel)]
+        found = [finding for watch in self.watchers for finding in watch(step_data)]
         for finding in found:
             self._tell(finding)
         if selects(self.plan):
-            reel.calls, why = selected(reel.calls, self.plan, self._framework)
+            step_data.calls, why = selected(step_data.calls, self.plan, self._framework)
             if why:
-                self._tell_once(Finding("plan", "warning", why, step=reel.step))
-        self._recorder.submit(reel)
+                self._tell_once(Finding("plan", "warning", why, step=step_data.step))
+        self._recorder.submit(step_data)
         self._act(found)
-        return reel
+        return step_data
 
     def _only_collects(self) -> bool:
         """Tell whether the step computed gradients that no update has used yet, so that a monitor has nothing to see."""
@@ -485,7 +485,7 @@ class Probe:
             self._tell(finding)
 
     def _say_what_never_came(self) -> None:
-        for finding in self._unmet.findings(self._first_step, self.step_number, self.place):
+        for finding in self._unmatched_selections.findings(self._first_step, self.step_number, self.place):
             self._tell(finding)
 
     def _say_faults(self, faults: Sequence[str]) -> None:

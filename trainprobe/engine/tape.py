@@ -23,7 +23,7 @@ from trainprobe.engine.core.containers import MOST, children
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.library import Carried, Library, Reading, Strip
 from trainprobe.engine.core.naming import utf8
-from trainprobe.engine.core.records import Call, Feature, Kind, Opaque, Phase, Place, Reel, Value
+from trainprobe.engine.core.records import Call, Feature, Kind, Opaque, Phase, Place, StepData, Value
 from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.stats.partials import PARTIALS, finish
 from trainprobe.engine.storage.trail import Trail
@@ -382,8 +382,8 @@ class Tape:
 
     # ---- the end of the step ------------------------------------------------------------------------------------
 
-    def harvest(self, step: int, place: Place, **about: Any) -> Reel:
-        """Bring the numbers to the host, once a device, and return the reel; the tape is then empty."""
+    def harvest(self, step: int, place: Place, **about: Any) -> StepData:
+        """Bring the numbers to the host, once a device, and return the collected step; the tape is then empty."""
         if self._arena is not None:
             self._arena.flush()
         partials: list[npt.NDArray[np.float64]] = []
@@ -417,7 +417,7 @@ class Tape:
             if twin.row >= 0:
                 twin.row = value.row
         rows = partials[0] if len(partials) == 1 else np.concatenate(partials) if partials else np.zeros((0, len(PARTIALS)))
-        reel = Reel(
+        step_data = StepData(
             step=step,
             place=place,
             calls=self.calls,
@@ -436,7 +436,7 @@ class Tape:
         self._strips, self._seen, self._counts, self._noted = {}, {}, {}, []
         if self.eye is not None:
             self.eye.reset()
-        return reel
+        return step_data
 
     def _bring(self, strips: Sequence[Strip]) -> list[tuple[npt.NDArray[np.float64], Any, Any]]:
         """Bring all that is on devices to the host, in one transfer a device, and harvest these strips."""

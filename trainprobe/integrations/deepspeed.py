@@ -23,10 +23,10 @@ from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.errors import StopTraining, UsageError
 from trainprobe.integrations import default_plan, say_what_is_watched
+from trainprobe.integrations.auto_attach import called_from
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.deepspeed_source import DeepSpeedSource, loss_scale, tensors_of
 from trainprobe.integrations.session import agreed
-from trainprobe.integrations.unedited import called_from
 from trainprobe.monitor.watcher import Watcher, load_state, save_state
 from trainprobe.watching import PlanSource, Probe
 
@@ -50,9 +50,9 @@ def attach(engine: Any, plan: PlanSource = None, **overrides: Any) -> Any:
     probe = Probe(loaded, place=place_of(engine), rename=renaming(engine.module))
     try:
         probe.open(engine.module, engine.basic_optimizer)
-        follower = Follower(probe, engine)
-        follower.follow_update()
-        follower.follow_steps()
+        loop_hooks = LoopHooks(probe, engine)
+        loop_hooks.follow_update()
+        loop_hooks.follow_steps()
     except BaseException:
         probe.close()
         raise
@@ -79,17 +79,17 @@ def attach_to_script(plan: PlanSource) -> None:
 
 def detach(engine: Any) -> None:
     """Take everything off the engine and write what is pending. Safe to call at any time; `engine.destroy()` does it too."""
-    follower = _follower_of(engine)
-    if follower is not None:
-        atexit.unregister(follower.probe.close)
-        follower.end()
-        follower.probe.close()
+    loop_hooks = _loop_hooks_of(engine)
+    if loop_hooks is not None:
+        atexit.unregister(loop_hooks.probe.close)
+        loop_hooks.end()
+        loop_hooks.probe.close()
 
 
 def probe_of(engine: Any) -> Probe | None:
     """Return the probe that watches an engine, or None."""
-    follower = _follower_of(engine)
-    return None if follower is None else follower.probe
+    loop_hooks = _loop_hooks_of(engine)
+    return None if loop_hooks is None else loop_hooks.probe
 
 
 def engine_of(trainer: Any) -> Any:
@@ -106,19 +106,19 @@ def engine_of(trainer: Any) -> Any:
     return next((engine for engine in candidates if is_engine(engine)), None)
 
 
-def follow(probe: Probe | None, engine: Any) -> Follower | None:
+def follow(probe: Probe | None, engine: Any) -> LoopHooks | None:
     """Let an open probe, to which a callback tells the steps, take what DeepSpeed holds; None where there is no engine.
 
     The callback calls `end()` of what is returned when training ends.
     """
-    if probe is None or engine is None or _follower_of(engine) is not None:
+    if probe is None or engine is None or _loop_hooks_of(engine) is not None:
         return None
-    follower = Follower(probe, engine)
-    follower.follow_update()
-    return follower
+    loop_hooks = LoopHooks(probe, engine)
+    loop_hooks.follow_update()
+    return loop_hooks
 
 
-class Follower:
+class LoopHooks:
     """Stands around the methods of one engine and tells a probe what happens.
 
     `follow_update` tells where gradients and the update are, `follow_steps` also tells when a step begins and ends.
@@ -154,7 +154,7 @@ class Follower:
                 return run(*args, **kwargs)
             return listener(run, *args, **kwargs)
 
-        watched.follower = self  # type: ignore[attr-defined]
+        watched.loop_hooks = self  # type: ignore[attr-defined]
         self._ends.append(Replaced(self.engine, name, watched).back)
 
     def end(self) -> None:
@@ -365,9 +365,9 @@ class Follower:
         return run(*args, **kwargs)
 
 
-def _follower_of(engine: Any) -> Follower | None:
-    follower = getattr(vars(engine).get("_take_model_step"), "follower", None)
-    return follower if isinstance(follower, Follower) and not follower.probe.closed else None
+def _loop_hooks_of(engine: Any) -> LoopHooks | None:
+    loop_hooks = getattr(vars(engine).get("_take_model_step"), "loop_hooks", None)
+    return loop_hooks if isinstance(loop_hooks, LoopHooks) and not loop_hooks.probe.closed else None
 
 
 def is_engine(engine: Any) -> bool:

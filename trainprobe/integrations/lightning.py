@@ -20,10 +20,10 @@ from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.core.topology import axes_from_mesh, place_from_environment
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.errors import MissingExtra
+from trainprobe.integrations.auto_attach import asked_output
 from trainprobe.integrations.deepspeed import engine_of, follow
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.session import Session
-from trainprobe.integrations.unedited import asked_output
 from trainprobe.watching import PlanSource
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")

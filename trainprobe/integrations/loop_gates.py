@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainprobe.engine.taps.replaced import Replaced
-from trainprobe.integrations.unedited import called_from
+from trainprobe.integrations.auto_attach import called_from
 
 # training that one of these drives is watched by its own integration
 DRIVERS = ("lightning.pytorch", "pytorch_lightning", "transformers.trainer", "deepspeed", "megatron")

@@ -100,7 +100,7 @@ def attach(
         probe.use_source(source)
         probe.open(chunks if len(chunks) > 1 else chunks[0], optimizer)
         probe.step_number = first_step - 1
-        probe.follower = Follower(probe, chunks, optimizer, source)
+        probe.loop_hooks = LoopHooks(probe, chunks, optimizer, source)
     except BaseException:
         probe.close()
         raise
@@ -109,19 +109,19 @@ def attach(
 
 
 class MegatronProbe(Probe):
-    """A probe on a Megatron training. follower: what calls its verbs."""
+    """A probe on a Megatron training. loop_hooks: what calls its verbs."""
 
-    follower: Follower | None = None
+    loop_hooks: LoopHooks | None = None
 
     def close(self) -> None:
         """Take everything off, write what is pending, and say what never came."""
-        follower, self.follower = self.follower, None
-        if follower is not None:
-            follower.end()
+        loop_hooks, self.loop_hooks = self.loop_hooks, None
+        if loop_hooks is not None:
+            loop_hooks.end()
         super().close()
 
 
-class Follower:
+class LoopHooks:
     """Stands around the schedules, the reductions and the optimizer of one training and tells its probe what happens."""
 
     def __init__(self, probe: Probe, chunks: Sequence[Any], optimizer: Any, source: MegatronSource) -> None:
@@ -323,21 +323,21 @@ def _follow_setup(training: Any, plan: PlanSource, only_with_flag: bool, overrid
 def follow_training(training: Any, model: Any, optimizer: Any, plan: PlanSource, **overrides: Any) -> MegatronProbe:
     """Watch the loop of `megatron.training.training`, whose steps are numbered as in its log, from 1."""
     probe = attach(model, optimizer, plan, **overrides)
-    follower = probe.follower
-    if follower is None or follower.trainer_reports:
+    loop_hooks = probe.loop_hooks
+    if loop_hooks is None or loop_hooks.trainer_reports:
         return probe
-    follower.trainer_reports = True
+    loop_hooks.trainer_reports = True
     log = inspect.signature(training.training_log)
 
     def train_step(run: Any, *args: Any, **kwargs: Any) -> Any:
-        follower.finish_step(complete=follower.updated)  # one that was never reported
-        follower.start_step(training.get_args().curr_iteration + 1)
-        return follower.run_inside(run, *args, **kwargs)
+        loop_hooks.finish_step(complete=loop_hooks.updated)  # one that was never reported
+        loop_hooks.start_step(training.get_args().curr_iteration + 1)
+        return loop_hooks.run_inside(run, *args, **kwargs)
 
     def training_log(run: Any, *args: Any, **kwargs: Any) -> Any:
         out = run(*args, **kwargs)
         probe.guard.run(_note_report, probe, log.bind(*args, **kwargs).arguments)
-        follower.finish_step()
+        loop_hooks.finish_step()
         return out
 
     def train(run: Any, *args: Any, **kwargs: Any) -> Any:
@@ -346,10 +346,10 @@ def follow_training(training: Any, model: Any, optimizer: Any, plan: PlanSource,
         finally:
             probe.close()
 
-    follower.around(training, "train_step", train_step)
-    follower.around(training, "training_log", training_log)
-    follower.around(training, "train", train)
-    _keep_memories(training, probe, follower)
+    loop_hooks.around(training, "train_step", train_step)
+    loop_hooks.around(training, "training_log", training_log)
+    loop_hooks.around(training, "train", train)
+    _keep_memories(training, probe, loop_hooks)
     return probe
 
 
@@ -361,7 +361,7 @@ def _note_report(probe: Probe, told: Mapping[str, Any]) -> None:
             probe.note(name, value)
 
 
-def _keep_memories(training: Any, probe: Probe, follower: Follower) -> None:
+def _keep_memories(training: Any, probe: Probe, loop_hooks: LoopHooks) -> None:
     """Write what the rules remember beside the output with each checkpoint; a run that is resumed goes on from there."""
 
     def save_checkpoint(run: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
@@ -372,7 +372,7 @@ def _keep_memories(training: Any, probe: Probe, follower: Follower) -> None:
 
     for watcher, path in _memories(probe, getattr(training.get_args(), "iteration", 0) or 0):
         probe.guard.run(load_state, watcher, path)
-    follower.around(training, "save_checkpoint", save_checkpoint)
+    loop_hooks.around(training, "save_checkpoint", save_checkpoint)
 
 
 def _memories(probe: Probe, iteration: int) -> list[tuple[Watcher, Path]]:

@@ -15,7 +15,6 @@ from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_ou
 from trainprobe.engine.core.gathering import Gathering
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Finding, Place
-from trainprobe.engine.core.wanted import ModulesWanted, flags_of, modules_of_plan, ops_of_plan
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.selection import parse_steps
@@ -30,6 +29,7 @@ from trainprobe.engine.taps.mindspore_ops import PrimitiveTap, ops_are_seen
 from trainprobe.engine.taps.mindspore_saved import SavedTensors
 from trainprobe.engine.taps.mindspore_states import CellStateTap, ValuesWanted
 from trainprobe.engine.taps.mindspore_tape import HostTape
+from trainprobe.engine.taps.requests import ModuleRequest, flags_of, modules_of_plan, ops_of_plan
 from trainprobe.errors import PlanError
 from trainprobe.integrations.mindspore_place import place_of_process
 from trainprobe.monitor.audit.audit import Audit
@@ -260,7 +260,7 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, list[Program]]:
     level = ("mix" if ops_are_seen() else "L0") if asked else plan.level
     modules = CellTap(modules_of_plan(plan, cuts), guard) if level in ("L0", "mix") else None
     watched = CellTap(modules_of_monitor(monitor), guard) if monitor is not None else None
-    naming = modules or watched or CellTap(ModulesWanted(_none, _nothing, frozenset()), guard)
+    naming = modules or watched or CellTap(ModuleRequest(_none, _nothing, frozenset()), guard)
     audit = audit_plan(plan.audit) if plan.audit else None
     states = (
         CellStateTap(_states_of_monitor(monitor), naming.names, lambda: parts.stepping.cells)

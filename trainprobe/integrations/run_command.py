@@ -13,7 +13,7 @@ from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
 from trainprobe.errors import UsageError
 from trainprobe.integrations import default_plan
-from trainprobe.integrations.unedited import Run, environment_for, put_beside
+from trainprobe.integrations.auto_attach import Run, environment_for, put_beside
 
 NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES", "PET_NNODES")
 

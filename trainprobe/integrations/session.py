@@ -15,12 +15,12 @@ from typing import Any
 
 from trainprobe.engine.core.facts import Progress
 from trainprobe.engine.core.naming import Rename
-from trainprobe.engine.core.records import Finding, Place, Reel
+from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.stats import finish
 from trainprobe.errors import StopTraining
 from trainprobe.integrations import default_plan, say_what_is_watched
-from trainprobe.integrations.unedited import resumed_output
+from trainprobe.integrations.auto_attach import resumed_output
 from trainprobe.monitor.watcher import Watcher, keep_state, resume_state
 from trainprobe.watching import PlanSource, Probe
 
@@ -41,12 +41,12 @@ class Session:
         self.plan = load_plan(default_plan() if plan is None else plan, **overrides)
         self.probe: Probe | None = None
         self.findings: list[Finding] = []
-        self.reel: Reel | None = None  # of the last step that was collected
+        self.step_data: StepData | None = None  # of the last step that was collected
         self.inherited: Mapping[str, Any] | None = None  # what `state` returned before a restart
         self._watcher: Watcher | None = None
         self._place: Place | None = None
         self._model: Any = None
-        self._follower: Any = None
+        self._loop_hooks: Any = None
         self._open: int | None = None  # number of the step that has begun
         self._last: int | None = None
         self._micro = -1
@@ -91,7 +91,7 @@ class Session:
         if progress is not None and probe.parts.audit is not None:
             probe.parts.audit.progress = progress
         self.probe, self._model, self._place = probe, model, probe.place
-        self._follower = follow(probe) if follow is not None else None
+        self._loop_hooks = follow(probe) if follow is not None else None
         self._inherit(probe, step, first)
         self._last = self._open = None
         self._seen = 0
@@ -112,8 +112,8 @@ class Session:
             self._open = None
             probe.end_step(complete=complete)
         self._model = None
-        if self._follower is not None:
-            self._follower.end()
+        if self._loop_hooks is not None:
+            self._loop_hooks.end()
         probe.close()
 
     # ---- a step --------------------------------------------------------------------------------------------------
@@ -163,9 +163,9 @@ class Session:
         if self.probe is None or self._open is None:
             return None
         self._last, self._open = self._open, None
-        self.reel = None
+        self.step_data = None
         try:
-            self.reel = self.probe.end_step(complete=complete)
+            self.step_data = self.probe.end_step(complete=complete)
         except StopTraining as stop:
             return stop
         return None
@@ -195,10 +195,10 @@ class Session:
 
     def scalars(self) -> dict[str, float]:
         """Return a few numbers of the last step for the user's loggers; nothing when it was not collected."""
-        if self.reel is None:
+        if self.step_data is None:
             return {}
         found = {"trainprobe/findings": float(sum(f.severity != "info" for f in self.findings))}
-        norm = gradient_norm(self.reel)
+        norm = gradient_norm(self.step_data)
         return found if norm is None else {**found, "trainprobe/grad_norm": norm}
 
     # ---- over a restart ----------------------------------------------------------------------------------------------
@@ -255,10 +255,10 @@ class Session:
         probe.note("loss", self._loss)
 
 
-def gradient_norm(reel: Reel) -> float | None:
+def gradient_norm(step_data: StepData) -> float | None:
     """Return the norm over all gradients as the optimizer saw them; None where this process does not hold them whole."""
     rows: list[int] = []
-    for call in reel.calls:
+    for call in step_data.calls:
         gradient = (call.params or {}).get("grad") if call.kind == "state" and call.node == "before_step" else None
         if gradient is not None:
             if gradient.extra or gradient.row < 0:
@@ -266,7 +266,7 @@ def gradient_norm(reel: Reel) -> float | None:
             rows.append(gradient.row)
     if not rows:
         return None
-    norms = finish(reel.partials[rows], ("norm",))["norm"]
+    norms = finish(step_data.partials[rows], ("norm",))["norm"]
     return float((norms**2).sum() ** 0.5)
 
 

@@ -22,6 +22,7 @@ from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.taps.step_hooks import StepListener, settle
 from trainprobe.errors import ProbeError, StopTraining
+from trainprobe.integrations.auto_attach import called_from
 from trainprobe.integrations.left_out import LeftOut
 from trainprobe.integrations.live_modules import held_by_optimizers, model_around, model_of, parameters_of
 from trainprobe.integrations.loop_gates import DRIVERS, Handle, backward_gate, driven, module_gates
@@ -30,7 +31,6 @@ from trainprobe.integrations.loop_step import Step
 from trainprobe.integrations.loop_words import NO_MODEL, NO_UPDATE, OWN_UPDATES, no_update
 from trainprobe.integrations.own_updates import Weights
 from trainprobe.integrations.session import Session, agreed
-from trainprobe.integrations.unedited import called_from
 from trainprobe.watching import PlanSource
 
 LIMIT = 1024  # micro-batches without an update after which a step is no step

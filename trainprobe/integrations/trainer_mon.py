@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.core.console import Console
-from trainprobe.engine.core.records import Reel
+from trainprobe.engine.core.records import StepData
 from trainprobe.engine.core.topology import place_from_environment
 from trainprobe.engine.legacy_config import is_of_monitor
 from trainprobe.engine.plan.file import read_plan_file
@@ -53,7 +53,7 @@ class TrainerMon:
         self.probe: Probe | None = None
         self._optimizer: Any = None
         self._watched: Any = None
-        self._reel: Reel | None = None
+        self._step_data: StepData | None = None
         if not place_from_environment().rank:
             for note in self.plan.notes:
                 Console().line(note)
@@ -106,9 +106,9 @@ class TrainerMon:
         assert loop.session.probe is not None
         return loop.session.probe
 
-    def _keep(self, reel: Reel) -> tuple[()]:
+    def _keep(self, step_data: StepData) -> tuple[()]:
         """Keep the numbers of the last step, for `generate_wgrad_metrics` and `generate_xy_metrics`."""
-        self._reel = reel
+        self._step_data = step_data
         return ()
 
     def set_wrapped_optimizer(self, optimizer: Any) -> None:
@@ -135,7 +135,7 @@ class TrainerMon:
     def _of(self, kind: str, *slots: str) -> dict[str, dict[str, float]]:
         if self.probe is None:
             raise UsageError(_BEFORE.format("no numbers yet"))
-        records = self._reel.records() if self._reel is not None else ()
+        records = self._step_data.records() if self._step_data is not None else ()
         return {
             r.site.name if kind == "parameter" else f"{r.site.name}.{r.site.slot}": dict(r.values)
             for r in records

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import orjson
 
 from trainprobe.engine.core.findings import sentence
-from trainprobe.engine.core.records import Finding, Reel
+from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.errors import StopTraining
 from trainprobe.monitor.plan import Actions
 from trainprobe.monitor.rules import RuleOptions
@@ -57,10 +57,10 @@ class Alerts:
     def __init__(self, rules: Mapping[str, RuleOptions], actions: Actions) -> None:
         self._rules = rules
         self._actions = actions
-        self._complaints: list[Finding] = []
+        self._warnings: list[Finding] = []
         self._complained = False
 
-    def write(self, reel: Reel) -> None:
+    def write(self, step_data: StepData) -> None:
         """Do nothing: this sink sends findings only."""
 
     def findings(self, findings: Sequence[Finding]) -> None:
@@ -74,9 +74,9 @@ class Alerts:
             if self._actions.callback is not None:
                 self._actions.callback(finding)
 
-    def complaints(self) -> Sequence[Finding]:
+    def warnings_made(self) -> Sequence[Finding]:
         """Return what could not be sent, once."""
-        told, self._complaints = self._complaints, []
+        told, self._warnings = self._warnings, []
         return told
 
     def close(self) -> None:
@@ -91,5 +91,5 @@ class Alerts:
         except (OSError, ValueError) as error:
             if not self._complained:
                 message = f"the webhook {url} did not take the alert ({error}); the training goes on, later alerts are tried"
-                self._complaints.append(Finding("alerts", "warning", message, step=finding.step))
+                self._warnings.append(Finding("alerts", "warning", message, step=finding.step))
             self._complained = True

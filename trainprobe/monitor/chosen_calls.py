@@ -1,16 +1,16 @@
-"""Leaves in a reel what the monitor chose of activations and of their gradients, where the two have patterns of their own."""
+"""Keeps of a step what the monitor chose of activations and of their gradients, where each has patterns of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainprobe.engine.core.records import Finding, Reel
+from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.engine.plan.selection import Names
 from trainprobe.monitor.plan import MonitorPlan
 
 
-def chosen_calls(plan: MonitorPlan) -> Callable[[Reel], list[Finding]] | None:
-    """Return what drops from a reel the calls of modules that were not chosen; None where both kinds choose alike.
+def chosen_calls(plan: MonitorPlan) -> Callable[[StepData], list[Finding]] | None:
+    """Return what drops from a collected step the calls of modules that were not chosen; None where both kinds choose alike.
 
     A step that is dumped in full is left as it is.
     """
@@ -19,10 +19,10 @@ def chosen_calls(plan: MonitorPlan) -> Callable[[Reel], list[Finding]] | None:
         return None
     kinds = {"forward": (forward.every, Names(forward.names)), "backward": (backward.every, Names(backward.names))}
 
-    def drop(reel: Reel) -> list[Finding]:
-        if "dump" not in reel.programs:
-            due = {phase: names if reel.step % every == 0 else Names(("!**",)) for phase, (every, names) in kinds.items()}
-            reel.calls = [c for c in reel.calls if c.kind != "module" or c.phase not in due or c.name in due[c.phase]]
+    def drop(step_data: StepData) -> list[Finding]:
+        if "dump" not in step_data.programs:
+            due = {phase: names if step_data.step % every == 0 else Names(("!**",)) for phase, (every, names) in kinds.items()}
+            step_data.calls = [c for c in step_data.calls if c.kind != "module" or c.phase not in due or c.name in due[c.phase]]
         return []
 
     return drop

@@ -2,7 +2,7 @@
 
 A *track* is the address of one series of numbers over steps: what it belongs to, its slot, and the statistic. Tracks are
 numbered once in a `Tracks` table, so that a rule works on arrays of numbers and looks at names only when it has
-something to say. `frame_of_reel` serves a live run and `frame_of_records` a recorded one: the same frame comes out.
+something to say. `frame_of_step` serves a live run and `frame_of_records` a recorded one: the same frame comes out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.core.addresses import Spot, in_order, order, spot, stage_and_phase
-from trainprobe.engine.core.records import Feature, Place, Record, Reel
+from trainprobe.engine.core.addresses import Address, address, in_order, order, stage_and_phase
+from trainprobe.engine.core.records import Feature, Place, Record, StepData
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.stats import finish
@@ -32,14 +32,14 @@ Numbers = npt.NDArray[Any]
 class Track(NamedTuple):
     """The address of one series of numbers of one rank."""
 
-    spot: Spot
+    address: Address
     statistic: str
 
     def __str__(self) -> str:
-        if self.spot.kind == "scalar":
-            return self.spot.name
-        call = f".{self.spot.call}" if self.spot.call else ""
-        return f"{self.spot.name}{call} {self.spot.slot} {self.statistic}"
+        if self.address.kind == "scalar":
+            return self.address.name
+        call = f".{self.address.call}" if self.address.call else ""
+        return f"{self.address.name}{call} {self.address.slot} {self.statistic}"
 
 
 _SHORT_DTYPES = ("bfloat16", "float16", "half", "bf16", "f16", "float8")
@@ -50,50 +50,50 @@ class Tracks:
 
     def __init__(self) -> None:
         self.tracks: list[Track] = []
-        self.spots: list[Spot] = []
-        self.dimensions: list[int] = []  # of each spot's tensor; 0 where it has one element
-        self.short: list[bool] = []  # whether each spot's tensor is of 16 bits or less
-        self._spot_at: dict[Spot, int] = {}
+        self.addresses: list[Address] = []
+        self.dimensions: list[int] = []  # of each address's tensor; 0 where it has one element
+        self.short: list[bool] = []  # whether each address's tensor is of 16 bits or less
+        self._address_at: dict[Address, int] = {}
         self._track_at: dict[tuple[int, str], int] = {}
-        self._spot_of: list[int] = []
-        self._spot_array: I64 = np.zeros(0, dtype=np.int64)
+        self._address_of: list[int] = []
+        self._address_array: I64 = np.zeros(0, dtype=np.int64)
         self._layouts: dict[tuple[bytes, tuple[str, ...]], I64] = {}
         self._arrays: dict[bytes, I64] = {}
         self._features: dict[tuple[tuple[str, str, int, int], ...], I64] = {}
 
-    def spot(self, spot: Spot, dimensions: int = 0, dtype: str = "") -> int:
-        """Return the number of a spot."""
-        found = self._spot_at.get(spot)
+    def address(self, address: Address, dimensions: int = 0, dtype: str = "") -> int:
+        """Return the number of a address."""
+        found = self._address_at.get(address)
         if found is None:
-            found = self._spot_at[spot] = len(self.spots)
-            self.spots.append(spot)
+            found = self._address_at[address] = len(self.addresses)
+            self.addresses.append(address)
             self.dimensions.append(dimensions)
             self.short.append(dtype.rpartition(".")[2].lower().startswith(_SHORT_DTYPES))
         return found
 
-    def track(self, spot: int, statistic: str) -> int:
-        """Return the number of the track of a numbered spot."""
-        found = self._track_at.get((spot, statistic))
+    def track(self, address: int, statistic: str) -> int:
+        """Return the number of the track of a numbered address."""
+        found = self._track_at.get((address, statistic))
         if found is None:
-            found = self._track_at[spot, statistic] = len(self.tracks)
-            self.tracks.append(Track(self.spots[spot], statistic))
-            self._spot_of.append(spot)
+            found = self._track_at[address, statistic] = len(self.tracks)
+            self.tracks.append(Track(self.addresses[address], statistic))
+            self._address_of.append(address)
         return found
 
-    def spots_of(self, tracks: I64) -> I64:
-        """Return the spot number of each track number, [n]."""
-        if self._spot_array.size < len(self._spot_of):
-            self._spot_array = np.array(self._spot_of, dtype=np.int64)
-        return self._spot_array[tracks]
+    def addresses_of(self, tracks: I64) -> I64:
+        """Return the address number of each track number, [n]."""
+        if self._address_array.size < len(self._address_of):
+            self._address_array = np.array(self._address_of, dtype=np.int64)
+        return self._address_array[tracks]
 
-    def layout(self, spots: I64, statistics: tuple[str, ...]) -> I64:
-        """Return track numbers [spots × statistics], spot by spot; remembered, because steps repeat."""
-        key = (spots.tobytes(), statistics)
+    def layout(self, addresses: I64, statistics: tuple[str, ...]) -> I64:
+        """Return track numbers [addresses × statistics], address by address; remembered, because steps repeat."""
+        key = (addresses.tobytes(), statistics)
         found = self._layouts.get(key)
         if found is None:
             if len(self._layouts) > 16:
                 self._layouts.clear()
-            flat = [self.track(s, name) for s in spots.tolist() for name in statistics]
+            flat = [self.track(s, name) for s in addresses.tolist() for name in statistics]
             found = self._layouts[key] = np.array(flat, dtype=np.int64)
         return found
 
@@ -103,8 +103,10 @@ class Tracks:
         if found is None:
             if len(self._features) > 16:
                 self._features.clear()
-            spots = [Spot("forward", "feature", f.name, f.call, slot) for f in features for slot, _ in f.each()]
-            found = self._features[told] = np.array([self.track(self.spot(spot), "value") for spot in spots], np.int64)
+            addresses = [Address("forward", "feature", f.name, f.call, slot) for f in features for slot, _ in f.each()]
+            found = self._features[told] = np.array(
+                [self.track(self.address(address), "value") for address in addresses], np.int64
+            )
         return found
 
     def same(self, at: I64) -> I64:
@@ -130,8 +132,8 @@ U8 = npt.NDArray[np.uint8]
 class Frame:
     """One collected step of one rank.
 
-    at: track numbers [n] in execution order, scalars last. values: float64 [n]. spots: spot numbers [m] in execution order,
-    scalars last. bad: for each of these spots FINE, MASKED, INFINITE or NOT_A_NUMBER. scalars: name → value.
+    at: track numbers [n] in execution order, scalars last. values: float64 [n]. addresses: address numbers [m] in execution
+    order, scalars last. bad: for each of these addresses FINE, MASKED, INFINITE or NOT_A_NUMBER. scalars: name → value.
     """
 
     step: int
@@ -139,36 +141,38 @@ class Frame:
     tracks: Tracks
     at: I64
     values: F64
-    spots: I64
+    addresses: I64
     bad: U8
     scalars: Mapping[str, float] = field(default_factory=dict[str, float])
     complete: bool = True
 
 
-def frame_of_reel(reel: Reel, tracks: Tracks) -> Frame:
-    """Lay out the numbers of a reel as a frame: norm, absmax, mean, the share of zeros and, where taken, the checksum.
+def frame_of_step(step_data: StepData, tracks: Tracks) -> Frame:
+    """Lay out the numbers of a step as a frame: norm, absmax, mean, the share of zeros and, where taken, the checksum.
 
-    They come from the partials, whatever statistics the reel was to be written with. An empty tensor is absent.
+    They come from the partials, whatever statistics the step was to be written with. An empty tensor is absent.
     """
-    spots, rows = _entries(reel, tracks)
-    partials = reel.partials[rows]
+    addresses, rows = _entries(step_data, tracks)
+    partials = step_data.partials[rows]
     numbers = finish(partials, STATISTICS)
     numbers["zero_share"] = column(partials, "zero") / np.maximum(column(partials, "count"), 1)
-    if reel.checksums is not None:
-        numbers["checksum"] = (reel.checksums[rows] & np.uint64(SHORT)).astype(np.float64)
-    at = tracks.layout(spots, tuple(numbers))
+    if step_data.checksums is not None:
+        numbers["checksum"] = (step_data.checksums[rows] & np.uint64(SHORT)).astype(np.float64)
+    at = tracks.layout(addresses, tuple(numbers))
     values = np.stack(list(numbers.values()), axis=1).reshape(-1)
-    if reel.checksums is not None and not (taken := reel.checksums[rows] != 0).all():
+    if step_data.checksums is not None and not (taken := step_data.checksums[rows] != 0).all():
         there = np.ones((len(rows), len(numbers)), dtype=bool)
         there[:, -1] = taken  # of a value whose checksum was not asked for, there is none
         at, values = at[there.reshape(-1)], values[there.reshape(-1)]
     counts = (column(partials, name) for name in ("neginf", "posinf", "nan"))
     bad = np.full(len(partials), FINE, np.uint8) if all_finite(partials) else badness(*counts)
-    series = [f for f in reel.features if f.edges is None]
+    series = [f for f in step_data.features if f.edges is None]
     if series:
         more = tracks.of_features(tuple((f.name, f.slot, f.call, f.numbers.size) for f in series), series)
         at, values = np.concatenate([at, more]), np.concatenate([values, *(f.numbers for f in series)])
-    return with_scalars(reel.step, reel.place, tracks, (at, values, spots, bad), reel.scalars, reel.complete)
+    return with_scalars(
+        step_data.step, step_data.place, tracks, (at, values, addresses, bad), step_data.scalars, step_data.complete
+    )
 
 
 def badness(neginf: Numbers, posinf: Numbers, nan: Numbers) -> U8:
@@ -176,27 +180,27 @@ def badness(neginf: Numbers, posinf: Numbers, nan: Numbers) -> U8:
     return np.where(nan > 0, NOT_A_NUMBER, np.where(posinf > 0, INFINITE, np.where(neginf > 0, MASKED, FINE))).astype(np.uint8)
 
 
-def _with_features(tracks: Tracks, at: I64, values: F64, features: Sequence[tuple[Spot, float]]) -> tuple[I64, F64]:
+def _with_features(tracks: Tracks, at: I64, values: F64, features: Sequence[tuple[Address, float]]) -> tuple[I64, F64]:
     """Append features behind the values: each is one number, and never the place where something went wrong first."""
     if not features:
         return at, values
-    more = [tracks.track(tracks.spot(spot), "value") for spot, _ in features]
+    more = [tracks.track(tracks.address(address), "value") for address, _ in features]
     return np.concatenate([at, np.array(more, np.int64)]), np.concatenate([values, [number for _, number in features]])
 
 
-def _entries(reel: Reel, tracks: Tracks) -> tuple[I64, I64]:
-    """Return the spot and the row of every value of a reel that has elements, in the order of execution, [n] each."""
-    spots, rows = layout_of(reel).derived(tracks, lambda: _number_spots(reel, tracks))
+def _entries(step_data: StepData, tracks: Tracks) -> tuple[I64, I64]:
+    """Return address and row of every value of a step that has elements, in the order of execution, [n] each."""
+    addresses, rows = layout_of(step_data).derived(tracks, lambda: _number_addresses(step_data, tracks))
     there = rows >= 0
-    there[there] = column(reel.partials, "count")[rows[there]] > 0
-    return (spots, rows) if there.all() else (spots[there], rows[there])
+    there[there] = column(step_data.partials, "count")[rows[there]] > 0
+    return (addresses, rows) if there.all() else (addresses[there], rows[there])
 
 
-def _number_spots(reel: Reel, tracks: Tracks) -> tuple[I64, I64]:
-    """Return the spot and the row of every value, row -1 for one without numbers."""
-    entries = in_order(reel)
-    spots = [tracks.spot(where, dimensions_of(value.shape), value.dtype) for where, _, value in entries]
-    return np.array(spots, np.int64), np.array([value.row for _, _, value in entries], np.int64)
+def _number_addresses(step_data: StepData, tracks: Tracks) -> tuple[I64, I64]:
+    """Return the address and the row of every value, row -1 for one without numbers."""
+    entries = in_order(step_data)
+    addresses = [tracks.address(where, dimensions_of(value.shape), value.dtype) for where, _, value in entries]
+    return np.array(addresses, np.int64), np.array([value.row for _, _, value in entries], np.int64)
 
 
 def dimensions_of(shape: Sequence[int]) -> int:
@@ -208,30 +212,32 @@ def frame_of_records(step: int, place: Place, records: Iterable[Record], tracks:
     """Lay out the records of one step and rank as a frame, in their order, with the statistics that they have."""
     at: list[int] = []
     values: list[float] = []
-    spots: list[int] = []
+    addresses: list[int] = []
     bad: list[int] = []
     scalars: dict[str, float] = {}
-    features: list[tuple[Spot, float]] = []
+    features: list[tuple[Address, float]] = []
     for record in _as_they_arose(records):
         site, numbers = record.site, record.values
         if site.kind == "scalar":
             scalars[site.name] = float(numbers.get("value", np.nan))
             continue
         if site.kind == "feature" and "value" in numbers:
-            features.append((Spot("forward", "feature", site.name, site.call, site.slot), float(numbers["value"])))
+            features.append((Address("forward", "feature", site.name, site.call, site.slot), float(numbers["value"])))
         if not numbers or site.kind == "feature":
             continue
         phase = record.step.phase
         if site.kind == "parameter" and phase == "optimizer":
             phase = stage_and_phase(site.slot)[1]
-        where = tracks.spot(spot(phase, site.kind, site.name, site.call, site.slot), dimensions_of(record.shape), record.dtype)
-        spots.append(where)
+        where = tracks.address(
+            address(phase, site.kind, site.name, site.call, site.slot), dimensions_of(record.shape), record.dtype
+        )
+        addresses.append(where)
         bad.append(_badness(numbers))
         for statistic, value in _watched(numbers).items():
             at.append(tracks.track(where, statistic))
             values.append(value)
     both = _with_features(tracks, np.array(at, np.int64), np.array(values, np.float64), features)
-    flat = (*both, np.array(spots, np.int64), np.array(bad, np.uint8))
+    flat = (*both, np.array(addresses, np.int64), np.array(bad, np.uint8))
     return with_scalars(step, place, tracks, flat, scalars, complete)
 
 
@@ -279,9 +285,9 @@ def _badness(numbers: Mapping[str, float | int]) -> int:
 def with_scalars(
     step: int, place: Place, tracks: Tracks, flat: tuple[I64, F64, I64, U8], scalars: Mapping[str, float], complete: bool
 ) -> Frame:
-    """Return the frame of these values with the scalars behind them. flat: `at`, `values`, `spots` and `bad` of the frame."""
-    at, values, spots, bad = flat
-    extra = [tracks.spot(Spot("step", "scalar", name, 0, "value")) for name in scalars]
+    """Return the frame of these values, the scalars last. flat: `at`, `values`, `addresses` and `bad` of the frame."""
+    at, values, addresses, bad = flat
+    extra = [tracks.address(Address("step", "scalar", name, 0, "value")) for name in scalars]
     numbers = np.array(list(scalars.values()), dtype=np.float64)
     worse = np.where(np.isnan(numbers), NOT_A_NUMBER, np.where(np.isinf(numbers), INFINITE, FINE)).astype(np.uint8)
     return Frame(
@@ -290,7 +296,7 @@ def with_scalars(
         tracks,
         tracks.same(np.concatenate([at, np.array([tracks.track(s, "value") for s in extra], dtype=np.int64)])),
         np.concatenate([values, numbers]),
-        np.concatenate([spots, np.array(extra, dtype=np.int64)]),
+        np.concatenate([addresses, np.array(extra, dtype=np.int64)]),
         np.concatenate([bad, worse]),
         dict(scalars),
         complete,
@@ -312,13 +318,13 @@ class Selection:
 
     def wants(self, track: Track, names: Names) -> bool:
         """Tell whether a track belongs to the selection; `names` are its patterns, compiled."""
-        spot = track.spot
+        address = track.address
         return (
-            (not self.kinds or spot.kind in self.kinds)
-            and (not self.slots or spot.slot.split(".")[0] in self.slots)
+            (not self.kinds or address.kind in self.kinds)
+            and (not self.slots or address.slot.split(".")[0] in self.slots)
             and (not self.statistics or track.statistic in self.statistics)
-            and (not self.phases or spot.phase in self.phases)
-            and spot.name in names
+            and (not self.phases or address.phase in self.phases)
+            and address.name in names
         )
 
 

@@ -1,4 +1,4 @@
-"""The run log as frames: the same frames as those of the reels that were written, made of whole columns."""
+"""The run log as frames: the same frames as those of the collected steps that were written, made of whole columns."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
-from trainprobe.engine.core.addresses import Spot
+from trainprobe.engine.core.addresses import Address
 from trainprobe.engine.core.records import Phase
 from trainprobe.engine.storage.dumps.header import read_place
 from trainprobe.engine.storage.run_log.read import Bound, read_tables, steps_of
-from trainprobe.engine.storage.run_log.schema import kind_of_spot
+from trainprobe.engine.storage.run_log.schema import kind_of_address
 from trainprobe.monitor.frames import (
     F64,
     I64,
@@ -81,9 +81,9 @@ class _Segment:
         self._words: dict[str, list[str]] = {name: table[name].chunk(0).dictionary.to_pylist() for name in _WORDS}
         self._value = _numbers(table["value"], np.nan)
         self._kind = {name: self._codes["kind"] == _index(self._words["kind"], name) for name in _NO_VALUE}
-        self._has_spot = ~np.any([rows for kind, rows in self._kind.items() if kind != "feature"], axis=0)
-        self._is_value = (_numbers(table["count"], 0) > 0) & self._has_spot & ~self._kind["feature"]
-        self._spots = self._number_spots()
+        self._has_address = ~np.any([rows for kind, rows in self._kind.items() if kind != "feature"], axis=0)
+        self._is_value = (_numbers(table["count"], 0) > 0) & self._has_address & ~self._kind["feature"]
+        self._addresses = self._number_addresses()
         self._bad = badness(*(_numbers(table[name], 0) for name in ("neginf", "posinf", "nan")))
         self._statistics = _statistics(table)
         self._taken = table["checksum"].is_valid().to_numpy()
@@ -94,10 +94,10 @@ class _Segment:
         for rows in steps_of(self._table):
             yield self._frame(int(steps[rows.start]), rows)
 
-    def _number_spots(self) -> I64:
-        """Return the number of the spot of each row that has one, [rows]; 0 elsewhere."""
+    def _number_addresses(self) -> I64:
+        """Return the number of the address of each row that has one, [rows]; 0 elsewhere."""
         table = self._table
-        rows = np.flatnonzero(self._has_spot)
+        rows = np.flatnonzero(self._has_address)
         call = _numbers(table["call"], 0).astype(np.int64)[rows]
         key = call.copy()
         for name in _WORDS:
@@ -107,18 +107,18 @@ class _Segment:
         for i in np.argsort(first).tolist():  # in the order in which they were first seen
             row = int(rows[first[i]])
             phase, kind, name, slot = (self._words[word][self._codes[word][row]] for word in _WORDS)
-            spot = Spot(cast(Phase, phase), kind_of_spot(kind), name, int(call[first[i]]), slot)
+            address = Address(cast(Phase, phase), kind_of_address(kind), name, int(call[first[i]]), slot)
             shape, dtype = table["shape"][row].as_py(), table["dtype"][row].as_py()
-            numbers[i] = self._tracks.spot(spot, dimensions_of(orjson.loads(shape)) if shape else 0, dtype or "")
-        spots = np.zeros(table.num_rows, np.int64)
-        spots[rows] = numbers[inverse.reshape(-1)]
-        return spots
+            numbers[i] = self._tracks.address(address, dimensions_of(orjson.loads(shape)) if shape else 0, dtype or "")
+        addresses = np.zeros(table.num_rows, np.int64)
+        addresses[rows] = numbers[inverse.reshape(-1)]
+        return addresses
 
     def _frame(self, step: int, rows: slice) -> Frame:
         tracks, here = self._tracks, self._of(rows, self._is_value)
         taken = self._taken[here]
         names = (*_STATISTICS, "checksum") if taken.any() else _STATISTICS
-        at = tracks.layout(self._spots[here], names)
+        at = tracks.layout(self._addresses[here], names)
         values = np.stack([self._statistics[name][here] for name in names], axis=1).reshape(-1)
         if taken.any() and not taken.all():
             there = np.ones((len(here), len(names)), dtype=bool)
@@ -127,7 +127,7 @@ class _Segment:
         more, numbers = self._features(self._of(rows, self._kind["feature"]))
         at, values = np.concatenate([at, more]), np.concatenate([values, numbers])
         about = orjson.loads(self._table["detail"][int(self._of(rows, self._kind["step"])[0])].as_py())
-        flat = (at, values, self._spots[here], self._bad[here])
+        flat = (at, values, self._addresses[here], self._bad[here])
         return with_scalars(step, read_place(about["place"]), tracks, flat, self._scalars(rows), about["complete"])
 
     def _of(self, rows: slice, mask: Bools) -> I64:
@@ -144,13 +144,13 @@ class _Segment:
         for row in rows.tolist():
             if self._table["edges"][row].is_valid:
                 continue
-            spot = tracks.spots[self._spots[row]]
+            address = tracks.addresses[self._addresses[row]]
             several = self._table["numbers"][row].as_py()
             for i, number in enumerate(several or ()):
-                at.append(tracks.track(tracks.spot(spot._replace(slot=f"{spot.slot}.{i}")), "value"))
+                at.append(tracks.track(tracks.address(address._replace(slot=f"{address.slot}.{i}")), "value"))
                 values.append(number)
             if several is None:
-                at.append(tracks.track(int(self._spots[row]), "value"))
+                at.append(tracks.track(int(self._addresses[row]), "value"))
                 values.append(float(self._value[row]))
         return np.array(at, np.int64), np.array(values, np.float64)
 

@@ -22,7 +22,7 @@ def limits(frame: Frame, memory: Memory, places: I64, rows: I64, *, loss: float,
     """
 
     def limit(track: Track) -> float:
-        role = role_of(track.spot.name) if track.spot.kind == "scalar" else "gradient norm"
+        role = role_of(track.address.name) if track.address.kind == "scalar" else "gradient norm"
         return {"loss": loss, "gradient norm": norms}.get(role or "", 0.0)
 
     found = memory.learned("limit", frame, places, rows, limit)
@@ -60,7 +60,7 @@ def above_rounding(memory: Memory, rows: I64, size: F64) -> F64:
 
 def _kind_of_loss(track: Track) -> float:
     """Return 1 for a loss that is called the whole, 2 for another, 0 for what is none."""
-    name = track.spot.name.lower()
-    if track.spot.kind != "scalar" or role_of(name) != "loss":
+    name = track.address.name.lower()
+    if track.address.kind != "scalar" or role_of(name) != "loss":
         return 0.0
     return 1.0 if _WHOLE.fullmatch(name) else 2.0

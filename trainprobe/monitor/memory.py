@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.core.addresses import Spot
+from trainprobe.engine.core.addresses import Address
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import F64, I64, Bools, Frame, Picker, Selection, Track, Tracks
 
@@ -134,14 +134,14 @@ class Memory:
 
 def track_text(track: Track) -> str:
     """Return a track as one text that `text_track` reads back."""
-    spot = track.spot
-    return "\t".join((spot.phase, spot.kind, spot.name, str(spot.call), spot.slot, track.statistic))
+    address = track.address
+    return "\t".join((address.phase, address.kind, address.name, str(address.call), address.slot, track.statistic))
 
 
 def text_track(text: str) -> Track:
     """Return the track that `track_text` wrote."""
     phase, kind, name, call, slot, statistic = text.split("\t")
-    return Track(Spot(phase, kind, name, int(call), slot), statistic)  # pyright: ignore[reportArgumentType]
+    return Track(Address(phase, kind, name, int(call), slot), statistic)  # pyright: ignore[reportArgumentType]
 
 
 def _grown(array: npt.NDArray[Any], rows: int, fill: float | int | bool) -> npt.NDArray[Any]:

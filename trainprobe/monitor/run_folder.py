@@ -18,7 +18,7 @@ from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, LIVE_FILE, LOG
 from trainprobe.engine.storage.dumps.log import read_log
 from trainprobe.engine.storage.dumps.read import read_step
 from trainprobe.errors import FormatError
-from trainprobe.monitor.frames import Frame, Tracks, frame_of_records, frame_of_reel
+from trainprobe.monitor.frames import Frame, Tracks, frame_of_records, frame_of_step
 from trainprobe.monitor.metric_files import read_metrics
 
 
@@ -38,8 +38,10 @@ def read_frames(folder: Path) -> Iterator[Frame]:
     tables: dict[int, Tracks] = {}
     steps = find_steps(folder) if folder.is_dir() else {}
     for step_folder in steps.values():
-        for rank, reel in sorted(read_step(step_folder).items()):
-            yield frame_of_records(reel.step, reel.place, reel.records(), tables.setdefault(rank, Tracks()), reel.complete)
+        for rank, step_data in sorted(read_step(step_folder).items()):
+            yield frame_of_records(
+                step_data.step, step_data.place, step_data.records(), tables.setdefault(rank, Tracks()), step_data.complete
+            )
     if steps:
         return
     if folder.is_dir() and next(folder.rglob("*.csv"), None) is None:
@@ -59,8 +61,8 @@ def frames_of_log(log: Path) -> Iterator[Frame]:
         yield from RunLog(log).frames()
         return
     tracks = Tracks()
-    for reel in read_log(log):
-        yield frame_of_reel(reel, tracks)
+    for step_data in read_log(log):
+        yield frame_of_step(step_data, tracks)
 
 
 def find_logs(folder: Path) -> list[Path]:

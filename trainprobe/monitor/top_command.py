@@ -19,7 +19,7 @@ from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.storage.dumps.record_log import decode
 from trainprobe.monitor.findings_of_run import all_findings, of_rules
-from trainprobe.monitor.frames import F64, Frame, Tracks, frame_of_reel
+from trainprobe.monitor.frames import F64, Frame, Tracks, frame_of_step
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.remote_run import as_given, origin, refresh, run_folder
 from trainprobe.monitor.report.from_run import worst_offenders
@@ -59,7 +59,7 @@ class Tail:
                     if not line.endswith(b"\n"):
                         break
                     self._read[log] = self._read.get(log, 0) + len(line)
-                    found.append(frame_of_reel(decode(line), tracks))
+                    found.append(frame_of_step(decode(line), tracks))
         return found
 
     def _of_columns(self, log: Path) -> RunLog:
@@ -99,13 +99,13 @@ class View:
     def _scalars(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
         first = self.series[min(self.series)] if self.series else None
-        tracks = [t for t in first.tracks if t.spot.kind == "scalar"] if first else []
+        tracks = [t for t in first.tracks if t.address.kind == "scalar"] if first else []
         roles = ("loss", "gradient norm", "learning rate", "loss scale", None)
-        for track in sorted(tracks, key=lambda t: roles.index(role_of(t.spot.name)))[:8]:
+        for track in sorted(tracks, key=lambda t: roles.index(role_of(t.address.name)))[:8]:
             assert first is not None
             _, values = first.get(track)
             style = "bold red" if values.size and not math.isfinite(values[-1]) else "bold"
-            table.add_row(track.spot.name, Text(f"{values[-1]:.5g}", style=style), Text(spark(values), style="cyan"))
+            table.add_row(track.address.name, Text(f"{values[-1]:.5g}", style=style), Text(spark(values), style="cyan"))
         return table
 
     def _offenders(self) -> Panel:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainprobe.engine import tape as flag
-from trainprobe.engine.core.wanted import ModulesWanted
 from trainprobe.engine.plan.selection import Names
+from trainprobe.engine.taps.requests import ModuleRequest
 from trainprobe.monitor.plan import Collect, MonitorPlan
 
 
-def modules_of_monitor(monitor: MonitorPlan | None) -> ModulesWanted:
+def modules_of_monitor(monitor: MonitorPlan | None) -> ModuleRequest:
     """Return what the monitor wants of modules: inputs, outputs, and their gradients."""
     assert monitor is not None
     chosen = [Names(kind.names) for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
     data = {"input", "output"} if monitor.activations.on or monitor.activation_gradients.on else set[str]()
-    return ModulesWanted(
+    return ModuleRequest(
         flags=lambda name, module_class="": flag.STATS,
         selected=lambda name: any(name in names for names in chosen),
         data=frozenset(data),

@@ -11,11 +11,11 @@ import orjson
 
 from trainprobe.engine.core.findings import Count, counted_all, merged, ranks_of, recount
 from trainprobe.engine.core.guard import Part, simply
-from trainprobe.engine.core.records import Finding, Reel
+from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded, set_aside, write_whole
 from trainprobe.errors import FormatError
 from trainprobe.monitor.audit.relations import STAGES, load_relation, relation_names
-from trainprobe.monitor.frames import Frame, Tracks, frame_of_reel
+from trainprobe.monitor.frames import Frame, Tracks, frame_of_step
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions, load_rule
 from trainprobe.monitor.scalar_names import role_of
@@ -24,7 +24,7 @@ FORMAT = 1
 
 
 class Watcher:
-    """The rules of one rank with what they remember. Call it with each reel, in order."""
+    """The rules of one rank with what they remember. Call it with each collected step, in order."""
 
     def __init__(self, rules: Mapping[str, RuleOptions]) -> None:
         self.rules = dict(rules)
@@ -35,9 +35,9 @@ class Watcher:
         self.part: Part = simply  # runs one rule
         self._last: dict[str, list[Finding]] = {}  # rule → what it reported last, while that lasts
 
-    def __call__(self, reel: Reel) -> list[Finding]:
+    def __call__(self, step_data: StepData) -> list[Finding]:
         """Judge one collected step and return what the rules found."""
-        return self.judge(frame_of_reel(reel, self.tracks))
+        return self.judge(frame_of_step(step_data, self.tracks))
 
     def judge(self, frame: Frame) -> list[Finding]:
         """Judge one frame. A step that an error cut short is looked at for non-finite values only."""

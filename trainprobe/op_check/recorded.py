@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainprobe.engine.core.records import Call, Opaque, Reel, Value
-from trainprobe.engine.core.reel import entry_name, leaves, numbers_of_rows
+from trainprobe.engine.core.records import Call, Opaque, StepData, Value
+from trainprobe.engine.core.step_data import entry_name, leaves, numbers_of_rows
 from trainprobe.engine.storage.dumps import TensorStore, read
 from trainprobe.errors import FormatError, UnsafeFile
 from trainprobe.op_check.cases import Case, NotChecked, Tensor
@@ -56,11 +56,11 @@ class Store(Protocol):
 
 
 class RecordedRank:
-    """One rank and step: `reel` with the values in `store`. folder: where it was read from, None while it is in memory."""
+    """One rank and step: `step_data` with the values in `store`. folder: where it was read from, None while it is in memory."""
 
-    def __init__(self, reel: Reel, store: Store, folder: Path | None = None) -> None:
+    def __init__(self, step_data: StepData, store: Store, folder: Path | None = None) -> None:
         self.folder = folder
-        self.reel = reel
+        self.step_data = step_data
         self._store = store
         self._fingerprints: dict[str, str] = {}
 
@@ -71,20 +71,22 @@ class RecordedRank:
 
     @cached_property
     def _columns(self) -> dict[str, list[Any]]:
-        return numbers_of_rows(self.reel)
+        return numbers_of_rows(self.step_data)
 
     @property
     def has_tensors(self) -> bool:
         """Return whether the dump stores values, and not statistics alone."""
-        return self.reel.task == "tensor" or any(value.tensor is not None for value in self.reel.values)
+        return self.step_data.task == "tensor" or any(value.tensor is not None for value in self.step_data.values)
 
     def units(self) -> Iterator[Unit]:
         """Yield all operator calls in order of execution: each forward, and each backward with its forward."""
         forwards = {
-            (c.name, c.call, c.micro or 0): c for c in self.reel.calls if c.kind == "op" and c.phase in ("forward", "optimizer")
+            (c.name, c.call, c.micro or 0): c
+            for c in self.step_data.calls
+            if c.kind == "op" and c.phase in ("forward", "optimizer")
         }
-        around = _only_ops(self.reel.calls)
-        for call in self.reel.calls:
+        around = _only_ops(self.step_data.calls)
+        for call in self.step_data.calls:
             if call.kind == "op" and call.phase in ("forward", "optimizer"):
                 yield Unit(self._entry(call), _module(call), call)
             elif call.kind == "op" and call.phase == "backward":
@@ -95,13 +97,13 @@ class RecordedRank:
         yield from self._of_modules(around)
 
     def _entry(self, call: Call) -> str:
-        return entry_name(call, self.reel.framework)
+        return entry_name(call, self.step_data.framework)
 
     def _of_modules(self, around: dict[int, Call]) -> Iterator[Unit]:
         """Yield the backwards of modules that are one operator: they show the gradients of weights too."""
-        modules = {(c.name, c.call, c.phase): c for c in self.reel.calls if c.kind == "module"}
-        parameters = {c.name: c for c in self.reel.calls if c.kind == "parameter"}
-        called = Counter(c.name for c in self.reel.calls if c.kind == "module" and c.phase == "forward")
+        modules = {(c.name, c.call, c.phase): c for c in self.step_data.calls if c.kind == "module"}
+        parameters = {c.name: c for c in self.step_data.calls if c.kind == "parameter"}
+        called = Counter(c.name for c in self.step_data.calls if c.kind == "module" and c.phase == "forward")
         used = Counter(v.tensor for c in around.values() for _, v in leaves([c.args, c.kwargs], "") if v.tensor is not None)
         for module in [c for c in modules.values() if c.phase == "forward" and id(c) in around]:
             op = around[id(module)]

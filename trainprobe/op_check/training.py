@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from trainprobe.engine.core.records import Finding, Reel
-from trainprobe.engine.core.reel import leaves
+from trainprobe.engine.core.records import Finding, StepData
+from trainprobe.engine.core.step_data import leaves
 from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.storage.dumps.tensor_files import SavedTensor
 from trainprobe.engine.storage.dumps.tensor_store import array_of
@@ -66,7 +66,7 @@ class HeldValues:
         self._values.clear()
         self._bytes = 0
 
-    def write(self, reel: Reel) -> None:
+    def write(self, step_data: StepData) -> None:
         """Do nothing: the step is judged before it is written."""
 
     def findings(self, findings: Sequence[Finding]) -> None:
@@ -122,19 +122,19 @@ class StepJudge:
         self.reasons: Counter[str] = Counter()
         self.verbose = False
 
-    def __call__(self, reel: Reel) -> list[Finding]:
+    def __call__(self, step_data: StepData) -> list[Finding]:
         """Judge one step."""
-        recorded = RecordedRank(reel, self._values)
+        recorded = RecordedRank(step_data, self._values)
         found = DumpChecked()
         units = [unit for unit in recorded.units() if self._wants(unit)]
-        check_rank(recorded, units, found, (reel.step, reel.place.rank), tolerance=self._tolerance)
+        check_rank(recorded, units, found, (step_data.step, step_data.place.rank), tolerance=self._tolerance)
         self.steps += 1
         for row in found.rows:
             outcome = row.worst.outcome
             self.counts[outcome] += 1
             self.reasons[row.worst.reason] += outcome == "not checked"
             self._say(line(row, self.verbose))
-        findings = list(_findings(found.rows, reel))
+        findings = list(_findings(found.rows, step_data))
         worst = max((row for row in found.rows if row.worst.outcome == "bug"), key=lambda row: row.worst.worst, default=None)
         if worst is not None and self._plan.stop:
             script = write_replay(worst, self._folder, recorded)
@@ -179,7 +179,7 @@ def _shapes(tree: Any) -> str:
     return ", ".join(f"{v.dtype.removeprefix('torch.')}{[*v.shape]} on {v.device}" for _, v in leaves(tree, "")) or "none"
 
 
-def _findings(rows: Iterable[Row], reel: Reel) -> Iterable[Finding]:
+def _findings(rows: Iterable[Row], step_data: StepData) -> Iterable[Finding]:
     """Yield a finding for each operator and direction that is wrong in this step, with its worst call."""
     groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in rows:
@@ -187,7 +187,7 @@ def _findings(rows: Iterable[Row], reel: Reel) -> Iterable[Finding]:
             groups[row.worst.outcome, row.name, row.checked.direction].append(row)
         if row.same_inputs:
             text = f"{row.entry} had the inputs of {row.same_inputs} and gave another result: it is not deterministic"
-            yield Finding(RULE, "warning", text, step=reel.step, place=reel.place)
+            yield Finding(RULE, "warning", text, step=step_data.step, place=step_data.place)
     for (outcome, _, _), group in groups.items():
         worst = max(group, key=lambda row: row.worst.worst)
         more = f"; so are {len(group) - 1} more of its calls" if len(group) > 1 else ""
@@ -195,7 +195,7 @@ def _findings(rows: Iterable[Row], reel: Reel) -> Iterable[Finding]:
             RULE,
             "error" if outcome == "bug" else "warning",
             f"{described(worst)}{more}",
-            step=reel.step,
-            place=reel.place,
+            step=step_data.step,
+            place=step_data.place,
             next="`op_check: {stop: true}` in the plan stops here and writes the call with a script that runs it anywhere",
         )

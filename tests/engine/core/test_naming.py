@@ -57,7 +57,7 @@ def test_a_model_has_the_same_entries_with_and_without_ddp(one_rank, tmp_path):
         with trainprobe.watch(model, output=folder, level="L0") as probe:
             probe.begin_step()
             model(torch.ones(2, 4)).sum().backward()
-            reel = probe.end_step()
-        return {(call.kind, call.name, call.cls, call.call, call.phase) for call in reel.calls}
+            step_data = probe.end_step()
+        return {(call.kind, call.name, call.cls, call.call, call.phase) for call in step_data.calls}
 
     assert entries(nn.parallel.DistributedDataParallel, tmp_path / "ddp") == entries(lambda m: m, tmp_path / "plain")

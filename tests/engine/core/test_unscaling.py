@@ -26,13 +26,13 @@ def train(folder, scaler, *, clip="unscaled", overflow=None, fused=False):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     rows, scalars = {}, {}
 
-    def see(reel):
-        numbers = finish(reel.partials, ("norm", "max", "min"))
-        scalars[reel.step] = dict(reel.scalars)
-        for call in reel.calls:
+    def see(step_data):
+        numbers = finish(step_data.partials, ("norm", "max", "min"))
+        scalars[step_data.step] = dict(step_data.scalars)
+        for call in step_data.calls:
             for slot, value in (call.params or {}).items() if call.kind == "state" else ():
                 told = [float(numbers[k][value.row]) for k in ("norm", "max", "min")]
-                rows[reel.step, call.name, slot] = (*told, (value.extra or {}).get("scale", 1.0))
+                rows[step_data.step, call.name, slot] = (*told, (value.extra or {}).get("scale", 1.0))
         return ()
 
     probe = Probe(PLAN, output=folder).open(model, optimizer)
@@ -95,7 +95,7 @@ def test_a_loop_that_is_followed_tells_the_scale_of_each_step_and_not_that_of_th
     model, scalars = nn.Linear(5, 1), {}
     optimizer, scaling = torch.optim.SGD(model.parameters(), lr=1e-2), scaler()
     loop = attach(model, optimizer, {**PLAN, "audit": None}, output=tmp_path / "out")
-    loop.session.probe.watchers.append(lambda reel: scalars.__setitem__(reel.step, dict(reel.scalars)) or ())
+    loop.session.probe.watchers.append(lambda step_data: scalars.__setitem__(step_data.step, dict(step_data.scalars)) or ())
     for step in range(4):
         optimizer.zero_grad()
         loss = model(torch.randn(4, 5)).square().mean() * (float("inf") if step == 1 else 1.0)

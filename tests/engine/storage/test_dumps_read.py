@@ -31,30 +31,30 @@ def forward(**more):
 
 
 def test_step_and_rank_come_from_the_names_of_the_folders(tmp_path):
-    reel = read(dump(tmp_path, {"Torch.add.0.forward": forward()}))
-    assert (reel.step, reel.place.rank) == (3, 1)
+    step_data = read(dump(tmp_path, {"Torch.add.0.forward": forward()}))
+    assert (step_data.step, step_data.place.rank) == (3, 1)
 
 
 def test_the_old_stack_file_names_each_entry_itself(tmp_path):
     frames = ["File a.py, line 1", "File b.py, line 2"]
-    reel = read(dump(tmp_path, {"Torch.add.0.forward": forward()}, stack={"Torch.add.0.forward": frames}))
-    assert reel.stacks[reel.calls[0].stack] == frames
+    step_data = read(dump(tmp_path, {"Torch.add.0.forward": forward()}, stack={"Torch.add.0.forward": frames}))
+    assert step_data.stacks[step_data.calls[0].stack] == frames
 
 
 def test_gradients_of_parameters_without_a_number_are_the_first(tmp_path):
-    reel = read(dump(tmp_path, {"Module.fc.Linear.parameters_grad": {"weight": [FLOAT]}}))
-    record = next(reel.records())
+    step_data = read(dump(tmp_path, {"Module.fc.Linear.parameters_grad": {"weight": [FLOAT]}}))
+    record = next(step_data.records())
     assert (record.site.name, record.site.slot, record.site.call) == ("fc.weight", "grad", 0)
 
 
 def test_a_cumulative_number_of_gradients_is_kept(tmp_path):
-    reel = read(dump(tmp_path, {"Module.fc.Linear.parameters_grad.41": {"weight": [FLOAT]}}))
-    assert reel.calls[0].call == 41
+    step_data = read(dump(tmp_path, {"Module.fc.Linear.parameters_grad.41": {"weight": [FLOAT]}}))
+    assert step_data.calls[0].call == 41
 
 
 def test_a_recomputed_entry_of_an_older_file_is_marked(tmp_path):
-    reel = read(dump(tmp_path, {"Module.fc.Linear.forward.1": forward(is_recompute=True)}))
-    assert reel.calls[0].phase == "recompute"
+    step_data = read(dump(tmp_path, {"Module.fc.Linear.forward.1": forward(is_recompute=True)}))
+    assert step_data.calls[0].phase == "recompute"
 
 
 def test_a_mindspore_dump_is_read(tmp_path):
@@ -68,9 +68,9 @@ def test_a_mindspore_dump_is_read(tmp_path):
         "Norm": 1.0,
         "layout": "x",
     }
-    reel = read(dump(tmp_path, {"Cell.net.Dense.forward.0": {"input_args": [leaf], "input_kwargs": {}, "output": [leaf]}}))
-    assert (reel.calls[0].kind, reel.calls[0].name, reel.values[0].dtype) == ("module", "net", "Float32")
-    assert reel.values[0].extra == {"layout": "x"}
+    step_data = read(dump(tmp_path, {"Cell.net.Dense.forward.0": {"input_args": [leaf], "input_kwargs": {}, "output": [leaf]}}))
+    assert (step_data.calls[0].kind, step_data.calls[0].name, step_data.values[0].dtype) == ("module", "net", "Float32")
+    assert step_data.values[0].extra == {"layout": "x"}
 
 
 def test_a_number_that_is_null_is_absent_and_one_that_is_nan_is_nan(tmp_path):
@@ -109,14 +109,14 @@ def test_leaves_that_are_no_tensors_are_what_they_were(tmp_path):
 
 
 def test_an_entry_of_no_known_form_is_told(tmp_path):
-    reel = read(dump(tmp_path, {"surprise": forward(), "Torch.add.0.forward": forward()}))
-    assert (len(reel.calls), "surprise" in reel.notes[0]) == (1, True)
+    step_data = read(dump(tmp_path, {"surprise": forward(), "Torch.add.0.forward": forward()}))
+    assert (len(step_data.calls), "surprise" in step_data.notes[0]) == (1, True)
 
 
 def test_all_ranks_of_a_step_are_read_at_once(tmp_path):
     dump(tmp_path, {"Torch.add.0.forward": forward()}).rename(tmp_path / "step3/rank5")
     dump(tmp_path, {})
-    found = {rank: (reel.place.rank, len(reel.calls)) for rank, reel in read_step(tmp_path / "step3").items()}
+    found = {rank: (step_data.place.rank, len(step_data.calls)) for rank, step_data in read_step(tmp_path / "step3").items()}
     assert found == {1: (1, 0), 5: (5, 1)}
 
 

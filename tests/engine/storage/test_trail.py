@@ -1,4 +1,4 @@
-"""The trail of a step says what the step's reel says, while the step still runs."""
+"""The trail of a step says what the step's own data say, while the step still runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = ["plain", *(["compiled"] if native is not None else [])]
 
 @pytest.fixture(scope="module", params=["1", "0"])
 def zoo_told(request):
-    """Return (what the trail says, what the reel says) of each case, with the compiled parts and without them."""
+    """Return (what the trail says, what the collected step says) of each case, with the compiled parts and without them."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.storage.trail_of_a_step"],
         cwd=ROOT,
@@ -39,10 +39,10 @@ def zoo_told(request):
 
 @pytest.mark.parametrize("level", ["mix", "off"])
 @pytest.mark.parametrize("name", zoo.NAMES)
-def test_the_trail_of_a_step_says_what_its_reel_says(zoo_told, name, level):
-    trail, reel = zoo_told[f"{name} {level}"]
-    assert len(reel["records"]) > 10
-    assert trail == reel
+def test_the_trail_of_a_step_says_what_its_step_says(zoo_told, name, level):
+    trail, step_data = zoo_told[f"{name} {level}"]
+    assert len(step_data["records"]) > 10
+    assert trail == step_data
 
 
 def written(kind, memory):
@@ -80,23 +80,23 @@ def test_what_is_told_is_read(kind):
     kept = a_step(trail)
     found = read_trail(bytes(memory))
     assert found is not None
-    reel, last = found
-    assert (reel.step, reel.complete, reel.place.rank, reel.wanted) == (7, False, 3, ("max",))
-    outer, inner = reel.calls
+    step_data, last = found
+    assert (step_data.step, step_data.complete, step_data.place.rank, step_data.wanted) == (7, False, 3, ("max",))
+    outer, inner = step_data.calls
     assert (outer.kind, outer.name, outer.cls, outer.micro, inner.parent, inner.phase, inner.call) == (
         *("module", "a", "Block", 1, outer, "backward"),
         2,
     )
     assert last is outer
     value, named = outer.args
-    assert reel.partials[value.row].tolist() == [4.0, 0, 0, 0, 2.0, -1.5, float("inf"), 3.0, 9.5, 0, 0, 0]
-    assert reel.checksums is not None and int(reel.checksums[value.row]) == 2**64 - 3
+    assert step_data.partials[value.row].tolist() == [4.0, 0, 0, 0, 2.0, -1.5, float("inf"), 3.0, 9.5, 0, 0, 0]
+    assert step_data.checksums is not None and int(step_data.checksums[value.row]) == 2**64 - 3
     assert (value.shape, value.dtype, value.requires_grad, value.note) == ((2, 2), "torch.float32", True, None)
     assert (named["é"].device, named["é"].row, named["é"].note) == ("cuda:0", -1, ON_DEVICE)
     assert [named[key] for key in ("whole", "half", "yes", "none")] == [3, 0.5, True, None]
     assert named["text"] == "x" * 65_535
     assert (outer.out[0].row, outer.out[0].note, outer.out[1].type) == (value.row, "twice", "torch.dtype")
-    assert reel.scalars == {"loss": 0.75, "lr": 0.25} and reel.batches == [2**64 - 1]
+    assert step_data.scalars == {"loss": 0.75, "lr": 0.25} and step_data.batches == [2**64 - 1]
     del kept
 
 

@@ -1,4 +1,4 @@
-"""Records a step of each case of the zoo and prints what its trail says just before it ends and what its reel says, as JSON."""
+"""Records a step of each case of the zoo and prints, as JSON, what its trail says just before it ends and what its data say."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 import trainprobe
 from tests import zoo
 from tests.lockstep import one_step, seed_all
-from trainprobe.engine.core.records import Call, Reel
-from trainprobe.engine.core.reel import parent_name
+from trainprobe.engine.core.records import Call, StepData
+from trainprobe.engine.core.step_data import parent_name
 from trainprobe.engine.storage.trail import read_trail
 from trainprobe.monitor.black_box.ring import read_trail_bytes
 
 MONITOR = {"activations": True, "activation_gradients": True, "parameters": True, "optimizer_state": True, "update": True}
 
 
-def told(reel: Reel) -> dict[str, Any]:
+def told(step_data: StepData) -> dict[str, Any]:
     """Return calls, records and scalars, in an order of their own: a call may begin before another and be told after it."""
 
-    there = {id(c) for c in reel.calls}
+    there = {id(c) for c in step_data.calls}
 
     def call(c: Call) -> str:
         known = not isinstance(c.parent, Call) or id(c.parent) in there  # a recomputed forward may not be recorded
@@ -32,19 +32,19 @@ def told(reel: Reel) -> dict[str, Any]:
 
     records = [
         repr((r.step, r.site, r.dtype, tuple(r.shape), sorted((k, repr(v)) for k, v in r.values.items()), r.note))
-        for r in reel.records()
+        for r in step_data.records()
     ]
     return {
-        "step": reel.step,
-        "place": repr(reel.place),
-        "calls": sorted(map(call, reel.calls)),
+        "step": step_data.step,
+        "place": repr(step_data.place),
+        "calls": sorted(map(call, step_data.calls)),
         "records": sorted(records),
-        "scalars": {name: repr(x) for name, x in sorted(reel.scalars.items())},
+        "scalars": {name: repr(x) for name, x in sorted(step_data.scalars.items())},
     }
 
 
 def record(name: str, level: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the trail of a step says of it, and what its reel does."""
+    """Return what the trail of a step says of it, and what its collected step does."""
     case = zoo.load(name)
     seed_all()
     model = case.build()
@@ -56,9 +56,9 @@ def record(name: str, level: str) -> tuple[dict[str, Any], dict[str, Any]]:
             one_step(case, model, optimizer, step)
             probe.note("loss", torch.tensor(2.5))
             found = read_trail(read_trail_bytes(Path(folder) / "rank0" / "black_box.ring"))
-            reel = probe.end_step()
-        assert reel is not None and found is not None
-        return told(found[0]), told(reel)
+            step_data = probe.end_step()
+        assert step_data is not None and found is not None
+        return told(found[0]), told(step_data)
 
 
 if __name__ == "__main__":

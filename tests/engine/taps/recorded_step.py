@@ -15,12 +15,12 @@ import torch
 import trainprobe
 from tests import zoo
 from tests.lockstep import one_step, seed_all
-from trainprobe.engine.core.records import Call, Reel, Value
+from trainprobe.engine.core.records import Call, StepData, Value
 from trainprobe.engine.storage.dumps.tensor_files import SAFETENSORS_FILE
 from trainprobe.engine.storage.dumps.tensor_store import SafetensorsReader
 
 
-def told(reel: Reel) -> dict[str, Any]:
+def told(step_data: StepData) -> dict[str, Any]:
     """Return calls and the extremes of each row; sums are left out, for their last bits may differ."""
 
     def tree(x: Any) -> Any:
@@ -32,11 +32,11 @@ def told(reel: Reel) -> dict[str, Any]:
 
     def call(c: Call) -> list[Any]:
         parent = [c.parent.kind, c.parent.name, c.parent.call] if isinstance(c.parent, Call) else c.parent
-        stack = "".join(reel.stacks[c.stack]).partition(", in record")[0] if c.stack >= 0 else None
+        stack = "".join(step_data.stacks[c.stack]).partition(", in record")[0] if c.stack >= 0 else None
         trees = [tree(x) for x in (c.args, c.kwargs, c.out, c.params)]
         return [c.kind, c.name, c.call, c.phase, c.cls, c.micro, parent, stack, *trees]
 
-    return {"calls": [call(c) for c in reel.calls], "extremes": reel.partials[:, 5:7].astype(str).tolist()}
+    return {"calls": [call(c) for c in step_data.calls], "extremes": step_data.partials[:, 5:7].astype(str).tolist()}
 
 
 def saved(folder: Path) -> dict[str, Any]:
@@ -61,10 +61,10 @@ def record(name: str, level: str, task: str) -> dict[str, Any]:
     ):
         probe.begin_step()
         one_step(case, model, optimizer, 0)
-        reel = probe.end_step()
-        assert reel is not None
+        step_data = probe.end_step()
+        assert step_data is not None
         probe.flush()
-        return {**told(reel), "saved": saved(Path(folder) / "step0" / "rank0")}
+        return {**told(step_data), "saved": saved(Path(folder) / "step0" / "rank0")}
 
 
 if __name__ == "__main__":

@@ -139,8 +139,8 @@ def train(folder, model, watched=True, steps=2, **plan):
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-            reel = probe.end_step() if watched else None
-            features.append(list(reel.features) if reel else [])
+            step_data = probe.end_step() if watched else None
+            features.append(list(step_data.features) if step_data else [])
     return features, [p.detach().clone() for p in model.parameters()]
 
 
@@ -257,9 +257,9 @@ def test_a_compiled_region_runs_as_without_the_tool_and_is_compiled_once(tmp_pat
                 optimizer.step()
     from trainprobe.engine.storage.dumps.log import read_log
 
-    for reel in read_log(tmp_path):
-        notes += reel.notes
-        features += reel.features
+    for step_data in read_log(tmp_path):
+        notes += step_data.notes
+        features += step_data.features
     assert features == []
     assert all(function is plain for function in inside) and inside
     assert counter.frame_count <= 2

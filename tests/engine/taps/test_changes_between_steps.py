@@ -99,7 +99,7 @@ CHANGES = [
 
 def run(change, folder, *, compiled):
     loop = Loop()
-    reels = []
+    collected_steps = []
     with trainprobe.watch(
         loop.model, loop.optimizer, output=folder, level="L0", sinks=["memory"], native=compiled, on_error="raise"
     ) as probe:
@@ -107,14 +107,14 @@ def run(change, folder, *, compiled):
             change(loop, step)
             probe.begin_step()
             loop.step()
-            reels.append(told(probe.end_step()))
-    return reels, loop.heard, [p.tolist() for p in loop.model.parameters()]
+            collected_steps.append(told(probe.end_step()))
+    return collected_steps, loop.heard, [p.tolist() for p in loop.model.parameters()]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_each_step_is_recorded_as_without_the_compiled_parts(change, tmp_path):
     ours, theirs = (run(change, tmp_path / str(compiled), compiled=compiled) for compiled in (True, False))
-    assert len(ours[0]) == STEPS and all(len(reel["calls"]) > 5 for reel in ours[0])
+    assert len(ours[0]) == STEPS and all(len(step_data["calls"]) > 5 for step_data in ours[0])
     assert ours == theirs
 
 
@@ -145,10 +145,10 @@ def test_a_parameter_written_without_a_trace_between_two_forwards_of_a_step_is_s
             expected.append(float(model.second.weight.detach().double().norm()))
             model(torch.randn(2, 4)).square().mean().backward()
             write(model)
-        reel = probe.end_step()
-    norms = reel.numbers()["norm"]
-    modules = [call.params["weight"] for call in reel.calls if (call.name, call.phase) == ("second", "forward")]
-    ops = [call.args[1] for call in reel.calls if (call.name, call.phase) == ("Functional.linear", "forward")][1::3]
+        step_data = probe.end_step()
+    norms = step_data.numbers()["norm"]
+    modules = [call.params["weight"] for call in step_data.calls if (call.name, call.phase) == ("second", "forward")]
+    ops = [call.args[1] for call in step_data.calls if (call.name, call.phase) == ("Functional.linear", "forward")][1::3]
     for weights in (modules,) * (level != "L1") + (ops,) * (level != "L0"):
         assert [norms[weight.row] for weight in weights] == pytest.approx(expected)
 
@@ -177,6 +177,6 @@ def test_memory_that_was_handed_out_may_be_written_to_at_any_later_call(hand_out
         for _ in range(3):
             torch.mul(p, 3)
             write()
-        reel = probe.end_step()
-    inputs = [call.args[0].row for call in reel.calls if call.name == "Torch.mul"]
-    assert reel.numbers()["max"][inputs].tolist() == [1, 2, 4]
+        step_data = probe.end_step()
+    inputs = [call.args[0].row for call in step_data.calls if call.name == "Torch.mul"]
+    assert step_data.numbers()["max"][inputs].tolist() == [1, 2, 4]

@@ -135,8 +135,8 @@ def test_a_compiled_loss_hides_only_itself(level, tmp_path):
             probe.begin_step()
             fast(model(torch.ones(2, 8))).backward()
             torch.tanh(model.head.weight)
-            reel = probe.end_step()
-            names = [call.name for call in reel.calls if call.kind == "op" and call.phase == "forward"]
+            step_data = probe.end_step()
+            names = [call.name for call in step_data.calls if call.kind == "op" and call.phase == "forward"]
             assert names.count("Functional.linear") == 7
             assert "Torch.tanh" in names
             assert not any("log_softmax" in name for name in names)
@@ -151,9 +151,9 @@ def test_a_compiled_module_is_seen_from_outside(tmp_path):
         probe.begin_step()
         x = torch.randn(2, 8)
         loss_of(model(x)).backward()
-        reel = probe.end_step()
-    norms = reel.numbers()["norm"]
-    calls = {(call.name, call.phase): call for call in reel.calls if call.kind == "module"}
+        step_data = probe.end_step()
+    norms = step_data.numbers()["norm"]
+    calls = {(call.name, call.phase): call for call in step_data.calls if call.kind == "module"}
     assert norms[calls["blocks.0", "forward"].args[0].row] == pytest.approx(float(x.double().norm()), rel=1e-6)
     assert ("blocks.1", "backward") in calls
     assert not any(name.startswith("blocks.0.") for name, _ in calls)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.engine.storage.sinks.reels import reels
+from tests.engine.storage.sinks.collected_steps import collected_steps
 from trainprobe.compiled import native
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.storage.dumps import entry_text
@@ -62,20 +62,20 @@ def test_a_step_is_recorded_alike(case, level, task, both):
     assert bool(ours["saved"]) == (task == "tensor")
 
 
-@given(reels())
-def test_the_entries_of_a_dump_are_the_same_text(reel):
-    document = EntryText(reel).document()
-    whole = list(EntryText(reel).entries())
+@given(collected_steps())
+def test_the_entries_of_a_dump_are_the_same_text(step_data):
+    document = EntryText(step_data).document()
+    whole = list(EntryText(step_data).entries())
     assert document.names == [name for name, _, _ in whole]
     expected = {name: orjson.loads(entry) for name, entry, _ in whole}
     assert orjson.loads(b"{" + document.text + b"}") == expected
 
 
-@given(reels())
-def test_the_construct_tree_is_the_same(reel):
-    pairs = [(name, call) for name, _, call in EntryText(reel).entries()]
-    text = entry_text.construct_text(reel, [name for name, _ in pairs], [call for _, call in pairs])
-    assert orjson.loads(text) == orjson.loads(orjson.dumps(entry_text.construct(reel, pairs)))
+@given(collected_steps())
+def test_the_construct_tree_is_the_same(step_data):
+    pairs = [(name, call) for name, _, call in EntryText(step_data).entries()]
+    text = entry_text.construct_text(step_data, [name for name, _ in pairs], [call for _, call in pairs])
+    assert orjson.loads(text) == orjson.loads(orjson.dumps(entry_text.construct(step_data, pairs)))
 
 
 def test_a_text_that_json_must_escape_is_escaped():

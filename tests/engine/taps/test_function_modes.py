@@ -36,11 +36,11 @@ def test_each_leaves_the_other_in_place(mode, order, tmp_path):
         enter[first]()
         enter[1 - first]()
         made = torch.relu(torch.ones(2))
-        reels = [leave[1 - last](), leave[last]()]
+        collected_steps = [leave[1 - last](), leave[last]()]
     assert _get_current_function_mode_stack() == []
     assert made.device.type == ("cpu" if mode is Counting else "meta")
     assert torch.ones(1).device.type == "cpu"
-    names = [call.name for reel in reels if reel is not None for call in reel.calls]
+    names = [call.name for step_data in collected_steps if step_data is not None for call in step_data.calls]
     assert "Functional.relu" in names or "Torch.relu" in names
     if mode is Counting:
         assert theirs.calls >= 2
@@ -55,9 +55,9 @@ def test_a_pause_within_a_mode_of_the_program_takes_the_right_one_away(tmp_path)
             before = counting.calls
             probe.resume()
             torch.sigmoid(torch.ones(1))
-        reel = probe.end_step()
+        step_data = probe.end_step()
     assert before >= 1
     assert counting.calls > before
-    names = {call.name for call in reel.calls}
+    names = {call.name for call in step_data.calls}
     assert "Torch.sigmoid" in names
     assert "Torch.tanh" not in names

@@ -38,10 +38,10 @@ with trainprobe.watch(model, output=tempfile.mkdtemp(), level="mix", sinks=["mem
         losses[2].backward()
     else:
         sum(losses).backward()
-    reel = probe.end_step()
-largest = reel.numbers()["max"]
-again = [c for c in reel.calls if c.phase == "recompute" and c.name == "inner" and c.kind == "module"]
-gradients = [c for c in reel.calls if c.kind == "parameter" and c.name == "head"]
+    step_data = probe.end_step()
+largest = step_data.numbers()["max"]
+again = [c for c in step_data.calls if c.phase == "recompute" and c.name == "inner" and c.kind == "module"]
+gradients = [c for c in step_data.calls if c.kind == "parameter" and c.name == "head"]
 print(orjson.dumps({
     "again": [[c.call, c.micro, largest[c.args[0].row] - 1.0] for c in again],
     "gradients": [[c.call, c.micro] for c in gradients],

@@ -84,8 +84,8 @@ def test_of_several_micro_batches_the_last_call_has_them(tmp_path):
 
 def test_values_of_buffers_are_saved_and_read_back(tmp_path):
     _, state = train(tmp_path, steps=1, task="tensor")
-    reel = read_step(tmp_path / "step0")[0]
-    found = {r.site.slot: r for r in reel.records() if r.site.name == "1" and r.step.phase == "forward"}
+    step_data = read_step(tmp_path / "step0")[0]
+    found = {r.site.slot: r for r in step_data.records() if r.site.name == "1" and r.step.phase == "forward"}
     assert found["parameters.running_var"].shape == (4,)
     from safetensors.torch import load_file
 

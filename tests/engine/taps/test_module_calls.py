@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import trainprobe
-from trainprobe.engine.core.records import Call, Reel
+from trainprobe.engine.core.records import Call, StepData
 from trainprobe.engine.taps import torch_modules
 
 
@@ -18,18 +18,18 @@ def _both(request, monkeypatch):
         monkeypatch.setattr(torch_modules, "native", None)
 
 
-def recorded(model: torch.nn.Module, train: Any, folder: Any, **plan: Any) -> Reel:
+def recorded(model: torch.nn.Module, train: Any, folder: Any, **plan: Any) -> StepData:
     with trainprobe.watch(model, output=folder, level="L0", sinks=["memory"], **plan) as probe:
         probe.begin_step()
         train()
-        reel = probe.end_step()
-        assert reel is not None
+        step_data = probe.end_step()
+        assert step_data is not None
         assert not probe.findings
-        return reel
+        return step_data
 
 
-def calls_of(reel: Reel, name: str) -> list[Call]:
-    return [call for call in reel.calls if call.kind == "module" and call.name == name]
+def calls_of(step_data: StepData, name: str) -> list[Call]:
+    return [call for call in step_data.calls if call.kind == "module" and call.name == name]
 
 
 class Quiet(torch.nn.Module):
@@ -57,9 +57,9 @@ def test_a_module_that_switches_gradients_off_behind_its_result_has_the_gradient
     torch.manual_seed(0)
     model = Whole()
     x = torch.randn(2, 3, requires_grad=True)
-    reel = recorded(model, lambda: model(x).sum().backward(), tmp_path / "out")
-    back = next(call for call in calls_of(reel, "quiet") if call.phase == "backward")
-    largest = reel.numbers()["max"]
+    step_data = recorded(model, lambda: model(x).sum().backward(), tmp_path / "out")
+    back = next(call for call in calls_of(step_data, "quiet") if call.phase == "backward")
+    largest = step_data.numbers()["max"]
     expected = model.head.weight.detach().max().item()
     assert largest[back.args[0].row] == expected
     assert largest[back.out[0].row] == 2 * expected
@@ -83,9 +83,9 @@ def test_gradients_of_a_module_stand_together_by_their_number_and_not_by_when_th
         for factor, whole in ((1.0, False), (10.0, False), (100.0, True), (1000.0, True)):
             (model(x, whole).sum() * factor).backward()
 
-    reel = recorded(model, train, tmp_path / "out")
-    found = [call for call in reel.calls if call.kind == "parameter"]
-    largest = reel.numbers()["max"]
+    step_data = recorded(model, train, tmp_path / "out")
+    found = [call for call in step_data.calls if call.kind == "parameter"]
+    largest = step_data.numbers()["max"]
     told = {call.call: {name: largest[value.row] for name, value in call.params.items()} for call in found}
     assert len(told) == len(found) == 4
     assert {n: told[n]["weight"] for n in range(4)} == {0: 7.0, 1: 70.0, 2: 700.0, 3: 7000.0}
@@ -103,8 +103,8 @@ def test_a_model_that_is_exported_within_a_step_is_recorded_as_if_it_were_not(tm
         torch.export.export(model, (x,), strict=False)
         model(x)
 
-    reel = recorded(model, train, tmp_path / "out")
-    first = calls_of(reel, "0")
+    step_data = recorded(model, train, tmp_path / "out")
+    first = calls_of(step_data, "0")
     assert [(call.phase, call.call) for call in first] == [("forward", 0), ("forward", 1)]
     assert [value.note for call in first for value in call.args] == [None, None]
 
@@ -123,9 +123,9 @@ def test_a_module_that_is_called_with_other_parameters_has_those_in_that_call_an
         torch.func.functional_call(model, {"0.weight": own * 2}, (x,)).sum().backward()
         model(x)
 
-    reel = recorded(model, train, tmp_path / "out", native=native)
-    norms = reel.numbers()["norm"]
-    found = [norms[call.params["weight"].row] for call in calls_of(reel, "0") if call.phase == "forward"]
+    step_data = recorded(model, train, tmp_path / "out", native=native)
+    norms = step_data.numbers()["norm"]
+    found = [norms[call.params["weight"].row] for call in calls_of(step_data, "0") if call.phase == "forward"]
     assert found == pytest.approx([float(own.double().norm()) * factor for factor in (1, 3, 2, 1)])
 
 
@@ -136,8 +136,8 @@ def test_a_part_that_torchscript_compiled_is_seen_as_any_other(native, tmp_path)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.jit.script(part))
     x = torch.randn(2, 3)
     expected = part(model[0](x)).double()
-    reel = recorded(model, lambda: model(x).sum().backward(), tmp_path / "out", native=native)
-    forward, backward = calls_of(reel, "1")
-    numbers = reel.numbers()
+    step_data = recorded(model, lambda: model(x).sum().backward(), tmp_path / "out", native=native)
+    forward, backward = calls_of(step_data, "1")
+    numbers = step_data.numbers()
     assert numbers["mean"][forward.out.row] == pytest.approx(float(expected.mean()), rel=1e-6)
     assert numbers["mean"][backward.args[0].row] == 1.0

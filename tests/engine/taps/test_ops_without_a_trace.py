@@ -8,25 +8,25 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 import trainprobe
-from trainprobe.engine.core.records import Reel, Value
+from trainprobe.engine.core.records import StepData, Value
 
 NATIVE = pytest.mark.parametrize("native", [True, False])
 LEVEL = pytest.mark.parametrize("level", ["L1", "mix"])
 
 
-def recorded(folder, run, model=None, **plan) -> Reel:
+def recorded(folder, run, model=None, **plan) -> StepData:
     with trainprobe.watch(model or torch.nn.Identity(), output=folder, on_error="raise", **plan) as probe:
         probe.begin_step()
         run()
-        reel = probe.end_step()
-    assert reel is not None
-    return reel
+        step_data = probe.end_step()
+    assert step_data is not None
+    return step_data
 
 
-def shown(reel: Reel, name: str, statistic: str) -> list[list[float]]:
+def shown(step_data: StepData, name: str, statistic: str) -> list[list[float]]:
     """Return the statistic of each tensor that the calls of this name were given."""
-    numbers = reel.numbers()[statistic]
-    calls = [call for call in reel.calls if call.name == name and call.phase == "forward"]
+    numbers = step_data.numbers()[statistic]
+    calls = [call for call in step_data.calls if call.name == name and call.phase == "forward"]
     return [[numbers[x.row] for x in (*call.args, *(call.kwargs or {}).values()) if isinstance(x, Value)] for call in calls]
 
 
@@ -46,9 +46,9 @@ def test_running_statistics_that_a_norm_has_written_are_shown_as_they_are(name, 
             else:
                 getattr(functional, name)(x, mean, var, **{_SWITCH[name]: True})
 
-    reel = recorded(tmp_path / "out", run, level=level, native=native)
+    step_data = recorded(tmp_path / "out", run, level=level, native=native)
     assert before[0][1] != before[1][1] != before[2][1]
-    assert shown(reel, f"Functional.{name}", "norm") == [pytest.approx(row) for row in before]
+    assert shown(step_data, f"Functional.{name}", "norm") == [pytest.approx(row) for row in before]
 
 
 _SWITCH = {"batch_norm": "training", "instance_norm": "use_input_stats"}
@@ -65,9 +65,9 @@ def test_the_overflow_that_unscaling_has_found_is_shown_where_the_scale_is_updat
         scaler.step(optimizer)
         scaler.update()
 
-    reel = recorded(tmp_path / "out", run, level=level, native=native)
+    step_data = recorded(tmp_path / "out", run, level=level, native=native)
     assert scaler.get_scale() == 2.0  # torch found it
-    (given,) = shown(reel, "Torch._amp_update_scale_", "max")
+    (given,) = shown(step_data, "Torch._amp_update_scale_", "max")
     assert given == [4.0, 0.0, 1.0]  # the scale, its growth tracker, what was found
 
 
@@ -81,8 +81,8 @@ def test_both_gradients_of_a_node_that_is_passed_twice_are_saved(level, native, 
         y.sum().backward(retain_graph=True)
         (3 * y).sum().backward()
 
-    reel = recorded(tmp_path / "out", run, level=level, native=native, task="tensor")
-    (call,) = [c for c in reel.calls if c.name == "Tensor.tanh" and c.phase == "backward"]
+    step_data = recorded(tmp_path / "out", run, level=level, native=native, task="tensor")
+    (call,) = [c for c in step_data.calls if c.name == "Tensor.tanh" and c.phase == "backward"]
     saved = load_file(tmp_path / "out/step0/rank0/tensors.safetensors")
     slope = 1 - torch.linspace(-1, 1, 5, dtype=torch.float64).tanh().square()
     assert len({value.tensor for value in (*call.args, *call.out)}) == 4

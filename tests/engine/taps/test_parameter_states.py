@@ -25,12 +25,12 @@ def run(folder, steps=3, **monitor):
             before = weight.detach().clone()
             grad = weight.grad.clone()
             optimizer.step()
-            reel = probe.end_step()
-            norms = reel.numbers()["norm"]
+            step_data = probe.end_step()
+            norms = step_data.numbers()["norm"]
             seen.append(
                 {
                     slot: norms[value.row]
-                    for call in reel.calls
+                    for call in step_data.calls
                     if call.kind == "state" and call.name == "0.weight"
                     for slot, value in call.params.items()
                 }
@@ -74,9 +74,11 @@ def told(folder, **monitor):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            reel = probe.end_step()
-            for call in reel.calls:
-                slots = {slot: (v.dtype, tuple(v.shape), *reel.partials[v.row].tolist()) for slot, v in call.params.items()}
+            step_data = probe.end_step()
+            for call in step_data.calls:
+                slots = {
+                    slot: (v.dtype, tuple(v.shape), *step_data.partials[v.row].tolist()) for slot, v in call.params.items()
+                }
                 seen.append((call.kind, call.name, call.call, call.phase, call.cls, call.micro, call.parent, call.node, slots))
     return seen
 

@@ -42,13 +42,13 @@ with trainprobe.watch(model, output=out, level=sys.argv[2], sinks=["memory", "du
     loss = model(x)
     loss.register_hook(double)
     loss.backward()
-    reel = probe.end_step()
-numbers = reel.numbers()
+    step_data = probe.end_step()
+numbers = step_data.numbers()
 def largest(tree):
     value = tree[0] if isinstance(tree, list) else tree
     return None if value is None else float(numbers["max"][value.row])
 calls = [[c.name, c.call, c.phase, largest(c.args), largest(c.out)]
-         for c in reel.calls if c.kind == "op" and c.name in ("Torch.sin", "Tensor.mul")]
+         for c in step_data.calls if c.kind == "op" and c.name in ("Torch.sin", "Tensor.mul")]
 dump = orjson.loads((pathlib.Path(out) / "step0" / "rank0" / "dump.json").read_bytes())
 print(orjson.dumps({"calls": calls, "keys": [k for k in dump["data"] if k.startswith("Torch.sin")]}).decode())
 """

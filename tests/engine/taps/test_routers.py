@@ -48,15 +48,15 @@ class Mixture(nn.Module):
 def train(folder, model, batches, features, loss=lambda out: out.square().mean()):
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     plan = {"level": "off", "sinks": ["memory"], "monitor": {"features": features} if features else True}
-    reels = []
+    collected_steps = []
     with trainprobe.watch(model, optimizer, output=folder, on_error="raise", **plan) as probe:
         for step, batch in enumerate(batches):
             probe.begin_step(step)
             optimizer.zero_grad()
             loss(model(batch)).backward()
             optimizer.step()
-            reels.append(probe.end_step())
-    return reels
+            collected_steps.append(probe.end_step())
+    return collected_steps
 
 
 def test_a_linear_gate(tmp_path):
@@ -64,13 +64,13 @@ def test_a_linear_gate(tmp_path):
     model = nn.ModuleDict({"mlp": Mixture(2)})["mlp"]
     model = nn.Sequential(model)
     weight, bias = (t.detach().double().numpy().copy() for t in (model[0].gate.weight, model[0].gate.bias))
-    (reel,) = train(tmp_path, model, [torch.randn(4, TOKENS // 4, WIDTH)], {"routers": True})
+    (step_data,) = train(tmp_path, model, [torch.randn(4, TOKENS // 4, WIDTH)], {"routers": True})
     x, places = model[0].kept
-    found = {f.slot: f.numbers for f in reel.features}
+    found = {f.slot: f.numbers for f in step_data.features}
     p = softmax(x.double().numpy().reshape(TOKENS, WIDTH) @ weight.T + bias)
     assert found["router_entropy"] == pytest.approx(entropy(p), rel=1e-5)
     assert found["router_load"].tolist() == pytest.approx(counted(places).tolist())
-    assert {f.name for f in reel.features} == {"0.gate"}
+    assert {f.name for f in step_data.features} == {"0.gate"}
 
 
 def test_similarity_is_the_mean_cosine_of_pairs():
@@ -93,9 +93,9 @@ def test_a_gate_that_does_not_say_how_many_experts_counts_first_choices_and_says
     model = nn.Sequential(Mixture(2))
     del model[0].top_k
     model[0].forward = lambda x: model[0].gate(x)
-    (reel,) = train(tmp_path, model, [torch.randn(TOKENS, WIDTH)], {"routers": True})
-    assert any("does not say how many experts" in note for note in reel.notes)
-    load = next(f.numbers for f in reel.features if f.slot == "router_load")
+    (step_data,) = train(tmp_path, model, [torch.randn(TOKENS, WIDTH)], {"routers": True})
+    assert any("does not say how many experts" in note for note in step_data.notes)
+    load = next(f.numbers for f in step_data.features if f.slot == "router_load")
     assert np.allclose(load * TOKENS, np.rint(load * TOKENS))
 
 
@@ -128,23 +128,25 @@ def run(folder, make, features):
         for n, _ in model.named_modules()
         if n.endswith("mlp.gate")
     }
-    reels = train(folder, model, [ids], features, lambda out: out.logits.square().mean())
+    collected_steps = train(folder, model, [ids], features, lambda out: out.logits.square().mean())
     for handle in handles:
         handle.remove()
-    return reels, kept, weights, [p.detach().clone() for p in model.parameters()]
+    return collected_steps, kept, weights, [p.detach().clone() for p in model.parameters()]
 
 
 def test_routers_of_hugging_face_models(tmp_path, family):
-    (reel,), kept, weights, trained = run(tmp_path / "on", family, {"routers": True, "attention": True})
+    (step_data,), kept, weights, trained = run(tmp_path / "on", family, {"routers": True, "attention": True})
     assert len(kept) == 2
     for name, (x, out) in kept.items():
-        found = {f.slot: f.numbers for f in reel.features if f.name == name}
+        found = {f.slot: f.numbers for f in step_data.features if f.name == name}
         logits = x.double().numpy().reshape(-1, 32) @ weights[name].T
         assert found["router_entropy"] == pytest.approx(entropy(softmax(logits)), rel=1e-5)
         assert found["router_load"].tolist() == pytest.approx(counted(out[-1]).tolist())
         assert found["router_similarity"][0] == pytest.approx(
             float(similarity(torch.from_numpy(weights[name]).float())), rel=1e-5
         )
-    assert {f.name for f in reel.features if f.slot == "attention_entropy"} == {f"model.layers.{i}.self_attn" for i in range(2)}
+    assert {f.name for f in step_data.features if f.slot == "attention_entropy"} == {
+        f"model.layers.{i}.self_attn" for i in range(2)
+    }
     _, _, _, bare = run(tmp_path / "off", family, None)
     assert all(map(torch.equal, trained, bare))

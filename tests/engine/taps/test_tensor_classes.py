@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import trainprobe
-from trainprobe.engine.core.records import Reel
+from trainprobe.engine.core.records import StepData
 from trainprobe.engine.storage.dumps.read import read
 
 
@@ -44,9 +44,9 @@ class Odd(torch.nn.Module):
         return (torch.sparse.mm(self.sparse, self.linear(ragged).values().T)).square().mean()
 
 
-def train(model, watch=None, steps=2) -> list[Reel]:
+def train(model, watch=None, steps=2) -> list[StepData]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reels: list[Reel] = []
+    collected_steps: list[StepData] = []
     for step in range(steps):
         if watch is not None:
             watch.begin_step()
@@ -55,8 +55,8 @@ def train(model, watch=None, steps=2) -> list[Reel]:
         optimizer.step()
         optimizer.zero_grad()
         if watch is not None:
-            reels.append(watch.end_step())
-    return reels
+            collected_steps.append(watch.end_step())
+    return collected_steps
 
 
 def watched(model, folder, **plan):
@@ -87,14 +87,14 @@ def test_a_model_with_a_sparse_parameter_and_jagged_inputs_is_recorded(level, na
     torch.manual_seed(0)
     model = Odd()
     train(expected)
-    reels = watched(model, tmp_path / "out", level=level, native=native, task=task)
+    collected_steps = watched(model, tmp_path / "out", level=level, native=native, task=task)
     assert [p.to_dense().tolist() for p in model.parameters()] == [p.to_dense().tolist() for p in expected.parameters()]
-    for step, reel in enumerate(reels):
+    for step, step_data in enumerate(collected_steps):
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step)).double().numpy()
-        jagged, stored = (called(calls).args[0] for calls in (reel.calls, read(tmp_path / "out" / f"step{step}").calls))
+        jagged, stored = (called(calls).args[0] for calls in (step_data.calls, read(tmp_path / "out" / f"step{step}").calls))
         assert jagged.shape == stored.shape == (2, -1, 4)
-        assert reel.numbers()["mean"][jagged.row] == pytest.approx(x.mean(), abs=1e-12)
-        assert reel.numbers()["norm"][jagged.row] == pytest.approx(np.linalg.norm(x))
+        assert step_data.numbers()["mean"][jagged.row] == pytest.approx(x.mean(), abs=1e-12)
+        assert step_data.numbers()["norm"][jagged.row] == pytest.approx(np.linalg.norm(x))
 
 
 def called(calls):
@@ -126,8 +126,8 @@ def test_a_tensor_without_data_of_its_own_is_told_by_class_dtype_and_shape(nativ
     with trainprobe.watch(model, output=tmp_path / "out", level="L0", native=native, on_error="raise") as probe:
         probe.begin_step()
         model(Wrapped(torch.zeros(2, 3, dtype=torch.float16)))
-        reel = probe.end_step()
-    assert reel is not None
-    seen = reel.calls[0].args[0]
+        step_data = probe.end_step()
+    assert step_data is not None
+    seen = step_data.calls[0].args[0]
     assert (seen.row, seen.dtype, seen.shape) == (-1, "torch.float16", (2, 3))
     assert seen.type.endswith("Wrapped") and "no data" in seen.note

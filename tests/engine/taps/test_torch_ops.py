@@ -22,10 +22,10 @@ with trainprobe.watch(model, output=tempfile.mkdtemp(), level="L1", sinks=["memo
     before = [float(torch.stack(tensors).norm()) for tensors in lists[:4]]
     torch._fused_adamw_(*lists, lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False)
     after = [float(torch.stack(tensors).norm()) for tensors in lists[:4]]
-    reel = probe.end_step()
-norms = reel.numbers()["norm"]
-stacks = [call for call in reel.calls if call.name == "Torch.stack"]
-assert len(stacks) == 8, [call.name for call in reel.calls]
+    step_data = probe.end_step()
+norms = step_data.numbers()["norm"]
+stacks = [call for call in step_data.calls if call.name == "Torch.stack"]
+assert len(stacks) == 8, [call.name for call in step_data.calls]
 for call, expected in zip(stacks, before + after):
     values = call.args[0]
     seen = sum(norms[value.row] ** 2 for value in values) ** 0.5

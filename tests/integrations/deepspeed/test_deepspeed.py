@@ -118,8 +118,8 @@ def test_scalars_are_those_that_deepspeed_reports(pair, configuration):
 
 def test_a_dump_under_zero_3_holds_whole_weights_of_both_micro_batches_and_no_evaluation(pair):
     first = [told["fc1.weight value"] for told in plain_torch()][1]
-    for reel in read_step(pair[0] / "dump" / "step2").values():
-        rows = [row for row in reel.records() if row.site.kind == "module" and row.site.slot == "parameters.weight"]
+    for step_data in read_step(pair[0] / "dump" / "step2").values():
+        rows = [row for row in step_data.records() if row.site.kind == "module" and row.site.slot == "parameters.weight"]
         weights = [row for row in rows if row.site.name == "fc1"]
         assert [(row.step.micro, row.shape) for row in weights] == [(0, (13, 7)), (1, (13, 7))]
         assert [row.values["norm"] for row in weights] == pytest.approx([first, first], rel=5e-5)
@@ -127,8 +127,8 @@ def test_a_dump_under_zero_3_holds_whole_weights_of_both_micro_batches_and_no_ev
 
 def test_micro_batches_are_counted_where_the_program_calls_backward_by_itself(pair):
     for step in range(1, STEPS + 1):
-        for reel in read_step(pair[0] / "direct" / f"step{step}").values():
-            assert [call.micro for call in reel.calls if call.name == "fc1" and call.phase == "forward"] == [0, 1]
+        for step_data in read_step(pair[0] / "direct" / f"step{step}").values():
+            assert [call.micro for call in step_data.calls if call.name == "fc1" and call.phase == "forward"] == [0, 1]
 
 
 @pytest.mark.parametrize("configuration", ["zero0-fp32", "zero0-bf16", "zero2-fp32", "zero3-fp32"])

@@ -57,8 +57,8 @@ def test_all_layers_have_the_numbers_of_one_process_of_plain_torch(trained, rank
 @pytest.mark.parametrize(("ranks", "name"), LAYOUTS)
 def test_the_tied_weight_is_known_as_a_replica_over_the_stages(trained, ranks, name):
     for rank in range(ranks):
-        for reel in read_log(trained.folder / str(ranks) / name / f"rank{rank}"):
-            values = [call.params["value"] for call in reel.calls if call.name == TIED and "value" in (call.params or {})]
+        for step_data in read_log(trained.folder / str(ranks) / name / f"rank{rank}"):
+            values = [call.params["value"] for call in step_data.calls if call.name == TIED and "value" in (call.params or {})]
             assert values
             assert all(set(value.extra["shard"]["replicas"]) == ({"pp"} if ranks == 2 else {"dp", "pp"}) for value in values)
 
@@ -77,7 +77,7 @@ def test_a_nan_in_the_tied_weight_is_named_on_the_stage_that_computed_it(trained
 
 
 def unreduced_nans(log) -> set[str]:
-    found = [record for reel in read_log(log) for record in reel.records() if record.site.slot == "grad_unreduced"]
+    found = [record for step_data in read_log(log) for record in step_data.records() if record.site.slot == "grad_unreduced"]
     return {record.site.name for record in found if record.values["norm"] != record.values["norm"]}
 
 
@@ -89,8 +89,8 @@ def test_a_tied_weight_that_drifts_on_one_rank_is_named_on_all_that_hold_it(trai
 
 
 def test_a_dump_numbers_its_micro_batches(trained):
-    for rank, reel in read_step(trained.folder / "2" / "pipe-zero0-fp32-dump" / "step2").items():
+    for rank, step_data in read_step(trained.folder / "2" / "pipe-zero0-fp32-dump" / "step2").items():
         name = LAYERS[rank][0]
-        outputs = [row for row in reel.records() if row.site.name == name and row.site.slot == "output"]
+        outputs = [row for row in step_data.records() if row.site.name == name and row.site.slot == "output"]
         assert [row.step.micro for row in outputs] == [0, 1]
-        assert reel.place.axes == {"pp": (rank, 2)}
+        assert step_data.place.axes == {"pp": (rank, 2)}

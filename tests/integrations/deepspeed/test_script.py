@@ -43,8 +43,8 @@ def test_a_script_is_run_unedited_with_the_same_output_and_its_steps_and_micro_b
     assert all(
         {"loss", "grad_norm", "lr", "0.weight grad", "3.bias exp_avg_after"} <= set(numbers) for numbers in found.values()
     )
-    (reel,) = (reel for reel in steps_of(folder / "out") if reel.step == 2)
-    assert [call.micro for call in reel.calls if call.name == "0" and call.phase == "forward"] == [0, 1]
+    (step_data,) = (step_data for step_data in steps_of(folder / "out") if step_data.step == 2)
+    assert [call.micro for call in step_data.calls if call.name == "0" and call.phase == "forward"] == [0, 1]
 
 
 @pytest.mark.proves("DeepSpeed", "torchrun", ranks=2)
@@ -59,8 +59,8 @@ def test_every_rank_that_torchrun_starts_is_watched(folder):
 
 def test_a_script_that_fails_keeps_its_error_and_what_was_seen(folder):
     run(*WATCH, SCRIPT, "crash", cwd=folder, code=1)
-    reels = list(steps_of(folder / "out"))
-    assert [(reel.step, reel.complete) for reel in reels] == [(1, True), (2, True), (3, False)]
+    collected_steps = list(steps_of(folder / "out"))
+    assert [(step_data.step, step_data.complete) for step_data in collected_steps] == [(1, True), (2, True), (3, False)]
 
 
 def test_beneath_a_trainer_its_callback_alone_finds_the_engine(folder, require):

@@ -129,8 +129,8 @@ def test_the_steps_are_those_of_global_step_also_with_two_optimizers(tmp_path):
 
 def test_micro_batches_are_told_apart(tmp_path):
     fit(tmp_path / "out", "accumulated and clipped", {"level": "off", "monitor": {"activations": True}})
-    for reel in steps_of(tmp_path / "out"):
-        assert {call.micro for call in reel.calls if call.kind == "module" and call.name == "net.first"} == {0, 1}
+    for step_data in steps_of(tmp_path / "out"):
+        assert {call.micro for call in step_data.calls if call.kind == "module" and call.name == "net.first"} == {0, 1}
 
 
 def test_validation_between_micro_batches_is_not_recorded(tmp_path):
@@ -145,8 +145,8 @@ def test_validation_between_micro_batches_is_not_recorded(tmp_path):
         run.fit(model, loader(), val_dataloaders=loader(rank=1, count=2))
         found.append(bits(model, run))
     assert found[0] == found[1]
-    for reel in steps_of(tmp_path / "out"):
-        forwards = [call for call in reel.calls if call.phase == "forward" and call.name == "net.first"]
+    for step_data in steps_of(tmp_path / "out"):
+        forwards = [call for call in step_data.calls if call.phase == "forward" and call.name == "net.first"]
         assert len(forwards) == 2, "one for each micro-batch and none for validation"
 
 
@@ -229,8 +229,8 @@ def test_a_crash_passes_through_and_what_was_seen_of_the_step_is_on_disk(tmp_pat
         trainer([ProbeCallback(output=tmp_path / "out", level="L0")], accumulate_grad_batches=2).fit(
             module(crash_at=5), loader()
         )
-    reels = list(steps_of(tmp_path / "out"))
-    assert [(reel.step, reel.complete) for reel in reels] == [(0, True), (1, True), (2, False)]
+    collected_steps = list(steps_of(tmp_path / "out"))
+    assert [(step_data.step, step_data.complete) for step_data in collected_steps] == [(0, True), (1, True), (2, False)]
     assert torch.nn.Module._call_impl is call
 
 

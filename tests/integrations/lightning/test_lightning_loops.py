@@ -32,15 +32,15 @@ def fit(output, kind: str = "automatic", start: str | None = None, methods: dict
     return list(steps_of(output)), run
 
 
-def micros(reel) -> list[int]:
-    return sorted({call.micro for call in reel.calls if call.kind == "module"})
+def micros(step_data) -> list[int]:
+    return sorted({call.micro for call in step_data.calls if call.kind == "module"})
 
 
 def test_a_run_that_is_resumed_after_its_first_step_goes_on(tmp_path):
     _, run = fit(tmp_path / "out", max_steps=1)
     run.save_checkpoint(tmp_path / "one.ckpt")
-    reels, _ = fit(tmp_path / "out", start=str(tmp_path / "one.ckpt"), max_steps=3, max_epochs=2)
-    assert [reel.step for reel in reels] == [0, 1, 2]
+    collected_steps, _ = fit(tmp_path / "out", start=str(tmp_path / "one.ckpt"), max_steps=3, max_epochs=2)
+    assert [step_data.step for step_data in collected_steps] == [0, 1, 2]
 
 
 def test_a_run_that_crashed_behind_its_checkpoint_comes_by_steps_it_has_dumped_and_goes_on(tmp_path):
@@ -68,9 +68,9 @@ def test_batches_that_no_update_followed_are_marked_as_a_step_that_was_cut_short
             self.optimizers().step()
             self.optimizers().zero_grad()
 
-    reels, run = fit(tmp_path / "out", "manual", methods={"by_hand": by_hand})
+    collected_steps, run = fit(tmp_path / "out", "manual", methods={"by_hand": by_hand})
     assert run.global_step == 2
-    assert [(reel.step, reel.complete, micros(reel)) for reel in reels] == [
+    assert [(step_data.step, step_data.complete, micros(step_data)) for step_data in collected_steps] == [
         (0, True, [0, 1, 2]),
         (1, True, [0, 1, 2]),
         (2, False, [0, 1]),
@@ -85,9 +85,9 @@ def test_a_batch_that_the_program_skips_is_no_micro_batch(tmp_path, accumulate):
         return -1 if self.trainer.current_epoch == 0 and index == 3 else None
 
     skipping = {"on_train_batch_start": on_train_batch_start}
-    reels, run = fit(tmp_path / "out", methods=skipping, max_epochs=2, accumulate_grad_batches=accumulate)
-    assert [reel.step for reel in reels] == list(range(run.global_step))
+    collected_steps, run = fit(tmp_path / "out", methods=skipping, max_epochs=2, accumulate_grad_batches=accumulate)
+    assert [step_data.step for step_data in collected_steps] == list(range(run.global_step))
     batches = 3 + 8
-    assert sum(len(micros(reel)) for reel in reels) == batches
-    for reel in reels:
-        assert micros(reel) == list(range(len(micros(reel))))
+    assert sum(len(micros(step_data)) for step_data in collected_steps) == batches
+    for step_data in collected_steps:
+        assert micros(step_data) == list(range(len(micros(step_data))))

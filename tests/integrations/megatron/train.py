@@ -127,19 +127,19 @@ class Seen:
     def __init__(self) -> None:
         self.rows, self.scalars, self.calls = [], {}, []
 
-    def __call__(self, reel):
-        numbers = reel.numbers()
-        self.scalars[reel.step] = dict(reel.scalars)
-        for call in reel.calls:
+    def __call__(self, step_data):
+        numbers = step_data.numbers()
+        self.scalars[step_data.step] = dict(step_data.scalars)
+        for call in step_data.calls:
             if call.kind != "state":
                 if call.kind == "module":
-                    self.calls.append([reel.step, call.name, call.phase, call.micro, call.call])
+                    self.calls.append([step_data.step, call.name, call.phase, call.micro, call.call])
                 continue
             for slot, value in call.params.items():
                 told = [float(numbers[k][value.row]) for k in ("norm", "max", "min")]
                 extra = value.extra or {}
                 row = [
-                    reel.step,
+                    step_data.step,
                     call.node,
                     call.name,
                     slot,
@@ -232,7 +232,7 @@ def misbehave(folder: Path, layout: str) -> None:
     told = {"twice": megatron.attach(training.chunks, training.optimizer, plan) is probe}
     probe.watchers.append(seen)
     whole = []
-    probe.watchers.append(lambda reel: whole.append([reel.step, reel.complete]) or ())
+    probe.watchers.append(lambda step_data: whole.append([step_data.step, step_data.complete]) or ())
     forward_step = tiny_gpt.forward_step
 
     def failing(a, data, model):

@@ -75,10 +75,10 @@ def main(folder: Path, bare: bool) -> None:
 
             def on_step(when, step):
                 if when == "after_opt":
-                    reel = probe.end_step()
+                    step_data = probe.end_step()
                     found.extend(
                         {"step": step, "name": f.name, "slot": f.slot, "call": f.call, "numbers": f.numbers.tolist()}
-                        for f in reel.features
+                        for f in step_data.features
                     )
                     if step + 1 < a.steps:
                         probe.begin_step(step + 1)

@@ -89,8 +89,8 @@ def test_pieces_tell_their_place_in_the_original_parameter(pair, kind):
 
     found: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
     for rank in range(2):
-        reel = next(iter(read_log(pair[0] / f"{kind} shards" / f"rank{rank}")))
-        for call in reel.calls:
+        step_data = next(iter(read_log(pair[0] / f"{kind} shards" / f"rank{rank}")))
+        for call in step_data.calls:
             for slot, value in (call.params or {}).items() if call.kind == "state" else ():
                 if "unreduced" not in slot and not slot.startswith(("step", "update")):
                     (offset,), (count,), (whole,) = (value.extra["shard"][key] for key in ("offset", "shape", "whole"))

@@ -168,13 +168,13 @@ def test_another_models_updates_and_forwards_belong_to_no_step(tmp_path):
 @pytest.mark.proves("PyTorch", "accumulation and clipping")
 def test_a_script_is_run_unedited_with_the_same_output_and_its_steps_and_micro_batches_seen(tmp_path, plan):
     assert watched(plan, SCRIPT, cwd=tmp_path) == run(SCRIPT, cwd=tmp_path)
-    reels = list(steps_of(tmp_path / "out"))
-    assert [reel.step for reel in reels] == [0, 1, 2, 3, 4]
-    for reel in reels:
-        assert [call.micro for call in reel.calls if call.name == "0" and call.phase == "forward"] == [0, 1], (
+    collected_steps = list(steps_of(tmp_path / "out"))
+    assert [step_data.step for step_data in collected_steps] == [0, 1, 2, 3, 4]
+    for step_data in collected_steps:
+        assert [call.micro for call in step_data.calls if call.name == "0" and call.phase == "forward"] == [0, 1], (
             "evaluation is left out"
         )
-        assert {"loss", "grad_norm", "lr"} <= set(reel.scalars)
+        assert {"loss", "grad_norm", "lr"} <= set(step_data.scalars)
 
 
 @pytest.mark.proves("PyTorch", "GradScaler")
@@ -189,8 +189,13 @@ def test_a_step_that_the_loss_scaler_skips_is_a_step_and_says_so(tmp_path, plan)
 @pytest.mark.proves("PyTorch", "a crash")
 def test_a_script_that_fails_keeps_its_error_and_its_exit_code_and_what_was_seen(tmp_path, plan):
     watched(plan, SCRIPT, "crash", cwd=tmp_path, code=1)
-    reels = list(steps_of(tmp_path / "out"))
-    assert [(reel.step, reel.complete) for reel in reels] == [(0, True), (1, True), (2, True), (3, False)]
+    collected_steps = list(steps_of(tmp_path / "out"))
+    assert [(step_data.step, step_data.complete) for step_data in collected_steps] == [
+        (0, True),
+        (1, True),
+        (2, True),
+        (3, False),
+    ]
 
 
 @pytest.mark.proves("PyTorch", "torchrun", ranks=2)

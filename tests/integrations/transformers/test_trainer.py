@@ -95,8 +95,8 @@ def test_what_the_trainer_reports_is_kept_as_it_reports_it_at_the_step_it_names(
 def test_micro_batches_are_told_apart_and_evaluation_is_not_recorded(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
     train(tmp_path, probe(tmp_path / "out", level="L0"), accumulate=2, **options)
-    for reel in steps_of(tmp_path / "out"):
-        forwards = [call for call in reel.calls if call.phase == "forward" and call.name == "first"]
+    for step_data in steps_of(tmp_path / "out"):
+        forwards = [call for call in step_data.calls if call.phase == "forward" and call.name == "first"]
         assert [call.micro for call in forwards] == [0, 1]
 
 
@@ -140,8 +140,8 @@ def test_a_crash_passes_through_and_nothing_is_left_installed(tmp_path):
     run = trainer(tmp_path, [probe(tmp_path / "out", level="L0")], accumulate=2, crash_at=5)
     with pytest.raises(RuntimeError, match="the training broke"):
         run.train()
-    reels = list(steps_of(tmp_path / "out"))
-    assert [(reel.step, reel.complete) for reel in reels] == [(1, True), (2, True), (3, False)]
+    collected_steps = list(steps_of(tmp_path / "out"))
+    assert [(step_data.step, step_data.complete) for step_data in collected_steps] == [(1, True), (2, True), (3, False)]
     assert torch.nn.Module._call_impl is call and "training_step" not in vars(run)
 
 
@@ -193,7 +193,7 @@ def test_training_again_with_the_same_callback_goes_on_in_the_same_place(tmp_pat
     again = probe(tmp_path / "out")
     train(tmp_path, again)
     train(tmp_path, again)
-    assert [reel.step for reel in steps_of(tmp_path / "out")].count(1) == 2
+    assert [step_data.step for step_data in steps_of(tmp_path / "out")].count(1) == 2
 
 
 # ---- checkpoints and loggers -----------------------------------------------------------------------------------------
@@ -272,10 +272,13 @@ def test_a_step_whose_log_another_callback_takes_back_holds_no_evaluation_and_no
     options = {"logging_strategy": "steps", "logging_steps": 1, "eval_steps": 1}
     watch = probe(tmp_path / "out", {"level": "L0"})
     train(tmp_path, watch, Silent(), eval_strategy="steps" if evaluates else "no", **options)
-    reels = list(steps_of(tmp_path / "out"))
-    assert [reel.step for reel in reels] == [1, 2, 3, 4]
-    for reel in reels:
-        assert [call.phase for call in reel.calls if call.kind == "module" and call.name == "first"] == ["forward", "backward"]
+    collected_steps = list(steps_of(tmp_path / "out"))
+    assert [step_data.step for step_data in collected_steps] == [1, 2, 3, 4]
+    for step_data in collected_steps:
+        assert [call.phase for call in step_data.calls if call.kind == "module" and call.name == "first"] == [
+            "forward",
+            "backward",
+        ]
 
 
 def test_a_training_step_that_the_program_has_put_on_the_trainer_stays_there(tmp_path):
@@ -300,6 +303,8 @@ def test_a_callback_that_is_given_to_a_second_trainer_watches_that_one(tmp_path)
     train(tmp_path, watch, accumulate=2)
     run = train(tmp_path, watch, accumulate=2)
     assert watch.trainer is run
-    reels = list(steps_of(tmp_path / "out"))
-    assert [reel.step for reel in reels] == [1, 2, 3, 4] * 2
-    assert [reel.scalars["loss"] for reel in reels[:4]] == [reel.scalars["loss"] for reel in reels[4:]]
+    collected_steps = list(steps_of(tmp_path / "out"))
+    assert [step_data.step for step_data in collected_steps] == [1, 2, 3, 4] * 2
+    assert [step_data.scalars["loss"] for step_data in collected_steps[:4]] == [
+        step_data.scalars["loss"] for step_data in collected_steps[4:]
+    ]

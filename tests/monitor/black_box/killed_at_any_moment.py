@@ -1,6 +1,6 @@
 """A training that goes on until it is killed, or, with numbers of steps, until the last of them.
 
-killed_at_any_moment.py FOLDER STEP …. Prints a line when it has begun; with numbers of steps then what each reel says, as
+killed_at_any_moment.py FOLDER STEP …. Prints a line when it has begun; with numbers of steps then what each step says, as
 JSON (see tests.engine.storage.trail_of_a_step).
 """
 
@@ -32,9 +32,9 @@ def main(folder: str, *asked: str) -> None:
                 loss.backward()
             probe.note("loss", loss)
             optimizer.step()
-            reel = probe.end_step()
+            step_data = probe.end_step()
             if step in wanted:
-                kept[step] = told(reel)
+                kept[step] = told(step_data)
             if step == 2:
                 print("it trains", flush=True)
     print(json.dumps(kept))

@@ -56,14 +56,14 @@ def test_wherever_a_training_is_killed_the_box_tells_the_truth(tmp_path, capsys,
         whole = json.loads(undisturbed.stdout.read().splitlines()[-1])
     for ring, found in zip(rings, left, strict=True):
         boxed = [decode(orjson.dumps(step["reel"])) for step in read_box(ring)[1]]
-        complete = [reel.step for reel in boxed if reel.complete]
+        complete = [step_data.step for step_data in boxed if step_data.complete]
         assert complete == list(range(complete[0], complete[-1] + 1)) and len(complete) >= 3
         assert read_where(ring).step in (complete[-1], complete[-1] + 1)
         if found is not None:
-            trail, reel = told(found[0]), whole[str(found[0].step)]
+            trail, step_data = told(found[0]), whole[str(found[0].step)]
             assert found[0].step in (complete[-1], complete[-1] + 1)
-            assert set(trail["calls"]) <= set(reel["calls"])
-            assert trail["scalars"].items() <= reel["scalars"].items()
-            assert set(trail["records"]) <= set(reel["records"])
+            assert set(trail["calls"]) <= set(step_data["calls"])
+            assert trail["scalars"].items() <= step_data["scalars"].items()
+            assert set(trail["records"]) <= set(step_data["records"])
         assert main(["black-box", str(ring)]) == 0
     assert "random state" in capsys.readouterr().out

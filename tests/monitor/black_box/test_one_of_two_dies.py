@@ -45,11 +45,15 @@ def test_the_rank_that_was_killed_and_the_one_that_waits_for_it_tell_what_they_h
     boxes = {path.parent.name: path for path in find_boxes(tmp_path / "out")}
     assert set(boxes) == {"rank0", "rank1"}
     for rank, path in boxes.items():
-        reels = [decode(orjson.dumps(step["reel"])) for step in read_box(path)[1]]
-        assert [(reel.step, reel.complete) for reel in reels][-2:] == [(STEP - 1, True), (STEP, False)]
-        assert reels[-1].place.rank == int(rank[-1])
-        inputs = [r for r in reels[-1].records() if (r.site.name, r.site.slot, r.step.phase) == ("0", "input.0", "forward")]
-        outputs = [r for r in reels[-1].records() if (r.site.name, r.site.slot, r.step.phase) == ("1", "output", "forward")]
+        collected_steps = [decode(orjson.dumps(step["reel"])) for step in read_box(path)[1]]
+        assert [(step_data.step, step_data.complete) for step_data in collected_steps][-2:] == [(STEP - 1, True), (STEP, False)]
+        assert collected_steps[-1].place.rank == int(rank[-1])
+        inputs = [
+            r for r in collected_steps[-1].records() if (r.site.name, r.site.slot, r.step.phase) == ("0", "input.0", "forward")
+        ]
+        outputs = [
+            r for r in collected_steps[-1].records() if (r.site.name, r.site.slot, r.step.phase) == ("1", "output", "forward")
+        ]
         assert len(inputs) == 1 and "norm" in inputs[0].values
         assert len(outputs) == (rank == "rank0")
     assert main(["black-box", str(tmp_path / "out")]) == 0

@@ -50,16 +50,16 @@ def die(folder, how, where, **more):
 
 
 def steps_of(folder):
-    """Return the box, and the steps in it as reels."""
+    """Return the box, and the steps in it as collected steps."""
     (path,) = find_boxes(folder)
     head, steps = read_box(path)
     return path, head, [decode(orjson.dumps(step["reel"])) for step in steps]
 
 
-def norms_of(reel, name):
+def norms_of(step_data, name):
     return [
         record.values["norm"]
-        for record in reel.records()
+        for record in step_data.records()
         if (record.site.kind, record.site.name, record.site.slot) == ("module", name, "output")
     ]
 
@@ -102,10 +102,10 @@ def test_whatever_ends_the_process_all_that_the_step_had_brought_is_there(compil
     folder, statuses = compiled
     left = folder / f"{how}-{where}"
     assert statuses[left.name] == -SUDDEN[how]
-    path, _, reels = steps_of(left)
-    assert [(reel.step, reel.complete) for reel in reels][-2:] == [(STEP - 1, True), (STEP, False)]
+    path, _, collected_steps = steps_of(left)
+    assert [(step_data.step, step_data.complete) for step_data in collected_steps][-2:] == [(STEP - 1, True), (STEP, False)]
     assert read_where(path).step == STEP
-    assert_brought(reels[-1], where, float(left.with_suffix(".out").read_text()))
+    assert_brought(collected_steps[-1], where, float(left.with_suffix(".out").read_text()))
     assert main(["black-box", str(left)]) == 0
     shown = " ".join(capsys.readouterr().out.split())  # lines are broken
     assert (UNSURE if how == "SIGKILL" and where == "backward" else PLACES[where]) in shown
@@ -164,9 +164,9 @@ def test_of_a_backward_pass_the_last_module_that_it_saw_is_told(tmp_path, capsys
 def test_an_error_leaves_the_step_and_where_it_arose(tmp_path, capsys):
     status, norm = die(tmp_path / "out", "raise", "forward")
     assert status == 1
-    _, head, reels = steps_of(tmp_path / "out")
-    assert (reels[-1].step, reels[-1].complete) == (STEP, False)
-    assert norms_of(reels[-1], "0")[1] == pytest.approx(norm, rel=1e-6)
+    _, head, collected_steps = steps_of(tmp_path / "out")
+    assert (collected_steps[-1].step, collected_steps[-1].complete) == (STEP, False)
+    assert norms_of(collected_steps[-1], "0")[1] == pytest.approx(norm, rel=1e-6)
     assert head["where"] in PLACES["forward"]
     assert main(["black-box", str(tmp_path / "out")]) == 0
     assert PLACES["forward"] in capsys.readouterr().out
@@ -185,11 +185,11 @@ model(torch.ones(4, 8))
 def test_an_error_that_ends_the_program_within_a_step_leaves_that_step(tmp_path):
     done = subprocess.run([sys.executable, "-c", ESCAPES, str(tmp_path)], env=environment(), capture_output=True, timeout=300)
     assert done.returncode == 1 and b"cannot be multiplied" in done.stderr
-    _, head, reels = steps_of(tmp_path)
+    _, head, collected_steps = steps_of(tmp_path)
     assert head["why"] == "RuntimeError ended the program"
     assert head["where"] == "step 3, the forward pass of micro-batch 0, in 2"
-    assert [(reel.step, reel.complete) for reel in reels] == [(3, False)]
-    assert len(norms_of(reels[0], "1")) == 1 and not norms_of(reels[0], "2")
+    assert [(step_data.step, step_data.complete) for step_data in collected_steps] == [(3, False)]
+    assert len(norms_of(collected_steps[0], "1")) == 1 and not norms_of(collected_steps[0], "2")
 
 
 FORKS = """
@@ -212,9 +212,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_what_a_child_does_is_no_word_about_its_parent(tmp_path):
     done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], env=environment(), capture_output=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    path, _, reels = steps_of(tmp_path)
-    assert [(reel.step, reel.complete) for reel in reels] == [(3, False)]
-    assert len(norms_of(reels[0], "1")) == 1
+    path, _, collected_steps = steps_of(tmp_path)
+    assert [(step_data.step, step_data.complete) for step_data in collected_steps] == [(3, False)]
+    assert len(norms_of(collected_steps[0], "1")) == 1
     assert read_where(path) == Where(3, 0, AFTER_FORWARD, "")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.fleet import Copier, Fleet, planted_in, write_through_sink
 from trainprobe.engine.storage.dumps.layout import find_segments
-from trainprobe.engine.storage.run_log.read import read_reels, read_tables
+from trainprobe.engine.storage.run_log.read import read_steps, read_tables
 from trainprobe.engine.storage.run_log.replicas import compact_segment
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames_of_run_log import RunLog
@@ -42,13 +42,13 @@ def test_a_compacted_rank_is_read_back_as_the_sink_wrote_it(tmp_path):
         (segment,) = find_segments(write_through_sink(fleet, tmp_path, rank))
         before = rows_of(segment.parent)
         frames = [str((f.step, f.place, f.values, f.scalars)) for f in RunLog(segment.parent).frames()]
-        reels = [[str(record) for record in reel.records()] for reel in read_reels(segment.parent)]
+        collected_steps = [[str(record) for record in step_data.records()] for step_data in read_steps(segment.parent)]
         size = segment.stat().st_size
         assert compact_segment(segment, template)
         assert segment.stat().st_size < 0.8 * size
         assert rows_of(segment.parent) == before
         assert [str((f.step, f.place, f.values, f.scalars)) for f in RunLog(segment.parent).frames()] == frames
-        assert [[str(record) for record in reel.records()] for reel in read_reels(segment.parent)] == reels
+        assert [[str(record) for record in step_data.records()] for step_data in read_steps(segment.parent)] == collected_steps
         (part,) = read_tables(segment.parent, ["norm"], [("step", ">=", 1), ("step", "<=", 2), ("kind", "==", "gradient")])
         assert part.num_rows == 2 * fleet.parameters
         assert not compact_segment(segment, template)

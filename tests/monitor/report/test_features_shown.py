@@ -47,8 +47,10 @@ def test_each_feature_is_a_map_of_its_own_in_words(folder):
     assert "layers.0.mlp.up.weight" in metrics["underflow fp8_e5m2, gradients"].rows
     assert list(metrics["dead units, outputs"].rows) == ["layers.0.mlp.act", "layers.1.mlp.act"]
     shown = metrics["spectral norm"]
-    track = next(t for t in series[0].tracks if t.spot.slot == "spectral_norm" and t.spot.name == "layers.1.attn.qkv.weight")
-    assert np.array_equal(shown.values[0, shown.rows.index(track.spot.name)], series[0].get(track)[1].astype(np.float32))
+    track = next(
+        t for t in series[0].tracks if t.address.slot == "spectral_norm" and t.address.name == "layers.1.attn.qkv.weight"
+    )
+    assert np.array_equal(shown.values[0, shown.rows.index(track.address.name)], series[0].get(track)[1].astype(np.float32))
     assert len(frames) == 6
 
 

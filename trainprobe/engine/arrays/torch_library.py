@@ -72,7 +72,7 @@ class TorchLibrary:
         return native_code(dtype)
 
     def extra(self, name: str, result: npt.NDArray[np.float64], dtype: str) -> Any:
-        """Turn the result of an extra into what a reel holds: (edges, counts) of a histogram, or quantiles, [levels]."""
+        """Turn the result of an extra into what `StepData` holds: (edges, counts) of a histogram, or quantiles, [levels]."""
         if name != "histogram":
             return result
         if not isinstance(self._edges, str):

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from trainprobe.engine.core.records import Call, Phase, Reel, Site, Value
-from trainprobe.engine.core.reel import slots
+from trainprobe.engine.core.records import Call, Phase, Site, StepData, Value
+from trainprobe.engine.core.step_data import slots
 
 
-class Spot(NamedTuple):
+class Address(NamedTuple):
     """Where a value stands in a step: phase, kind, name, call and slot."""
 
     phase: Phase
@@ -30,12 +30,12 @@ class Spot(NamedTuple):
 _GRADIENTS = {"grad_unreduced": 1, "grad_unclipped": 2, "grad": 3}
 
 
-def spot(phase: Phase, kind: str, name: str, call: int, slot: str) -> Spot:
+def address(phase: Phase, kind: str, name: str, call: int, slot: str) -> Address:
     """Return the address of a value; a module's own parameters have the address that they have everywhere."""
     if kind == "module" and slot.startswith("parameters."):
         short = slot.removeprefix("parameters.")
-        return Spot(phase, "parameter", f"{name}.{short}" if name else short, call, "value")
-    return Spot(phase, kind, name, call, slot)
+        return Address(phase, "parameter", f"{name}.{short}" if name else short, call, "value")
+    return Address(phase, kind, name, call, slot)
 
 
 def stage_and_phase(slot: str) -> tuple[int, Phase]:
@@ -49,14 +49,14 @@ def stage_and_phase(slot: str) -> tuple[int, Phase]:
     return (4, "optimizer") if slot.endswith("_after") or slot == "update" else (-1, "forward")
 
 
-def stage_and_spot(call: Call, slot: str) -> tuple[int, Spot]:
+def stage_and_address(call: Call, slot: str) -> tuple[int, Address]:
     """Return the stage of a call's value (0 for what is no parameter's) and its address."""
     stage, phase, name = 0, call.phase, call.name
     if call.kind == "state":
         stage, phase = stage_and_phase(slot)
     elif call.kind == "parameter":
         name, slot = f"{name}.{slot}" if name else slot, "grad"
-    return stage, spot(phase, "parameter" if call.kind == "state" else call.kind, name, call.call, slot)
+    return stage, address(phase, "parameter" if call.kind == "state" else call.kind, name, call.call, slot)
 
 
 def order(stage: int, call: int) -> tuple[int, int]:
@@ -64,13 +64,13 @@ def order(stage: int, call: int) -> tuple[int, int]:
     return stage, call if stage == 4 or stage < 1 else -call
 
 
-def in_order(reel: Reel) -> list[tuple[Spot, Call, Value]]:
-    """Return every value of a reel at every place, in the order of execution."""
-    found = [(order(stage, i), where, call, value) for i, stage, where, call, value in _each(reel)]
+def in_order(step_data: StepData) -> list[tuple[Address, Call, Value]]:
+    """Return every value of a collected step at every place, in the order of execution."""
+    found = [(order(stage, i), where, call, value) for i, stage, where, call, value in _each(step_data)]
     return [(where, call, value) for _, where, call, value in sorted(found, key=lambda entry: entry[0])]
 
 
-def _each(reel: Reel) -> Iterator[tuple[int, int, Spot, Call, Value]]:
-    for i, call in enumerate(reel.calls):
+def _each(step_data: StepData) -> Iterator[tuple[int, int, Address, Call, Value]]:
+    for i, call in enumerate(step_data.calls):
         for slot, value in slots(call):
-            yield i, *stage_and_spot(call, slot), call, value
+            yield i, *stage_and_address(call, slot), call, value

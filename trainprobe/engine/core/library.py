@@ -80,7 +80,7 @@ class Library(Protocol):
         ...
 
     def extra(self, name: str, result: npt.NDArray[np.float64], dtype: str) -> Any:
-        """Turn what an extra ("histogram", "quantiles") computed for a tensor of this dtype into what a reel holds."""
+        """Turn what an extra ("histogram", "quantiles") computed for a tensor of this dtype into what `StepData` holds."""
         ...
 
     def bring(self, tensors: Sequence[Any]) -> list[npt.NDArray[Any]]:

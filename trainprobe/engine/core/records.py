@@ -1,8 +1,8 @@
 """The nouns that every tap, statistic, writer and rule shares.
 
-A collected step of one rank leaves the device once and becomes a `Reel`: the calls that were seen, the distinct values
-they refer to, and one row of partial sums a value. A `Reel` is columnar, because building thousands of small objects
-inside a training step would cost more than reducing the tensors; iterate over `Reel.records()` for one immutable
+A collected step of one rank leaves the device once and becomes a `StepData`: the calls that were seen, the distinct values
+they refer to, and one row of partial sums a value. A `StepData` is columnar, because building thousands of small objects
+inside a training step would cost more than reducing the tensors; iterate over `StepData.records()` for one immutable
 `Record` a value and place.
 """
 
@@ -79,7 +79,7 @@ class Record:
 
 
 class Value:
-    """A distinct tensor value that was looked at once; its numbers stand in row `row` of the reel's partials."""
+    """A distinct tensor value that was looked at once; its numbers stand in row `row` of the step's partials."""
 
     __slots__ = ("device", "dtype", "extra", "note", "requires_grad", "row", "shape", "tensor", "type")
 
@@ -96,7 +96,7 @@ class Value:
         tensor: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        self.row = row  # index into Reel.partials, -1 when nothing could be reduced (then `note` says why)
+        self.row = row  # index into StepData.partials, -1 when nothing could be reduced (then `note` says why)
         self.type = type  # full class name as existing tools write it
         self.dtype = dtype  # "torch.float32", "Float32" (mindspore)
         self.shape = shape  # -1 for the ragged dimension of a jagged tensor
@@ -146,7 +146,7 @@ class Call:
         self.cls = cls
         self.micro = micro
         self.parent = parent  # enclosing call, or "optimizer" / "clip_grad"
-        self.stack = stack  # index into Reel.stacks
+        self.stack = stack  # index into StepData.stacks
         self.args: Any = None
         self.kwargs: Any = None
         self.out: Any = None
@@ -192,7 +192,7 @@ class Feature:
 
 
 @dataclass(slots=True)
-class Reel:
+class StepData:
     """All that one rank saw in one collected step, on the host.
 
     partials: float64 [rows, len(PARTIALS)] (see engine.stats.partials). checksums: uint64 [rows] or None; 0 where none was
@@ -225,14 +225,14 @@ class Reel:
     layout: Any = field(default=None, init=False, repr=False, compare=False)  # see engine/core/step_layout.py
 
     def numbers(self) -> dict[str, npt.NDArray[Any]]:
-        """Finish the partials: statistic name → array [rows], computed once a reel and vectorised."""
+        """Finish the partials: statistic name → array [rows], computed once a collected step and vectorised."""
         from trainprobe.engine.stats import finish
 
         return finish(self.partials, self.wanted)
 
     def records(self) -> Iterator[Record]:
         """Yield a Record for each value at each place it was seen, in execution order."""
-        from trainprobe.engine.core.reel import iterate_records
+        from trainprobe.engine.core.step_data import iterate_records
 
         return iterate_records(self)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trainprobe.engine.core.records import Call
-from trainprobe.engine.core.reel import entry_name
+from trainprobe.engine.core.step_data import entry_name
 from trainprobe.engine.plan.model import Plan
 
 _FORWARD = ("forward", "recompute")

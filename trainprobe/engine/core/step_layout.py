@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from trainprobe.compiled import native
-from trainprobe.engine.core.records import Opaque, Reel
+from trainprobe.engine.core.records import Opaque, StepData
 
 T = TypeVar("T")
 KEPT = 16  # layouts; a training has one for each set of programs that want a step
@@ -37,28 +37,28 @@ class StepLayout:
 _known: dict[bytes, StepLayout] = {}
 
 
-def layout_of(reel: Reel) -> StepLayout:
-    """Return the layout of a reel: the same object for reels that differ in nothing but their numbers.
+def layout_of(step_data: StepData) -> StepLayout:
+    """Return the layout of a collected step: the same object for collected steps that differ in nothing but their numbers.
 
     The names of features and scalars belong to it as the calls do.
     """
-    found: StepLayout | None = reel.layout
+    found: StepLayout | None = step_data.layout
     if found is None:
-        key = _structure_key(reel)
+        key = _structure_key(step_data)
         found = _known.get(key)
         if found is None:
             if len(_known) >= KEPT:
                 _known.pop(next(iter(_known)), None)
             found = _known[key] = StepLayout()
-        reel.layout = found
+        step_data.layout = found
     return found
 
 
-def _structure_key(reel: Reel) -> bytes:
-    features = [(f.name, f.slot, f.call, f.micro, f.numbers.size, f.edges is None) for f in reel.features]
-    more = [features, list(reel.scalars), [list(stack) for stack in reel.stacks]]
+def _structure_key(step_data: StepData) -> bytes:
+    features = [(f.name, f.slot, f.call, f.micro, f.numbers.size, f.edges is None) for f in step_data.features]
+    more = [features, list(step_data.scalars), [list(stack) for stack in step_data.stacks]]
     if native is not None:
-        return native.structure_key(reel.calls, more, Opaque)
+        return native.structure_key(step_data.calls, more, Opaque)
     from trainprobe.engine.storage.dumps.record_log import calls_text
 
-    return hashlib.blake2b(b"%b %b" % (calls_text(reel), repr(more).encode(errors="backslashreplace"))).digest()
+    return hashlib.blake2b(b"%b %b" % (calls_text(step_data), repr(more).encode(errors="backslashreplace"))).digest()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainprobe.engine.core.records import Call, Reel, Value
+from trainprobe.engine.core.records import Call, StepData, Value
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import F64, PARTIALS
 
@@ -28,15 +28,15 @@ def divided(partials: F64, scale: F64) -> F64:
     return out
 
 
-def unscale(reel: Reel, scaled: Sequence[Scaled]) -> None:
-    """Divide the numbers of these places of a reel; `extra` of their values then holds "scale".
+def unscale(step_data: StepData, scaled: Sequence[Scaled]) -> None:
+    """Divide the numbers of these places of a collected step; `extra` of their values then holds "scale".
 
     Each gets a row of its own, because others may have seen the same tensor as it is. The fingerprint stays that of the bits.
     """
     kept: list[tuple[Any, float]] = []
     for call, slot, told in scaled:
         value = (call.params or {}).get(slot)
-        scale = _number(reel, told) if isinstance(told, Value) else float(told)
+        scale = _number(step_data, told) if isinstance(told, Value) else float(told)
         if value is None or getattr(value, "row", -1) < 0 or scale == 1.0 or not 0 < scale < np.inf:
             continue
         own = value.with_note(value.note)
@@ -46,21 +46,23 @@ def unscale(reel: Reel, scaled: Sequence[Scaled]) -> None:
     if not kept:
         return
     rows = np.array([value.row for value, _ in kept])
-    first = len(reel.partials)
-    reel.partials = np.concatenate([reel.partials, divided(reel.partials[rows], np.array([scale for _, scale in kept]))])
-    if reel.checksums is not None:
-        reel.checksums = np.concatenate([reel.checksums, reel.checksums[rows]])
+    first = len(step_data.partials)
+    step_data.partials = np.concatenate(
+        [step_data.partials, divided(step_data.partials[rows], np.array([scale for _, scale in kept]))]
+    )
+    if step_data.checksums is not None:
+        step_data.checksums = np.concatenate([step_data.checksums, step_data.checksums[rows]])
     for name in ("crc32", "histograms"):  # of the bits as they were
-        table = getattr(reel, name)
+        table = getattr(step_data, name)
         if table is not None:
-            setattr(reel, name, {**table, **{first + i: table[r] for i, r in enumerate(rows.tolist()) if r in table}})
-    if reel.quantiles is not None:
-        told = {first + i: reel.quantiles[v.row] / s for i, (v, s) in enumerate(kept) if v.row in reel.quantiles}
-        reel.quantiles = {**reel.quantiles, **told}
+            setattr(step_data, name, {**table, **{first + i: table[r] for i, r in enumerate(rows.tolist()) if r in table}})
+    if step_data.quantiles is not None:
+        told = {first + i: step_data.quantiles[v.row] / s for i, (v, s) in enumerate(kept) if v.row in step_data.quantiles}
+        step_data.quantiles = {**step_data.quantiles, **told}
     for i, (value, _) in enumerate(kept):
         value.row = first + i
-        reel.values.append(value)
+        step_data.values.append(value)
 
 
-def _number(reel: Reel, value: Value) -> float:
-    return float(finish(reel.partials[value.row : value.row + 1], ("mean",))["mean"][0]) if value.row >= 0 else 1.0
+def _number(step_data: StepData, value: Value) -> float:
+    return float(finish(step_data.partials[value.row : value.row + 1], ("mean",))["mean"][0]) if value.row >= 0 else 1.0

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import orjson
 
 from trainprobe.compiled import native
-from trainprobe.engine.core.records import Call, Opaque, Reel, Value
+from trainprobe.engine.core.records import Call, Opaque, StepData, Value
 from trainprobe.engine.stats.partials import PARTIALS, finish
 from trainprobe.engine.storage.dumps.header import read_place
 
@@ -306,10 +306,10 @@ class _Reader:
         return self._value(c) if letter == "w" else {"t": True, "f": False}.get(letter)
 
 
-def read_trail(data: bytes | memoryview) -> tuple[Reel, Call | None] | None:
+def read_trail(data: bytes | memoryview) -> tuple[StepData, Call | None] | None:
     """Return (the step in progress, the call that was seen last) of a trail, uint8 [n]; None where no step was in progress.
 
-    The reel is not complete, its calls stand in the order in which they began; its notes say what there was no room for.
+    The step is marked incomplete; its calls are in the order in which they began. Its notes say what had no room.
     """
     whole = memoryview(data)
     used, step, left_out = struct.unpack_from("<QqQ", whole)
@@ -325,7 +325,7 @@ def read_trail(data: bytes | memoryview) -> tuple[Reel, Call | None] | None:
     about = reader.about
     rows = np.array(reader.rows) if reader.rows else np.zeros((0, len(PARTIALS)))
     sums = np.array(reader.checksums, np.uint64)
-    return Reel(
+    return StepData(
         step=step,
         place=read_place(about["place"]),
         framework=about["framework"],

@@ -1,7 +1,7 @@
 """The one background thread that writes: what training hands over waits in a bounded queue and is never dropped in silence.
 
 A full queue makes the training wait (back-pressure) rather than lose data. A step is written at once, but the thread wakes at
-most once in LINGER, because waking it takes time from the training. A sink that gathers steps is asked to write them
+most once in WAKE_INTERVAL_S, because waking it takes time from the training. A sink that gathers steps is asked to write them
 BATCH_WINDOW after the first of them came. A sink that fails, because the disk is full or cannot be written, is given up, a
 finding says what was lost, and the others and the training go on. A forked child inherits a writer that ignores all it is
 told: its parent writes. At the end of the interpreter, or of a process of `multiprocessing`, what is queued is written, for a
@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.records import Finding, Place, Reel
+from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.tensor_files import SavedTensor
-from trainprobe.engine.storage.sinks import BatchSink, ComplainingSink, CountingSink, PieceSink, Sink, TensorSink
+from trainprobe.engine.storage.sinks import BatchSink, CountingSink, PieceSink, Sink, TensorSink, WarningSink
 from trainprobe.errors import OutputError, PlanError, UsageError
 
 EXIT_SECONDS = 60.0
-LINGER = 0.1  # seconds
+WAKE_INTERVAL_S = 0.1  # seconds
 BATCH_WINDOW = 1.0  # seconds
 BATCH_ROWS = 1 << 14  # where more rows than that are gathered, they are written at once
 MANY_ROWS = 1 << 15  # where more rows than that wait, or tensors, there is room for few steps
@@ -64,11 +64,11 @@ class _SinkGuard(Guard):
 
 
 class Writer:
-    """Hands reels, tensors and findings to the sinks on a thread of its own.
+    """Hands collected steps, tensors and findings to the sinks on a thread of its own.
 
     sinks: name → sink. on_error: "raise" makes the next call here raise the fault of a sink. tell: is given each finding of the
-    writer, on the writer's thread. max_reels, max_bytes: how much may wait (tensors count by their bytes, one larger
-    than the bound may wait alone; of large reels, and with tensors, no more than FEW).
+    writer, on the writer's thread. max_steps, max_bytes: how much may wait (tensors count by their bytes, one larger
+    than the bound may wait alone; of large collected steps, and with tensors, no more than FEW).
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Writer:
         place: Place | None = None,
         on_error: str = "continue",
         tell: Callable[[Finding], None] | None = None,
-        max_reels: int = 32,
+        max_steps: int = 32,
         max_bytes: int = 256 << 20,
     ) -> None:
         self.sinks = dict(sinks)
@@ -86,13 +86,13 @@ class Writer:
         self._gathering = {name: sink for name, sink in sinks.items() if isinstance(sink, BatchSink)}
         self._tensors = {name: sink for name, sink in sinks.items() if isinstance(sink, TensorSink)}
         self._pieces = {name: sink for name, sink in sinks.items() if isinstance(sink, PieceSink)}
-        self._complaining = {name: sink for name, sink in sinks.items() if isinstance(sink, ComplainingSink)}
+        self._warning_sinks = {name: sink for name, sink in sinks.items() if isinstance(sink, WarningSink)}
         self._counting = {name: sink for name, sink in sinks.items() if isinstance(sink, CountingSink)}
         self.tensors_wanted = bool(self._tensors)
         self._place = place
         self._raise = on_error == "raise"
         self._tell = tell
-        self._max_reels = max_reels
+        self._max_steps = max_steps
         self._max_bytes = max_bytes
         self._guards = {name: _SinkGuard() for name in sinks}
         self._lost: dict[str, list[int]] = {}
@@ -101,7 +101,7 @@ class Writer:
         self._gathered_rows = 0
         self._due: float | None = None  # when they are to be written
         self._jobs: deque[_Job] = deque()
-        self._reels = 0
+        self._collected_steps = 0
         self._rows = 0
         self._bytes = 0
         self._busy = False
@@ -119,12 +119,12 @@ class Writer:
 
     # ---- from the training's side --------------------------------------------------------------------------------
 
-    def submit(self, reel: Reel) -> None:
-        """Hand over a finished reel; it must not be changed afterwards. Waits while the queue is full."""
-        self._put(_Job("write", (reel,), 0, len(reel.partials), reel.step))
+    def submit(self, step_data: StepData) -> None:
+        """Hand over a finished collected step; it must not be changed afterwards. Waits while the queue is full."""
+        self._put(_Job("write", (step_data,), 0, len(step_data.partials), step_data.step))
 
     def submit_tensor(self, step: int, key: str, data: Any) -> None:
-        """Hand over one value of a step, before the reel that refers to it by `key`. Waits while too many bytes are queued.
+        """Hand over one value of a step, before the step data that refer to it by `key`. Waits while too many bytes are queued.
 
         data: what `SavedTensor.of` takes, or a function that returns it and is called on the writer's thread (where it may
         wait for a copy from a device that is under way); nothing changes it afterwards.
@@ -197,8 +197,8 @@ class Writer:
             self._jobs.append(job)
             self._bytes += job.bytes
             self._rows += job.rows
-            self._reels += job.verb == "write"
-            if self._asleep or job.verb != "write" or 4 * self._reels >= 3 * self._most_reels():
+            self._collected_steps += job.verb == "write"
+            if self._asleep or job.verb != "write" or 4 * self._collected_steps >= 3 * self._most_steps():
                 self._wake()
 
     def _wake(self) -> None:
@@ -206,10 +206,10 @@ class Writer:
         self._changed.notify_all()
 
     def _room(self, size: int) -> bool:
-        return self._reels < self._most_reels() and (self._bytes == 0 or self._bytes + size <= self._max_bytes)
+        return self._collected_steps < self._most_steps() and (self._bytes == 0 or self._bytes + size <= self._max_bytes)
 
-    def _most_reels(self) -> int:
-        return self._max_reels if self._rows < MANY_ROWS and not self._bytes else min(FEW, self._max_reels)
+    def _most_steps(self) -> int:
+        return self._max_steps if self._rows < MANY_ROWS and not self._bytes else min(FEW, self._max_steps)
 
     def _alive(self) -> bool:
         return self._thread.is_alive()
@@ -233,7 +233,7 @@ class Writer:
                 self._busy = False
                 self._bytes -= job.bytes
                 self._rows -= job.rows
-                self._reels -= job.verb == "write"
+                self._collected_steps -= job.verb == "write"
                 self._changed.notify_all()
             del job
         self._flush_sinks()
@@ -247,7 +247,7 @@ class Writer:
         with self._changed:
             if not self._jobs:
                 self._hurry = False
-                self._changed.wait_for(lambda: self._hurry or self._closed, LINGER)
+                self._changed.wait_for(lambda: self._hurry or self._closed, WAKE_INTERVAL_S)
             self._asleep = True
             left = None if self._due is None else max(0.0, self._due - time.monotonic())
             self._changed.wait_for(lambda: self._jobs or self._closed, left)
@@ -269,16 +269,16 @@ class Writer:
         else:
             for name, sink in (self._counting if job.verb == "counts" else self.sinks).items():
                 self._guarded(name, getattr(sink, job.verb), job.step, *job.arguments)
-        for name in self._complaining:
+        for name in self._warning_sinks:
             self._collect(name)
 
-    def _write(self, reel: Reel) -> None:
+    def _write(self, step_data: StepData) -> None:
         if self._gathering:
             self._due = self._due or time.monotonic() + BATCH_WINDOW
-            self._gathered.append(reel.step)
-            self._gathered_rows += len(reel.partials)
+            self._gathered.append(step_data.step)
+            self._gathered_rows += len(step_data.partials)
         for name, sink in self.sinks.items():
-            self._guarded(name, sink.write, reel.step, reel)
+            self._guarded(name, sink.write, step_data.step, step_data)
 
     def _flush_sinks(self) -> None:
         """Have the steps written that some sinks gathered."""
@@ -328,9 +328,9 @@ class Writer:
         self._say("error", message, step if step >= 0 else None)
 
     def _collect(self, name: str) -> None:
-        sink = self._complaining.get(name)
+        sink = self._warning_sinks.get(name)
         if sink is not None and self._guards[name].tripped is None:
-            for finding in sink.complaints():
+            for finding in sink.warnings_made():
                 self._keep(finding)
 
     def _summarise(self) -> None:

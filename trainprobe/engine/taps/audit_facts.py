@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunction
 
 from trainprobe.engine.core.facts import Base, Clip, Group, ModelFacts, Output, Progress, Repeat, Scaled, StepFacts
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.records import Place, Reel, Value
+from trainprobe.engine.core.records import Place, StepData, Value
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
@@ -313,15 +313,15 @@ class AuditTap:
 
     # ---- afterwards ----------------------------------------------------------------------------------------------
 
-    def take(self, reel: Reel) -> StepFacts:
-        """Return the facts of the step that `reel` holds."""
+    def take(self, step_data: StepData) -> StepFacts:
+        """Return the facts of the step that `step_data` holds."""
         assert self._set_up is not None
         calls = self._calls
-        kept = {name: (_checksum(reel, v), _norm(reel, v)) for name, v in self._kept.items()}
+        kept = {name: (_checksum(step_data, v), _norm(step_data, v)) for name, v in self._kept.items()}
         facts = StepFacts(
             set_up=self._set_up,
             model=self._model_facts(),
-            batches=tuple(_joined(reel, values) for values in calls.batches),
+            batches=tuple(_joined(step_data, values) for values in calls.batches),
             whole_numbers=any("int" in v.dtype for values in calls.batches for v in values),
             tokens=tuple(_tokens(values) for values in calls.batches),
             bypassed=calls.bypassed,
@@ -331,17 +331,17 @@ class AuditTap:
             called=calls.called_names(),
             waiting=tuple(self._waiting),
             scaled=tuple(self._scaled),
-            begun={name: _checksum(reel, v) for name, v in self._begun.items()},
+            begun={name: _checksum(step_data, v) for name, v in self._begun.items()},
             ordinal=self.ordinal(),
             updates_between=self._between,
             left={name: seen for name, seen in kept.items() if seen[1] != 0},
-            buffers={name: _checksum(reel, v) for name, v in self._buffers.items()},
+            buffers={name: _checksum(step_data, v) for name, v in self._buffers.items()},
             groups=self._used_groups() if self._plain() else (),
             rates=self._rates,
             bases=self._bases,
             progress=self.progress(),
             rates_next=tuple(rate for optimizer in self._optimizers for rate in rates_of(optimizer)),
-            clips=tuple(Clip(c.names, _norm(reel, c.norm), c.used, c.limit, c.others) for c in self._states.clips),
+            clips=tuple(Clip(c.names, _norm(step_data, c.norm), c.used, c.limit, c.others) for c in self._states.clips),
             random=random_fingerprint(),
             random_begun=self._random_begun,
             randoms=self._randoms,
@@ -349,22 +349,22 @@ class AuditTap:
             drawn=calls.drawn,
             evaluations=calls.take_evaluations(),
             dependent=self._dependent,
-            spoiled=self._spoiled(reel),
+            spoiled=self._spoiled(step_data),
             ambient=self._ambient,
             recomputed=tuple(
-                Repeat(name, order, _outputs(reel, again), tuple(_outputs(reel, f) for f in first))
+                Repeat(name, order, _outputs(step_data, again), tuple(_outputs(step_data, f) for f in first))
                 for name, order, again, first in calls.repeated()
             ),
-            **self._observed(reel),
+            **self._observed(step_data),
         )
         self._left, self._kept, self._buffers, self._begun = {}, {}, {}, {}
         self._between = 0
         self._let(self._use.begin)
         if facts.batches:
-            self._let(self.saves.trained_on, reel.step, facts.batches)
+            self._let(self.saves.trained_on, step_data.step, facts.batches)
         return facts
 
-    def _observed(self, reel: Reel) -> dict[str, Any]:
+    def _observed(self, step_data: StepData) -> dict[str, Any]:
         """Return the facts that the observers saw, by their names; those of one that has failed are left out."""
         loaded = self._loaded
         taken = {
@@ -382,13 +382,13 @@ class AuditTap:
             "gathered": self._let(self._gathered.take),
             "gradient_term": self._let(self._terms.take),
         }
-        used = self._let(self._use.take, self._optimizers, partial(_mean, reel), partial(_norm, reel)) or {}
+        used = self._let(self._use.take, self._optimizers, partial(_mean, step_data), partial(_norm, step_data)) or {}
         return {name: facts for name, facts in taken.items() if facts is not None} | used | self._given.take()
 
-    def _spoiled(self, reel: Reel) -> tuple[str, ...]:
+    def _spoiled(self, step_data: StepData) -> tuple[str, ...]:
         """Return the buffers that hold a NaN, as they were last looked at."""
         held = (self._begun | self._buffers).items()
-        return tuple(name for name, v in held if v.row >= 0 and column(reel.partials[v.row : v.row + 1], "nan")[0] > 0)
+        return tuple(name for name, v in held if v.row >= 0 and column(step_data.partials[v.row : v.row + 1], "nan")[0] > 0)
 
     def _held_now(self) -> dict[tuple[str, str], int]:
         """Return (parameter, slot) → fingerprint of what is trained and this process holds; reads the device once."""
@@ -438,24 +438,26 @@ class AuditTap:
         return any(id(p) not in names for model in self._models for p in model.parameters())
 
 
-def _checksum(reel: Reel, value: Value) -> int:
-    return int(reel.checksums[value.row]) if reel.checksums is not None and value.row >= 0 else 0
+def _checksum(step_data: StepData, value: Value) -> int:
+    return int(step_data.checksums[value.row]) if step_data.checksums is not None and value.row >= 0 else 0
 
 
-def _norm(reel: Reel, value: Value) -> float:
-    return float(finish(reel.partials[value.row : value.row + 1], ("norm",))["norm"][0]) if value.row >= 0 else 0.0
+def _norm(step_data: StepData, value: Value) -> float:
+    return float(finish(step_data.partials[value.row : value.row + 1], ("norm",))["norm"][0]) if value.row >= 0 else 0.0
 
 
-def _mean(reel: Reel, value: Value) -> float:
-    return float(finish(reel.partials[value.row : value.row + 1], ("mean",))["mean"][0]) if value.row >= 0 else float("nan")
+def _mean(step_data: StepData, value: Value) -> float:
+    return (
+        float(finish(step_data.partials[value.row : value.row + 1], ("mean",))["mean"][0]) if value.row >= 0 else float("nan")
+    )
 
 
-def _outputs(reel: Reel, values: Sequence[Value]) -> tuple[Output, ...]:
+def _outputs(step_data: StepData, values: Sequence[Value]) -> tuple[Output, ...]:
     out: list[Output] = []
     for value in (value for value in values if value.row >= 0):
-        row = reel.partials[value.row : value.row + 1]
+        row = step_data.partials[value.row : value.row + 1]
         total, count = float(column(row, "sum")[0]), float(column(row, "count")[0])
-        out.append(Output(_checksum(reel, value), _norm(reel, value), total, count, value.dtype))
+        out.append(Output(_checksum(step_data, value), _norm(step_data, value), total, count, value.dtype))
     return tuple(out)
 
 
@@ -463,9 +465,9 @@ def _tokens(values: Sequence[Value]) -> int:
     return next((prod(v.shape) for v in values if "int" in v.dtype), 0)
 
 
-def _joined(reel: Reel, values: Sequence[Value]) -> int:
+def _joined(step_data: StepData, values: Sequence[Value]) -> int:
     total = np.uint64(len(values))
     with np.errstate(over="ignore"):
         for value in values:
-            total = total * np.uint64(_COMBINE) ^ np.uint64(_checksum(reel, value))
+            total = total * np.uint64(_COMBINE) ^ np.uint64(_checksum(step_data, value))
     return int(total)

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.resting import Rests
-from trainprobe.engine.core.wanted import ModulesWanted
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import Tap
+from trainprobe.engine.taps.pauses import Pauses
+from trainprobe.engine.taps.requests import ModuleRequest
 from trainprobe.engine.taps.torch_modules import ModuleTap
 
 WHOM = "module_dump"
@@ -24,7 +24,7 @@ class DumpedModules:
     """
 
     def __init__(
-        self, others: Sequence[Tap | None], rests: Rests, wanted: ModulesWanted, guard: Guard, tape: Callable[[], Tape | None]
+        self, others: Sequence[Tap | None], rests: Pauses, wanted: ModuleRequest, guard: Guard, tape: Callable[[], Tape | None]
     ) -> None:
         self._others = others
         self._rests = rests

@@ -17,7 +17,7 @@ from trainprobe.engine.core.containers import tensors_in
 from trainprobe.engine.core.facts import Evaluation, Group, ModelFacts, ParameterFact, StepFacts
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import ROOT
-from trainprobe.engine.core.records import Reel, Value
+from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.taps import AUDIT
@@ -119,14 +119,14 @@ class CellAuditTap:
 
     # ---- afterwards ------------------------------------------------------------------------------------------------
 
-    def take(self, reel: Reel) -> StepFacts:
-        """Return the facts of the step that `reel` holds."""
+    def take(self, step_data: StepData) -> StepFacts:
+        """Return the facts of the step that `step_data` holds."""
         assert self._set_up is not None
         batches, self._batches = self._batches, []
         return StepFacts(
             set_up=self._set_up,
             model=self._facts(self._states.optimizers()),
-            batches=tuple(joined([_checksum(reel, value) for value in values]) for values in batches),
+            batches=tuple(joined([_checksum(step_data, value) for value in values]) for values in batches),
             whole_numbers=any(_whole(value) for values in batches for value in values),
             tokens=tuple(next((prod(v.shape) for v in values if _whole(v)), 0) for values in batches),
             backwards=1,  # each step of a training differentiates, though the update may be left out
@@ -202,8 +202,8 @@ def _is_tensor(x: Any) -> bool:
     return isinstance(x, mindspore.Tensor)
 
 
-def _checksum(reel: Reel, value: Value) -> int:
-    return int(reel.checksums[value.row]) if reel.checksums is not None and value.row >= 0 else 0
+def _checksum(step_data: StepData, value: Value) -> int:
+    return int(step_data.checksums[value.row]) if step_data.checksums is not None and value.row >= 0 else 0
 
 
 def _whole(value: Value) -> bool:

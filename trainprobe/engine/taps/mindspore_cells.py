@@ -24,9 +24,9 @@ from mindspore.nn import Cell
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call
-from trainprobe.engine.core.wanted import ModulesWanted
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps.replaced import Replaced
+from trainprobe.engine.taps.requests import ModuleRequest
 
 COMPILED = (
     "MindSpore compiles this model into a graph (GRAPH_MODE, or ms.jit), and Python sees nothing inside one: inputs and "
@@ -111,7 +111,7 @@ def _same(members: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 class CellTap:
     """See the module text. `parameter_names`: id of parameter → MindSpore's own name, or its path where several have that."""
 
-    def __init__(self, wanted: ModulesWanted, guard: Guard) -> None:
+    def __init__(self, wanted: ModuleRequest, guard: Guard) -> None:
         self.wanted = wanted
         self.known: dict[int, CellInfo] = {}
         self.parameter_names: dict[int, str] = {}

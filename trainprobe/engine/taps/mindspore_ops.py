@@ -20,9 +20,9 @@ from mindspore.common.api import _pynative_executor
 
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Call
-from trainprobe.engine.core.wanted import OpsWanted
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps.mindspore_cells import INPUTS, hooked, is_graph_mode, wait
+from trainprobe.engine.taps.requests import OpRequest
 
 _DIFFERENTIATES: Any = type(_pynative_executor).grad.__code__  # what calls from here is backward, not the model
 _NO_CALCULATION = frozenset({"typeof"})
@@ -37,7 +37,7 @@ def ops_are_seen() -> bool:
 class PrimitiveTap:
     """See the module text. stack: the running calls of cells that enclose the ops."""
 
-    def __init__(self, wanted: OpsWanted, guard: Guard, stack: list[Call]) -> None:
+    def __init__(self, wanted: OpRequest, guard: Guard, stack: list[Call]) -> None:
         self.parent: str | None = None  # where calls outside every cell belong: "optimizer"
         self.asleep = False
         self.notes: dict[str, None] = {}

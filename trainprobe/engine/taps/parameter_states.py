@@ -15,7 +15,7 @@ from trainprobe.compiled import native
 from trainprobe.engine.core.facts import Piece
 from trainprobe.engine.core.flat_parameters import Stretch, handles_of, stretches_of
 from trainprobe.engine.core.guard import attempt
-from trainprobe.engine.core.records import Call, Reel, Value
+from trainprobe.engine.core.records import Call, StepData, Value
 from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.core.sources import SORTS, Part, PlainSource, Source, sort_of
 from trainprobe.engine.core.unscaling import Scaled, unscale
@@ -274,9 +274,9 @@ class ParameterStateTap:
         """Learn that gradients are as they are again."""
         self._scale = None
 
-    def unscale(self, reel: Reel) -> None:
+    def unscale(self, step_data: StepData) -> None:
         """Take out of the numbers of a step what gradients were multiplied by."""
-        unscale(reel, self._multiplied)
+        unscale(step_data, self._multiplied)
 
     def _keep(self, tape: Tape, moment: str, part: Part, slot: str, flags: int) -> Call:
         """Look at a part, and return the call that it is recorded with."""

@@ -25,7 +25,6 @@ from trainprobe.engine.core.naming import INNER, ROOT, Rename, count_outer_wrapp
 from trainprobe.engine.core.position import Position
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.stacks import Stacks
-from trainprobe.engine.core.wanted import ModulesWanted
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps import node_hooks, substituted
 from trainprobe.engine.taps.gradients import edge_of, plus, sequence_number
@@ -40,6 +39,7 @@ from trainprobe.engine.taps.module_gradients import (
 from trainprobe.engine.taps.native_torch import learned
 from trainprobe.engine.taps.outline import Outline
 from trainprobe.engine.taps.replaced import Replaced
+from trainprobe.engine.taps.requests import ModuleRequest
 
 # Dump entries may leave these parts out (a plan's `data`).
 INPUTS, KWARGS, OUTPUTS, PARAMETERS, PARAMETER_GRADIENTS = "input", "kwargs", "output", "parameters", "parameter_gradients"
@@ -88,7 +88,7 @@ class ModuleTap:
     Where the compiled parts are there, `native/modules.c` does what `_run` and `_record_parameter` do.
     """
 
-    def __init__(self, wanted: ModulesWanted, guard: Guard, stacks: Stacks | None, rename: Rename | None = None) -> None:
+    def __init__(self, wanted: ModuleRequest, guard: Guard, stacks: Stacks | None, rename: Rename | None = None) -> None:
         self.wanted = wanted
         self.stack: list[Call] = []
         self.position: Position | None = None  # is told which module runs

@@ -19,7 +19,6 @@ from trainprobe.compiled import native
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.stacks import Stacks
-from trainprobe.engine.core.wanted import OpsWanted
 from trainprobe.engine.plan.catalog import OpName, op_name
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps import node_hooks
@@ -29,6 +28,7 @@ from trainprobe.engine.taps.gradients import node_of, sequence_number
 from trainprobe.engine.taps.native_torch import learned
 from trainprobe.engine.taps.repeated_ops import RepeatedOps
 from trainprobe.engine.taps.replaced import Replaced
+from trainprobe.engine.taps.requests import OpRequest
 from trainprobe.engine.taps.torch_modules import ModuleTap
 
 _Wanted = tuple[OpName, int]
@@ -41,7 +41,7 @@ class OpTap:
 
     def __init__(
         self,
-        wanted: OpsWanted,
+        wanted: OpRequest,
         guard: Guard,
         stacks: Stacks | None,
         modules: ModuleTap | None = None,
@@ -66,7 +66,7 @@ class OpTap:
         self._specs: dict[Any, tuple[str, int, bool, bool] | None] = {}  # what `wanted` says, as the compiled watch reads it
         self._watch: Any = None if native is None else self._compiled(native, wanted)
 
-    def _compiled(self, native: Any, wanted: OpsWanted) -> Any:
+    def _compiled(self, native: Any, wanted: OpRequest) -> Any:
         """Return what records calls in compiled code, as `before`, `after` and `_OpBackward` do here."""
         return learned(native).OpWatch(
             names=self._specs,

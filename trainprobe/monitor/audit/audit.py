@@ -15,7 +15,7 @@ from trainprobe.engine.core.facts import SavedTensors, StepFacts
 from trainprobe.engine.core.findings import Cause, Count, cause_of, counted_all
 from trainprobe.engine.core.gathering import Words
 from trainprobe.engine.core.guard import Part, simply
-from trainprobe.engine.core.records import Finding, Place, Reel
+from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.monitor.audit.evidence import Evidence, Past, Tensors, tensors_of
 from trainprobe.monitor.audit.history import handed_over, remembered, stepped_here
 from trainprobe.monitor.audit.messages import decode, digest, encode, key_of, out_of_service
@@ -45,14 +45,14 @@ Gather = Callable[[Words], list[Words]]
 
 
 class Audit:
-    """The audit of one rank. Call it with each reel, in order.
+    """The audit of one rank. Call it with each collected step, in order.
 
-    take: the facts of the step that a reel holds. gather: brings every rank's message to every rank; None: ranks are not
+    take: the facts of a collected step. gather: brings every rank's message to every rank; None: ranks are not
     compared. certain: axes over which plain parameters are known to be replicated, because somebody told the topology.
     assumed: nobody told it, nor shows a wrapper what the ranks share. own_loop: the loop is the user's own, and no trainer's.
     """
 
-    def __init__(self, plan: AuditPlan, take: Callable[[Reel], StepFacts], gather: Gather | None) -> None:
+    def __init__(self, plan: AuditPlan, take: Callable[[StepData], StepFacts], gather: Gather | None) -> None:
         self.plan = plan
         self.certain: frozenset[str] = frozenset()
         self.assumed = False
@@ -76,17 +76,17 @@ class Audit:
         self.count: Count = counted_all  # findings that hold at one more step
         self.part: Part = simply  # runs one relation
 
-    def __call__(self, reel: Reel) -> list[Finding]:
+    def __call__(self, step_data: StepData) -> list[Finding]:
         """Check the relations that are due and return the violations that are new."""
-        due = self.plan.due(reel.step)
-        if not reel.complete or not ("audit" in reel.programs or due):
+        due = self.plan.due(step_data.step)
+        if not step_data.complete or not ("audit" in step_data.programs or due):
             return []
-        facts = self._take(reel)
+        facts = self._take(step_data)
         if facts.loaded is not None or facts.saved or self._resumed or self._relaid:  # whenever something was loaded
             due = (*due, *(name for name in ("resumed", "saved_and_loaded") if self.plan.interval(name) and name not in due))
         if not due:
             return []
-        evidence = self.evidence(reel, facts, due)
+        evidence = self.evidence(step_data, facts, due)
         return self.judge(evidence, due)
 
     def judge(self, evidence: Evidence, due: Sequence[str]) -> list[Finding]:
@@ -127,22 +127,22 @@ class Audit:
 
     # ---- evidence ------------------------------------------------------------------------------------------------
 
-    def evidence(self, reel: Reel, facts: StepFacts, due: Sequence[str]) -> Evidence:
+    def evidence(self, step_data: StepData, facts: StepFacts, due: Sequence[str]) -> Evidence:
         """Gather all that the relations may look at, and remember it for the next step."""
-        tensors = tensors_of(reel)
+        tensors = tensors_of(step_data)
         if facts.loaded is not None:
-            self._relaid = self._take_relaid(facts, tensors, reel)
+            self._relaid = self._take_relaid(facts, tensors, step_data)
         if facts.saved:
             self._resumed = came_back(facts.saved, tensors)
         if self._relaid is not None and self._relaid.schedules is None and facts.schedules:
             self._relaid = replace(self._relaid, schedules=() if self._resumed is not None else facts.schedules)
         draft = Evidence(
-            reel.step,
-            reel.place,
+            step_data.step,
+            step_data.place,
             facts,
             tensors,
             self.plan,
-            reel.scalars,
+            step_data.scalars,
             self.last,
             batches_before=tuple(self._batches),
             ever_reached=frozenset(self._reached),
@@ -157,7 +157,7 @@ class Audit:
             own_loop=self.own_loop,
         )
         peers: tuple[Peer, ...] = ()
-        if self.exchanges(reel.step, reel.place.world_size):
+        if self.exchanges(step_data.step, step_data.place.world_size):
             peers = self._compare(draft)
         replicated = dict(self._replicated)
         evidence = replace(draft, peers=peers, replicated=replicated)
@@ -176,14 +176,14 @@ class Audit:
             self.last = replace(self.last, step=evidence.step, facts=facts, tensors=Tensors(), scalars=evidence.scalars)
         return evidence
 
-    def _take_relaid(self, facts: StepFacts, tensors: Tensors, reel: Reel) -> Relaid | None:
+    def _take_relaid(self, facts: StepFacts, tensors: Tensors, step_data: StepData) -> Relaid | None:
         """Return what was loaded before this step, where ranks or cuts are others than when this rank saved."""
-        pieces, world = as_pieces(held(tensors), facts.loaded or {}), reel.place.world_size
+        pieces, world = as_pieces(held(tensors), facts.loaded or {}), step_data.place.world_size
         own = facts.saved[-1] if facts.saved else None
         cut = is_relaid(own, pieces)
         if not cut and own is not None and own.world == world:
             return None
-        return Relaid(reel.step, pieces, cut, self.everyone(), not self._compares(world), facts.batches)
+        return Relaid(step_data.step, pieces, cut, self.everyone(), not self._compares(world), facts.batches)
 
     def _forget_load(self, evidence: Evidence) -> None:
         """Let go of what was loaded once it has been judged; of its schedules only when one was seen."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.core.facts import ModelFacts, SavedTensors, StepFacts
-from trainprobe.engine.core.records import Finding, Place, Reel, Site
+from trainprobe.engine.core.records import Finding, Place, Site, StepData
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
 from trainprobe.monitor.audit.class_shares import ClassShares
@@ -81,14 +81,14 @@ class Tensors:
         return found
 
 
-def tensors_of(reel: Reel) -> Tensors:
-    """Return what a reel says about parameters around the optimizer step."""
+def tensors_of(step_data: StepData) -> Tensors:
+    """Return what a collected step says about parameters around the optimizer step."""
     rows: dict[Key, int] = {}
     dtypes: dict[Key, str] = {}
     replicas: dict[Key, frozenset[str]] = {}
     names: dict[str, None] = {}
     pieces: dict[Key, str] = {}
-    for call in reel.calls:
+    for call in step_data.calls:
         if call.kind != "state":
             continue
         for slot, value in (call.params or {}).items():
@@ -101,7 +101,7 @@ def tensors_of(reel: Reel) -> Tensors:
             if shard is not None:
                 replicas[call.name, slot] = frozenset(shard["replicas"])
                 pieces[call.name, slot] = _rectangle(shard)
-    return Tensors(rows, reel.partials, reel.checksums, dtypes, replicas, tuple(names), pieces)
+    return Tensors(rows, step_data.partials, step_data.checksums, dtypes, replicas, tuple(names), pieces)
 
 
 def _rectangle(shard: Mapping[str, Any]) -> str:

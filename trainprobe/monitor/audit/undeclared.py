@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainprobe.engine.core.records import Finding, Reel
+from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.monitor.audit.audit import Audit
 
 _SENTENCE = (
@@ -21,12 +21,12 @@ class Undeclared:
         self._at_end = at_end
         self._silent = False
 
-    def __call__(self, reel: Reel) -> list[Finding]:
+    def __call__(self, step_data: StepData) -> list[Finding]:
         """Look at the first step that ran backward and at which the relation was due; find nothing."""
         last = self._audit.last
-        if self._silent or last is None or last.step != reel.step or not last.facts.backwards:
+        if self._silent or last is None or last.step != step_data.step or not last.facts.backwards:
             return []
-        if "declared_loss" in self._audit.plan.due(reel.step):
+        if "declared_loss" in self._audit.plan.due(step_data.step):
             self._silent = True
             if not self._declared():
                 self._at_end(_SENTENCE)

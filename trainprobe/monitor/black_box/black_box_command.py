@@ -123,13 +123,13 @@ def _table(steps: list[dict[str, Any]]) -> Table:
     for title in ("step", *names[:8], "batches", "random state", "tensors"):
         table.add_column(title)
     for step in steps:
-        reel, facts = step["reel"], step["facts"]
+        step_data, facts = step["reel"], step["facts"]
         table.add_row(
-            str(reel["step"]) + ("" if reel.get("complete", True) else " (cut short)"),
-            *(_number(reel["scalars"].get(name)) for name in names[:8]),
+            str(step_data["step"]) + ("" if step_data.get("complete", True) else " (cut short)"),
+            *(_number(step_data["scalars"].get(name)) for name in names[:8]),
             " ".join(_short(b) for b in facts.get("batches", ())),
             _short(facts.get("random", "")),
-            str(reel.get("rows", 0)),
+            str(step_data.get("rows", 0)),
         )
     return table
 

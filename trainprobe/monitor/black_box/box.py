@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from trainprobe.engine.core.position import Position
-from trainprobe.engine.core.records import Finding, Place, Reel
+from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.storage.dumps.header import place_text
 from trainprobe.engine.storage.dumps.layout import log_folder
 from trainprobe.engine.storage.dumps.record_log import encode
@@ -84,26 +84,26 @@ class BlackBox:
         """Forget what the step in progress has brought."""
         self._trail.end()
 
-    def hold(self, reel: Reel, facts: Facts) -> None:
-        """Store a step with what its reel does not hold: batch ids, random state. It is in the file when this returns."""
+    def hold(self, step_data: StepData, facts: Facts) -> None:
+        """Store a step with what its data do not hold: batch ids, random state. It is in the file when this returns."""
         if self._left:
             return
-        if not reel.complete:
+        if not step_data.complete:
             self._where = str(self.position.where())
-        line = encode(reel)
+        line = encode(step_data)
         if not self._ring.put(_piece(facts, line)):
             thin = dataclasses.replace(
-                reel, calls=[], values=[], partials=reel.partials[:0], checksums=None, stacks=(), notes=_TOO_LARGE
+                step_data, calls=[], values=[], partials=step_data.partials[:0], checksums=None, stacks=(), notes=_TOO_LARGE
             )
             self._ring.put(_piece(facts, encode(thin)))
         self._trail.end()
 
-    def write(self, reel: Reel) -> None:
+    def write(self, step_data: StepData) -> None:
         """Write the box out when something about this step asks for it."""
-        if self._pending is None and not reel.complete:
-            self._pending = f"step {reel.step} ended in an error"
+        if self._pending is None and not step_data.complete:
+            self._pending = f"step {step_data.step} ended in an error"
         if self._pending is not None:
-            self._write_out(self._pending, reel.step)
+            self._write_out(self._pending, step_data.step)
             self._pending = None
 
     def findings(self, findings: Sequence[Finding]) -> None:

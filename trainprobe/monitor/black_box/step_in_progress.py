@@ -20,6 +20,6 @@ def step_in_progress(ring: Path) -> dict[str, Any] | None:
     found = read_trail(read_trail_bytes(ring))
     if found is None:
         return None
-    reel, last = found
+    step_data, last = found
     seen = None if last is None else {"kind": last.kind, "name": last.name, "phase": last.phase, "node": last.node}
-    return {"facts": {"batches": list(reel.batches), "seen_last": seen}, "reel": orjson.loads(encode(reel))}
+    return {"facts": {"batches": list(step_data.batches), "seen_last": seen}, "reel": orjson.loads(encode(step_data))}

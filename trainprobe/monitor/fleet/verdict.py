@@ -11,7 +11,7 @@ import numpy as np
 
 from trainprobe.engine.core.findings import in_folder
 from trainprobe.engine.core.records import Finding, Site
-from trainprobe.engine.storage.run_log.schema import kind_of_spot
+from trainprobe.engine.storage.run_log.schema import kind_of_address
 from trainprobe.monitor.fleet.clocks import Timetable, late_ranks, missing_steps
 from trainprobe.monitor.fleet.groups import Group
 from trainprobe.monitor.fleet.origin import first_not_finite
@@ -138,7 +138,7 @@ def _in_words(place: Place) -> str:
 
 
 def _site(place: Place) -> Site:
-    return Site(kind_of_spot(place["kind"]), place["name"], place["slot"], place["call"])  # pyright: ignore[reportArgumentType]
+    return Site(kind_of_address(place["kind"]), place["name"], place["slot"], place["call"])  # pyright: ignore[reportArgumentType]
 
 
 def _unreadable(survey: Survey) -> list[Finding]:

@@ -11,11 +11,11 @@ import orjson
 import typer
 from rich.console import Console
 
-from trainprobe.engine.core.addresses import Spot
+from trainprobe.engine.core.addresses import Address
 from trainprobe.engine.core.findings import spans
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call
-from trainprobe.engine.core.reel import entry_name
+from trainprobe.engine.core.step_data import entry_name
 from trainprobe.monitor.fleet.words import counted
 from trainprobe.monitor.nan_trace.steps import steps_of
 from trainprobe.monitor.nan_trace.trace import RankTrace, RunTrace, reached, trace_run
@@ -50,7 +50,7 @@ def _lines(found: RunTrace | None, looked: int) -> Iterator[str]:
     first = found.first
     yield f"the first {first.what} is of step {found.step}, on rank {first.at.rank}: {_name(first)}: {_how(first, found)}"
     yield from (f"  {line}" for line in _about_call(first))
-    if first.kind == "made" and first.spot.kind == "module" and looked == 1:
+    if first.kind == "made" and first.address.kind == "module" and looked == 1:
         yield "  its weights were not recorded: if an earlier update spoilt them, record earlier steps, with the monitor on"
     went = reached(first)
     if went:
@@ -60,36 +60,38 @@ def _lines(found: RunTrace | None, looked: int) -> Iterator[str]:
     yield from _others(found)
 
 
-def _landmarks(went: Sequence[Spot]) -> list[Spot]:
+def _landmarks(went: Sequence[Address]) -> list[Address]:
     """Return what to show of the way: the next results, the last of the forward pass, the loss, a gradient, a weight."""
-    forward = [spot for spot in went if spot.phase == "forward" and spot.kind != "scalar"]
-    loss = [spot for spot in went if spot.kind == "scalar"][:1]
-    gradients = [spot for spot in went if spot.phase == "backward" and spot.kind == "parameter"][:1]
-    updated = [spot for spot in went if spot.phase == "optimizer"][:1]
+    forward = [address for address in went if address.phase == "forward" and address.kind != "scalar"]
+    loss = [address for address in went if address.kind == "scalar"][:1]
+    gradients = [address for address in went if address.phase == "backward" and address.kind == "parameter"][:1]
+    updated = [address for address in went if address.phase == "optimizer"][:1]
     return list(dict.fromkeys([*forward[:_SHOWN], *forward[-1:], *loss, *gradients, *updated])) or list(went[:_SHOWN])
 
 
 def _name(trace: RankTrace) -> str:
-    call = trace.at.call_at(trace.spot)
-    if call is None or trace.at.reel is None or (is_given(trace.spot) and trace.spot.kind == "parameter"):
-        return describe(trace.spot)
+    call = trace.at.call_at(trace.address)
+    if call is None or trace.at.step_data is None or (is_given(trace.address) and trace.address.kind == "parameter"):
+        return describe(trace.address)
     parent = call.parent
     within = parent.name if isinstance(parent, Call) and parent.kind == "module" and parent.name != ROOT else ""
     micro = f", micro-batch {call.micro}" if call.micro else ""
-    return f"{entry_name(call, trace.at.reel.framework)}, {trace.spot.slot}{f', in {within}' if within else ''}{micro}"
+    return f"{entry_name(call, trace.at.step_data.framework)}, {trace.address.slot}{f', in {within}' if within else ''}{micro}"
 
 
 def _how(first: RankTrace, found: RunTrace) -> str:
     if first.kind == "handed":
         return "a collective handed it over, and no rank that was recorded made it: record all ranks"
-    also = [trace.at.rank for trace in found.ranks if trace is not first and trace.kind == "made" and trace.spot == first.spot]
+    also = [
+        trace.at.rank for trace in found.ranks if trace is not first and trace.kind == "made" and trace.address == first.address
+    ]
     return f"{first.how}{f'; ranks {spans(sorted(also))} made one at the same place' if also else ''}"
 
 
 def _about_call(trace: RankTrace) -> Iterator[str]:
     """Yield a line for each value of the call that made it, and where in the program it was called; only dumps know."""
-    call = trace.at.call_at(trace.spot)
-    if call is None or trace.at.reel is None:
+    call = trace.at.call_at(trace.address)
+    if call is None or trace.at.step_data is None:
         return
     for slot, dtype, shape, numbers in trace.at.numbers(call):
         least, most = numbers.get("min"), numbers.get("max")
@@ -97,8 +99,8 @@ def _about_call(trace: RankTrace) -> Iterator[str]:
         short = dtype.rpartition(".")[2].lower()
         ends = math.inf in (most, -(least or 0.0)) and not math.isnan(most or 0.0) and short in _LARGEST
         yield f"{slot}: {short} {list(shape)}, {between}{f' ({short} ends at {_LARGEST[short]:.6g})' if ends else ''}"
-    forward = next((c for c in trace.at.reel.calls if (c.kind, c.name, c.call) == (call.kind, call.name, call.call)), call)
-    frames = trace.at.reel.stacks[forward.stack] if 0 <= forward.stack < len(trace.at.reel.stacks) else ()
+    forward = next((c for c in trace.at.step_data.calls if (c.kind, c.name, c.call) == (call.kind, call.name, call.call)), call)
+    frames = trace.at.step_data.stacks[forward.stack] if 0 <= forward.stack < len(trace.at.step_data.stacks) else ()
     frame = next((str(frame) for frame in frames if "/torch/" not in str(frame)), None)
     if frame is not None:
         yield f"called at {' '.join(frame.split())}"
@@ -107,7 +109,7 @@ def _about_call(trace: RankTrace) -> Iterator[str]:
 def _others(found: RunTrace) -> Iterator[str]:
     first = found.first
     for trace in sorted((*found.ranks, *found.later), key=lambda trace: trace.at.rank):
-        if trace is first or (trace.kind == "made" and trace.spot == first.spot and trace in found.ranks):
+        if trace is first or (trace.kind == "made" and trace.address == first.address and trace in found.ranks):
             continue
         step = trace.at.frame.step
         if trace.kind == "handed":
@@ -122,7 +124,7 @@ def _as_json(found: RunTrace | None, looked: int) -> dict[str, Any]:
     if found is None:
         return {"found": False, "steps": looked}
     every = [_trace_as_json(trace) for trace in (*found.ranks, *found.later)]
-    went = [list(spot) for spot in reached(found.first)]
+    went = [list(address) for address in reached(found.first)]
     return {
         "found": True,
         "steps": looked,
@@ -141,6 +143,6 @@ def _trace_as_json(trace: RankTrace) -> dict[str, Any]:
         "origin": trace.kind,
         "what": trace.what,
         "how": trace.how,
-        "at": dict(zip(names, trace.spot, strict=True)),
+        "at": dict(zip(names, trace.address, strict=True)),
         "entry": _name(trace),
     }

@@ -9,9 +9,9 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-from trainprobe.engine.core.addresses import Spot, stage_and_spot
+from trainprobe.engine.core.addresses import Address, stage_and_address
 from trainprobe.engine.core.records import Call
-from trainprobe.engine.core.reel import StoredReel, numbers_of_rows, slots
+from trainprobe.engine.core.step_data import StoredStepData, numbers_of_rows, slots
 from trainprobe.engine.storage.dumps import read
 from trainprobe.engine.storage.dumps.layout import DEBUG_FILE, DUMP_FILE, find_dumps, holds_dump
 from trainprobe.errors import FormatError
@@ -21,24 +21,29 @@ from trainprobe.monitor.run_folder import find_logs, frames_of_log
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One step of one rank. reel: where the step was read from a dump, which knows parents, stacks and extremes."""
+    """One step of one rank. step_data: where the step was read from a dump, which knows parents, stacks and extremes."""
 
     rank: int
     frame: Frame
-    reel: StoredReel | None = None
+    step_data: StoredStepData | None = None
 
-    def call_at(self, spot: Spot) -> Call | None:
+    def call_at(self, address: Address) -> Call | None:
         """Return the call that holds the value at an address; None where the step was not read from a dump."""
-        if self.reel is None:
+        if self.step_data is None:
             return None
         return next(
-            (call for call in self.reel.calls if any(stage_and_spot(call, slot)[1] == spot for slot, _ in slots(call))), None
+            (
+                call
+                for call in self.step_data.calls
+                if any(stage_and_address(call, slot)[1] == address for slot, _ in slots(call))
+            ),
+            None,
         )
 
     def numbers(self, call: Call) -> Iterator[tuple[str, str, tuple[int, ...], Mapping[str, float]]]:
         """Yield (slot, dtype, shape, statistics) of each value of a call of the dump."""
-        assert self.reel is not None
-        columns = numbers_of_rows(self.reel)
+        assert self.step_data is not None
+        columns = numbers_of_rows(self.step_data)
         for slot, value in slots(call):
             told = {name: column[value.row] for name, column in columns.items() if value.row >= 0}
             yield slot, value.dtype, value.shape, {name: number for name, number in told.items() if number is not None}
@@ -79,6 +84,6 @@ def _dumps(path: Path) -> dict[int, dict[int, Path]]:
 
 
 def _read(folder: Path) -> RankStep:
-    reel = read(folder)
-    frame = frame_of_records(reel.step, reel.place, reel.records(), Tracks(), reel.complete)
-    return RankStep(reel.place.rank, frame, reel)
+    step_data = read(folder)
+    frame = frame_of_records(step_data.step, step_data.place, step_data.records(), Tracks(), step_data.complete)
+    return RankStep(step_data.place.rank, frame, step_data)

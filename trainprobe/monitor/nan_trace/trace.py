@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from trainprobe.engine.core.addresses import Spot
+from trainprobe.engine.core.addresses import Address
 from trainprobe.monitor.frames import INFINITE, NOT_A_NUMBER, Bools
 from trainprobe.monitor.nan_trace.steps import RankStep
 from trainprobe.monitor.rules.nonfinite import find_origin, is_given, that_matter
@@ -30,7 +30,7 @@ class RankTrace:
     """
 
     at: RankStep
-    spot: Spot
+    address: Address
     kind: Kind
     how: str
     what: str
@@ -71,7 +71,7 @@ def trace_run(steps: Iterable[list[RankStep]]) -> tuple[RunTrace | None, int]:
 def _of_step(traces: Sequence[RankTrace], before: Sequence[RankStep]) -> RunTrace:
     """Return what is traced of the first bad step. before: the step in front of it, whose update may have spoilt a weight."""
     first = _first(traces)
-    if first.kind == "given" and first.spot.kind == "parameter":
+    if first.kind == "given" and first.address.kind == "parameter":
         step = first.at.frame.step - 1
         updates = [_trace(here, here.frame.bad >= INFINITE) for here in before if here.frame.step == step]
         made = [trace for trace in updates if trace is not None and trace.kind == "made"]
@@ -88,13 +88,13 @@ def trace_rank(here: RankStep) -> RankTrace | None:
 def _trace(here: RankStep, matters: Bools) -> RankTrace | None:
     if not matters.any():
         return None
-    spot, how = find_origin(here.frame, matters)
-    number = here.frame.tracks.spot(spot)
-    places = np.flatnonzero(here.frame.spots == number)
+    address, how = find_origin(here.frame, matters)
+    number = here.frame.tracks.address(address)
+    places = np.flatnonzero(here.frame.addresses == number)
     worst = here.frame.bad[places].max(initial=INFINITE)
-    kind: Kind = "handed" if spot.kind == "collective" else "given" if is_given(spot) else "made"
+    kind: Kind = "handed" if address.kind == "collective" else "given" if is_given(address) else "made"
     return RankTrace(
-        here, spot, kind, how, "NaN" if worst == NOT_A_NUMBER else "infinity", int(places[0]) if places.size else 0
+        here, address, kind, how, "NaN" if worst == NOT_A_NUMBER else "infinity", int(places[0]) if places.size else 0
     )
 
 
@@ -104,11 +104,11 @@ def _first(traces: Sequence[RankTrace]) -> RankTrace:
     return min(traces, key=lambda trace: (order.index(trace.kind), trace.place, trace.at.rank))
 
 
-def reached(trace: RankTrace) -> list[Spot]:
+def reached(trace: RankTrace) -> list[Address]:
     """Return which later results of the same step are bad, in order: of modules (or ops), loss, gradients, weights."""
     frame = trace.at.frame
     bad = frame.bad >= INFINITE
-    spots = [frame.tracks.spots[number] for number in frame.spots[bad].tolist()]
-    behind = spots[spots.index(trace.spot) + 1 :] if trace.spot in spots else spots
-    modules = any(spot.kind == "module" for spot in behind)
-    return [spot for spot in behind if not is_given(spot) and (spot.kind != "op" or not modules)]
+    addresses = [frame.tracks.addresses[number] for number in frame.addresses[bad].tolist()]
+    behind = addresses[addresses.index(trace.address) + 1 :] if trace.address in addresses else addresses
+    modules = any(address.kind == "module" for address in behind)
+    return [address for address in behind if not is_given(address) and (address.kind != "op" or not modules)]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.core.addresses import Spot
+from trainprobe.engine.core.addresses import Address
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.frames import Frame, Track
 from trainprobe.monitor.report.run_view import Curve, Metric, RunView, Table
@@ -64,8 +64,8 @@ def collect_series(frames: Iterable[Frame], series: dict[int, Series]) -> Iterat
 
 
 def _wanted(track: Track) -> bool:
-    spot = track.spot
-    return spot.kind == "scalar" or (track.statistic in STATISTICS and spot.phase != "recompute")
+    address = track.address
+    return address.kind == "scalar" or (track.statistic in STATISTICS and address.phase != "recompute")
 
 
 def view_of(title: str, series: dict[int, Series], findings: Sequence[Finding], meta: dict[str, str]) -> RunView:
@@ -90,28 +90,28 @@ def _scalars(series: dict[int, Series]) -> dict[str, Curve]:
     found: dict[str, Curve] = {}
     for _, one in sorted(series.items()):
         for track in one.tracks:
-            if track.spot.kind == "scalar" and track.spot.name not in found:
-                found[track.spot.name] = one.get(track)
+            if track.address.kind == "scalar" and track.address.name not in found:
+                found[track.address.name] = one.get(track)
     order = {role: i for i, role in enumerate(_FIRST)}
     return dict(sorted(found.items(), key=lambda pair: order.get(role_of(pair[0]) or "", len(order))))
 
 
-def _label(spot: Spot) -> str:
-    first, _, rest = spot.slot.partition(".")
-    known = _NAMES.get((spot.kind, first))
-    if spot.kind == "feature" and (of := _TAKEN_OF.get(rest.split(".")[0])) is not None:
+def _label(address: Address) -> str:
+    first, _, rest = address.slot.partition(".")
+    known = _NAMES.get((address.kind, first))
+    if address.kind == "feature" and (of := _TAKEN_OF.get(rest.split(".")[0])) is not None:
         return f"{known or first.replace('_', ' ', 1)}, {of}"
-    return known or (f"{spot.kind} {first.replace('_', ' ')}" if spot.kind != "op" else f"ops {first}")
+    return known or (f"{address.kind} {first.replace('_', ' ')}" if address.kind != "op" else f"ops {first}")
 
 
-def _row_name(spot: Spot) -> str:
-    rest = spot.slot.partition(".")[2]
-    name = spot.name or "(model)"
-    call = f"[{spot.call}]" if spot.call else ""
-    if spot.kind == "feature" and rest.split(".")[0] in _TAKEN_OF:
+def _row_name(address: Address) -> str:
+    rest = address.slot.partition(".")[2]
+    name = address.name or "(model)"
+    call = f"[{address.call}]" if address.call else ""
+    if address.kind == "feature" and rest.split(".")[0] in _TAKEN_OF:
         rest = rest.partition(".")[2]
-    elif spot.kind == "feature" and rest.isdigit():
-        return f"{name}{call} {_PARTS.get(spot.slot.partition('_')[0], 'part')} {rest}"
+    elif address.kind == "feature" and rest.isdigit():
+        return f"{name}{call} {_PARTS.get(address.slot.partition('_')[0], 'part')} {rest}"
     return name + call + (f" {rest}" if rest not in ("", "0") else "")
 
 
@@ -119,9 +119,9 @@ def _metrics(series: dict[int, Series]) -> list[Metric]:
     groups: dict[tuple[str, str], dict[str, dict[int, int]]] = {}  # (label, statistic) → row → rank → place in its tracks
     for rank, one in sorted(series.items()):
         for i, track in enumerate(one.tracks):
-            if track.spot.kind != "scalar":
-                rows = groups.setdefault((_label(track.spot), track.statistic), {})
-                rows.setdefault(_row_name(track.spot), {}).setdefault(rank, i)
+            if track.address.kind != "scalar":
+                rows = groups.setdefault((_label(track.address), track.statistic), {})
+                rows.setdefault(_row_name(track.address), {}).setdefault(rank, i)
     labels = list(_NAMES.values())
     model_order = {row: i for i, row in enumerate(groups.get(("parameters", "norm"), {}))}
     for (label, _), rows in groups.items():
@@ -159,7 +159,7 @@ def worst_offenders(series: dict[int, Series], limit: int = 10) -> list[tuple[st
     """
     found: list[tuple[str, int, float, float]] = []
     for rank, one in series.items():
-        chosen = [i for i, t in enumerate(one.tracks) if t.statistic == "norm" and t.spot.kind in ("module", "parameter")]
+        chosen = [i for i, t in enumerate(one.tracks) if t.statistic == "norm" and t.address.kind in ("module", "parameter")]
         if not chosen or not one.steps.size:
             continue
         values, present = one.matrix(chosen)

@@ -107,11 +107,11 @@ def _ratios(frame: Frame, memory: Memory, options: Options) -> list[tuple[float,
 def _by_name(frame: Frame, places: I64, rows: I64) -> dict[str, dict[str, int]]:
     """Return parameter → slot → row, of those of at least two dimensions."""
     found: dict[str, dict[str, int]] = {}
-    numbers = frame.tracks.spots_of(frame.at[places]).tolist()
+    numbers = frame.tracks.addresses_of(frame.at[places]).tolist()
     for number, row in zip(numbers, rows.tolist(), strict=True):
         if frame.tracks.dimensions[number] >= 2:
-            spot = frame.tracks.spots[number]
-            found.setdefault(spot.name, {}).setdefault(spot.slot, row)
+            address = frame.tracks.addresses[number]
+            found.setdefault(address.name, {}).setdefault(address.slot, row)
     return {name: slots for name, slots in found.items() if "value" in slots}
 
 
@@ -120,7 +120,7 @@ def _begins_small(frame: Frame, memory: Memory, options: Options) -> dict[str, b
     places, rows = memory.watch(frame, _sizes(options.names))
     first = memory.array("absmax", fill=-1.0)
     first[rows] = np.where(first[rows] < 0, frame.values[places], first[rows])
-    names = [frame.tracks.tracks[track].spot.name for track in frame.at[places].tolist()]
+    names = [frame.tracks.tracks[track].address.name for track in frame.at[places].tolist()]
     return {name: not size >= SMALL for name, size in zip(names, first[rows].tolist(), strict=True)}
 
 
@@ -166,7 +166,7 @@ def _joined(norms: F64) -> float:
 
 def _finding(frame: Frame, memory: Memory, options: Options, what: str) -> Finding:
     step, ratio, many = int(memory.numbers["step"]), memory.numbers["ratio"], int(memory.numbers["many"])
-    name = text_track(list(memory.keys)[int(memory.numbers["row"])]).spot.name
+    name = text_track(list(memory.keys)[int(memory.numbers["row"])]).address.name
     others = f", and those of {many - 1} other weights were too" if many > 1 else ""
     return Finding(
         rule="blow_up",

@@ -39,10 +39,10 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     ripe = memory.newly("dead", rows, memory.lasting("zero", rows, dead) >= options.patience)
     if not ripe.any():
         return []
-    spots = list(dict.fromkeys(frame.tracks.tracks[t].spot for t in frame.at[places[ripe]].tolist()))
-    first = spots[0]
+    addresses = list(dict.fromkeys(frame.tracks.tracks[t].address for t in frame.at[places[ripe]].tolist()))
+    first = addresses[0]
     what = "the gradient of" if first.kind == "parameter" else "the output of"
-    others = f", and {len(spots) - 1} more" if len(spots) > 1 else ""
+    others = f", and {len(addresses) - 1} more" if len(addresses) > 1 else ""
     return [
         Finding(
             rule="dead",
@@ -67,8 +67,8 @@ def _beside_one_that_lives(frame: Frame, places: I64, zero: Bools, values: F64) 
     out = np.zeros(zero.size, dtype=bool)
     if not zero.any():
         return out
-    owners = [frame.tracks.tracks[t].spot for t in frame.at[places].tolist()]
-    modules = [spot.name.rpartition(".")[0] if spot.kind == "parameter" else "" for spot in owners]
+    owners = [frame.tracks.tracks[t].address for t in frame.at[places].tolist()]
+    modules = [address.name.rpartition(".")[0] if address.kind == "parameter" else "" for address in owners]
     alive = {module for module, value in zip(modules, values.tolist(), strict=True) if value > 0}
     out[[i for i in np.flatnonzero(zero).tolist() if modules[i] and modules[i] in alive]] = True
     return out

@@ -115,7 +115,7 @@ def _finding(frame: Frame, options: Options, place: int, recent: float, usual: f
         message=f"{track} has crept up to {recent:.4g}, {recent / usual:.3g} times its long-term level {usual:.4g}{others}",
         step=frame.step,
         place=frame.place,
-        site=track.spot.site(),
+        site=track.address.site(),
         measured=recent,
         expected=usual,
         names=names_at(frame, ripe),

@@ -18,7 +18,7 @@ from functools import cache
 
 import numpy as np
 
-from trainprobe.engine.core.addresses import Spot
+from trainprobe.engine.core.addresses import Address
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection
 from trainprobe.monitor.memory import Memory
@@ -47,7 +47,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     same, new = last[rows] == values, np.isnan(last[rows])
     last[rows] = values
     addresses, keys, member, exact, short = memory.worked_out("parameters", places, lambda: _parameters(frame, memory, places))
-    stays = _per_spot(member, len(addresses), exact, same)
+    stays = _per_address(member, len(addresses), exact, same)
     ever = memory.array("ever", fill=False)
     ever[keys] |= ~stays & (np.bincount(member, new, len(addresses)) == 0)
     gradients = memory.worked_out("gradients", places, lambda: _gradients(frame, addresses))
@@ -65,36 +65,36 @@ def _chosen(names: Patterns) -> tuple[Selection, ...]:
     return (Selection(("parameter",), ("value",), ("checksum", "norm", "absmax", "mean"), names),)
 
 
-def _parameters(frame: Frame, memory: Memory, places: I64) -> tuple[list[Spot], I64, I64, Bools, Bools]:
+def _parameters(frame: Frame, memory: Memory, places: I64) -> tuple[list[Address], I64, I64, Bools, Bools]:
     """Return the parameters at `places`, their rows; for each place its parameter, and whether a checksum stands there; and
     which parameters are of 16 bits.
     """
-    spots, member = np.unique(frame.tracks.spots_of(frame.at[places]), return_inverse=True)
-    addresses = [frame.tracks.spots[s] for s in spots.tolist()]
-    keys = np.array([memory.row(f"parameter\t{spot.name}\t{spot.call}") for spot in addresses])
+    numbers, member = np.unique(frame.tracks.addresses_of(frame.at[places]), return_inverse=True)
+    addresses = [frame.tracks.addresses[s] for s in numbers.tolist()]
+    keys = np.array([memory.row(f"parameter\t{address.name}\t{address.call}") for address in addresses])
     exact = np.array([frame.tracks.tracks[t].statistic == "checksum" for t in frame.at[places].tolist()])
-    return addresses, keys, member, exact, np.array([frame.tracks.short[s] for s in spots.tolist()])
+    return addresses, keys, member, exact, np.array([frame.tracks.short[s] for s in numbers.tolist()])
 
 
-def _per_spot(member: I64, n: int, exact: Bools, same: Bools) -> Bools:
+def _per_address(member: I64, n: int, exact: Bools, same: Bools) -> Bools:
     """Tell for each parameter whether all its statistics stayed; its checksum alone decides where there is one."""
     has_exact = np.bincount(member, exact, n) > 0
     moved = np.bincount(member, ~same & (exact | ~has_exact[member]), n) > 0
     return ~moved
 
 
-def _gradients(frame: Frame, addresses: list[Spot]) -> tuple[bool, I64, I64, I64]:
+def _gradients(frame: Frame, addresses: list[Address]) -> tuple[bool, I64, I64, I64]:
     """Return whether there are gradients, the places of those of the parameters in question, whose they are, and whose each
     address is: several have one name where a module is called more than once.
     """
-    numbers = {name: i for i, name in enumerate(dict.fromkeys(spot.name for spot in addresses))}
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(address.name for address in addresses))}
     found: list[tuple[int, int]] = []
     for place, track in enumerate(frame.at.tolist()):
-        spot, statistic = frame.tracks.tracks[track]
-        if spot.kind == "parameter" and spot.slot == "grad" and statistic in ("norm", "absmax"):
-            found.append((place, numbers.get(spot.name, -1)))
+        address, statistic = frame.tracks.tracks[track]
+        if address.kind == "parameter" and address.slot == "grad" and statistic in ("norm", "absmax"):
+            found.append((place, numbers.get(address.name, -1)))
     places, whose = np.array([f for f in found if f[1] >= 0], np.int64).reshape(-1, 2).T
-    return bool(found), places, whose, np.array([numbers[spot.name] for spot in addresses], np.int64)
+    return bool(found), places, whose, np.array([numbers[address.name] for address in addresses], np.int64)
 
 
 def _pulled(frame: Frame, gradients: tuple[bool, I64, I64, I64], stays: Bools, ever: Bools, pull: F64, keys: I64) -> Bools:
@@ -116,17 +116,17 @@ def _pulled(frame: Frame, gradients: tuple[bool, I64, I64, I64], stays: Bools, e
     return (largest > noise) & (largest > _AT_REST * pull[keys])
 
 
-def _finding(frame: Frame, options: Options, spots: list[Spot], of: int, held: int) -> Finding:
-    others = f" and {len(spots) - 1} more of {of} parameters" if len(spots) > 1 else ""
+def _finding(frame: Frame, options: Options, addresses: list[Address], of: int, held: int) -> Finding:
+    others = f" and {len(addresses) - 1} more of {of} parameters" if len(addresses) > 1 else ""
     return Finding(
         rule="frozen",
         severity=options.severity,
-        message=f"{spots[0].name}{others} did not change over {held} collected steps although it has a gradient",
+        message=f"{addresses[0].name}{others} did not change over {held} collected steps although it has a gradient",
         step=frame.step,
         place=frame.place,
-        site=spots[0].site(),
+        site=addresses[0].site(),
         measured="unchanged",
         expected="changed by every update",
-        names=tuple(dict.fromkeys(spot.name for spot in spots)),
+        names=tuple(dict.fromkeys(address.name for address in addresses)),
         next="check that the optimizer holds this very parameter, and that its update does not round away in its dtype",
     )

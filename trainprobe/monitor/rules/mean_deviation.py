@@ -59,7 +59,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
             message=f"{track} is {size[worst]:.4g}, its running mean {h[worst]:.4g}{others}",
             step=frame.step,
             place=frame.place,
-            site=track.spot.site(),
+            site=track.address.site(),
             measured=float(size[worst]),
             expected=float(h[worst]),
             names=names_at(frame, places[begins]),

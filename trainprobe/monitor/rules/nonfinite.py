@@ -20,7 +20,7 @@ from itertools import groupby
 
 import numpy as np
 
-from trainprobe.engine.core.addresses import Spot
+from trainprobe.engine.core.addresses import Address
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.frames import INFINITE, MASKED, NOT_A_NUMBER, Bools, Frame
 from trainprobe.monitor.memory import Memory
@@ -83,26 +83,28 @@ def _stays_inside(frame: Frame, bad: Bools) -> bool:
     A constant, a mask, memory that nobody has filled yet, a quotient that `where` leaves out: none of it reaches a module's
     result, a gradient, a parameter or the loss. Where no gradients of parameters are collected, those of calls must be finite.
     """
-    spots = [frame.tracks.spots[s] for s in frame.spots.tolist()]
-    if any(spot.kind != "op" for spot, b in zip(spots, bad.tolist(), strict=True) if b):
+    addresses = [frame.tracks.addresses[s] for s in frame.addresses.tolist()]
+    if any(address.kind != "op" for address, b in zip(addresses, bad.tolist(), strict=True) if b):
         return False
-    judged = any(spot.kind == "parameter" and spot.slot == "grad" for spot in spots)
-    if not judged and any(spot.phase == "backward" for spot, b in zip(spots, bad.tolist(), strict=True) if b):
+    judged = any(address.kind == "parameter" and address.slot == "grad" for address in addresses)
+    if not judged and any(address.phase == "backward" for address, b in zip(addresses, bad.tolist(), strict=True) if b):
         return False
-    forward = [(spot, b) for spot, b in zip(spots[: _begins(spots)], bad.tolist(), strict=False) if _of_forward(spot)]
+    forward = [
+        (address, b) for address, b in zip(addresses[: _begins(addresses)], bad.tolist(), strict=False) if _of_forward(address)
+    ]
     return not forward or not forward[-1][1]
 
 
-def _begins(spots: list[Spot]) -> int:
+def _begins(addresses: list[Address]) -> int:
     """Return where the backward pass begins."""
-    return next((i for i, spot in enumerate(spots) if spot.phase == "backward"), len(spots))
+    return next((i for i, address in enumerate(addresses) if address.phase == "backward"), len(addresses))
 
 
 def _not_known(frame: Frame, memory: Memory, bad: Bools, learn: bool = False) -> Bools:
     """Tell which bad values were not bad in a step in which they did not matter; with `learn` remember them as such."""
     places = np.flatnonzero(bad)
-    spots = [frame.tracks.spots[s] for s in frame.spots[places].tolist()]
-    keys = ["\t".join((spot.phase, spot.name, str(spot.call), spot.slot)) for spot in spots]
+    addresses = [frame.tracks.addresses[s] for s in frame.addresses[places].tolist()]
+    keys = ["\t".join((address.phase, address.name, str(address.call), address.slot)) for address in addresses]
     known = memory.array("harmless", fill=False)
     new = np.array([key not in memory.keys or not known[memory.keys[key]] for key in keys])
     if learn:
@@ -117,14 +119,14 @@ def _of_interest(frame: Frame, memory: Memory, bad: Bools) -> Bools:
     """Leave out what is known not to matter, and constants that a call makes of nothing; all stays if nothing else is bad."""
     if not bad.any():
         return bad
-    made = np.array([_makes(frame.tracks.spots[s]) for s in frame.spots.tolist()])
+    made = np.array([_makes(frame.tracks.addresses[s]) for s in frame.addresses.tolist()])
     chosen = _not_known(frame, memory, bad) & ~made
     return chosen if chosen.any() else bad
 
 
-def _makes(spot: Spot) -> bool:
+def _makes(address: Address) -> bool:
     """Tell whether a value is what a call makes of numbers or of nothing, and not of tensors."""
-    return spot.kind == "op" and spot.name.rpartition(".")[2] in _MAKERS
+    return address.kind == "op" and address.name.rpartition(".")[2] in _MAKERS
 
 
 def lasts(memory: Memory) -> bool:
@@ -136,7 +138,7 @@ def _only_gradients_under_a_scale(frame: Frame, bad: np.ndarray) -> bool:
     scale = scalar(frame.scalars, "loss scale")
     if scale is None or not scale > 1:
         return False
-    phases = {frame.tracks.spots[s].phase for s in frame.spots[bad].tolist()}
+    phases = {frame.tracks.addresses[s].phase for s in frame.addresses[bad].tolist()}
     return phases <= {"backward", "optimizer", "step"} and not _loss_is_bad(frame)
 
 
@@ -147,60 +149,60 @@ def _loss_is_bad(frame: Frame) -> bool:
 
 def _note(frame: Frame, bad: Bools) -> Finding:
     """Return the note on values that do not matter."""
-    spot = frame.tracks.spots[int(frame.spots[np.flatnonzero(bad)[0]])]
+    address = frame.tracks.addresses[int(frame.addresses[np.flatnonzero(bad)[0]])]
     what = "NaN" if frame.bad[bad].max() == NOT_A_NUMBER else "infinity"
     text = (
-        f"step {frame.step} has {what} in {describe(spot)}, and no result of a module, no gradient, no parameter and no loss "
-        "has it: it is taken for a constant, a mask or memory that nobody had filled yet"
+        f"step {frame.step} has {what} in {describe(address)}, and no result of a module, no gradient, no parameter and no "
+        "loss has it: it is taken for a constant, a mask or memory that nobody had filled yet"
     )
-    return Finding("nonfinite", "info", text, frame.step, frame.place, spot.site(), what, "finite")
+    return Finding("nonfinite", "info", text, frame.step, frame.place, address.site(), what, "finite")
 
 
 def _finding(frame: Frame, bad: Bools, severity: Severity, after: str) -> Finding:
-    spot, how = find_origin(frame, bad)
-    worst = frame.bad[frame.spots == frame.tracks.spot(spot)].max(initial=INFINITE)
+    address, how = find_origin(frame, bad)
+    worst = frame.bad[frame.addresses == frame.tracks.address(address)].max(initial=INFINITE)
     what = "NaN" if worst == NOT_A_NUMBER else "infinity"
-    text = f"the first {what} of step {frame.step} is in {describe(spot)}: {how}{after}"
+    text = f"the first {what} of step {frame.step} is in {describe(address)}: {how}{after}"
     return Finding(
         rule="nonfinite",
         severity=severity,
         message=text,
         step=frame.step,
         place=frame.place,
-        site=spot.site(),
+        site=address.site(),
         measured=what,
         expected="finite",
-        next=_next(spot, frame.step),
+        next=_next(address, frame.step),
     )
 
 
-def _next(spot: Spot, step: int) -> str | None:
-    if spot.phase == "forward" and spot.kind == "parameter":
+def _next(address: Address, step: int) -> str | None:
+    if address.phase == "forward" and address.kind == "parameter":
         return f"look at the gradients and the learning rate of step {step - 1}, and at what writes to weights between steps"
-    if spot.phase == "forward" and _enters(spot):
+    if address.phase == "forward" and _enters(address):
         return f"look at the batch of step {step}, and at what prepares it"
-    if spot.kind == "collective":
+    if address.kind == "collective":
         return "`trainprobe nan-trace {output}` names the rank that made it"
-    if spot.kind == "op":
+    if address.kind == "op":
         return (
             f"look at the inputs of this op in {{output}}/step{step}/rank*/dump.json, and at its call in stack.json beside it"
         )
     return f"record the step again (level: mix, step: [{step}], output: again); `trainprobe judge again` then names the op"
 
 
-def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Spot, str]:
+def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Address, str]:
     """Return the first place where finite values gave a non-finite one, and how it came about, in words.
 
     The frame must hold a value that is not finite. chosen: which of its values are to be taken for such, by default all.
     """
-    spots = [frame.tracks.spots[s] for s in frame.spots.tolist()]
+    addresses = [frame.tracks.addresses[s] for s in frame.addresses.tolist()]
     bad = (frame.bad >= INFINITE if chosen is None else chosen).tolist()
-    first_bad = next(spot for spot, b in zip(spots, bad, strict=True) if b)
-    paired = list(zip(spots, bad, strict=True))
-    ordered = [(entered, result) for result, entered_bad, entered in _calls(spots, bad) if not entered_bad]
+    first_bad = next(address for address, b in zip(addresses, bad, strict=True) if b)
+    paired = list(zip(addresses, bad, strict=True))
+    ordered = [(entered, result) for result, entered_bad, entered in _calls(addresses, bad) if not entered_bad]
     if _came_in(paired, first_bad):
         ordered = [(entered, result) for entered, result in ordered if entered and _of_forward(result)]
-    weight = next((spot for spot, b in paired if b and spot.kind == "parameter" and spot.phase == "forward"), None)
+    weight = next((address for address, b in paired if b and address.kind == "parameter" and address.phase == "forward"), None)
     if weight is not None:  # no call of the step makes one, and whatever uses it is not finite either
         return weight, (
             "it was not finite before the step began: the update of an earlier step wrote it, or something between the steps"
@@ -211,63 +213,63 @@ def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Spot, str]:
     if not ordered:
         return first_bad, "it was there when the step first looked, so it came in with the data or from an earlier step"
     inner = _innermost(ordered[0][1], [result for _, result in ordered])
-    if (lowest := _minus_infinity_before(frame, spots, inner)) is not None:
+    if (lowest := _minus_infinity_before(frame, addresses, inner)) is not None:
         return lowest, "its inputs were finite and it gave minus infinity, of which what comes next makes the rest"
-    if inner.kind == "op" and inner.phase == "forward" and spots.index(inner) > _ends(spots):
+    if inner.kind == "op" and inner.phase == "forward" and addresses.index(inner) > _ends(addresses):
         return inner, "it arose behind the backward pass, before the update: in clipping or what the optimizer prepares"
-    return inner, _how(inner, next(entered for entered, result in ordered if result == inner), spots)
+    return inner, _how(inner, next(entered for entered, result in ordered if result == inner), addresses)
 
 
-def _minus_infinity_before(frame: Frame, spots: list[Spot], origin: Spot) -> Spot | None:
+def _minus_infinity_before(frame: Frame, addresses: list[Address], origin: Address) -> Address | None:
     """Return the op that made the minus infinity which `origin` is given, unless that is a mask: the logarithm of a zero."""
     masked = (frame.bad == MASKED).tolist()
-    given = [b for spot, b in zip(spots, masked, strict=True) if _owner(spot) == _owner(origin) and _enters(spot)]
+    given = [b for address, b in zip(addresses, masked, strict=True) if _owner(address) == _owner(origin) and _enters(address)]
     if origin.kind != "op" or not any(given):
         return None
-    end = spots.index(origin)
-    made = [spot for spot, entered_bad, entered in _calls(spots[:end], masked[:end]) if entered and not entered_bad]
-    made = [spot for spot in made if spot.kind == "op"]
-    return None if not made or any(spot.name.rpartition(".")[2].strip("_") in _MASKING for spot in made) else made[-1]
+    end = addresses.index(origin)
+    made = [address for address, entered_bad, entered in _calls(addresses[:end], masked[:end]) if entered and not entered_bad]
+    made = [address for address in made if address.kind == "op"]
+    return None if not made or any(address.name.rpartition(".")[2].strip("_") in _MASKING for address in made) else made[-1]
 
 
-def _ends(spots: list[Spot]) -> int:
+def _ends(addresses: list[Address]) -> int:
     """Return where the last value of a backward pass stands, or behind everything where there is none."""
-    return max((i for i, spot in enumerate(spots) if spot.phase == "backward"), default=len(spots))
+    return max((i for i, address in enumerate(addresses) if address.phase == "backward"), default=len(addresses))
 
 
-def _of_forward(spot: Spot) -> bool:
-    return spot.phase in ("forward", "recompute") and spot.kind != "scalar"
+def _of_forward(address: Address) -> bool:
+    return address.phase in ("forward", "recompute") and address.kind != "scalar"
 
 
-def _enters(spot: Spot) -> bool:
+def _enters(address: Address) -> bool:
     """Tell whether a value is one that a call is given."""
-    return spot.slot.split(".")[0] in _ENTERS.get(spot.phase, ())
+    return address.slot.split(".")[0] in _ENTERS.get(address.phase, ())
 
 
-def is_given(spot: Spot) -> bool:
+def is_given(address: Address) -> bool:
     """Tell whether a value was there before any call of the step could make it: what a call is given, or a weight."""
-    return _enters(spot) or (spot.kind == "parameter" and spot.phase == "forward")
+    return _enters(address) or (address.kind == "parameter" and address.phase == "forward")
 
 
-def _came_in(paired: list[tuple[Spot, bool]], first_bad: Spot) -> bool:
+def _came_in(paired: list[tuple[Address, bool]], first_bad: Address) -> bool:
     """Tell whether the first bad value was given to the step and reached the result of a forward call.
 
     A backward pass through such a result makes bad gradients of finite ones, and a call of which nothing that it was given is
     known has a bad result: neither is an origin then.
     """
     entered = first_bad.phase == "forward" and first_bad.kind != "parameter" and _enters(first_bad)
-    return entered and any(b and _of_forward(spot) and not _enters(spot) for spot, b in paired)
+    return entered and any(b and _of_forward(address) and not _enters(address) for address, b in paired)
 
 
-def _between_the_passes(paired: list[tuple[Spot, bool]], first_bad: Spot) -> tuple[Spot, str] | None:
+def _between_the_passes(paired: list[tuple[Address, bool]], first_bad: Address) -> tuple[Address, str] | None:
     """Return the loss, or the first gradient that came back, when it arose between the forward and the backward pass."""
-    passes = [(spot, b) for spot, b in paired if _of_forward(spot)]
+    passes = [(address, b) for address, b in paired if _of_forward(address)]
     if any(b for _, b in passes):
         return None
-    recorded = _is_recorded(spot for spot, _ in passes)
+    recorded = _is_recorded(address for address, _ in passes)
     weights = "the weights were finite, " if passes and not recorded else ""
     seen = "the forward pass was finite" if recorded else f"{weights}the forward pass was not recorded"
-    loss = next((spot for spot, b in paired if b and spot.kind == "scalar" and role_of(spot.name) == "loss"), None)
+    loss = next((address for address, b in paired if b and address.kind == "scalar" and role_of(address.name) == "loss"), None)
     if loss is not None and not recorded:
         return loss, f"{seen}: it came in with the batch, or arose in the forward pass or in the loss"
     if loss is not None:
@@ -277,58 +279,58 @@ def _between_the_passes(paired: list[tuple[Spot, bool]], first_bad: Spot) -> tup
     return None
 
 
-def _calls(spots: list[Spot], bad: list[bool]) -> Iterable[tuple[Spot, bool, bool]]:
+def _calls(addresses: list[Address], bad: list[bool]) -> Iterable[tuple[Address, bool, bool]]:
     """Yield (its first bad result, whether what entered was bad, whether anything entered) for calls with a bad result."""
-    paired = list(zip(spots, bad, strict=True))
+    paired = list(zip(addresses, bad, strict=True))
     for _, group in groupby(paired, key=lambda pair: _owner(pair[0])):
         members = list(group)
-        enters = [b for spot, b in members if _enters(spot)]
-        results = [spot for spot, b in members if b and not _enters(spot)]
+        enters = [b for address, b in members if _enters(address)]
+        results = [address for address, b in members if b and not _enters(address)]
         if results:
             yield results[0], any(enters), bool(enters)
 
 
-def _owner(spot: Spot) -> tuple[object, ...]:
+def _owner(address: Address) -> tuple[object, ...]:
     """Return what joins the values of one call: a module's parameters belong to its forward call."""
-    name = spot.name.rpartition(".")[0] if spot.slot == "value" and spot.kind == "parameter" else spot.name
-    return (spot.phase, name, spot.call, spot.slot if spot.phase == "optimizer" else "")
+    name = address.name.rpartition(".")[0] if address.slot == "value" and address.kind == "parameter" else address.name
+    return (address.phase, name, address.call, address.slot if address.phase == "optimizer" else "")
 
 
-def _innermost(first: Spot, candidates: list[Spot]) -> Spot:
+def _innermost(first: Address, candidates: list[Address]) -> Address:
     """Go down from the first origin to the innermost module inside it that is an origin too."""
     here = first
-    for spot in candidates[candidates.index(first) + 1 :]:
-        inside = spot.kind == "op" or here.name in ("", "root") or spot.name.startswith(f"{here.name}.")
-        if spot.phase == first.phase and here.kind == "module" and inside:
-            here = spot
+    for address in candidates[candidates.index(first) + 1 :]:
+        inside = address.kind == "op" or here.name in ("", "root") or address.name.startswith(f"{here.name}.")
+        if address.phase == first.phase and here.kind == "module" and inside:
+            here = address
     return here
 
 
-def _is_recorded(forward: Iterable[Spot]) -> bool:
+def _is_recorded(forward: Iterable[Address]) -> bool:
     """Tell whether anything but weights was seen of a forward pass."""
-    return any(_of_forward(spot) and spot.kind != "parameter" for spot in forward)
+    return any(_of_forward(address) and address.kind != "parameter" for address in forward)
 
 
-def _how(spot: Spot, entered: bool, spots: list[Spot]) -> str:
-    if spot.kind == "collective":
+def _how(address: Address, entered: bool, addresses: list[Address]) -> str:
+    if address.kind == "collective":
         return "what this rank gave was finite, so that another rank handed it over"
-    if spot.kind == "scalar":
+    if address.kind == "scalar":
         return "everything else that was collected in this step is finite"
-    if spot.phase == "optimizer":
+    if address.phase == "optimizer":
         return "the gradients were finite, the optimizer made it"
-    if spot.slot.startswith("grad") and spot.kind == "parameter":
-        loss = any(other.kind == "scalar" and role_of(other.name) == "loss" for other in spots)
-        if not (_is_recorded(spots) or loss):
+    if address.slot.startswith("grad") and address.kind == "parameter":
+        loss = any(other.kind == "scalar" and role_of(other.name) == "loss" for other in addresses)
+        if not (_is_recorded(addresses) or loss):
             return (
                 "neither the forward pass nor the loss was recorded: it came in with the batch, or arose in one of the passes"
             )
-        return f"the {'forward pass' if _is_recorded(spots) else 'loss'} was finite, it arose in the backward pass"
+        return f"the {'forward pass' if _is_recorded(addresses) else 'loss'} was finite, it arose in the backward pass"
     known = "its inputs were finite" if entered else "what went into it was not collected"
-    return f"{known}, it arose in the {_PASS.get(spot.phase, spot.phase)}"
+    return f"{known}, it arose in the {_PASS.get(address.phase, address.phase)}"
 
 
-def describe(spot: Spot) -> str:
+def describe(address: Address) -> str:
     """Name a place in words."""
-    if spot.kind == "scalar":
-        return spot.name
-    return f"{spot.kind} {spot.name or '(the whole model)'}, {spot.slot.replace('_', ' ')}"
+    if address.kind == "scalar":
+        return address.name
+    return f"{address.kind} {address.name or '(the whole model)'}, {address.slot.replace('_', ' ')}"

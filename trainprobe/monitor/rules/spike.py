@@ -101,8 +101,8 @@ def _above_the_largest(frame: Frame, memory: Memory, options: Options, places: I
     out = jumped.copy()
     ring = memory.array("ring", width=options.window, fill=np.nan)
     for i in np.flatnonzero(jumped).tolist():
-        spot = frame.tracks.tracks[frame.at[places[i]]].spot
-        if spot.kind == "parameter" and spot.slot == "grad":
+        address = frame.tracks.tracks[frame.at[places[i]]].address
+        if address.kind == "parameter" and address.slot == "grad":
             out[i] = x[i] - np.nanmax(ring[rows[i]]) > np.log(options.parameter_ratio)
     return out
 
@@ -142,7 +142,7 @@ def _finding(frame: Frame, options: Options, place: int, usual: float, z: float,
         f"(robust z = {z:.1f}){others}",
         step=frame.step,
         place=frame.place,
-        site=track.spot.site(),
+        site=track.address.site(),
         measured=value,
         expected=usual,
         names=names_at(frame, risen),

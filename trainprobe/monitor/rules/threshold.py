@@ -57,7 +57,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
             message=f"{track} is {x[first]:.6g}, outside its limits{others}",
             step=frame.step,
             place=frame.place,
-            site=track.spot.site(),
+            site=track.address.site(),
             measured=float(x[first]),
             expected=", ".join(limits),
             names=names_at(frame, places[begins]),

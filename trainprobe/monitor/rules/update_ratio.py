@@ -69,9 +69,9 @@ def _pairs(frame: Frame, places: I64) -> tuple[I64, I64]:
     updates: dict[str, int] = {}
     for place in places.tolist():
         track = int(frame.at[place])
-        spot = frame.tracks.tracks[track].spot
-        if frame.tracks.dimensions[int(frame.tracks.spots_of(np.array([track]))[0])] >= 2:
-            (weights if spot.slot == "value" else updates).setdefault(spot.name, place)
+        address = frame.tracks.tracks[track].address
+        if frame.tracks.dimensions[int(frame.tracks.addresses_of(np.array([track]))[0])] >= 2:
+            (weights if address.slot == "value" else updates).setdefault(address.name, place)
     return np.array(list(weights.values()), dtype=np.int64), np.array([updates.get(n, -1) for n in weights], dtype=np.int64)
 
 
@@ -86,16 +86,16 @@ def _ratio(frame: Frame, memory: Memory, rows: I64, values: I64, updates: I64) -
 
 
 def _finding(frame: Frame, options: Options, place: int, ratio: float, names: tuple[str, ...]) -> Finding:
-    spot = frame.tracks.tracks[frame.at[place]].spot
+    address = frame.tracks.tracks[frame.at[place]].address
     too = "large" if ratio > options.high else "small"
     others = f", and those of {len(names) - 1} other parameters" if len(names) > 1 else ""
     return Finding(
         rule="update_ratio",
         severity=options.severity,
-        message=f"the update of {spot.name} is {ratio:.3g} of its weight, too {too}{others}",
+        message=f"the update of {address.name} is {ratio:.3g} of its weight, too {too}{others}",
         step=frame.step,
         place=frame.place,
-        site=spot.site(),
+        site=address.site(),
         measured=ratio,
         expected=f"{options.low:g} to {options.high:g}",
         names=names,

@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import trainprobe
-from tests.engine.storage.sinks.reels import plan_for, reels, small_reel, told
+from tests.engine.storage.sinks.collected_steps import collected_steps, plan_for, small_step, told
 from tests.monitor.small_training import GPT, batch
 from trainprobe.cli import main
 from trainprobe.engine.core.records import Place
@@ -30,7 +30,7 @@ from trainprobe.engine.storage.run_log.read import read_tables
 from trainprobe.engine.storage.run_log.schema import COLUMNS
 from trainprobe.engine.storage.sinks import jsonl, parquet
 from trainprobe.errors import FormatError, OutputError
-from trainprobe.monitor.frames import Tracks, frame_of_reel
+from trainprobe.monitor.frames import Tracks, frame_of_step
 from trainprobe.monitor.frames_of_run_log import RunLog
 from trainprobe.monitor.run_folder import read_frames
 
@@ -39,8 +39,8 @@ ROOT = Path(__file__).resolve().parents[4]
 
 def fill(folder: Path, written, **fields) -> None:
     sink = parquet.open(folder, plan_for(folder, sinks=["parquet"], **fields), Place())
-    for reel in written:
-        sink.write(reel)
+    for step_data in written:
+        sink.write(step_data)
         sink.flush()
     sink.close()
 
@@ -52,9 +52,9 @@ def steps_in(folder: Path) -> list[int]:
 def assert_same_frames(ours, theirs) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert [a.tracks.tracks[i] for i in a.at] == [b.tracks.tracks[i] for i in b.at]
-        assert [a.tracks.spots[i] for i in a.spots] == [b.tracks.spots[i] for i in b.spots]
-        assert [a.tracks.dimensions[i] for i in a.spots] == [b.tracks.dimensions[i] for i in b.spots]
-        assert [a.tracks.short[i] for i in a.spots] == [b.tracks.short[i] for i in b.spots]
+        assert [a.tracks.addresses[i] for i in a.addresses] == [b.tracks.addresses[i] for i in b.addresses]
+        assert [a.tracks.dimensions[i] for i in a.addresses] == [b.tracks.dimensions[i] for i in b.addresses]
+        assert [a.tracks.short[i] for i in a.addresses] == [b.tracks.short[i] for i in b.addresses]
         np.testing.assert_array_equal(a.values, b.values)
         np.testing.assert_array_equal(a.bad, b.bad)
         assert (a.step, a.place, a.complete) == (b.step, b.place, b.complete)
@@ -62,13 +62,13 @@ def assert_same_frames(ours, theirs) -> None:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(reel=reels())
-def test_any_step_is_read_back_as_it_was(reel, tmp_path):
+@given(step_data=collected_steps())
+def test_any_step_is_read_back_as_it_was(step_data, tmp_path):
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
-    fill(folder, [reel])
+    fill(folder, [step_data])
     (again,) = read_log(folder)
-    assert [told(record) for record in again.records()] == [told(record) for record in reel.records()]
-    assert_same_frames(RunLog(folder / "rank0").frames(), [frame_of_reel(reel, Tracks())])
+    assert [told(record) for record in again.records()] == [told(record) for record in step_data.records()]
+    assert_same_frames(RunLog(folder / "rank0").frames(), [frame_of_step(step_data, Tracks())])
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +104,10 @@ def trained(tmp_path_factory):
     return folder, norms
 
 
-def test_the_frames_of_a_training_are_those_of_its_reels(trained):
+def test_the_frames_of_a_training_are_those_of_its_steps(trained):
     folder, _ = trained
     tracks = Tracks()
-    lines = (frame_of_reel(reel, tracks) for reel in read_log(folder / "rank0/records.jsonl"))
+    lines = (frame_of_step(step_data, tracks) for step_data in read_log(folder / "rank0/records.jsonl"))
     assert_same_frames(read_frames(folder), lines)
 
 
@@ -157,7 +157,7 @@ def test_a_range_of_steps_is_read_by_itself(trained):
 
 def test_segments_follow_one_another_and_each_stands_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "SEGMENT", 40)
-    fill(tmp_path, map(small_reel, range(12)))
+    fill(tmp_path, map(small_step, range(12)))
     assert len(find_segments(tmp_path / "rank0")) >= 3
     assert steps_in(tmp_path / "rank0") == list(range(12))
     last = find_segments(tmp_path / "rank0")[-1]
@@ -168,7 +168,7 @@ def test_segments_follow_one_another_and_each_stands_alone(tmp_path, monkeypatch
 
 ENDLESS = """
 import sys
-from tests.engine.storage.sinks.reels import plan_for, small_reel
+from tests.engine.storage.sinks.collected_steps import plan_for, small_step
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.storage.sinks import parquet
 from trainprobe.engine.storage.writer import open_writer
@@ -176,7 +176,7 @@ parquet.SEGMENT = 2000
 writer = open_writer(plan_for(sys.argv[1], sinks=("parquet",)), Place())
 print("ready", flush=True)
 for step in range(100_000):
-    writer.submit(small_reel(step))
+    writer.submit(small_step(step))
 """
 
 
@@ -196,7 +196,7 @@ def test_whole_batches_are_read_after_kill_9_and_the_next_run_goes_on_behind_the
     seen = steps_in(tmp_path / "rank0")
     assert seen == list(range(len(seen)))
     assert seen
-    fill(tmp_path, [small_reel(len(seen))], on_existing="continue")
+    fill(tmp_path, [small_step(len(seen))], on_existing="continue")
     assert steps_in(tmp_path / "rank0") == list(range(len(seen) + 1))
     assert not (tmp_path / "rank0" / LIVE_FILE).exists()
 
@@ -204,7 +204,7 @@ def test_whole_batches_are_read_after_kill_9_and_the_next_run_goes_on_behind_the
 def test_a_torn_batch_costs_that_batch(tmp_path):
     sink = parquet.open(tmp_path, plan_for(tmp_path, sinks=["parquet"]), Place())
     for step in range(3):
-        sink.write(small_reel(step))
+        sink.write(small_step(step))
         sink.flush()
     live = tmp_path / "rank0" / LIVE_FILE
     whole = live.read_bytes()
@@ -217,19 +217,19 @@ def test_a_torn_batch_costs_that_batch(tmp_path):
 
 def test_a_kill_between_the_segment_and_the_end_of_the_stream_counts_no_step_twice(tmp_path):
     sink = parquet.open(tmp_path, plan_for(tmp_path, sinks=["parquet"]), Place())
-    sink.write(small_reel(0))
+    sink.write(small_step(0))
     sink.flush()
     live = tmp_path / "rank0" / LIVE_FILE
     stream = live.read_bytes()
     sink.close()
     live.write_bytes(stream)
     assert steps_in(tmp_path / "rank0") == [0]
-    fill(tmp_path, [small_reel(1)], on_existing="continue")
+    fill(tmp_path, [small_step(1)], on_existing="continue")
     assert steps_in(tmp_path / "rank0") == [0, 1]
 
 
 def test_a_second_run_log_is_refused_and_a_damaged_segment_is_named(tmp_path):
-    fill(tmp_path, [small_reel()])
+    fill(tmp_path, [small_step()])
     with pytest.raises(OutputError, match="nothing is overwritten"):
         parquet.open(tmp_path, plan_for(tmp_path, sinks=["parquet"]), Place())
     (segment,) = find_segments(tmp_path / "rank0")
@@ -237,7 +237,7 @@ def test_a_second_run_log_is_refused_and_a_damaged_segment_is_named(tmp_path):
     with pytest.raises(FormatError, match=r"metrics-000000\.parquet is no segment"):
         steps_in(tmp_path / "rank0")
     sink = parquet.open(tmp_path, plan_for(tmp_path, on_existing="continue", sinks=["parquet"]), Place())
-    sink.write(small_reel(1))
+    sink.write(small_step(1))
     sink.flush()
     with pytest.raises(FormatError, match=r"metrics-000000\.parquet is no segment"):
         steps_in(tmp_path / "rank0")
@@ -286,7 +286,7 @@ def test_without_pyarrow_a_sentence_names_what_to_install(tmp_path):
         f"sys.argv = ['trainprobe', 'judge', {str(tmp_path)!r}]\n"
         "entry()\n"
     )
-    fill(tmp_path, [small_reel()])
+    fill(tmp_path, [small_step()])
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -302,16 +302,16 @@ def test_without_pyarrow_a_sentence_names_what_to_install(tmp_path):
 def test_both_formats_of_a_rank_are_read_once(tmp_path):
     sinks = [kind.open(tmp_path, plan_for(tmp_path, sinks=["parquet", "jsonl"]), Place()) for kind in (parquet, jsonl)]
     for sink in sinks:
-        sink.write(small_reel())
+        sink.write(small_step())
         sink.close()
     assert len(list(read_frames(tmp_path))) == 1
 
 
 def test_runs_lists_what_a_folder_holds(trained, tmp_path, capsys):
     folder, _ = trained
-    fill(tmp_path / "second", map(small_reel, range(3, 6)))
+    fill(tmp_path / "second", map(small_step, range(3, 6)))
     sink = jsonl.open(tmp_path / "third", plan_for(tmp_path), Place())
-    sink.write(small_reel(9))
+    sink.write(small_step(9))
     sink.close()
     shutil.copytree(folder, tmp_path / "first")
     assert main(["runs", str(tmp_path), "--json"]) == 0

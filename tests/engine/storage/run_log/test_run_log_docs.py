@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.storage.sinks.reels import plan_for, small_reel
+from tests.engine.storage.sinks.collected_steps import plan_for, small_step
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.storage.run_log.schema import COLUMNS
 from trainprobe.engine.storage.sinks import parquet
@@ -36,7 +36,7 @@ QUERIES = re.search(r"```sql\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
 def test_the_queries_of_the_page_are_answered(number, tmp_path):
     duckdb = pytest.importorskip("duckdb", reason="requirements/oldest.txt is without DuckDB")
     sink = parquet.open(tmp_path / "probe_out", plan_for(tmp_path, sinks=["parquet"]), Place())
-    sink.write(small_reel(4))
+    sink.write(small_step(4))
     sink.findings([Finding("spike", "warning", "the loss spiked", step=4, count=count) for count in (1, 3)])
     sink.close()
     query = (

@@ -6,19 +6,19 @@ import json
 
 import pytest
 
-from tests.engine.storage.sinks.reels import plan_for, small_reel
+from tests.engine.storage.sinks.collected_steps import plan_for, small_step
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.storage.dumps import layout
 from trainprobe.engine.storage.sinks import dump
 from trainprobe.errors import OutputError
 
 
-def write(folder, *reels, **fields):
+def write(folder, *collected_steps, **fields):
     sink = dump.open(folder, plan_for(folder, **fields), Place())
-    for reel in reels or (small_reel(),):
-        sink.write(reel)
+    for step_data in collected_steps or (small_step(),):
+        sink.write(step_data)
     sink.close()
-    return folder / f"step{(reels or (small_reel(),))[-1].step}/rank0"
+    return folder / f"step{(collected_steps or (small_step(),))[-1].step}/rank0"
 
 
 def strictly(path):
@@ -86,31 +86,35 @@ def test_the_construct_tree_names_parents_of_the_same_phase(tmp_path):
 
 
 def test_with_micro_batches_the_construct_tree_names_them_too(tmp_path):
-    reel = small_reel()
-    reel.calls[1].micro = 1
-    tree = strictly(write(tmp_path, reel) / "construct.json")
+    step_data = small_step()
+    step_data.calls[1].micro = 1
+    tree = strictly(write(tmp_path, step_data) / "construct.json")
     assert tree["Functional.linear.0.forward"] == ["Module.layers.0.Block.forward.0", 1]
     assert tree["megatron_micro_step_number"] == 1
 
 
 @pytest.mark.parametrize(("level", "construct"), [("L1", True), ("mix", False)])
 def test_the_construct_tree_is_empty_without_modules_or_when_it_is_not_wanted(level, construct, tmp_path):
-    assert strictly(write(tmp_path, small_reel(level=level), construct=construct) / "construct.json") == {}
+    assert strictly(write(tmp_path, small_step(level=level), construct=construct) / "construct.json") == {}
 
 
 def test_equal_stacks_are_written_once_with_their_entries(tmp_path):
-    reel = small_reel()
-    reel.calls[1].stack = 0
-    assert strictly(write(tmp_path, reel) / "stack.json") == {
-        "0": [["Module.layers.0.Block.forward.0", "Functional.linear.0.forward"], reel.stacks[0]]
+    step_data = small_step()
+    step_data.calls[1].stack = 0
+    assert strictly(write(tmp_path, step_data) / "stack.json") == {
+        "0": [["Module.layers.0.Block.forward.0", "Functional.linear.0.forward"], step_data.stacks[0]]
     }
 
 
 def test_the_debug_level_writes_debug_json_alone(tmp_path):
-    reel = small_reel(level="debug")
-    reel.calls[0].kind, reel.calls[0].name, reel.calls[0].args = "saved", "logits", {"x": [reel.values[0], 3]}
-    del reel.calls[1:]
-    rank = write(tmp_path, reel)
+    step_data = small_step(level="debug")
+    step_data.calls[0].kind, step_data.calls[0].name, step_data.calls[0].args = (
+        "saved",
+        "logits",
+        {"x": [step_data.values[0], 3]},
+    )
+    del step_data.calls[1:]
+    rank = write(tmp_path, step_data)
     assert [path.name for path in rank.iterdir()] == ["debug.json"]
     saved = strictly(rank / "debug.json")["data"]["logits.0.debug"]
     assert (saved["x"][0]["shape"], saved["x"][1]) == ([2, 3], {"type": "int", "value": 3})
@@ -119,24 +123,24 @@ def test_the_debug_level_writes_debug_json_alone(tmp_path):
 def test_bits_alone_are_written_where_tools_look_for_them(tmp_path):
     import numpy as np
 
-    reel = small_reel(wanted=(), checksums=np.arange(5, dtype=np.uint64) + np.uint64(0xAB))
-    leaf = strictly(write(tmp_path, reel) / "dump.json")["data"]["Functional.linear.0.forward"]["input_args"][0]
+    step_data = small_step(wanted=(), checksums=np.arange(5, dtype=np.uint64) + np.uint64(0xAB))
+    leaf = strictly(write(tmp_path, step_data) / "dump.json")["data"]["Functional.linear.0.forward"]["input_args"][0]
     assert (leaf["checksum"], leaf["md5"], leaf["Max"]) == ("0x00000000000000ab", "0x00000000000000ab", None)
 
 
 def test_a_crc_is_eight_digits_under_md5(tmp_path):
-    reel = small_reel(crc32={0: "0012abcd"})
+    step_data = small_step(crc32={0: "0012abcd"})
     assert (
-        strictly(write(tmp_path, reel) / "dump.json")["data"]["Functional.linear.0.forward"]["input_args"][0]["md5"]
+        strictly(write(tmp_path, step_data) / "dump.json")["data"]["Functional.linear.0.forward"]["input_args"][0]["md5"]
         == "0012abcd"
     )
 
 
 def test_extremes_of_a_bool_tensor_are_booleans(tmp_path):
-    reel = small_reel()
-    reel.values[0].dtype = "torch.bool"
-    reel.partials[0, 5:7] = 0.0, 1.0
-    leaf = strictly(write(tmp_path, reel) / "dump.json")["data"]["Functional.linear.0.forward"]["input_args"][0]
+    step_data = small_step()
+    step_data.values[0].dtype = "torch.bool"
+    step_data.partials[0, 5:7] = 0.0, 1.0
+    leaf = strictly(write(tmp_path, step_data) / "dump.json")["data"]["Functional.linear.0.forward"]["input_args"][0]
     assert (leaf["Max"], leaf["Min"]) == (True, False)
 
 
@@ -146,7 +150,7 @@ def test_a_step_is_hidden_until_it_is_whole(tmp_path):
     sink = dump.open(tmp_path, plan_for(tmp_path), Place())
     sink.tensor(0, SavedTensor("x", "torch.uint8", (1,), b"\0"))
     assert [path.name for path in (tmp_path / "step0").iterdir()] == [".rank0.partial"]
-    sink.write(small_reel())
+    sink.write(small_step())
     assert [path.name for path in (tmp_path / "step0").iterdir()] == ["rank0"]
 
 
@@ -166,23 +170,23 @@ def test_a_second_run_is_refused(tmp_path):
 
 
 def test_a_run_that_continues_adds_steps_and_keeps_the_old_ones(tmp_path):
-    write(tmp_path, small_reel(0))
+    write(tmp_path, small_step(0))
     before = (tmp_path / "step0/rank0/dump.json").read_bytes()
-    write(tmp_path, small_reel(1), on_existing="continue")
+    write(tmp_path, small_step(1), on_existing="continue")
     sink = dump.open(tmp_path, plan_for(tmp_path, on_existing="continue"), Place())
     for step in range(3):
-        sink.write(small_reel(step))
-    assert [(finding.rule, finding.step) for finding in sink.complaints()] == [("writer", 0)]
+        sink.write(small_step(step))
+    assert [(finding.rule, finding.step) for finding in sink.warnings_made()] == [("writer", 0)]
     sink.close()
     assert (tmp_path / "step0/rank0/dump.json").read_bytes() == before
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.glob("step*/*")} == {f"step{step}/rank0" for step in range(3)}
 
 
 def test_a_run_that_replaces_removes_its_ranks_steps_and_no_others(tmp_path):
-    write(tmp_path, small_reel(0))
+    write(tmp_path, small_step(0))
     (tmp_path / "step0/rank1").mkdir()
     (tmp_path / "step0/rank1/dump.json").write_text("{}")
-    write(tmp_path, small_reel(5), on_existing="replace")
+    write(tmp_path, small_step(5), on_existing="replace")
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.glob("step*/rank*")} == {"step0/rank1", "step5/rank0"}
 
 
@@ -217,11 +221,11 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_steps_one_after_the_other_are_written_as_each_alone(tmp_path):
-    reels = [small_reel(step=step) for step in range(3)]
-    reels[2].calls[0].name = "layers.1"
+    collected_steps = [small_step(step=step) for step in range(3)]
+    collected_steps[2].calls[0].name = "layers.1"
     together = tmp_path / "together"
-    write(together, *reels)
-    for reel in reels:
-        alone = write(tmp_path / f"alone{reel.step}", reel)
+    write(together, *collected_steps)
+    for step_data in collected_steps:
+        alone = write(tmp_path / f"alone{step_data.step}", step_data)
         for name in ("dump.json", "stack.json", "construct.json"):
-            assert (together / f"step{reel.step}/rank0/{name}").read_bytes() == (alone / name).read_bytes(), name
+            assert (together / f"step{step_data.step}/rank0/{name}").read_bytes() == (alone / name).read_bytes(), name

@@ -20,17 +20,17 @@ ROOT = Path(__file__).resolve().parents[4]
 ENDLESS = """
 import sys
 import numpy as np
-from tests.engine.storage.sinks.reels import plan_for, small_reel
+from tests.engine.storage.sinks.collected_steps import plan_for, small_step
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.storage.writer import open_writer
 writer = open_writer(plan_for(sys.argv[1], sinks=("jsonl", "dump", "csv", "tensorboard"), task="tensor"), Place())
 print("ready", flush=True)
 for step in range(100_000):
-    reel = small_reel(step, task="tensor")
-    for number, value in enumerate(reel.values):
+    step_data = small_step(step, task="tensor")
+    for number, value in enumerate(step_data.values):
         value.tensor = f"value.{number}"
         writer.submit_tensor(step, value.tensor, np.full((500, 300), step, np.float32))
-    writer.submit(reel)
+    writer.submit(step_data)
 """
 
 
@@ -51,7 +51,7 @@ def test_everything_on_disk_can_be_read_after_kill_9(moment, tmp_path):
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=10)
 
-    steps = [reel.step for reel in read_log(out)]
+    steps = [step_data.step for step_data in read_log(out)]
     assert steps == list(range(len(steps)))
     dumped = sorted(out.glob("step*/rank0"))
     assert len(dumped) in {len(steps), len(steps) - 1}

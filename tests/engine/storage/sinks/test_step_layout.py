@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.storage.sinks.reels import partials_of, plan_for, reels
+from tests.engine.storage.sinks.collected_steps import collected_steps, partials_of, plan_for
 from trainprobe.engine.core import step_layout
-from trainprobe.engine.core.records import Call, Feature, Opaque, Place, Reel, Value
+from trainprobe.engine.core.records import Call, Feature, Opaque, Place, StepData, Value
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.stats.partials import PARTIALS
 from trainprobe.engine.storage.dumps import entry_text
@@ -22,7 +22,7 @@ compiled = pytest.mark.skipif(step_layout.native is None, reason="the compiled p
 FEATURE = Feature("layers.0", "attention_entropy", 0, 0, np.array([0.5]))
 
 
-def reel(step, change=lambda reel: None):
+def step_data(step, change=lambda step_data: None):
     """Return a step with a module, an op, a gradient and leaves of every sort; only its numbers depend on `step`."""
     rng = np.random.default_rng(step)
     arrays = [rng.normal(size=(2, 3)) for _ in range(6)]
@@ -38,7 +38,7 @@ def reel(step, change=lambda reel: None):
     back.args, back.out, back.node = [values[3]], [values[5], None], "AddmmBackward0"
     gradient = Call("parameter", "layers.0", 0, "backward", cls="Block", micro=0)
     gradient.params = {"weight": values[5]}
-    made = Reel(
+    made = StepData(
         step,
         Place(),
         "pytorch",
@@ -54,24 +54,24 @@ def reel(step, change=lambda reel: None):
     return made
 
 
-def _poison(reel):
-    reel.partials[0, PARTIALS.index("nan")] = 1
+def _poison(step_data):
+    step_data.partials[0, PARTIALS.index("nan")] = 1
 
 
-def _empty(reel):
-    reel.partials[0] = 0
+def _empty(step_data):
+    step_data.partials[0] = 0
 
 
-def _overflow(reel):
-    reel.partials[0, PARTIALS.index("sum")] = np.inf
+def _overflow(step_data):
+    step_data.partials[0, PARTIALS.index("sum")] = np.inf
 
 
-def _swap(reel):
-    reel.calls[0].args = [reel.values[0], reel.values[4], reel.values[3]]
+def _swap(step_data):
+    step_data.calls[0].args = [step_data.values[0], step_data.values[4], step_data.values[3]]
 
 
-def _again(reel):
-    reel.calls.append(Call("op", "Functional.linear", 0, "forward", micro=0, parent=reel.calls[0], stack=1))
+def _again(step_data):
+    step_data.calls.append(Call("op", "Functional.linear", 0, "forward", micro=0, parent=step_data.calls[0], stack=1))
 
 
 def _set(thing, **fields):
@@ -132,7 +132,7 @@ CHANGES = {
     "framework": lambda r: _set(r, framework="mindspore"),
     "notes": lambda r: _set(r, notes=["not seen"]),
     "place": lambda r: _set(r, place=Place(0, 2, {"dp": (0, 2)})),
-    "values of another step": lambda r: _set(r, calls=reel(77).calls),
+    "values of another step": lambda r: _set(r, calls=step_data(77).calls),
 }
 
 
@@ -169,14 +169,14 @@ def alone(folder, steps, **fields):
 @pytest.mark.parametrize("nan_tokens", [False, True], ids=["strict", "bare"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_step_that_differs_is_written_as_if_none_had_come_before(tmp_path, change, nan_tokens):
-    steps = [reel(0), reel(1, change), reel(2, change), reel(3), reel(4)]
+    steps = [step_data(0), step_data(1, change), step_data(2, change), step_data(3), step_data(4)]
     together = written(tmp_path / "together", steps, nan_tokens=nan_tokens)
     assert together == alone(tmp_path / "alone", steps, nan_tokens=nan_tokens)
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_the_compiled_parts_write_what_their_twins_write(tmp_path, monkeypatch, change):
-    steps = [reel(0), reel(1), reel(2, change)]
+    steps = [step_data(0), step_data(1), step_data(2, change)]
     with_them = written(tmp_path / "with", steps)
     for module in (step_layout, entry_text):
         monkeypatch.setattr(module, "native", None)
@@ -191,11 +191,11 @@ IN_THE_CALLS = list(CHANGES)[1 : list(CHANGES).index("no parameters") + 1]
 def test_steps_that_differ_in_nothing_but_numbers_have_one_layout(monkeypatch, without):
     if without:
         monkeypatch.setattr(step_layout, "native", None)
-    first = layout_of(reel(0))
-    assert layout_of(reel(1)) is first
-    assert layout_of(reel(2, _poison)) is first
-    assert layout_of(reel(3, lambda r: _set(r, scalars={"loss": np.nan}))) is first
-    made = reel(4)
+    first = layout_of(step_data(0))
+    assert layout_of(step_data(1)) is first
+    assert layout_of(step_data(2, _poison)) is first
+    assert layout_of(step_data(3, lambda r: _set(r, scalars={"loss": np.nan}))) is first
+    made = step_data(4)
     assert layout_of(made) is made.layout is first
     assert dataclasses.replace(made, calls=[]).layout is None
 
@@ -206,20 +206,20 @@ def test_what_differs_in_the_calls_makes_another_layout(name, monkeypatch, witho
     if without:
         monkeypatch.setattr(step_layout, "native", None)
     step_layout._known.clear()
-    first, other = layout_of(reel(0)), layout_of(reel(1, CHANGES[name]))
+    first, other = layout_of(step_data(0)), layout_of(step_data(1, CHANGES[name]))
     assert first is not other
-    assert layout_of(reel(2)) is first
-    assert layout_of(reel(3, CHANGES[name])) is other
+    assert layout_of(step_data(2)) is first
+    assert layout_of(step_data(3, CHANGES[name])) is other
 
 
 @pytest.mark.parametrize(
     "change", [{"features": [FEATURE]}, {"scalars": {"loss": 1.0, "lr": 0.1}}], ids=["features", "scalars"]
 )
 def test_features_and_scalars_belong_to_the_layout_by_name(change):
-    first, other = layout_of(reel(0)), layout_of(reel(1, lambda r: _set(r, **change)))
+    first, other = layout_of(step_data(0)), layout_of(step_data(1, lambda r: _set(r, **change)))
     assert first is not other
     moved = {"features": [dataclasses.replace(FEATURE, numbers=np.array([3.0]))]} if "features" in change else change
-    assert layout_of(reel(2, lambda r: _set(r, **moved))) is other
+    assert layout_of(step_data(2, lambda r: _set(r, **moved))) is other
 
 
 def test_few_layouts_are_kept_and_what_was_made_of_one_goes_with_its_owner():
@@ -227,7 +227,7 @@ def test_few_layouts_are_kept_and_what_was_made_of_one_goes_with_its_owner():
         pass
 
     owner, made = Owner(), []
-    kept = layout_of(reel(0))
+    kept = layout_of(step_data(0))
     assert (
         kept.derived(owner, lambda: made.append(1) or "once")
         == kept.derived(owner, lambda: made.append(2) or "twice")
@@ -238,7 +238,7 @@ def test_few_layouts_are_kept_and_what_was_made_of_one_goes_with_its_owner():
     del owner
     assert seen() is None
     for number in range(3 * step_layout.KEPT):
-        layout_of(reel(0, lambda r, number=number: _set(r.calls[0], name=f"layers.{number}")))
+        layout_of(step_data(0, lambda r, number=number: _set(r.calls[0], name=f"layers.{number}")))
     assert len(step_layout._known) <= step_layout.KEPT
 
 
@@ -261,11 +261,13 @@ def same_again(made, step, partials):
         for field in ("args", "kwargs", "out", "params"):
             setattr(twin, field, tree(getattr(call, field)))
         calls.append(twin)
-    return Reel(step, made.place, made.framework, made.level, made.task, calls, values, partials, made.checksums, made.wanted)
+    return StepData(
+        step, made.place, made.framework, made.level, made.task, calls, values, partials, made.checksums, made.wanted
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(reels(), st.lists(st.sampled_from([0.0, -1.5, 1e-300, 3e38, np.nan, np.inf]), min_size=1, max_size=6))
+@given(collected_steps(), st.lists(st.sampled_from([0.0, -1.5, 1e-300, 3e38, np.nan, np.inf]), min_size=1, max_size=6))
 def test_any_step_that_is_like_another_is_written_as_if_alone(tmp_path_factory, made, numbers):
     folder = tmp_path_factory.mktemp("alike")
     rows = len(made.partials)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.engine.storage.sinks.reels import plan_for, small_reel
+from tests.engine.storage.sinks.collected_steps import plan_for, small_step
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.storage.dumps import TensorStore, read
 from trainprobe.engine.storage.dumps.tensor_files import SafetensorsFile, SavedTensor, file_name
@@ -95,12 +95,12 @@ def test_a_value_that_is_not_contiguous_is_stored_in_logical_order(tmp_path):
 
 
 def write(folder, **fields):
-    reel = small_reel(task="tensor")
+    step_data = small_step(task="tensor")
     sink = dump.open(folder, plan_for(folder, task="tensor", **fields), Place())
-    for number, value in enumerate(reel.values):
+    for number, value in enumerate(step_data.values):
         value.tensor = f"value.{number}"
         sink.tensor(0, SavedTensor.of(value.tensor, torch.full((2, 3), float(number))))
-    sink.write(reel)
+    sink.write(step_data)
     sink.close()
     return folder / "step0/rank0"
 
@@ -113,7 +113,7 @@ def test_a_header_that_outgrew_its_room_has_more_in_the_next_step(tmp_path):
     for step in range(2):
         for key, tensor in tensors.items():
             sink.tensor(step, SavedTensor.of(key, tensor))
-        sink.write(small_reel(step, task="tensor"))
+        sink.write(small_step(step, task="tensor"))
         path = tmp_path / f"step{step}/rank0/tensors.safetensors"
         with path.open("rb") as file:
             rooms.append(int.from_bytes(file.read(8), "little"))
@@ -163,13 +163,13 @@ def test_a_key_that_is_no_file_name_becomes_one_that_is_told_apart():
 
 def test_a_size_budget_ends_the_tensors_with_a_finding_and_the_files_stay_valid(tmp_path):
     sink = dump.open(tmp_path, plan_for(tmp_path, task="tensor", max_bytes=50), Place())
-    reel = small_reel(task="tensor")
+    step_data = small_step(task="tensor")
     more = []
-    for number, value in enumerate(reel.values):
+    for number, value in enumerate(step_data.values):
         value.tensor = f"value.{number}"
         more.append(sink.tensor(0, SavedTensor.of(value.tensor, np.zeros((2, 3), np.float32))))
-    sink.write(reel)
-    said = sink.complaints()
+    sink.write(step_data)
+    said = sink.warnings_made()
     assert more == [True, True, False, False, False]
     assert list(TensorStore(tmp_path / "step0/rank0").names()) == ["value.0", "value.1"]
     assert {record.tensor for record in read(tmp_path / "step0").records()} == {"value.0", "value.1", None}

@@ -1,4 +1,4 @@
-"""Names of entries, taken apart: what `entry_name` in engine.core.reel puts together, and what other tools write."""
+"""Names of entries, taken apart: what `entry_name` in engine.core.step_data puts together, and what other tools write."""
 
 from __future__ import annotations
 

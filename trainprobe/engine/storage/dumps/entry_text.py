@@ -9,8 +9,8 @@ import numpy as np
 import orjson
 
 from trainprobe.compiled import native
-from trainprobe.engine.core.records import Call, Opaque, Reel, Value
-from trainprobe.engine.core.reel import entry_name, parent_name
+from trainprobe.engine.core.records import Call, Opaque, StepData, Value
+from trainprobe.engine.core.step_data import entry_name, parent_name
 from trainprobe.engine.stats.partials import column
 from trainprobe.engine.storage.dumps.numbers_text import BARE, STRICT, column_text, number_text, plain_numbers
 from trainprobe.engine.storage.dumps.tensor_files import file_name, plain_dtype
@@ -22,7 +22,7 @@ _NO_NUMBERS = "".join(f', "{key}": null' for key in KEYS.values())
 
 
 class Document(NamedTuple):
-    """The entries of a reel as the inside of a JSON object, their names and their calls."""
+    """The entries of a collected step as the inside of a JSON object, their names and their calls."""
 
     text: bytes
     names: list[str]
@@ -30,15 +30,17 @@ class Document(NamedTuple):
 
 
 class EntryText:
-    """Turns the calls of one reel into JSON text.
+    """Turns the calls of one collected step into JSON text.
 
     stored: keys of the values that are in the step's tensor files. suffix: "pt" or "npy" where each is a file of its own, which
     is then named for its place (`Functional.linear.0.forward.input.0.pt`): `links` holds file name → key for all places.
     """
 
-    def __init__(self, reel: Reel, *, nan_tokens: bool = False, stored: Collection[str] = (), suffix: str = "") -> None:
+    def __init__(
+        self, step_data: StepData, *, nan_tokens: bool = False, stored: Collection[str] = (), suffix: str = ""
+    ) -> None:
         self.links: dict[str, str] = {}
-        self._reel = reel
+        self._step_data = step_data
         self._tokens = BARE if nan_tokens else STRICT
         self._stored = stored
         self._suffix = suffix if stored else ""
@@ -49,23 +51,23 @@ class EntryText:
     @property
     def _numbers(self) -> list[str]:
         if self._whole_numbers is None:
-            self._whole_numbers = _numbers_text(self._reel, self._tokens)
+            self._whole_numbers = _numbers_text(self._step_data, self._tokens)
         return self._whole_numbers
 
     def document(self) -> Document:
         """Return all entries as the inside of a JSON object; see `entries`."""
-        reel = self._reel
+        step_data = self._step_data
         if native is not None and not self._suffix:
             return Document(
                 *native.dump_entries(
-                    reel.calls,
-                    reel.framework == "mindspore",
+                    step_data.calls,
+                    step_data.framework == "mindspore",
                     self._columns(),
                     set(self._stored),
                     quote,
                     self.text,
                     self._rare,
-                    lambda call, taken: _free_name(call, taken, reel.framework),
+                    lambda call, taken: _free_name(call, taken, step_data.framework),
                 )
             )
         whole = list(self.entries())
@@ -74,14 +76,14 @@ class EntryText:
 
     def _columns(self) -> tuple[Any, ...]:
         """Return what the compiled parts put into entries: rows, columns of numbers as text, texts of odd rows and so on."""
-        reel = self._reel
-        columns, odd = _columns_as_text(reel)
-        more = (reel.crc32, reel.histograms, reel.quantiles)
-        bools = [v.row for v in reel.values if v.row >= 0 and v.dtype in _BOOLS]
+        step_data = self._step_data
+        columns, odd = _columns_as_text(step_data)
+        more = (step_data.crc32, step_data.histograms, step_data.quantiles)
+        bools = [v.row for v in step_data.values if v.row >= 0 and v.dtype in _BOOLS]
         rows = sorted({*odd, *bools}.union(*(rare for rare in more if rare)))
-        whole = dict(zip(rows, _numbers_text(reel, self._tokens, rows), strict=True)) if rows else {}
-        sums = None if reel.checksums is None else np.ascontiguousarray(reel.checksums, np.uint64).tobytes()
-        return len(reel.partials), columns, whole, sums, all(text is None for _, text in columns), _NO_NUMBERS
+        whole = dict(zip(rows, _numbers_text(step_data, self._tokens, rows), strict=True)) if rows else {}
+        sums = None if step_data.checksums is None else np.ascontiguousarray(step_data.checksums, np.uint64).tobytes()
+        return len(step_data.partials), columns, whole, sums, all(text is None for _, text in columns), _NO_NUMBERS
 
     def entries(self) -> Iterator[tuple[str, str, Call]]:
         """Yield (entry name, JSON text, call) in execution order.
@@ -89,12 +91,12 @@ class EntryText:
         A recomputed forward is left out, so that nothing counts twice. A name that is taken gets the next free number.
         """
         taken: set[str] = set()
-        for call in self._reel.calls:
+        for call in self._step_data.calls:
             if call.phase == "recompute" or call.kind == "state":
                 continue
-            name = entry_name(call, self._reel.framework)
+            name = entry_name(call, self._step_data.framework)
             if name in taken:
-                name = _free_name(call, taken, self._reel.framework)
+                name = _free_name(call, taken, self._step_data.framework)
             taken.add(name)
             yield name, self.entry(call, name), call
 
@@ -216,10 +218,10 @@ def _free_name(call: Call, taken: set[str], framework: str) -> str:
             return name
 
 
-def _numbers_text(reel: Reel, tokens: tuple[str, str, str], chosen: list[int] | None = None) -> list[str]:
+def _numbers_text(step_data: StepData, tokens: tuple[str, str, str], chosen: list[int] | None = None) -> list[str]:
     """Return, for each row (or each chosen one), the text of its statistics, checksum and CRC-32, from `, "Max": …` on."""
-    numbers = reel.numbers()
-    place = range(len(reel.partials)) if chosen is None else chosen
+    numbers = step_data.numbers()
+    place = range(len(step_data.partials)) if chosen is None else chosen
     if chosen is not None:
         numbers = {name: array[chosen] for name, array in numbers.items()}
     absent = ["null"] * len(place)
@@ -228,31 +230,31 @@ def _numbers_text(reel: Reel, tokens: tuple[str, str, str], chosen: list[int] | 
     for name in numbers:
         if name not in KEYS:
             text = [f'{t}, "{name}": {x}' for t, x in zip(text, column_text(numbers[name], tokens), strict=True)]
-    counts = column(reel.partials, "count")
-    bools = {v.row for v in reel.values if v.row >= 0 and plain_dtype(v.dtype) == "bool"}
+    counts = column(step_data.partials, "count")
+    bools = {v.row for v in step_data.values if v.row >= 0 and plain_dtype(v.dtype) == "bool"}
     for i, row in enumerate(place):
         if counts[row] == 0:
             text[i] = _NO_NUMBERS
-        if reel.checksums is not None and (reel.checksums[row] or counts[row] == 0):
+        if step_data.checksums is not None and (step_data.checksums[row] or counts[row] == 0):
             alone = not numbers  # tools that compare bits look for them under "md5"
-            c = int(reel.checksums[row])
+            c = int(step_data.checksums[row])
             text[i] += f', "checksum": "0x{c:016x}"' + (f', "md5": "0x{c:016x}"' if alone else "")
-        if reel.histograms and row in reel.histograms:
-            edges, found = reel.histograms[row]
+        if step_data.histograms and row in step_data.histograms:
+            edges, found = step_data.histograms[row]
             text[i] += f', "histogram": {{"edges": {dumps(np.asarray(edges))}, "counts": {dumps(np.asarray(found))}}}'
-        if reel.quantiles and row in reel.quantiles:
-            text[i] += f', "quantiles": {dumps(plain_numbers(np.asarray(reel.quantiles[row], float)))}'
-        if reel.crc32 and row in reel.crc32:
-            text[i] += f', "md5": "{reel.crc32[row]}"'
+        if step_data.quantiles and row in step_data.quantiles:
+            text[i] += f', "quantiles": {dumps(plain_numbers(np.asarray(step_data.quantiles[row], float)))}'
+        if step_data.crc32 and row in step_data.crc32:
+            text[i] += f', "md5": "{step_data.crc32[row]}"'
         if row in bools and "max" in numbers and "min" in numbers:
             text[i] = _bool_text(text[i])
     return text
 
 
-def _columns_as_text(reel: Reel) -> tuple[list[tuple[bytes, bytes | None]], list[int]]:
+def _columns_as_text(step_data: StepData) -> tuple[list[tuple[bytes, bytes | None]], list[int]]:
     """Return each column of numbers as text, and the rows that have no elements or a number that JSON does not have."""
-    numbers = reel.numbers()
-    odd = column(reel.partials, "count") == 0
+    numbers = step_data.numbers()
+    odd = column(step_data.partials, "count") == 0
     columns: list[tuple[bytes, bytes | None]] = []
     for name in [*KEYS, *(n for n in numbers if n not in KEYS)]:
         array = numbers.get(name)
@@ -270,14 +272,16 @@ def _bool_text(text: str) -> str:
     return text
 
 
-def construct(reel: Reel, names: list[tuple[str, Call]]) -> dict[str, Any]:
+def construct(step_data: StepData, names: list[tuple[str, Call]]) -> dict[str, Any]:
     """Return what is written to construct.json: entry → enclosing entry or null; with micro-batches, [entry, micro-batch].
 
-    Empty where no call has a parent and the reel is of level L1, as existing tools have it.
+    Empty where no call has a parent and the collected step is of level L1, as existing tools have it.
     """
-    if reel.level == "L1" or reel.level == "debug":
+    if step_data.level == "L1" or step_data.level == "debug":
         return {}
-    nodes = {name: (parent_name(call, reel.framework), call.micro or 0) for name, call in names if call.kind != "parameter"}
+    nodes = {
+        name: (parent_name(call, step_data.framework), call.micro or 0) for name, call in names if call.kind != "parameter"
+    }
     for stage in {parent for parent, _ in nodes.values()} & {"optimizer", "clip_grad"}:
         nodes[str(stage)] = (None, 0)
     last = max((micro for _, micro in nodes.values()), default=0)
@@ -286,18 +290,18 @@ def construct(reel: Reel, names: list[tuple[str, Call]]) -> dict[str, Any]:
     return {**{name: list(node) for name, node in nodes.items()}, "megatron_micro_step_number": last}
 
 
-def construct_text(reel: Reel, names: list[str], calls: list[Call]) -> bytes:
+def construct_text(step_data: StepData, names: list[str], calls: list[Call]) -> bytes:
     """Return `construct` as the text of its file."""
-    nested = reel.level not in ("L1", "debug") and not any(call.micro for call in calls)
+    nested = step_data.level not in ("L1", "debug") and not any(call.micro for call in calls)
     if native is not None and nested:
-        return native.dump_construct(names, calls, reel.framework == "mindspore", quote)
-    return orjson.dumps(construct(reel, list(zip(names, calls, strict=True))), option=orjson.OPT_INDENT_2)
+        return native.dump_construct(names, calls, step_data.framework == "mindspore", quote)
+    return orjson.dumps(construct(step_data, list(zip(names, calls, strict=True))), option=orjson.OPT_INDENT_2)
 
 
-def stacks(reel: Reel, names: list[tuple[str, Call]]) -> dict[str, Any]:
+def stacks(step_data: StepData, names: list[tuple[str, Call]]) -> dict[str, Any]:
     """Return what is written to stack.json: number → [entries with this stack, its frames]."""
     users: dict[int, list[str]] = {}
     for name, call in names:
-        if 0 <= call.stack < len(reel.stacks):
+        if 0 <= call.stack < len(step_data.stacks):
             users.setdefault(call.stack, []).append(name)
-    return {str(i): [entries, list(reel.stacks[stack])] for i, (stack, entries) in enumerate(users.items())}
+    return {str(i): [entries, list(step_data.stacks[stack])] for i, (stack, entries) in enumerate(users.items())}

@@ -1,4 +1,4 @@
-"""What a dump says about itself beyond what existing tools know, so that reading it back gives the same reel."""
+"""What a dump says about itself beyond what existing tools know, so that reading it back gives the same collected step."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from trainprobe.engine.core.records import Call, Place, Reel
+from trainprobe.engine.core.records import Call, Place, StepData
 from trainprobe.engine.storage.dumps.numbers_text import read_number
 
 FORMAT = 1
 
 
-def header(reel: Reel, about_calls: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the header of a reel, with what `about_calls` says of its calls."""
+def header(step_data: StepData, about_calls: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the header of a collected step, with what `about_calls` says of its calls."""
     return {
         "format": FORMAT,
-        "step": reel.step,
-        "place": place_text(reel.place),
-        "wanted": list(reel.wanted),
-        "complete": reel.complete,
-        "scalars": {name: _scalar(x) for name, x in reel.scalars.items()},
-        "notes": list(reel.notes),
+        "step": step_data.step,
+        "place": place_text(step_data.place),
+        "wanted": list(step_data.wanted),
+        "complete": step_data.complete,
+        "scalars": {name: _scalar(x) for name, x in step_data.scalars.items()},
+        "notes": list(step_data.notes),
         **about_calls,
     }
 
 
-def about_calls(reel: Reel, names: Sequence[tuple[str, Call]]) -> dict[str, Any]:
+def about_calls(step_data: StepData, names: Sequence[tuple[str, Call]]) -> dict[str, Any]:
     """Return what a header says of calls. micro, phase, kind: run lengths over the entries, [[value, how many], …]."""
     calls = [call for _, call in names]
     return {
-        "recomputed": list(map(attrgetter("phase"), reel.calls)).count("recompute"),
+        "recomputed": list(map(attrgetter("phase"), step_data.calls)).count("recompute"),
         **{about: run_lengths(map(attrgetter(about), calls)) for about in ("micro", "phase", "kind")},
         "nodes": {name: call.node for name, call in names if call.node is not None},
     }

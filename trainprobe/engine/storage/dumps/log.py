@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainprobe.engine.core.records import Reel
+from trainprobe.engine.core.records import StepData
 from trainprobe.engine.storage.dumps.layout import LOG_FILE, find_ranks, has_run_log
 from trainprobe.engine.storage.dumps.record_log import decode
 from trainprobe.errors import FormatError
 
 
-def read_log(path: Path | str) -> Iterator[Reel]:
-    """Yield the reels of a record log in the order they were written, one in memory at a time.
+def read_log(path: Path | str) -> Iterator[StepData]:
+    """Yield the collected steps of a record log in the order they were written, one in memory at a time.
 
-    path: a `records.jsonl`, a rank's folder with one or with a run log in columns, or a run's folder with one rank. Reels of
-    columns have finished numbers and no partials. A last line without its newline is
-    what a killed run was writing: it is left out. Any other line that is no reel raises FormatError with its number.
+    path: a `records.jsonl`, a rank's folder with one or with a run log in columns, or a run's folder with one rank. Steps read
+    from columns have finished numbers and no partials. A last line without its newline is what a killed run was writing, and
+    is left out. Raises FormatError, with the number of the line, for any other line that is not a collected step.
     """
     file = _find(Path(path))
     if file.is_dir():
-        from trainprobe.engine.storage.run_log.read import read_reels
+        from trainprobe.engine.storage.run_log.read import read_steps
 
-        yield from read_reels(file)
+        yield from read_steps(file)
         return
     with file.open("rb", buffering=1 << 20) as lines:
         for number, line in enumerate(lines, 1):

@@ -1,4 +1,4 @@
-"""Reads dumps back as reels: ours and those of other tools, in their old and new dialects.
+"""Reads dumps back as collected steps: ours and those of other tools, in their old and new dialects.
 
 Files may come from anywhere. Nothing in them is run, no name in them leads out of their folder, and sizes and depths have
 limits; what cannot be understood is a FormatError that names the file and the entry.
@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from trainprobe.engine.core.records import Call, Place
-from trainprobe.engine.core.reel import StoredReel
+from trainprobe.engine.core.step_data import StoredStepData
 from trainprobe.engine.storage.dumps.entries import parse_entry
 from trainprobe.engine.storage.dumps.header import read_place, read_scalars, spread
 from trainprobe.engine.storage.dumps.layout import CONSTRUCT_FILE, DEBUG_FILE, DUMP_FILE, HEADER, STACK_FILE, find_ranks
@@ -26,7 +26,7 @@ LARGEST = 8 << 30
 DEPTH = 400
 
 
-def read(path: Path | str) -> StoredReel:
+def read(path: Path | str) -> StoredStepData:
     """Read one rank of one step: a rank's folder, a `dump.json` or `debug.json`, or a step's folder with one rank in it.
 
     Raises FormatError when there is no dump there, when there are several ranks (use `read_step`), or when it cannot be read.
@@ -45,12 +45,12 @@ def read(path: Path | str) -> StoredReel:
     raise FormatError(f"no dump at {path}: expected dump.json, debug.json or rank folders (rank0, …) there")
 
 
-def read_step(path: Path | str) -> dict[int, StoredReel]:
-    """Read all ranks of a step's folder: rank → reel. Raises FormatError when there is none."""
+def read_step(path: Path | str) -> dict[int, StoredStepData]:
+    """Read all ranks of a step's folder: rank → collected step. Raises FormatError when there is none."""
     ranks = find_ranks(Path(path))
     if not ranks:
-        reel = read(path)
-        return {reel.place.rank: reel}
+        step_data = read(path)
+        return {step_data.place.rank: step_data}
     return {rank: read(folder) for rank, folder in ranks.items()}
 
 
@@ -75,7 +75,7 @@ def load_json(path: Path) -> Any:
         raise FormatError(f"{path} is not JSON ({error}); a run that was killed may have left it incomplete") from None
 
 
-def _read_rank(path: Path) -> StoredReel:
+def _read_rank(path: Path) -> StoredStepData:
     top = load_json(path)
     data = top.get("data") if isinstance(top, dict) else None
     if not isinstance(data, dict):
@@ -111,11 +111,11 @@ def _assemble(
     by_name: Mapping[str, Call],
     leaves: Leaves,
     notes: list[str],
-) -> StoredReel:
+) -> StoredStepData:
     _apply_header(head, calls, by_name)
     _read_construct(path.with_name(CONSTRUCT_FILE), by_name, "micro" not in head)
     finished, absent, checksums, crc32, partials = leaves.columns()
-    return StoredReel(
+    return StoredStepData(
         step=int(head["step"]) if "step" in head else _number(path.parent.parent, r"step(\d+)"),
         place=read_place(head["place"]) if "place" in head else Place(_number(path.parent, r"rank(\d+)")),
         framework=str(top.get("framework") or "pytorch"),

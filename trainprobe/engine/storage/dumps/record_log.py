@@ -1,4 +1,4 @@
-"""One reel as one line of the record log, and back: everything in it, partials included, so that a read reel is the reel.
+"""One collected step as one line of the record log, and back: everything in it, partials included, so nothing is lost.
 
 A tree of values is written with a value as its number, a whole number as {"i": 3}, a dict as {"d": {…}}, an opaque leaf as
 {"o": [type, value, extra]} and all else as JSON has it. Columns of numbers are lists; a column of zeros is left out.
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trainprobe.engine.core.records import Call, Feature, Opaque, Reel, Value
+from trainprobe.engine.core.records import Call, Feature, Opaque, StepData, Value
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.stats.partials import PARTIALS
 from trainprobe.engine.storage.dumps.header import place_text, read_place, read_scalars
@@ -31,53 +31,55 @@ _COUNTS = frozenset({"count", "nan", "posinf", "neginf", "zero", "exponent", "su
 # ---- writing ----------------------------------------------------------------------------------------------------------
 
 
-def encode(reel: Reel) -> bytes:
-    """Return a reel as one line, its newline included."""
-    calls = layout_of(reel).derived(calls_text, lambda: calls_text(reel))
-    numbers = {"rows": len(reel.partials), "partials": _partials(reel.partials)}
-    return b"".join((b"{", _members(_first(reel)), b",", calls, b",", _members(numbers), _rare(reel), b"}\n"))
+def encode(step_data: StepData) -> bytes:
+    """Return a collected step as one line, its newline included."""
+    calls = layout_of(step_data).derived(calls_text, lambda: calls_text(step_data))
+    numbers = {"rows": len(step_data.partials), "partials": _partials(step_data.partials)}
+    return b"".join((b"{", _members(_first(step_data)), b",", calls, b",", _members(numbers), _rare(step_data), b"}\n"))
 
 
-def calls_text(reel: Reel) -> bytes:
+def calls_text(step_data: StepData) -> bytes:
     """Return what a line has of the calls, values and call stacks, without the braces around it."""
-    calls, columns = _calls_and_columns(reel)
-    return _members({"calls": calls, **columns, "stacks": [list(stack) for stack in reel.stacks]})
+    calls, columns = _calls_and_columns(step_data)
+    return _members({"calls": calls, **columns, "stacks": [list(stack) for stack in step_data.stacks]})
 
 
 def _members(thing: Mapping[str, Any]) -> bytes:
     return orjson.dumps(thing, default=_described, option=_OPTIONS)[1:-1]
 
 
-def _first(reel: Reel) -> dict[str, Any]:
+def _first(step_data: StepData) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "step": reel.step,
-        "place": place_text(reel.place),
-        "framework": reel.framework,
-        "level": reel.level,
-        "task": reel.task,
-        "wanted": reel.wanted,
-        "complete": reel.complete,
-        "programs": list(reel.programs),
-        "scalars": {k: x if x - x == 0 else str(x) for k, x in reel.scalars.items()},
-        "notes": list(reel.notes),
+        "step": step_data.step,
+        "place": place_text(step_data.place),
+        "framework": step_data.framework,
+        "level": step_data.level,
+        "task": step_data.task,
+        "wanted": step_data.wanted,
+        "complete": step_data.complete,
+        "programs": list(step_data.programs),
+        "scalars": {k: x if x - x == 0 else str(x) for k, x in step_data.scalars.items()},
+        "notes": list(step_data.notes),
     }
 
 
-def _rare(reel: Reel) -> bytes:
+def _rare(step_data: StepData) -> bytes:
     line: dict[str, Any] = {}
-    if reel.checksums is not None:
-        line["checksums"] = reel.checksums.tolist()
-    if reel.crc32 is not None:
-        line["crc32"] = dict(reel.crc32)
-    if reel.histograms is not None:
-        line["histograms"] = {row: [np.asarray(edges), np.asarray(counts)] for row, (edges, counts) in reel.histograms.items()}
-    if reel.quantiles is not None:
-        line["quantiles"] = {row: plain_numbers(np.asarray(x, float)) for row, x in reel.quantiles.items()}
-    if reel.features:
-        line["features"] = _features_text(reel.features)
-    if reel.batches:
-        line["batches"] = list(reel.batches)
+    if step_data.checksums is not None:
+        line["checksums"] = step_data.checksums.tolist()
+    if step_data.crc32 is not None:
+        line["crc32"] = dict(step_data.crc32)
+    if step_data.histograms is not None:
+        line["histograms"] = {
+            row: [np.asarray(edges), np.asarray(counts)] for row, (edges, counts) in step_data.histograms.items()
+        }
+    if step_data.quantiles is not None:
+        line["quantiles"] = {row: plain_numbers(np.asarray(x, float)) for row, x in step_data.quantiles.items()}
+    if step_data.features:
+        line["features"] = _features_text(step_data.features)
+    if step_data.batches:
+        line["batches"] = list(step_data.batches)
     return b"," + _members(line) if line else b""
 
 
@@ -95,20 +97,20 @@ def _read_feature(text: Sequence[Any]) -> Feature:
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
-def _calls_and_columns(reel: Reel, values: _Values | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _calls_and_columns(step_data: StepData, values: _Values | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     values = values or _Values()
-    numbers = {id(call): i for i, call in enumerate(reel.calls)}
-    calls = [_call_text(call, numbers, values) for call in reel.calls]
+    numbers = {id(call): i for i, call in enumerate(step_data.calls)}
+    calls = [_call_text(call, numbers, values) for call in step_data.calls]
     return calls, values.columns()
 
 
-def structure(reel: Reel, places: Sequence[Value]) -> bytes:
+def structure(step_data: StepData, places: Sequence[Value]) -> bytes:
     """Return what the steps with equal calls share, as JSON without shapes: calls, values and call stacks.
 
     places: the values of the rows that show them; `places` of the text has their numbers.
     """
     values = _Values()
-    calls, columns = _calls_and_columns(reel, values)
+    calls, columns = _calls_and_columns(step_data, values)
     shapeless = {number: (*head[:2], *head[3:]) for number, head in enumerate(columns["heads"])}
     text = {
         "calls": calls,
@@ -116,7 +118,7 @@ def structure(reel: Reel, places: Sequence[Value]) -> bytes:
         "heads": (heads := list(dict.fromkeys(shapeless.values()))),
         "head": [heads.index(shapeless[number]) for number in columns["head"]],
         "places": [values.numbers[id(value)] for value in places],
-        "stacks": [list(stack) for stack in reel.stacks],
+        "stacks": [list(stack) for stack in step_data.stacks],
     }
     return orjson.dumps(text, default=_described, option=_OPTIONS)
 
@@ -217,8 +219,8 @@ def _partials(partials: npt.NDArray[np.float64]) -> dict[str, Any]:
 # ---- reading ----------------------------------------------------------------------------------------------------------
 
 
-def decode(line: bytes) -> Reel:
-    """Return the reel of one line. Raises KeyError, IndexError, TypeError or ValueError when the line is not one."""
+def decode(line: bytes) -> StepData:
+    """Return the collected step of one line. Raises KeyError, IndexError, TypeError or ValueError when the line is not one."""
     text: dict[str, Any] = orjson.loads(line)
     if text["format"] != FORMAT:
         raise ValueError(f"the record log has format {text['format']!r}, this version reads {FORMAT}")
@@ -230,7 +232,7 @@ def decode(line: bytes) -> Reel:
             partials[:, i] = [read_number(x) for x in text["partials"][name]]
     checksums, crc32 = text.get("checksums"), text.get("crc32")
     histograms, quantiles = text.get("histograms"), text.get("quantiles")
-    return Reel(
+    return StepData(
         step=int(text["step"]),
         place=read_place(text["place"]),
         framework=text["framework"],

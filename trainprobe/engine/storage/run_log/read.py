@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainprobe.engine.core.records import Feature
-from trainprobe.engine.core.reel import StoredReel
+from trainprobe.engine.core.step_data import StoredStepData
 from trainprobe.engine.stats.partials import PARTIALS
 from trainprobe.engine.storage.dumps.header import read_place
 from trainprobe.engine.storage.dumps.layout import find_segments
@@ -74,15 +74,15 @@ def steps_of(table: pa.Table) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(bounds)]
 
 
-def read_reels(folder: Path) -> Iterator[StoredReel]:
-    """Yield the steps of a rank's run log as reels with finished numbers, in the order in which they were written."""
+def read_steps(folder: Path) -> Iterator[StoredStepData]:
+    """Yield the steps of a rank's run log as collected steps with finished numbers, in the order in which they were written."""
     layouts: dict[str, Any] = {}
     for table in read_tables(folder):
         for rows in steps_of(table):
-            yield _reel(table.slice(rows.start, rows.stop - rows.start), layouts)
+            yield _step_data(table.slice(rows.start, rows.stop - rows.start), layouts)
 
 
-def _reel(table: pa.Table, layouts: dict[str, Any]) -> StoredReel:
+def _step_data(table: pa.Table, layouts: dict[str, Any]) -> StoredStepData:
     rest: dict[str, list[dict[str, Any]]] = {"feature": [], "scalar": [], "step": [], "layout": []}
     values: list[dict[str, Any]] = []
     for row in table.to_pylist():
@@ -97,7 +97,7 @@ def _reel(table: pa.Table, layouts: dict[str, Any]) -> StoredReel:
     numbers["inf"] = np.array([_or_nan(row.get("posinf")) + _or_nan(row.get("neginf")) for row in rows])
     numbers["absmax"] = np.maximum(np.abs(numbers["max"]), np.abs(numbers["min"]))
     sums = [row.get("checksum") for row in rows]
-    return StoredReel(
+    return StoredStepData(
         step=table["step"][0].as_py(),
         place=read_place(about["place"]),
         framework=about["framework"],

@@ -1,4 +1,4 @@
-"""Steps of one rank as rows of the run log: whole columns of many steps are made at once, straight from the reels' rows."""
+"""Steps of one rank as rows of the run log: whole columns of many steps are made at once, straight from their rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import orjson
 import pyarrow as pa
 
 from trainprobe.engine.core.addresses import in_order
-from trainprobe.engine.core.records import Reel
+from trainprobe.engine.core.records import StepData
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
@@ -53,7 +53,7 @@ class _Layout:
 
 
 class Rows:
-    """Turns reels into record batches with the columns of the run log."""
+    """Turns collected steps into record batches with the columns of the run log."""
 
     def __init__(self) -> None:
         self._words = {name: Words() for name in WORDS}
@@ -64,47 +64,49 @@ class Rows:
         """Write each layout once more when it is next met, because another file begins."""
         self._written.clear()
 
-    def batch(self, steps: Sequence[tuple[int, Reel]]) -> pa.RecordBatch:
+    def batch(self, steps: Sequence[tuple[int, StepData]]) -> pa.RecordBatch:
         """Return the rows of some steps of one rank, each with the time at which it came, in microseconds since 1970."""
-        layouts = [layout_of(reel).derived(self, lambda reel=reel: self._layout(reel)) for _, reel in steps]
+        layouts = [
+            layout_of(step_data).derived(self, lambda step_data=step_data: self._layout(step_data)) for _, step_data in steps
+        ]
         table = _Table(sum(map(len, layouts)) + self._count_new(layouts))
-        for (when, reel), layout in zip(steps, layouts, strict=True):
+        for (when, step_data), layout in zip(steps, layouts, strict=True):
             self._time = max(self._time + 1, when)  # no two steps have the same, which tells them apart
             begin = table.end
             if layout.key not in self._written:
                 self._written.add(layout.key)
                 table.add(self._columns(1, {"kind": "layout", "phase": "step", "name": layout.key}))
                 table.texts["detail"][begin] = layout.text.encode()
-            table.add_step(reel, layout)
-            table.common[begin : table.end] = (reel.step, self._time, reel.place.rank)
+            table.add_step(step_data, layout)
+            table.common[begin : table.end] = (step_data.step, self._time, step_data.place.rank)
         return pa.RecordBatch.from_arrays(table.arrays(self._words), schema=SCHEMA)
 
     def _count_new(self, layouts: Iterable[_Layout]) -> int:
         return len({layout.key for layout in layouts} - self._written)
 
-    def _layout(self, reel: Reel) -> _Layout:
-        entries, features = in_order(reel), reel.features
-        n, more, scalars = len(entries), len(features), len(reel.scalars)
+    def _layout(self, step_data: StepData) -> _Layout:
+        entries, features = in_order(step_data), step_data.features
+        n, more, scalars = len(entries), len(features), len(step_data.scalars)
         words: dict[str, list[str | None]] = {
-            "phase": [*(spot.phase for spot, _, _ in entries), *["forward"] * more, *["step"] * (scalars + 1)],
+            "phase": [*(address.phase for address, _, _ in entries), *["forward"] * more, *["step"] * (scalars + 1)],
             "kind": [
                 *(kind_in_words(s.kind, s.slot) for s, _, _ in entries),
                 *["feature"] * more,
                 *["scalar"] * scalars,
                 "step",
             ],
-            "name": [*(spot.name for spot, _, _ in entries), *(f.name for f in features), *reel.scalars, None],
-            "slot": [*(spot.slot for spot, _, _ in entries), *(f.slot for f in features), *["value"] * scalars, None],
+            "name": [*(address.name for address, _, _ in entries), *(f.name for f in features), *step_data.scalars, None],
+            "slot": [*(address.slot for address, _, _ in entries), *(f.slot for f in features), *["value"] * scalars, None],
             "dtype": [value.dtype for _, _, value in entries],
             "shape": [str(list(value.shape)) for _, _, value in entries],
             "note": [value.note for _, _, value in entries],
         }
         numbers: dict[str, list[int | None]] = {
-            "call": [*(spot.call for spot, _, _ in entries), *(f.call for f in features)],
+            "call": [*(address.call for address, _, _ in entries), *(f.call for f in features)],
             "micro": [*(None if call.kind == "state" else call.micro for _, call, _ in entries), *(f.micro for f in features)],
             "position": [*range(n + more + scalars)],
         }
-        text = structure(reel, [value for _, _, value in entries]).decode()
+        text = structure(step_data, [value for _, _, value in entries]).decode()
         rows = np.array([value.row for _, _, value in entries], np.int64)
         columns = self._columns(n + more + scalars + 1, words, numbers)
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -141,7 +143,7 @@ class _Table:
         self._lists: dict[str, dict[int, Any]] = {"numbers": {}, "edges": {}, "quantiles": {}}
         self._value = np.full(n, np.nan)
         self._has_value = np.zeros(n, bool)
-        self._steps: list[tuple[int, Reel, I64]] = []  # where the values of a step begin, and their rows
+        self._steps: list[tuple[int, StepData, I64]] = []  # where the values of a step begin, and their rows
 
     def add(self, columns: Mapping[str, Codes]) -> None:
         """Fill the next rows."""
@@ -150,35 +152,35 @@ class _Table:
             self._codes[name][self.end : self.end + n] = codes
         self.end += n
 
-    def add_step(self, reel: Reel, layout: _Layout) -> None:
+    def add_step(self, step_data: StepData, layout: _Layout) -> None:
         """Fill the next rows with those of a step."""
         begin = self.end
         self.add(layout.columns)
-        self._steps.append((begin, reel, layout.rows))
-        self._rare(begin, reel, layout.rows)
+        self._steps.append((begin, step_data, layout.rows))
+        self._rare(begin, step_data, layout.rows)
         features = begin + len(layout.rows)
-        if reel.features:
-            flat = np.concatenate([feature.numbers for feature in reel.features])
+        if step_data.features:
+            flat = np.concatenate([feature.numbers for feature in step_data.features])
             self._value[features + layout.singles], self._has_value[features + layout.singles] = flat[layout.firsts], True
             for i in layout.others:
-                self._lists["numbers"][features + i] = reel.features[i].numbers
-                if reel.features[i].edges is not None:
-                    self._lists["edges"][features + i] = reel.features[i].edges
-        scalars = slice(features + len(reel.features), self.end - 1)
-        self._value[scalars], self._has_value[scalars] = list(reel.scalars.values()), True
-        self.texts["detail"][self.end - 1] = _about(reel, layout)
+                self._lists["numbers"][features + i] = step_data.features[i].numbers
+                if step_data.features[i].edges is not None:
+                    self._lists["edges"][features + i] = step_data.features[i].edges
+        scalars = slice(features + len(step_data.features), self.end - 1)
+        self._value[scalars], self._has_value[scalars] = list(step_data.scalars.values()), True
+        self.texts["detail"][self.end - 1] = _about(step_data, layout)
 
-    def _rare(self, begin: int, reel: Reel, rows: I64) -> None:
+    def _rare(self, begin: int, step_data: StepData, rows: I64) -> None:
         """Fill what few steps have: CRC-32, quantiles and histograms."""
-        if not (reel.crc32 or reel.quantiles or reel.histograms):
+        if not (step_data.crc32 or step_data.quantiles or step_data.histograms):
             return
         for at, row in enumerate(rows.tolist(), begin):
-            if reel.crc32 and row in reel.crc32:
-                self.texts["crc32"][at] = reel.crc32[row].encode()
-            if reel.quantiles and row in reel.quantiles:
-                self._lists["quantiles"][at] = reel.quantiles[row]
-            if reel.histograms and row in reel.histograms:
-                self._lists["edges"][at], self._lists["numbers"][at] = reel.histograms[row]
+            if step_data.crc32 and row in step_data.crc32:
+                self.texts["crc32"][at] = step_data.crc32[row].encode()
+            if step_data.quantiles and row in step_data.quantiles:
+                self._lists["quantiles"][at] = step_data.quantiles[row]
+            if step_data.histograms and row in step_data.histograms:
+                self._lists["edges"][at], self._lists["numbers"][at] = step_data.histograms[row]
 
     def arrays(self, words: Mapping[str, Words]) -> list[pa.Array]:
         """Return the columns in the order of the schema."""
@@ -201,7 +203,7 @@ class _Table:
         """Return the columns that come from the partials, and where each has a number."""
         at = np.concatenate([np.arange(begin, begin + len(rows)) for begin, _, rows in self._steps])
         lengths = [len(rows) for _, _, rows in self._steps]
-        partials = np.concatenate([_rows_of(reel.partials, rows) for _, reel, rows in self._steps])
+        partials = np.concatenate([_rows_of(step_data.partials, rows) for _, step_data, rows in self._steps])
         there = np.concatenate([rows >= 0 for _, _, rows in self._steps])
 
         def spread(values: npt.NDArray[Any], valid: Bools | None = None) -> tuple[npt.NDArray[Any], Bools]:
@@ -210,7 +212,7 @@ class _Table:
             return whole, has
 
         def asked(name: str) -> Bools:
-            return np.repeat([name in reel.wanted for _, reel, _ in self._steps], lengths)
+            return np.repeat([name in step_data.wanted for _, step_data, _ in self._steps], lengths)
 
         found = {name: spread(column(partials, name).astype(np.int64)) for name in _COUNTS}
         found.update({name: spread(values) for name, values in finish(partials, _STATISTICS).items()})
@@ -218,9 +220,9 @@ class _Table:
             found["std"] = spread(finish(partials, ("std",))["std"], wants)
         if (wants := asked("sublow")).any():
             found["subnormal"] = spread(column(partials, "sublow").astype(np.int64), wants)
-        if any(reel.checksums is not None for _, reel, _ in self._steps):
-            sums = np.concatenate([_sums_of(reel, rows) for _, reel, rows in self._steps])
-            taken = np.repeat([reel.checksums is not None for _, reel, _ in self._steps], lengths)
+        if any(step_data.checksums is not None for _, step_data, _ in self._steps):
+            sums = np.concatenate([_sums_of(step_data, rows) for _, step_data, rows in self._steps])
+            taken = np.repeat([step_data.checksums is not None for _, step_data, _ in self._steps], lengths)
             unasked = (sums == 0) & (column(partials, "count") > 0)
             found["checksum"] = spread(sums, taken & there & ~unasked)
         return found
@@ -235,23 +237,23 @@ def _rows_of(partials: npt.NDArray[np.float64], rows: I64) -> npt.NDArray[np.flo
     return taken
 
 
-def _sums_of(reel: Reel, rows: I64) -> npt.NDArray[np.uint64]:
-    if reel.checksums is None or not len(reel.checksums):
+def _sums_of(step_data: StepData, rows: I64) -> npt.NDArray[np.uint64]:
+    if step_data.checksums is None or not len(step_data.checksums):
         return np.zeros(len(rows), np.uint64)
-    return np.where(rows >= 0, reel.checksums[rows], np.uint64(0))
+    return np.where(rows >= 0, step_data.checksums[rows], np.uint64(0))
 
 
-def _about(reel: Reel, layout: _Layout) -> bytes:
+def _about(step_data: StepData, layout: _Layout) -> bytes:
     detail = {
         "layout": layout.key,
-        "place": place_text(reel.place),
-        "framework": reel.framework,
-        "level": reel.level,
-        "task": reel.task,
-        "wanted": reel.wanted,
-        "programs": reel.programs,
-        "complete": reel.complete,
-        **({"notes": list(reel.notes)} if reel.notes else {}),
-        **({"batches": list(reel.batches)} if reel.batches else {}),
+        "place": place_text(step_data.place),
+        "framework": step_data.framework,
+        "level": step_data.level,
+        "task": step_data.task,
+        "wanted": step_data.wanted,
+        "programs": step_data.programs,
+        "complete": step_data.complete,
+        **({"notes": list(step_data.notes)} if step_data.notes else {}),
+        **({"batches": list(step_data.batches)} if step_data.batches else {}),
     }
     return orjson.dumps(detail)

@@ -64,6 +64,6 @@ def kind_in_words(kind: str, slot: str) -> str:
     return "gradient" if first in _GRADIENT_SLOTS else "parameter" if first in _PARAMETER_SLOTS else "optimizer"
 
 
-def kind_of_spot(kind: str) -> str:
+def kind_of_address(kind: str) -> str:
     """Undo `kind_in_words`."""
     return "parameter" if kind in ("gradient", "optimizer") else kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from trainprobe.engine.core.records import Finding, Reel
+from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.engine.storage.dumps.tensor_files import SavedTensor
 
 
@@ -16,7 +16,7 @@ class Sink(Protocol):
     file. The other protocols here are what a sink may offer besides.
     """
 
-    def write(self, reel: Reel) -> None:
+    def write(self, step_data: StepData) -> None:
         """Write one collected step of one rank, atomically: readers see the whole step or nothing."""
         ...
 
@@ -31,7 +31,7 @@ class Sink(Protocol):
 
 @runtime_checkable
 class TensorSink(Protocol):
-    """A sink that stores tensor values too, as they come; the reel of their step follows them."""
+    """A sink that stores tensor values too, as they come; the data of their step follow them."""
 
     def tensor(self, step: int, saved: SavedTensor) -> bool:
         """Store one value; return whether more are wanted (False: the size budget is reached)."""
@@ -57,11 +57,11 @@ class BatchSink(Protocol):
 
 
 @runtime_checkable
-class ComplainingSink(Protocol):
-    """A sink that has something to say about its own work, such as a budget that was reached."""
+class WarningSink(Protocol):
+    """A sink that warns about its own work, for example that a budget was reached."""
 
-    def complaints(self) -> Sequence[Finding]:
-        """Return what there is to say since the last call."""
+    def warnings_made(self) -> Sequence[Finding]:
+        """Return the findings made since the last call."""
         ...
 
 

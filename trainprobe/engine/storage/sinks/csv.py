@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.core.records import Feature, Finding, Phase, Place, Record, Reel, Site
+from trainprobe.engine.core.records import Feature, Finding, Phase, Place, Record, Site, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.append import AppendedFile, make_room
 from trainprobe.engine.storage.dumps.layout import METRICS_FILE, log_folder
@@ -33,13 +33,13 @@ class TidyCsv:
         self._file = AppendedFile(path)
         self._width = len(_header_of(path)) or len(TIDY)
 
-    def write(self, reel: Reel) -> None:
+    def write(self, step_data: StepData) -> None:
         """Append the rows of one step."""
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         if self._file.size == 0:
             rows.writerow(TIDY)
-        for record in reel.records():
+        for record in step_data.records():
             if record.step.phase == "recompute":
                 continue
             step, site = record.step, record.site
@@ -84,19 +84,19 @@ class WideCsv:
         self._vpp, self._chunks = place.axes.get("vpp", (0, 1))
         self._files: dict[str, AppendedFile] = {}
 
-    def write(self, reel: Reel) -> None:
+    def write(self, step_data: StepData) -> None:
         """Append the rows of one step to the files they belong to. Rows of one name keep their first value in a micro-batch."""
         tables: dict[str, dict[tuple[str, int | None], Record]] = {}
-        single = _single_slots(reel)
-        for record in reel.records():
+        single = _single_slots(step_data)
+        for record in step_data.records():
             if record.step.phase != "recompute" and record.values and record.site.slot != "fingerprint":
                 sort, name = _sort_and_name(record.site, record.step.phase, single)
                 tables.setdefault(sort, {}).setdefault((name, record.step.micro), record)
         for sort, rows in tables.items():
             if sort not in self.left_out:
-                self._append(sort, reel, rows)
-        for sort, (columns, rows) in hook_tables(reel.features).items():
-            self._append_hooks(sort, reel.step, columns, rows)
+                self._append(sort, step_data, rows)
+        for sort, (columns, rows) in hook_tables(step_data.features).items():
+            self._append_hooks(sort, step_data.step, columns, rows)
 
     def _file(self, sort: str, step: int) -> AppendedFile:
         first = step // self._steps * self._steps
@@ -122,10 +122,10 @@ class WideCsv:
             rows.writerow([self._vpp, defused(name), step, *([index] if micro else []), *numbers])
         file.write(text.getvalue().encode())
 
-    def _append(self, sort: str, reel: Reel, table: dict[tuple[str, int | None], Record]) -> None:
-        file = self._file(sort, reel.step)
+    def _append(self, sort: str, step_data: StepData, table: dict[tuple[str, int | None], Record]) -> None:
+        file = self._file(sort, step_data.step)
         micro = sort in self.per_micro
-        statistics = ("value",) if sort in ("scalar", "feature") else reel.wanted
+        statistics = ("value",) if sort in ("scalar", "feature") else step_data.wanted
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         if file.size == 0:
@@ -133,7 +133,7 @@ class WideCsv:
             rows.writerow(["vpp_stage", "name", "step", *(["micro_step"] if micro else []), *columns, "shape", "dtype"])
         for (name, index), record in table.items():
             numbers = [self._number(record, statistic) for statistic in statistics]
-            place = [self._vpp, defused(self._name(name)), reel.step, *([index or 0] if micro else [])]
+            place = [self._vpp, defused(self._name(name)), step_data.step, *([index or 0] if micro else [])]
             rows.writerow([*place, *numbers, str(list(record.shape)), record.dtype])
         file.write(text.getvalue().encode())
 
@@ -159,11 +159,11 @@ class WideCsv:
         self._files.clear()
 
 
-def _single_slots(reel: Reel) -> set[tuple[str, str]]:
+def _single_slots(step_data: StepData) -> set[tuple[str, str]]:
     """Return (module, "input" or "output") where a call has exactly one of them, which then has no number."""
     return {
         (call.name, side)
-        for call in reel.calls
+        for call in step_data.calls
         if call.kind == "module"
         for side, tree in (("input", call.args), ("output", call.out))
         if not isinstance(tree, list) or len(tree) == 1  # pyright: ignore[reportUnknownArgumentType]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from trainprobe.engine.core.records import Finding, Place, Reel
+from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.entry_text import Document, EntryText, construct_text, dumps, stacks
@@ -43,7 +43,7 @@ class _Fixed(NamedTuple):
 
 
 class DumpSink:
-    """Writes each reel as a folder. Tensors arrive first and are streamed into the hidden folder of their step."""
+    """Writes each collected step as a folder. Tensors arrive first and are streamed into the hidden folder of their step."""
 
     def __init__(self, root: Path, plan: Plan, place: Place) -> None:
         self._root = str(root)
@@ -56,7 +56,7 @@ class DumpSink:
         self._bytes = 0
         self._reserve = 0  # bytes that the header of a step's tensors takes, so that the next step's need not be moved for it
         self._full = False
-        self._complaints: list[Finding] = []
+        self._warnings: list[Finding] = []
         self._left = False  # a step of an earlier run was left as it is, and that was said
 
     def tensor(self, step: int, saved: SavedTensor) -> bool:
@@ -95,7 +95,7 @@ class DumpSink:
 
     def _over_budget(self, step: int, saved: SavedTensor) -> None:
         self._full = True
-        self._complaints.append(
+        self._warnings.append(
             Finding(
                 "writer",
                 "warning",
@@ -116,19 +116,19 @@ class DumpSink:
         self._folder = RankFolder(self._root, step, self._place.rank)
         self._step = step
 
-    def write(self, reel: Reel) -> None:
+    def write(self, step_data: StepData) -> None:
         """Write one step and make its folder visible.
 
         A step that is there already stays as it is in a run that continues, and is reported once; else raises OutputError.
         """
-        if "dump" not in reel.programs:
+        if "dump" not in step_data.programs:
             return
-        self._begin(reel.step)
+        self._begin(step_data.step)
         folder = self._folder
         assert folder is not None
         if self._files is not None:
             self._reserve = max(self._reserve, self._files.finish())
-        files = self._texts(reel, folder)
+        files = self._texts(step_data, folder)
         self._folder = self._files = self._step = None
         self._stored.clear()
         try:
@@ -136,30 +136,30 @@ class DumpSink:
         except OutputError:
             if self._plan.on_existing != "continue":
                 raise
-            self._leave(reel.step)
+            self._leave(step_data.step)
 
-    def _texts(self, reel: Reel, folder: RankFolder) -> Files:
+    def _texts(self, step_data: StepData, folder: RankFolder) -> Files:
         suffix = "" if self._plan.tensor_format == "safetensors" else self._plan.tensor_format
-        text = EntryText(reel, nan_tokens=self._plan.nan_tokens, stored=self._stored, suffix=suffix)
+        text = EntryText(step_data, nan_tokens=self._plan.nan_tokens, stored=self._stored, suffix=suffix)
         document = text.document()
-        fixed = self._fixed(reel, document)
-        end = b'\n },\n "%b": %b\n}\n' % (HEADER.encode(), dumps(header(reel, fixed.about)).encode())
-        whole = b"".join((_top(reel, self._data_folder(folder)), document.text, end))
+        fixed = self._fixed(step_data, document)
+        end = b'\n },\n "%b": %b\n}\n' % (HEADER.encode(), dumps(header(step_data, fixed.about)).encode())
+        whole = b"".join((_top(step_data, self._data_folder(folder)), document.text, end))
         if isinstance(self._files, SeparateFiles):
             self._files.place(text.links)
-        if reel.level == "debug":
+        if step_data.level == "debug":
             return [(DEBUG_FILE, whole)]
         return [(DUMP_FILE, whole), (STACK_FILE, fixed.stacks), (CONSTRUCT_FILE, fixed.construct)]
 
-    def _fixed(self, reel: Reel, document: Document) -> _Fixed:
+    def _fixed(self, step_data: StepData, document: Document) -> _Fixed:
         """Return what the steps of this layout have in common; it depends on level and framework too."""
-        known: dict[tuple[str, str], _Fixed] = layout_of(reel).derived(self, dict)
-        key = reel.level, reel.framework
+        known: dict[tuple[str, str], _Fixed] = layout_of(step_data).derived(self, dict)
+        key = step_data.level, step_data.framework
         if key not in known:
             pairs = list(zip(document.names, document.calls, strict=True))
-            tree = construct_text(reel, document.names, document.calls) if self._plan.construct else b"{}"
-            about = {name: fragment(dumps(item)) for name, item in about_calls(reel, pairs).items()}
-            known[key] = _Fixed(about, orjson.dumps(stacks(reel, pairs), option=orjson.OPT_INDENT_2), tree)
+            tree = construct_text(step_data, document.names, document.calls) if self._plan.construct else b"{}"
+            about = {name: fragment(dumps(item)) for name, item in about_calls(step_data, pairs).items()}
+            known[key] = _Fixed(about, orjson.dumps(stacks(step_data, pairs), option=orjson.OPT_INDENT_2), tree)
         return known[key]
 
     def _leave(self, step: int) -> None:
@@ -167,7 +167,7 @@ class DumpSink:
         if self._left:
             return
         self._left = True
-        self._complaints.append(
+        self._warnings.append(
             Finding(
                 "writer",
                 "warning",
@@ -186,9 +186,9 @@ class DumpSink:
     def findings(self, findings: Sequence[Finding]) -> None:
         """Do nothing: a dump holds what was measured."""
 
-    def complaints(self) -> list[Finding]:
+    def warnings_made(self) -> list[Finding]:
         """Return what there is to say since the last call."""
-        said, self._complaints = self._complaints, []
+        said, self._warnings = self._warnings, []
         return said
 
     def close(self) -> None:
@@ -204,8 +204,8 @@ class DumpSink:
         self._stored.clear()
 
 
-def _top(reel: Reel, data_folder: str | None) -> bytes:
-    task, level, framework, folder = map(dumps, (reel.task, reel.level, reel.framework, data_folder))
+def _top(step_data: StepData, data_folder: str | None) -> bytes:
+    task, level, framework, folder = map(dumps, (step_data.task, step_data.level, step_data.framework, data_folder))
     return (
         f'{{"task": {task},\n "level": {level},\n "framework": {framework},\n "dump_data_dir": {folder},\n "data": {{'.encode()
     )

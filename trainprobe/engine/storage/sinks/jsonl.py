@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainprobe.engine.core.records import Finding, Place, Reel
+from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.append import AppendedFile, make_room
 from trainprobe.engine.storage.dumps.findings_file import FindingsFile
@@ -24,9 +24,9 @@ class JsonlSink:
         self._log = AppendedFile(folder / LOG_FILE)
         self._findings = FindingsFile(folder / FINDINGS_FILE)
 
-    def write(self, reel: Reel) -> None:
+    def write(self, step_data: StepData) -> None:
         """Append one line."""
-        self._log.write(encode(reel))
+        self._log.write(encode(step_data))
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Append one line a finding."""

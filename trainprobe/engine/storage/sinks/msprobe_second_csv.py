@@ -11,7 +11,7 @@ import csv
 import io
 from pathlib import Path
 
-from trainprobe.engine.core.records import Place, Record, Reel
+from trainprobe.engine.core.records import Place, Record, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.append import AppendedFile, make_room
 from trainprobe.engine.storage.sheet_cells import defused
@@ -33,32 +33,34 @@ _OF_MODULES = {"input": "forward", "output": "forward", "grad_input": "backward"
 class MsprobeSecondCsv(WideCsv):
     """Writes these files."""
 
-    def write(self, reel: Reel) -> None:
+    def write(self, step_data: StepData) -> None:
         """Append the rows of one step to the files they belong to."""
         tables: dict[str, dict[tuple[str, str, int], Record]] = {}
-        for record in reel.records():
+        for record in step_data.records():
             place = _place(record) if record.step.phase != "recompute" and record.values else None
             if place is not None:
                 sort, name, scope = place
                 micro = (record.step.micro or 0) if scope in _PER_MICRO else 0
                 tables.setdefault(sort, {}).setdefault((name, scope, micro), record)
         for sort, rows in tables.items():
-            self._append_rows(self._file(sort, reel.step), sort, reel, rows)
+            self._append_rows(self._file(sort, step_data.step), sort, step_data, rows)
 
     def _file_name(self, sort: str, first: int) -> str:
         return f"{sort}_step{first}-{first + self._steps - 1}.csv"
 
-    def _append_rows(self, file: AppendedFile, sort: str, reel: Reel, table: dict[tuple[str, str, int], Record]) -> None:
+    def _append_rows(
+        self, file: AppendedFile, sort: str, step_data: StepData, table: dict[tuple[str, str, int], Record]
+    ) -> None:
         micro = sort == "weight_grad"
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         if file.size == 0:
-            columns = [COLUMNS.get(statistic, statistic) for statistic in reel.wanted]
+            columns = [COLUMNS.get(statistic, statistic) for statistic in step_data.wanted]
             rows.writerow(["vpp_stage", "step", "module_name", "scope", *(["micro_step"] if micro else []), *columns])
         for (name, scope, index), record in table.items():
             stage = self._vpp if self._chunks > 1 else -1
-            numbers = [self._number(record, statistic) for statistic in reel.wanted]
-            rows.writerow([stage, reel.step, defused(name), scope, *([index + 1] if micro else []), *numbers])
+            numbers = [self._number(record, statistic) for statistic in step_data.wanted]
+            rows.writerow([stage, step_data.step, defused(name), scope, *([index + 1] if micro else []), *numbers])
         file.write(text.getvalue().encode())
 
 

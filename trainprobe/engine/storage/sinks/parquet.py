@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainprobe.engine.core.records import Finding, Place, Reel
+from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.append import make_room
 from trainprobe.engine.storage.dumps.findings_file import FindingsFile
@@ -37,17 +37,17 @@ class ParquetSink:
         self._dumped = dumped
         self._rows: Rows | None = None
         self._live: LiveStream | None = None
-        self._waiting: list[tuple[int, Reel]] = []  # with the microseconds at which each came
+        self._waiting: list[tuple[int, StepData]] = []  # with the microseconds at which each came
         if (folder / LIVE_FILE).exists():  # a killed run left it
             from trainprobe.engine.storage.run_log.segments import close_segment
 
             close_segment(folder)
 
-    def write(self, reel: Reel) -> None:
+    def write(self, step_data: StepData) -> None:
         """Take one step; it is in the file after the next `flush`."""
-        if self._dumped and tuple(reel.programs) == ("dump",):
+        if self._dumped and tuple(step_data.programs) == ("dump",):
             return
-        self._waiting.append((time.time_ns() // 1000, reel))
+        self._waiting.append((time.time_ns() // 1000, step_data))
 
     def flush(self) -> None:
         """Append the rows of the steps that wait as one batch."""

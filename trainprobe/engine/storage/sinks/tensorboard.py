@@ -17,8 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.core.records import Finding, Place, Record, Reel, Site, Step
-from trainprobe.engine.core.reel import slots
+from trainprobe.engine.core.records import Finding, Place, Record, Site, Step, StepData
+from trainprobe.engine.core.step_data import slots
 from trainprobe.engine.plan.model import Plan
 from trainprobe.errors import MissingExtra
 
@@ -29,7 +29,7 @@ _GROUPS = {
 
 
 class TensorboardSink:
-    """Writes one event a step, with one scalar a value and statistic and the histograms the reel has."""
+    """Writes one event a step, with one scalar a value and statistic and the histograms the collected step has."""
 
     def __init__(self, folder: Path) -> None:
         self._messages, self._event, record_writer = _load()
@@ -39,17 +39,17 @@ class TensorboardSink:
         self._records = record_writer.RecordWriter(self._file)
         self._write(self._event.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
-    def write(self, reel: Reel) -> None:
+    def write(self, step_data: StepData) -> None:
         """Append one event with all values of a step."""
-        values = list(self._scalars(reel))
-        for tag, histogram in _histograms(reel):
+        values = list(self._scalars(step_data))
+        for tag, histogram in _histograms(step_data):
             values.append(self._messages.Summary.Value(tag=tag, histo=self._histogram(*histogram)))
         summary = self._messages.Summary(value=values)
-        self._write(self._event.Event(wall_time=time.time(), step=reel.step, summary=summary))
+        self._write(self._event.Event(wall_time=time.time(), step=step_data.step, summary=summary))
 
-    def _scalars(self, reel: Reel) -> Iterator[Any]:
+    def _scalars(self, step_data: StepData) -> Iterator[Any]:
         value = self._messages.Summary.Value
-        for record in reel.records():
+        for record in step_data.records():
             if record.step.phase == "recompute":
                 continue
             start = tag(record)
@@ -101,19 +101,19 @@ def _group(record: Record) -> str:
     return "gradients" if record.step.phase == "backward" else "activations"
 
 
-def _histograms(reel: Reel) -> Iterator[tuple[str, tuple[Sequence[float], Sequence[float]]]]:
-    """Yield (tag, (edges, counts)) where the reel has a histogram of the value, and of features that are counts per bin."""
-    for feature in reel.features:
+def _histograms(step_data: StepData) -> Iterator[tuple[str, tuple[Sequence[float], Sequence[float]]]]:
+    """Yield (tag, (edges, counts)) where the step has a histogram of the value, and of features that are counts per bin."""
+    for feature in step_data.features:
         if feature.edges is not None:
             site = Site("feature", feature.name, feature.slot, feature.call)
-            record = Record(Step(reel.step, feature.micro), reel.place, site, "float64", (), {})
+            record = Record(Step(step_data.step, feature.micro), step_data.place, site, "float64", (), {})
             yield tag(record), (feature.edges.tolist(), feature.numbers.tolist())
-    if not reel.histograms:
+    if not step_data.histograms:
         return
-    rows = [value.row for call in reel.calls for _, value in slots(call)]
-    for row, record in zip(rows, reel.records(), strict=False):
-        if row in reel.histograms and record.step.phase != "recompute":
-            edges, counts = reel.histograms[row]
+    rows = [value.row for call in step_data.calls for _, value in slots(call)]
+    for row, record in zip(rows, step_data.records(), strict=False):
+        if row in step_data.histograms and record.step.phase != "recompute":
+            edges, counts = step_data.histograms[row]
             yield f"{tag(record)}/histogram", ([float(x) for x in edges], [float(n) for n in counts])
 
 

@@ -40,15 +40,15 @@ def test_known_layouts_are_those_of_a_walk(tmp_path):
             optimizer.zero_grad()
             model(torch.randn(3, 4), step % 2).square().mean().backward()
             optimizer.step()
-            reel = probe.end_step()
-            assert reel is not None
-            known = frames.frame_of_reel(reel, by_layout)
-            alone = dataclasses.replace(reel)
+            step_data = probe.end_step()
+            assert step_data is not None
+            known = frames.frame_of_step(step_data, by_layout)
+            alone = dataclasses.replace(step_data)
             alone.layout = StepLayout()
-            walked = frames.frame_of_reel(alone, by_walk)
+            walked = frames.frame_of_step(alone, by_walk)
             layouts.add(id(known.at))
             assert [by_layout.tracks[t] for t in known.at] == [by_walk.tracks[t] for t in walked.at]
-            assert [by_layout.spots[s] for s in known.spots] == [by_walk.spots[s] for s in walked.spots]
+            assert [by_layout.addresses[s] for s in known.addresses] == [by_walk.addresses[s] for s in walked.addresses]
             np.testing.assert_array_equal(known.values, walked.values)
             np.testing.assert_array_equal(known.bad, walked.bad)
     assert len(layouts) < 6  # steps that are alike have one layout

@@ -1,12 +1,12 @@
-"""What a plan asked for and does not get: of names told when the model is there, of all else once no step can come any more."""
+"""Reports plan selections that matched nothing: names when the model is known, all else when the run ends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from trainprobe.engine.core.records import Call, Finding, Place, Reel
-from trainprobe.engine.core.reel import entry_name, parameter_name
+from trainprobe.engine.core.records import Call, Finding, Place, StepData
+from trainprobe.engine.core.step_data import entry_name, parameter_name
 from trainprobe.engine.plan.model import Plan
 from trainprobe.errors import PlanError
 
@@ -41,8 +41,8 @@ def names_not_there(unmatched: Iterable[Unmatched], model: str, place: Place) ->
         yield Finding("plan", "info" if stages > 1 and others else "warning", message, place=place)
 
 
-class Unmet:
-    """Learns from the steps that are dumped what there was to be matched."""
+class UnmatchedSelections:
+    """Learns from the dumped steps which selections matched something."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -51,16 +51,16 @@ class Unmet:
         self._names: set[str] = set()  # of modules, parameters and ops
         self._entries = dict.fromkeys(plan.entries, False)  # text → whether some call's full name held it
 
-    def saw(self, reel: Reel) -> None:
+    def saw(self, step_data: StepData) -> None:
         """Learn from a step."""
-        if "dump" not in reel.programs:
+        if "dump" not in step_data.programs:
             return
         self._collected = True
         if self._plan.ops != ("**",) or self._plan.tensors or self._plan.details:
-            self._ops.update(call.name for call in reel.calls if call.kind == "op")
-            self._names.update(name for call in reel.calls for name in _names(call))
+            self._ops.update(call.name for call in step_data.calls if call.kind == "op")
+            self._names.update(name for call in step_data.calls for name in _names(call))
         if not all(self._entries.values()):
-            names = {entry_name(call, reel.framework) for call in reel.calls}
+            names = {entry_name(call, step_data.framework) for call in step_data.calls}
             self._entries |= {text: True for text in self._entries if any(text in name for name in names)}
 
     def findings(self, first_step: int | None, last_step: int, place: Place) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Which taps take no forward calls for a while, and for whom: the program, or a part of the tool while something else runs."""
+"""Which taps are paused, and by whom: the program, or a part of the tool while something else runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from trainprobe.engine.taps import Tap
 
 
-class Rests:
-    """The taps that are installed. One that several have let rest takes calls again when the last of them has done."""
+class Pauses:
+    """The installed taps. One that several parties have paused takes calls again when the last of them resumes it."""
 
     def __init__(self) -> None:
         self._for: dict[Tap, set[str]] = {}
@@ -26,18 +26,18 @@ class Rests:
         self._for.pop(tap, None)
 
     def begin(self, whom: str, taps: Iterable[Tap | None] | None = None) -> None:
-        """Have these of the installed taps rest, or all of them."""
-        for tap, resting in self._chosen(taps):
-            if not resting:
+        """Pause these of the installed taps, or all of them."""
+        for tap, paused_by in self._chosen(taps):
+            if not paused_by:
                 tap.pause()
-            resting.add(whom)
+            paused_by.add(whom)
 
     def end(self, whom: str, taps: Iterable[Tap | None] | None = None) -> None:
-        """Have those of them take calls again that rest for nobody else; nothing is done for whom none rests."""
-        for tap, resting in self._chosen(taps):
-            if whom in resting:
-                resting.remove(whom)
-                if not resting:
+        """Resume those of them that nobody else has paused; does nothing for one who paused none."""
+        for tap, paused_by in self._chosen(taps):
+            if whom in paused_by:
+                paused_by.remove(whom)
+                if not paused_by:
                     tap.resume()
 
     def _chosen(self, taps: Iterable[Tap | None] | None) -> list[tuple[Tap, set[str]]]:

@@ -1,4 +1,4 @@
-"""Reels for tests: a realistic one by hand, and any by chance."""
+"""Collected steps for tests: a realistic one by hand, and any by chance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from trainprobe.engine.core.records import Call, Opaque, Place, Record, Reel, Value
+from trainprobe.engine.core.records import Call, Opaque, Place, Record, StepData, Value
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.stats.partials import PARTIALS
 
@@ -38,7 +38,7 @@ def partials_of(arrays: list[Any]) -> np.ndarray:
     return rows
 
 
-def small_reel(step: int = 0, place: Place | None = None, **about: Any) -> Reel:
+def small_step(step: int = 0, place: Place | None = None, **about: Any) -> StepData:
     """One module with one op in it, forward and backward, a parameter's gradient and a scalar."""
     rng = np.random.default_rng(step)
     arrays = [rng.normal(size=(2, 3)).astype(np.float32) for _ in range(5)]
@@ -57,7 +57,7 @@ def small_reel(step: int = 0, place: Place | None = None, **about: Any) -> Reel:
     gradient.params = {"weight": values[4]}
     about.setdefault("level", "mix")
     about.setdefault("task", "statistics")
-    return Reel(
+    return StepData(
         step=step,
         place=place or Place(),
         framework="pytorch",
@@ -90,8 +90,8 @@ SCALARS = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floa
 
 
 @st.composite
-def reels(draw: st.DrawFn) -> Reel:
-    """Any reel: calls of all sorts with trees of values, scalars and opaque leaves."""
+def collected_steps(draw: st.DrawFn) -> StepData:
+    """Any step_data: calls of all sorts with trees of values, scalars and opaque leaves."""
     arrays = draw(st.lists(st.lists(NUMBERS, max_size=4), min_size=1, max_size=6))
     values = [
         Value(
@@ -110,7 +110,7 @@ def reels(draw: st.DrawFn) -> Reel:
         leaf, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=6
     )
     calls = [_any_call(draw, number, trees, values) for number in range(draw(st.integers(0, 6)))]
-    return Reel(
+    return StepData(
         step=draw(st.integers(0, 10**6)),
         place=draw(st.sampled_from([Place(), Place(3, 8, {"tp": (1, 2), "dp": (1, 4)})])),
         framework="pytorch",

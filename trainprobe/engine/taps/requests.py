@@ -1,4 +1,4 @@
-"""What a plan wants of a value, as the tape's flags, and of the calls of modules and ops, for the taps of any framework."""
+"""What a plan requests of a value, as the tape's flags, and of the calls of modules and ops, for any framework's taps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainprobe.engine.plan.model import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class CallsWanted:
+class CallRequest:
     """What a plan wants of calls of one kind.
 
     flags: of an op's name, or of a module's name and class. micro: whether this micro-batch is recorded.
@@ -28,31 +28,31 @@ class CallsWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class ModulesWanted(CallsWanted):
+class ModuleRequest(CallRequest):
     """What a plan wants of modules. parameter: whether a parameter of this name is recorded."""
 
     parameter: Callable[[str], bool] = lambda name: True
 
 
 @dataclass(frozen=True, slots=True)
-class OpsWanted(CallsWanted):
+class OpRequest(CallRequest):
     """What a plan wants of ops. scope: "all", "focus" or "core" (engine.plan.catalog)."""
 
     scope: str = "all"
 
 
-def modules_of_plan(plan: Plan, cuts: list[Detail]) -> ModulesWanted:
+def modules_of_plan(plan: Plan, cuts: list[Detail]) -> ModuleRequest:
     """Return what the dump wants of modules."""
-    return ModulesWanted(**_of_plan("module", plan.module_selected, plan, cuts), parameter=plan.parameter_selected)
+    return ModuleRequest(**_of_plan("module", plan.module_selected, plan, cuts), parameter=plan.parameter_selected)
 
 
-def ops_of_plan(plan: Plan, cuts: list[Detail]) -> OpsWanted:
+def ops_of_plan(plan: Plan, cuts: list[Detail]) -> OpRequest:
     """Return what the dump wants of ops."""
-    return OpsWanted(**_of_plan("op", plan.op_selected, plan, cuts), scope=plan.ops_scope)
+    return OpRequest(**_of_plan("op", plan.op_selected, plan, cuts), scope=plan.ops_scope)
 
 
 def _of_plan(kind: Literal["module", "op"], selected: Callable[[str], bool], plan: Plan, cuts: list[Detail]) -> dict[str, Any]:
-    """Return the fields of CallsWanted by name."""
+    """Return the fields of CallRequest by name."""
     return {
         "flags": lambda name, module_class="": flags_of(plan.detail_for(kind, name, module_class), cuts),
         "selected": selected,

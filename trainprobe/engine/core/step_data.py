@@ -1,4 +1,4 @@
-"""What a reel says, value by value: the names of its calls as existing tools write them, and one Record a value and place."""
+"""What a collected step says, value by value: the names of its calls as existing tools write them, and its Records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.core.naming import ROOT
-from trainprobe.engine.core.records import Call, Phase, Record, Reel, Site, Step, Value
+from trainprobe.engine.core.records import Call, Phase, Record, Site, Step, StepData, Value
 from trainprobe.engine.stats.partials import column
 
 # side of a call → first part of the slot of the values in it, for each sort of call
@@ -19,8 +19,8 @@ BACKWARD = (("args", "grad_output"), ("kwargs", "kwargs"), ("out", "grad_input")
 
 
 @dataclass(slots=True)
-class StoredReel(Reel):
-    """A reel that was read from a dump, which holds finished numbers and no partials.
+class StoredStepData(StepData):
+    """A collected step that was read from a dump, which holds finished numbers and no partials.
 
     finished: statistic → float64 [rows]. absent: statistic → bool [rows], True where the dump says nothing.
     """
@@ -97,53 +97,53 @@ def leaves(tree: Any, path: str) -> Iterator[tuple[str, Value]]:
             yield from leaves(item, f"{path}.{key}")
 
 
-def iterate_records(reel: Reel) -> Iterator[Record]:
+def iterate_records(step_data: StepData) -> Iterator[Record]:
     """Yield a Record for each value at each place it was seen, in execution order, then one for each feature and scalar.
 
     A scalar of the step (loss, learning rate) has kind "scalar", slot "value" and the single statistic "value". A feature has
     kind "feature" and the same statistic. The fingerprint of a batch is the feature "fingerprint" of "batch", a checksum.
     """
-    columns = numbers_of_rows(reel)
-    for call in reel.calls:
-        step = Step(reel.step, call.micro, call.phase)
+    columns = numbers_of_rows(step_data)
+    for call in step_data.calls:
+        step = Step(step_data.step, call.micro, call.phase)
         for slot, value in slots(call):
             values: dict[str, float | int] = {}
             if value.row >= 0:
                 values = {name: numbers[value.row] for name, numbers in columns.items() if numbers[value.row] is not None}
-            yield Record(step, reel.place, _site(call, slot), value.dtype, value.shape, values, value.tensor, value.note)
-    for feature in reel.features:
-        step = Step(reel.step, feature.micro, "forward")
+            yield Record(step, step_data.place, _site(call, slot), value.dtype, value.shape, values, value.tensor, value.note)
+    for feature in step_data.features:
+        step = Step(step_data.step, feature.micro, "forward")
         for slot, number in feature.each():
             site = Site("feature", feature.name, slot, feature.call)
-            yield Record(step, reel.place, site, "float64", (), {"value": number})
-    for i, fingerprint in enumerate(reel.batches):
+            yield Record(step, step_data.place, site, "float64", (), {"value": number})
+    for i, fingerprint in enumerate(step_data.batches):
         site = Site("feature", "batch", "fingerprint", i)
-        yield Record(Step(reel.step, i, "forward"), reel.place, site, "uint64", (), {"checksum": fingerprint})
-    for name, number in reel.scalars.items():
+        yield Record(Step(step_data.step, i, "forward"), step_data.place, site, "uint64", (), {"checksum": fingerprint})
+    for name, number in step_data.scalars.items():
         site = Site("scalar", name, "value")
-        yield Record(Step(reel.step, None, "step"), reel.place, site, "float64", (), {"value": number})
+        yield Record(Step(step_data.step, None, "step"), step_data.place, site, "float64", (), {"value": number})
 
 
-def numbers_of_rows(reel: Reel) -> dict[str, list[Any]]:
+def numbers_of_rows(step_data: StepData) -> dict[str, list[Any]]:
     """Return statistic → number of each row, None where there is none: nothing was reduced, or not to this.
 
     "checksum" is the 64-bit fingerprint and "crc32" what existing files call md5, both whole numbers.
     """
     columns: dict[str, list[Any]] = {}
-    nothing = None if isinstance(reel, StoredReel) else column(reel.partials, "count") == 0
-    for name, array in reel.numbers().items():
+    nothing = None if isinstance(step_data, StoredStepData) else column(step_data.partials, "count") == 0
+    for name, array in step_data.numbers().items():
         columns[name] = array.tolist()
-        absent = reel.absent[name] if isinstance(reel, StoredReel) else nothing
+        absent = step_data.absent[name] if isinstance(step_data, StoredStepData) else nothing
         for row in np.flatnonzero(absent).tolist() if absent is not None else ():
             columns[name][row] = None
-    if reel.checksums is not None:
-        columns["checksum"] = reel.checksums.tolist()
-        unasked = (reel.checksums == 0) & (column(reel.partials, "count") > 0)
-        for row in np.flatnonzero(reel.absent["checksum"] if isinstance(reel, StoredReel) else unasked).tolist():
+    if step_data.checksums is not None:
+        columns["checksum"] = step_data.checksums.tolist()
+        unasked = (step_data.checksums == 0) & (column(step_data.partials, "count") > 0)
+        for row in np.flatnonzero(step_data.absent["checksum"] if isinstance(step_data, StoredStepData) else unasked).tolist():
             columns["checksum"][row] = None
-    if reel.crc32:
-        columns["crc32"] = [None] * len(reel.partials)
-        for row, text in reel.crc32.items():
+    if step_data.crc32:
+        columns["crc32"] = [None] * len(step_data.partials)
+        for row, text in step_data.crc32.items():
             columns["crc32"][row] = int(text, 16)
     return columns
 

@@ -1,13 +1,13 @@
-"""The names of calls, and the records of a reel."""
+"""The names of calls, and the records of a collected step."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from tests.engine.storage.sinks.reels import small_reel
+from tests.engine.storage.sinks.collected_steps import small_step
 from trainprobe.engine.core.records import Call, Value
-from trainprobe.engine.core.reel import entry_name, parent_name
+from trainprobe.engine.core.step_data import entry_name, parent_name
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_backward_call_lies_in_its_parents_backward():
 
 
 def test_records_come_in_the_order_of_execution_with_their_slots():
-    records = list(small_reel().records())
+    records = list(small_step().records())
     assert [(r.site.kind, r.site.name, r.site.slot) for r in records] == [
         ("module", "layers.0", "input.0"),
         ("module", "layers.0", "parameters.weight"),
@@ -59,20 +59,20 @@ def test_records_come_in_the_order_of_execution_with_their_slots():
 
 def test_the_numbers_of_a_record_are_those_of_its_value():
     x = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32).astype(np.float64)
-    record = next(small_reel().records())
+    record = next(small_step().records())
     expected = {"max": x.max(), "min": x.min(), "mean": x.mean(), "norm": np.linalg.norm(x)}
     assert record.values == pytest.approx(expected, rel=1e-15)
 
 
 def test_a_value_that_nothing_was_reduced_of_has_no_numbers():
-    reel = small_reel()
-    reel.calls[0].args = [Value(-1, "torch.float8_e4m3fn", (2,), note="float8")]
-    record = next(reel.records())
+    step_data = small_step()
+    step_data.calls[0].args = [Value(-1, "torch.float8_e4m3fn", (2,), note="float8")]
+    record = next(step_data.records())
     assert (dict(record.values), record.note) == ({}, "float8")
 
 
 def test_nested_outputs_carry_their_path():
-    reel = small_reel()
-    reel.calls[1].out = {"logits": reel.values[0], "cache": [reel.values[1], {"k": reel.values[2]}]}
-    slots = [r.site.slot for r in reel.records() if r.site.slot.startswith("output.")]
+    step_data = small_step()
+    step_data.calls[1].out = {"logits": step_data.values[0], "cache": [step_data.values[1], {"k": step_data.values[2]}]}
+    slots = [r.site.slot for r in step_data.records() if r.site.slot.startswith("output.")]
     assert slots == ["output.logits", "output.cache.0", "output.cache.1.k"]
