@@ -1,9 +1,9 @@
 """Checkpoints of very many small tensors: how long a comparison takes, and how much memory it needs.
 
-    python -m benchmarks.ckpt_size --tensors 1000000 --folder /tmp/many pt safetensors sharded
+    python -m benchmarks.ckpt_size --tensors 1000000 --folder /tmp/many pt safetensors sharded dcp
 
-Writes a pair of each kind with torch and safetensors themselves (equal but for one element of the last tensor), then compares
-them in a process of its own. Prints seconds, peak resident MiB and exit code.
+Writes a pair of each kind with torch, torch.distributed.checkpoint (dcp) and safetensors themselves (equal but for one element
+of the last tensor), then compares them in a process of its own. Prints seconds, peak resident MiB and exit code.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 PER_SHARD = 50_000  # tensors
@@ -47,7 +48,10 @@ def _deepseek(number: int) -> str:
 def write(kind: str, folder: Path, tensors: int, planted: bool) -> Path:
     """Write one checkpoint of a kind and return its path; one that exists already is kept."""
     side = "b" if planted else "a"
-    path = folder / {"pt": f"{side}.pt", "safetensors": f"{side}.safetensors", "sharded": f"sharded_{side}"}[kind]
+    path = (
+        folder
+        / {"pt": f"{side}.pt", "safetensors": f"{side}.safetensors", "sharded": f"sharded_{side}", "dcp": f"dcp_{side}"}[kind]
+    )
     if path.exists():
         return path
     held = state(tensors, planted, kind == "safetensors")
@@ -55,6 +59,8 @@ def write(kind: str, folder: Path, tensors: int, planted: bool) -> Path:
         torch.save(held, path)
     elif kind == "safetensors":
         save_file(held, path)
+    elif kind == "dcp":
+        dcp.save({"model": held}, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
     else:
         _write_shards(path, held)
     return path
@@ -89,7 +95,7 @@ def timed(a: Path, b: Path) -> tuple[float, float, float, int]:
 def main() -> None:
     """Write, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kinds", nargs="*", default=["pt", "safetensors", "sharded"])
+    parser.add_argument("kinds", nargs="*", default=["pt", "safetensors", "sharded", "dcp"])
     parser.add_argument("--tensors", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, required=True)
     given = parser.parse_args()

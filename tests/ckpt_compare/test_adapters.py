@@ -41,6 +41,10 @@ def test_the_state_of_a_training_holds_the_adapter_and_the_base_model(saved):
     for found, count in zip(both, (8, 21), strict=True):
         assert sum(r.verdict == "identical" for r in found.rows) == count
         assert {r.verdict for r in found.rows} == {"identical", "only in B"}
+    said = "incomplete: A is an adapter (LoRA) alone and B also holds its model (--only '*.lora_*' compares the adapters); "
+    assert judged(saved / "adapter", saved / "whole.pt").sentence.startswith(said)
+    said = "not comparable: B is an adapter (LoRA) alone and A is a model ("
+    assert judged(saved / "base", saved / "adapter").sentence.startswith(said)
 
 
 def test_one_changed_element_of_an_adapter_is_named(saved):

@@ -155,6 +155,12 @@ def test_the_first_line_names_the_cause(plant):
     assert PLANTED[plant] in found.sentence
 
 
+def test_one_exchanged_parameter_is_not_said_to_be_its_layers():
+    a, b = model(), model()
+    swap(b, "layers.0.attention.q.weight", "layers.1.attention.q.weight")
+    assert judged(a, b).sentence.startswith("differ: attention.q.weight of layers 0 and 1 is exchanged; 2 of ")
+
+
 def test_masters_that_are_rounded_weights_are_named():
     a, b = model(), model()
     short = {k: (v.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) for k, v in b.items()}

@@ -244,14 +244,32 @@ def test_memory_stays_far_below_the_size_of_the_files(tmp_path):
 
 def test_only_and_ignore_choose_what_counts(files, capsys, tmp_path):
     assert main(["ckpt-compare", *files(nudge), "--only", "layers.0.*"]) == 0
-    assert "8 of 11 tensors are left out by --only and --ignore" in capsys.readouterr().out
+    assert "A: --only left out 8 of 11 tensors" in capsys.readouterr().out
     assert main(["ckpt-compare", *files(nudge), "--only", "layers.1.*", "--only", "final*"]) == 2
     assert main(["ckpt-compare", *files(nudge), "--ignore", "*.mlp.*"]) == 0
-    assert main(["ckpt-compare", *files(nudge), "--only", "layer.1.*"]) == 64
-    assert "leaves no tensor" in capsys.readouterr().err
+    assert main(["ckpt-compare", *files(nudge), "--only", "layers.0.*", "--only", "layer.1.*"]) == 64
+    assert "--only layer.1.* matches no tensor of either checkpoint" in " ".join(capsys.readouterr().err.split())
+    assert main(["ckpt-compare", *files(nudge), "--only", "model.layers.0.mlp.*"]) == 64
+    said = "patterns are for logical names: model.layers.0.mlp.down_proj.weight of the files is layers.0.mlp.fc2.weight"
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert main(["ckpt-compare", *files(nudge), "--ignore", "*"]) == 64
+    assert "--only and --ignore leave no tensor" in " ".join(capsys.readouterr().err.split())
+    assert main(["ckpt-compare", *files(nudge), "--ignore", "nothing.*"]) == 2
+    assert "--ignore nothing.* matches no tensor of either checkpoint" in capsys.readouterr().out
 
 
-def test_a_tolerance_is_a_verdict_of_its_own(files, capsys):
+def test_the_first_line_says_what_is_lost_beside_what_differs(files, capsys):
+    def edit(b):
+        nudge(b)
+        del b["model.norm.weight"]
+
+    assert main(["ckpt-compare", *files(edit), "-q"]) == 2
+    said = capsys.readouterr().out
+    assert said.startswith("differ: 1 of 11 tensors; ")
+    assert said.rstrip().endswith("; also, 1 tensor is only in A")
+
+
+def test_a_tolerance_is_a_verdict_of_its_own(files, capsys, tmp_path):
     def small(b):
         b["model.layers.1.mlp.down_proj.weight"] += np.float32(1e-3)
 
@@ -261,7 +279,10 @@ def test_a_tolerance_is_a_verdict_of_its_own(files, capsys):
     assert main(["ckpt-compare", *files(small), "--atol", "0.002"]) == 1
     said = "equal within the tolerance that was given: 1 of 11 tensors differ by at most 0.001 (layers.1.mlp.fc2.weight)"
     assert capsys.readouterr().out.startswith(said)
-    assert main(["ckpt-compare", *files(small), "--rtol", "0.01"]) == 1
+    assert main(["ckpt-compare", *files(small), "--rtol", "0.01", "--json", str(tmp_path / "o.json")]) == 1
+    summary = json.loads((tmp_path / "o.json").read_text())["__comparison__"]
+    assert summary["tolerated"] == ["layers.1.mlp.fc2.weight"]
+    assert summary["checkpoints"]["B"]["format"] == "huggingface"
 
     def broken(b):
         b["model.layers.1.mlp.down_proj.weight"][0, 0] = np.nan

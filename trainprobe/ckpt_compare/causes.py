@@ -38,7 +38,7 @@ _ROTARY = re.compile(r".*\.attention\.[qk]\.(weight|bias)$")
 
 def find_causes(odd: Sequence[Odd], moves: Sequence[Move], every: Collection[str]) -> tuple[Cause, ...]:
     """Return the causes that were found, those that explain the most tensors first. every: the keys of all tensors."""
-    found = [*_layers(moves), *_experts(moves), *_parts(moves), *_transposed(moves), *exchanged_moments(odd)]
+    found = [*_layers(moves, every), *_experts(moves), *_parts(moves), *_transposed(moves), *exchanged_moments(odd)]
     found += [*zeros(odd), *factors(odd), *centred_norms(odd)]
     rest = _unexplained(odd, found)
     found += [*masters(rest), *_fused(rest), *_rows(rest)]
@@ -67,12 +67,14 @@ def _moved(moves: Iterable[Move], numbered: re.Pattern[str]) -> dict[str, dict[t
     return found
 
 
-def _layers(moves: Sequence[Move]) -> Iterator[Cause]:
+def _layers(moves: Sequence[Move], every: Collection[str]) -> Iterator[Cause]:
     """Find layers that are exchanged, shifted, or in another order."""
     for layers in _moved(moves, LAYER).values():
         swapped = {(a, b) for a, b in layers if (b, a) in layers}
         for a, b in sorted(pair for pair in swapped if pair[0] < pair[1]):
-            yield Cause(f"layers {a} and {b} are exchanged", frozenset(layers[a, b] | layers[b, a]))
+            keys = frozenset(layers[a, b] | layers[b, a])
+            what = _what_of(keys, every)
+            yield Cause(f"{what}layers {a} and {b} {'is' if what and len(keys) == 2 else 'are'} exchanged", keys)
         rest = {pair: keys for pair, keys in layers.items() if pair not in swapped}
         steps = Counter(b - a for a, b in rest)
         for step in (step for step, often in steps.items() if often > 2):
@@ -83,6 +85,15 @@ def _layers(moves: Sequence[Move]) -> Iterator[Cause]:
             order = sorted((b, a) for a, b in rest)[:8]
             text = f"layers {listed(b for b, _ in order)} of B hold layers {listed(a for _, a in order)} of A"
             yield Cause(text, frozenset(k for keys in rest.values() for k in keys))
+
+
+def _what_of(keys: Collection[str], every: Collection[str]) -> str:
+    """Return which parameters of two layers are meant, where these are less than half of what the layers hold."""
+    first = LAYER.search(min(keys))
+    parts = sorted({key[m.end() :] for key in keys if (m := LAYER.search(key))})
+    if first is None or 2 * len(parts) >= sum(key.startswith(first.string[: first.end()]) for key in every):
+        return ""
+    return f"{' and '.join(parts[:2])}{f' and {len(parts) - 2} more parameters' if len(parts) > 2 else ''} of "
 
 
 def _experts(moves: Sequence[Move]) -> Iterator[Cause]:

@@ -52,7 +52,8 @@ class Checked:
     @property
     def sentence(self) -> str:
         """The answer in one line."""
-        looked = f"{self.tensors} tensors ({self.elements:,} elements), {self.masters} of them held against their masters"
+        masters = f", {self.masters} of them held against their masters" if self.masters else ""
+        looked = f"{self.tensors} tensors ({self.elements:,} elements){masters}"
         first = next(iter(self.faults), None)
         if first is None:
             return f"sound: no NaN, nothing missing, no copies that disagree in {looked}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -24,7 +25,7 @@ from trainprobe.ckpt_compare.cover import cover
 from trainprobe.ckpt_compare.fingerprints import tensor_fingerprint
 from trainprobe.ckpt_compare.names import to_logical
 from trainprobe.ckpt_compare.pieces import KINDS, Checkpoint, LogicalTensor, What
-from trainprobe.ckpt_compare.tolerance import selected, tolerated
+from trainprobe.ckpt_compare.tolerance import selected, tolerated, unmatched
 from trainprobe.ckpt_compare.work import Advance, uncollected
 from trainprobe.ckpt_compare.world import place, run_in_world, run_on_ray
 from trainprobe.errors import UsageError, did_you_mean
@@ -73,13 +74,14 @@ def ckpt_compare(
     maps = [str(n) for n in names or ()]
     with uncollected():
         left, right = logical(formats.open_checkpoint(a, format_a), formats.open_checkpoint(b, format_b), config, maps)
+        notes = _check_patterns(only or (), ignore or (), (left, right))
         left, right = (selected(one, only or (), ignore or ()) for one in (left, right))
+    if not (left.tensors or right.tensors) and (only or ignore):
+        raise typer.BadParameter("--only and --ignore leave no tensor; `trainprobe ckpt-show` lists the names")
     with uncollected(), _progress(left, right, chosen, quiet) as advance:
         runner = run_on_ray if ray else run_in_world
         found = compare(left, right, chosen, threads=threads, copies=copies, advance=advance, runner=runner)
-    if only and not found.rows:
-        raise typer.BadParameter(f"--only {' '.join(only)} leaves no tensor; `trainprobe ckpt-show` lists the names")
-    found = tolerated(found, atol, rtol)
+    found = replace(tolerated(found, atol, rtol), notes=(*notes, *found.notes))
     conclusion = conclude(found)
     if place()[0] > 0:
         return conclusion.code  # in a torchrun world rank 0 speaks for all
@@ -97,6 +99,16 @@ def ckpt_compare(
     else:
         report.show(found, conclusion, console, every=every)
     return conclusion.code
+
+
+def _check_patterns(only: Sequence[str], ignore: Sequence[str], sides: Sequence[Checkpoint]) -> list[str]:
+    """Raise BadParameter for a pattern of --only that matches nothing; return what to note of those of --ignore."""
+    for pattern, hint in unmatched(only, sides).items():
+        listed = hint or "; `trainprobe ckpt-show` lists the names"
+        raise typer.BadParameter(f"--only {pattern} matches no tensor of either checkpoint{listed}")
+    return [
+        f"--ignore {pattern} matches no tensor of either checkpoint{hint}" for pattern, hint in unmatched(ignore, sides).items()
+    ]
 
 
 def kinds_of(text: str) -> tuple[What, ...]:

@@ -83,7 +83,11 @@ def _differ_sentence(c: Comparison, differ: Sequence[Row], copies: int, state: S
         share = _share(worst)
         cause = headline(c.causes, {r.key: r for r in differ})
         first = f"{cause}; {len(differ)}" if cause else len(differ)
-        return f"differ: {first} of {len(c.rows)} tensors; worst is {worst.key}: {what}, {share}, largest{place}{where}"
+        missing = Counter(r.verdict for r in c.rows if r.verdict in INCOMPLETE)
+        besides = "".join(f"; also, {_lost(verdict, n)}" for verdict, n in missing.items())
+        return (
+            f"differ: {first} of {len(c.rows)} tensors; worst is {worst.key}: {what}, {share}, largest{place}{where}{besides}"
+        )
     if copies:
         return f"differ: {copies} tensor{'s' if copies > 1 else ''} whose copies inside one checkpoint disagree"
     first = state[0]
@@ -108,11 +112,23 @@ def _incomplete_sentence(c: Comparison, lost: Sequence[Row], grave: Sequence[Fau
         return f"incomplete: all compared tensors agree, but {', '.join(c.lone)}"
     counts = Counter(r.verdict for r in lost)
     cause = headline(c.causes, {r.key: r for r in lost})
-    said = [*([_fault(grave)] if grave else []), *([cause] if cause else []), *(_lost(v, n) for v, n in counts.items())]
+    missing = ", ".join([*([cause] if cause else []), *(_lost(v, n) for v, n in counts.items())])
     example = f", such as {lost[0].key}" if lost and not cause else ""
     agree = sum(r.verdict in ("identical", "rounding") for r in c.rows)
     word = "incomplete" if agree else "not comparable"
-    return f"{word}: {', '.join(said)}{example}; {agree} of {len(c.rows)} tensors agree"
+    said = [*_adapters(c), *([_fault(grave)] if grave else []), *([missing + example] if missing else [])]
+    return f"{word}: {'; '.join(said)}; {agree} of {len(c.rows)} tensors agree"
+
+
+def _adapters(c: Comparison) -> list[str]:
+    """Say that one side holds nothing but an adapter, and the other a model."""
+    alone = [all(".lora_" in k for k in side.tensors) and bool(side.tensors) for side in (c.a, c.b)]
+    if alone[0] == alone[1]:
+        return []
+    side, other = ("A", "B") if alone[0] else ("B", "A")
+    held = any(".lora_" in k for k in (c.b if alone[0] else c.a).tensors)
+    advice = "--only '*.lora_*' compares the adapters" if held else "compare the model that it was trained on, or a merged one"
+    return [f"{side} is an adapter (LoRA) alone and {other} {'also holds its' if held else 'is a'} model ({advice})"]
 
 
 def _fault(grave: Sequence[Fault]) -> str:
@@ -160,7 +176,10 @@ def _details(c: Comparison, lost: Sequence[Row]) -> list[str]:
     said = [f"{side}: warning: {text}" for side, one in (("A", c.a), ("B", c.b)) for text in one.warnings]
     said += [cause.sentence for cause in c.causes]
     said += layer_sentences(c.moves)
-    said += [f"{f.side}: {f.message} ({f.where})" for f in c.faults]
+    said += [
+        f"{f.side}: {f.where} {f.message}" if f.message.startswith("is ") else f"{f.side}: {f.message} ({f.where})"
+        for f in c.faults
+    ]
     lost = sorted(lost, key=lambda r: not r.note)  # what is known to be broken before what is merely absent
     said += [f"{r.key}: {r.verdict}{f', {r.note}' if r.note else ''}" for r in lost[:SAID]]
     if len(lost) > SAID:

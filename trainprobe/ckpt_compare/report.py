@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainprobe.ckpt_compare.conclusion import Conclusion, by_error, relative
+from trainprobe.ckpt_compare.conclusion import TOLERATED, Conclusion, by_error, relative
 from trainprobe.ckpt_compare.results import INCOMPLETE, Comparison, Row
 from trainprobe.errors import OutputError
 
@@ -73,12 +73,14 @@ def summary(c: Comparison, conclusion: Conclusion) -> dict[str, Any]:
         "verdict": VERDICTS[conclusion.code],
         "exit_code": conclusion.code,
         "sentence": conclusion.sentence,
+        "checkpoints": {side: {"path": one.path, "format": one.format} for side, one in (("A", c.a), ("B", c.b))},
         "details": list(conclusion.details),
         "causes": [{"sentence": cause.sentence, "tensors": sorted(cause.keys)} for cause in c.causes],
         "moves": [{"a": m.a_key, "b": m.b_key, "transposed": m.turned} for m in c.moves],
         "renamed": [{"a": m.a_key, "b": m.b_key, "transposed": m.turned} for m in c.renamed],
         "faults": [{"side": f.side, "where": f.where, "message": f.message} for f in c.faults],
         "missing": [{"name": r.key, "verdict": r.verdict, "note": r.note} for r in c.rows if r.verdict in INCOMPLETE],
+        "tolerated": [r.key for r in c.rows if r.verdict == "rounding" and r.note.startswith(TOLERATED)],
         "warnings": {side: list(one.warnings) for side, one in (("A", c.a), ("B", c.b))},
     }
 

@@ -17,14 +17,26 @@ def selected(checkpoint: Checkpoint, only: Sequence[str], ignore: Sequence[str])
     Patterns are those of a shell: `layers.*.mlp.*`. What an optimizer holds for a tensor goes by `NAME#exp_avg`, or by NAME.
     """
 
-    def matches(key: str, patterns: Sequence[str]) -> bool:
-        return any(fnmatchcase(name, p) for p in patterns for name in (key, key.partition("#")[0]))
-
     if not only and not ignore:
         return checkpoint
-    kept = {k: t for k, t in checkpoint.tensors.items() if (not only or matches(k, only)) and not matches(k, ignore)}
-    said = f"{len(checkpoint.tensors) - len(kept)} of {len(checkpoint.tensors)} tensors are left out by --only and --ignore"
+    kept = {k: t for k, t in checkpoint.tensors.items() if (not only or _matches(k, only)) and not _matches(k, ignore)}
+    options = " and ".join(option for option, given in (("--only", only), ("--ignore", ignore)) if given)
+    said = f"{options} left out {len(checkpoint.tensors) - len(kept)} of {len(checkpoint.tensors)} tensors"
     return replace(checkpoint, tensors=kept, notes=(*checkpoint.notes, said))
+
+
+def _matches(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, p) for p in patterns for name in (key, key.partition("#")[0]))
+
+
+def unmatched(patterns: Sequence[str], checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
+    """Return the patterns that match no tensor of any checkpoint, each with a hint where it matches a name in the files."""
+    return {p: _hint(p, checkpoints) for p in patterns if not any(_matches(k, [p]) for c in checkpoints for k in c.tensors)}
+
+
+def _hint(pattern: str, checkpoints: Sequence[Checkpoint]) -> str:
+    meant = next((t for c in checkpoints for t in c.tensors.values() if t.native and fnmatchcase(t.native, pattern)), None)
+    return f"; patterns are for logical names: {meant.native} of the files is {meant.key}" if meant is not None else ""
 
 
 def tolerated(found: Comparison, atol: float, rtol: float) -> Comparison:
