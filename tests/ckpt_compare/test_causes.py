@@ -121,7 +121,7 @@ def layer_made_anew(b):
 
 
 PLANTED = {
-    merged_adapter: "differ: 3 matrices, such as layers.0.attention.proj.weight, differ by a matrix of rank 3: ",
+    merged_adapter: "differ: 3 matrices, such as layers.0.attention.proj.weight, differ by a matrix of rank 3, as a merged ",
     rounded: "24 tensors, such as layers.0.mlp.experts.0.gate.weight, are rounded to float16 in B (stored as float32); ",
     zeroed: "differ: 3 weight tensors are all zeros in B, such as layers.0.attention.v.weight; ",
     layer_made_anew: "differ: only layer 2 differs (12 of its 12 tensors); ",

@@ -16,6 +16,7 @@ from trainprobe.engine.diff.verdict import noise_floor
 
 LAYER = re.compile(r"(?<![A-Za-z_])(?:layers?|blocks?|h)\.(\d+)\.")
 LARGEST_RANK = 64  # of an update that is looked for
+LEAST_WIDTH = 16  # of a matrix of which a low rank says something: one step of a tiny layer has a low rank too
 
 
 def factors(odd: Sequence[Odd]) -> Iterator[Cause]:
@@ -179,13 +180,13 @@ def updates(odd: Sequence[Odd]) -> Iterator[Cause]:
         keys = [key for key, r in ranks.items() if r == rank]
         verb = "differs" if len(keys) == 1 else "differ"
         names = keys[0] if len(keys) == 1 else f"{len(keys)} matrices, such as {keys[0]},"
-        yield Cause(f"{names} {verb} by a matrix of rank {rank}: an adapter (LoRA) is merged into one side", frozenset(keys))
+        yield Cause(f"{names} {verb} by a matrix of rank {rank}, as a merged adapter (LoRA) leaves", frozenset(keys))
 
 
 def update_rank(o: Odd) -> int:
     """Return the rank of B - A where it is low and nearly all elements differ; 0 where it is not."""
     shape = o.a.shape
-    if len(shape) != 2 or min(shape) < 8 or o.b.shape != shape or 2 * o.difference.changed < o.difference.count:
+    if len(shape) != 2 or min(shape) < LEAST_WIDTH or o.b.shape != shape or 2 * o.difference.changed < o.difference.count:
         return 0
     sides = comparable(o.a, o.b)
     if sides is None or not (np.isfinite(sides[0]).all() and np.isfinite(sides[1]).all()):
@@ -197,7 +198,7 @@ def update_rank(o: Odd) -> int:
     total = float(np.vdot(apart, apart))
     floor = max(2 * noise_floor(o.a.format, o.b.format), 1e-6)
     allowed = max(1e-4 * total**0.5, floor * float(np.linalg.norm(y)))
-    most = min(LARGEST_RANK, min(shape) // 4)
+    most = min(LARGEST_RANK, min(shape) // 5)
     if total**0.5 < 4 * allowed:
         return 0
     sketch = apart @ np.random.default_rng(0).standard_normal((shape[1], most + 8))
