@@ -24,9 +24,8 @@ def op_infos() -> list[Any]:
     try:
         from torch.testing._internal.common_methods_invocations import op_db
     except ModuleNotFoundError as missing:
-        raise SystemExit(
-            f"torch's sample inputs need {missing.name}, which is not installed: pip install {missing.name}"
-        ) from None
+        text = f"torch's sample inputs need {missing.name}, which is not installed: pip install -r requirements/bench.txt"
+        raise SystemExit(text) from None
     return list(op_db)
 
 
