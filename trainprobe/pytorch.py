@@ -9,15 +9,21 @@ from typing import TYPE_CHECKING, Any
 from trainprobe.debugger import PrecisionDebugger as PrecisionDebugger
 
 if TYPE_CHECKING:
+    from trainprobe.dump_compare.classic import compare as compare
+    from trainprobe.dump_compare.classic import compare_distributed as compare_distributed
     from trainprobe.integrations.seeds import seed_all as seed_all
     from trainprobe.integrations.trainer_mon import TrainerMon as TrainerMon
     from trainprobe.integrations.trainer_mon import TrainerMonitorV2 as TrainerMonitorV2
 
-# name → file of trainprobe.integrations, imported when it is asked for
-_LATE = {"seed_all": "seeds", "TrainerMon": "trainer_mon", "TrainerMonitorV2": "trainer_mon"}
+# name → module, imported when it is asked for
+_LATE = {
+    "seed_all": "integrations.seeds",
+    "TrainerMon": "integrations.trainer_mon",
+    "TrainerMonitorV2": "integrations.trainer_mon",
+    "compare": "dump_compare.classic",
+    "compare_distributed": "dump_compare.classic",
+}
 _INSTEAD = {
-    "compare": "run `trainprobe dump-compare A B`",
-    "compare_distributed": "run `trainprobe dump-compare A B`, which pairs the ranks itself",
     "set_fx_dump_config": "graphs of torchair are not recorded",
     "set_ge_dump_config": "graphs of torchair are not recorded",
     "acl_save": "graphs that a device replays are not recorded",
@@ -39,7 +45,7 @@ def random_save(output_path: str = "./output") -> None:
 
 def __getattr__(name: str) -> Any:
     if name in _LATE:
-        return getattr(importlib.import_module(f"trainprobe.integrations.{_LATE[name]}"), name)
+        return getattr(importlib.import_module(f"trainprobe.{_LATE[name]}"), name)
     if name in _INSTEAD:
         raise ImportError(f"trainprobe.pytorch has no {name}: {_INSTEAD[name]}")
     raise AttributeError(f"module 'trainprobe.pytorch' has no attribute {name!r}")

@@ -48,7 +48,9 @@ def dump_compare(
     renamed = _renaming(rename or ())
     if xlsx and sheets is None:
         raise UsageError("--xlsx needs --sheets DIR, the folder that the sheets are written to")
-    ranks = [compare_rank(pair, renamed, sheets, ".xlsx" if xlsx else ".csv", floor, high_precision) for pair in pairs]
+    suffix = ".xlsx" if xlsx else ".csv"
+    at = [None if sheets is None else sheet_path(sheets, pair.step, pair.rank, suffix) for pair in pairs]
+    ranks = [compare_rank(pair, renamed, sheet, floor, high_precision) for pair, sheet in zip(pairs, at, strict=True)]
     conclusion = conclude(ranks, missing)
     if json is not None:
         report.write_json(ranks, conclusion, json)
@@ -64,15 +66,14 @@ def dump_compare(
 def compare_rank(
     pair: RankPair,
     rename: Callable[[str], str] = str,
-    sheets: Path | None = None,
-    suffix: str = ".csv",
+    sheet: Path | None = None,
     floor: Path | None = None,
     high_precision: Path | None = None,
 ) -> Compared:
     """Read one rank and step of both dumps and judge each call. Raises FormatError where one cannot be read.
 
-    sheets: the folder for a sheet of all values, or None. suffix: ".csv" or ".xlsx". floor, high_precision: dumps of a third
-    run (see references).
+    sheet: where a sheet of all values is written, a .csv or .xlsx, or None. floor, high_precision: dumps of a third run (see
+    references).
     """
     sides = Side(pair.a), Side(pair.b)
     calls = pair_calls(sides[0].step_data.calls, sides[1].step_data.calls, rename)
@@ -89,8 +90,8 @@ def compare_rank(
                 told(judged, sides, Side(folder))
 
     judged = judge_calls(calls, *sides, measure)
-    if sheets is not None:
-        write_sheet(judged, *sides, sheet_path(sheets, pair.step, pair.rank, suffix))
+    if sheet is not None:
+        write_sheet(judged, *sides, sheet)
     return Compared(pair, judged, sides[0].step_data.framework, [*sides[0].unread, *sides[1].unread], notes)
 
 

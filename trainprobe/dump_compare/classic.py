@@ -1,0 +1,128 @@
+"""`compare` and `compare_distributed` as scripts call them that were written for mindstudio-probe: its arguments, its files."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trainprobe.dump_compare.command import compare_rank
+from trainprobe.dump_compare.conclude import Compared, Conclusion, conclude
+from trainprobe.dump_compare.pairing import RankPair, pair_ranks
+from trainprobe.errors import FormatError, OutputError, UsageError
+
+# keywords of mindstudio-probe that have no effect here → why
+_WITHOUT_EFFECT = {
+    "fuzzy_match": "calls are aligned as sequences here, whatever their numbers are",
+    "stack_mode": "stacks are in the sheet wherever the dump holds them",
+    "stack_path": "stacks are found beside the dump",
+    "is_print_compare_log": "nothing is printed for each tensor",
+    "summary_compare": "what is compared follows from the dumps",
+    "md5_compare": "what is compared follows from the dumps",
+}
+
+
+def compare(
+    input_param: Mapping[str, Any] | str | Path,
+    output_path: str | Path,
+    *,
+    auto_analyze: bool = True,
+    suffix: str = "",
+    xlsx: bool = False,
+    **others: Any,
+) -> int:
+    """Compare two ranks and write `compare_result{suffix}_{time}.csv`, the sheet that `dump-compare --sheets` writes.
+
+    input_param: "npu_path" and "bench_path", each a `dump.json` or the folder of one, or the path of a JSON file that holds
+    them. auto_analyze: also write `advisor_{time}.txt`, which names the first place where the two part. xlsx: write a workbook.
+    Returns the exit code of `dump-compare`. Raises UsageError for arguments that cannot be used, FormatError where there is no
+    dump, OutputError where nothing can be written.
+    """
+    told = _read(input_param)
+    paths = [told.get(key) for key in ("npu_path", "bench_path")]
+    if not all(paths):
+        raise UsageError("compare: input_param needs npu_path and bench_path, the dump.json of both sides")
+    _say_without_effect({**{key: value for key, value in told.items() if key not in ("npu_path", "bench_path")}, **others})
+    a, b = (Path(str(path)) for path in paths)
+    return _compare(a, b, Path(output_path), suffix, xlsx, auto_analyze).code
+
+
+def compare_distributed(
+    npu_dump_dir: str | Path,
+    bench_dump_dir: str | Path,
+    output_path: str | Path,
+    *,
+    auto_analyze: bool = True,
+    xlsx: bool = False,
+    **others: Any,
+) -> int:
+    """Compare all ranks of two steps and write `compare_result_rank{R}_{time}.csv` for each; else as `compare`.
+
+    npu_dump_dir, bench_dump_dir: folders of a step, which hold the folders of ranks. Raises as `compare` does, and UsageError
+    where a suffix is given.
+    """
+    if others.pop("suffix", ""):
+        raise UsageError("compare_distributed takes no suffix: the sheets are named by their ranks")
+    _say_without_effect(others)
+    return _compare(Path(npu_dump_dir), Path(bench_dump_dir), Path(output_path), None, xlsx, auto_analyze).code
+
+
+def _compare(a: Path, b: Path, output: Path, suffix: str | None, xlsx: bool, advise: bool) -> Conclusion:
+    """Compare what two paths hold. suffix: of the sheet's name; None names it by its rank."""
+    pairs, missing = pair_ranks(a, b)
+    if len({pair.step for pair in pairs}) > 1:
+        raise UsageError(f"{a} holds several steps: name one of them, such as {pairs[0].a.parent}")
+    stamp = time.strftime("%Y%m%d%H%M%S")
+
+    def sheet(pair: RankPair) -> Path:
+        middle = f"_rank{pair.rank}" if suffix is None else suffix
+        return output / f"compare_result{middle}_{stamp}{'.xlsx' if xlsx else '.csv'}"
+
+    ranks = [compare_rank(pair, sheet=sheet(pair)) for pair in pairs]
+    conclusion = conclude(ranks, missing)
+    sys.stderr.write(f"trainprobe: {conclusion.sentence}; the sheets are in {output}\n")
+    if advise:
+        _write(output / f"advisor_{stamp}.txt", advice(ranks, conclusion))
+    return conclusion
+
+
+def advice(ranks: list[Compared], conclusion: Conclusion) -> str:
+    """Return what to look at, as text: the conclusion, where it was found, and what was called there."""
+    lines = [conclusion.sentence, *(f"  {detail}" for detail in conclusion.details)]
+    if conclusion.first is not None:
+        rank, first = conclusion.first
+        lines += [f"Compared: {rank.at.a} (NPU) and {rank.at.b} (Bench), {len(rank.calls)} calls."]
+        lines += [f"  {value.slot}: {value.apart.low:.1e} apart ({value.apart.evidence})" for value in first.values]
+    return "\n".join(lines) + "\n"
+
+
+def _read(input_param: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    if isinstance(input_param, Mapping):
+        return input_param
+    path = Path(input_param)
+    try:
+        told = orjson.loads(path.read_bytes())
+    except ValueError as error:
+        raise FormatError(f"{path} is no JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise FormatError(f'{path} is no object of arguments: expected {{"npu_path": …, "bench_path": …}}')
+    return told
+
+
+def _say_without_effect(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if value:
+            reason = _WITHOUT_EFFECT.get(name, "there is no such argument here")
+            sys.stderr.write(f"trainprobe: {name}={value!r} has no effect: {reason}\n")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error}") from error
