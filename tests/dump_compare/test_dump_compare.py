@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
+from benchmarks.dump_compare.planted import PLANTS
+from benchmarks.dump_compare.runs import train
 from tests.dump_compare.small_runs import Gpt, run
 from trainprobe.cli import main
+from trainprobe.dump_compare.command import compare_rank
+from trainprobe.dump_compare.conclude import conclude
+from trainprobe.dump_compare.pairing import pair_ranks
+from trainprobe.dump_compare.result_schema import Comparison
 from trainprobe.engine.core.step_data import entry_name, unwrap
 from trainprobe.engine.storage.dumps import TensorStore, read
 
@@ -198,3 +207,31 @@ def test_the_numbers_are_those_of_numpy_where_values_are_stored(tmp_path, capsys
     told = next(value for value in found["first"]["values"] if value["slot"] == "output")
     far = np.linalg.norm(a - b) / max(np.linalg.norm(a), np.linalg.norm(b))
     assert told["low"] == told["high"] == pytest.approx(far, rel=1e-12)
+
+
+def test_the_published_schema_is_that_of_what_is_written(tmp_path, capsys):
+    published = Path(__file__).parents[2] / "docs/dump_compare.schema.json"
+    assert main(["dump-compare", "--schema"]) == 0
+    assert capsys.readouterr().out == published.read_text(), (
+        "run `trainprobe dump-compare --schema > docs/dump_compare.schema.json`"
+    )
+    compared(tmp_path, capsys, PLANS["modules"], "gelu")
+    whole = TypeAdapter(Comparison).validate_json((tmp_path / "all.json").read_bytes())
+    assert whole.first is not None and whole.first in whole.calls
+    odd = (tmp_path / "all.json").read_text().replace('"given"', '"handed"', 1)
+    with pytest.raises(ValidationError):
+        TypeAdapter(Comparison).validate_json(odd)
+
+
+@pytest.mark.parametrize(("subject", "change"), [("gpt", "label smoothing"), ("lstm", "weight decay"), ("moe", "capacity")])
+def test_planted_differences_are_named_first(tmp_path, subject, change):
+    plant = next(one for one in PLANTS if (one.subject, one.change) == (subject, change))
+    plan = {"level": "mix", "summary": "both", "step": [0]}
+    a = train(tmp_path / "a", subject, plant.a, **plan)
+    b = train(tmp_path / "b", subject, replace(plant.a, change=change), **plan)
+    pairs, missing = pair_ranks(a, b)
+    found = conclude([compare_rank(pair) for pair in pairs], missing)
+    assert found.code == 2 and found.first is not None, found.sentence
+    call = found.first[1].call
+    parent = f"{call.parent}/" if isinstance(call.parent, str) else ""
+    assert plant.named(parent + entry_name(call), found.first[0].at.step), found.sentence

@@ -16,8 +16,15 @@ from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged, judge_calls
 from trainprobe.dump_compare.pairing import RankPair, find_rank, pair_calls, pair_ranks
 from trainprobe.dump_compare.references import measure_floor, measure_truth
+from trainprobe.dump_compare.result_schema import schema_text
 from trainprobe.dump_compare.sheet import sheet_path, write_sheet
 from trainprobe.errors import UsageError
+
+
+def _print_schema(wanted: bool) -> None:
+    if wanted:
+        typer.echo(schema_text(), nl=False)
+        raise typer.Exit
 
 
 def dump_compare(
@@ -41,6 +48,9 @@ def dump_compare(
     high_precision: Annotated[
         Path | None, typer.Option(help="dump of the same step in higher precision: which side is further from it")
     ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="print the JSON schema of --json", is_eager=True, callback=_print_schema)
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the verdict alone")] = False,
 ) -> int:
     """Find where two runs part. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""

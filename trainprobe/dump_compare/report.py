@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import orjson
 from rich.console import Console
@@ -14,6 +13,7 @@ from rich.text import Text
 
 from trainprobe.dump_compare.conclude import Compared, Conclusion
 from trainprobe.dump_compare.judge import Judged
+from trainprobe.dump_compare.result_schema import ComparedCall, ComparedValue, Comparison
 from trainprobe.engine.core.step_data import entry_name
 from trainprobe.errors import OutputError
 
@@ -62,43 +62,45 @@ def _cells(judged: Judged, framework: str) -> tuple[str | Text, ...]:
 
 
 def write_json(ranks: Sequence[Compared], conclusion: Conclusion, path: Path) -> None:
-    """Write all calls: step, rank, entry, verdict and the interval of each value. Infinities are null. Raises OutputError."""
+    """Write all calls (see result_schema). Infinities are null. Raises OutputError."""
     first = conclusion.first
-    document: dict[str, Any] = {
-        "code": conclusion.code,
-        "verdict": conclusion.sentence,
-        "details": list(conclusion.details),
-        "first": None if first is None else _described(*first),
-        "calls": [_described(rank, judged) for rank in ranks for judged in rank.calls],
-    }
+    document = Comparison(
+        code=conclusion.code,
+        verdict=conclusion.sentence,
+        details=list(conclusion.details),
+        first=None if first is None else _described(*first),
+        calls=[_described(rank, judged) for rank in ranks for judged in rank.calls],
+    )
     try:
         path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error}") from error
 
 
-def _described(rank: Compared, judged: Judged) -> dict[str, Any]:
+def _described(rank: Compared, judged: Judged) -> ComparedCall:
     pair = judged.pair
-    return {
-        "step": rank.at.step,
-        "rank": rank.at.rank,
-        "a": None if pair.a is None else entry_name(pair.a, rank.framework),
-        "b": None if pair.b is None else entry_name(pair.b, rank.framework),
-        "verdict": judged.outcome,
-        "argument": judged.argument,
-        "given": judged.given,
-        "own_rounding": judged.own,
-        "values": [
-            {
-                "slot": value.slot,
-                "low": value.apart.low,
-                "high": value.apart.high,
-                "cancelled": value.cancelled,
-                "floor": value.floor or None,
-                "from_truth": value.from_truth,
-                "evidence": value.apart.evidence,
-                "note": value.apart.note,
-            }
+    return ComparedCall(
+        step=rank.at.step,
+        rank=rank.at.rank,
+        a=None if pair.a is None else entry_name(pair.a, rank.framework),
+        b=None if pair.b is None else entry_name(pair.b, rank.framework),
+        verdict=judged.outcome,
+        argument=judged.argument,
+        given=judged.given,
+        own_rounding=judged.own,
+        values=[
+            ComparedValue(
+                slot=value.slot,
+                result=value.result,
+                low=value.apart.low,
+                high=value.apart.high,
+                evidence=value.apart.evidence,
+                note=value.apart.note,
+                formats=value.formats,
+                cancelled=value.cancelled,
+                floor=value.floor or None,
+                from_truth=value.from_truth,
+            )
             for value in judged.values
         ],
-    }
+    )
