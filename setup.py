@@ -16,7 +16,6 @@ KERNEL = ("module.c", "rows.c", "kernels.c", "fingerprint.c", "crc32.c", "pool.c
 TAPE = (
     "objects.c",
     "attributes.c",
-    "outline.c",
     "geometry.c",
     "tape.c",
     "seen.c",
@@ -35,8 +34,6 @@ TAPE = (
     "parameter_gradients.c",
     "contribution.c",
     "arena.c",
-    "text.c",
-    "structure.c",
     "parts.c",
     "registering.c",
     "trail.c",
@@ -48,7 +45,7 @@ setup(
         Extension(
             "trainprobe._native",
             sources=[str(NATIVE / name) for name in (*KERNEL, *TAPE)],
-            depends=[str(NATIVE / name) for name in ("reduce.h", "sweeps.h", "objects.h", "eye.h", "text.h", "module_watch.h")],
+            depends=[str(NATIVE / name) for name in ("reduce.h", "sweeps.h", "objects.h", "eye.h", "module_watch.h")],
             extra_compile_args=FLAGS,
             libraries=[] if sys.platform == "win32" else ["m", "pthread"],
             py_limited_api=True,

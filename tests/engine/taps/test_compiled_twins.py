@@ -10,13 +10,10 @@ from pathlib import Path
 import orjson
 import pytest
 import torch
-from hypothesis import given
 
-from tests.engine.storage.sinks.collected_steps import collected_steps
 from trainprobe.compiled import native
 from trainprobe.engine.core.stacks import Stacks
-from trainprobe.engine.storage.dumps import entry_text
-from trainprobe.engine.storage.dumps.entry_text import EntryText, quote
+from trainprobe.engine.storage.dumps.entry_text import quote
 from trainprobe.engine.taps.gradients import Graph
 
 pytestmark = pytest.mark.skipif(native is None, reason="the compiled parts are not built")
@@ -60,22 +57,6 @@ def test_a_step_is_recorded_alike(case, level, task, both):
     assert ours["extremes"] == theirs["extremes"]
     assert ours["saved"] == theirs["saved"]
     assert bool(ours["saved"]) == (task == "tensor")
-
-
-@given(collected_steps())
-def test_the_entries_of_a_dump_are_the_same_text(step_data):
-    document = EntryText(step_data).document()
-    whole = list(EntryText(step_data).entries())
-    assert document.names == [name for name, _, _ in whole]
-    expected = {name: orjson.loads(entry) for name, entry, _ in whole}
-    assert orjson.loads(b"{" + document.text + b"}") == expected
-
-
-@given(collected_steps())
-def test_the_construct_tree_is_the_same(step_data):
-    pairs = [(name, call) for name, _, call in EntryText(step_data).entries()]
-    text = entry_text.construct_text(step_data, [name for name, _ in pairs], [call for _, call in pairs])
-    assert orjson.loads(text) == orjson.loads(orjson.dumps(entry_text.construct(step_data, pairs)))
 
 
 def test_a_text_that_json_must_escape_is_escaped():

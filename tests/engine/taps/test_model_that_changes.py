@@ -10,16 +10,9 @@ import torch
 
 import trainprobe
 from tests import shown
-from trainprobe.engine.taps import outline
 
 STEPS = 4
 CHANGED = 2
-
-
-@pytest.fixture(params=[True, False], ids=["compiled", "python"])
-def _both(request, monkeypatch):
-    if not request.param:
-        monkeypatch.setattr(outline, "native", None)
 
 
 def small():
@@ -93,7 +86,6 @@ def same(number, tensor):
     return number == pytest.approx(tensor.max().item(), rel=1e-6)
 
 
-@pytest.mark.usefixtures("_both")
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_dump_shows_the_modules_parameters_and_gradients_of_its_step(change, tmp_path):
     told = trained(change, output=tmp_path / "out", level="L0")
@@ -113,7 +105,6 @@ def test_the_dump_shows_the_modules_parameters_and_gradients_of_its_step(change,
         assert all(same(gradients[name], grad) for name, grad in arrived.items())
 
 
-@pytest.mark.usefixtures("_both")
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_monitor_shows_the_parameters_gradients_and_optimizer_state_of_its_step(change, tmp_path):
     monitor = {"parameters": True, "gradients": True, "optimizer_state": True}

@@ -7,8 +7,6 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
-from trainprobe.compiled import native
-
 
 class Outline:
     """Remembers the members of modules by identity. Nothing is read of a tensor but whether it wants a gradient.
@@ -30,8 +28,6 @@ class Outline:
 
     def holds(self) -> bool:
         """Tell whether the model is still made of the same."""
-        if native is not None:
-            return native.outline_holds(self._held, self._before, self._wanting, self._wanted)
         return all(
             2 * len(members) == len(before) and all(map(is_, _flat(members), before))
             for members, before in zip(self._held, self._before, strict=True)

@@ -15,10 +15,8 @@ from trainprobe.engine.core import step_layout
 from trainprobe.engine.core.records import Call, Feature, Opaque, Place, StepData, Value
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.stats.partials import PARTIALS
-from trainprobe.engine.storage.dumps import entry_text
 from trainprobe.engine.storage.sinks import dump, jsonl
 
-compiled = pytest.mark.skipif(step_layout.native is None, reason="the compiled parts are not built")
 FEATURE = Feature("layers.0", "attention_entropy", 0, 0, np.array([0.5]))
 
 
@@ -174,23 +172,10 @@ def test_a_step_that_differs_is_written_as_if_none_had_come_before(tmp_path, cha
     assert together == alone(tmp_path / "alone", steps, nan_tokens=nan_tokens)
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_the_compiled_parts_write_what_their_twins_write(tmp_path, monkeypatch, change):
-    steps = [step_data(0), step_data(1), step_data(2, change)]
-    with_them = written(tmp_path / "with", steps)
-    for module in (step_layout, entry_text):
-        monkeypatch.setattr(module, "native", None)
-    assert with_them == alone(tmp_path / "without", steps)
-
-
-WITHOUT = pytest.mark.parametrize("without", [pytest.param(False, marks=compiled), True], ids=["compiled", "portable"])
 IN_THE_CALLS = list(CHANGES)[1 : list(CHANGES).index("no parameters") + 1]
 
 
-@WITHOUT
-def test_steps_that_differ_in_nothing_but_numbers_have_one_layout(monkeypatch, without):
-    if without:
-        monkeypatch.setattr(step_layout, "native", None)
+def test_steps_that_differ_in_nothing_but_numbers_have_one_layout():
     first = layout_of(step_data(0))
     assert layout_of(step_data(1)) is first
     assert layout_of(step_data(2, _poison)) is first
@@ -200,11 +185,8 @@ def test_steps_that_differ_in_nothing_but_numbers_have_one_layout(monkeypatch, w
     assert dataclasses.replace(made, calls=[]).layout is None
 
 
-@WITHOUT
 @pytest.mark.parametrize("name", IN_THE_CALLS)
-def test_what_differs_in_the_calls_makes_another_layout(name, monkeypatch, without):
-    if without:
-        monkeypatch.setattr(step_layout, "native", None)
+def test_what_differs_in_the_calls_makes_another_layout(name):
     step_layout._known.clear()
     first, other = layout_of(step_data(0)), layout_of(step_data(1, CHANGES[name]))
     assert first is not other

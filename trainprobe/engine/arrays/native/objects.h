@@ -41,7 +41,6 @@ typedef struct {
     Py_ssize_t call, stack;
     PyObject *kind, *name, *phase, *cls, *micro, *parent, *args, *kwargs, *out, *params, *node;
     uint64_t epoch;
-    Py_ssize_t mark; /* its place among the calls whose structure was last asked for */
 } Call;
 
 /* A module of the model as it is recorded; nothing of it changes. */
@@ -206,13 +205,10 @@ Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, i
 
 int objects_fill(PyObject *module);
 int attributes_fill(PyObject *module);
-int outline_fill(PyObject *module);
 int geometry_fill(PyObject *module);
 int looking_fill(PyObject *module);
 int tape_fill(PyObject *module);
 int stacks_fill(PyObject *module);
-int text_fill(PyObject *module);
-int structure_fill(PyObject *module);
 int questions_fill(PyObject *module);
 int ops_fill(PyObject *module);
 int graph_fill(PyObject *module);

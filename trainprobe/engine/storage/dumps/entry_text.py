@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from trainprobe.compiled import native
 from trainprobe.engine.core.records import Call, Opaque, StepData, Value
 from trainprobe.engine.core.step_data import entry_name, parent_name
 from trainprobe.engine.stats.partials import column
@@ -17,7 +16,6 @@ from trainprobe.engine.storage.dumps.tensor_files import file_name, plain_dtype
 
 # statistic → key in a leaf; every other statistic is written under its own name
 KEYS = {"max": "Max", "min": "Min", "mean": "Mean", "norm": "Norm"}
-_BOOLS = frozenset({"torch.bool", "Bool", "bool"})
 _NO_NUMBERS = "".join(f', "{key}": null' for key in KEYS.values())
 
 
@@ -56,34 +54,9 @@ class EntryText:
 
     def document(self) -> Document:
         """Return all entries as the inside of a JSON object; see `entries`."""
-        step_data = self._step_data
-        if native is not None and not self._suffix:
-            return Document(
-                *native.dump_entries(
-                    step_data.calls,
-                    step_data.framework == "mindspore",
-                    self._columns(),
-                    set(self._stored),
-                    quote,
-                    self.text,
-                    self._rare,
-                    lambda call, taken: _free_name(call, taken, step_data.framework),
-                )
-            )
         whole = list(self.entries())
         text = ",".join(f"\n  {quote(name)}: {entry}" for name, entry, _ in whole)
         return Document(text.encode("utf-8", "replace"), [name for name, _, _ in whole], [call for _, _, call in whole])
-
-    def _columns(self) -> tuple[Any, ...]:
-        """Return what the compiled parts put into entries: rows, columns of numbers as text, texts of odd rows and so on."""
-        step_data = self._step_data
-        columns, odd = _columns_as_text(step_data)
-        more = (step_data.crc32, step_data.histograms, step_data.quantiles)
-        bools = [v.row for v in step_data.values if v.row >= 0 and v.dtype in _BOOLS]
-        rows = sorted({*odd, *bools}.union(*(rare for rare in more if rare)))
-        whole = dict(zip(rows, _numbers_text(step_data, self._tokens, rows), strict=True)) if rows else {}
-        sums = None if step_data.checksums is None else np.ascontiguousarray(step_data.checksums, np.uint64).tobytes()
-        return len(step_data.partials), columns, whole, sums, all(text is None for _, text in columns), _NO_NUMBERS
 
     def entries(self) -> Iterator[tuple[str, str, Call]]:
         """Yield (entry name, JSON text, call) in execution order.
@@ -218,51 +191,34 @@ def _free_name(call: Call, taken: set[str], framework: str) -> str:
             return name
 
 
-def _numbers_text(step_data: StepData, tokens: tuple[str, str, str], chosen: list[int] | None = None) -> list[str]:
-    """Return, for each row (or each chosen one), the text of its statistics, checksum and CRC-32, from `, "Max": …` on."""
-    numbers = step_data.numbers()
-    place = range(len(step_data.partials)) if chosen is None else chosen
-    if chosen is not None:
-        numbers = {name: array[chosen] for name, array in numbers.items()}
-    absent = ["null"] * len(place)
+def _numbers_text(step_data: StepData, tokens: tuple[str, str, str]) -> list[str]:
+    """Return, for each row, the text of its statistics, checksum and CRC-32, from `, "Max": …` on."""
+    numbers, rows = step_data.numbers(), len(step_data.partials)
+    absent = ["null"] * rows
     columns = [column_text(numbers[name], tokens) if name in numbers else absent for name in KEYS]
     text = [f', "Max": {a}, "Min": {b}, "Mean": {c}, "Norm": {d}' for a, b, c, d in zip(*columns, strict=True)]
     for name in numbers:
         if name not in KEYS:
             text = [f'{t}, "{name}": {x}' for t, x in zip(text, column_text(numbers[name], tokens), strict=True)]
-    counts = column(step_data.partials, "count")
-    bools = {v.row for v in step_data.values if v.row >= 0 and plain_dtype(v.dtype) == "bool"}
-    for i, row in enumerate(place):
-        if counts[row] == 0:
-            text[i] = _NO_NUMBERS
-        if step_data.checksums is not None and (step_data.checksums[row] or counts[row] == 0):
-            alone = not numbers  # tools that compare bits look for them under "md5"
-            c = int(step_data.checksums[row])
-            text[i] += f', "checksum": "0x{c:016x}"' + (f', "md5": "0x{c:016x}"' if alone else "")
-        if step_data.histograms and row in step_data.histograms:
-            edges, found = step_data.histograms[row]
-            text[i] += f', "histogram": {{"edges": {dumps(np.asarray(edges))}, "counts": {dumps(np.asarray(found))}}}'
-        if step_data.quantiles and row in step_data.quantiles:
-            text[i] += f', "quantiles": {dumps(plain_numbers(np.asarray(step_data.quantiles[row], float)))}'
-        if step_data.crc32 and row in step_data.crc32:
-            text[i] += f', "md5": "{step_data.crc32[row]}"'
-        if row in bools and "max" in numbers and "min" in numbers:
-            text[i] = _bool_text(text[i])
+    empty = set(np.flatnonzero(column(step_data.partials, "count") == 0).tolist())
+    for row in empty:
+        text[row] = _NO_NUMBERS
+    if step_data.checksums is not None:
+        # tools that compare bits look for checksums that stand alone under "md5"
+        key = ', "checksum": "0x{0:016x}", "md5": "0x{0:016x}"' if not numbers else ', "checksum": "0x{0:016x}"'
+        for row, checksum in enumerate(step_data.checksums.tolist()):
+            if checksum or row in empty:  # 0: none was asked for
+                text[row] += key.format(checksum)
+    for row, (edges, found) in (step_data.histograms or {}).items():
+        text[row] += f', "histogram": {{"edges": {dumps(np.asarray(edges))}, "counts": {dumps(np.asarray(found))}}}'
+    for row, quantiles in (step_data.quantiles or {}).items():
+        text[row] += f', "quantiles": {dumps(plain_numbers(np.asarray(quantiles, float)))}'
+    for row, crc in (step_data.crc32 or {}).items():
+        text[row] += f', "md5": "{crc}"'
+    if "max" in numbers and "min" in numbers:
+        for row in {v.row for v in step_data.values if v.row >= 0 and plain_dtype(v.dtype) == "bool"}:
+            text[row] = _bool_text(text[row])
     return text
-
-
-def _columns_as_text(step_data: StepData) -> tuple[list[tuple[bytes, bytes | None]], list[int]]:
-    """Return each column of numbers as text, and the rows that have no elements or a number that JSON does not have."""
-    numbers = step_data.numbers()
-    odd = column(step_data.partials, "count") == 0
-    columns: list[tuple[bytes, bytes | None]] = []
-    for name in [*KEYS, *(n for n in numbers if n not in KEYS)]:
-        array = numbers.get(name)
-        text = None if array is None else orjson.dumps(np.ascontiguousarray(array), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-        columns.append((f', "{KEYS.get(name, name)}": '.encode(), text))
-        if array is not None and array.dtype.kind == "f":
-            odd |= ~np.isfinite(array)
-    return columns, np.flatnonzero(odd).tolist()
 
 
 def _bool_text(text: str) -> str:
@@ -292,9 +248,6 @@ def construct(step_data: StepData, names: list[tuple[str, Call]]) -> dict[str, A
 
 def construct_text(step_data: StepData, names: list[str], calls: list[Call]) -> bytes:
     """Return `construct` as the text of its file."""
-    nested = step_data.level not in ("L1", "debug") and not any(call.micro for call in calls)
-    if native is not None and nested:
-        return native.dump_construct(names, calls, step_data.framework == "mindspore", quote)
     return orjson.dumps(construct(step_data, list(zip(names, calls, strict=True))), option=orjson.OPT_INDENT_2)
 
 
