@@ -19,6 +19,7 @@ from torch import nn
 import trainprobe
 from tests.test_odd_trainings import EVERYTHING
 from tests.traces import left_behind, traces
+from trainprobe.engine.taps import part_of
 from trainprobe.engine.taps.attention import AttentionFeature
 from trainprobe.errors import PlanError
 from trainprobe.monitor.audit.relations import load_relation
@@ -111,7 +112,7 @@ def test_a_fault_leaves_torch_as_it_was_and_the_bits_and_lets_go_of_the_model(ph
     before, hooks = everything_of_torch(), traces(model, optimizer)
     probe = trainprobe.Probe(output=tmp_path / "out", control=1, config_check=True, **EVERYTHING)
     if phase == "open":
-        probe._taps[-1].open = breaks
+        probe._open_recorder = breaks
     probe.open(model, optimizer)
     if phase == "begin":
         probe._new_tape = breaks
@@ -272,6 +273,25 @@ def test_a_fault_of_any_tap_observer_or_feature_costs_that_alone(name, calls, tm
         assert capsys.readouterr().err.count(told) == 1
         assert "nonfinite" in {f.rule for f in probe.findings}, at  # the others go on
         assert left_behind(hooks, traces(model, optimizer)).keys() <= {"attributes of the optimizer"}
+    assert {key for key, identity in everything_of_torch().items() if before.get(key, identity) != identity} == set()
+
+
+def test_a_tap_that_cannot_learn_the_model_is_left_out_alone(calls, tmp_path, capsys):
+    bare, before, _ = calls
+    for i in range(len(trainprobe.Probe(**EVERYTHING)._taps)):
+        model, optimizer = start()
+        hooks = traces(model, optimizer)
+        probe = trainprobe.Probe(output=tmp_path / f"tap{i}", **EVERYTHING)
+        name = part_of(type(probe._taps[i]))
+        probe._taps[i].open = breaks
+        probe.open(model, optimizer)
+        assert all(map(torch.equal, bare, train(model, optimizer, probe))), name
+        assert probe.guard.tripped is None and probe.guard.leaves_out(name) and probe.collected == 3
+        (told,) = [f.message for f in probe.findings if f.severity != "info"]
+        probe.close()
+        assert told.startswith(f"{name} failed and is left out from here on") and "broken on purpose" in told
+        assert capsys.readouterr().err.count(told) == 1
+        assert left_behind(hooks, traces(model, optimizer)).keys() <= {"attributes of the optimizer"}, name
     assert {key for key, identity in everything_of_torch().items() if before.get(key, identity) != identity} == set()
 
 

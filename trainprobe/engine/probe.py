@@ -323,7 +323,7 @@ class Probe:
         self._place = place or self._place
         self._opened = (model, _held_weakly(optimizer))  # an optimizer that the training replaces is not kept
         for tap in self._taps:
-            tap.open(model, optimizer)
+            self._open_tap(tap, model, optimizer)
         busy = self.plan.level != "off" or len(self._programs) > 1
         if self._recorder is None and busy and self.plan.wants_rank(self.place.rank):
             # now, so that a place that cannot be written is known before training
@@ -337,11 +337,15 @@ class Probe:
             if tap not in known:
                 self.guard.of(part_of(type(tap))).on_trip(partial(self._leave_out, tap))
                 if self._opened is not None:
-                    tap.open(self._opened[0], self._opened[1]())
+                    self._open_tap(tap, self._opened[0], self._opened[1]())
         self._programs = tuple(programs)
         self._asked = tuple(dict.fromkeys(wants for p in programs for wants in (p.wants, *(wants for _, wants in p.taps))))
         self._scheduled.clear()
         self._plans.clear()
+
+    def _open_tap(self, tap: Tap, model: Any, optimizer: Any) -> None:
+        """Let a tap learn the model. A fault costs this tap alone; an error that the user has to mend is raised."""
+        self.guard.of(part_of(type(tap))).set_up(tap.open, model, optimizer)
 
     def _leave_out(self, tap: Tap) -> None:
         """Let a tap that has failed listen no more."""
