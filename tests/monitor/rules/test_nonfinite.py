@@ -112,6 +112,15 @@ def test_infinite_gradients_under_a_loss_scale_are_a_note_and_an_error_only_when
     assert [[f.severity for f in step] for step in found] == [["info"], [], [], ["error"], []]
 
 
+def test_a_loss_scale_that_begins_far_above_its_limit_may_take_many_steps_down():
+    """Megatron begins at 2 ** 32 and halves every other step; a NaN that stays behind at low scales is found as before."""
+    bench = Bench("nonfinite", scaler_patience=3)
+    found = [bench.feed(grad("w", NAN), loss=1.0, loss_scale=2.0**power) for power in range(32, 16, -1) for _ in range(2)]
+    assert [[f.severity for f in step] for step in found] == [["info"]] + [[]] * 31
+    found = [bench.feed(grad("w", NAN), loss=1.0, loss_scale=2.0**power) for power in range(16, 11, -1)]
+    assert [[f.severity for f in step] for step in found] == [[], [], [], ["error"], []]
+
+
 @pytest.mark.parametrize("scalars", [{"loss": NAN, "loss_scale": 1024.0}, {"loss": 1.0}])
 def test_without_a_loss_scale_or_with_a_bad_loss_infinite_gradients_are_an_error_at_once(scalars):
     (found,) = Bench("nonfinite").feed(grad("w", math.inf), **scalars)

@@ -8,7 +8,8 @@ Where the first non-finite value is one that a forward call is given, and a resu
 call that is known to have made such a result of finite values is an origin; without one, it came in with the batch.
 Minus infinity alone is not counted, because attention masks are made of it. What stands in single calls alone, and in nothing
 that is made of them, is worth a note (a constant, a mask, memory that nobody had filled yet), and is no origin later. While a
-dynamic loss scale is in use, infinite gradients are how it finds its limit: a few such steps are only worth a note.
+dynamic loss scale is in use, infinite gradients are how it finds its limit: a few such steps are only worth a note, and so are
+all at a scale above 65536, which makes an infinity of every float16 gradient of 1.
 
 Source: the "first divergence" of TrainCheck and the overflow checks of mixed precision training (Micikevicius et al., 2018).
 """
@@ -36,6 +37,7 @@ _MAKERS = frozenset(
     {"tensor", "as_tensor", "scalar_tensor", "full", "full_like", "new_full", "new_tensor", "empty", "empty_like", "new_empty"}
 ) | {"empty_strided", "new_empty_strided", "empty_permuted"}  # the last ones hand out memory as it is
 _MASKING = frozenset({"masked_fill", "where", "fill", "triu", "tril", "index_fill", "scatter", "setitem", "copy"})
+_HIGHEST = 65536.0  # loss scale; where float16 ends
 _PASS = {"forward": "forward pass", "recompute": "recomputed forward pass", "backward": "backward pass"}
 
 
@@ -45,7 +47,7 @@ class Options(RuleOptions):
     severity: Severity = "error"
     """How grave a finding of this rule is."""
     scaler_patience: int = 3
-    """So many steps in a row may have infinite gradients while a loss scale above 1 is in use."""
+    """So many steps in a row may have infinite gradients at a loss scale between 1 and 65536; above, any number."""
 
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
@@ -62,7 +64,9 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
         return []
     scaled = _only_gradients_under_a_scale(frame, bad)
     told = memory.numbers.get("told", 0.0) if before else 0.0
-    grave = not scaled or before >= options.scaler_patience
+    tried = memory.numbers.get("tried", 0.0) if before else 0.0
+    grave = not scaled or tried >= options.scaler_patience
+    memory.numbers["tried"] = tried + (not scaled or _scale(frame) <= _HIGHEST)
     level = 2.0 if grave else 1.0
     memory.numbers["told"] = max(told, level)
     if told >= level:
@@ -135,11 +139,14 @@ def lasts(memory: Memory) -> bool:
 
 
 def _only_gradients_under_a_scale(frame: Frame, bad: np.ndarray) -> bool:
-    scale = scalar(frame.scalars, "loss scale")
-    if scale is None or not scale > 1:
+    if not _scale(frame) > 1:
         return False
     phases = {frame.tracks.addresses[s].phase for s in frame.addresses[bad].tolist()}
     return phases <= {"backward", "optimizer", "step"} and not _loss_is_bad(frame)
+
+
+def _scale(frame: Frame) -> float:
+    return scalar(frame.scalars, "loss scale") or 0.0
 
 
 def _loss_is_bad(frame: Frame) -> bool:
