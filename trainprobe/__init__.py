@@ -51,4 +51,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
+    if name == "GradComparator":  # of mindstudio-probe
+        raise ImportError("trainprobe has no GradComparator: record both runs at level L0, then `trainprobe dump-compare A B`")
     raise AttributeError(f"module 'trainprobe' has no attribute {name!r}")

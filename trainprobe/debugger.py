@@ -32,9 +32,10 @@ from trainprobe.watching import Probe
 class PrecisionDebugger:
     """Collects the steps that its configuration selects, between `start` and `stop`.
 
-    config_path: a plan, or the `config.json` of mindstudio-probe; what differs from that tool is printed once. The other
-    arguments are fields of the plan on top of it; `dump_path` is the plan's `output`. model: as for `start`. Arguments without
-    their names are taken in that tool's order: config_path, task, dump_path, level, then model and step, or step alone.
+    config_path: a plan, or the `config.json` of mindstudio-probe; what differs from that tool is printed once. Without one the
+    defaults are that tool's: level L1, statistics, `./dump_path`. The other arguments are fields of the plan on top of it;
+    `dump_path` is the plan's `output`. model: as for `start`. Arguments without their names are taken in that tool's order:
+    config_path, task, dump_path, level, then model and step, or step alone.
     Raises PlanError for bad settings and UsageError for a second construction with other settings.
     """
 
@@ -61,6 +62,8 @@ class PrecisionDebugger:
         named = {k: v for k, v in named.items() if v is not None} | fields
         if PrecisionDebugger._only is self and config_path is None and not named:
             return
+        if config_path is None:
+            config_path = {"dump_path": "./dump_path", "task": named.pop("task", "statistics")}
         switch = DumpSwitch.of(config_path)
         plan = load_plan(config_path if switch is None else switch.settings, **named)
         if PrecisionDebugger._only is self:
@@ -219,6 +222,21 @@ class PrecisionDebugger:
         self = cls.instance()
         if self._dumped is not None:
             self.probe.guard.run(self._dumped.end)
+
+    @classmethod
+    def monitor(cls, model: Any) -> None:
+        """Watch the gradients of `model` at each update of its optimizer (`task: grad_probe`).
+
+        Raises UsageError where the plan has no `monitor` that says what is watched.
+        """
+        self = cls.instance()
+        if self.plan.monitor is None:
+            raise UsageError(
+                "monitor(model) watches what `monitor` of the plan says, and there is none: set task to grad_probe"
+            )
+        from trainprobe.integrations import torch_loop
+
+        torch_loop.attach(model, plan=self.plan, first_step=self._step)
 
     @classmethod
     def set_init_step(cls, step: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from trainprobe.engine.classic_paths import ClassicModule, add_modules, look_up
 
 if TYPE_CHECKING:
     from trainprobe.integrations.mindspore_front import MsprobeInitStep as MsprobeInitStep
@@ -11,7 +12,8 @@ if TYPE_CHECKING:
     from trainprobe.integrations.mindspore_front import PrecisionDebugger as PrecisionDebugger
     from trainprobe.integrations.mindspore_front import seed_all as seed_all
 
-_NAMES = ("MsprobeInitStep", "MsprobeStep", "PrecisionDebugger", "seed_all")
+_FRONT = "trainprobe.integrations.mindspore_front"
+_NAMES: dict[str, str] = dict.fromkeys(("MsprobeInitStep", "MsprobeStep", "PrecisionDebugger", "seed_all"), _FRONT)
 _CALLBACK = "ProbeCallback of trainprobe.integrations.mindformers watches a training of a Model"
 _INSTEAD = {
     "TrainerMon": f"{_CALLBACK}; the same JSON can be its plan",
@@ -22,8 +24,10 @@ _INSTEAD = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module("trainprobe.integrations.mindspore_front"), name)
-    if name in _INSTEAD:
-        raise ImportError(f"trainprobe.mindspore has no {name}: {_INSTEAD[name]}")
-    raise AttributeError(f"module 'trainprobe.mindspore' has no attribute {name!r}")
+    return look_up(__name__, name, _NAMES, _INSTEAD)
+
+
+add_modules(
+    ClassicModule(f"{__name__}.common"),
+    ClassicModule(f"{__name__}.common.utils", {name: _NAMES[name] for name in ("MsprobeInitStep", "MsprobeStep", "seed_all")}),
+)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.debugger import PrecisionDebugger as PrecisionDebugger
+from trainprobe.engine.classic_paths import ClassicModule, add_modules, look_up
 
 if TYPE_CHECKING:
     from trainprobe.dump_compare.classic import compare as compare
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from trainprobe.integrations.trainer_mon import TrainerMon as TrainerMon
     from trainprobe.integrations.trainer_mon import TrainerMonitorV2 as TrainerMonitorV2
 
-# name → module, imported when it is asked for
+# name → the module that holds it, imported when it is asked for
 _LATE = {
-    "seed_all": "integrations.seeds",
-    "TrainerMon": "integrations.trainer_mon",
-    "TrainerMonitorV2": "integrations.trainer_mon",
-    "compare": "dump_compare.classic",
-    "compare_distributed": "dump_compare.classic",
+    "compare": "trainprobe.dump_compare.classic",
+    "compare_distributed": "trainprobe.dump_compare.classic",
+    "seed_all": "trainprobe.integrations.seeds",
+    "TrainerMon": "trainprobe.integrations.trainer_mon",
+    "TrainerMonitorV2": "trainprobe.integrations.trainer_mon",
 }
 _INSTEAD = {
     "set_fx_dump_config": "graphs of torchair are not recorded",
@@ -29,6 +29,18 @@ _INSTEAD = {
     "acl_save": "graphs that a device replays are not recorded",
     "AclGraphDumper": "graphs that a device replays are not recorded",
 }
+_RERUN = "nothing runs again while training: record the ops (`task: tensor`, `level: L1`), then `trainprobe op-check DUMP`"
+__all__ = [
+    "PrecisionDebugger",
+    "TrainerMon",
+    "TrainerMonitorV2",
+    "compare",
+    "compare_distributed",
+    "module_dump",
+    "module_dump_end",
+    "random_save",
+    "seed_all",
+]
 
 
 module_dump = PrecisionDebugger.module_dump
@@ -44,8 +56,12 @@ def random_save(output_path: str = "./output") -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATE:
-        return getattr(importlib.import_module(f"trainprobe.{_LATE[name]}"), name)
-    if name in _INSTEAD:
-        raise ImportError(f"trainprobe.pytorch has no {name}: {_INSTEAD[name]}")
-    raise AttributeError(f"module 'trainprobe.pytorch' has no attribute {name!r}")
+    return look_up(__name__, name, _LATE, _INSTEAD)
+
+
+add_modules(
+    ClassicModule(f"{__name__}.common", {"seed_all": _LATE["seed_all"]}),
+    ClassicModule(f"{__name__}.monitor"),
+    ClassicModule(f"{__name__}.monitor.csv2tb", {"csv2tensorboard_by_step": "trainprobe.monitor.csv2tb_command"}),
+    ClassicModule(f"{__name__}.online_dispatch", instead={"PtdbgDispatch": _RERUN}),
+)

@@ -254,7 +254,11 @@ def test_a_key_that_nobody_knows_is_told(config: dict[str, Any], note: str) -> N
         ("diff_check", {"task": "tensor"}, "dump-compare"),
         ("overflow_check", {"task": "statistics", "statistics": ("max", "min", "mean", "norm", "nan", "inf")}, "overflow flag"),
         ("exception_dump", {"task": "statistics"}, "black_box"),
-        ("grad_probe", {"level": "off", "monitor": {"gradients": {"names": ["**fc**"]}}}, "docs/monitor.md"),
+        (
+            "grad_probe",
+            {"level": "off", "monitor": {"gradients": {"names": ["**fc**"]}, "parameters": False, "activations": False}},
+            "docs/monitor.md",
+        ),
         ("free_benchmark", {"level": "off"}, "perturbing ops changes the training"),
     ],
 )

@@ -51,6 +51,13 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "ndigits": 12,
         "alert": {"rules": [{"rule_name": "AnomalyTurbulence", "args": {"threshold": 0.5}}, {"rule_name": "AnomalyNan"}]},
     },
+    "a NaN, with `dump`": {
+        "targets": {},
+        "wg_distribution": True,
+        "ndigits": 12,
+        "nan_at": 2,
+        "alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True},
+    },
     "two ranks": {
         **{"targets": {"layers.1": {}}, "ops": ["max", "norm"], **EVERYTHING, "ndigits": 12, "ranks": 2},
     },
@@ -130,6 +137,15 @@ def numbers_that_differ(there: Table, here: Table) -> Counter[str]:
     return +counts
 
 
+def sorted_there(folder: Path) -> int:
+    """Have that tool's own program sort the anomalies in a folder; return the step of the first one."""
+    command = [str(PEER), "-m", "msprobe.core.monitor.anomaly_processor", "-d", str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
+    first = next(iter(json.loads((folder / "anomaly_analyse.json").read_text()).values()))
+    assert "AnomalyNan" in first["message"] and first["tag_name"].rpartition("/")[2] in ("post_grad", "actv"), first
+    return first["step"]
+
+
 def test_the_files_of_the_monitor_have_the_names_columns_and_numbers_of_the_other_tool(tmp_path: Path) -> None:
     theirs, their_sums = files(str(PEER), "msprobe", tmp_path / "theirs")
     ours, our_sums = files(sys.executable, "trainprobe", tmp_path / "ours")
@@ -148,6 +164,9 @@ def test_the_files_of_the_monitor_have_the_names_columns_and_numbers_of_the_othe
         assert total, name
         words = ", ".join(f"{count} of {column}" for column, count in sorted(columns.items()))
         rows.append(f"| {name} | {len(there)} | {total} | {words} |")
+    place = list(CONFIGURATIONS).index("a NaN, with `dump`")
+    their_step, our_step = (sorted_there(tmp_path / side / str(place) / "anomaly_detected") for side in ("theirs", "ours"))
+    assert our_step == their_step == 2
     table = "\n".join(rows)
     page = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
     assert table in page or pytest.fail(f"docs/migration.md does not show what was measured:\n{table}")

@@ -7,15 +7,14 @@ writes to FOLDER/0, FOLDER/1 and so on.
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from children import import_once, in_child
 from torch.nn import functional
 
 
@@ -103,13 +102,9 @@ def by_debugger(kind: Any, folder: str, settings: dict[str, Any]) -> None:
 
 def run_all(run: Callable[[str, dict[str, Any]], None], folder: Path, texts: list[str]) -> None:
     """Run each configuration in a child of this process, which has imported everything once."""
-    importlib.import_module("msprobe.pytorch" if run is by_msprobe else "trainprobe.pytorch")
+    import_once("msprobe.pytorch" if run is by_msprobe else "trainprobe.pytorch")
     for i, text in enumerate(texts):
-        child = os.fork()
-        if not child:
-            run(str(folder / str(i)), json.loads(text))
-            sys.exit()
-        if os.waitpid(child, 0)[1]:
+        if not in_child(lambda i=i, text=text: run(str(folder / str(i)), json.loads(text))):
             sys.exit(f"{text} failed")
 
 

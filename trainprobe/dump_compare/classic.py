@@ -15,6 +15,7 @@ from trainprobe.dump_compare.conclude import Compared, Conclusion, conclude
 from trainprobe.dump_compare.pairing import RankPair, pair_ranks
 from trainprobe.errors import FormatError, OutputError, UsageError
 
+_OLD_KEYS = {"npu_json_path": "npu_path", "bench_json_path": "bench_path", "stack_json_path": "stack_path"}  # of 1.3 and 8.1
 # keywords of mindstudio-probe that have no effect here → why
 _WITHOUT_EFFECT = {
     "fuzzy_match": "calls are aligned as sequences here, whatever their numbers are",
@@ -42,7 +43,7 @@ def compare(
     Returns the exit code of `dump-compare`. Raises UsageError for arguments that cannot be used, FormatError where there is no
     dump, OutputError where nothing can be written.
     """
-    told = _read(input_param)
+    told = {_OLD_KEYS.get(key, key): value for key, value in _read(input_param).items()}
     paths = [told.get(key) for key in ("npu_path", "bench_path")]
     if not all(paths):
         raise UsageError("compare: input_param needs npu_path and bench_path, the dump.json of both sides")

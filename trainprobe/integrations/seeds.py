@@ -13,14 +13,16 @@ from trainprobe.integrations.python_seed import seed_python
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _removed: set[str] = set()
+_told: set[str] = set()
 
 
-def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False, is_enhanced: bool = False) -> None:
+def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool | None = None, is_enhanced: bool = False) -> None:
     """Seed Python, NumPy and torch on every device.
 
     seed: a whole number from 0 to 2^32 - 1. mode: also choose deterministic kernels (slower; an op that has none raises).
-    rm_dropout: from now on dropout of torch.nn and torch.nn.functional lets everything pass. is_enhanced: not available; seed
-    anew before each call that must repeat. Call it before the model is made. Raises UsageError for a seed outside that range.
+    rm_dropout: from now on dropout of torch.nn and torch.nn.functional lets everything pass; where it is not given nothing is
+    changed, and a line says so once. is_enhanced: not available; seed anew before each call that must repeat. Call it before
+    the model is made. Raises UsageError for a seed outside that range.
     """
     seed_python(seed)
     torch.manual_seed(seed)  # every device that torch knows
@@ -30,6 +32,12 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False, is_
         )
     if mode:
         _choose_deterministic_kernels()
+    if rm_dropout is None and not _told:
+        _told.add("rm_dropout")
+        sys.stderr.write(
+            "trainprobe: seed_all(): dropout stays as it is; in mindstudio-probe 1.3 and 8.1 it was taken out unless "
+            "rm_dropout=False was given: seed_all(rm_dropout=True) does that\n"
+        )
     if rm_dropout:
         for name in _DROPOUTS:
             _remove_dropout(name)

@@ -160,6 +160,15 @@ class TrainerMon:
             raise UsageError(_BEFORE.format("reload_xy"))
         self.probe.change(monitor={"activations": xy_distribution, "activation_gradients": xy_distribution})
 
+    @property
+    def ops(self) -> list[str]:
+        """The statistics that are recorded. Setting them while the training runs changes nothing, which is printed."""
+        return list(self.plan.statistics)
+
+    @ops.setter
+    def ops(self, names: Any) -> None:
+        Console().line(f"ops = {names!r}: {', '.join(self.ops)} are recorded until the end: name all in `ops` of the JSON")
+
     def close(self) -> None:
         """Take everything off and write what is pending; done by itself when the process ends."""
         watched, self._watched = self._watched, None

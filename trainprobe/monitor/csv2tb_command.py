@@ -12,7 +12,7 @@ from rich.console import Console
 
 from trainprobe.engine.core.records import Record
 from trainprobe.engine.storage.sinks.tensorboard import TensorboardSink, tag
-from trainprobe.errors import FormatError
+from trainprobe.errors import FormatError, UsageError
 from trainprobe.monitor.metric_files import read_metrics
 
 _LEFT_OUT = {"checksum", "crc32", "shape", "dtype"}
@@ -26,18 +26,59 @@ def csv2tb(
     if not folder.exists():
         raise FormatError(f"{folder} does not exist: name the folder with the metric CSV files, or one file")
     target = output or (folder if folder.is_dir() else folder.parent) / "tensorboard"
+    steps, ranks = _write([folder], target)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{steps} steps of {ranks} ranks → {target}; see them with: tensorboard --logdir {target}", markup=False)
+    return 0
+
+
+def csv2tensorboard_by_step(
+    monitor_path: str,
+    time_start: str,
+    time_end: str,
+    process_num: int = 1,
+    data_type_list: Sequence[str] | None = None,
+    output_dirpath: str | None = None,
+) -> None:
+    """Write the CSV files of the runs that began between two times as event files (the call of mindstudio-probe).
+
+    monitor_path: the folder that holds folders such as `Dec03_21-34-40-rank0-1a2b3c4d`. time_start, time_end: as
+    "Dec03_21-34-40"; both belong to the range. process_num: not used. data_type_list: the beginnings of the names of the
+    files, such as "param_origin"; by default all. output_dirpath: by default `tensorboard` in `monitor_path`.
+    Raises UsageError for a time that is none, and FormatError where nothing was found.
+    """
+    first, last = (_moment(text) for text in (time_start, time_end))
+    root = Path(monitor_path).expanduser()
+    folders = [path for path in sorted(root.glob("*-rank*")) if first <= _moment(path.name.partition("-rank")[0]) <= last]
+    files = [file for folder in folders for file in sorted(folder.glob("*.csv"))]
+    wanted = None if data_type_list is None else set(data_type_list)
+    files = [file for file in files if wanted is None or file.name.rpartition("_")[0] in wanted]
+    if not files:
+        raise FormatError(f"{root}: no CSV file of a monitor that began between {time_start} and {time_end}")
+    _write(files, Path(output_dirpath) if output_dirpath is not None else root / "tensorboard")
+
+
+def _moment(text: str) -> time.struct_time:
+    """Read a time as the monitor writes it; the year is not in it."""
+    try:
+        return time.strptime(f"2000 {text}", "%Y %b%d_%H-%M-%S")
+    except ValueError:
+        raise UsageError(f"{text!r} is not a time: write it as Dec03_21-34-40") from None
+
+
+def _write(sources: Sequence[Path], target: Path) -> tuple[int, int]:
+    """Write the metrics of files and folders; return the numbers of steps and ranks."""
     sinks: dict[int, TensorboardSink] = {}
-    steps = 0
-    for step in read_metrics(folder):
-        rank = step.place.rank
-        sink = sinks.get(rank) or sinks.setdefault(rank, TensorboardSink(target / f"rank{rank}"))
-        write_step(sink, step.step, step.records)
-        steps += 1
+    steps: set[tuple[int, int]] = set()
+    for source in sources:
+        for step in read_metrics(source):
+            rank = step.place.rank
+            sink = sinks.get(rank) or sinks.setdefault(rank, TensorboardSink(target / f"rank{rank}"))
+            write_step(sink, step.step, step.records)
+            steps.add((rank, step.step))
     for sink in sinks.values():
         sink.close()
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{steps} steps of {len(sinks)} ranks → {target}; see them with: tensorboard --logdir {target}", markup=False)
-    return 0
+    return len(steps), len(sinks)
 
 
 def write_step(sink: TensorboardSink, step: int, records: Sequence[Record]) -> None:

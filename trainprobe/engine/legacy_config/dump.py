@@ -40,7 +40,8 @@ _TRANSLATED = {
     ),
     "grad_probe": (
         "off",
-        "the monitor watches the gradients (see docs/monitor.md); `trainprobe csv2tb` and `report` show them",
+        "the monitor watches the gradients (see docs/monitor.md): norm, max and min stand in grad_reduced files instead of "
+        "grad_summary files, and signs of gradients are not written",
     ),
     "free_benchmark": ("off", "perturbing ops changes the training, which a plan never does: nothing is recorded"),
 }
@@ -154,7 +155,8 @@ def _grad_probe(out: Translation, config: Mapping[str, Any]) -> dict[str, Any]:
     section = config.get("grad_probe")
     names = cast("Mapping[str, Any]", section).get("param_list") if isinstance(section, Mapping) else None
     chosen = [f"**{literal(name)}**" for name in out.texts(names, "grad_probe.param_list")] if names else ["**"]
-    return {"gradients": {"names": chosen}}
+    out.fields |= {"sinks": ["parquet", "msprobe_csv"], "statistics": ("norm", "max", "min")}
+    return {"gradients": {"names": chosen}, "parameters": False, "activations": False}
 
 
 def _task(out: Translation, section: Mapping[str, Any], task: str) -> None:

@@ -186,7 +186,7 @@ def _features(out: Translation, targets: object) -> dict[str, Any]:
 def _rules(out: Translation, alert: object) -> dict[str, Any]:
     section = out.section(alert, "alert")
     if section.get("dump"):
-        out.note("alert.dump", "findings are written to findings.jsonl of each rank: `trainprobe judge` shows them in order")
+        out.fields["sinks"].append("msprobe_anomaly")
     rules: dict[str, Any] = {}
     for i, rule in enumerate(cast("Sequence[object]", section.get("rules") or ())):
         at = f"alert.rules[{i}]"

@@ -1,0 +1,40 @@
+"""Runs each program in a child of a process that has imported everything once; a child costs a fifth of a second."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+
+def import_once(module: str) -> None:
+    """Import what all children need. mindstudio-probe imports Megatron where it is installed, which takes seconds."""
+    importlib.import_module(module)
+    if module.startswith("msprobe"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module("megatron.core")
+
+
+def in_child(run: Callable[[], None]) -> bool:
+    """Run in a child of this process, with all that is done when a program ends; return whether it went well."""
+    gc.freeze()
+    child = os.fork()
+    if child:
+        return not os.waitpid(child, 0)[1]
+    code = 0
+    try:
+        run()
+    except BaseException:  # noqa: BLE001  (a child must end here)
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # pyright: ignore
+    atexit._run_exitfuncs()  # pyright: ignore
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
