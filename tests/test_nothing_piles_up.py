@@ -61,8 +61,8 @@ def remembered(probe: trainprobe.Probe) -> Counter[str]:
     gc.collect()
     types = Counter(kind for kind in map(type, gc.get_objects()) if str(kind.__module__).startswith("trainprobe"))
     kept = Counter({kind.__qualname__: count for kind, count in types.items() if kind not in (Finding, Site)})
-    assert probe._watcher is not None
-    return kept + Counter({f"series of {name}": len(memory.keys) for name, memory in probe._watcher.memories.items()})
+    assert probe.monitor.watcher is not None
+    return kept + Counter({f"series of {name}": len(memory.keys) for name, memory in probe.monitor.watcher.memories.items()})
 
 
 def test_findings_that_have_a_step_collected_in_full_leave_no_more_than_the_first_of_them(tmp_path):

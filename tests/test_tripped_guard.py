@@ -115,7 +115,7 @@ def test_a_fault_leaves_torch_as_it_was_and_the_bits_and_lets_go_of_the_model(ph
         probe._open_recorder = breaks
     probe.open(model, optimizer)
     if phase == "begin":
-        probe._new_tape = breaks
+        probe.new_tape = breaks
     if phase == "control":
         probe._control.look = breaks
     if phase == "end":
@@ -167,7 +167,7 @@ def test_a_model_that_fails_when_it_is_looked_at_names_the_file_of_ours(tmp_path
 
 
 def fail_the_rule(monkeypatch, probe):
-    monkeypatch.setitem(probe._watcher._checks, "drift", breaks)
+    monkeypatch.setitem(probe.monitor.watcher._checks, "drift", breaks)
 
 
 def fail_the_relation(monkeypatch, probe):
@@ -179,7 +179,7 @@ def fail_the_feature(monkeypatch, probe):
 
 
 def fail_the_audit(monkeypatch, probe):
-    monkeypatch.setattr(probe._audit, "evidence", breaks)
+    monkeypatch.setattr(probe.audit.audit, "evidence", breaks)
 
 
 def fail_the_black_box(monkeypatch, probe):

@@ -1,13 +1,13 @@
 """The sole composer: reads a plan and says which taps run on which steps.
 
-Two programs share one tape: the *dump* (a plan's level, task and step) and the *monitor* (its `monitor` section). A step
-that both want is collected once.
+The programs share one tape: the *dump* (a plan's level, task and step), the *monitor* and the *audit* (its sections of these
+names). A step that several want is collected once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,9 @@ from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.plan.selection import Names, parse_steps
-from trainprobe.engine.probe import Program, Wants
-from trainprobe.engine.taps import AUDIT, Tap, part_of
+from trainprobe.engine.plan.selection import Names
+from trainprobe.engine.program import Schedule
+from trainprobe.engine.taps import AUDIT, part_of
 from trainprobe.engine.taps.attention import AttentionFeature
 from trainprobe.engine.taps.audit_facts import AuditTap
 from trainprobe.engine.taps.batches import BatchTap
@@ -35,7 +35,6 @@ from trainprobe.engine.taps.module_buffers import BufferTap
 from trainprobe.engine.taps.number_formats import FormatFeature
 from trainprobe.engine.taps.optimizer_steps import OptimizerStepTap
 from trainprobe.engine.taps.parameter_states import ParameterStateTap, StatesWanted
-from trainprobe.engine.taps.pauses import Pauses
 from trainprobe.engine.taps.requests import ModuleRequest, flags_of, modules_of_plan, ops_of_plan
 from trainprobe.engine.taps.routers import RouterFeature
 from trainprobe.engine.taps.saved import SavedTap
@@ -44,12 +43,12 @@ from trainprobe.engine.taps.torch_ops import OpTap
 from trainprobe.engine.taps.unreduced import UnreducedTap
 from trainprobe.engine.taps.weight_spectra import WeightSpectra
 from trainprobe.errors import PlanError
-from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
 from trainprobe.monitor.wanted import flags_where, modules_of_monitor
+from trainprobe.schedules import Parts, schedules
 
 # a tap, and the part that would say what is not true without it
 _NEEDED = (
@@ -60,17 +59,19 @@ _NEEDED = (
 )
 
 
-@dataclass(slots=True)
-class Parts:
-    """The taps of one probe; those that the plan does not ask for are None. `naming` knows the model's names in any case."""
+@dataclass(slots=True, kw_only=True)
+class TorchParts(Parts):
+    """The taps of a probe on a PyTorch training."""
 
     guard: Guard
     saved: SavedTap
     naming: ModuleTap
+    stepping: OptimizerStepTap | None = None
     modules: ModuleTap | None = None
     ops: OpTap | None = None
     collectives: CollectiveTap | None = None
     buffers: BufferTap | None = None
+    config: ConfigCheckTap | None = None
     watched: ModuleTap | None = None
     states: ParameterStateTap | None = None
     clipping: ClippingTap | None = None
@@ -79,15 +80,9 @@ class Parts:
     exchanged: CollectiveTap | None = None
     batches: BatchTap | None = None
     features: FeatureTap | None = None
-    monitor: MonitorPlan | None = None
     audit: AuditTap | None = None
-    audit_plan: AuditPlan | None = None
-    cuts: list[Detail] = field(default_factory=list[Detail])
-    stepping: OptimizerStepTap | None = None
-    dumps_when_asked: bool = False  # a plan of level off whose rules or black box may ask for a dump
     position: Position | None = None
     rename: Rename | None = None
-    rests: Pauses = field(default_factory=Pauses)
 
     def tell(self, position: Position) -> None:
         """Have `position` told where the training is, as far as the taps that run see it."""
@@ -100,14 +95,11 @@ class Parts:
         """Call a method of a tap, whose fault costs that tap alone. For code that runs within `Guard.run`."""
         return self.guard.part(part_of(type(getattr(call, "__self__", None))), call, *args)
 
-    def notes(self) -> list[str]:
-        """Return what could not be seen, and why."""
-        taps = (self.naming, self.modules, self.watched, self.exchanged, self.features)
-        return [note for tap in taps if tap is not None for note in tap.notes]
 
-
-def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None = None) -> tuple[Parts, list[Program]]:
-    """Build the taps that a plan asks for and the programs that say when they run."""
+def compose(
+    plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None = None
+) -> tuple[TorchParts, dict[str, Schedule]]:
+    """Build the taps that a plan asks for, and say by the name of each program when they run."""
     cuts: list[Detail] = []
     saved = SavedTap(flags_of(plan.base_detail, cuts), guard_of(guard, SavedTap))
     monitor = monitor_plan(plan.monitor) if plan.monitor else None
@@ -117,8 +109,16 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
     modules = ModuleTap(modules_of_plan(plan, cuts), own, stacks, rename) if level in ("L0", "mix") else None
     watched = ModuleTap(modules_of_monitor(monitor), own, None, rename) if monitor is not None else None
     naming = modules or watched or ModuleTap(ModuleRequest(_none, _nothing, frozenset()), own, None, rename)
-    parts = Parts(
-        guard, saved, naming, modules, watched=watched, monitor=monitor, cuts=cuts, dumps_when_asked=asked, rename=rename
+    parts = TorchParts(
+        guard=guard,
+        saved=saved,
+        naming=naming,
+        modules=modules,
+        watched=watched,
+        monitor=monitor,
+        cuts=cuts,
+        dumps_when_asked=asked,
+        rename=rename,
     )
     parts.buffers = BufferTap(modules) if modules is not None else None
     if level in ("L1", "mix"):
@@ -136,7 +136,7 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
             parts.audit = AuditTap(guard_of(guard, AuditTap), states, lambda: naming.parameter_names, naming.scan)
             parts.audit.aside = partial(_aside, parts)
     _collect(parts, plan, guard)
-    stepping = parts.stepping = OptimizerStepTap(
+    parts.stepping = OptimizerStepTap(
         guard_of(guard, OptimizerStepTap),
         partial(_before, parts, "optimizer" in plan.phases),
         partial(_after, parts),
@@ -144,7 +144,10 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | No
     )
     for tap, needed_by in _NEEDED:
         guard_of(guard, tap).carries(needed_by)
-    return parts, _programs(plan, parts, stepping, guard)
+    if plan.config_check:
+        config = parts.config = ConfigCheckTap(plan.config_check, plan.output, plan.on_error)
+        guard.on_trip(config.release)
+    return parts, schedules(plan, parts)
 
 
 def guard_of(guard: Guard, kind: type) -> PartGuard:
@@ -152,7 +155,7 @@ def guard_of(guard: Guard, kind: type) -> PartGuard:
     return guard.of(part_of(kind))
 
 
-def _collect(parts: Parts, plan: Plan, guard: Guard, before: MonitorPlan | None = None) -> None:
+def _collect(parts: TorchParts, plan: Plan, guard: Guard, before: MonitorPlan | None = None) -> None:
     """Make the taps of what a plan collects beside the states of parameters. before: the plan whose taps are there already."""
     monitor, states = parts.monitor, parts.states
     gradients = monitor.gradients if monitor is not None and monitor.gradients.on else None
@@ -178,15 +181,15 @@ def _collect(parts: Parts, plan: Plan, guard: Guard, before: MonitorPlan | None 
         parts.features = features_of_monitor(monitor.features, guard, parts.naming) if monitor.features.on else None
 
 
-def change(parts: Parts, plan: Plan, guard: Guard) -> list[Program]:
-    """Return the programs of a plan that differs from the one that was composed in what can change while a run goes on.
+def change(parts: TorchParts, plan: Plan, guard: Guard) -> dict[str, Schedule]:
+    """Return the schedules of a plan that differs from the one that was composed in what can change while a run goes on.
 
     That are `step`, of the monitor all but `actions`, and of the audit `every` and `relations`; their taps may be new. Raises
     PlanError for the rest.
     """
     monitor = monitor_plan(plan.monitor) if plan.monitor else None
     audit = audit_plan(plan.audit) if plan.audit else None
-    if parts.stepping is None or (monitor is None) != (parts.monitor is None) or (audit is None) != (parts.audit_plan is None):
+    if (monitor is None) != (parts.monitor is None) or (audit is None) != (parts.audit_plan is None):
         raise PlanError(
             "while a run goes on, a monitor or an audit can be changed, but neither begin nor end: have it in the plan from "
             "the start, at few steps (`monitor: {step: [0]}`, `audit: {every: 1000000}`), and change those"
@@ -206,58 +209,10 @@ def change(parts: Parts, plan: Plan, guard: Guard) -> list[Program]:
         if parts.position is not None:
             parts.tell(parts.position)
     parts.audit_plan = audit
-    return _programs(plan, parts, parts.stepping, guard)
+    return schedules(plan, parts)
 
 
-def _programs(plan: Plan, parts: Parts, stepping: OptimizerStepTap, guard: Guard) -> list[Program]:
-    dump: list[Tap] = [parts.saved]
-    dump += [tap for tap in (parts.modules, parts.buffers, parts.ops, parts.collectives) if tap is not None]
-    if plan.level in ("L0", "L1", "mix") or parts.dumps_when_asked:
-        dump.append(stepping)
-    if parts.batches is not None and parts.monitor is None:
-        dump.append(parts.batches)
-    named: list[tuple[Tap, Wants]] = [(parts.naming, lambda n: False)]  # it is opened, and begun only where it stands elsewhere
-    if plan.config_check:
-        tap = ConfigCheckTap(plan.config_check, plan.output, plan.on_error)
-        guard.on_trip(tap.release)
-        named.append((tap, lambda n: False))
-    pairs = (*((tap, plan.wants_step) for tap in dump), *named)
-    level = "mix" if parts.dumps_when_asked else plan.level
-    programs = [Program("dump", plan.wants_step, pairs, asked=tuple(dump), level=level)]
-    if parts.monitor is not None and parts.watched is not None and parts.states is not None:
-        light: list[tuple[Tap, Wants]] = [(parts.states, lambda n: True), (stepping, lambda n: True)]
-        kinds = [kind.every for kind in (parts.monitor.activations, parts.monitor.activation_gradients) if kind.on]
-        if kinds:
-            whole = parts.modules is not None
-            light.insert(0, (parts.watched, lambda n: any(n % e == 0 for e in kinds) and not (whole and plan.wants_step(n))))
-        if parts.exchanged is not None:
-            seen, often = parts.collectives is not None, parts.monitor.collectives.every
-            light.append((parts.exchanged, lambda n: n % often == 0 and not (seen and plan.wants_step(n))))
-        if parts.batches is not None:
-            batched = parts.monitor.batches.every
-            light.append((parts.batches, lambda n: n % batched == 0))
-        always = (parts.clipping, parts.unreduced, parts.scaling, parts.features)
-        light += [(tap, lambda n: True) for tap in always if tap is not None]
-        beside = {parts.watched: parts.modules, parts.exchanged: parts.collectives}
-        twice = tuple(tap for tap, other in beside.items() if tap is not None and other is not None)
-        programs.append(Program("monitor", parse_steps(parts.monitor.step).__contains__, tuple(light), beside=twice))
-    if parts.audit is not None and parts.audit_plan is not None and parts.states is not None and parts.clipping is not None:
-        audit, saves = parts.audit_plan, parts.audit.saves
-
-        def reads(n: int) -> bool:
-            return saves.awaits or audit.wants(n, "fingerprints")
-
-        heavy: list[tuple[Tap, Wants]] = [
-            (parts.audit, lambda n: True),
-            (parts.states, reads),
-            (parts.clipping, lambda n: True),
-            *([(parts.scaling, reads)] if parts.scaling is not None else []),
-        ]
-        programs.append(Program("audit", lambda n: saves.awaits or audit.wants_step(n), (*heavy, (stepping, lambda n: True))))
-    return programs
-
-
-def _unclipped(parts: Parts, parameters: list[Any]) -> None:
+def _unclipped(parts: TorchParts, parameters: list[Any]) -> None:
     """Handle gradients that are about to be clipped."""
     if parts.states is not None:
         parts.let(parts.states.unclipped, parameters)
@@ -265,7 +220,7 @@ def _unclipped(parts: Parts, parameters: list[Any]) -> None:
         parts.let(parts.audit.unclipped, parameters)
 
 
-def _before(parts: Parts, with_ops: bool, optimizer: Any) -> None:
+def _before(parts: TorchParts, with_ops: bool, optimizer: Any) -> None:
     """Handle the beginning of an optimizer step."""
     if parts.position is not None:
         parts.position.is_in(OPTIMIZER)
@@ -287,7 +242,7 @@ def _before(parts: Parts, with_ops: bool, optimizer: Any) -> None:
             parts.rests.begin("the optimizer", [parts.ops])
 
 
-def _after(parts: Parts, optimizer: Any) -> None:
+def _after(parts: TorchParts, optimizer: Any) -> None:
     """Handle the end of an optimizer step."""
     if parts.position is not None:
         parts.position.is_in(UPDATED)
@@ -300,18 +255,18 @@ def _after(parts: Parts, optimizer: Any) -> None:
         parts.let(parts.audit.after_update)
 
 
-def _aside(parts: Parts, begins: bool) -> None:
+def _aside(parts: TorchParts, begins: bool) -> None:
     """Have all that records rest while the audit runs the model itself."""
     (parts.rests.begin if begins else parts.rests.end)("the audit", [parts.ops, parts.modules, parts.collectives])
     _rest(parts, "the audit", begins)
 
 
-def _trial(parts: Parts, begins: bool) -> None:
+def _trial(parts: TorchParts, begins: bool) -> None:
     """Have the monitor rest while an optimizer tries other weights: those are no values of the training."""
     _rest(parts, "a trial", begins)
 
 
-def _rest(parts: Parts, whom: str, begins: bool) -> None:
+def _rest(parts: TorchParts, whom: str, begins: bool) -> None:
     """Have all that the monitor has installed for forward calls rest, or take them again."""
     (parts.rests.begin if begins else parts.rests.end)(whom, [parts.watched, parts.exchanged, parts.batches, parts.features])
     if parts.unreduced is not None:

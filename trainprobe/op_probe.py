@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.records import Finding, Place, StepData
+from trainprobe.engine.program import Schedule
 from trainprobe.errors import OutputError
 from trainprobe.op_check.plan import OpCheckPlan
 from trainprobe.watching import Probe
@@ -47,13 +48,14 @@ class OpProbe(Probe):
         }
         super().__init__(plan, rename=rename, place=place)
         self.judge = StepJudge(settings, self._held, say, folder)
-        self.watchers.append(self._spared(PART, self._judged))
+        self.watchers.append(lambda step_data: self.guard.part(PART, self._judged, step_data) or ())
         self.guard.of(PART).on_trip(self._judge_no_more)
 
     def _judge_no_more(self) -> None:
         """Collect no further step, because the judge has failed."""
         self._held.drop()
-        self._run_programs(())
+        self.programs[0].schedule = Schedule()
+        self._install_schedules()
 
     def _judged(self, step_data: StepData) -> Sequence[Finding]:
         try:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.compiled import native
 from trainprobe.engine.core.flat_parameters import FLAT
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename
-from trainprobe.engine.core.position import BETWEEN, Position
+from trainprobe.engine.core.position import Position
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.core.topology import place_from_environment
@@ -24,25 +23,23 @@ from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.probe import Probe as EngineProbe
-from trainprobe.engine.probe import Program
+from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.storage.dumps.tensor_files import SAFETENSORS_NAMES
-from trainprobe.engine.storage.trail import Trail
 from trainprobe.engine.tape import Tape
-from trainprobe.engine.taps import AUDIT, part_of
-from trainprobe.errors import MissingExtra, PlanError, StopTraining, UsageError
+from trainprobe.engine.taps import part_of
+from trainprobe.errors import MissingExtra, PlanError, UsageError
 
 if TYPE_CHECKING:
-    from trainprobe.build import Parts
+    from trainprobe.build import TorchParts
     from trainprobe.engine.core.gathering import Gathering
     from trainprobe.engine.core.sources import Source
     from trainprobe.engine.plan.control import ControlFile
-    from trainprobe.monitor.audit.audit import Audit
-    from trainprobe.monitor.black_box.box import BlackBox
-    from trainprobe.monitor.watcher import Watcher
+    from trainprobe.monitor.audit.program import AuditProgram
+    from trainprobe.monitor.black_box.program import BlackBoxProgram
+    from trainprobe.monitor.program import MonitorProgram
     from trainprobe.op_probe import OpProbe
 
 PlanSource = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
-_DATA_PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 NO_MODULE = ": give watch, or the callback, the module that trains"
 MONITORED = ("activations", "activation_gradients", "parameters", "gradients", "optimizer_state", "update")  # by name
 
@@ -61,18 +58,19 @@ class Probe(EngineProbe):
     def __init__(
         self, plan: PlanSource = None, *, rename: Rename | None = None, place: Place | None = None, **overrides: Any
     ) -> None:
-        from trainprobe.monitor.chosen_calls import chosen_calls
-        from trainprobe.monitor.watcher import Watcher
-
         loaded = load_plan(plan, **overrides)
         guard = Guard(loaded.on_error, apart=self._apart)
         stacks = Stacks() if loaded.stacks else None
-        self.parts, programs = self._compose(loaded, guard, stacks, rename)
+        self.parts, schedules = self._compose(loaded, guard, stacks, rename)
+        self.monitor, self.audit, self.black_box = self._programs_of(loaded, schedules)
         self._writer: Any = None
-        self._dumps = 0
+        self._place_told = place is not None
+        self._control: ControlFile | None = None
+        self._said_closed = False
+        asked = (self.monitor, self.audit, self.black_box)
         super().__init__(
             loaded,
-            programs,
+            [Program("dump", schedules["dump"]), *(program for program in asked if program is not None)],
             self._tapes(loaded),
             guard,
             lambda: place or self._where(),
@@ -80,36 +78,12 @@ class Probe(EngineProbe):
             stacks=stacks,
             framework=self.framework,
             notes=[self.parts.notes],
-            rests=getattr(self.parts, "rests", None),
+            rests=self.parts.rests,
         )
-        unscale = getattr(self.parts.states, "unscale", None)  # before anything is judged or written
-        self.watchers += [lambda step_data: unscale(step_data) or ()] if unscale is not None else []
-        self._watcher: Watcher | None = None
-        if self.parts.monitor is not None:
-            self._choose = chosen_calls(self.parts.monitor)
-            self.watchers.append(lambda step_data: self._choose(step_data) if self._choose is not None else ())
-            self._watcher = Watcher(self.parts.monitor.rules)
-            self._watcher.count, self._watcher.part = self._count, self.guard.part
-            self.watchers.append(self._watcher)
-            self.deciders.append(self._decide)
-
-        if self.parts.monitor is not None and not self.parts.monitor.actions.console:
-            self.console.silent = frozenset(self.parts.monitor.rules)
-        self._place_told = place is not None
-        self._audit = self._make_audit()
-        self._control: ControlFile | None = None
-        self._box: BlackBox | None = None
-        self._position: Position | None = None
-        self._dumped_after = False
-        self._said_closed = False
+        if self.black_box is not None:
+            self._follow(self.black_box.position)
         if self.plan.op_check:
             self.companions.append(self._judge_operators(rename, place))
-        if self.plan.black_box:
-            self._fill_box()
-
-    def _spared(self, name: str, watch: Callable[[StepData], Sequence[Finding]]) -> Callable[[StepData], Sequence[Finding]]:
-        """Return a watcher whose fault costs the others nothing."""
-        return lambda step_data: self.guard.part(name, watch, step_data) or ()
 
     def _judge_operators(self, rename: Rename | None, place: Place | None) -> OpProbe:
         """Return the probe that judges operators in this one's steps."""
@@ -119,8 +93,34 @@ class Probe(EngineProbe):
 
         return beside(self, rename, place)
 
-    def _compose(self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None) -> tuple[Parts, list[Program]]:
-        """Return the taps that the plan asks for and the programs that run them."""
+    def _programs_of(
+        self, plan: Plan, schedules: Mapping[str, Schedule]
+    ) -> tuple[MonitorProgram | None, AuditProgram | None, BlackBoxProgram | None]:
+        """Make the programs that a plan asks for beside the dump."""
+        monitor = audit = box = None
+        parts = self.parts
+        if "monitor" in schedules and parts.monitor is not None:
+            from trainprobe.monitor.program import MonitorProgram
+
+            monitor = MonitorProgram(parts.monitor, schedules["monitor"])
+        if "audit" in schedules and parts.audit_plan is not None:
+            from trainprobe.monitor.audit.program import AuditProgram
+
+            audit = AuditProgram(parts.audit_plan, parts.audit, schedules["audit"], self._gathering().gather)
+        if plan.black_box:
+            from trainprobe.monitor.black_box.plan import validate
+            from trainprobe.monitor.black_box.program import BlackBoxProgram
+
+            detail = plan.base_detail
+            wanted = detail.statistics if detail.wants_statistics else ()
+            about = {"framework": self.framework, "level": plan.level, "task": plan.task, "wanted": wanted}
+            box = BlackBoxProgram(validate(plan.black_box), about, self._not_recorded)
+        return monitor, audit, box
+
+    def _compose(
+        self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None
+    ) -> tuple[TorchParts, dict[str, Schedule]]:
+        """Return the taps that the plan asks for, and by the name of each program when they run."""
         _require_torch()
         from trainprobe.build import compose
 
@@ -134,7 +134,7 @@ class Probe(EngineProbe):
         edges = histogram if histogram is None or isinstance(histogram, str) else histogram.boundaries()
         library = TorchLibrary(native=plan.native, edges=edges, quantiles=plan.quantiles)
         arena = native.Arena(SAFETENSORS_NAMES, self._gather) if native is not None else None
-        return lambda number: Tape(library, self._keep, plan.reuse, arena, self._trail(number))
+        return lambda number: Tape(library, self._keep, plan.reuse, arena, self.trail(number))
 
     def _apart(self) -> AbstractContextManager[Any]:
         """Return a context in which the modes of the program do not see what the tool computes."""
@@ -152,42 +152,6 @@ class Probe(EngineProbe):
 
         return gathering()
 
-    def _make_audit(self) -> Audit | None:
-        """Compose the audit of a plan that asks for one."""
-        parts, tap = self.parts, self.parts.audit
-        if parts.audit_plan is None or tap is None:
-            return None
-
-        def due(relation: str) -> bool:
-            return parts.audit_plan is not None and relation in parts.audit_plan.due(self.step_number)
-
-        def costs(kind: str) -> bool:
-            return parts.audit_plan is not None and parts.audit_plan.wants(self.step_number, kind)
-
-        from trainprobe.monitor.audit.audit import Audit
-        from trainprobe.monitor.audit.undeclared import Undeclared
-
-        tap.fingerprints = lambda: tap.saves.awaits or costs("fingerprints")
-        tap.keeps_saves = parts.audit_plan.interval("saved_and_loaded") > 0
-        tap.folder = lambda: self.plan.output / f"rank{self.place.rank}"
-        tap.goes_on = lambda: self.plan.on_existing == "continue"
-        tap.world = tap.saves.world = lambda: self.place.world_size
-        tap.step = lambda: self.step_number
-        tap.saves.loaded = lambda: self._scheduled.clear()  # the next step is audited now
-        tap.new_tape = lambda: self._new_tape(-1)
-        tap.ordinal = lambda: self.begun
-        tap.reruns = lambda: due("update_rule")
-        tap.repeats = lambda: due("recomputed_forward")
-        tap.reduces = lambda: due("reduced_gradients")
-        tap.compares_rows = lambda: due("equal_rows")
-        tap.sampled = lambda: costs("rerun")
-        self.guard.of(AUDIT).on_trip(tap.close)
-        audit = Audit(parts.audit_plan, tap.take, self._gathering().gather)
-        audit.everyone = tap.saves.everyone
-        audit.count, audit.part = self._count, self.guard.part
-        self.watchers += [self._spared(AUDIT, audit), Undeclared(audit, tap.has_declared_loss, self.at_end)]
-        return audit
-
     def change(self, **fields: Any) -> None:
         """Change the plan from the next step on; every rank calls it between the same two steps.
 
@@ -201,15 +165,15 @@ class Probe(EngineProbe):
         if fixed:
             raise PlanError(f"{fixed[0]}: while a run goes on, only step, monitor and audit can change")
         from trainprobe.build import change
-        from trainprobe.monitor.chosen_calls import chosen_calls
 
-        self._run_programs(change(self.parts, plan, self.guard))
+        schedules = change(self.parts, plan, self.guard)
+        self.programs[0].schedule = schedules["dump"]
+        if self.monitor is not None and self.parts.monitor is not None:
+            self.monitor.change(self.parts.monitor, schedules["monitor"])
+        if self.audit is not None and self.parts.audit_plan is not None:
+            self.audit.change(self.parts.audit_plan, schedules["audit"])
+        self._install_schedules()
         self.plan = plan
-        if self._watcher is not None and self.parts.monitor is not None:
-            self._watcher.change(self.parts.monitor.rules)
-            self._choose = chosen_calls(self.parts.monitor)
-        if self._audit is not None and self.parts.audit_plan is not None:
-            self._audit.plan = self.parts.audit_plan
 
     def begin_step(self, number: int | None = None) -> bool:
         """Begin a step; see `engine.probe.Probe.begin_step`. A rank whose probe has stopped still looks with the others."""
@@ -219,8 +183,6 @@ class Probe(EngineProbe):
             self.console.line(f"step {step} begins after the probe was closed: it and later steps are not recorded")
         if self._control is not None and not self.closed:
             self.guard.keep_on(self._look_at_control, self._control, step)
-        if self._position is not None:
-            self.guard.run(self._position.begins, step)
         return super().begin_step(number)
 
     def _look_at_control(self, control: ControlFile, step: int) -> None:
@@ -239,8 +201,8 @@ class Probe(EngineProbe):
         mean over the data-parallel ranks must be the one that is applied. Declare it anew for each step, before the update,
         as it holds the step's data.
         """
-        if self.parts.audit is not None:
-            self.parts.audit.declared.loss = loss
+        if self.audit is not None and self.audit.tap.declared is not None:
+            self.audit.tap.declared.loss = loss
 
     def open(self, model: Any, optimizer: Any = None, place: Place | None = None) -> Probe:
         """Learn the names of `model`, a module or a list of chunks.
@@ -264,12 +226,8 @@ class Probe(EngineProbe):
             return
         super()._open(model, optimizer, place)
         self._open_console()
-        if self._audit is not None:
-            told = self._place_told or place is not None
-            self._audit.certain = frozenset({"dp", "cp"}) if told or _wrapped(model, "DistributedDataParallel") else frozenset()
-            self._audit.assumed = not told and not _wrapped(model, *_DATA_PARALLEL)
-        if self._audit is not None and not all(map(self.plan.wants_rank, range(self.place.world_size))):
-            self._audit.gather = None  # some ranks do not collect: they would never answer
+        for program in self._at("opened"):
+            self.guard.part(program.part, program.opened, model, self._place_told or place is not None)
         named: Any = next(iter(model), model) if isinstance(model, list | tuple) else model
         for finding in names_not_there(self._unmatched(), type(named).__name__, self.place):
             self._tell_once(finding)
@@ -285,8 +243,8 @@ class Probe(EngineProbe):
 
     def watches_own_loop(self) -> None:
         """Learn that the loop is the user's own: what a trainer does by itself is then the user's doing."""
-        if self._audit is not None:
-            self._audit.own_loop = True
+        if self.audit is not None:
+            self.audit.audit.own_loop = True
 
     def tell_once(self, finding: Finding) -> None:
         """Report a finding, unless one with this message was reported before."""
@@ -322,33 +280,25 @@ class Probe(EngineProbe):
 
     def _open_writer(self, place: Place) -> Any:
         from trainprobe.engine.storage.writer import open_writer
-        from trainprobe.monitor.actions import Alerts
-        from trainprobe.monitor.watcher import resume_state
 
-        monitor = self.parts.monitor
-        alerts = {"alerts": Alerts(monitor.rules, monitor.actions)} if monitor is not None else {}
-        self._box = self._make_box(place)
-        boxes = {"black_box": self._box} if self._box is not None else {}
         plan = self.plan
         if self.parts.dumps_when_asked and "dump" not in plan.sinks:
             plan = plan.model_copy(update={"sinks": (*plan.sinks, "dump")})
+        more: dict[str, Any] = {}
         try:
-            self._writer = open_writer(plan, place, self.findings.append, {**alerts, **boxes})
+            for program in self._at("sinks"):
+                more |= program.sinks(place)
+            self._writer = open_writer(plan, place, self.findings.append, more)
         except BaseException:
-            if self._box is not None:
-                self._box.close()
+            for sink in more.values():
+                sink.close()
             raise
-        if self._watcher is not None and self.plan.on_existing == "continue":
-            self.report(resume_state(self._watcher, self._state_file(place)))
         return self._writer
 
     def close(self) -> None:
-        """Write everything that is pending, and what the rules remember, so that a run that is continued is judged as one."""
-        opened, ended = self._recorder is not None, self.closed
-        self._close_audit()
+        """Write everything that is pending, and print the line that ends the run."""
+        ended = self.closed
         super().close()
-        if opened and self._watcher is not None:
-            self.guard.run(self._save_state, self._watcher)
         if not ended and self.console.speaks and (self.begun or self.sentences):
             self._print_end()
 
@@ -369,39 +319,9 @@ class Probe(EngineProbe):
         line = end_line(run, self.findings)
         self.console.line(" ".join((f"{line}.", *self.sentences)) if self.sentences else line)
 
-    def end_step(self, *, complete: bool = True) -> StepData | None:
-        """End the step; see `engine.probe.Probe.end_step`. A rank whose probe has stopped still answers the others' audit."""
-        try:
-            return super().end_step(complete=complete)
-        finally:
-            if self._position is not None:
-                self._position.is_in(BETWEEN)
-            silent = self.guard.tripped is not None or self.guard.leaves_out(AUDIT)
-            if self._audit is not None and silent and complete:
-                self.guard.keep_on(self._audit.answer_for_stopped, self.step_number, self.place)
-
     def _only_collects(self) -> bool:
         stepping = self.parts.stepping
         return self.plan.level == "off" and stepping is not None and getattr(stepping, "waits", False)
-
-    def _close_audit(self) -> None:
-        """Judge what came after the last audited step, and leave nothing behind."""
-        if self._audit is None or self.parts.audit is None or self.closed:
-            return
-        guard = self.guard.of(AUDIT)
-        facts = guard.run(self.parts.audit.late_evaluations)
-        if facts is not None:
-            for finding in guard.run(self._audit.late, facts, self.step_number, self.place) or ():
-                self._tell(finding)
-        guard.run(self.parts.audit.close)
-
-    def _save_state(self, watcher: Watcher) -> None:
-        from trainprobe.monitor.watcher import keep_state
-
-        self.report(keep_state(watcher, self._state_file(self.place)))
-
-    def _state_file(self, place: Place) -> Path:
-        return self.plan.output / f"rank{place.rank}" / "monitor_state.json"
 
     def __exit__(self, *error: object) -> None:
         """Close; an error that ends the training has the black box written out."""
@@ -409,68 +329,28 @@ class Probe(EngineProbe):
             self.interrupted(error[1])
         super().__exit__(*error)
 
-    def interrupted(self, error: BaseException) -> None:
-        """Have the black box written out when the probe is closed, because this error ends the training."""
-        if self._box is not None:
-            self._box.interrupted(f"{type(error).__name__} ended the training after step {self.step_number}")
+    def _judge(self, step_data: StepData) -> list[Finding]:
+        unscale = getattr(self.parts.states, "unscale", None)  # before anything is judged or written
+        if unscale is not None:
+            unscale(step_data)
+        return super()._judge(step_data)
 
-    def _make_box(self, place: Place) -> BlackBox | None:
-        """Open the black box of a plan that asks for one."""
-        if not self.plan.black_box:
-            return None
-        from trainprobe.monitor.black_box.box import BlackBox
-        from trainprobe.monitor.black_box.plan import validate
+    def _follow(self, position: Position) -> None:
+        """Have the taps tell where in a step the training is."""
+        self.parts.tell(position)
 
-        plan = validate(self.plan.black_box)
-        detail = self.plan.base_detail
-        wanted = detail.statistics if detail.wants_statistics else ()
-        about = {"framework": self.framework, "level": self.plan.level, "task": self.plan.task, "wanted": wanted}
-        return BlackBox(plan, self.plan.output, place, self._position, about)
-
-    def _fill_box(self) -> None:
-        """Have each step remembered, and told where in it the training is."""
-        self.watchers.append(self._spared("the black box", self._remember))
-        self.deciders.append(self._dump_after)
-        self.guard.on_trip(lambda: self._box.unfollow() if self._box is not None else None)
-        self._position = Position()
-        tell = getattr(self.parts, "tell", None)  # another framework's parts may not know how
-        if tell is not None:
-            tell(self._position)
-
-    def _trail(self, step: int) -> Trail | None:
-        """Return what the tape of a step is to tell; nothing of a tape that is for no step."""
-        return self._box.follow(step) if self._box is not None and step >= 0 else None
-
-    def _remember(self, step_data: StepData) -> list[Finding]:
-        """Keep with a step what its collected step does not hold: batch ids and the random state."""
-        if self._box is not None:
-            audited = self._audit.last if self._audit is not None else None
-            facts = audited.facts if audited is not None and audited.step == step_data.step else None
-            batches = list(facts.batches) if facts is not None else list(step_data.batches)
-            self._box.hold(step_data, {"batches": batches, **self._random_state()})
-        return []
+    def _not_recorded(self, step_data: StepData) -> Mapping[str, Any]:
+        """Return for the black box what the record of a step lacks: its batches, and the random state."""
+        audited = self.audit.audit.last if self.audit is not None else None
+        facts = audited.facts if audited is not None and audited.step == step_data.step else None
+        batches = list(facts.batches) if facts is not None else list(step_data.batches)
+        return {"batches": batches, **self._random_state()}
 
     def _random_state(self) -> Mapping[str, Any]:
-        """Return the random state as text, for the black box."""
+        """Return the random state as text."""
         from trainprobe.engine.taps.random_state import random_text
 
         return random_text()
-
-    def _dump_after(self, found: Sequence[Finding]) -> tuple[int, StopTraining | None]:
-        """Have the step after a grave finding collected in full, once."""
-        box = self._box
-        if box is None or self._dumped_after or not any(map(box.grave, found)):
-            return 0, None
-        self._dumped_after = True
-        return box.plan.dump_steps, None
-
-    def _decide(self, found: Sequence[Finding]) -> tuple[int, StopTraining | None]:
-        from trainprobe.monitor.actions import decide
-
-        monitor = self.parts.monitor
-        assert monitor is not None
-        decision, self._dumps = decide(found, monitor.rules, monitor.actions, self._dumps)
-        return decision.dump_steps, decision.stop
 
     def _keep(self, key: str, t: Any, value: Any, cut: int) -> None:
         from trainprobe.engine.arrays.torch_arrays import copy_out
@@ -490,19 +370,8 @@ def _merged(was: Any, value: Any) -> Any:
     return {**under, **{key: _merged(under.get(key), inner) for key, inner in value.items()}}
 
 
-def _wrapped(model: Any, *kinds: str) -> bool:
-    """Tell whether a model, or what it holds, is of one of these kinds."""
-    bases = (base.__name__ for chunk in _chunks(model) for module in _modules_of(chunk) for base in type(module).__mro__)
-    return any(name in kinds for name in bases)
-
-
 def _chunks(model: Any) -> Sequence[Any]:
     return model if isinstance(model, list | tuple) else [model]  # pyright: ignore[reportUnknownVariableType]
-
-
-def _modules_of(model: Any) -> Iterable[Any]:
-    """Return the modules of a model of torch; of any other model it alone."""
-    return model.modules() if hasattr(model, "modules") else (model,)
 
 
 def _require_torch() -> None:

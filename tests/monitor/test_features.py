@@ -73,9 +73,9 @@ def test_nothing_is_left_behind(name, tmp_path):
 
 
 def test_what_is_off_has_no_tap():
-    parts, programs = compose(load_plan({"level": "off", "monitor": True}), Guard(), None)
+    parts, schedules = compose(load_plan({"level": "off", "monitor": True}), Guard(), None)
     assert (parts.features, parts.exchanged, parts.batches) == (None, None, None)
-    kinds = {type(tap).__name__ for program in programs for tap, _ in program.taps}
+    kinds = {type(tap).__name__ for schedule in schedules.values() for tap, _ in schedule.taps}
     assert not kinds & {"FeatureTap", "CollectiveTap", "BatchTap"}
 
 
@@ -239,7 +239,7 @@ def test_a_batch_is_known_by_the_number_that_the_audit_gives_it(tmp_path):
         model(batch(torch.Generator().manual_seed(0))[:, :-1]).square().mean().backward()
         optimizer.step()
         step_data = probe.end_step()
-        assert tuple(step_data.batches) == probe._audit.last.facts.batches
+        assert tuple(step_data.batches) == probe.audit.audit.last.facts.batches
 
 
 def test_activations_and_their_gradients_have_patterns_and_intervals_of_their_own(tmp_path):

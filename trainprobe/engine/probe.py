@@ -15,7 +15,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,10 +26,12 @@ from trainprobe.engine.core.scope import selected, selects
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.core.unmatched import UnmatchedSelections
 from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.program import Program, Wants, defines
+from trainprobe.engine.storage.trail import Trail
 from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import Tap, part_of
 from trainprobe.engine.taps.pauses import Pauses
-from trainprobe.errors import StopTraining, UsageError
+from trainprobe.errors import UsageError
 
 if TYPE_CHECKING:
     from typing import Self
@@ -61,33 +62,13 @@ class Recorder(Protocol):
 
 
 Watcher = Callable[[StepData], Sequence[Finding]]
-Decider = Callable[
-    [Sequence[Finding]], tuple[int, StopTraining | None]
-]  # how many steps to collect in full, and whether to stop
-Wants = Callable[[int], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """Something that wants certain steps: the dump, the monitor. taps: each with the steps on which it is installed.
-
-    asked: taps that record a step that is to be collected in full, whatever the plan says. beside: taps of this program that
-    rest in such a step, because those look at the same. level: what a dump records, where that is not the plan's level.
-    """
-
-    name: str
-    wants: Wants
-    taps: tuple[tuple[Tap, Wants], ...]
-    asked: tuple[Tap, ...] = ()
-    beside: tuple[Tap, ...] = ()
-    level: str = ""
 
 
 class Scheduled:
     """What runs in a step, worked out once for all steps of which the programs and their taps say the same.
 
     names: of the programs. level: what a dump of such a step records, where that is not the plan's level. looks: whether any
-    program is to see calls; the audit alone may read no tensor of a step.
+    program sees calls of the model.
     """
 
     __slots__ = ("level", "looks", "names", "taps")
@@ -95,8 +76,8 @@ class Scheduled:
     def __init__(self, programs: Sequence[Program] = (), taps: Iterable[Tap] = ()) -> None:
         self.taps = tuple(taps)
         self.names = tuple(program.name for program in programs)
-        self.level = next((program.level for program in programs if program.level), "")
-        self.looks = any(name != "audit" for name in self.names)
+        self.level = next((program.schedule.level for program in programs if program.schedule.level), "")
+        self.looks = any(program.schedule.looks for program in programs)
 
 
 class Probe:
@@ -123,8 +104,7 @@ class Probe:
         self.collected = 0  # how many steps were collected and ended well
         self.sentences: list[str] = []  # at the end of the line that ends the run
         self._counts: dict[int, Finding] = {}  # place in `findings` → one that was counted and is not written yet
-        self.watchers: list[Watcher] = []
-        self.deciders: list[Decider] = []
+        self.watchers: list[Watcher] = []  # called behind the programs
         self.tape: Tape | None = None
         self.step_number = -1
         self.begun = 0  # how many steps began: numbers of steps may leave some out
@@ -135,9 +115,10 @@ class Probe:
         self._rests = rests or Pauses()  # the taps that are installed
         self._scheduled: dict[tuple[int, bool], Scheduled] = {}
         self._plans: dict[tuple[bool, ...], Scheduled] = {}  # by what was answered: whether extra, then of each who was asked
-        self._run_programs(programs)
+        self.programs = tuple(programs)
+        self._install_schedules()
         self._running = Scheduled()
-        self._new_tape = new_tape
+        self.new_tape = new_tape
         self._find_place = find_place
         self._open_recorder = open_recorder
         self._recorder: Recorder | None = None
@@ -153,6 +134,9 @@ class Probe:
         self._unmatched_selections = UnmatchedSelections(plan)
         guard._tell = self._tell
         guard.on_trip(self._release)
+        for program in self.programs:
+            program.attached(self)
+        self._events = {event: self._at(event) for event in ("begins", "trail", "prepare", "judge", "decide", "ended")}
 
     # ---- the six verbs -----------------------------------------------------------------------------------------
 
@@ -180,6 +164,8 @@ class Probe:
         self._first_step = self.step_number if self._first_step is None else self._first_step
         self._inside = True
         self.begun += 1
+        if self._events["begins"]:
+            self.guard.run(self._step_begins)
         if not self.closed:
             self.guard.run(self._begin)
             for companion in self.companions:
@@ -220,10 +206,14 @@ class Probe:
         self._inside = False
         if self.guard.tripped is not None:
             self.guard.keep_on(self._release)  # what torch held back while the fault came
-        if self.tape is None:
-            return None
-        self.guard.run(self._release, complete)
-        return self.guard.run(self._finish, complete)
+        try:
+            if self.tape is None:
+                return None
+            self.guard.run(self._release, complete)
+            return self.guard.run(self._finish, complete)
+        finally:
+            for program in self._events["ended"]:
+                self.guard.of(program.part).undo(program.ended, self.step_number, complete)
 
     def drop_step(self) -> None:
         """Forget the step that has begun, as if it had not: it is neither written nor judged, and its number is free again."""
@@ -248,6 +238,8 @@ class Probe:
             self.sentences += [s for s in companion.sentences if s not in self.sentences]
         self.guard.keep_on(self._release)
         self.closed = True
+        for program in self._at("closing"):
+            self.guard.run(self.guard.part, program.part, program.closing)
         self.guard.run(self._say_what_never_came)
         self.guard.run(self._write_counts)
         if self._recorder is not None:
@@ -280,6 +272,21 @@ class Probe:
         """Keep, write and print a finding that somebody else made; nothing for None."""
         if finding is not None:
             self._tell(finding)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is written on this rank."""
+        return self._recorder is not None
+
+    def interrupted(self, error: BaseException) -> None:
+        """Tell the programs that this error ends the training."""
+        why = f"{type(error).__name__} ended the training after step {self.step_number}"
+        for program in self._at("interrupted"):
+            self.guard.run(self.guard.part, program.part, program.interrupted, why)
+
+    def ask_anew(self) -> None:
+        """Ask the programs anew what they want of the next step."""
+        self._scheduled.clear()
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until everything that was handed to the writer is on disk, at most `timeout_s` seconds."""
@@ -324,22 +331,40 @@ class Probe:
         self._opened = (model, _held_weakly(optimizer))  # an optimizer that the training replaces is not kept
         for tap in self._taps:
             self._open_tap(tap, model, optimizer)
-        busy = self.plan.level != "off" or len(self._programs) > 1
+        busy = self.plan.level != "off" or any(program.schedule.taps for program in self.programs[1:])
         if self._recorder is None and busy and self.plan.wants_rank(self.place.rank):
-            # now, so that a place that cannot be written is known before training
-            self._recorder = self._open_recorder(self.place)
+            self._start_recording()  # now, so that a place that cannot be written is known before training
 
-    def _run_programs(self, programs: Sequence[Program]) -> None:
-        """Run these from the next step on; their taps that are new learn the model."""
+    def _start_recording(self) -> None:
+        self._recorder = self._open_recorder(self.place)
+        if self.plan.on_existing == "continue":
+            for program in self._at("resumed"):
+                self.guard.part(program.part, program.resumed)
+
+    def _at(self, event: str) -> tuple[Program, ...]:
+        """Return the programs that do something at an event."""
+        return tuple(program for program in self.programs if defines(program, event))
+
+    def _step_begins(self) -> None:
+        for program in self._events["begins"]:
+            self.guard.part(program.part, program.begins, self.step_number)
+
+    def trail(self, step: int) -> Trail | None:
+        """Return what the tape of a step is to tell while the step runs; nothing of a tape that is for no step."""
+        programs = self._events["trail"] if step >= 0 else ()
+        return next(iter(self.guard.part(program.part, program.trail, step) for program in programs), None)
+
+    def _install_schedules(self) -> None:
+        """Follow the schedules of the programs from the next step on; taps that are new learn the model."""
         all_of(partial(tap.end, False) for tap in reversed(self._taps))  # some may wait for a step that is not wanted any more
-        known, self._taps = self._taps, tuple(dict.fromkeys(tap for program in programs for tap, _ in program.taps))
+        schedules = [program.schedule for program in self.programs]
+        known, self._taps = self._taps, tuple(dict.fromkeys(tap for schedule in schedules for tap, _ in schedule.taps))
         for tap in self._taps:
             if tap not in known:
                 self.guard.of(part_of(type(tap))).on_trip(partial(self._leave_out, tap))
                 if self._opened is not None:
                     self._open_tap(tap, self._opened[0], self._opened[1]())
-        self._programs = tuple(programs)
-        self._asked = tuple(dict.fromkeys(wants for p in programs for wants in (p.wants, *(wants for _, wants in p.taps))))
+        self._asked = tuple(dict.fromkeys(wants for s in schedules for wants in (s.wants, *(wants for _, wants in s.taps))))
         self._scheduled.clear()
         self._plans.clear()
 
@@ -371,8 +396,8 @@ class Probe:
         if not self.plan.wants_rank(self.place.rank):
             return
         if self._recorder is None:
-            self._recorder = self._open_recorder(self.place)
-        tape = self.tape = self._new_tape(self.step_number)
+            self._start_recording()
+        tape = self.tape = self.new_tape(self.step_number)
         self._running = self._schedule(self.step_number)
         self._rests.install(tap for tap in self._running.taps if not self._left_out(tap))
         for tap in self._running.taps:
@@ -397,10 +422,11 @@ class Probe:
 
     def _choose_taps(self, extra: bool, wanted: Mapping[Wants, bool]) -> Scheduled:
         """Return what runs in a step of which these are the answers; extra: it is to be collected in full."""
-        programs = [p for p in self._programs if wanted[p.wants] or (extra and p.name == "dump")]
-        whole = dict.fromkeys(tap for p in programs for tap in p.asked) if extra else {}
-        rest = {tap for p in programs for tap in p.beside} if whole else set[Tap]()
-        taps = dict.fromkeys(tap for p in programs for tap, wants in p.taps if wanted[wants] and tap not in rest)
+        programs = [p for p in self.programs if wanted[p.schedule.wants] or (extra and p.schedule.asked)]
+        schedules = [program.schedule for program in programs]
+        whole = dict.fromkeys(tap for s in schedules for tap in s.asked) if extra else {}
+        rest = {tap for s in schedules for tap in s.replaced} if whole else set[Tap]()
+        taps = dict.fromkeys(tap for s in schedules for tap, wants in s.taps if wanted[wants] and tap not in rest)
         return Scheduled(programs, whole | taps)
 
     def _wants(self, step: int) -> bool:
@@ -438,7 +464,7 @@ class Probe:
             self._tell_once(_saw_nothing(self.step_number), key="nothing was seen")
         self._say_faults(tape.library.faults())
         self.collected += complete
-        found = [finding for watch in self.watchers for finding in watch(step_data)]
+        found = self._judge(step_data)
         for finding in found:
             self._tell(finding)
         if selects(self.plan):
@@ -449,14 +475,21 @@ class Probe:
         self._act(found)
         return step_data
 
+    def _judge(self, step_data: StepData) -> list[Finding]:
+        """Return what the programs find in a step; each may correct first what was recorded."""
+        for program in self._events["prepare"]:
+            self.guard.part(program.part, program.prepare, step_data)
+        judged = [self.guard.part(program.part, program.judge, step_data) or () for program in self._events["judge"]]
+        return [finding for found in (*judged, *(watch(step_data) for watch in self.watchers)) for finding in found]
+
     def _only_collects(self) -> bool:
         """Tell whether the step computed gradients that no update has used yet, so that a monitor has nothing to see."""
         return False
 
     def _act(self, found: Sequence[Finding]) -> None:
         """Do what the findings of a step ask for. Raises StopTraining when a rule wants the run to end."""
-        for decide in self.deciders:
-            steps, stop = decide(found)
+        for program in self._events["decide"]:
+            steps, stop = self.guard.part(program.part, program.decide, found) or (0, None)
             if steps:
                 self.collect_next(steps)
             if stop is not None:
@@ -469,7 +502,7 @@ class Probe:
             self._recorder.submit_findings([finding])
         self.console.report(finding)
 
-    def _count(self, seen: Sequence[Finding], step: int) -> list[Finding]:
+    def count(self, seen: Sequence[Finding], step: int) -> list[Finding]:
         """Count findings that were made before and hold at this step too; return them as they are now."""
         now = recount(self.findings, seen, step)
         self._counts |= now

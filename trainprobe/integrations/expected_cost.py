@@ -79,7 +79,7 @@ def _timed(probe: Probe, held: list[tuple[Any, int]], flags: int) -> float:
 
 def _one_pass(probe: Probe, tensors: list[Any], flags: int, now: Callable[[], float]) -> float:
     began = now()
-    tape = probe._new_tape(-1)
+    tape = probe.new_tape(-1)
     for tensor in tensors:
         tape.value(tensor, flags)
     tape.harvest(-1, probe.place, framework="", level="off", task="statistics")

@@ -14,13 +14,13 @@ from trainprobe.config_check.capture.mindspore_capture import CellCapture
 from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_out
 from trainprobe.engine.core.gathering import Gathering
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.position import Position
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.plan.selection import parse_steps
-from trainprobe.engine.probe import Program, Wants
+from trainprobe.engine.program import Schedule
 from trainprobe.engine.tape import Tape
-from trainprobe.engine.taps import AUDIT, Tap, part_of
+from trainprobe.engine.taps import AUDIT, part_of
 from trainprobe.engine.taps.mindspore_audit import CellAuditTap
 from trainprobe.engine.taps.mindspore_calls import KnownCalls, OptimizerTap
 from trainprobe.engine.taps.mindspore_cells import COMPILED, CellTap, is_graph_mode, wait
@@ -32,13 +32,12 @@ from trainprobe.engine.taps.mindspore_tape import HostTape
 from trainprobe.engine.taps.requests import ModuleRequest, flags_of, modules_of_plan, ops_of_plan
 from trainprobe.errors import PlanError
 from trainprobe.integrations.mindspore_place import place_of_process
-from trainprobe.monitor.audit.audit import Audit
-from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.audit.relations import relation_names
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
 from trainprobe.monitor.wanted import flags_where, modules_of_monitor
+from trainprobe.schedules import Parts, schedules
 from trainprobe.watching import Probe
 
 # relation → why it is not judged under MindSpore
@@ -66,29 +65,21 @@ NOT_JUDGED_IN_A_GRAPH = dict.fromkeys(
 )
 
 
-@dataclass(slots=True)
-class CellParts:
-    """The taps of one probe, as `trainprobe.build.Parts`; whatever exists under PyTorch only is None."""
+@dataclass(slots=True, kw_only=True)
+class CellParts(Parts):
+    """The taps of a probe on a MindSpore training."""
 
     naming: CellTap
+    saved: SavedTensors
     modules: CellTap | None = None
+    ops: PrimitiveTap | None = None
+    config: CellCapture | None = None
     watched: CellTap | None = None
     states: CellStateTap | None = None
-    monitor: MonitorPlan | None = None
-    audit: CellAuditTap | None = None
-    audit_plan: AuditPlan | None = None
-    dumps_when_asked: bool = False  # a plan of level off whose rules or black box may ask for a dump
-    cuts: list[Detail] = field(default_factory=list[Detail])
-    config: CellCapture | None = None
-    ops: PrimitiveTap | None = None
-    saved: SavedTensors | None = None
-    with_ops: bool = False  # operators of the update are recorded too
     clipping: KnownCalls | None = None  # of the cell that clips gradients, where there is one
+    audit: CellAuditTap | None = None
+    with_ops: bool = False  # operators of the update are recorded too
     stepping: OptimizerTap = field(init=False)
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
 
     def before(self, optimizers: Sequence[Any], gradients: Any = ()) -> None:
         """Handle the beginning of a step of these optimizers."""
@@ -114,12 +105,6 @@ class CellParts:
             self.states.moment("after_step", optimizers)
         if self.audit is not None:
             self.audit.after_update(optimizers)
-
-    def notes(self) -> list[str]:
-        """Return what could not be seen, and why."""
-        return list(
-            dict.fromkeys(note for tap in (self.naming, self.modules, self.watched, self.ops) if tap for note in tap.notes)
-        )
 
 
 class MindSporeProbe(Probe):
@@ -198,26 +183,19 @@ class MindSporeProbe(Probe):
     def _gathering(self) -> Gathering:
         return gathering()
 
-    def _make_audit(self) -> Audit | None:
-        plan, tap = self.cells.audit_plan, self.cells.audit
-        if plan is None or tap is None:
-            return None
-        tap.fingerprints = lambda: plan.wants(self.step_number, "fingerprints")
-        tap.ordinal = lambda: self.begun
-        audit = Audit(plan, tap.take, self._gathering().gather)
-        self.watchers.append(self._spared(AUDIT, audit))
-        return audit
-
-    def _compose(self, plan: Plan, guard: Guard, stacks: Any, rename: Any) -> tuple[Any, list[Program]]:
+    def _compose(self, plan: Plan, guard: Guard, stacks: Any, rename: Any) -> tuple[Any, dict[str, Schedule]]:
         refuse(plan)
         return compose(plan, guard)
 
     def _tapes(self, plan: Plan) -> Callable[[int], Tape]:
         library = MindSporeLibrary(plan.native)
-        return lambda number: HostTape(library, self._keep, reuse=False, trail=self._trail(number))
+        return lambda number: HostTape(library, self._keep, reuse=False, trail=self.trail(number))
 
     def _apart(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def _follow(self, position: Position) -> None:
+        """Nothing tells where in a step the training is: MindSpore runs ahead of Python."""
 
     def _where(self) -> Place:
         return place_of_process()
@@ -252,8 +230,8 @@ def refuse(plan: Plan) -> None:
         raise PlanError("under MindSpore this plan cannot be carried out: " + "; ".join(found))
 
 
-def compose(plan: Plan, guard: Guard) -> tuple[CellParts, list[Program]]:
-    """Build the taps that a plan asks for and the programs that say when they run."""
+def compose(plan: Plan, guard: Guard) -> tuple[CellParts, dict[str, Schedule]]:
+    """Build the taps that a plan asks for, and say by the name of each program when they run."""
     cuts: list[Detail] = []
     monitor = monitor_plan(plan.monitor) if plan.monitor else None
     asked = plan.level == "off" and (bool(plan.black_box) or (monitor is not None and monitor.may_dump))
@@ -267,9 +245,18 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, list[Program]]:
         if monitor is not None or audit is not None
         else None
     )
-    parts = CellParts(naming, modules, watched, states, monitor, dumps_when_asked=asked, cuts=cuts)
+    saved = SavedTensors(flags_of(plan.base_detail, cuts), guard)
+    parts = CellParts(
+        naming=naming,
+        saved=saved,
+        modules=modules,
+        watched=watched,
+        states=states,
+        monitor=monitor,
+        dumps_when_asked=asked,
+        cuts=cuts,
+    )
     parts.stepping = OptimizerTap(guard, lambda o, gradients: parts.before([o], gradients), lambda o: parts.after([o]))
-    parts.saved = SavedTensors(flags_of(plan.base_detail, cuts), guard)
     if level in ("L1", "mix"):
         parts.ops = PrimitiveTap(ops_of_plan(plan, cuts), guard, modules.stack if modules is not None else [])
         parts.with_ops = "optimizer" in plan.phases
@@ -281,35 +268,7 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, list[Program]]:
         parts.audit_plan, parts.audit = audit, CellAuditTap(guard, states)
     guard.of(part_of(OptimizerTap)).carries(part_of(CellStateTap))  # without the one, the other would say what is not true
     guard.of(part_of(CellStateTap)).carries(AUDIT)
-    return parts, _programs(plan, parts)
-
-
-def _programs(plan: Plan, parts: CellParts) -> list[Program]:
-    monitor, audit, states, watched = parts.monitor, parts.audit_plan, parts.states, parts.watched
-    always: Wants = lambda n: True  # noqa: E731
-    dump: tuple[Tap, ...] = tuple(tap for tap in (parts.saved, parts.modules, parts.ops, parts.stepping) if tap is not None)
-    resting: tuple[Tap, ...] = tuple(tap for tap in (parts.naming, parts.config) if tap is not None)  # opened, and no more
-    pairs = (*((tap, plan.wants_step) for tap in dump), *((tap, lambda n: False) for tap in resting))
-    programs = [Program("dump", plan.wants_step, pairs, asked=dump, level=_level_when_asked(parts))]
-    if monitor is not None and states is not None and watched is not None:
-        light: list[tuple[Tap, Wants]] = [(states, always), (parts.stepping, always)]
-        light += [(parts.clipping, always)] if parts.clipping is not None else []
-        kinds = [kind.every for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
-        whole = parts.modules is not None
-        light.append((watched, lambda n: any(n % e == 0 for e in kinds) and not (whole and plan.wants_step(n))))
-        beside = (watched,) if parts.modules else ()
-        programs.append(Program("monitor", parse_steps(monitor.step).__contains__, tuple(light), beside=beside))
-    if audit is not None and parts.audit is not None and states is not None:
-        reads: Wants = lambda n: audit.wants(n, "fingerprints")  # noqa: E731
-        heavy: list[tuple[Tap, Wants]] = [(parts.audit, always), (states, reads), (parts.stepping, always)]
-        heavy += [(parts.clipping, always)] if parts.clipping is not None else []
-        programs.append(Program("audit", audit.wants_step, tuple(heavy)))
-    return programs
-
-
-def _level_when_asked(parts: CellParts) -> str:
-    """Return the level of a dump that a rule or the black box asks for, empty where the plan has a level itself."""
-    return "" if not parts.dumps_when_asked else "L0" if parts.ops is None else "mix"
+    return parts, schedules(plan, parts)
 
 
 def _states_of_monitor(monitor: MonitorPlan | None) -> ValuesWanted:

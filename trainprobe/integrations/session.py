@@ -229,9 +229,9 @@ class Session:
 
     def _inherit(self, probe: Probe, step: int, first: int) -> None:
         """Let the rules go on from the checkpoint, or from the training before when this one continues it."""
-        watcher = next((w for w in probe.watchers if isinstance(w, Watcher)), None)
-        if watcher is None:
+        if probe.monitor is None:
             return
+        watcher = probe.monitor.watcher
         inherited, self.inherited = self.inherited, None
         if inherited and inherited.get("rules"):
             if probe.place.rank == inherited["rank"]:

@@ -6,13 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.core.facts import Base, Clip, Group, ModelFacts, Output, Progress, Repeat, Scaled, StepFacts
+from trainprobe.engine.core.facts import (
+    Base,
+    Clip,
+    Group,
+    ModelFacts,
+    Output,
+    Progress,
+    Repeat,
+    SavedTensors,
+    Scaled,
+    StepFacts,
+)
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Place, StepData, Value
 from trainprobe.engine.stats import finish
@@ -20,6 +30,7 @@ from trainprobe.engine.stats.partials import column
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.taps import AUDIT
 from trainprobe.engine.taps.ambient_state import ambient_state
+from trainprobe.engine.taps.audit_run import AuditRun
 from trainprobe.engine.taps.backward_starts import BackwardStarts
 from trainprobe.engine.taps.declared_loss import DeclaredGradient
 from trainprobe.engine.taps.equal_rows import EqualRows
@@ -53,35 +64,18 @@ class AuditTap:
     host.
 
     names: id of parameter → recorded name, as it is now. rescan: learn the names anew when the model has other parameters than
-    before. fingerprints: whether this step's parameters, gradients and states are fingerprinted. sampled: whether the declared
-    loss is run. ordinal: how many steps have begun. reruns: whether updates are worked out again. repeats: whether forwards
-    that run again are compared with the first. reduces: whether gradients are looked at before and after they are joined over
-    the ranks. compares_rows: whether the rows of weight matrices are compared with each other. world: how many ranks there are.
-    keeps_saves: whether what is saved is remembered, in folder(), where an earlier process may have left it when goes_on().
-    progress: how far a trainer is that tells it.
+    before. run: answers about the run; it is set before `open`. progress: how far a trainer is that tells it.
     """
 
     part = AUDIT
+    run: AuditRun
 
     def __init__(
         self, guard: Guard, states: ParameterStateTap, names: Callable[[], dict[int, str]], rescan: Callable[[], None]
     ) -> None:
-        self.fingerprints: Callable[[], bool] = lambda: True
-        self.sampled: Callable[[], bool] = lambda: True
-        self.ordinal: Callable[[], int] = lambda: 0
-        self.reruns: Callable[[], bool] = lambda: False
-        self.repeats: Callable[[], bool] = lambda: False
-        self.reduces: Callable[[], bool] = lambda: False
-        self.compares_rows: Callable[[], bool] = lambda: False
-        self.world: Callable[[], int] = lambda: 1
         self._guard = guard
         self.declared = observer(guard, DeclaredGradient, lambda _: DeclaredGradient())
         self._rerun = observer(guard, UpdateRerun, lambda _: UpdateRerun(names, states.at_address))
-        self.step: Callable[[], int] = lambda: -1
-        self.keeps_saves = False
-        self.folder: Callable[[], Path | None] = lambda: None
-        self.goes_on: Callable[[], bool] = lambda: False
-        self.new_tape: Callable[[], Tape] | None = None
         self._calls = ModelCalls(guard)
         self._backward = BackwardStarts(guard, self._first_backward, self._backward_begins, self._clears)
         self._use = observer(guard, GradientUse, lambda _: GradientUse(names))
@@ -91,14 +85,16 @@ class AuditTap:
         self._gathered = observer(guard, GatheredFeatures, lambda own: GatheredFeatures(own, names))
         self._terms = observer(guard, GradientTerms, lambda own: GradientTerms(own, names))
         self._samplers = observer(guard, SamplerWatch, SamplerWatch)
-        reduces = lambda: self.reduces() and states.source is None  # noqa: E731
+        reduces = lambda: self.run.due("reduced_gradients") and states.source is None  # noqa: E731
         self._reduced = observer(guard, ReducedGradients, lambda own: ReducedGradients(own, names, reduces))
-        self._reduced.weighs = lambda: self.world() > 1
+        self._reduced.weighs = lambda: self.run.world_size > 1
         self._schedules = observer(guard, ScheduleWatch, ScheduleWatch)
-        remember = lambda own: SavedStates(own, self._held_now, lambda: self.step(), self._schedules.positions)  # noqa: E731
+        remember = lambda own: SavedStates(own, self._held_now, lambda: self.run.step, self._schedules.positions)  # noqa: E731
         self.saves = observer(guard, SavedStates, remember)
         self.saves.pieces = states.pieces
         self.saves.settings = self._settings
+        self.saves.world = lambda: self.run.world_size
+        self.saves.loaded = lambda: self.run.loaded()
         self._loaded: HeldPieces | None = None
         self.aside: Callable[[bool], None] = lambda begins: None  # told when the audit begins and ends to run the model
         self._states = states
@@ -140,8 +136,8 @@ class AuditTap:
         self._let(self._samplers.start)
         self._given.start()
         self._listener = self._listener or StepListener(lambda optimizer, args, kwargs: self._count_between())
-        if self.keeps_saves:
-            self._let(self.saves.start, self.folder(), self.goes_on())
+        if self.run.keeps_saves:
+            self._let(self.saves.start, self.run.folder, self.run.continues)
         if self._set_up is None:
             self._set_up = self._facts()
 
@@ -154,7 +150,7 @@ class AuditTap:
         if self._parameters_changed():
             self._rescan()
             self._states.open(self._models, self._optimizers)
-        self._states.more = STATS | CHECKSUM if self.fingerprints() else STATS
+        self._states.more = STATS | CHECKSUM if self._fingerprints() else STATS
         self._left, self._kept, self._buffers, self._begun = {}, {}, {}, {}
         self._let(self._use.begin)
         self._waiting = {}
@@ -165,10 +161,10 @@ class AuditTap:
         self._loaded = None
         self._ambient, self._scaled, self._dependent = {}, [], frozenset()
         self._random_begun = random_fingerprint()
-        self._randoms = (self._let(self.saves.begins) or {}) if self.keeps_saves else {}
+        self._randoms = (self._let(self.saves.begins) or {}) if self.run.keeps_saves else {}
         self._let(self.declared.begin, tape)
         self._let(self._rerun.begin, tape)
-        self._calls.looks_for_repeats = self.repeats()
+        self._calls.looks_for_repeats = self.run.due("recomputed_forward")
         self._calls.begin(tape)
         self._given.begin(tape)
         self._let(self._samples.begin)
@@ -209,12 +205,25 @@ class AuditTap:
             self._listener = None
         undo(self._guard, self.saves.stop)
 
+    @property
+    def awaits(self) -> bool:
+        """Whether something was loaded, or a run goes on, and nobody has compared yet: the next step is audited."""
+        return self.saves.awaits
+
+    def everyone(self) -> Mapping[int, Sequence[SavedTensors]]:
+        """Return on rank 0 what each rank saved."""
+        return self.saves.everyone()
+
+    def _fingerprints(self) -> bool:
+        """Tell whether this step's parameters, gradients and states are fingerprinted."""
+        return self.saves.awaits or self.run.wants("fingerprints")
+
     # ---- moments of the step -------------------------------------------------------------------------------------
 
     def unclipped(self, parameters: Sequence[Any]) -> None:
         """The gradients of these parameters are whole and not yet clipped."""
         self._let(self._reduced.used, parameters)
-        if self._tape is not None and self.declared.loss is not None and self.sampled() and len(self._models) == 1:
+        if self._tape is not None and self.declared.loss is not None and self.run.wants("rerun") and len(self._models) == 1:
             inner = list(unwrapped(self._models[0]))[-1]
             names = self._names()
             pairs = [(names[id(p)], p) for p in inner.parameters() if id(p) in names and p.requires_grad]
@@ -237,14 +246,14 @@ class AuditTap:
             self._loaded = self._states.carried_pieces(self._tape)
         self.unclipped([p for group in optimizer.param_groups for p in group["params"]])
         if self._plain():
-            if self.compares_rows() and not self._updates:
+            if self.run.due("equal_rows") and not self._updates:
                 self._let(self._rows.look, self._models, self._names(), self._tape)
             self._let(self._use.before_update, optimizer)
             self._waiting |= dict.fromkeys(waiting_gradients(self._models, self._names()))
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._repeated |= bool(held & self._stepped)
         self._stepped |= held
-        if self.reruns():
+        if self.run.due("update_rule"):
             self._let(self._rerun.before, optimizer)
         self._let(self._schedules.at_update, optimizer)
         self._rates += rates_of(optimizer)
@@ -266,7 +275,7 @@ class AuditTap:
         self._let(self._use.after_update)
         self._backward.unused = 0
         self._let(self._rerun.after)
-        if self.fingerprints():
+        if self._fingerprints():
             self._buffers = self._look_at_buffers(self._tape)
 
     def _count_between(self) -> None:
@@ -274,7 +283,7 @@ class AuditTap:
 
     def _first_forward(self) -> None:
         self._let(self.declared.first_forward)
-        if self._tape is not None and self.fingerprints():
+        if self._tape is not None and self._fingerprints():
             self._begun = self._look_at_buffers(self._tape)
 
     def _look_at_buffers(self, tape: Tape) -> dict[str, Value]:
@@ -332,7 +341,7 @@ class AuditTap:
             waiting=tuple(self._waiting),
             scaled=tuple(self._scaled),
             begun={name: _checksum(step_data, v) for name, v in self._begun.items()},
-            ordinal=self.ordinal(),
+            ordinal=self.run.ordinal,
             updates_between=self._between,
             left={name: seen for name, seen in kept.items() if seen[1] != 0},
             buffers={name: _checksum(step_data, v) for name, v in self._buffers.items()},
@@ -392,9 +401,9 @@ class AuditTap:
 
     def _held_now(self) -> dict[tuple[str, str], int]:
         """Return (parameter, slot) → fingerprint of what is trained and this process holds; reads the device once."""
-        if self.new_tape is None or self._tape is not None:
+        if self._tape is not None:
             return {}
-        tape, names = self.new_tape(), self._names()
+        tape, names = self.run.new_tape(), self._names()
         trained = {names.get(id(p)) for model in self._models for p in model.parameters() if p.requires_grad}
         values = [(key, value) for key, value in self._states.held(tape) if key[0] in trained]
         values += [((name, "buffer"), tape.value(b, STATS | CHECKSUM)) for name, b in saved_buffers(self._models)]

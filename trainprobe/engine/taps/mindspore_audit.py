@@ -7,20 +7,21 @@ data from the arguments of the cell that trains. Parameter groups are told in Py
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import mindspore
 
 from trainprobe.engine.core.containers import tensors_in
-from trainprobe.engine.core.facts import Evaluation, Group, ModelFacts, ParameterFact, StepFacts
+from trainprobe.engine.core.facts import Evaluation, Group, ModelFacts, ParameterFact, SavedTensors, StepFacts
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.tape import CHECKSUM, STATS, Tape
 from trainprobe.engine.taps import AUDIT
+from trainprobe.engine.taps.audit_run import AuditRun
 from trainprobe.engine.taps.mindspore_calls import KnownCalls, listed
 from trainprobe.engine.taps.mindspore_cells import RECOMPUTING, is_graph_mode
 from trainprobe.engine.taps.mindspore_states import CellStateTap, rates_of
@@ -32,15 +33,16 @@ _RULES = {"Adam": "Adam", "AdamWeightDecay": "AdamW", "AdamW": "AdamW"}
 class CellAuditTap:
     """Listens while a step is audited; `take` returns the facts once the step has crossed to the host.
 
-    fingerprints: whether this step's parameters, gradients and states are fingerprinted. ordinal: how many steps have begun.
-    training_cell: the cell that trains, whose arguments are the data in graph mode.
+    run: answers about the run; it is set before `open`. training_cell: the cell that trains, whose arguments are the data in
+    graph mode. declared: a loss can be declared to a PyTorch training only.
     """
 
     part = AUDIT
+    run: AuditRun
+    declared = None
+    awaits = False  # MindSpore tells nobody when a checkpoint is loaded
 
     def __init__(self, guard: Guard, states: CellStateTap) -> None:
-        self.fingerprints: Callable[[], bool] = lambda: True
-        self.ordinal: Callable[[], int] = lambda: 0
         self.training_cell: Any = None
         self._states = states
         self._calls = KnownCalls(guard, self._called)
@@ -64,7 +66,7 @@ class CellAuditTap:
     def begin(self, tape: Tape) -> None:
         """Listen to a step."""
         self._tape = tape
-        self._states.more = STATS | CHECKSUM if self.fingerprints() else STATS
+        self._states.more = STATS | CHECKSUM if self.run.wants("fingerprints") else STATS
         self._batches, self._updates, self._rates, self._groups = [], 0, (), []
         self._stepped, self._repeated = set(), False
         self._calls.know(listed(self.training_cell) if is_graph_mode() else self._models)
@@ -132,12 +134,16 @@ class CellAuditTap:
             backwards=1,  # each step of a training differentiates, though the update may be left out
             updates=self._updates,
             repeated=self._repeated,
-            ordinal=self.ordinal(),
+            ordinal=self.run.ordinal,
             groups=tuple(self._groups),
             rates=self._rates,
             random=_random_fingerprint(),
             evaluations=self._take_evaluations(),
         )
+
+    def everyone(self) -> Mapping[int, Sequence[SavedTensors]]:
+        """Return nothing: MindSpore tells nobody when a checkpoint is saved."""
+        return {}
 
     def late_evaluations(self) -> StepFacts | None:
         """Return facts of evaluations after the last audited step, or None when there were none."""

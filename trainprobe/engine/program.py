@@ -1,0 +1,109 @@
+"""What a plan can ask of a run: the dump, the monitor, the audit, the black box. Each is one `Program`.
+
+A program says which taps look at which steps (its `Schedule`), and is called at the events of a run that it defines:
+
+    attached(probe)          the probe is composed; nothing is open yet
+    opened(model, told)      the model is known, and where this process stands
+    sinks(place)             the writer opens: what else gets its steps and findings
+    resumed()                the writer is open, and the run continues an earlier one
+    begins(step)             a step begins, whether it is collected or not
+    trail(step)              what the tape of a collected step is to tell while it runs
+    prepare(step_data)       a collected step has come to the host; nothing is judged yet
+    judge(step_data)         returns what is wrong with it
+    decide(found)            returns what is to be done about it
+    ended(step, complete)    a step has ended, also where the tool has stopped
+    interrupted(why)         an error ends the training
+    closing()                the run ends, and the writer is still open
+
+A fault of a program leaves out that program, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainprobe.engine.core.records import Finding, Place, StepData
+from trainprobe.engine.storage.trail import Trail
+from trainprobe.engine.taps import Tap
+from trainprobe.errors import StopTraining
+
+if TYPE_CHECKING:
+    from trainprobe.engine.probe import Probe
+
+Wants = Callable[[int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Which taps of a program look at which steps.
+
+    taps: each with the steps on which it is installed. asked: taps that record a step that is to be collected in full,
+    whatever the plan says. replaced: taps of this program that rest in such a step, because those look at the same. level: what
+    such a step's dump records, where that is not the plan's level. looks: whether any of it sees calls of the model.
+    """
+
+    wants: Wants = lambda step: False
+    taps: tuple[tuple[Tap, Wants], ...] = ()
+    asked: tuple[Tap, ...] = ()
+    replaced: tuple[Tap, ...] = ()
+    level: str = ""
+    looks: bool = True
+
+
+class Program:
+    """See the module text. Every event does nothing unless a program defines it.
+
+    name: as in `StepData.programs`. part: as findings name it where it fails (see `engine.guard.Guard.of`).
+    """
+
+    def __init__(self, name: str, schedule: Schedule, part: str = "") -> None:
+        self.name = name
+        self.part = part or f"the {name}"
+        self.schedule = schedule
+
+    def attached(self, probe: Probe) -> None:
+        """The probe is composed; nothing is open yet."""
+
+    def opened(self, model: Any, told: bool) -> None:
+        """The model is known. told: somebody said where this process stands; otherwise it was found out."""
+
+    def sinks(self, place: Place) -> Mapping[str, Any]:
+        """Return sinks that get what the writer gets, by their names. Raises OutputError where one cannot be opened."""
+        return {}
+
+    def resumed(self) -> None:
+        """The writer is open, and the run continues an earlier one."""
+
+    def begins(self, step: int) -> None:
+        """A step begins, whether it is collected or not."""
+
+    def trail(self, step: int) -> Trail | None:
+        """Return what the tape of a collected step is to tell while the step runs."""
+        return None
+
+    def prepare(self, step_data: StepData) -> None:
+        """A collected step has come to the host: correct what was recorded, before anything is judged or written."""
+
+    def judge(self, step_data: StepData) -> Sequence[Finding]:
+        """Return what is wrong with a collected step."""
+        return ()
+
+    def decide(self, found: Sequence[Finding]) -> tuple[int, StopTraining | None]:
+        """Return how many next steps are to be collected in full, and whether the training is to stop."""
+        return 0, None
+
+    def ended(self, step: int, complete: bool) -> None:
+        """A step has ended. complete: False where an error cut it short. Called also where the tool has stopped."""
+
+    def interrupted(self, why: str) -> None:
+        """An error ends the training."""
+
+    def closing(self) -> None:
+        """The run ends, and the writer is still open."""
+
+
+def defines(program: Program, event: str) -> bool:
+    """Tell whether a program does anything at an event: what does nothing costs nothing."""
+    return getattr(type(program), event) is not getattr(Program, event)

@@ -1,0 +1,139 @@
+"""The audit of a run: what its tap asks about the run, and what the relations find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainprobe.engine.core.records import Finding, StepData
+from trainprobe.engine.probe import Probe
+from trainprobe.engine.program import Program, Schedule
+from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps import AUDIT
+from trainprobe.monitor.audit.audit import Audit, Gather
+from trainprobe.monitor.audit.plan import AuditPlan
+from trainprobe.monitor.audit.undeclared import Undeclared
+
+_REPLICATES = "DistributedDataParallel"  # a wrapper whose ranks all have the same parameters
+_DATA_PARALLEL = (_REPLICATES, "FullyShardedDataParallel", "FSDPModule")
+
+
+class AuditProgram(Program):
+    """See the module text. It is the `AuditRun` of its tap.
+
+    plan: the `audit` section of a plan. tap: `AuditTap`, or that of another framework. gather: see `Audit`.
+    """
+
+    def __init__(self, plan: AuditPlan, tap: Any, schedule: Schedule, gather: Gather | None) -> None:
+        super().__init__("audit", schedule, part=AUDIT)
+        self.tap = tap
+        self.tap.run = self
+        self.audit = Audit(plan, tap.take, gather)
+        self.audit.everyone = tap.everyone
+        self._undeclared: Undeclared | None = None
+
+    @property
+    def plan(self) -> AuditPlan:
+        """The `audit` section of the plan, as it is now."""
+        return self.audit.plan
+
+    def change(self, plan: AuditPlan, schedule: Schedule) -> None:
+        """Go on with another plan; what was learnt so far stays."""
+        self.audit.plan, self.schedule = plan, schedule
+
+    # ---- events --------------------------------------------------------------------------------------------------
+
+    def attached(self, probe: Probe) -> None:
+        """Let relations fail one by one, and findings that last be counted."""
+        self._probe = probe
+        self.audit.count, self.audit.part = probe.count, probe.guard.part
+        probe.guard.of(AUDIT).on_trip(self.tap.close)
+        if self.tap.declared is not None:
+            self._undeclared = Undeclared(self.audit, self.tap.has_declared_loss, probe.at_end)
+
+    def opened(self, model: Any, told: bool) -> None:
+        """Learn over which ranks parameters are replicated for certain, and whether all ranks answer."""
+        certain = told or _is_wrapped(model, _REPLICATES)
+        self.audit.certain = frozenset({"dp", "cp"}) if certain else frozenset()
+        self.audit.assumed = not told and not _is_wrapped(model, *_DATA_PARALLEL)
+        if not all(map(self._probe.plan.wants_rank, range(self.world_size))):
+            self.audit.gather = None  # some ranks do not collect: they would never answer
+
+    def judge(self, step_data: StepData) -> Sequence[Finding]:
+        """Return the violations that are new."""
+        found = self.audit(step_data)
+        return [*found, *(self._undeclared(step_data) if self._undeclared is not None else ())]
+
+    def ended(self, step: int, complete: bool) -> None:
+        """Answer the other ranks' comparison where this rank's audit has stopped."""
+        guard = self._probe.guard
+        if complete and (guard.tripped is not None or guard.leaves_out(AUDIT)):
+            guard.keep_on(self.audit.answer_for_stopped, step, self._probe.place)
+
+    def closing(self) -> None:
+        """Judge what came after the last audited step, and leave nothing behind."""
+        facts = self.tap.late_evaluations()
+        if facts is not None:
+            for finding in self.audit.late(facts, self.step, self._probe.place):
+                self._probe.report(finding)
+        self.tap.close()
+
+    # ---- what the tap asks ---------------------------------------------------------------------------------------
+
+    def due(self, relation: str) -> bool:
+        """Tell whether a relation is checked at this step."""
+        return relation in self.plan.due(self.step)
+
+    def wants(self, kind: str) -> bool:
+        """Tell whether a relation of this cost is checked at this step."""
+        return self.plan.wants(self.step, kind)
+
+    def loaded(self) -> None:
+        """Have the programs asked anew about the next step: it is audited now."""
+        self._probe.ask_anew()
+
+    def new_tape(self) -> Tape:
+        """Return a tape that belongs to no step."""
+        return self._probe.new_tape(-1)
+
+    @property
+    def keeps_saves(self) -> bool:
+        """Whether what is saved is remembered."""
+        return self.plan.interval("saved_and_loaded") > 0
+
+    @property
+    def folder(self) -> Path | None:
+        """Where this rank's log is."""
+        return self._probe.plan.output / f"rank{self._probe.place.rank}"
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run goes on with one of an earlier process."""
+        return self._probe.plan.on_existing == "continue"
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+        return self._probe.step_number
+
+    @property
+    def ordinal(self) -> int:
+        """How many steps have begun."""
+        return self._probe.begun
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._probe.place.world_size
+
+
+def _is_wrapped(model: Any, *kinds: str) -> bool:
+    """Tell whether a model, or what it holds, is of one of these kinds."""
+    chunks = model if isinstance(model, list | tuple) else [model]  # pyright: ignore[reportUnknownVariableType]
+    return any(base.__name__ in kinds for chunk in chunks for module in _modules_of(chunk) for base in type(module).__mro__)
+
+
+def _modules_of(model: Any) -> Iterable[Any]:
+    """Return the modules of a model of torch; of any other model it alone."""
+    return model.modules() if hasattr(model, "modules") else (model,)

@@ -1,0 +1,70 @@
+"""The monitor of a run: judges each step by rules, says what follows, and remembers over a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainprobe.engine.core.records import Finding, Place, StepData
+from trainprobe.engine.probe import Probe
+from trainprobe.engine.program import Program, Schedule
+from trainprobe.errors import StopTraining
+from trainprobe.monitor.actions import Alerts, decide
+from trainprobe.monitor.chosen_calls import chosen_calls
+from trainprobe.monitor.plan import MonitorPlan
+from trainprobe.monitor.watcher import Watcher, keep_state, resume_state
+
+
+class MonitorProgram(Program):
+    """See the module text. plan: the `monitor` section of a plan."""
+
+    def __init__(self, plan: MonitorPlan, schedule: Schedule) -> None:
+        super().__init__("monitor", schedule)
+        self.plan = plan
+        self.watcher = Watcher(plan.rules)
+        self._choose = chosen_calls(plan)
+        self._dumps = 0
+
+    def change(self, plan: MonitorPlan, schedule: Schedule) -> None:
+        """Go on with another plan; rules that stay keep what they remember."""
+        self.plan, self.schedule = plan, schedule
+        self.watcher.change(plan.rules)
+        self._choose = chosen_calls(plan)
+
+    def attached(self, probe: Probe) -> None:
+        """Let rules fail one by one, and findings that last be counted; leave printing to the plan."""
+        self._probe = probe
+        self.watcher.count, self.watcher.part = probe.count, probe.guard.part
+        if not self.plan.actions.console:
+            probe.console.silent = frozenset(self.plan.rules)
+
+    def sinks(self, place: Place) -> Mapping[str, Any]:
+        """Return what sends findings out."""
+        return {"alerts": Alerts(self.plan.rules, self.plan.actions)}
+
+    def resumed(self) -> None:
+        """Go on from what the rules of the earlier run remembered."""
+        self._probe.report(resume_state(self.watcher, self._state_file()))
+
+    def prepare(self, step_data: StepData) -> None:
+        """Drop calls of modules that the plan does not choose."""
+        if self._choose is not None:
+            self._choose(step_data)
+
+    def judge(self, step_data: StepData) -> Sequence[Finding]:
+        """Return what the rules found."""
+        return self.watcher(step_data)
+
+    def decide(self, found: Sequence[Finding]) -> tuple[int, StopTraining | None]:
+        """Return what the actions of the rules ask for."""
+        decision, self._dumps = decide(found, self.plan.rules, self.plan.actions, self._dumps)
+        return decision.dump_steps, decision.stop
+
+    def closing(self) -> None:
+        """Keep what the rules remember, so that a run that is continued is judged as one."""
+        if self._probe.is_open:
+            self._probe.report(keep_state(self.watcher, self._state_file()))
+
+    def _state_file(self) -> Path:
+        return self._probe.plan.output / f"rank{self._probe.place.rank}" / "monitor_state.json"
