@@ -108,6 +108,19 @@ def test_a_source_that_only_one_side_loads_is_told():
     assert compare(with_code(rank_pack()), more).sentence == "the code differs: patch.py, loaded only in cmp"
 
 
+def test_the_sources_of_a_package_of_another_version_are_not_told_beside_it():
+    def made(version: str, code: str, own: str) -> RankPack:
+        made = with_code(rank_pack())
+        made.single["packages"]["distributions"] = {"my-models": version}
+        made.single["packages"]["sources"] |= {"my_models/llama.py": {"Block.forward": code}, "mine.py": {"load": own}}
+        return made
+
+    said = compare(made("1.0", "1", "5"), made("1.1", "2", "5")).sentence
+    assert said == "my-models differs: 1.0 and 1.1"
+    assert "load in mine.py" in compare(made("1.0", "1", "5"), made("1.1", "2", "6")).sentence
+    assert "Block.forward in my_models/llama.py" in compare(made("1.0", "1", "5"), made("1.0", "2", "5")).sentence
+
+
 def test_a_variable_that_is_not_in_the_table_is_never_passed_over():
     comparison = compare(with_others(rank_pack(), MY_FLAG="1a"), with_others(rank_pack(), MY_FLAG="2b", OTHER="3c"))
     assert comparison.exit_code == 0

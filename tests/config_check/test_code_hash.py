@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from trainprobe.config_check.capture.code_hash import TOP, code_hashes
+from trainprobe.config_check.capture.sources import is_own
 
 TEXT = """
 import torch
@@ -82,3 +85,16 @@ def test_a_function_that_changes_places_with_another_counts():
 def test_what_is_not_python_is_refused():
     with pytest.raises(SyntaxError):
         code_hashes("def a(:")
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_package_in_a_folder_of_installed_packages_is_not_the_program_s_own(installed, tmp_path, monkeypatch):
+    name = f"made_models_{installed}".lower()
+    (tmp_path / name).mkdir()
+    for file in ("__init__.py", "llama.py"):
+        (tmp_path / name / file).write_text("")
+    if installed:  # as `pip install --target` leaves it
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert is_own(importlib.import_module(name)) is not installed
+    assert is_own(importlib.import_module(f"{name}.llama")) is not installed

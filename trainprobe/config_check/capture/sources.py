@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import sysconfig
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,7 +40,24 @@ def is_own(module: Any) -> bool:
     file = _file(module)
     if not file or module.__name__.partition(".")[0] in _OTHERS:
         return False
-    return not any(part in file for part in _INSTALLED) and not file.startswith(sysconfig.get_path("stdlib") + "/")
+    if any(part in file for part in _INSTALLED) or file.startswith(sysconfig.get_path("stdlib") + "/"):
+        return False
+    return not _holds_distributions(_root(module.__name__, file))
+
+
+def _root(name: str, file: str) -> str:
+    """Return the folder from which a module was imported."""
+    levels = name.count(".") + file.endswith("/__init__.py")
+    return str(Path(file).parents[levels]) if levels < len(Path(file).parents) else ""
+
+
+@cache
+def _holds_distributions(folder: str) -> bool:
+    """Tell whether packages were installed into a folder, such as that of `pip install --target`."""
+    try:
+        return any(entry.name.endswith(".dist-info") for entry in os.scandir(folder))
+    except OSError:
+        return False
 
 
 def _file(module: Any) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from trainprobe.config_check.compare.first_line import CODE
@@ -25,6 +26,12 @@ def code_rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str
     if not left or not right:
         return []
     return [("code", name, x, y) for name, x, y in _differing(dict(left), dict(right))]
+
+
+def without_packages(rows: list[tuple[str, str, str, str]], names: Iterable[str]) -> list[tuple[str, str, str, str]]:
+    """Leave out rows of the sources of packages that differ by their versions, which says it all."""
+    folders = {re.sub(r"[-_.]+", "_", name).lower() for name in names}
+    return [row for row in rows if row[1].rpartition(" in ")[2].partition("/")[0].lower() not in folders]
 
 
 def _differing(left: dict[str, Functions], right: dict[str, Functions]) -> Iterator[tuple[str, str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainprobe.config_check.compare.code import code_finding, code_rows
+from trainprobe.config_check.compare.code import code_finding, code_rows, without_packages
 from trainprobe.config_check.compare.sides import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.verdicts import Check, Finding, Level, which_ranks
 from trainprobe.config_check.names import load_names
@@ -29,9 +29,10 @@ def compare_packages(bench: Pack, cmp: Pack) -> Check:
     code: dict[tuple[str, str, str, str], list[int]] = {}
     for rank, a, b in pairs:
         left, right = a.single["packages"], b.single["packages"]
-        for row in _differences(left, right):
+        differences = _differences(left, right)
+        for row in differences:
             different.setdefault(row, []).append(rank)
-        for row in code_rows(left, right):
+        for row in without_packages(code_rows(left, right), [name for _, name, *_ in differences]):
             code.setdefault(row, []).append(rank)
     rows: list[tuple[Any, ...]] = []
     findings = rank_findings("packages", bench, cmp)
