@@ -121,6 +121,20 @@ def test_the_sources_of_a_package_of_another_version_are_not_told_beside_it():
     assert "Block.forward in my_models/llama.py" in compare(made("1.0", "1", "5"), made("1.0", "2", "5")).sentence
 
 
+def test_settings_that_only_another_release_of_their_library_knows_follow_from_its_version():
+    def made(version: str, settings: dict[str, Any], **variables: str) -> RankPack:
+        sources = [{"kind": "transformers", "name": "TrainingArguments", "values": {"max_steps": 6, **settings}}]
+        return rank_pack(settings=sources, packages={"transformers": version}, variables=variables)
+
+    old = made("4.57.6", {"no_cuda": False, "tpu_num_cores": None, "jit_mode": False}, ACCELERATE_MIXED_PRECISION="no")
+    found = compare(old, made("5.23.0", {"loss_type": "mean"}))
+    assert found.sentence == "transformers differs: 4.57.6 and 5.23.0"
+    assert "3 settings of the TrainingArguments are only in bench" in found.consequences
+    assert "ACCELERATE_MIXED_PRECISION" in found.consequences
+    assert "loss_type" in compare(made("5.23.0", {}), made("5.23.0", {"loss_type": "mean"})).sentence
+    assert compare(old, made("5.23.0", {"max_steps": 7})).sentence.startswith("number of training steps differs: 6 and 7")
+
+
 def test_a_variable_that_is_not_in_the_table_is_never_passed_over():
     comparison = compare(with_others(rank_pack(), MY_FLAG="1a"), with_others(rank_pack(), MY_FLAG="2b", OTHER="3c"))
     assert comparison.exit_code == 0

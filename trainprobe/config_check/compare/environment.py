@@ -16,6 +16,8 @@ COLUMNS = ("variable", "bench", "cmp", "what it does", "ranks", "level")
 _LEVEL: dict[str, Level] = {"numbers": "error", "rounding": "warning", "speed": "warning", "place": "note"}
 _UNSET = "(not set)"
 _MOST_NAMED = 5
+# beginnings of variables that a library sets for itself → the packages whose other version may set others
+_SET_BY = {"ACCELERATE_": ("package accelerate", "package transformers")}
 
 
 def compare_environment(bench: Pack, cmp: Pack) -> Check:
@@ -40,13 +42,16 @@ def compare_environment(bench: Pack, cmp: Pack) -> Check:
         effect = effect_of(name) or "place"
         level, kind = _LEVEL[effect], "speed variable" if effect == "speed" else "variable"
         rows.append((name, left, right, what_it_does(name), _rank_text(where, ranks), level))
-        findings.append(
-            Finding(level, f"{name} differs: {shown(left)} and {shown(right)}{which_ranks(where, ranks)}", f"{kind} {name}")
-        )
+        text = f"{name} differs: {shown(left)} and {shown(right)}{which_ranks(where, ranks)}"
+        findings.append(Finding(level, text, f"{kind} {name}", _setters(name) if _UNSET in (left, right) else ()))
     rows += [(name, "(hashed)", "(hashed)", "not in the table of variables", "", "note") for name in sorted(others)]
     findings += [_others_finding(sorted(others))] if others else []
     findings.sort(key=lambda f: ("error", "warning", "note").index(f.level))
     return Check("environment", COLUMNS, rows, tuple(findings))
+
+
+def _setters(name: str) -> tuple[str, ...]:
+    return next((packages for beginning, packages in _SET_BY.items() if name.startswith(beginning)), ())
 
 
 def _by_name(content: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

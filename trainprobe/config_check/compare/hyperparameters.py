@@ -41,6 +41,13 @@ _OF_OBJECTS = (
     "optimizer",
     "scheduler",
 )  # kinds of which each source is one object of the program
+# kinds whose settings are all those that a library knows → the packages whose other version may know others
+_KNOWN_BY = {
+    "transformers": ("package transformers",),
+    "model settings": ("package transformers",),
+    "megatron": ("package megatron",),
+    "lightning": ("package lightning", "package pytorch-lightning"),
+}
 _MODULE = re.compile(r"(\w+)\((.*)\)", re.S)
 _MOST_SAID = 8
 _DRAWN = ("setting seed", "setting data_seed", "random seed", "generator seed")  # what the seed of a generator may come from
@@ -200,7 +207,9 @@ def _finding(d: _Difference, where: str) -> list[Finding]:
                 d.level,
                 f"{_name(item)} is only in {side}: {shown(item.value)}{where}",
                 f"lone {item.kind} {item.number} {item.key}",
-                ("key function", "key class", "key scheduler.class") if item.kind in _OF_OBJECTS else (),
+                ("key function", "key class", "key scheduler.class")
+                if item.kind in _OF_OBJECTS
+                else _KNOWN_BY.get(item.kind, ()),
             )
         ]
     setting = load_names().setting(d.left.key)
