@@ -13,6 +13,7 @@ import orjson
 from trainprobe.dump_compare.command import compare_rank
 from trainprobe.dump_compare.conclude import Compared, Conclusion, conclude
 from trainprobe.dump_compare.pairing import RankPair, pair_ranks
+from trainprobe.engine.storage.writer import flush_all
 from trainprobe.errors import FormatError, OutputError, UsageError
 
 _OLD_KEYS = {"npu_json_path": "npu_path", "bench_json_path": "bench_path", "stack_json_path": "stack_path"}  # of 1.3 and 8.1
@@ -74,6 +75,7 @@ def compare_distributed(
 
 def _compare(a: Path, b: Path, output: Path, suffix: str | None, xlsx: bool, advise: bool) -> Conclusion:
     """Compare what two paths hold. suffix: of the sheet's name; None names it by its rank."""
+    flush_all()  # a debugger of this process may be at work on its dumps
     pairs, missing = pair_ranks(a, b)
     if len({pair.step for pair in pairs}) > 1:
         raise UsageError(f"{a} holds several steps: name one of them, such as {pairs[0].a.parent}")

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from trainprobe.engine.core.records import Record
 from trainprobe.engine.storage.sinks.tensorboard import TensorboardSink, tag
+from trainprobe.engine.storage.writer import flush_all
 from trainprobe.errors import FormatError, UsageError
 from trainprobe.monitor.metric_files import read_metrics
 
@@ -48,6 +49,7 @@ def csv2tensorboard_by_step(
     Raises UsageError for a time that is none, and FormatError where nothing was found.
     """
     first, last = (_moment(text) for text in (time_start, time_end))
+    flush_all()  # the monitor of this process may be at work on its files
     root = Path(monitor_path).expanduser()
     folders = [path for path in sorted(root.glob("*-rank*")) if first <= _moment(path.name.partition("-rank")[0]) <= last]
     files = [file for folder in folders for file in sorted(folder.glob("*.csv"))]

@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -61,6 +62,15 @@ class _SinkGuard(Guard):
         if self.fault is None:
             self.fault = fault
             self.tripped = Finding("writer", "error", str(fault))
+
+
+_open: weakref.WeakSet[Writer] = weakref.WeakSet()  # those of this process that were not closed
+
+
+def flush_all() -> None:
+    """Wait until what this process has handed to any writer is on disk: for code that reads what it has just written."""
+    for writer in list(_open):
+        writer.flush()
 
 
 class Writer:
@@ -112,6 +122,7 @@ class Writer:
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="trainprobe-writer", daemon=True)
         self._thread.start()
+        _open.add(self)
         atexit.register(self.close, EXIT_SECONDS)
         self._finalizer: Any = None
         if multiprocessing.parent_process() is not None:  # a process of `multiprocessing` that was forked skips atexit
@@ -172,6 +183,7 @@ class Writer:
         with self._changed:
             self._closed = True
             self._wake()
+        _open.discard(self)
         atexit.unregister(self.close)
         if self._finalizer is not None:
             self._finalizer.cancel()
