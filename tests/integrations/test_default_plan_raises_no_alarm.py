@@ -208,7 +208,7 @@ def test_two_ranks(require, tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "kinds"),
-    [("deepspeed", "zero0 zero1 zero2 zero3 bf16 from43"), ("megatron.core", "0 1 43")],
+    [("deepspeed", "zero0 zero1 zero2 zero3 bf16 fp16 from43"), ("megatron.core", "0 1 43 fp16")],
     ids=["DeepSpeed", "Megatron-core"],
 )
 def test_engines(require, tmp_path, package, kinds):

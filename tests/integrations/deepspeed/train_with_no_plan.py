@@ -9,6 +9,7 @@ from pathlib import Path
 os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": os.environ["WORLD_SIZE"]}
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from tests.integrations.deepspeed import small_deepspeed as small
 from trainprobe.integrations import default_plan
@@ -19,9 +20,11 @@ folder, kind = Path(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
 deepspeed.init_distributed()
-stage, dtype = {"bf16": (2, "bf16"), "from43": (1, "fp32")}.get(kind) or (int(kind[-1]), "fp32")
+stage, dtype = {"bf16": (2, "bf16"), "fp16": (2, "fp16"), "from43": (1, "fp32")}.get(kind) or (int(kind[-1]), "fp32")
 warm_up = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": small.LR, "warmup_num_steps": 10}}
-engine = small.engine_with(stage, dtype, scheduler=warm_up)
+get_accelerator().is_fp16_supported = lambda: True  # slow on this processor, but right
+half = {"fp16": {"enabled": True, "initial_scale_power": 24}} if dtype == "fp16" else {}  # it comes down, as it does by default
+engine = small.engine_with(stage, dtype, scheduler=warm_up, **half)
 if kind == "from43":  # steps that nobody watches come first
     small.train(engine, small.batches(0, 43 * small.ACCUMULATE))
 engine = attach(engine, output=folder / "out", **default_plan())

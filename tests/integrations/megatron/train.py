@@ -41,6 +41,7 @@ LAYOUTS = {
     "alone moe": "--micro 4 --moe 4 --layers 2",
     "alone grouped": "--micro 4 --moe 4 --layers 2 --grouped 1 --dtype bf16",
     "alone bf16": "--micro 4 --dtype bf16",
+    "alone fp16": "--micro 4 --dtype fp16",
     "tp2": "--tp 2 --sp 1 --recompute full --micro 4",
     "tp2 selective": "--tp 2 --recompute selective --micro 4",
     "pp2": "--pp 2 --micro 4 --recompute full",

@@ -1,6 +1,7 @@
 """A tiny Megatron GPT on one CPU under the default plan: `train_with_no_plan.py FOLDER FIRST`; alarms.txt gets what warned.
 
-The rate rises from zero, as Megatron's own scheduler sets it between steps. FIRST is the number of the first step.
+The rate rises from zero, as Megatron's own scheduler sets it between steps. FIRST is the number of the first step, or "fp16":
+half precision from step 0 on, with a loss scale that comes down from 2^32.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import train as trained  # noqa: E402
 from trainprobe.integrations import default_plan, megatron  # noqa: E402
 
 STEPS = 64
-folder, first = Path(sys.argv[1]), int(sys.argv[2])
-training = trained.Training("alone")
+folder, half = Path(sys.argv[1]), sys.argv[2] == "fp16"
+first = 0 if half else int(sys.argv[2])
+training = trained.Training("alone fp16" if half else "alone")
 training.a.steps = STEPS
 
 
