@@ -13,7 +13,7 @@ from typing import Any
 
 from trainprobe.config_check.plan import ConfigCheckTap
 from trainprobe.engine import tape as flag
-from trainprobe.engine.core.guard import Guard, PartGuard
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.position import OPTIMIZER, UPDATED, Position
 from trainprobe.engine.core.records import Call
@@ -48,7 +48,7 @@ from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
 from trainprobe.monitor.wanted import flags_where, modules_of_monitor
-from trainprobe.schedules import Parts, schedules
+from trainprobe.schedules import Parts, guard_of, schedules
 
 # a tap, and the part that would say what is not true without it
 _NEEDED = (
@@ -63,7 +63,6 @@ _NEEDED = (
 class TorchParts(Parts):
     """The taps of a probe on a PyTorch training."""
 
-    guard: Guard
     saved: SavedTap
     naming: ModuleTap
     stepping: OptimizerStepTap | None = None
@@ -90,10 +89,6 @@ class TorchParts(Parts):
         for tap in (self.modules, self.watched, self.batches):
             if tap is not None:
                 tap.position = position
-
-    def let(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of a tap, whose fault costs that tap alone. For code that runs within `Guard.run`."""
-        return self.guard.part(part_of(type(getattr(call, "__self__", None))), call, *args)
 
 
 def compose(
@@ -148,11 +143,6 @@ def compose(
         config = parts.config = ConfigCheckTap(plan.config_check, plan.output, plan.on_error)
         guard.on_trip(config.release)
     return parts, schedules(plan, parts)
-
-
-def guard_of(guard: Guard, kind: type) -> PartGuard:
-    """Return the guard that taps of a class have of their own."""
-    return guard.of(part_of(kind))
 
 
 def _collect(parts: TorchParts, plan: Plan, guard: Guard, before: MonitorPlan | None = None) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainprobe.engine.core.guard import Guard, PartGuard
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.selection import parse_steps
 from trainprobe.engine.program import Schedule, Wants
-from trainprobe.engine.taps import Tap
+from trainprobe.engine.taps import Tap, part_of
 from trainprobe.engine.taps.pauses import Pauses
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.plan import MonitorPlan
@@ -27,6 +28,7 @@ class Parts:
     black box may ask for a dump.
     """
 
+    guard: Guard
     naming: Any
     saved: Any
     stepping: Any = None
@@ -50,10 +52,19 @@ class Parts:
     dumps_when_asked: bool = False
     rests: Pauses = field(default_factory=Pauses)
 
+    def let(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of a tap, whose fault costs that tap alone. For code that runs within `Guard.run`."""
+        return self.guard.part(part_of(type(getattr(call, "__self__", None))), call, *args)
+
     def notes(self) -> list[str]:
         """Return what could not be seen, and why."""
         taps = (self.naming, self.modules, self.watched, self.ops, self.exchanged, self.features)
         return list(dict.fromkeys(note for tap in taps if tap is not None for note in getattr(tap, "notes", ())))
+
+
+def guard_of(guard: Guard, kind: type) -> PartGuard:
+    """Return the guard that taps of a class have of their own."""
+    return guard.of(part_of(kind))
 
 
 def schedules(plan: Plan, parts: Parts) -> dict[str, Schedule]:

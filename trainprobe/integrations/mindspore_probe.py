@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import mindspore
@@ -37,7 +38,7 @@ from trainprobe.monitor.audit.relations import relation_names
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
 from trainprobe.monitor.wanted import flags_where, modules_of_monitor
-from trainprobe.schedules import Parts, schedules
+from trainprobe.schedules import Parts, guard_of, schedules
 from trainprobe.watching import Probe
 
 # relation → why it is not judged under MindSpore
@@ -87,14 +88,14 @@ class CellParts(Parts):
             self.ops.parent = "optimizer"
             self.ops.asleep |= not self.with_ops
         if self.audit is not None:
-            self.audit.before_update(optimizers)
+            self.let(self.audit.before_update, optimizers)
         if self.states is not None:
-            self.states.moment("before_step", optimizers, gradients)
+            self.let(self.states.moment, "before_step", optimizers, gradients)
 
     def clips(self, cell: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle a call of the cell that clips gradients: what it is given are those before."""
         if self.states is not None and args:
-            self.states.unclipped(self.stepping.cells, args[0])
+            self.let(self.states.unclipped, self.stepping.cells, args[0])
 
     def after(self, optimizers: Sequence[Any]) -> None:
         """Handle its end."""
@@ -102,9 +103,9 @@ class CellParts(Parts):
             self.ops.parent = None
             self.ops.resume()
         if self.states is not None:
-            self.states.moment("after_step", optimizers)
+            self.let(self.states.moment, "after_step", optimizers)
         if self.audit is not None:
-            self.audit.after_update(optimizers)
+            self.let(self.audit.after_update, optimizers)
 
 
 class MindSporeProbe(Probe):
@@ -233,20 +234,22 @@ def refuse(plan: Plan) -> None:
 def compose(plan: Plan, guard: Guard) -> tuple[CellParts, dict[str, Schedule]]:
     """Build the taps that a plan asks for, and say by the name of each program when they run."""
     cuts: list[Detail] = []
+    own = partial(guard_of, guard)
     monitor = monitor_plan(plan.monitor) if plan.monitor else None
     asked = plan.level == "off" and (bool(plan.black_box) or (monitor is not None and monitor.may_dump))
     level = ("mix" if ops_are_seen() else "L0") if asked else plan.level
-    modules = CellTap(modules_of_plan(plan, cuts), guard) if level in ("L0", "mix") else None
-    watched = CellTap(modules_of_monitor(monitor), guard) if monitor is not None else None
-    naming = modules or watched or CellTap(ModuleRequest(_none, _nothing, frozenset()), guard)
+    modules = CellTap(modules_of_plan(plan, cuts), own(CellTap)) if level in ("L0", "mix") else None
+    watched = CellTap(modules_of_monitor(monitor), own(CellTap)) if monitor is not None else None
+    naming = modules or watched or CellTap(ModuleRequest(_none, _nothing, frozenset()), own(CellTap))
     audit = audit_plan(plan.audit) if plan.audit else None
     states = (
         CellStateTap(_states_of_monitor(monitor), naming.names, lambda: parts.stepping.cells)
         if monitor is not None or audit is not None
         else None
     )
-    saved = SavedTensors(flags_of(plan.base_detail, cuts), guard)
+    saved = SavedTensors(flags_of(plan.base_detail, cuts), own(SavedTensors))
     parts = CellParts(
+        guard=guard,
         naming=naming,
         saved=saved,
         modules=modules,
@@ -256,18 +259,21 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, dict[str, Schedule]]:
         dumps_when_asked=asked,
         cuts=cuts,
     )
-    parts.stepping = OptimizerTap(guard, lambda o, gradients: parts.before([o], gradients), lambda o: parts.after([o]))
+    parts.stepping = OptimizerTap(
+        own(OptimizerTap), lambda o, gradients: parts.before([o], gradients), lambda o: parts.after([o])
+    )
     if level in ("L1", "mix"):
-        parts.ops = PrimitiveTap(ops_of_plan(plan, cuts), guard, modules.stack if modules is not None else [])
+        parts.ops = PrimitiveTap(ops_of_plan(plan, cuts), own(PrimitiveTap), modules.stack if modules is not None else [])
         parts.with_ops = "optimizer" in plan.phases
     if audit is not None or (monitor is not None and monitor.gradients.on and monitor.gradients.unclipped):
-        parts.clipping = KnownCalls(guard, parts.clips)
+        parts.clipping = KnownCalls(own(KnownCalls), parts.clips)
     if plan.config_check:
-        parts.config = CellCapture(plan.config_check, plan.output, guard, plan.on_error)
+        parts.config = CellCapture(plan.config_check, plan.output, own(CellCapture), plan.on_error)
     if audit is not None and states is not None:
-        parts.audit_plan, parts.audit = audit, CellAuditTap(guard, states)
-    guard.of(part_of(OptimizerTap)).carries(part_of(CellStateTap))  # without the one, the other would say what is not true
-    guard.of(part_of(CellStateTap)).carries(AUDIT)
+        parts.audit_plan, parts.audit = audit, CellAuditTap(own(CellAuditTap), states)
+    own(OptimizerTap).carries(part_of(CellStateTap))  # without the one, the other would say what is not true
+    own(CellStateTap).carries(AUDIT)
+    own(KnownCalls).carries(AUDIT)
     return parts, schedules(plan, parts)
 
 
