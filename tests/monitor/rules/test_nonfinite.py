@@ -121,6 +121,13 @@ def test_a_loss_scale_that_begins_far_above_its_limit_may_take_many_steps_down()
     assert [[f.severity for f in step] for step in found] == [[], [], [], ["error"], []]
 
 
+def test_a_loss_scale_that_is_raised_far_above_one_that_worked_is_an_error_as_any():
+    bench = Bench("nonfinite", scaler_patience=3)
+    assert bench.feed(grad("w", 1.0), loss=1.0, loss_scale=2.0**15) == []
+    found = [bench.feed(grad("w", math.inf), loss=1.0, loss_scale=2.0**power) for power in range(31, 26, -1)]
+    assert [[f.severity for f in step] for step in found] == [["info"], [], [], ["error"], []]
+
+
 @pytest.mark.parametrize("scalars", [{"loss": NAN, "loss_scale": 1024.0}, {"loss": 1.0}])
 def test_without_a_loss_scale_or_with_a_bad_loss_infinite_gradients_are_an_error_at_once(scalars):
     (found,) = Bench("nonfinite").feed(grad("w", math.inf), **scalars)

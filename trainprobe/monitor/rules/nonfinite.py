@@ -8,8 +8,8 @@ Where the first non-finite value is one that a forward call is given, and a resu
 call that is known to have made such a result of finite values is an origin; without one, it came in with the batch.
 Minus infinity alone is not counted, because attention masks are made of it. What stands in single calls alone, and in nothing
 that is made of them, is worth a note (a constant, a mask, memory that nobody had filled yet), and is no origin later. While a
-dynamic loss scale is in use, infinite gradients are how it finds its limit: a few such steps are only worth a note, and so are
-all at a scale above 65536, which makes an infinity of every float16 gradient of 1.
+dynamic loss scale is in use, infinite gradients are how it finds its limit: a few such steps are only worth a note, and so are,
+until the first finite step, all at a scale above 65536, which makes an infinity of every float16 gradient of 1.
 
 Source: the "first divergence" of TrainCheck and the overflow checks of mixed precision training (Micikevicius et al., 2018).
 """
@@ -47,7 +47,7 @@ class Options(RuleOptions):
     severity: Severity = "error"
     """How grave a finding of this rule is."""
     scaler_patience: int = 3
-    """So many steps in a row may have infinite gradients at a loss scale between 1 and 65536; above, any number."""
+    """So many steps in a row may have infinite gradients at a loss scale above 1; at the start, above 65536, any number."""
 
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
@@ -61,12 +61,14 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     before = memory.numbers.get("bad", 0.0)
     memory.numbers["bad"] = before + 1 if bad.any() else 0.0
     if not bad.any():
+        memory.numbers["settled"] = max(memory.numbers.get("settled", 0.0), float(_scale(frame) > 1))
         return []
     scaled = _only_gradients_under_a_scale(frame, bad)
     told = memory.numbers.get("told", 0.0) if before else 0.0
     tried = memory.numbers.get("tried", 0.0) if before else 0.0
     grave = not scaled or tried >= options.scaler_patience
-    memory.numbers["tried"] = tried + (not scaled or _scale(frame) <= _HIGHEST)
+    searching = scaled and _scale(frame) > _HIGHEST and not memory.numbers.get("settled", 0.0)
+    memory.numbers["tried"] = tried + (not searching)
     level = 2.0 if grave else 1.0
     memory.numbers["told"] = max(told, level)
     if told >= level:
