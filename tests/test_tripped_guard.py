@@ -209,7 +209,10 @@ def test_a_part_that_fails_costs_that_part_and_is_said_once(fails, part, place, 
         train(model, optimizer, probe, steps=1)
     (told,) = [f.message for f in probe.findings if "broken on purpose" in f.message]
     assert told.startswith(f"{part} failed and is left out from here on") and place in told
-    assert capsys.readouterr().err.count(told) == 1
+    printed = capsys.readouterr().err
+    assert printed.count(told) == 1
+    (end,) = [line for line in printed.splitlines() if "4 steps watched" in line]
+    assert part in end and "left out after a fault" in end
     assert "nonfinite" in {f.rule for f in probe.findings}  # the others go on
     monkeypatch.undo()
     assert {name for name, identity in everything_of_torch().items() if before.get(name, identity) != identity} == set()

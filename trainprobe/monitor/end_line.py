@@ -23,7 +23,7 @@ class Run:
     """A run that is over, as one rank saw it.
 
     steps, collected: how many there were, and how many were looked at. judged: whether the plan has a monitor or an audit.
-    written: whether `output` can be read back. stopped: whether the tool has disabled itself.
+    written: whether `output` can be read back. stopped: whether the tool has disabled itself. left_out: parts that failed.
     """
 
     steps: int
@@ -34,6 +34,7 @@ class Run:
     judged: bool = True
     written: bool = True
     stopped: bool = False
+    left_out: tuple[str, ...] = ()
 
 
 def end_line(run: Run, findings: Sequence[Finding]) -> str:
@@ -49,7 +50,9 @@ def end_line(run: Run, findings: Sequence[Finding]) -> str:
 def _steps(run: Run) -> str:
     all_of_them = run.steps == run.collected
     seen = _number(run.steps, "step") + (" watched" if all_of_them else f", {run.collected} of them watched")
-    return seen + (", then disabled by a fault of its own" if run.stopped else "")
+    if run.stopped:
+        return f"{seen}, then disabled by a fault of its own"
+    return seen + (f" (without {' and '.join(run.left_out)}, left out after a fault)" if run.left_out else "")
 
 
 def _matters(finding: Finding) -> bool:
