@@ -35,7 +35,7 @@ from trainprobe.engine.taps.module_buffers import BufferTap
 from trainprobe.engine.taps.number_formats import FormatFeature
 from trainprobe.engine.taps.optimizer_steps import OptimizerStepTap
 from trainprobe.engine.taps.parameter_states import ParameterStateTap, StatesWanted
-from trainprobe.engine.taps.requests import ModuleRequest, flags_of, modules_of_plan, ops_of_plan
+from trainprobe.engine.taps.requests import flags_of, modules_of_plan, ops_of_plan
 from trainprobe.engine.taps.routers import RouterFeature
 from trainprobe.engine.taps.saved import SavedTap
 from trainprobe.engine.taps.torch_modules import ModuleTap
@@ -47,8 +47,8 @@ from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
-from trainprobe.monitor.wanted import flags_where, modules_of_monitor
-from trainprobe.schedules import Parts, guard_of, schedules
+from trainprobe.monitor.wanted import flags_where, intervals_of, modules_of_monitor, no_flags
+from trainprobe.schedules import Parts, dumps_when_asked, guard_of, schedules
 
 # a tap, and the part that would say what is not true without it
 _NEEDED = (
@@ -98,12 +98,12 @@ def compose(
     cuts: list[Detail] = []
     saved = SavedTap(flags_of(plan.base_detail, cuts), guard_of(guard, SavedTap))
     monitor = monitor_plan(plan.monitor) if plan.monitor else None
-    asked = plan.level == "off" and (bool(plan.black_box) or (monitor is not None and monitor.may_dump))
+    asked = dumps_when_asked(plan, monitor)
     level = "mix" if asked else plan.level
     own = guard_of(guard, ModuleTap)
     modules = ModuleTap(modules_of_plan(plan, cuts), own, stacks, rename) if level in ("L0", "mix") else None
     watched = ModuleTap(modules_of_monitor(monitor), own, None, rename) if monitor is not None else None
-    naming = modules or watched or ModuleTap(ModuleRequest(_none, _nothing, frozenset()), own, None, rename)
+    naming = modules or watched or ModuleTap(modules_of_monitor(None), own, None, rename)
     parts = TorchParts(
         guard=guard,
         saved=saved,
@@ -303,27 +303,14 @@ def features_of_monitor(plan: Features, guard: Guard, naming: ModuleTap) -> Feat
 def states_of_monitor(monitor: MonitorPlan | None) -> StatesWanted:
     """Return what the monitor wants of parameters, gradients and optimizer state; without one, nothing."""
     if monitor is None:
-        return StatesWanted(_none, _none, _none)
+        return StatesWanted(no_flags, no_flags, no_flags)
     return StatesWanted(
         value=flags_where(monitor.parameters),
         gradient=flags_where(monitor.gradients),
         state=flags_where(monitor.optimizer_state),
         update=flags_where(monitor.update),
-        every={
-            "value": monitor.parameters.every,
-            "gradient": monitor.gradients.every,
-            "state": monitor.optimizer_state.every,
-            "update": monitor.update.every,
-        },
+        every=intervals_of(monitor),
         without=frozenset(
             ([] if monitor.gradients.reduced else ["grad"]) + ([] if monitor.gradients.unreduced else ["grad_unreduced"])
         ),
     )
-
-
-def _none(name: str, module_class: str = "") -> int:
-    return 0
-
-
-def _nothing(name: str) -> bool:
-    return False

@@ -12,6 +12,7 @@ training's bits stay what they are.
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -270,7 +271,5 @@ def _module(call: Call) -> str:
 
 
 def _to_standard_output(text: str) -> None:
-    import sys
-
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

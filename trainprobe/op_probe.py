@@ -21,8 +21,7 @@ Say = Callable[[str], None]
 class OpProbe(Probe):
     """Judges operators inside the training. say: writes one line of the log. folder: where a replay is written.
 
-    report: is given each finding. level: "mix", or "L1" where there is no model. on_error:
-    as in a plan.
+    report: is given each finding. level: "mix", or "L1" where there is no model. on_error: as in a plan.
     """
 
     def __init__(

@@ -62,6 +62,11 @@ class Parts:
         return list(dict.fromkeys(note for tap in taps if tap is not None for note in getattr(tap, "notes", ())))
 
 
+def dumps_when_asked(plan: Plan, monitor: MonitorPlan | None) -> bool:
+    """Tell whether the plan's level is off, and its rules or its black box may ask for a dump."""
+    return plan.level == "off" and (bool(plan.black_box) or (monitor is not None and monitor.may_dump))
+
+
 def guard_of(guard: Guard, kind: type) -> PartGuard:
     """Return the guard that taps of a class have of their own."""
     return guard.of(part_of(kind))

@@ -352,7 +352,7 @@ class Probe:
     def trail(self, step: int) -> Trail | None:
         """Return what the tape of a step is to tell while the step runs; nothing of a tape that is for no step."""
         programs = self._events["trail"] if step >= 0 else ()
-        return next(iter(self.guard.part(program.part, program.trail, step) for program in programs), None)
+        return next((self.guard.part(program.part, program.trail, step) for program in programs), None)
 
     def _install_schedules(self) -> None:
         """Follow the schedules of the programs from the next step on; taps that are new learn the model."""

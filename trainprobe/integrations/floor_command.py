@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trainprobe.engine import at_start as python_start
 from trainprobe.errors import UsageError, did_you_mean
-from trainprobe.integrations.run_command import run
+from trainprobe.integrations.run_command import OutputOption, PlanOption, run
 
 WAYS = ("repeat", "threads", "perturb")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -29,8 +28,8 @@ def floor(
     way: Annotated[
         str, typer.Option(help="repeat: as it is. threads: another number of threads. perturb: weights off by their last bit.")
     ] = "perturb",
-    plan: Annotated[str | None, typer.Option(help="The plan, in place of the first argument.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder to write to, in place of the plan's.")] = None,
+    plan: PlanOption = None,
+    output: OutputOption = None,
 ) -> None:
     """Run a training as `trainprobe run` does, but rounded otherwise: its dump is the `--floor` of `dump-compare`.
 

@@ -30,15 +30,15 @@ from trainprobe.engine.taps.mindspore_ops import PrimitiveTap, ops_are_seen
 from trainprobe.engine.taps.mindspore_saved import SavedTensors
 from trainprobe.engine.taps.mindspore_states import CellStateTap, ValuesWanted
 from trainprobe.engine.taps.mindspore_tape import HostTape
-from trainprobe.engine.taps.requests import ModuleRequest, flags_of, modules_of_plan, ops_of_plan
+from trainprobe.engine.taps.requests import flags_of, modules_of_plan, ops_of_plan
 from trainprobe.errors import PlanError
 from trainprobe.integrations.mindspore_place import place_of_process
 from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.audit.relations import relation_names
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
-from trainprobe.monitor.wanted import flags_where, modules_of_monitor
-from trainprobe.schedules import Parts, guard_of, schedules
+from trainprobe.monitor.wanted import flags_where, intervals_of, modules_of_monitor, no_flags
+from trainprobe.schedules import Parts, dumps_when_asked, guard_of, schedules
 from trainprobe.watching import Probe
 
 # relation → why it is not judged under MindSpore
@@ -236,11 +236,11 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, dict[str, Schedule]]:
     cuts: list[Detail] = []
     own = partial(guard_of, guard)
     monitor = monitor_plan(plan.monitor) if plan.monitor else None
-    asked = plan.level == "off" and (bool(plan.black_box) or (monitor is not None and monitor.may_dump))
+    asked = dumps_when_asked(plan, monitor)
     level = ("mix" if ops_are_seen() else "L0") if asked else plan.level
     modules = CellTap(modules_of_plan(plan, cuts), own(CellTap)) if level in ("L0", "mix") else None
     watched = CellTap(modules_of_monitor(monitor), own(CellTap)) if monitor is not None else None
-    naming = modules or watched or CellTap(ModuleRequest(_none, _nothing, frozenset()), own(CellTap))
+    naming = modules or watched or CellTap(modules_of_monitor(None), own(CellTap))
     audit = audit_plan(plan.audit) if plan.audit else None
     states = (
         CellStateTap(_states_of_monitor(monitor), naming.names, lambda: parts.stepping.cells)
@@ -279,27 +279,14 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, dict[str, Schedule]]:
 
 def _states_of_monitor(monitor: MonitorPlan | None) -> ValuesWanted:
     if monitor is None:
-        return ValuesWanted(_none, _none, _none, _none)
+        return ValuesWanted(no_flags, no_flags, no_flags, no_flags)
     return ValuesWanted(
         value=flags_where(monitor.parameters),
-        gradient=flags_where(monitor.gradients) if monitor.gradients.reduced else _none,
+        gradient=flags_where(monitor.gradients) if monitor.gradients.reduced else no_flags,
         state=flags_where(monitor.optimizer_state),
         update=flags_where(monitor.update),
-        every={
-            "value": monitor.parameters.every,
-            "gradient": monitor.gradients.every,
-            "state": monitor.optimizer_state.every,
-            "update": monitor.update.every,
-        },
+        every=intervals_of(monitor),
     )
-
-
-def _none(name: str, module_class: str = "") -> int:
-    return 0
-
-
-def _nothing(name: str) -> bool:
-    return False
 
 
 def number_of(value: Any) -> float | None:

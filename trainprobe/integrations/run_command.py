@@ -18,6 +18,10 @@ from trainprobe.integrations.auto_attach import Run, environment_for, put_beside
 NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES", "PET_NNODES")
 
 
+PlanOption = Annotated[str | None, typer.Option(help="The plan, in place of the first argument.")]
+OutputOption = Annotated[Path | None, typer.Option(help="Folder to write to, in place of the plan's.")]
+
+
 def run(
     words: Annotated[
         list[str] | None,
@@ -27,8 +31,8 @@ def run(
             show_default=False,
         ),
     ] = None,
-    plan: Annotated[str | None, typer.Option(help="The plan, in place of the first argument.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder to write to, in place of the plan's.")] = None,
+    plan: PlanOption = None,
+    output: OutputOption = None,
 ) -> None:
     """Run `script.py ARGS`, or any command that starts Python such as `torchrun … script.py`, watched as the plan says.
 

@@ -11,8 +11,9 @@ from trainprobe.monitor.plan import Collect, MonitorPlan
 
 
 def modules_of_monitor(monitor: MonitorPlan | None) -> ModuleRequest:
-    """Return what the monitor wants of modules: inputs, outputs, and their gradients."""
-    assert monitor is not None
+    """Return what the monitor wants of modules: inputs, outputs, and their gradients; without a monitor, nothing."""
+    if monitor is None:
+        return ModuleRequest(no_flags, lambda name: False, frozenset())
     chosen = [Names(kind.names) for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
     data = {"input", "output"} if monitor.activations.on or monitor.activation_gradients.on else set[str]()
     return ModuleRequest(
@@ -23,6 +24,21 @@ def modules_of_monitor(monitor: MonitorPlan | None) -> ModuleRequest:
         backward=monitor.activation_gradients.on,
         recompute=False,
     )
+
+
+def intervals_of(monitor: MonitorPlan) -> dict[str, int]:
+    """Return every how many steps values, gradients, states and updates of parameters are looked at."""
+    return {
+        "value": monitor.parameters.every,
+        "gradient": monitor.gradients.every,
+        "state": monitor.optimizer_state.every,
+        "update": monitor.update.every,
+    }
+
+
+def no_flags(name: str, module_class: str = "") -> int:
+    """Return the tape's flags for what is not looked at."""
+    return 0
 
 
 def flags_where(collect: Collect) -> Callable[[str], int]:

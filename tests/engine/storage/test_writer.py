@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,18 @@ def test_a_last_step_is_written_without_being_asked_for():
     writer.close()
 
 
+def waits_at(writer: Writer, sink: Slow, handed: list[int], train: Callable[[], None]) -> int:
+    """Train while the sink takes nothing, and return how much was handed over then; afterwards it takes all."""
+    training = threading.Thread(target=train)
+    training.start()
+    time.sleep(0.3)
+    waited_at = len(handed)
+    sink.gate.set()
+    training.join(10)
+    writer.close()
+    return waited_at
+
+
 def test_a_full_queue_makes_the_training_wait():
     sink = Slow()
     writer = Writer({"slow": sink}, max_steps=2)
@@ -112,13 +125,7 @@ def test_a_full_queue_makes_the_training_wait():
             writer.submit(small_step(step))
             handed.append(step)
 
-    training = threading.Thread(target=train)
-    training.start()
-    time.sleep(0.3)
-    waited_at = len(handed)
-    sink.gate.set()
-    training.join(10)
-    writer.close()
+    waited_at = waits_at(writer, sink, handed, train)
     assert (waited_at, len(sink.collected_steps)) == (2, 5)
 
 
@@ -133,13 +140,7 @@ def test_tensors_wait_by_their_bytes():
             writer.submit_tensor(1, f"t{number}", np.zeros(100))
             handed.append(number)
 
-    training = threading.Thread(target=train)
-    training.start()
-    time.sleep(0.3)
-    waited_at = len(handed)
-    sink.gate.set()
-    training.join(10)
-    writer.close()
+    waited_at = waits_at(writer, sink, handed, train)
     assert (waited_at, len(handed)) == (1, 4)
 
 
@@ -248,6 +249,7 @@ def test_a_forked_child_neither_writes_nor_hangs(tmp_path):
 
 ENDS_WITHOUT_CLOSE = """
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tests.engine.storage.sinks.collected_steps import plan_for, small_step
 from trainprobe.engine.core.records import Place
@@ -403,6 +405,7 @@ def large_step(step):
 
 CHILDREN = """
 import multiprocessing, sys
+from collections.abc import Callable
 from pathlib import Path
 from trainprobe.engine.storage.writer import Writer
 
