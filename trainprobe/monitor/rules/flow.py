@@ -65,7 +65,7 @@ def _chosen(names: Patterns) -> tuple[Selection, ...]:
 class Families:
     """names, rows: of each family, and its row in the memory. members: (places in the frame, layer numbers) of each.
 
-    places: those of all families, one after the other; begins: where each begins. reach: see `_changes`.
+    places: those of all families, one after the other; begins: where each begins. weights: see `_changes`.
     """
 
     names: list[str]
@@ -73,17 +73,16 @@ class Families:
     members: list[tuple[I64, I64]]
     places: I64
     begins: I64
-    reach: F64
+    weights: F64
 
 
 def _changes(norms: F64, families: Families) -> F64:
-    """Return for each family a number that |b|·(L-1) cannot exceed, +inf where not all gradients are finite and not zero.
+    """Return |b|·(L-1) for each family, +inf where not all gradients are finite and not zero.
 
-    |b| = |x·y| / x·x ≤ ‖y‖ / ‖x‖ with x and y about their means, and ‖y‖ ≤ √n · (max y - min y) / 2.
+    b·(L-1) is the sum over the family of y = ln‖g‖ times the weights (x - mean x)·(L-1) / Σ(x - mean x)².
     """
     with np.errstate(all="ignore"):
-        y = np.log(norms)
-        change = (np.maximum.reduceat(y, families.begins) - np.minimum.reduceat(y, families.begins)) * families.reach
+        change = np.abs(np.add.reduceat(np.log(norms) * families.weights, families.begins))
     return np.where(np.isfinite(change), change, np.inf)
 
 
@@ -99,11 +98,11 @@ def _families(frame: Frame, memory: Memory, places: I64, least: int) -> Families
         return None
     members = [(np.array([p for _, p in g]), np.array([layer for layer, _ in g])) for g in groups.values()]
     sizes = np.array([len(layers) for _, layers in members])
-    with np.errstate(all="ignore"):  # of one layer nothing can be said: its reach is NaN
-        reach = [np.ptp(x) / np.linalg.norm(x - x.mean()) * np.sqrt(x.size) / 2 for _, x in members]
+    with np.errstate(all="ignore"):  # one layer has no slope: its weight is NaN
+        weights = np.concatenate([(x - x.mean()) * np.ptp(x) / np.square(x - x.mean()).sum() for _, x in members])
     rows = np.array([memory.row(name) for name in groups])
     begins = np.cumsum(sizes) - sizes
-    return Families(list(groups), rows, members, np.concatenate([p for p, _ in members]), begins, np.array(reach))
+    return Families(list(groups), rows, members, np.concatenate([p for p, _ in members]), begins, weights)
 
 
 def _fit(norms: F64, layers: I64) -> Fit:
