@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,7 @@ import trainprobe
 from trainprobe.engine.core.facts import LossCall
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.taps.class_shares import class_shares
-from trainprobe.monitor.audit.class_shares import observed
-from trainprobe.monitor.audit.evidence import Evidence, Past
+from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.messages import decode, encode
 from trainprobe.monitor.audit.peers import Peer
 from trainprobe.monitor.audit.plan import AuditPlan
@@ -126,21 +126,20 @@ def test_a_class_that_is_a_target_on_another_rank_is_no_finding():
         counts = np.array([0.0 if c == lacking else 16.0 for c in range(4)])
         row = lambda surprise: (*counts, *[12.0] * 4, 48 * surprise)  # noqa: E731
         calls = [LossCall("cross_entropy", "mean", 0, 0, 48, ((), ()), classes=row(2.0 if i < 3 else 1.0)) for i in range(40)]
-        shares = None
-        for call in calls[:-1]:
-            shares = observed(shares, SimpleNamespace(losses=(call,)))
-        place = Place(rank=rank, world_size=2)
-        past = Past(class_shares=shares)
-        return Evidence(39, place, SimpleNamespace(losses=(calls[-1],)), None, AuditPlan(), past=past)
+        place, memory = Place(rank=rank, world_size=2), dict[str, Any]()
+        at = lambda i: Evidence(i, place, SimpleNamespace(losses=(calls[i],)), None, AuditPlan(), memory=dict(memory))  # noqa: E731
+        for i in range(39):
+            memory["absent_classes"] = absent_classes.remember(at(i))
+        return at(39)
 
     def message(evidence):
-        rows = absent_classes.never_targets(evidence)
+        rows = absent_classes.tells(evidence)
         return decode(encode(Peer(evidence.place.rank, {"dp": evidence.place.rank}, {}, {}, (), rows, {}, {}), 39))[0]
 
     def judged(*lacking):
         ranks = [on_rank(rank, c) for rank, c in enumerate(lacking)]
         peers = tuple(map(message, ranks))
-        return [absent_classes.check(Evidence(39, e.place, e.facts, None, e.plan, past=e.past, peers=peers)) for e in ranks]
+        return [absent_classes.check(Evidence(39, e.place, e.facts, None, e.plan, memory=e.memory, peers=peers)) for e in ranks]
 
     assert judged(1, 2) == [[], []]
     assert [f.names for found in judged(1, 1) for f in found] == [("class 1",), ("class 1",)]

@@ -12,7 +12,7 @@ from benchmarks.bugs.token_loops import MainGradients, Policy, Routed, ScaledTwi
 from tests.monitor.audit.trained import assert_found, assert_found_on_two_ranks, findings
 from trainprobe.engine.core.facts import Clip, ModelFacts, Reduction, StepFacts
 from trainprobe.engine.core.records import Place
-from trainprobe.monitor.audit.evidence import Evidence, Past, Tensors
+from trainprobe.monitor.audit.evidence import Evidence, Tensors
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.peers import Peer
 from trainprobe.monitor.audit.plan import AuditPlan
@@ -220,8 +220,9 @@ def test_another_divisor_of_all_gradients_is_told_and_the_factor_of_a_loop_that_
     numbers = dict.fromkeys(("loss", "differentiated"), float("nan"))
     peers = tuple(Peer(rank, {"dp": rank}, numbers, {}, (), {}, told) for rank in range(2))
     place, over = Place(0, 2, {"dp": (0, 2)}), {name: frozenset({"dp"}) for name in names}
-    past = Past(divisor=(0.5, 1, 3))
-    found = reduced_gradients.check(Evidence(9, place, facts, Tensors(), AuditPlan(), peers=peers, replicated=over, past=past))
+    memory = {"reduced_gradients": (0.5, 1, 3)}
+    about = Evidence(9, place, facts, Tensors(), AuditPlan(), peers=peers, replicated=over, memory=memory)
+    found = reduced_gradients.check(about)
     assert [f.site.name for f in found] == ["a"] * alarms
 
 

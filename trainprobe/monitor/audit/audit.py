@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from trainprobe.engine.core.facts import SavedTensors, StepFacts
 from trainprobe.engine.core.findings import Cause, Count, cause_of, counted_all
@@ -17,18 +18,15 @@ from trainprobe.engine.core.gathering import Words
 from trainprobe.engine.core.guard import Part, simply
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.monitor.audit.evidence import Evidence, Past, Tensors, tensors_of
-from trainprobe.monitor.audit.history import handed_over, remembered, stepped_here
-from trainprobe.monitor.audit.messages import decode, digest, encode, key_of, out_of_service
+from trainprobe.monitor.audit.history import handed_over, learned, stepped_here
+from trainprobe.monitor.audit.messages import Rows, decode, digest, encode, key_of, out_of_service
 from trainprobe.monitor.audit.peers import Peer, Share
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.relaid import Relaid, as_pieces, is_relaid, rows_of, what_was_loaded
 from trainprobe.monitor.audit.relations import load_relation
-from trainprobe.monitor.audit.relations.absent_classes import never_targets
 from trainprobe.monitor.audit.relations.replicated_buffers import is_shared
-from trainprobe.monitor.audit.relations.reported_loss import differentiated, explained
+from trainprobe.monitor.audit.relations.reported_loss import differentiated
 from trainprobe.monitor.audit.relations.saved_and_loaded import came_back, held
-from trainprobe.monitor.audit.relations.shared_scalars import agree
-from trainprobe.monitor.audit.relations.weighed_targets import target_weight, targets
 from trainprobe.monitor.audit.replication import (
     constants_beside_a_matrix,
     doubted_biases,
@@ -67,9 +65,8 @@ class Audit:
         self._resumed: SavedTensors | None = None  # what was loaded, until its schedule has been looked at
         self._relaid: Relaid | None = None  # what was loaded in another layout, until the ranks have compared it
         self.everyone: Callable[[], Mapping[int, Sequence[SavedTensors]]] = dict  # on rank 0: rank → what it saved
-        self._explained = 0  # audited steps in a row whose reported loss was what was differentiated
-        self._agreed = 0  # … and was the same on all ranks
         self._past = Past()
+        self._memory: dict[str, Any] = {}  # by the names of the relations that remember something
         self._answered = -1  # the last step at which this rank took part in the collective
         self._violated: dict[str, list[Finding]] = {}  # relations that did not hold when they were last checked
         self._reported: dict[Cause, Finding] = {}
@@ -94,7 +91,7 @@ class Audit:
         least = _GRAVITY[self.plan.severity]
         found: list[Finding] = []
         for name in due:
-            checked = self.part(f"the relation {name}", _check, name, evidence) or ()
+            checked = self.part(_part_of(name), _check, name, evidence) or ()
             violations = [finding for finding in checked if _GRAVITY[finding.severity] >= least]
             if not violations:
                 self._violated.pop(name, None)
@@ -150,9 +147,8 @@ class Audit:
             resumed=self._resumed,
             relaid=self._relaid,
             stalled=self._count_stalled(facts),
-            explained=self._explained,
-            agreed=self._agreed,
             past=self._past,
+            memory=dict(self._memory),
             assumed=self.assumed,
             own_loop=self.own_loop,
         )
@@ -164,9 +160,10 @@ class Audit:
         evidence = replace(evidence, norms=_norms(evidence))
         if peers:
             evidence = replace(evidence, past=replace(evidence.past, handed_over=handed_over(evidence)))
-        self._past = remembered(evidence)
-        self._explained = self._explained + 1 if explained(evidence) else 0
-        self._agreed = self._agreed + 1 if agree(evidence) else 0
+        self._past = learned(evidence)
+        self._memory |= {
+            name: self.part(_part_of(name), remember, evidence) for name, remember in _functions(self.plan, "remember").items()
+        }
         self._batches.append(facts.batches)
         self._count_reached(facts)
         self._forget_load(evidence)
@@ -175,6 +172,11 @@ class Audit:
         else:
             self.last = replace(self.last, step=evidence.step, facts=facts, tensors=Tensors(), scalars=evidence.scalars)
         return evidence
+
+    def _tells(self, draft: Evidence) -> Rows:
+        """Return what the relations of the plan tell the other ranks."""
+        told = [self.part(_part_of(name), tells, draft) or {} for name, tells in _functions(self.plan, "tells").items()]
+        return {key: row for rows in told for key, row in rows.items()}
 
     def _take_relaid(self, facts: StepFacts, tensors: Tensors, step_data: StepData) -> Relaid | None:
         """Return what was loaded before this step, where ranks or cuts are others than when this rank saved."""
@@ -215,7 +217,9 @@ class Audit:
         """Send this rank's message and return everybody's; nothing where a rank has stopped or is at another step."""
         assert self.gather is not None
         self._answered = draft.step
-        told = [decode(words) for words in self.gather(encode(_message(draft, self._replicated), draft.step))]
+        told = [
+            decode(words) for words in self.gather(encode(_message(draft, self._replicated, self._tells(draft)), draft.step))
+        ]
         if any(peer.marks["out"] or step != draft.step for peer, step in told):
             return ()
         peers = sorted((peer for peer, _ in told), key=lambda peer: peer.rank)
@@ -243,11 +247,21 @@ class Audit:
         self._replicated |= {name: seen[key] for name, key in fresh.items()}
 
 
+def _functions(plan: AuditPlan, name: str) -> dict[str, Callable[[Evidence], Any]]:
+    """Return an optional function of the relations that a plan checks, by the relations that have it."""
+    found = {relation: getattr(load_relation(relation), name, None) for relation in plan.checked()}
+    return {relation: function for relation, function in found.items() if function is not None}
+
+
+def _part_of(relation: str) -> str:
+    return f"the relation {relation}"
+
+
 def _check(name: str, evidence: Evidence) -> list[Finding]:
     return list(load_relation(name).check(evidence))
 
 
-def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
+def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]], told: Rows) -> Peer:
     seen, facts, place = draft.tensors, draft.facts, draft.place
     rows: dict[int, tuple[int, float]] = {}
     counter = float("nan")
@@ -262,7 +276,7 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
     rows |= {key_of(name, "begun"): (checksum, 0.0) for name, checksum in facts.begun.items() if is_shared(name)}
     rows |= {key_of(name, "rests"): (1, 0.0) for name, training in facts.model.modes.items() if not training}
     rows |= {key_of(p.name, "frozen"): (1, 0.0) for p in facts.model.parameters if not p.trainable}
-    rows |= stepped_here(draft) | never_targets(draft)
+    rows |= stepped_here(draft) | told
     own = _total(draft, "grad"), _total(draft, "grad_unclipped")
     numbers = {
         "lr": facts.rates[0] if facts.rates else float("nan"),
@@ -274,8 +288,6 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> Peer:
         "updates": float(facts.updates),
         "tokens": float(sum(facts.tokens)),
         "differentiated": differentiated(draft),
-        "targets": targets(facts),
-        "target_weight": target_weight(facts),
     }
     marks = {
         "modes": digest(repr(sorted(facts.model.modes.items()))),

@@ -13,7 +13,6 @@ from trainprobe.engine.core.facts import ModelFacts, SavedTensors, StepFacts
 from trainprobe.engine.core.records import Finding, Place, Site, StepData
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
-from trainprobe.monitor.audit.class_shares import ClassShares
 from trainprobe.monitor.audit.peers import Key, Peer
 from trainprobe.monitor.audit.relaid import Relaid
 from trainprobe.monitor.scalar_names import role_of
@@ -112,18 +111,6 @@ def _rectangle(shard: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Recurrence:
-    """s' = a s + b g of a slot of state, or a s + b g² where `squared`.
-
-    factors: a, b, and that of the parameter itself where it could be told. steps: audited steps in a row at which it held.
-    """
-
-    squared: bool
-    factors: tuple[float, ...]
-    steps: int
-
-
-@dataclass(frozen=True, slots=True)
 class Streak:
     """A value that was the same at so many audited steps in a row. since: the first of them, as `StepFacts.ordinal`."""
 
@@ -134,39 +121,19 @@ class Streak:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What the audited steps before have shown of this training; `history.remembered` adds one.
+    """What the audited steps before have shown of this training, as far as several relations need it.
 
-    exactly: how many in a row reported what the backward passes began from, to the last bits of a float32. handed_over:
-    parameters that the optimizers of some ranks of a replica group step and others do not, as the ranks told last. driven:
-    parameter that nothing here trains → steps in a row at which something had moved it, -1 where it stood still at first (and
-    all of the same child of the model with it). randoms: random states at the ends of the last ones. settings: (parameter
-    group, setting) → its value, and at how many in a row it was that. divisor: what reduction last multiplied all gradients
-    by, after how many backward passes, and at how many in a row. recurrences: (parameter group, slot of state) → what it
-    follows (see `recurrences`). paced: classes of schedulers that were stepped no more often than their optimizer. followed:
-    those whose declared rate was in use. streaks: ("scalar", name), ("rate", parameter group), ("unreached", parameter) or
-    ("moves", buffer) → what it was last (see `streaks_now`). peaks: largest rate of each parameter group. kept:
-    audited steps in a row that updated with all gradients that came. micro_batches: how many a step had whose losses were
-    divided by their number, as last seen. paces: at how many in a row the rate of each parameter group was another one than
-    at the one before. classes: the one class of all targets of each of the last ones, while they had one. class_shares: how
-    often each class was a target and what probability it had, while all losses are over the same classes.
+    What one relation alone needs of them is in `Evidence.memory`. handed_over: parameters that the optimizers of some ranks of
+    a replica group step and others do not, as the ranks reported last. driven: parameter that nothing here trains → steps in a
+    row at which something had moved it, -1 where it stood still at first (and all of the same child of the model with it).
+    streaks: ("scalar", name), ("rate", parameter group), ("unreached", parameter) or ("moves", buffer) → what it was last (see
+    `streaks_now`). peaks: largest rate of each parameter group.
     """
 
-    exactly: int = 0
     handed_over: frozenset[str] = frozenset()
     driven: Mapping[str, int] = field(default_factory=dict[str, int])
-    randoms: tuple[int, ...] = ()
-    settings: Mapping[tuple[int, str], tuple[Any, int]] = field(default_factory=dict[tuple[int, str], tuple[Any, int]])
-    divisor: tuple[float, int, int] = (0.0, 0, 0)
-    recurrences: Mapping[tuple[int, str], Recurrence] = field(default_factory=dict[tuple[int, str], Recurrence])
-    paced: frozenset[str] = frozenset()
-    followed: frozenset[str] = frozenset()
     streaks: Mapping[tuple[str, str], Streak] = field(default_factory=dict[tuple[str, str], Streak])
     peaks: tuple[float, ...] = ()
-    kept: int = 0
-    micro_batches: int = 0
-    paces: tuple[int, ...] = ()
-    classes: tuple[float, ...] = ()
-    class_shares: ClassShares | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +146,9 @@ class Evidence:
     where it is known. ever_reached, always_reached: parameters that had a gradient at an audited step before, and at each of at
     least three. resumed: the save that was loaded before this step, or before no scheduler was seen since. relaid: what was
     loaded in another layout than it was saved in, until the ranks have compared it. stalled: audited steps in a row, this one
-    included, that ran backward and did not update, after at least three that did. explained: audited steps in a row before this
-    one whose reported loss was what the backward passes began from. agreed: those in a row at which all ranks that differ in
-    dp, cp or tp reported one loss. past: what else was learned from the audited steps before. assumed: nobody said along which
-    axes the ranks stand; all are taken for data parallel. own_loop: the loop is the user's own, and no trainer's.
+    included, that ran backward and did not update, after at least three that did. past: what several relations learned of the
+    audited steps before; memory: what each relation remembered of them, by its name. assumed: nobody said along which axes the
+    ranks stand; all are taken for data parallel. own_loop: the loop is the user's own, and no trainer's.
     """
 
     step: int
@@ -201,9 +167,8 @@ class Evidence:
     resumed: SavedTensors | None = None
     relaid: Relaid | None = None
     stalled: int = 0
-    explained: int = 0
-    agreed: int = 0
-    past: Past = field(default_factory=lambda: Past())
+    past: Past = field(default_factory=Past)
+    memory: Mapping[str, Any] = field(default_factory=dict[str, Any])
     assumed: bool = False
     own_loop: bool = False
 
@@ -211,6 +176,10 @@ class Evidence:
     def model(self) -> ModelFacts:
         """The model as it is now."""
         return self.facts.model
+
+    def remembered(self, relation: str, otherwise: Any) -> Any:
+        """Return what a relation returned from `remember` at the audited step before; `otherwise` at the first one."""
+        return self.memory.get(relation, otherwise)
 
     @property
     def follows(self) -> bool:

@@ -58,6 +58,10 @@ class AuditPlan(BaseModel):
         setting = self._setting(relation)
         return load_relation(relation).EVERY if setting is True else setting
 
+    def checked(self) -> tuple[str, ...]:
+        """Return the relations that are checked at any step."""
+        return tuple(name for name in relation_names() if self.interval(name))
+
     def due(self, step: int) -> tuple[str, ...]:
         """Return the relations that are checked at a step."""
         return tuple(name for name in relation_names() if self._is_due(name, step))

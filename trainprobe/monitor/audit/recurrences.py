@@ -8,18 +8,31 @@ noise of float32 in a sum of n elements.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.monitor.audit.evidence import Evidence, Recurrence
+from trainprobe.monitor.audit.evidence import Evidence
 
 F64 = npt.NDArray[np.float64]
 Key = tuple[int, str]  # parameter group, slot
 HOLDS, BROKEN = 8.0, 1e3  # how far an equation may be off where it holds, and must be where it does not, in units of its noise
 _EPSILON = 2.0**-23
 _KNOWN = frozenset({"Adam", "AdamW"})  # whose rule is known and judged as such
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """s' = a s + b g of a slot of state, or a s + b g² where `squared`.
+
+    factors: a, b, and that of the parameter itself where it could be told. steps: audited steps in a row at which it held.
+    """
+
+    squared: bool
+    factors: tuple[float, ...]
+    steps: int
 
 
 class Equations(NamedTuple):
@@ -45,9 +58,8 @@ class Equations(NamedTuple):
         return tuple(float(x) for x in np.linalg.lstsq(weighed, self.after / self.noise, rcond=None)[0])
 
 
-def learned(evidence: Evidence) -> dict[Key, Recurrence]:
+def learned(evidence: Evidence, known: Mapping[Key, Recurrence]) -> dict[Key, Recurrence]:
     """Return the recurrences that hold in this step, and at how many audited steps in a row they did."""
-    known = evidence.past.recurrences
     found = dict(known) if not evidence.facts.updates else dict[Key, Recurrence]()
     for key, equations in equations_of(evidence).items():
         for squared in (False, True):

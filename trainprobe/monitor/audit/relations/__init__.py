@@ -2,12 +2,19 @@
 
 The module of a relation holds
 
-    COST    what it needs: "host" (nothing is read), "fingerprints" (one pass over parameters, gradients and state), "ranks"
-    (the step's
-            small collective), "rerun" (something is run again)
-    EVERY   at each how many steps it is checked unless the plan says otherwise
-    STAGE   where in a step a violation arises: see `STAGES`; findings of one step are told in this order, so that the cause
-    comes first check   a pure function of the evidence of one rank: check(evidence) -> list[Finding]
+    COST      what it needs: "host" (nothing is read), "fingerprints" (one pass over parameters, gradients and state), "ranks"
+              (the step's small collective), "rerun" (something is run again)
+    EVERY     at each how many steps it is checked unless the plan says otherwise
+    STAGE     where in a step a violation arises: see `STAGES`; findings of one step are reported in this order, so that the
+              cause comes first
+    check     a pure function of the evidence of one rank: check(evidence) -> list[Finding]
+
+and may hold
+
+    remember  what `check` has to know of this audited step at the next one: remember(evidence) -> Any. It is given to both as
+              `evidence.remembered(NAME, otherwise)`
+    tells     what this rank tells the others where ranks are compared: tells(evidence) -> {key: (fingerprint, number)}, with
+              keys by `messages.key_of`. It arrives as `Peer.rows`
 
 Other packages bring relations through the entry point group `trainprobe.relations`.
 """

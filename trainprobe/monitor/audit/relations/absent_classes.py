@@ -24,7 +24,7 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.class_shares import WINDOW, ClassShares, observed
 from trainprobe.monitor.audit.evidence import Evidence
-from trainprobe.monitor.audit.messages import key_of
+from trainprobe.monitor.audit.messages import Rows, key_of
 
 COST = frozenset({"host", "ranks"})
 EVERY = 10
@@ -40,7 +40,7 @@ _FEW = 10  # one class in so many
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the class that takes the most probability of those that were never a target."""
-    shares = observed(evidence.past.class_shares, evidence.facts)
+    shares = remember(evidence)
     if shares is None or not evidence.facts.losses:
         return []
     taking = [c for c in _taking(shares) if _nowhere_a_target(shares, c, evidence)]
@@ -74,9 +74,14 @@ def check(evidence: Evidence) -> list[Finding]:
     ]
 
 
-def never_targets(evidence: Evidence) -> dict[int, tuple[int, float]]:
-    """Return what a rank tells the others: that it has such a loss, and the classes that were never a target of it."""
-    shares = observed(evidence.past.class_shares, evidence.facts)
+def remember(evidence: Evidence) -> ClassShares | None:
+    """Return how often each class was a target and what probability it had, while all losses are over the same classes."""
+    return observed(evidence.remembered("absent_classes", None), evidence.facts)
+
+
+def tells(evidence: Evidence) -> Rows:
+    """Return that this rank has such a loss, and the classes that were never a target of it."""
+    shares = remember(evidence)
     if shares is None or not _is_a_list(shares):
         return {} if shares is None else {key_of(shares.name, "classes"): (1, 0.0)}
     return {key_of(shares.name, "classes"): (1, 0.0)} | {_key(shares, c): (1, 0.0) for c in shares.never}

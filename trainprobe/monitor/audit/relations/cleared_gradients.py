@@ -26,7 +26,7 @@ def check(evidence: Evidence) -> list[Finding]:
     before = evidence.before
     if evidence.facts.discarded and evidence.facts.updates:
         again = before is not None and before.facts.discarded > 0
-        return [_discarded(evidence, again)] if again or evidence.past.kept >= _STEADY else []
+        return [_discarded(evidence, again)] if again or evidence.remembered("cleared_gradients", 0) >= _STEADY else []
     if evidence.facts.waiting and evidence.facts.updates:
         return [_waiting(evidence)]
     left = evidence.facts.left
@@ -54,6 +54,12 @@ def check(evidence: Evidence) -> list[Finding]:
             names=names,
         )
     ]
+
+
+def remember(evidence: Evidence) -> int:
+    """Return how many audited steps in a row have updated with all gradients that came."""
+    kept = evidence.facts.updates and not evidence.facts.discarded
+    return evidence.remembered("cleared_gradients", 0) + 1 if kept else 0
 
 
 def _discarded(evidence: Evidence, again: bool) -> Finding:

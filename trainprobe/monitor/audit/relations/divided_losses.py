@@ -34,7 +34,7 @@ def check(evidence: Evidence) -> list[Finding]:
         )
         hint = "leave the division to the engine that drives the backward pass, or to the loop, but not to both"
         return [_finding(evidence, text, float(passes**2), float(passes), hint)]
-    usual = evidence.past.micro_batches
+    usual = _known(evidence)
     if usual >= 2 and passes != usual and usual in divisors and passes not in divisors:
         text = (
             f"the loss of each of {passes} micro-batches was divided by {usual}, as at steps of {usual} micro-batches: this "
@@ -57,10 +57,14 @@ def divisors_of(evidence: Evidence) -> tuple[int, ...]:
     return tuple(round(d) for d in divisors if round(d) >= 2 and abs(d - round(d)) <= _FLOOR * d)
 
 
-def micro_batches(evidence: Evidence) -> int:
+def remember(evidence: Evidence) -> int:
     """Return how many micro-batches a step had that were divided by their number, as last seen; 0 where none was."""
     passes = evidence.facts.backwards
-    return passes if passes >= 2 and passes in divisors_of(evidence) else evidence.past.micro_batches
+    return passes if passes >= 2 and passes in divisors_of(evidence) else _known(evidence)
+
+
+def _known(evidence: Evidence) -> int:
+    return evidence.remembered("divided_losses", 0)
 
 
 def _twice(divisors: tuple[int, ...], passes: int) -> bool:

@@ -12,6 +12,8 @@ from the start may be meant so: that is a warning.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from trainprobe.engine.core.facts import Schedule
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
@@ -33,7 +35,25 @@ def check(evidence: Evidence) -> list[Finding]:
     return found
 
 
-def follows(schedule: Schedule) -> bool:
+class _Schedulers(NamedTuple):
+    """Classes of schedulers that were stepped no more often than their optimizer, and those whose declared rate was in use."""
+
+    paced: frozenset[str] = frozenset()
+    followed: frozenset[str] = frozenset()
+
+
+def remember(evidence: Evidence) -> _Schedulers:
+    """Return which schedulers have kept to their optimizer, and which have set its rate."""
+    known, seen = _known(evidence), evidence.facts.schedules
+    paced = known.paced | {s.kind for s in seen if 0 < s.advances <= s.updates}
+    return _Schedulers(paced, known.followed | {s.kind for s in seen if _follows(s)})
+
+
+def _known(evidence: Evidence) -> _Schedulers:
+    return evidence.remembered("learning_rate", _Schedulers())
+
+
+def _follows(schedule: Schedule) -> bool:
     """Tell whether the rates in use are those that a scheduler declares."""
     pairs = zip(schedule.actual, schedule.rates, strict=False)
     return bool(schedule.rates) and not any(_apart(used, declared, max(schedule.rates)) for used, declared in pairs)
@@ -52,7 +72,7 @@ def _too_often(evidence: Evidence, schedule: Schedule) -> Finding | None:
         f"{schedule.kind} was stepped {schedule.advances} times for {updates} update{'s' * (updates > 1)} of its optimizer "
         f"and stands at {schedule.position}: the learning rate runs ahead of its schedule"
     )
-    changed = schedule.kind in evidence.past.paced
+    changed = schedule.kind in _known(evidence).paced
     if not changed:
         text += ", unless the schedule was made for so many steps"
     hint = "step the scheduler once for each optimizer step, on every rank alike"
@@ -72,7 +92,7 @@ def _before_the_optimizer(evidence: Evidence, schedule: Schedule) -> Finding | N
 
 
 def _not_declared(evidence: Evidence, schedule: Schedule) -> Finding | None:
-    if not schedule.rates or not schedule.actual or follows(schedule) or schedule.kind not in evidence.past.followed:
+    if not schedule.rates or not schedule.actual or _follows(schedule) or schedule.kind not in _known(evidence).followed:
         return None
     size = max(schedule.rates)
     used, declared = next((u, d) for u, d in zip(schedule.actual, schedule.rates, strict=False) if _apart(u, d, size))

@@ -17,7 +17,7 @@ import numpy as np
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
-from trainprobe.monitor.audit.recurrences import BROKEN, equations_of
+from trainprobe.monitor.audit.recurrences import BROKEN, Key, Recurrence, equations_of, learned
 
 COST = frozenset({"fingerprints"})
 EVERY = 10
@@ -38,10 +38,20 @@ def check(evidence: Evidence) -> list[Finding]:
     return _no_longer_followed(evidence)
 
 
+def remember(evidence: Evidence) -> dict[Key, Recurrence]:
+    """Return the recurrences that the state of each parameter group follows."""
+    return learned(evidence, _known(evidence))
+
+
+def _known(evidence: Evidence) -> dict[Key, Recurrence]:
+    return evidence.remembered("moment_recurrence", {})
+
+
 def _no_longer_followed(evidence: Evidence) -> list[Finding]:
     """Find state that left the recurrence it followed, whatever the optimizer; new factors alone are a schedule's."""
+    followed = _known(evidence)
     for key, equations in equations_of(evidence).items():
-        known = evidence.past.recurrences.get(key)
+        known = followed.get(key)
         if known is None or known.steps < STEADY or len(known.factors) != equations.terms(known.squared).shape[1]:
             continue
         off, refit = (equations.off(known.squared, f) for f in (known.factors, equations.solved(known.squared)))

@@ -19,6 +19,7 @@ from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 COST = frozenset({"ranks"})
 EVERY = 10
 STAGE = "forward"
+_REMEMBERED = 32
 
 
 def check(evidence: Evidence) -> list[Finding]:
@@ -26,9 +27,18 @@ def check(evidence: Evidence) -> list[Finding]:
     return [*_apart(evidence), *_together(evidence), *_again(evidence)]
 
 
+def remember(evidence: Evidence) -> tuple[int, ...]:
+    """Return the random states with which the last audited steps ended."""
+    return (*_known(evidence), evidence.facts.random)[-_REMEMBERED:]
+
+
+def _known(evidence: Evidence) -> tuple[int, ...]:
+    return evidence.remembered("random_streams", ())
+
+
 def _again(evidence: Evidence) -> list[Finding]:
     facts = evidence.facts
-    if facts.random_begun in (0, facts.random) or facts.random not in evidence.past.randoms:
+    if facts.random_begun in (0, facts.random) or facts.random not in _known(evidence):
         return []
     text = (
         f"step {evidence.step} drew random numbers and ended with a random state that a step before had ended with: it "

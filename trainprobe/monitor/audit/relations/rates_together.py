@@ -21,7 +21,7 @@ _LOOKS = 4
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first group that a schedule leaves out."""
-    facts, moves = evidence.facts, paces(evidence)
+    facts, moves = evidence.facts, remember(evidence)
     if len(facts.bases) != len(facts.rates) or not facts.updates or any(base.rate == base.rate for base in facts.bases):
         return []
     scheduled = {base.optimizer: i for i, base in enumerate(facts.bases) if moves[i] + 1 >= _LOOKS}
@@ -56,9 +56,10 @@ def check(evidence: Evidence) -> list[Finding]:
     return []
 
 
-def paces(evidence: Evidence) -> tuple[int, ...]:
+def remember(evidence: Evidence) -> tuple[int, ...]:
     """Return at how many audited steps in a row the rate of each group was another one than at the one before."""
-    facts, before, known = evidence.facts, evidence.before, evidence.past.paces
+    facts, before = evidence.facts, evidence.before
+    known: tuple[int, ...] = evidence.remembered("rates_together", ())
     if not facts.updates:
         return known
     was = before.facts.rates if before is not None else ()

@@ -15,6 +15,8 @@ result, so that no comparison of replicas shows it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from trainprobe.engine.core.records import Finding
@@ -70,7 +72,28 @@ def check(evidence: Evidence) -> list[Finding]:
     ]
 
 
-def divisor_of(evidence: Evidence) -> float | None:
+class _Divisor(NamedTuple):
+    """The factor by which reduction multiplied all gradients, after how many backward passes, at how many steps in a row."""
+
+    factor: float = 0.0
+    passes: int = 0
+    steps: int = 0
+
+
+def remember(evidence: Evidence) -> _Divisor:
+    """Return the one factor of all gradients as last seen."""
+    factor, known = _factor_of_all(evidence), _known(evidence)
+    if factor is None:
+        return known
+    same = known.passes == evidence.facts.backwards and abs(factor - known.factor) <= 1e-2 * abs(known.factor)
+    return _Divisor(factor, evidence.facts.backwards, known.steps + 1 if same else 1)
+
+
+def _known(evidence: Evidence) -> _Divisor:
+    return evidence.remembered("reduced_gradients", _Divisor())
+
+
+def _factor_of_all(evidence: Evidence) -> float | None:
     """Return the one factor that reduction multiplied all gradients by; None where it is not known or a loss scale is in it."""
     ratios, _ = _ratios(evidence)
     if len(ratios) < 3 or scalar(evidence.scalars, "loss scale") is not None:
@@ -98,8 +121,8 @@ def _ratios(evidence: Evidence) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _another_divisor(evidence: Evidence, factor: float, name: str) -> list[Finding]:
-    was, passes, count = evidence.past.divisor
-    if count < STEADY or passes != evidence.facts.backwards or divisor_of(evidence) is None or evidence.facts.projections:
+    was, passes, count = _known(evidence)
+    if count < STEADY or passes != evidence.facts.backwards or _factor_of_all(evidence) is None or evidence.facts.projections:
         return []  # the declared loss tells more
     times = max(factor / was, was / factor) if factor * was > 0 else 0.0
     whole = round(times) > 1 and abs(times - round(times)) <= _WHOLE * times

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import product
+from typing import NamedTuple
 
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along
@@ -57,15 +58,33 @@ def check(evidence: Evidence) -> list[Finding]:
         return [_missed_the_scaler(evidence, unscaled, totals[0], reported)]
     if _scales_apart(evidence, losses, reported):
         return [_scale_changed(evidence, totals[0], reported)]
-    apart = _FLOOR if evidence.past.exactly >= STEADY else _APART
-    if evidence.explained < STEADY or min(abs(reported - k) for k in (*totals, *losses)) <= apart * size:
+    known = _known(evidence)
+    apart = _FLOOR if known.exactly >= STEADY else _APART
+    if known.explained < STEADY or min(abs(reported - k) for k in (*totals, *losses)) <= apart * size:
         return []
     return [_no_longer(evidence, totals, reported)]
 
 
-def exactly_explained(evidence: Evidence) -> bool:
+class _InARow(NamedTuple):
+    """At how many audited steps in a row the report was explained, and that to the last bits of a float32."""
+
+    explained: int = 0
+    exactly: int = 0
+
+
+def remember(evidence: Evidence) -> _InARow:
+    """Return at how many audited steps in a row the report has been explained."""
+    known = _known(evidence)
+    return _InARow(known.explained + 1 if _explained(evidence) else 0, known.exactly + 1 if _exactly_explained(evidence) else 0)
+
+
+def _known(evidence: Evidence) -> _InARow:
+    return evidence.remembered("reported_loss", _InARow())
+
+
+def _exactly_explained(evidence: Evidence) -> bool:
     """Tell whether that is so to the last bits of a float32, and these losses have as many."""
-    return any(_is_fine(loss) for loss in _losses(evidence)) and explained(evidence, _EXACT)
+    return any(_is_fine(loss) for loss in _losses(evidence)) and _explained(evidence, _EXACT)
 
 
 def _is_fine(number: float) -> bool:
@@ -73,7 +92,7 @@ def _is_fine(number: float) -> bool:
     return not (math.frexp(number)[0] * 2**11).is_integer()
 
 
-def explained(evidence: Evidence, floor: float = 1e-4) -> bool:
+def _explained(evidence: Evidence, floor: float = 1e-4) -> bool:
     """Tell whether the reported loss of a step is what its backward passes began from, within `floor` of their size."""
     losses, reported = _losses(evidence), scalar(evidence.scalars, "loss")
     if not losses or reported is None:

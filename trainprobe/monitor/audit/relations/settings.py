@@ -14,19 +14,23 @@ from typing import Any
 from trainprobe.engine.core.facts import SavedTensors
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
-from trainprobe.monitor.audit.history import STEADY, settings_of
 
 COST = frozenset({"host"})
 EVERY = 10
 STAGE = "rate"
+STEADY = 3
+_SETTINGS = frozenset(
+    {"betas", "momentum", "weight_decay", "eps", "alpha", "dampening", "nesterov", "amsgrad", "rho", "maximize", "centered"}
+)
+Setting = tuple[int, str]  # parameter group, name
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find settings that changed."""
-    now = settings_of(evidence)
+    now = _settings_of(evidence)
     if evidence.resumed is not None and evidence.facts.saved:
         return _since_the_save(evidence, evidence.resumed, now)
-    known = evidence.past.settings
+    known = _known(evidence)
     if {i for i, _ in known} != {i for i, _ in now}:
         return []  # groups came or went: their numbers tell nothing
     changed = [key for key, value in now.items() if key in known and known[key][1] >= STEADY and known[key][0] != value]
@@ -35,7 +39,26 @@ def check(evidence: Evidence) -> list[Finding]:
     return _finding(evidence, changed, known[changed[0]][0], now[changed[0]], "at each audited step before")
 
 
-def _since_the_save(evidence: Evidence, saved: SavedTensors, now: dict[tuple[int, str], Any]) -> list[Finding]:
+def remember(evidence: Evidence) -> dict[Setting, tuple[Any, int]]:
+    """Return each setting, and at how many audited steps in a row it has been the same."""
+    known = _known(evidence)
+    if not evidence.facts.groups:
+        return known
+    now = _settings_of(evidence)
+    return {key: (value, known[key][1] + 1 if known.get(key, (None, 0))[0] == value else 1) for key, value in now.items()}
+
+
+def _known(evidence: Evidence) -> dict[Setting, tuple[Any, int]]:
+    return evidence.remembered("settings", {})
+
+
+def _settings_of(evidence: Evidence) -> dict[Setting, Any]:
+    """Return the settings that schedulers of the rate leave as they are."""
+    groups = enumerate(evidence.facts.groups)
+    return {(i, name): value for i, group in groups for name, value in group.options.items() if name in _SETTINGS}
+
+
+def _since_the_save(evidence: Evidence, saved: SavedTensors, now: dict[Setting, Any]) -> list[Finding]:
     """Compare with what was saved; a tuple comes back from a file as a list."""
     groups = {int(key.partition(" ")[0]) for key in saved.settings}
     if not groups or groups != set(range(len(evidence.facts.groups))):
@@ -47,7 +70,7 @@ def _since_the_save(evidence: Evidence, saved: SavedTensors, now: dict[tuple[int
     return _finding(evidence, changed, plain[changed[0]], now[changed[0]], when) if changed else []
 
 
-def _finding(evidence: Evidence, changed: list[tuple[int, str]], was: Any, value: Any, when: str) -> list[Finding]:
+def _finding(evidence: Evidence, changed: list[Setting], was: Any, value: Any, when: str) -> list[Finding]:
     group, setting = changed[0]
     names = sorted(evidence.facts.groups[group].names)
     whose = f" ({and_more(names)})" if names else ""

@@ -40,8 +40,12 @@ def unequal(evidence: Evidence, name: str, words: str, rule: str) -> Finding | N
     return evidence.finding(rule, text, name, measured=mine, expected="equal on all ranks", kind="scalar")
 
 
-def agree(evidence: Evidence) -> bool:
-    """Tell whether all ranks that differ only in dp, cp or tp report one loss."""
+def remember(evidence: Evidence) -> int:
+    """Return at how many audited steps in a row all ranks that differ only in dp, cp or tp have reported one loss."""
+    return evidence.remembered("shared_scalars", 0) + 1 if _agree(evidence) else 0
+
+
+def _agree(evidence: Evidence) -> bool:
     told = [peer.numbers["loss"] for peer in along(evidence, AXES)]
     return len(told) > 1 and len(set(told)) == 1  # NaN is not equal to itself, and so is no agreement
 
@@ -52,7 +56,7 @@ def _listed(values: Mapping[int, float]) -> str:
 
 def _losses(evidence: Evidence) -> list[Finding]:
     """Find losses that came apart. Each rank may report that of its own data or tokens, and then always did."""
-    axes = AXES if evidence.agreed >= STEADY else frozenset({"tp"})
+    axes = AXES if evidence.remembered("shared_scalars", 0) >= STEADY else frozenset({"tp"})
     group = along(evidence, axes)
     before = {peer.rank: peer.numbers["loss"] for peer in evidence.before.peers} if evidence.before is not None else {}
     values = {peer.rank: peer.numbers["loss"] for peer in group}

@@ -10,7 +10,6 @@ and the statistics of its normalisation follow. A loader that shuffles cannot vi
 
 from __future__ import annotations
 
-from trainprobe.engine.core.facts import StepFacts
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
@@ -24,7 +23,7 @@ _KINDS = ("cross_entropy", "nll_loss")
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find steps that each train on one class alone."""
-    seen = classes_in_a_row(evidence.past.classes, evidence.facts)
+    seen = remember(evidence)
     if len(seen) < _LOOKS or len(set(seen)) < 2 or not evidence.facts.losses:
         return []
     listed = ", ".join(f"{number:.0f}" for number in seen[-8:])
@@ -48,9 +47,10 @@ def check(evidence: Evidence) -> list[Finding]:
     ]
 
 
-def classes_in_a_row(known: tuple[float, ...], facts: StepFacts) -> tuple[float, ...]:
-    """Return the one class of each audited step until this one, () where this one has several; unchanged where none is told."""
-    calls = [call for call in facts.losses if call.kind in _KINDS]
+def remember(evidence: Evidence) -> tuple[float, ...]:
+    """Return the one class of each audited step until this one, () where this one has several; unchanged without targets."""
+    known: tuple[float, ...] = evidence.remembered("shuffled_data", ())
+    calls = [call for call in evidence.facts.losses if call.kind in _KINDS]
     if not calls:
         return known
     low = min(call.number("class_low") for call in calls)

@@ -19,12 +19,14 @@ from typing import NamedTuple
 from trainprobe.engine.core.facts import StepFacts
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
+from trainprobe.monitor.audit.messages import Rows, key_of
 
 COST = frozenset({"host", "ranks"})
 EVERY = 10
 STAGE = "backward"
 _EQUAL = 1e-3
 _RAGGED = 1.25
+_TARGETS, _WEIGHT = key_of("targets", "weighed_targets"), key_of("weight", "weighed_targets")
 
 
 class _Part(NamedTuple):
@@ -49,25 +51,25 @@ def check(evidence: Evidence) -> list[Finding]:
     return _over_ranks(evidence)
 
 
-def targets(facts: StepFacts) -> float:
-    """Return how many targets of a step count; NaN where that is not known."""
-    parts = _parts(facts)
-    return sum(part.targets for part in parts) if parts else float("nan")
+def tells(evidence: Evidence) -> Rows:
+    """Return how many targets of this rank's step count, and what the loss of each was multiplied by.
 
-
-def target_weight(facts: StepFacts) -> float:
-    """Return what each target's loss was multiplied by, where the micro-batches are ragged and all have one; otherwise NaN."""
-    parts = _parts(facts)
+    Nothing unless the micro-batches are ragged and all targets have one weight.
+    """
+    parts = _parts(evidence.facts)
     each = [part.factor / part.targets for part in parts]
-    return each[0] if _are_ragged([part.targets for part in parts]) and _are_equal(each) else float("nan")
+    if not (_are_ragged([part.targets for part in parts]) and _are_equal(each)):
+        return {}
+    return {_TARGETS: (0, sum(part.targets for part in parts)), _WEIGHT: (0, each[0])}
 
 
 def _over_ranks(evidence: Evidence) -> list[Finding]:
     axes = frozenset({"dp", "cp"})
     group = along(evidence, axes)
-    counts = [peer.numbers["targets"] for peer in group]
-    weights = [peer.numbers["target_weight"] for peer in group]
-    if not all(map(math.isfinite, (*counts, *weights))) or not _are_ragged(counts):
+    if not all(_TARGETS in peer.rows for peer in group):
+        return []
+    counts, weights = ([peer.rows[key][1] for peer in group] for key in (_TARGETS, _WEIGHT))
+    if not _are_ragged(counts):
         return []
     if not _are_equal([weight * count for weight, count in zip(weights, counts, strict=True)]):
         return []
