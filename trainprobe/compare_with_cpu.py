@@ -162,7 +162,7 @@ class CompareWithCPU(_Front):
 
     def _make(self, level: Literal["L1", "mix"]) -> Probe:
         probe = OpProbe(self._settings, self._say, self._folder, report=self._report, level=level)
-        probe.judge.verbose = self._verbose
+        probe.judge.verdicts.verbose = self._verbose
         return probe
 
 

@@ -104,22 +104,37 @@ def check_rank(
     tolerance: Tolerance | None = None,
 ) -> None:
     """Judge some calls of one step and rank into `found`. at: (step, rank). tolerance: judge floats by it instead."""
-    seen: dict[str, tuple[str, Row]] = {}
+    judged = RankCheck(found, at, tolerance)
     for i, unit in enumerate(units):
         advance(i, len(units))
+        judged.add(recorded, unit)
+    advance(len(units), len(units))
+
+
+class RankCheck:
+    """Judges the calls of one step and rank into `found`, one at a time and equal ones once. at: (step, rank)."""
+
+    def __init__(self, found: DumpChecked, at: tuple[int, int], tolerance: Tolerance | None = None) -> None:
+        self._found = found
+        self._at = at
+        self._tolerance = tolerance
+        self._seen: dict[str, tuple[str, Row]] = {}
+
+    def add(self, recorded: RecordedRank, unit: Unit) -> tuple[Row, bool]:
+        """Judge a call; return its row and whether it is new, which it is not where an equal call has one."""
         given, gave = recorded.key(unit)
-        before = seen.get(given)
+        before = self._seen.get(given)
         if before is not None and before[0] == gave:
             before[1].equal += 1
-            continue
-        checked = _judged(recorded, unit, tolerance)
+            return before[1], False
+        checked = _judged(recorded, unit, self._tolerance)
         checked.expectation = None  # as large as the call's results, in float64
-        row = Row(*at, unit.entry, unit.call.name, unit.module, checked, folder=recorded.folder, key=given, unit=unit)
+        row = Row(*self._at, unit.entry, unit.call.name, unit.module, checked, folder=recorded.folder, key=given, unit=unit)
         if before is not None and recorded.has_tensors and not is_random(unit.call.name) and unit.direction == "forward":
             row.same_inputs = before[1].entry
-        seen.setdefault(given, (gave, row))
-        found.rows.append(row)
-    advance(len(units), len(units))
+        self._seen.setdefault(given, (gave, row))
+        self._found.rows.append(row)
+        return row, True
 
 
 def _judged(recorded: RecordedRank, unit: Unit, tolerance: Tolerance | None) -> Checked:

@@ -14,10 +14,13 @@ import torch
 import torch.fft
 import torch.linalg
 import torch.nn.functional as functional
+import torch.overrides
 import torch.special
 
 Function = Callable[..., Any]
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_OPS: Any = torch.ops.aten
+_Packet, _Overload = torch._ops.OpOverloadPacket, torch._ops.OpOverload
 # operators have several names: what a tool that wraps them writes → what torch has
 _OTHER_NAMES = {"__truediv__": "__div__", "__rtruediv__": "__rdiv__"}
 
@@ -37,13 +40,21 @@ def _captured() -> dict[str, Mapping[str, Function]]:
     for owner in (torch.fft, torch.linalg, torch.special):
         found = _callables(owner)
         plain |= {**found, **{f.__name__: f for f in found.values() if hasattr(f, "__name__")}}
+    operators = {f.__name__ for f in torch.overrides.get_overridable_functions()[torch]} | _NOT_OVERRIDABLE
+    of_torch = {name: f for name, f in _callables(torch).items() if name in operators}
+    for name in _FILES:
+        plain.pop(name, None)
     return {
-        "Torch": {**plain, **_callables(torch)},
+        "Torch": {**plain, **of_torch},
         "Tensor": {**_callables(_C.TensorBase), **_callables(torch.Tensor)},
         "Functional": {**_callables(_C._nn), **_callables(functional)},
     }
 
 
+# of torch: everything else there that no operator is loads files, compiles, or changes settings of the whole process
+_NOT_OVERRIDABLE = {"unique", "lu", "pca_lowrank", "svd_lowrank", "broadcast_shapes"}
+_FILES = {"from_file"}
+_FILE_ARGUMENTS = {"filename", "file_name", "fname", "path"}
 _FUNCTIONS = _captured()
 _NAMESPACES = {"Aten": "aten", "Prims": "prims", "NPU": "npu"}
 
@@ -67,7 +78,10 @@ def is_in_place(name: str) -> bool:
 
 
 def function(name: str) -> Function | None:
-    """Return the function that an entry such as `Functional.linear` names, None where this torch has none."""
+    """Return the function that an entry such as `Functional.linear` names, None where this torch has none.
+
+    Only operators are returned: a name in a dump cannot make torch load a file or change its settings.
+    """
     prefix, _, rest = name.partition(".")
     if rest.startswith("_foreach_"):
         single = _FUNCTIONS["Torch"].get(api(name).removeprefix("_foreach_"))
@@ -76,14 +90,22 @@ def function(name: str) -> Function | None:
     known = _FUNCTIONS.get(prefix)
     if known is not None:
         return known.get(rest) or known.get(_OTHER_NAMES.get(rest, f"__{rest}__"))
-    namespace = getattr(torch.ops, _NAMESPACES.get(prefix, prefix), None)
-    found = namespace
+    return _dispatched(getattr(torch.ops, _NAMESPACES.get(prefix, prefix), None), rest)
+
+
+def _dispatched(namespace: Any, rest: str) -> Function | None:
+    """Return an operator of torch's dispatcher, None where there is none of this name or where it reads or writes files."""
+    found = namespace if isinstance(namespace, _OPS.__class__) else None
     for part in rest.split("."):
         try:
             found = getattr(found, part)
         except (AttributeError, RuntimeError):
             return None
-    return found if callable(found) else None
+    packet = found if isinstance(found, _Packet) else getattr(found, "overloadpacket", None)
+    if not isinstance(packet, _Packet) or not isinstance(found, (_Packet, _Overload)):
+        return None
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
+    return None if any(a.name in _FILE_ARGUMENTS for schema in schemas for a in schema.arguments) else found
 
 
 def _one_by_one(single: Function) -> Function:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from trainprobe.engine.core.records import Finding, StepData
+from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.step_data import leaves
 from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.storage.dumps.tensor_files import SavedTensor
@@ -102,6 +102,54 @@ def _patterns(name: str) -> tuple[str, ...]:
     return (name, bare, bare.rstrip("_") or bare, *called)
 
 
+class Chosen:
+    """The operator calls that a plan wants judged."""
+
+    def __init__(self, plan: OpCheckPlan) -> None:
+        self._modules = Names(plan.modules)
+        self._any = not plan.ops
+        self._ops, self._skip = OpNames(plan.ops), OpNames(plan.skip)
+
+    def __contains__(self, unit: Unit) -> bool:
+        names = names_of(unit)
+        chosen = self._any or self._ops.has(names)
+        return chosen and not self._skip.has(names) and (unit.module or "") in self._modules
+
+    def unmatched(self) -> list[str]:
+        """Return a sentence's part for each name that no operator had."""
+        return [*self._ops.unmatched(), *self._skip.unmatched()]
+
+
+class Verdicts:
+    """What a run has judged: writes a line for each call, makes findings and counts. say: writes one line."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._counts: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self.steps = 0
+        self.verbose = False
+
+    def add(self, rows: Sequence[Row], step: int, place: Place) -> list[Finding]:
+        """Write and count the calls of one step; return a finding for each operator and direction that is wrong in it."""
+        self.steps += 1
+        for row in rows:
+            outcome = row.worst.outcome
+            self._counts[outcome] += 1
+            self._reasons[row.worst.reason] += outcome == "not checked"
+            self._say(line(row, self.verbose))
+        return list(_findings(rows, step, place))
+
+    def summary(self, unmatched: Sequence[str] = ()) -> str:
+        """Return what was judged in all, as a sentence without its full stop. unmatched: names that no operator had."""
+        counts = ", ".join(f"{self._counts[outcome]} {outcome}" for outcome in OUTCOMES if self._counts[outcome])
+        text = f"op_check: {self.steps} {'step' if self.steps == 1 else 'steps'} judged, {sum(self._counts.values())} calls"
+        text += f" ({counts})" if counts else ""
+        why, count = next(iter(self._reasons.most_common(1)), ("", 0))
+        text += f"; not checked for the most part because {why}" if count else ""
+        return text + (f"; no operator is called {', '.join(unmatched)}" if unmatched and self.steps else "")
+
+
 class StepJudge:
     """Judges the operators of each step that was collected, writes a line for each and returns findings.
 
@@ -110,51 +158,34 @@ class StepJudge:
     """
 
     def __init__(self, plan: OpCheckPlan, values: HeldValues, say: Callable[[str], None], folder: Path) -> None:
-        self._plan = plan
+        self._stop = plan.stop
         self._values = values
-        self._say = say
         self._folder = folder
-        self._modules = Names(plan.modules)
-        self._ops, self._skip = OpNames(plan.ops), OpNames(plan.skip)
-        self._tolerance = None if plan.atol is None or plan.rtol is None else Tolerance(plan.atol, plan.rtol)
-        self.steps = 0
-        self.counts: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
-        self.verbose = False
+        self._chosen = Chosen(plan)
+        self._tolerance = tolerance(plan)
+        self.verdicts = Verdicts(say)
 
     def __call__(self, step_data: StepData) -> list[Finding]:
         """Judge one step."""
         recorded = RecordedRank(step_data, self._values)
         found = DumpChecked()
-        units = [unit for unit in recorded.units() if self._wants(unit)]
+        units = [unit for unit in recorded.units() if unit in self._chosen]
         check_rank(recorded, units, found, (step_data.step, step_data.place.rank), tolerance=self._tolerance)
-        self.steps += 1
-        for row in found.rows:
-            outcome = row.worst.outcome
-            self.counts[outcome] += 1
-            self.reasons[row.worst.reason] += outcome == "not checked"
-            self._say(line(row, self.verbose))
-        findings = list(_findings(found.rows, step_data))
+        findings = self.verdicts.add(found.rows, step_data.step, step_data.place)
         worst = max((row for row in found.rows if row.worst.outcome == "bug"), key=lambda row: row.worst.worst, default=None)
-        if worst is not None and self._plan.stop:
+        if worst is not None and self._stop:
             script = write_replay(worst, self._folder, recorded)
             raise StopTraining(f"op_check: {described(worst)}; the call was written: python {script}")
         return findings
 
-    def _wants(self, unit: Unit) -> bool:
-        names = names_of(unit)
-        chosen = not self._plan.ops or self._ops.has(names)
-        return chosen and not self._skip.has(names) and (unit.module or "") in self._modules
-
     def summary(self) -> str:
         """Return what was judged in all, as a sentence."""
-        counts = ", ".join(f"{self.counts[outcome]} {outcome}" for outcome in OUTCOMES if self.counts[outcome])
-        text = f"op_check: {self.steps} {'step' if self.steps == 1 else 'steps'} judged, {sum(self.counts.values())} calls"
-        text += f" ({counts})" if counts else ""
-        why, count = next(iter(self.reasons.most_common(1)), ("", 0))
-        text += f"; not checked for the most part because {why}" if count else ""
-        never = [*self._ops.unmatched(), *self._skip.unmatched()] if self.steps else []
-        return text + (f"; no operator is called {', '.join(never)}" if never else "") + "."
+        return f"{self.verdicts.summary(self._chosen.unmatched())}."
+
+
+def tolerance(plan: OpCheckPlan) -> Tolerance | None:
+    """Return the tolerance that a plan sets in place of the calibrated bound."""
+    return None if plan.atol is None or plan.rtol is None else Tolerance(plan.atol, plan.rtol)
 
 
 def line(row: Row, verbose: bool = False) -> str:
@@ -179,7 +210,7 @@ def _shapes(tree: Any) -> str:
     return ", ".join(f"{v.dtype.removeprefix('torch.')}{[*v.shape]} on {v.device}" for _, v in leaves(tree, "")) or "none"
 
 
-def _findings(rows: Iterable[Row], step_data: StepData) -> Iterable[Finding]:
+def _findings(rows: Iterable[Row], step: int, place: Place) -> Iterable[Finding]:
     """Yield a finding for each operator and direction that is wrong in this step, with its worst call."""
     groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in rows:
@@ -187,7 +218,7 @@ def _findings(rows: Iterable[Row], step_data: StepData) -> Iterable[Finding]:
             groups[row.worst.outcome, row.name, row.checked.direction].append(row)
         if row.same_inputs:
             text = f"{row.entry} had the inputs of {row.same_inputs} and gave another result: it is not deterministic"
-            yield Finding(RULE, "warning", text, step=step_data.step, place=step_data.place)
+            yield Finding(RULE, "warning", text, step=step, place=place)
     for (outcome, _, _), group in groups.items():
         worst = max(group, key=lambda row: row.worst.worst)
         more = f"; so are {len(group) - 1} more of its calls" if len(group) > 1 else ""
@@ -195,7 +226,7 @@ def _findings(rows: Iterable[Row], step_data: StepData) -> Iterable[Finding]:
             RULE,
             "error" if outcome == "bug" else "warning",
             f"{described(worst)}{more}",
-            step=step_data.step,
-            place=step_data.place,
+            step=step,
+            place=place,
             next="`op_check: {stop: true}` in the plan stops here and writes the call with a script that runs it anywhere",
         )
