@@ -33,20 +33,15 @@ from trainprobe.engine.taps.ambient_state import ambient_state
 from trainprobe.engine.taps.audit_run import AuditRun
 from trainprobe.engine.taps.backward_starts import BackwardStarts
 from trainprobe.engine.taps.declared_loss import DeclaredGradient
-from trainprobe.engine.taps.equal_rows import EqualRows
-from trainprobe.engine.taps.gathered_features import GatheredFeatures
 from trainprobe.engine.taps.given import Given
-from trainprobe.engine.taps.gradient_terms import GradientTerms
 from trainprobe.engine.taps.gradient_use import GradientUse
 from trainprobe.engine.taps.loss_factors import scaled_from
 from trainprobe.engine.taps.model_calls import ModelCalls, unwrapped
-from trainprobe.engine.taps.observers import let, observer, undo
+from trainprobe.engine.taps.observers import Audited, Observers, let, observer, undo
 from trainprobe.engine.taps.parameter_states import ParameterStateTap
 from trainprobe.engine.taps.random_state import random_fingerprint
 from trainprobe.engine.taps.reduced_gradients import ReducedGradients
 from trainprobe.engine.taps.registered import saved_buffers
-from trainprobe.engine.taps.samplers import SamplerWatch
-from trainprobe.engine.taps.samples import Samples
 from trainprobe.engine.taps.saved_pieces import HeldPieces
 from trainprobe.engine.taps.saved_states import SavedStates
 from trainprobe.engine.taps.schedules import ScheduleWatch
@@ -80,11 +75,8 @@ class AuditTap:
         self._backward = BackwardStarts(guard, self._first_backward, self._backward_begins, self._clears)
         self._use = observer(guard, GradientUse, lambda _: GradientUse(names))
         self._given = Given(guard, self._calls, lambda: self._backward.count)
-        self._samples = observer(guard, Samples, lambda own: Samples(own, lambda: self._calls.runs, names))
-        self._rows = observer(guard, EqualRows, lambda _: EqualRows())
-        self._gathered = observer(guard, GatheredFeatures, lambda own: GatheredFeatures(own, names))
-        self._terms = observer(guard, GradientTerms, lambda own: GradientTerms(own, names))
-        self._samplers = observer(guard, SamplerWatch, SamplerWatch)
+        due = lambda relation: self.run.due(relation)  # noqa: E731
+        self._observers = Observers(guard, Audited(names, lambda: self._models, due, lambda: self._calls.runs))
         reduces = lambda: self.run.due("reduced_gradients") and states.source is None  # noqa: E731
         self._reduced = observer(guard, ReducedGradients, lambda own: ReducedGradients(own, names, reduces))
         self._reduced.weighs = lambda: self.run.world_size > 1
@@ -133,8 +125,7 @@ class AuditTap:
         self._calls.open(self._models)
         self._let(self._reduced.open, self._models)
         self._let(self._schedules.start)
-        self._let(self._samplers.start)
-        self._given.start()
+        self._observers.start()
         self._listener = self._listener or StepListener(lambda optimizer, args, kwargs: self._count_between())
         if self.run.keeps_saves:
             self._let(self.saves.start, self.run.folder, self.run.continues)
@@ -167,10 +158,7 @@ class AuditTap:
         self._calls.looks_for_repeats = self.run.due("recomputed_forward")
         self._calls.begin(tape)
         self._given.begin(tape)
-        self._let(self._samples.begin)
-        self._let(self._rows.begin)
-        self._let(self._gathered.begin)
-        self._let(self._terms.begin)
+        self._observers.begin()
         self._backward.begin()
 
     def pause(self) -> None:
@@ -187,9 +175,7 @@ class AuditTap:
         self._states.more = 0
         self._calls.end()
         self._given.end()
-        undo(self._guard, self._samples.end)
-        undo(self._guard, self._gathered.end)
-        undo(self._guard, self._terms.end)
+        self._observers.end()
         self._backward.end()
         undo(self._guard, self._reduced.end)
 
@@ -198,8 +184,7 @@ class AuditTap:
         self.end()
         self._calls.close()
         undo(self._guard, self._schedules.stop)
-        undo(self._guard, self._samplers.stop)
-        self._given.stop()
+        self._observers.stop()
         if self._listener is not None:
             self._listener.remove()
             self._listener = None
@@ -246,8 +231,7 @@ class AuditTap:
             self._loaded = self._states.carried_pieces(self._tape)
         self.unclipped([p for group in optimizer.param_groups for p in group["params"]])
         if self._plain():
-            if self.run.due("equal_rows") and not self._updates:
-                self._let(self._rows.look, self._models, self._names(), self._tape)
+            self._observers.before_update(self._tape)
             self._let(self._use.before_update, optimizer)
             self._waiting |= dict.fromkeys(waiting_gradients(self._models, self._names()))
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -384,15 +368,15 @@ class AuditTap:
             "reruns": self._let(self._rerun.take),
             "saved": self._let(self.saves.take),
             "loaded": None if loaded is None else self._let(loaded.read),
-            "same_epochs": self._let(self._samplers.take),
-            "equal_rows": self._let(self._rows.take),
             "stale_copies": self._let(self._calls.copies.take),
-            "sampled": self._let(self._samples.take),
-            "gathered": self._let(self._gathered.take),
-            "gradient_term": self._let(self._terms.take),
         }
         used = self._let(self._use.take, self._optimizers, partial(_mean, step_data), partial(_norm, step_data)) or {}
-        return {name: facts for name, facts in taken.items() if facts is not None} | used | self._given.take()
+        return (
+            {name: facts for name, facts in taken.items() if facts is not None}
+            | used
+            | self._given.take()
+            | self._observers.facts()
+        )
 
     def _spoiled(self, step_data: StepData) -> tuple[str, ...]:
         """Return the buffers that hold a NaN, as they were last looked at."""

@@ -1,4 +1,4 @@
-"""What a step computes with: what loss functions and modules are given, batches of loaders, and arithmetic beside the model."""
+"""What a step computes with: what loss functions and modules are given, and arithmetic beside the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from trainprobe.engine.arrays.torch_apart import in_a_transform
 from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.tape import Tape
-from trainprobe.engine.taps.loaders import LoaderWatch
 from trainprobe.engine.taps.loss_inputs import LossInputs, named_arguments
 from trainprobe.engine.taps.model_calls import ModelCalls
 from trainprobe.engine.taps.module_inputs import ModuleInputs
@@ -25,18 +24,8 @@ class Given:
         self._modules = observer(guard, ModuleInputs, lambda _: ModuleInputs())
         beside = lambda: calls.asleep or calls.within > 0  # noqa: E731
         self._outer = observer(guard, OuterProducts, lambda own: OuterProducts(own, beside))
-        self._loaders = observer(guard, LoaderWatch, LoaderWatch)
-        self._handed_out = (0, 0)
         calls.on_call = self._model_called
         calls.on_module = self._module_called
-
-    def start(self) -> None:
-        """Learn of loaders from now on."""
-        let(self._guard, self._loaders.start)
-
-    def stop(self) -> None:
-        """Leave nothing behind."""
-        undo(self._guard, self._loaders.stop)
 
     def begin(self, tape: Tape) -> None:
         """Look at a step."""
@@ -49,11 +38,9 @@ class Given:
         undo(self._guard, self._losses.end)
         undo(self._guard, self._modules.end)
         undo(self._guard, self._outer.end)
-        self._handed_out = let(self._guard, self._loaders.handed_out) or (0, 0)
 
     def take(self) -> dict[str, Any]:
         """Return the facts of the step by their names, once it has crossed to the host; without those of what has failed."""
-        handed_out, workers = self._handed_out
         outer = let(self._guard, self._outer.take)
         taken = {
             "losses": let(self._guard, self._losses.take),
@@ -63,8 +50,6 @@ class Given:
             "scales": let(self._guard, self._modules.scales),
             "moved_twice": let(self._guard, self._modules.moved_twice),
             "outer": outer if self._modules.has_one_output else (),
-            "handed_out": handed_out,
-            "workers": workers,
         }
         return {name: facts for name, facts in taken.items() if facts is not None}
 

@@ -6,7 +6,7 @@ parameter, without a graph, are the functions replaced of which penalties are ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn import functional
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.taps.cut_off import CutOff, flat
 from trainprobe.engine.taps.graph import parameters_behind
+from trainprobe.engine.taps.observers import Audited, Observer
 from trainprobe.engine.taps.replaced import Replaced
 
 _SHAPES = ("view", "reshape", "flatten", "squeeze", "contiguous", "float")
@@ -34,12 +35,11 @@ _MADE_OF = (
 _ADDED_BY = (*((Tensor, name) for name in _JOINING), (torch, "add"), (torch, "sub"))
 
 
-class GradientTerms:
-    """See the module text. names: id of parameter → recorded name."""
+class GradientTerms(Observer):
+    """See the module text."""
 
-    def __init__(self, guard: Guard, names: Callable[[], Mapping[int, str]]) -> None:
-        self._guard = guard
-        self._names = names
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
         self._grad: Replaced | None = None
         self._cut = CutOff(guard)
         self._behind = ""  # a parameter on which what was differentiated depends
@@ -58,9 +58,9 @@ class GradientTerms:
             self._grad.back()
             self._grad = None
 
-    def take(self) -> str:
+    def facts(self) -> Mapping[str, Any]:
         """Return a parameter that what was differentiated depends on, where a loss has it as a constant; otherwise nothing."""
-        return self._behind if self._used else ""
+        return {"gradient_term": self._behind if self._used else ""}
 
     def _watched(self, original: Any) -> Any:
         @wraps(original)  # ops are named by it
@@ -77,7 +77,7 @@ class GradientTerms:
 
     def _behind_of(self, outputs: Any, inputs: Any) -> str:
         """Return a parameter that the outputs depend on, unless the gradient of parameters is asked for."""
-        names = self._names()
+        names = self._audited.names()
         if any(isinstance(t, torch.nn.Parameter) or id(t) in names for t in flat(inputs)):
             return ""
         return next((name for t in flat(outputs) for name in parameters_behind(t, names)), "")

@@ -6,7 +6,7 @@ gradient, outside of a custom autograd function, are the functions replaced that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn import functional
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.taps.cut_off import CutOff, flat
 from trainprobe.engine.taps.graph import parameters_behind
+from trainprobe.engine.taps.observers import Audited, Observer
 from trainprobe.engine.taps.replaced import Replaced
 
 _JOINS = ((torch, "cat"), (torch, "concat"), (torch, "stack"), (torch, "vstack"))
@@ -27,12 +28,11 @@ _PRODUCTS = (
 )
 
 
-class GatheredFeatures:
-    """See the module text. names: id of parameter → recorded name."""
+class GatheredFeatures(Observer):
+    """See the module text."""
 
-    def __init__(self, guard: Guard, names: Callable[[], Mapping[int, str]]) -> None:
-        self._guard = guard
-        self._names = names
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
         self._method: Replaced | None = None
         self._cut = CutOff(guard)
         self._behind = ""  # a parameter on which what was gathered depends
@@ -52,9 +52,9 @@ class GatheredFeatures:
             self._method.back()
             self._method = None
 
-    def take(self) -> str:
+    def facts(self) -> Mapping[str, Any]:
         """Return a parameter that what was gathered depends on, where it was used; otherwise nothing."""
-        return self._behind if self._used else ""
+        return {"gathered": self._behind if self._used else ""}
 
     def _gathering(self, original: Any) -> Any:
         def gather(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ class GatheredFeatures:
         if not given:
             return
         if not self._behind:
-            self._behind = next((name for t in given for name in parameters_behind(t, self._names())), "")
+            self._behind = next((name for t in given for name in parameters_behind(t, self._audited.names())), "")
             self._cut.listen(_JOINS, lambda args, result: self._cut.add([result]))
             self._cut.listen(_PRODUCTS, lambda args, result: self._multiplied(result))
         self._cut.add(flat(outputs))

@@ -2,45 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from trainprobe.engine.arrays.torch_apart import apart
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.library import Carried
 from trainprobe.engine.tape import Tape
+from trainprobe.engine.taps.observers import Audited, Observer
 
 _ROWS = 32  # of each matrix that are looked at, spread over it
 _OF_WEIGHTS, _OF_GRADIENTS = 1e-3, 1e-2  # of the largest number: sums over the same numbers round, and updates add that up
 
 
-class EqualRows:
+class EqualRows(Observer):
     """Looks at every trainable parameter of two dimensions or more, once in a step that asks for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
+        self._looked = False
         self._names: list[str] = []
         self._carried: list[Carried] = []
 
     def begin(self) -> None:
         """Forget the last step."""
-        self._names, self._carried = [], []
+        self._names, self._carried, self._looked = [], [], False
 
-    def look(self, models: Sequence[Any], names: Mapping[int, str], tape: Tape) -> None:
-        """Compare the first row of each matrix, and of its gradient, with others of it. Called before the update."""
-        chosen = {id(p): p for model in models for p in model.parameters() if id(p) in names and _is_matrix(p)}
+    def before_update(self, tape: Tape) -> None:
+        """Compare the first row of each matrix, and of its gradient, with others of it, once in a step."""
+        if self._looked or not self._audited.due("equal_rows"):
+            return
+        names, self._looked = self._audited.names(), True
+        chosen = {id(p): p for model in self._audited.models() for p in model.parameters() if id(p) in names and _is_matrix(p)}
         self._names = [names[key] for key in chosen]
         with apart(), torch.no_grad():
             for p in chosen.values():
                 equal = _spread(p.detach(), _OF_WEIGHTS) & _spread(p.grad, _OF_GRADIENTS)
                 self._carried.append(tape.carry(equal.float().reshape(1)))
 
-    def take(self) -> tuple[str, ...]:
-        """Return the parameters whose rows are all equal, once the step has crossed to the host."""
+    def facts(self) -> Mapping[str, Any]:
+        """Return the parameters whose rows are all equal."""
         pairs = zip(self._names, self._carried, strict=True)
         found = tuple(name for name, carried in pairs if carried.numbers is not None and float(carried.numbers[0]) == 1)
         self.begin()
-        return found
+        return {"equal_rows": found}
 
 
 def _spread(t: Any, share: float) -> Any:

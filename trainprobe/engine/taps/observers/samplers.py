@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
 
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.taps.observers import Audited, Observer
 from trainprobe.engine.taps.replaced import Replaced
 
 
-class SamplerWatch:
+class SamplerWatch(Observer):
     """Looks at each beginning of an epoch between `start` and `stop`."""
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
         self._epochs: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of a sampler → the epoch that it gave last
         self._repeated = 0
         self._replaced: Replaced | None = None
@@ -39,10 +41,10 @@ class SamplerWatch:
             self._replaced.back()
             self._replaced = None
 
-    def take(self) -> int:
-        """Return how many epochs since the last call had the order of the one before."""
+    def facts(self) -> Mapping[str, Any]:
+        """Return how many epochs since the last step that was taken had the order of the one before."""
         repeated, self._repeated = self._repeated, 0
-        return repeated
+        return {"same_epochs": repeated}
 
     def _begins(self, sampler: Any) -> None:
         known, epoch = self._epochs.get(id(sampler)), int(getattr(sampler, "epoch", 0))

@@ -6,7 +6,7 @@ whether the numbers that make up its distribution require a gradient, and whethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,20 +15,19 @@ from torch._C import DisableTorchFunction
 
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.taps.graph import parameters_behind
+from trainprobe.engine.taps.observers import Audited, Observer
 from trainprobe.engine.taps.replaced import Replaced
 
 
-class Samples:
-    """See the module text. inside: whether the watched model runs in training. names: id of parameter → recorded name.
+class Samples(Observer):
+    """See the module text.
 
     drawn: class of a distribution → the first parameter that it depends on, of samples without a gradient. scored: whether the
     log-probability of anything was taken, which is the other way to train a distribution.
     """
 
-    def __init__(self, guard: Guard, inside: Callable[[], bool], names: Callable[[], Mapping[int, str]]) -> None:
-        self._guard = guard
-        self._inside = inside
-        self._names = names
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
         self._replaced: list[Replaced] = []
         self.drawn: dict[str, str] = {}
         self.scored = False
@@ -50,9 +49,9 @@ class Samples:
             replaced.back()
         self._replaced = []
 
-    def take(self) -> dict[str, str]:
+    def facts(self) -> Mapping[str, Any]:
         """Return the samples without a gradient, where no log-probability was taken in the step."""
-        return {} if self.scored else dict(self.drawn)
+        return {"sampled": {} if self.scored else dict(self.drawn)}
 
     def _sampled(self, original: Any) -> Any:
         def sample(distribution: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,11 +69,11 @@ class Samples:
         return log_prob
 
     def _look(self, distribution: Any) -> None:
-        if not self._inside() or not distribution.has_rsample:
+        if not self._audited.inside() or not distribution.has_rsample:
             return
         with DisableTorchFunction():
             learned = [t for t in vars(distribution).values() if isinstance(t, Tensor) and t.requires_grad]
-            found = next((name for t in learned for name in parameters_behind(t, self._names())), None)
+            found = next((name for t in learned for name in parameters_behind(t, self._audited.names())), None)
         if found is not None:
             self.drawn.setdefault(type(distribution).__name__, found)
 
