@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("elftools", reason="run by `make test-wheels`, in an environment of its own")
-import build_wheels  # noqa: E402  (it needs pyelftools)
+import build_wheels
 
 ROOT = Path(__file__).parents[2]
 
