@@ -37,6 +37,7 @@ TAPE = (
     "parts.c",
     "registering.c",
     "trail.c",
+    "structure.c",
 )
 FLAGS = [] if sys.platform == "win32" else ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]
 

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from trainprobe.compiled import native
 from trainprobe.engine.core.records import Call, Opaque, StepData, Value
 
 T = TypeVar("T")
@@ -57,9 +58,12 @@ def layout_of(step_data: StepData) -> StepLayout:
 
 def _structure_key(step_data: StepData) -> bytes:
     """Return a fingerprint of all that the calls say, 64 bytes; numbers that stand in rows are no part of it."""
-    structure = _Structure(step_data)
     features = [(f.name, f.slot, f.call, f.micro, f.numbers.size, f.edges is None) for f in step_data.features]
-    whole = structure.calls, structure.values(), features, list(step_data.scalars), [list(stack) for stack in step_data.stacks]
+    about = features, list(step_data.scalars), [list(stack) for stack in step_data.stacks]
+    if native is not None:
+        return hashlib.blake2b(native.structure(step_data.calls) + repr(about).encode(errors="surrogatepass")).digest()
+    structure = _Structure(step_data)
+    whole = structure.calls, structure.values(), about
     try:
         told = marshal.dumps(whole, _WITHOUT_REFERENCES)
     except ValueError:  # a class of the program's own, such as a kind of text

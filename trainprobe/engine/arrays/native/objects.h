@@ -221,5 +221,6 @@ int arena_fill(PyObject *module);
 int parts_fill(PyObject *module);
 int trail_fill(PyObject *module);
 int registering_fill(PyObject *module);
+int structure_fill(PyObject *module);
 
 #endif
