@@ -383,9 +383,19 @@ def _require_torch() -> None:
             raise MissingExtra("torch", "torch", "a probe on a PyTorch training")
 
 
+def probe_class(model: Any) -> type[Probe]:
+    """Return the class of the probe for a model: that of MindSpore for its cells, else that of PyTorch."""
+    cell = getattr(getattr(sys.modules.get("mindspore"), "nn", None), "Cell", None)
+    if cell is None or not any(isinstance(chunk, cell) for chunk in _chunks(model)):
+        return Probe
+    from trainprobe.integrations.mindspore_probe import MindSporeProbe
+
+    return MindSporeProbe
+
+
 @contextmanager
 def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **overrides: Any) -> Generator[Probe]:
-    """Watch a plain training loop.
+    """Watch a plain training loop of PyTorch, or of MindSpore where `model` is a cell.
 
         with trainprobe.watch(model, optimizer, plan="plan.yaml") as probe:
             for batch in data:
@@ -396,11 +406,14 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
     plan: path, dict, Plan or None; `overrides` are plan fields. Everything is written when the block ends. Warnings and errors
     are printed when they happen, and one line when the block ends, unless the plan says `console: false`.
     """
-    from trainprobe.integrations.loop_checks import LoopChecks, wrong_optimizers
-
-    with Probe(plan, **overrides) as probe:
+    with probe_class(model)(plan, **overrides) as probe:
         probe.open(model, optimizer)
         probe.watches_own_loop()
+        if probe.framework != "pytorch":
+            yield probe
+            return
+        from trainprobe.integrations.loop_checks import LoopChecks, wrong_optimizers
+
         for finding in probe.guard.run(lambda *given: list(wrong_optimizers(*given)), model, optimizer) or ():
             probe.tell_once(finding)
         del optimizer  # one that the training replaces is not kept

@@ -120,11 +120,9 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         if not isinstance(probe, MindSporeProbe):
             return
         probe.train_with(training_cell)
-        probe.tell_what_is_not_judged()
-        if is_graph_mode():
-            line = probe.tell_what_is_compiled()
-            if line and probe.place.rank == 0:
-                _say(f"trainprobe: {line}")
+        line = probe.hidden_by_a_graph()
+        if line and probe.place.rank == 0:
+            _say(f"trainprobe: {line}")
 
     def _place(self, model: Any) -> Place | None:
         """Return where this process stands, if it was told or is configured."""

@@ -17,6 +17,7 @@ from trainprobe.engine.core.gathering import Gathering
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.position import Position
 from trainprobe.engine.core.records import Finding, Place
+from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.program import Schedule
@@ -31,7 +32,8 @@ from trainprobe.engine.taps.mindspore_saved import SavedTensors
 from trainprobe.engine.taps.mindspore_states import CellStateTap, ValuesWanted
 from trainprobe.engine.taps.mindspore_tape import HostTape
 from trainprobe.engine.taps.requests import flags_of, modules_of_plan, ops_of_plan
-from trainprobe.errors import PlanError
+from trainprobe.errors import PlanError, UsageError
+from trainprobe.integrations.mindspore_limits import NOT_JUDGED, NOT_JUDGED_IN_A_GRAPH, refuse
 from trainprobe.integrations.mindspore_place import place_of_process
 from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.audit.relations import relation_names
@@ -41,28 +43,9 @@ from trainprobe.monitor.wanted import flags_where, intervals_of, modules_of_moni
 from trainprobe.schedules import Parts, dumps_when_asked, guard_of, schedules
 from trainprobe.watching import Probe
 
-# relation → why it is not judged under MindSpore
-NOT_JUDGED = {
-    "cleared_gradients": "MindSpore keeps no gradient from one step to the next, so none can be left over",
-    "clipping": "no cell is known that clips: gradients are seen once, as the optimizer gets them",
-    "declared_loss": "a loss can be declared to a PyTorch training only",
-    "random_regions": "operators of MindSpore draw from seeds of their own, which nobody tells",
-    "random_streams": "operators of MindSpore draw from seeds of their own, which nobody tells",
-    "reached_parameters": "MindSpore hands zeros to the optimizer where no gradient arrives",
-    "recomputed_forward": "recomputed cells are recorded by level L0, and not compared with the first forward",
-    "reduced_gradients": "the gradients of one rank are not seen before they are reduced",
-    "reported_loss": "it is not told where a backward pass begins",
-    "resumed": "MindSpore tells nobody when a checkpoint is loaded",
-    "saved_and_loaded": "MindSpore tells nobody when a checkpoint is loaded",
-    "update_rule": "updates are worked out again for optimizers of torch only",
-}
 REPLACED = (
     "the optimizer of {cell} was replaced: MindSpore does not compile the step anew for it, and goes on with the first one, "
     "whose state is recorded; only a step that it compiles later, for other shapes, has the new one. Begin a training with it"
-)
-NOT_JUDGED_IN_A_GRAPH = dict.fromkeys(
-    ("finite_together", "gradient_norm", "moment_recurrence", "movement", "moments_present", "scaled_replicas"),
-    "gradients stay inside the graph",
 )
 
 
@@ -112,6 +95,7 @@ class MindSporeProbe(Probe):
     """A probe of MindSpore cells and optimizers. Raises PlanError for what a plan asks and only PyTorch shows."""
 
     framework = "mindspore"
+    _limits_reported = False
     _trains: tuple[Any, Any] = (None, None)  # the cell that trains, and the optimizer that it held at first
 
     @property
@@ -143,6 +127,28 @@ class MindSporeProbe(Probe):
         """Raise PlanError: a plan cannot change while a MindSpore training goes on."""
         raise PlanError(f"{', '.join(fields)}: under MindSpore a plan stays while a run goes on: resume it with another one")
 
+    def declare_loss(self, loss: Callable[[Any], Any]) -> None:
+        """Raise UsageError: the gradient of a declared loss is worked out by torch."""
+        raise UsageError(
+            "declare_loss: under MindSpore no loss can be declared: leave the call out; `gradient_norm` and "
+            "`movement` of the audit judge the gradients that the optimizer is given"
+        )
+
+    def use_source(self, source: Any) -> None:
+        """Raise UsageError: what the optimizer holds is read from its cell."""
+        raise UsageError(
+            "use_source: under MindSpore parameters and optimizer state are read from the optimizer's cell: "
+            "give the probe the optimizer"
+        )
+
+    def begin_step(self, number: int | None = None) -> bool:
+        """Begin a step; see `Probe.begin_step`. The first one reports what the plan asks for and MindSpore does not show."""
+        if not self._limits_reported:
+            self._limits_reported = True
+            self.report_limits()
+            self._capture_configuration(None)
+        return super().begin_step(number)
+
     def train_with(self, cell: Any) -> None:
         """Tell which cell trains: in graph mode its arguments are the data; MindFormers' holds the cell that clips."""
         self._trains = cell, getattr(cell, "optimizer", None)
@@ -151,9 +157,13 @@ class MindSporeProbe(Probe):
             self.cells.clipping.know([] if clips is None or is_graph_mode() else [clips])
         if self.cells.audit is not None:
             self.cells.audit.training_cell = cell
+        self._capture_configuration(cell)
+
+    def _capture_configuration(self, training_cell: Any) -> None:
+        """Begin to look at what decides the run's numbers, unless that has begun."""
         if self.cells.config is not None:
             self.cells.config.place = self.place
-            self.cells.config.watch(cell)
+            self.cells.config.watch(training_cell)
 
     def close(self) -> None:
         """Write everything that is pending."""
@@ -161,8 +171,8 @@ class MindSporeProbe(Probe):
         if self.cells.config is not None:
             self.cells.config.close()
 
-    def tell_what_is_not_judged(self) -> None:
-        """Keep as findings, one a relation, which relations of the plan's audit cannot be judged here, and why."""
+    def report_limits(self) -> None:
+        """Keep as findings what cannot be judged or seen here: one a relation of the plan's audit, and one of the graph."""
         plan = self.cells.audit_plan
         why = {**NOT_JUDGED, **(NOT_JUDGED_IN_A_GRAPH if is_graph_mode() else {})}
         if self.cells.clipping is not None and self.cells.clipping.cells:
@@ -170,23 +180,23 @@ class MindSporeProbe(Probe):
         for relation in relation_names() if plan is not None else ():
             if plan is not None and relation in why and plan.interval(relation):
                 self._tell(Finding(relation, "info", f"{relation} is not judged under MindSpore: {why[relation]}"))
+        if self.hidden_by_a_graph():
+            self._tell(Finding("mindspore", "info", COMPILED))
 
-    def tell_what_is_compiled(self) -> str:
-        """Keep as a finding what a graph hides, and return the sentence; empty when the plan asks for nothing of it."""
+    def hidden_by_a_graph(self) -> str:
+        """Return what graph mode hides of what the plan asks for, as a sentence; empty for nothing."""
         monitor = self.cells.monitor
-        hidden = any((self.cells.modules, self.cells.ops)) or (
+        asked = any((self.cells.modules, self.cells.ops)) or (
             monitor is not None and (monitor.gradients.on or monitor.activations.on or monitor.activation_gradients.on)
         )
-        if hidden:
-            self._tell(Finding("mindspore", "info", COMPILED))
-        return COMPILED if hidden else ""
+        return COMPILED if asked and is_graph_mode() else ""
 
     def _gathering(self) -> Gathering:
         return gathering()
 
     def _compose(self, plan: Plan, guard: Guard, stacks: Any, rename: Any) -> tuple[Any, dict[str, Schedule]]:
-        refuse(plan)
-        return compose(plan, guard)
+        refuse(plan, monitor_plan(plan.monitor) if plan.monitor else None)
+        return compose(plan, guard, stacks)
 
     def _tapes(self, plan: Plan) -> Callable[[int], Tape]:
         library = MindSporeLibrary(plan.native)
@@ -213,32 +223,14 @@ class MindSporeProbe(Probe):
         self._writer.submit_tensor(self.step_number, key, copy)
 
 
-def refuse(plan: Plan) -> None:
-    """Raise PlanError for what cannot be carried out under MindSpore."""
-    monitor = monitor_plan(plan.monitor) if plan.monitor else None
-    problems = {
-        "monitor: collectives, features and batches are looked at by torch: leave them out": monitor is not None
-        and any(getattr(kind, "on", False) for kind in (monitor.collectives, monitor.features, monitor.batches)),
-        f"level {plan.level!r} needs MindSpore 2.9 or newer, which hands over its operators: use L0": plan.level
-        in ("L1", "mix")
-        and not ops_are_seen(),
-        "ops_scope: its lists are of torch functions: leave it at all and select by `ops`": plan.ops_scope != "all",
-        "histogram and quantiles are computed by torch: leave them out": plan.histogram is not None or bool(plan.quantiles),
-        "tensor_format 'pt' is written by torch: use safetensors or npy": plan.tensor_format == "pt",
-    }
-    found = [text for text, is_so in problems.items() if is_so]
-    if found:
-        raise PlanError("under MindSpore this plan cannot be carried out: " + "; ".join(found))
-
-
-def compose(plan: Plan, guard: Guard) -> tuple[CellParts, dict[str, Schedule]]:
+def compose(plan: Plan, guard: Guard, stacks: Stacks | None = None) -> tuple[CellParts, dict[str, Schedule]]:
     """Build the taps that a plan asks for, and say by the name of each program when they run."""
     cuts: list[Detail] = []
     own = partial(guard_of, guard)
     monitor = monitor_plan(plan.monitor) if plan.monitor else None
     asked = dumps_when_asked(plan, monitor)
     level = ("mix" if ops_are_seen() else "L0") if asked else plan.level
-    modules = CellTap(modules_of_plan(plan, cuts), own(CellTap)) if level in ("L0", "mix") else None
+    modules = CellTap(modules_of_plan(plan, cuts), own(CellTap), stacks) if level in ("L0", "mix") else None
     watched = CellTap(modules_of_monitor(monitor), own(CellTap)) if monitor is not None else None
     naming = modules or watched or CellTap(modules_of_monitor(None), own(CellTap))
     audit = audit_plan(plan.audit) if plan.audit else None
@@ -263,7 +255,9 @@ def compose(plan: Plan, guard: Guard) -> tuple[CellParts, dict[str, Schedule]]:
         own(OptimizerTap), lambda o, gradients: parts.before([o], gradients), lambda o: parts.after([o])
     )
     if level in ("L1", "mix"):
-        parts.ops = PrimitiveTap(ops_of_plan(plan, cuts), own(PrimitiveTap), modules.stack if modules is not None else [])
+        parts.ops = PrimitiveTap(
+            ops_of_plan(plan, cuts), own(PrimitiveTap), modules.stack if modules is not None else [], stacks
+        )
         parts.with_ops = "optimizer" in plan.phases
     if audit is not None or (monitor is not None and monitor.gradients.on and monitor.gradients.unclipped):
         parts.clipping = KnownCalls(own(KnownCalls), parts.clips)

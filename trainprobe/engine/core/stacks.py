@@ -15,6 +15,12 @@ from trainprobe.compiled import native
 _HIDDEN = (
     "torch/overrides.py",
     "torch/utils/_contextlib.py",
+    "mindspore/nn/cell.py",
+    "mindspore/utils/ms_dispatch.py",
+    "mindspore/ops/auto_generate/",
+    "mindspore/ops/primitive.py",
+    "mindspore/graph/api.py",
+    "mindspore/common/api.py",
     "trainprobe/engine/",
     "trainprobe/integrations/",
     "trainprobe/watching.py",

@@ -61,6 +61,11 @@ def full_name(name: str, module_class: str = "") -> str:
     return f"Module.{name}.{module_class}." if module_class else f"{name}."
 
 
+def _as_of_torch(text: str) -> str:
+    """Return a text of `tensor_entries` with the word for a module that `full_name` has: MindSpore's dumps say `Cell`."""
+    return f"Module.{text.removeprefix('Cell.')}" if text.startswith("Cell.") else text
+
+
 Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 Numbers: TypeAlias = Annotated[tuple[Whole | str, ...], BeforeValidator(one_or_many)]
 Statistics: TypeAlias = Annotated[tuple[Statistic, ...], BeforeValidator(one_or_many)]
@@ -365,7 +370,7 @@ class Plan(_Section):
         """Return what is recorded of a name, be it a module (of this class), op or parameter; callers keep the answer."""
         detail = self.base_detail
         full = full_name(name, module_class)
-        if name in self._names["tensors"] or any(text in full for text in self.tensor_entries):
+        if name in self._names["tensors"] or any(_as_of_torch(text) in full for text in self.tensor_entries):
             detail = detail.changed(task="tensor")
         for rule, names in zip(self.details, self._detail_names, strict=True):
             if name in names:

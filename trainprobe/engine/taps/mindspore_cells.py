@@ -24,6 +24,7 @@ from mindspore.nn import Cell
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.taps.requests import ModuleRequest
@@ -111,8 +112,9 @@ def _same(members: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 class CellTap:
     """See the module text. `parameter_names`: id of parameter → MindSpore's own name, or its path where several have that."""
 
-    def __init__(self, wanted: ModuleRequest, guard: Guard) -> None:
+    def __init__(self, wanted: ModuleRequest, guard: Guard, stacks: Stacks | None = None) -> None:
         self.wanted = wanted
+        self._stacks = stacks
         self.known: dict[int, CellInfo] = {}
         self.parameter_names: dict[int, str] = {}
         self.notes: dict[str, None] = {}
@@ -127,6 +129,8 @@ class CellTap:
         self._recomputed: dict[str, int] = {}
         self._called = 0
         self._paused = False
+        self._arrived: Counter[int] = Counter()  # id of parameter → gradients of this step
+        self._gradient_calls: dict[tuple[str, int], Call] = {}
 
     # ---- life --------------------------------------------------------------------------------------------------
 
@@ -170,6 +174,10 @@ class CellTap:
         self._forwards.clear()
         self._recomputed.clear()
         self._called, self._paused = 0, False
+        self._arrived.clear()
+        self._gradient_calls.clear()
+        if self.wanted.backward and "parameter_gradients" in self.wanted.data and not is_graph_mode():
+            self._guard.run(self._watch_parameters)
         if self._original is not None:
             return
         original: Any = Cell.__call__
@@ -230,7 +238,9 @@ class CellTap:
         if parent is None and not again:
             tape.forward_begins(info.name)
         phase = "recompute" if again else "forward"
-        call = Call("module", info.name, self._number(info.name, again), phase, cls=info.cls, micro=tape.micro, parent=parent)
+        stack = self._stacks.capture(-1, 0) if self._stacks is not None else -1
+        number = self._number(info.name, again)
+        call = Call("module", info.name, number, phase, cls=info.cls, micro=tape.micro, parent=parent, stack=stack)
         if info.selected and wanted.micro(tape.micro) and (wanted.recompute or not again):
             at = self._path(info, call)
             if wanted.forward:
@@ -296,6 +306,31 @@ class CellTap:
         places += [None] * (i + 1 - len(places))
         places[i] = value
         tape.told(back)
+
+    def _watch_parameters(self) -> None:
+        """Take the gradient of each selected parameter when it arrives: one a backward, of all that used the parameter."""
+        seen: set[int] = set()
+        for info in self.known.values():
+            for short, p in info.parameters if info.selected else ():
+                if id(p) not in seen and p.requires_grad:
+                    seen.add(id(p))
+                    handle = hooked(p, partial(self._guard.run, self._parameter, info, short, id(p)))
+                    if handle is not None:
+                        self._handles.append(handle)
+
+    def _parameter(self, info: CellInfo, short: str, key: int, gradient: Any) -> None:
+        tape = self._tape
+        if tape is None or not self.wanted.micro(tape.micro):
+            return
+        number = self._arrived[key]
+        self._arrived[key] += 1
+        call = self._gradient_calls.get((info.name, number))
+        if call is None:
+            call = self._gradient_calls[info.name, number] = tape.call("parameter", info.name, number, "backward", info.cls)
+            call.params = {}
+        at = f"Cell.{info.name}.{info.cls}.parameters_grad.{number}.{short}" if info.flags & SAVE else None
+        call.params[short] = tape.tree(gradient, info.flags, at)
+        tape.told(call)
 
     def _path(self, info: CellInfo, call: Call) -> str | None:
         return f"Cell.{info.name}.{info.cls}.{call.phase}.{call.call}" if info.flags & SAVE else None

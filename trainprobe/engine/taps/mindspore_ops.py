@@ -20,6 +20,7 @@ from mindspore.common.api import _pynative_executor
 
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps.mindspore_cells import INPUTS, hooked, is_graph_mode, wait
 from trainprobe.engine.taps.requests import OpRequest
@@ -37,13 +38,14 @@ def ops_are_seen() -> bool:
 class PrimitiveTap:
     """See the module text. stack: the running calls of cells that enclose the ops."""
 
-    def __init__(self, wanted: OpRequest, guard: Guard, stack: list[Call]) -> None:
+    def __init__(self, wanted: OpRequest, guard: Guard, stack: list[Call], stacks: Stacks | None = None) -> None:
         self.parent: str | None = None  # where calls outside every cell belong: "optimizer"
         self.asleep = False
         self.notes: dict[str, None] = {}
         self._wanted = wanted
         self._guard = guard
         self._stack = stack
+        self._stacks = stacks
         self._flags: dict[str, int | None] = {}
         self._tape: Tape | None = None
         self._mode: Any = None
@@ -114,7 +116,8 @@ class PrimitiveTap:
         if not wanted.micro(micro or 0) or (again and not wanted.recompute):
             return None
         name, phase = f"Primitive.{primitive}", "recompute" if again else "forward"
-        call = Call("op", name, tape.count(name, phase), phase, micro=micro, parent=parent)
+        taken = self._stacks.capture(-1, 0) if self._stacks is not None else -1
+        call = Call("op", name, tape.count(name, phase), phase, micro=micro, parent=parent, stack=taken)
         at = f"{name}.{call.call}.{phase}" if flags & SAVE else None
         if wanted.forward:
             if "input" in wanted.data:
