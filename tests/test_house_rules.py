@@ -36,6 +36,7 @@ STOREYS = {
     "trainprobe.dump_compare": 4,
     "trainprobe.op_check": 4,
     "trainprobe.rollout": 4,
+    "trainprobe.kernel_dump": 4,
     "trainprobe.schedules": 5,
     "trainprobe.build": 5,
     "trainprobe.watching": 6,

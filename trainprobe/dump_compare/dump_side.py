@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trainprobe.engine.core.records import Value
 from trainprobe.engine.core.step_data import numbers_of_rows
-from trainprobe.engine.storage.dumps import TensorStore, read
+from trainprobe.engine.storage.dumps import open_tensors, read
 from trainprobe.errors import FormatError, UnsafeFile
 
 _BITS = ("checksum", "crc32")
@@ -25,7 +25,7 @@ class Side:
         self.folder = folder
         self.step_data = read(folder)
         self._columns = numbers_of_rows(self.step_data)
-        self._store = TensorStore(folder)
+        self._store = open_tensors(folder)
         self.unread: list[str] = []
 
     def numbers(self, value: Value) -> Mapping[str, float]:

@@ -17,7 +17,7 @@ from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import entry_name
 from trainprobe.monitor.fleet.words import counted
-from trainprobe.monitor.nan_trace.steps import steps_of
+from trainprobe.monitor.nan_trace.steps import RankStep, steps_of
 from trainprobe.monitor.nan_trace.trace import RankTrace, RunTrace, reached, trace_run
 from trainprobe.monitor.rules.nonfinite import describe, is_given
 
@@ -31,16 +31,25 @@ def nan_trace(
 ) -> int:
     """Find the call, rank and step that made the first NaN or infinity, and how it reached the others.
 
-    Reads dumps (any tool's) and run logs. Exit code: 0 everything is finite, 1 something is not, 3 there is nothing to read.
+    Reads dumps (any tool's, and those of an NPU's kernels) and run logs. Exit code: 0 everything is finite, 1 something is
+    not or the device reported an overflow, 3 there is nothing to read.
     """
-    found, looked = trace_run(steps_of(folder))
+    overflows: list[str] = []
+    found, looked = trace_run(_with_overflows(steps_of(folder), overflows))
     if json:
-        typer.echo(orjson.dumps(_as_json(found, looked), default=str).decode())
+        typer.echo(orjson.dumps(_as_json(found, looked) | {"overflows": overflows}, default=str).decode())
     else:
         console = Console(highlight=False, soft_wrap=True, markup=False)
-        for line in _lines(found, looked):
+        for line in (*_lines(found, looked), *(f"the device reported an overflow: {overflow}" for overflow in overflows)):
             console.print(line)
-    return int(found is not None)
+    return int(found is not None or bool(overflows))
+
+
+def _with_overflows(steps: Iterator[list[RankStep]], overflows: list[str]) -> Iterator[list[RankStep]]:
+    """Yield the steps as they are, and add what the device reported in them to `overflows`."""
+    for ranks in steps:
+        overflows += [f"step {here.frame.step}, rank {here.rank}, {overflow}" for here in ranks for overflow in here.overflows]
+        yield ranks
 
 
 def _lines(found: RunTrace | None, looked: int) -> Iterator[str]:

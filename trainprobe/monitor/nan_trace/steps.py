@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -14,6 +14,8 @@ from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import StoredStepData, numbers_of_rows, slots
 from trainprobe.engine.storage.dumps import read
 from trainprobe.engine.storage.dumps.layout import DEBUG_FILE, DUMP_FILE, find_dumps, holds_dump
+from trainprobe.engine.storage.kernel_dumps.file_names import parse_name
+from trainprobe.engine.storage.kernel_dumps.read import KERNEL_LEVEL, overflows_of
 from trainprobe.errors import FormatError
 from trainprobe.monitor.frames import Frame, Tracks, frame_of_records
 from trainprobe.monitor.run_folder import find_logs, frames_of_log
@@ -21,11 +23,20 @@ from trainprobe.monitor.run_folder import find_logs, frames_of_log
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One step of one rank. step_data: where the step was read from a dump, which knows parents, stacks and extremes."""
+    """One step of one rank. step_data: where the step was read from a dump, which knows parents, stacks and extremes.
+
+    overflows: what the device itself reported of overflows, a sentence each; in dumps of kernels alone.
+    """
 
     rank: int
     frame: Frame
     step_data: StoredStepData | None = None
+    overflows: Sequence[str] = ()
+
+    @property
+    def kernels(self) -> bool:
+        """Tell whether the step was read from a dump of kernels."""
+        return self.step_data is not None and self.step_data.level == KERNEL_LEVEL
 
     def call_at(self, address: Address) -> Call | None:
         """Return the call that holds the value at an address; None where the step was not read from a dump."""
@@ -52,7 +63,7 @@ class RankStep:
 def steps_of(path: Path) -> Iterator[list[RankStep]]:
     """Yield the ranks of each step, in order. Raises FormatError where there is neither a dump nor a run log, or several runs.
 
-    path: the folder that a run wrote to, a step or a rank of it, or a `dump.json`.
+    path: the folder that a run wrote to, a step or a rank of it, a `dump.json`, or one dump file of a kernel.
     """
     dumps, logs = _dumps(path), find_logs(path)
     if not dumps and not logs:
@@ -78,7 +89,7 @@ def _of_logs(path: Path, logs: list[Path]) -> Iterator[list[RankStep]]:
 def _dumps(path: Path) -> dict[int, dict[int, Path]]:
     """Return step → rank → folder of the dumps at a path."""
     if path.is_file() and path.name not in (DUMP_FILE, DEBUG_FILE):
-        return {}
+        return {0: {0: path}} if parse_name(path) else {}
     held = {step: {rank: at for rank, at in ranks.items() if holds_dump(at)} for step, ranks in find_dumps(path).items()}
     return {step: ranks for step, ranks in held.items() if ranks}
 
@@ -86,4 +97,9 @@ def _dumps(path: Path) -> dict[int, dict[int, Path]]:
 def _read(folder: Path) -> RankStep:
     step_data = read(folder)
     frame = frame_of_records(step_data.step, step_data.place, step_data.records(), Tracks(), step_data.complete)
-    return RankStep(step_data.place.rank, frame, step_data)
+    reported = overflows_of(folder) if step_data.level == KERNEL_LEVEL else []
+    return RankStep(step_data.place.rank, frame, step_data, [f"{overflow}: {_kernels(ran)}" for overflow, ran in reported])
+
+
+def _kernels(names: Sequence[str]) -> str:
+    return " or ".join(names) if names else "the dump holds no kernel of that task"

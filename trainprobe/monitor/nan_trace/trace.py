@@ -81,8 +81,12 @@ def _of_step(traces: Sequence[RankTrace], before: Sequence[RankStep]) -> RunTrac
 
 
 def trace_rank(here: RankStep) -> RankTrace | None:
-    """Return the first bad value of one rank and step; None where all that matters is finite."""
-    return _trace(here, that_matter(here.frame))
+    """Return the first bad value of one rank and step; None where all that matters is finite.
+
+    In a dump of kernels every NaN and infinity matters: it may hold a few kernels of the step alone, so that what became of a
+    value cannot be followed.
+    """
+    return _trace(here, here.frame.bad >= INFINITE if here.kernels else that_matter(here.frame))
 
 
 def _trace(here: RankStep, matters: Bools) -> RankTrace | None:

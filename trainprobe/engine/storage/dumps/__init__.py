@@ -6,3 +6,4 @@ from trainprobe.engine.storage.dumps.log import read_log as read_log
 from trainprobe.engine.storage.dumps.read import read as read
 from trainprobe.engine.storage.dumps.read import read_step as read_step
 from trainprobe.engine.storage.dumps.tensor_store import TensorStore as TensorStore
+from trainprobe.engine.storage.dumps.tensor_store import open_tensors as open_tensors

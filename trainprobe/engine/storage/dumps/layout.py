@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainprobe.engine.storage.kernel_dumps.file_names import holds_kernels
+from trainprobe.engine.storage.kernel_dumps.layout import find_kernels
 from trainprobe.engine.storage.safe_files import NO_LINK
 from trainprobe.errors import OutputError
 
@@ -116,20 +118,29 @@ def find_ranks(step_folder: Path) -> dict[int, Path]:
 
 
 def holds_dump(folder: Path) -> bool:
-    """Tell whether a rank's folder holds a dump."""
+    """Tell whether a rank's folder holds a dump, ours or one of kernels."""
+    return holds_own_dump(folder) or holds_kernels(folder)
+
+
+def holds_own_dump(folder: Path) -> bool:
+    """Tell whether a rank's folder holds a dump of this package or of mindstudio-probe."""
     return any((folder / name).is_file() for name in (DUMP_FILE, DEBUG_FILE))
 
 
 def find_dumps(path: Path) -> dict[int, dict[int, Path]]:
     """Return step → rank → folder, in order, of what a user names: a dump's root, a step, a rank, or a dump's file.
 
-    Folders of ranks that hold no dump are among them; steps without a rank are not.
+    Folders of ranks that hold no dump are among them; steps without a rank are not. Where there is no dump of this package
+    or of mindstudio-probe, those of kernels are looked for.
     """
     path = path.parent if path.is_file() else path
-    if holds_dump(path):
+    if holds_own_dump(path):
         return {_number(path.parent): {_number(path): path}}
     steps = {number: find_ranks(folder) for number, folder in find_steps(path).items()} or {_number(path): find_ranks(path)}
-    return {number: ranks for number, ranks in steps.items() if ranks}
+    steps = {number: ranks for number, ranks in steps.items() if ranks}
+    if any(holds_own_dump(folder) for ranks in steps.values() for folder in ranks.values()):
+        return steps
+    return find_kernels(path) or steps
 
 
 def _number(folder: Path) -> int:

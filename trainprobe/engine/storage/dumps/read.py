@@ -20,6 +20,8 @@ from trainprobe.engine.storage.dumps.entries import parse_entry
 from trainprobe.engine.storage.dumps.header import read_place, read_scalars, spread
 from trainprobe.engine.storage.dumps.layout import CONSTRUCT_FILE, DEBUG_FILE, DUMP_FILE, HEADER, STACK_FILE, find_ranks
 from trainprobe.engine.storage.dumps.leaves import Leaves
+from trainprobe.engine.storage.kernel_dumps.file_names import holds_kernels, parse_name
+from trainprobe.engine.storage.kernel_dumps.read import read_kernels
 from trainprobe.errors import FormatError
 
 LARGEST = 8 << 30
@@ -29,14 +31,19 @@ DEPTH = 400
 def read(path: Path | str) -> StoredStepData:
     """Read one rank of one step: a rank's folder, a `dump.json` or `debug.json`, or a step's folder with one rank in it.
 
-    Raises FormatError when there is no dump there, when there are several ranks (use `read_step`), or when it cannot be read.
+    A folder with the dump files of kernels, or one such file, is read as a step too (see kernel_dumps.read). Raises FormatError
+    when there is no dump there, when there are several ranks (use `read_step`), or when it cannot be read.
     """
     path = Path(path)
+    if parse_name(path) is not None and path.is_file():
+        return read_kernels(path)
     if path.is_file():
         return _read_rank(path)
     for name in (DUMP_FILE, DEBUG_FILE):
         if (path / name).is_file():
             return _read_rank(path / name)
+    if holds_kernels(path):
+        return read_kernels(path)
     ranks = find_ranks(path)
     if len(ranks) == 1:
         return read(next(iter(ranks.values())))

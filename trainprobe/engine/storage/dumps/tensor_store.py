@@ -9,7 +9,7 @@ import math
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from trainprobe.engine.storage.dumps.tensor_files import (
     load_torch,
     plain_dtype,
 )
+from trainprobe.engine.storage.kernel_dumps.file_names import holds_kernels
+from trainprobe.engine.storage.npy_files import map_npy
+from trainprobe.engine.storage.widening import widen
 from trainprobe.errors import FormatError, UnsafeFile
 
 _LARGEST_HEADER = 100_000_000
@@ -56,7 +59,7 @@ class TensorStore:
             return self._whole.array(name)
         path = self._path(name)
         try:
-            return np.load(path, mmap_mode="r", allow_pickle=False) if path.suffix == ".npy" else _load_pt(path)
+            return map_npy(path) if path.suffix == ".npy" else _load_pt(path)
         except FormatError:
             raise
         except (OSError, ValueError, EOFError, RuntimeError) as error:
@@ -71,6 +74,27 @@ class TensorStore:
         if path.resolve().parent != (self._folder / DATA_FOLDER).resolve():
             raise UnsafeFile(f"{path} is a link that leads out of its folder, so it is not opened")
         return path
+
+
+class Tensors(Protocol):
+    """The stored values of one rank and step, whatever wrote them."""
+
+    def names(self) -> Iterator[str]:
+        """Yield the name of each stored value, as `Value.tensor` has it."""
+        ...
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """Return a value as a NumPy array. Raises FormatError for what is missing or cannot be read."""
+        ...
+
+
+def open_tensors(folder: Path) -> Tensors:
+    """Return the stored values of one rank and step: of a dump of this package, of mindstudio-probe, or of kernels."""
+    from trainprobe.engine.storage.dumps.layout import holds_own_dump
+    from trainprobe.engine.storage.kernel_dumps.store import KernelStore
+
+    kernels = not holds_own_dump(folder) and (folder.is_file() or holds_kernels(folder))
+    return KernelStore(folder) if kernels else TensorStore(folder)
 
 
 class SafetensorsReader:
@@ -140,32 +164,6 @@ def _numpy_dtype(short: str) -> Any:
     if short not in _NAMES:
         raise ValueError(f"dtype {short!r} is not known")
     return _NAMES[short].removeprefix("torch.")
-
-
-def widen(array: npt.NDArray[Any], short: str) -> npt.NDArray[Any]:
-    """Turn bit patterns of a type that NumPy lacks into float32, exactly; anything else is returned as it is.
-
-    Formats: bfloat16 is the upper half of float32; float8 as in the OCP 8-bit floating point and microscaling
-    specifications (E5M2 is the upper half of float16; E4M3 has no infinity; E8M0 is a power of two).
-    """
-    if short == "BF16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    if short == "F8_E5M2":
-        return (array.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
-    if short == "F8_E4M3":
-        return _E4M3[array]
-    return _E8M0[array] if short == "F8_E8M0" else array
-
-
-def _e4m3() -> npt.NDArray[np.float32]:
-    bits = np.arange(256)
-    sign, exponent, fraction = np.where(bits & 128, -1.0, 1.0), (bits >> 3) & 15, bits & 7
-    size = np.where(exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7))
-    return np.where(bits & 127 == 127, np.nan, sign * size).astype(np.float32)
-
-
-_E4M3 = _e4m3()
-_E8M0 = np.append(2.0 ** (np.arange(255) - 127.0), np.nan).astype(np.float32)
 
 
 def _load_pt(path: Path) -> npt.NDArray[Any]:
