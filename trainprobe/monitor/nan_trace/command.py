@@ -37,7 +37,9 @@ def nan_trace(
     overflows: list[str] = []
     found, looked = trace_run(_with_overflows(steps_of(folder), overflows))
     if json:
-        typer.echo(orjson.dumps(_as_json(found, looked) | {"overflows": overflows}, default=str).decode())
+        typer.echo(
+            orjson.dumps(_as_json(found, looked) | ({"overflows": overflows} if overflows else {}), default=str).decode()
+        )
     else:
         console = Console(highlight=False, soft_wrap=True, markup=False)
         for line in (*_lines(found, looked), *(f"the device reported an overflow: {overflow}" for overflow in overflows)):

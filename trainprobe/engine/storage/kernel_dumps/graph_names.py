@@ -28,10 +28,11 @@ _LINE = re.compile(r"\s*# In file (.+?):(\d+)(?:~\d+)?, [\d~]+/(.*)/\s*")
 class GraphNames:
     """What the graphs beside a dump say. Flat names are those of files.
 
-    whole: flat name of a kernel → its whole name. parameters: flat name → name. lines: whole name of a kernel → lines of the
-    program, outermost first.
+    order: whole name of a kernel → its place in the order of execution. whole: flat name of a kernel → its whole name.
+    parameters: flat name → name. lines: whole name of a kernel → lines of the program, outermost first.
     """
 
+    order: dict[str, int] = field(default_factory=dict[str, int])
     whole: dict[str, str] = field(default_factory=dict[str, str])
     parameters: dict[str, str] = field(default_factory=dict[str, str])
     lines: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
@@ -58,6 +59,7 @@ def read_graph_names(rank: Path | None) -> GraphNames:
         for row in read_rows(path)[1:]:
             if row and "/" in row[0]:
                 names.add(row[0].strip())
+                names.order.setdefault(row[0].strip(), len(names.order))
     for path in sorted((rank / "graphs").glob("*.ir"))[:_MOST_FILES]:
         _read_ir(path, names)
     return names
@@ -82,7 +84,7 @@ def _read_ir(path: Path, names: GraphNames) -> None:
 
 def frames_of(lines: list[str]) -> list[str]:
     """Return the lines of the program, innermost first, those of the framework's own files last."""
-    own = [line for line in reversed(lines) if "/mindspore/" not in line.partition(", line")[0]]
+    own = [line for line in reversed(lines) if "-packages/mindspore/" not in line.partition(", line")[0]]
     return own + [line for line in reversed(lines) if line not in own]
 
 

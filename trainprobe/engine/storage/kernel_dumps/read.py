@@ -31,8 +31,9 @@ from trainprobe.errors import FormatError
 
 KERNEL_LEVEL = "kernel"  # `StepData.level` of what is read here
 WANTED = ("max", "min", "mean", "norm", "nan", "inf", "zero", "count")
+PARAMETER = "Parameter"  # the op type that MindSpore gives to what the graph holds and is given
 _MOST_NOTES = 20
-_Key = tuple[str, str, int, int]  # op type, op name, task, stream
+_Key = tuple[str, str, int, int, Path]  # op type, op name, task, stream, folder of the graph
 
 
 class _Rows:
@@ -85,8 +86,8 @@ def read_kernels(path: Path) -> StoredStepData:
     """Read the kernel dump of one step and rank. path: a folder of `find_kernels`, or one dump file.
 
     A call is one kernel that ran, of kind "op" with the name `Kernel.{op type}`, or `Kernel.Gradients.{op type}` where it
-    belongs to the backward pass; its parent is the module that launched it, where the dump says so. Calls are in the order of
-    their time stamps. Raises MissingExtra where raw files need protobuf, FormatError where nothing can be read.
+    belongs to the backward pass; its parent is the module that launched it, where the dump says so. Calls are in the order in
+    which they ran. Raises MissingExtra where raw files need protobuf, FormatError where nothing can be read.
     """
     store = KernelStore(path)
     tensors = store.tensors()
@@ -101,9 +102,9 @@ def read_kernels(path: Path) -> StoredStepData:
             value = rows.without(tensor, str(error), extra)
             notes.append(str(error))
         file = tensor.file
-        runs.add((file.op_type, file.op_name, file.task, file.stream or 0), file.time, tensor, value)
-    for told in _statistics(path, notes):
-        key = told.op_type, told.op_name, told.task, told.stream
+        runs.add((file.op_type, file.op_name, file.task, file.stream or 0, file.path.parent), file.time, tensor, value)
+    for folder, told in _statistics(path, notes):
+        key = told.op_type, told.op_name, told.task, told.stream, folder
         if not runs.has(key, told.io, told.slot):
             runs.add(
                 key, told.time, told, rows.told(told, {"op_name": told.op_name, **({"md5": told.md5} if told.md5 else {})})
@@ -147,11 +148,11 @@ def overflows_of(path: Path) -> list[tuple[Overflow, list[str]]]:
     return found
 
 
-def _statistics(path: Path, notes: list[str]) -> Iterable[StatisticRow]:
+def _statistics(path: Path, notes: list[str]) -> Iterable[tuple[Path, StatisticRow]]:
     for folder in graphs_of(path) if path.is_dir() else ():
         if (folder / STATISTICS_FILE).is_file():
             try:
-                yield from read_statistics(folder / STATISTICS_FILE)
+                yield from ((folder, row) for row in read_statistics(folder / STATISTICS_FILE))
             except FormatError as error:
                 notes.append(str(error))
 
@@ -179,7 +180,11 @@ class _Runs:
         return key in self._seen and (io, slot) in self._seen[key]
 
     def calls(self, names: GraphNames) -> tuple[list[Call], list[list[str]]]:
-        """Return the calls in the order of their time stamps, and their stacks."""
+        """Return the calls in the order in which they ran, and their stacks.
+
+        That of the graph, where MindSpore wrote it and each kernel ran once: kernels that run at the same time have time stamps
+        in any order. Else that of the time stamps.
+        """
         runs: list[tuple[int, _Key, dict[tuple[str, int], Value]]] = []
         for key, values in self._seen.items():
             for each in values.values():
@@ -188,7 +193,10 @@ class _Runs:
                 here = {slot: entries[n] for slot, entries in values.items() if n < len(entries)}
                 time = min(time for time, _, _ in here.values())
                 runs.append((time, key, {slot: value for slot, (_, _, value) in here.items()}))
-        runs.sort(key=lambda run: run[:2])
+        places = {key: names.order.get(names.whole.get(flatten(key[1]), ""), -1) for key in self._seen if key[0] != PARAMETER}
+        in_graph_order = len(runs) == len(self._seen) and min(places.values(), default=-1) >= 0
+        last = len(names.order)
+        runs.sort(key=lambda run: (places.get(run[1], last) if in_graph_order else 0, run[0], run[1][:4]))
         modules: dict[str, Call] = {}
         stacks: dict[tuple[str, ...], int] = {}
         ran: dict[str, int] = defaultdict(int)
@@ -203,8 +211,8 @@ class _Runs:
         stacks: dict[tuple[str, ...], int],
         ran: dict[str, int],
     ) -> Call:
-        _, (op_type, op_name, _, _), values = run
-        if op_type == "Parameter":  # what the graph holds and is given, written when the iteration has ended
+        _, (op_type, op_name, *_), values = run
+        if op_type == PARAMETER:  # what the graph holds and is given, written when the iteration has ended
             call = Call("state", names.parameters.get(op_name, op_name), 0, "optimizer")
             call.params = {"value_after": values["output", 0]} if ("output", 0) in values else None
             return call

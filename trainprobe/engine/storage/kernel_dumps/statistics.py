@@ -68,17 +68,10 @@ def _row(cells: Mapping[str, str]) -> StatisticRow:
         raise ValueError(f"the column IO has {io!r}, neither input nor output")
     if not 0 <= int(cells["slot"]) < _MOST_SLOTS:
         raise ValueError(f"slot {cells['slot']} is not one of {_MOST_SLOTS}")
-    return StatisticRow(
-        cells["op type"],
-        cells["op name"],
-        *(int(cells.get(name) or 0) for name in ("task id", "stream id", "timestamp")),
-        io,
-        int(cells["slot"]),
-        cells.get("data type", "").lower(),
-        tuple(int(n) for n in re.findall(r"-?\d{1,18}", cells.get("shape", "")))[:64],
-        numbers,
-        cells.get("md5", ""),
-    )
+    task, stream, time = (int(cells.get(name) or 0) for name in ("task id", "stream id", "timestamp"))
+    shape = tuple(int(n) for n in re.findall(r"-?\d{1,18}", cells.get("shape", "")))[:64]
+    dtype, slot, md5 = cells.get("data type", "").lower(), int(cells["slot"]), cells.get("md5", "")
+    return StatisticRow(cells["op type"], cells["op name"], task, stream, time, io, slot, dtype, shape, numbers, md5)
 
 
 def _number(text: str) -> float:

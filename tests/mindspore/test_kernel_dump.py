@@ -1,0 +1,59 @@
+"""MindSpore's own dump of every kernel in graph mode, written by MindSpore, read by the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.mindspore.launch import run
+from trainprobe.cli import main
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.storage.dumps import open_tensors, read
+from trainprobe.engine.storage.dumps.layout import find_dumps
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the dumps of three runs."""
+    folder = tmp_path_factory.mktemp("dumps")
+    told = [run("run_graph_dump", str(folder / name), *how, cwd=folder) for name, how in RUNS.items()]
+    assert float(told[0]["losses"][1]) < float(told[0]["losses"][0])
+    return folder
+
+
+RUNS: dict[str, tuple[str, ...]] = {"one": (), "other": (), "bad": ("inf",)}
+
+
+def test_the_kernels_are_those_that_the_model_launches(dumps: Path) -> None:
+    found = find_dumps(dumps / "one")
+    assert {step: list(ranks) for step, ranks in found.items()} == {0: [0], 1: [0]}
+    step_data, store = read(found[0][0]), open_tensors(found[0][0])
+    launched = [(call, call.parent) for call in step_data.calls if isinstance(call.parent, Call)]
+    forward = [(call.name, parent.name) for call, parent in launched if "Gradients" not in call.name]
+    assert forward == [
+        *(("Kernel.MatMul", "block.up"), ("Kernel.BiasAdd", "block.up"), ("Kernel.ReLU", "block.act")),
+        *(("Kernel.MatMul", "block.down"), ("Kernel.BiasAdd", "block.down"), ("Kernel.Add", "block")),
+        *(("Kernel.MatMul", "head"), ("Kernel.BiasAdd", "head"), ("Kernel.SparseSoftmaxCrossEntropyWithLogits", "_loss_fn")),
+    ]
+    product = step_data.calls[0]
+    x, weight, out = (store.array(value.tensor) for value in (*product.args[:2], product.out[0]))
+    assert np.allclose(x @ weight.T, out, atol=1e-6)
+    assert "self.up(x)" in step_data.stacks[product.stack][0]
+    assert any(call.name == "Kernel.Gradients.MatMul" for call in step_data.calls)
+    assert {call.phase for call in step_data.calls if call.name == "Kernel.ApplyMomentum"} == {"optimizer"}
+    held = {call.name: call.params["value_after"] for call in step_data.calls if call.kind == "state"}
+    assert held["block.up.weight"].shape == (8, 4)
+    assert step_data.notes == ()
+
+
+def test_two_equal_runs_agree_and_an_infinity_is_traced_to_the_batch(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dump-compare", str(dumps / "one"), str(dumps / "other"), "-q"]) == 0
+    assert main(["dump-compare", str(dumps / "one"), str(dumps / "bad")]) == 2
+    assert "Kernel.MatMul.0.forward (step 0, rank 0): it is given something else, input.0" in capsys.readouterr().out
+    assert main(["nan-trace", str(dumps / "one")]) == 0
+    assert main(["nan-trace", str(dumps / "bad")]) == 1
+    told = capsys.readouterr().out
+    assert "Kernel.MatMul.0.forward, input.0, in block.up" in told
+    assert "run_graph_dump.py" in told
