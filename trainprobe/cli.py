@@ -38,6 +38,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "config-check": ("trainprobe.config_check.command:app", "capture and compare what decides a run's numbers"),
     "ckpt-compare": ("trainprobe.ckpt_compare.command:ckpt_compare", "are two checkpoints the same model"),
     "dump-compare": ("trainprobe.dump_compare.command:dump_compare", "where do two dumps of the same steps part"),
+    "show": ("trainprobe.dump_compare.page.one_dump:show", "one self-contained HTML page of a dump"),
     "op-check": ("trainprobe.op_check.command:op_check", "is each recorded operator right, or merely rounded"),
     "kernel-dump": ("trainprobe.kernel_dump.command:app", "list, show, compare and convert what an NPU wrote of its kernels"),
     "ckpt-show": ("trainprobe.ckpt_compare.command:ckpt_show", "list the logical tensors of one checkpoint"),

@@ -18,7 +18,7 @@ def other_argument(left: Call, right: Call) -> tuple[str, tuple[str, float]]:
     of these the one that is furthest apart, as text, and its relative distance.
     """
     close = "", 0.0
-    mine, theirs = _all_plain(left), _all_plain(right)
+    mine, theirs = plain_arguments(left), plain_arguments(right)
     for at in [at for at in mine if at in theirs and repr(mine[at]) != repr(theirs[at])]:
         x, y = mine[at], theirs[at]
         far = abs(x - y) / max(abs(x), abs(y)) if isinstance(x, float) and isinstance(y, float) and x != y else 1.0
@@ -41,7 +41,7 @@ def given_alone(left: Call, right: Call) -> str:
         if len(mine) > len(theirs):
             lone = [slot for slot in mine if slot not in theirs]
             return f"{(lone or mine)[-1].removeprefix('kwargs.')} is given in {side} alone"
-    mine, theirs = _all_plain(left), _all_plain(right)
+    mine, theirs = plain_arguments(left), plain_arguments(right)
     lone = [[(at, x) for at, x in one.items() if at not in other] for one, other in ((mine, theirs), (theirs, mine))]
     for at, x in list(lone[0]):
         same = next((i for i, (_, y) in enumerate(lone[1]) if repr(x) == repr(y)), None)
@@ -52,7 +52,8 @@ def given_alone(left: Call, right: Call) -> str:
     return f"{said[0]} and not given in {'B' if lone[0] else 'A'}" if len(said) == 1 else ", ".join(said)
 
 
-def _all_plain(call: Call) -> dict[str, Any]:
+def plain_arguments(call: Call) -> dict[str, Any]:
+    """Return the numbers, booleans and texts that a call is given, by place ("argument 1") or keyword."""
     return {**dict(_plain(call.args, "argument")), **dict(_plain(call.kwargs, ""))}
 
 

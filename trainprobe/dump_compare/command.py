@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,11 +14,14 @@ from trainprobe.dump_compare import report
 from trainprobe.dump_compare.conclude import Compared, conclude
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged, judge_calls
+from trainprobe.dump_compare.page.comparison import page_of_rank, write_comparison
 from trainprobe.dump_compare.pairing import RankPair, find_rank, pair_calls, pair_ranks
 from trainprobe.dump_compare.references import measure_floor, measure_truth
 from trainprobe.dump_compare.result_schema import schema_text
 from trainprobe.dump_compare.sheet import sheet_path, write_sheet
 from trainprobe.errors import UsageError
+
+Maker = Callable[[RankPair, Sequence[Judged], tuple[Side, Side]], Any]
 
 
 def _print_schema(wanted: bool) -> None:
@@ -36,6 +39,7 @@ def dump_compare(
         typer.Option(help="write a CSV sheet a rank and step into this folder, with the columns of mindstudio-probe"),
     ] = None,
     xlsx: Annotated[bool, typer.Option("--xlsx", help="write those sheets as .xlsx, with colours")] = False,
+    html: Annotated[Path | None, typer.Option(help="write one page here, with both sides as a tree beside each other")] = None,
     rename: Annotated[
         list[str] | None, typer.Option(help="PATTERN=TEXT: names of A, by a regular expression; may be given again")
     ] = None,
@@ -59,11 +63,14 @@ def dump_compare(
     if xlsx and sheets is None:
         raise UsageError("--xlsx needs --sheets DIR, the folder that the sheets are written to")
     suffix = ".xlsx" if xlsx else ".csv"
+    make: dict[str, Maker] = {} if html is None else {"page": page_of_rank}
     at = [None if sheets is None else sheet_path(sheets, pair.step, pair.rank, suffix) for pair in pairs]
-    ranks = [compare_rank(pair, renamed, sheet, floor, high_precision) for pair, sheet in zip(pairs, at, strict=True)]
+    ranks = [compare_rank(pair, renamed, sheet, floor, high_precision, make) for pair, sheet in zip(pairs, at, strict=True)]
     conclusion = conclude(ranks, missing)
     if json is not None:
         report.write_json(ranks, conclusion, json)
+    if html is not None:
+        write_comparison(ranks, conclusion, (a, b), html)
     console = Console()
     console = console if console.width >= report.WIDTH else Console(width=report.WIDTH)
     if quiet:
@@ -79,11 +86,12 @@ def compare_rank(
     sheet: Path | None = None,
     floor: Path | None = None,
     high_precision: Path | None = None,
+    make: Mapping[str, Maker] | None = None,
 ) -> Compared:
     """Read one rank and step of both dumps and judge each call. Raises FormatError where one cannot be read.
 
     sheet: where a sheet of all values is written, a .csv or .xlsx, or None. floor, high_precision: dumps of a third run (see
-    references).
+    references). make: what else to work out of the rank while its dumps are open; the results stand in `Compared.made`.
     """
     sides = Side(pair.a), Side(pair.b)
     calls = pair_calls(sides[0].step_data.calls, sides[1].step_data.calls, rename)
@@ -102,7 +110,8 @@ def compare_rank(
     judged = judge_calls(calls, *sides, measure)
     if sheet is not None:
         write_sheet(judged, *sides, sheet)
-    return Compared(pair, judged, sides[0].step_data.framework, [*sides[0].unread, *sides[1].unread], notes)
+    made = {name: maker(pair, judged, sides) for name, maker in (make or {}).items()}
+    return Compared(pair, judged, sides[0].step_data.framework, [*sides[0].unread, *sides[1].unread], notes, made)
 
 
 def _renaming(rules: Sequence[str]) -> Callable[[str], str]:

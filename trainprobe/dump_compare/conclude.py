@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainprobe.dump_compare.apart import Apart
 from trainprobe.dump_compare.arguments import given_alone
@@ -23,7 +24,7 @@ _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "
 class Compared:
     """One rank of one step. framework: that of A, as entries are named. unread: why stored values could not be read.
 
-    notes: what a third run lacks.
+    notes: what a third run lacks. made: what else was asked for of it, by name (see compare_rank).
     """
 
     at: RankPair
@@ -31,6 +32,7 @@ class Compared:
     framework: str = "pytorch"
     unread: Sequence[str] = ()
     notes: Sequence[str] = ()
+    made: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,19 @@ class Side:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.step_data = read(folder)
-        self._columns = numbers_of_rows(self.step_data)
+        columns = numbers_of_rows(self.step_data)
+        self._statistics = [(name, column) for name, column in columns.items() if name not in _BITS]
+        self._fingerprints = [(name, columns[name]) for name in _BITS if name in columns]
         self._store = open_tensors(folder)
         self.unread: list[str] = []
 
     def numbers(self, value: Value) -> Mapping[str, float]:
         """Return the statistics of a value by name, without those that are absent."""
-        return {} if value.row < 0 else self._of(value, [name for name in self._columns if name not in _BITS])
+        return _of_row(self._statistics, value.row)
 
     def bits(self, value: Value) -> Mapping[str, int]:
         """Return the fingerprints of a value's bits by kind: "checksum" (64 bits), "crc32"."""
-        return {} if value.row < 0 else self._of(value, [name for name in _BITS if name in self._columns])
+        return _of_row(self._fingerprints, value.row)
 
     def norm(self, value: Value) -> float:
         """Return the l2 norm of a value from its statistics or else its elements; NaN where the dump has neither."""
@@ -57,6 +59,7 @@ class Side:
             return None
         return array if np.shape(array) == tuple(value.shape) else None
 
-    def _of(self, value: Value, names: list[str]) -> dict[str, Any]:
-        told = {name: self._columns[name][value.row] for name in names}
-        return {name: number for name, number in told.items() if number is not None}
+
+def _of_row(columns: Sequence[tuple[str, list[Any]]], row: int) -> dict[str, Any]:
+    """Return the numbers of a row by name, without those that are absent."""
+    return {} if row < 0 else {name: number for name, column in columns if (number := column[row]) is not None}

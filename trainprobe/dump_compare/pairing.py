@@ -43,7 +43,7 @@ def pair_ranks(a: Path, b: Path) -> tuple[list[RankPair], list[str]]:
     Two sides with one step each, or one rank each, are compared whatever the numbers are. Raises FormatError where a path holds
     no dump, CompareError where nothing belongs together.
     """
-    sides = _ranks_of(a), _ranks_of(b)
+    sides = ranks_of(a), ranks_of(b)
     pairs: list[RankPair] = []
     missing: list[str] = []
     for step, of_step in _paired(*sides, "step", missing):
@@ -71,7 +71,7 @@ def find_rank(path: Path, step: int, rank: int) -> Path | None:
 
     Raises FormatError where the path holds no dump.
     """
-    found: Any = _ranks_of(path)
+    found: Any = ranks_of(path)
     for number in (step, rank):
         found = found.get(number) if len(found) > 1 else next(iter(found.values()))
         if found is None:
@@ -79,7 +79,7 @@ def find_rank(path: Path, step: int, rank: int) -> Path | None:
     return found
 
 
-def _ranks_of(path: Path) -> dict[int, dict[int, Path]]:
+def ranks_of(path: Path) -> dict[int, dict[int, Path]]:
     """Return step → rank → folder of what a user names: a dump's root, a step, a rank, or its file."""
     if path.is_file() and path.suffix != ".json":
         raise FormatError(

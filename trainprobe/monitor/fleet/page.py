@@ -12,9 +12,9 @@ import numpy.typing as npt
 import orjson
 
 from trainprobe.engine.core.findings import ranks_of
+from trainprobe.engine.storage.html_page import escape, fill_page, write_text
 from trainprobe.monitor.fleet.verdict import Verdict, bad_counts, differing_counts
 from trainprobe.monitor.fleet.words import counted, place_in_words
-from trainprobe.monitor.report.page import escape, fill_page, write_text
 
 COLUMNS = 1_000  # of the map: a longer run joins neighbouring steps
 ODD_ROWS = 40  # ranks that have a row with their name

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import math
-import os
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ import orjson
 
 from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding
-from trainprobe.errors import OutputError
+from trainprobe.engine.storage.html_page import escape, fill_page, packed, write_text
 from trainprobe.monitor.report.planes import Codes, bucket, pack, smallest
 from trainprobe.monitor.report.run_view import Curve, Metric, RunView
 from trainprobe.monitor.watcher import causes
@@ -34,17 +31,6 @@ def write_page(run: RunView, path: str | Path) -> Path:
     Raises OutputError when the file cannot be written.
     """
     return write_text(Path(path), render_page(run))
-
-
-def write_text(target: Path, text: str) -> Path:
-    """Write a page, whole or not at all, and return where. Raises OutputError when the file cannot be written."""
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(target)
-    except OSError as error:
-        raise OutputError(f"cannot write the report to {target}: {error}; choose another place with -o") from error
-    return target
 
 
 def render_page(run: RunView) -> str:
@@ -65,21 +51,6 @@ def render_page(run: RunView) -> str:
     return fill_page(page, parts)
 
 
-def fill_page(page: str, parts: Mapping[str, str]) -> str:
-    """Return a page with `{{name}}` replaced by the part of this name, each once."""
-    before, *rest = page.split("{{")
-    pieces = [before]
-    for part in rest:
-        key, tail = part.split("}}", 1)
-        pieces += [parts[key], tail]
-    return "".join(pieces)
-
-
-def escape(text: str) -> str:
-    """Return text as HTML holds it."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
-
-
 class _Blobs:
     """The page's binary data: each distinct array once, deflated and written as base64."""
 
@@ -90,7 +61,7 @@ class _Blobs:
         raw = np.ascontiguousarray(array).tobytes()
         key = "b" + hashlib.sha1(raw, usedforsecurity=False).hexdigest()[:12]
         if key not in self._text:
-            self._text[key] = base64.b64encode(zlib.compress(raw, 6)).decode()
+            self._text[key] = packed(raw)
         return key
 
     def html(self) -> str:

@@ -1,0 +1,89 @@
+"""Writes the page of two dumps, or of one: one HTML file that needs no network and no other file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trainprobe.dump_compare.judge import Judged
+from trainprobe.dump_compare.page.document import CHUNK, VERDICTS, Sides, chunk_documents, outcomes, tree_document
+from trainprobe.engine.storage.html_page import escape, fill_page, packed, write_text
+
+SCRIPTS = ("store.js", "tree.js", "rows.js", "panel.js", "find.js", "main.js")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRank:
+    """One rank and step as the page holds it. tree, chunks: base64 of deflated JSON. counts: calls by verdict."""
+
+    step: int
+    rank: int
+    tree: str
+    chunks: Sequence[str]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What stands above the tree.
+
+    sentence, details, code: the conclusion of a comparison (see conclude); of one dump, what it is. paths: of A and B, or of
+    the one dump. first: place of a rank in the list and of a call in it, where the runs part; None where they do not.
+    """
+
+    title: str
+    sentence: str
+    details: Sequence[str]
+    code: int
+    paths: Sequence[str]
+    first: tuple[int, int] | None = None
+
+
+def pack_rank(step: int, rank: int, judged: Sequence[Judged], sides: Sides) -> PackedRank:
+    """Return one rank and step as the page holds it. sides: B is None where one dump is shown alone."""
+    tree, _ = tree_document(judged, sides)
+    chunks = [_pack(chunk) for chunk in chunk_documents(judged, sides)]
+    return PackedRank(step, rank, _pack(tree), chunks, dict(Counter(outcomes(judged, sides))))
+
+
+def _pack(document: Any) -> str:
+    return packed(orjson.dumps(document))
+
+
+def write_page(shown: Shown, ranks: Sequence[PackedRank], path: Path, option: str = "--html") -> Path:
+    """Write the page to `path` and return it; the file appears whole or not at all. Raises OutputError."""
+    return write_text(path, _render(shown, ranks), option)
+
+
+def _render(shown: Shown, ranks: Sequence[PackedRank]) -> str:
+    head = {
+        "title": shown.title,
+        "sentence": shown.sentence,
+        "details": list(shown.details),
+        "code": shown.code,
+        "paths": list(shown.paths),
+        "first": shown.first,
+        "verdicts": VERDICTS,
+        "chunk": CHUNK,
+        "ranks": [{"step": rank.step, "rank": rank.rank, "counts": rank.counts} for rank in ranks],
+    }
+    blobs = [
+        f'<script type="text/plain" id="{name}">{text}</script>'
+        for i, rank in enumerate(ranks)
+        for name, text in ((f"t{i}", rank.tree), *((f"c{i}-{k}", chunk) for k, chunk in enumerate(rank.chunks)))
+    ]
+    assets = files("trainprobe.dump_compare.page") / "assets"
+    parts = {
+        "title": escape(shown.title),
+        "style": (assets / "style.css").read_text(encoding="utf-8"),
+        "blobs": "\n".join(blobs),
+        "head": orjson.dumps(head).decode().replace("<", "\\u003c"),
+        "script": "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS),
+    }
+    return fill_page((assets / "page.html").read_text(encoding="utf-8"), parts)
