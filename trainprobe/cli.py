@@ -40,6 +40,11 @@ VERBS: dict[str, tuple[str, str]] = {
     "dump-compare": ("trainprobe.dump_compare.command:dump_compare", "where do two dumps of the same steps part"),
     "show": ("trainprobe.dump_compare.page.one_dump:show", "one self-contained HTML page of a dump"),
     "op-check": ("trainprobe.op_check.command:op_check", "is each recorded operator right, or merely rounded"),
+    "op-check serve": (
+        "trainprobe.op_check.online.command:op_check_serve",
+        "judge the operators of trainings on other machines while they train",
+    ),
+    "op-check certs": ("trainprobe.op_check.online.command:op_check_certs", "make keys for both sides of `op-check serve`"),
     "kernel-dump": ("trainprobe.kernel_dump.command:app", "list, show, compare and convert what an NPU wrote of its kernels"),
     "ckpt-show": ("trainprobe.ckpt_compare.command:ckpt_show", "list the logical tensors of one checkpoint"),
     "rollout-compare": (
@@ -88,6 +93,8 @@ def _answer(arguments: list[str]) -> int:
         _show_verbs()
         return 0
     verb, *rest = arguments
+    if rest and f"{verb} {rest[0]}" in VERBS:  # a verb of two words
+        verb, rest = f"{verb} {rest[0]}", rest[1:]
     if verb in {"-V", "--version"}:
         from trainprobe import __version__
 

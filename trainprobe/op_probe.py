@@ -9,7 +9,7 @@ from typing import Any, Literal
 from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.program import Schedule
-from trainprobe.errors import OutputError
+from trainprobe.errors import OutputError, StopTraining
 from trainprobe.op_check.plan import OpCheckPlan
 from trainprobe.watching import Probe
 
@@ -36,6 +36,7 @@ class OpProbe(Probe):
         rename: Rename | None = None,
         place: Place | None = None,
     ) -> None:
+        from trainprobe.op_check.online.training_side import OnlineJudge
         from trainprobe.op_check.training import HeldValues, StepJudge
 
         self._report = report
@@ -46,7 +47,9 @@ class OpProbe(Probe):
             **({} if on_error is None else {"on_error": on_error}),
         }
         super().__init__(plan, rename=rename, place=place)
-        self.judge = StepJudge(settings, self._held, say, folder)
+        elsewhere = settings.server is not None or settings.folder is not None
+        self._online = OnlineJudge(settings, self._held, say) if elsewhere else None
+        self.judge = self._online or StepJudge(settings, self._held, say, folder)
         self.watchers.append(lambda step_data: self.guard.part(PART, self._judged, step_data) or ())
         self.guard.of(PART).on_trip(self._judge_no_more)
 
@@ -67,11 +70,30 @@ class OpProbe(Probe):
         from trainprobe.engine.storage.writer import Writer
 
         self._writer = Writer({PART: self._held}, place=place, on_error=self.plan.on_error, tell=self.findings.append)
+        if self._online is not None:
+            self._online.start(place)
         return self._writer
+
+    def end_step(self, *, complete: bool = True) -> StepData | None:
+        """End the step; what a server has judged since the last one is reported. Raises StopTraining as the plan says."""
+        step_data = super().end_step(complete=complete)
+        if self._online is not None:
+            self.guard.run(self.guard.part, PART, self._report_arrived, self._online.arrived)
+            self.guard.run(self._online.make_room)
+            bug = self._online.must_stop()
+            if bug:
+                raise StopTraining(f"op_check: {bug}")
+        return step_data
+
+    def _report_arrived(self, arrived: Callable[[], Sequence[Finding]]) -> None:
+        for finding in arrived():
+            self._tell(finding)
 
     def close(self) -> None:
         """Let go of everything; what was judged is the probe's last sentence."""
         if not self.closed and self.plan.wants_rank(self.place.rank):
+            if self._online is not None:
+                self.guard.run(self.guard.part, PART, self._report_arrived, self._online.close)
             self.sentences = [self.judge.summary()]
         super().close()
 

@@ -38,7 +38,7 @@ def op_check(
     Exit code: 0 all are right within their own rounding, 1 some are suspicious or in another mode, 2 a bug, 3 some were
     not checked.
     """
-    _need_torch(threads)
+    need_torch(threads)
     from trainprobe.op_check import report
     from trainprobe.op_check.conclusion import conclude
     from trainprobe.op_check.dump import rank_folders
@@ -71,7 +71,8 @@ def op_check(
     return conclusion.code
 
 
-def _need_torch(threads: int) -> None:
+def need_torch(threads: int) -> None:
+    """Raise MissingExtra without torch; set its number of threads, unless that is 0."""
     try:
         import torch
     except ImportError:

@@ -63,5 +63,5 @@ def run_here(case: Case, backward: bool) -> Case:
                 results = node(*[*(case.gradients or ()), *[None] * slots][:slots])
             case.results = [*results] if isinstance(results, tuple) else [results]
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise NotChecked(f"torch cannot run it here on made inputs: {(str(error).splitlines() or [''])[0][:120]}") from None
+        raise NotChecked(f"torch cannot run it here: {(str(error).splitlines() or [''])[0][:120]}") from None
     return case

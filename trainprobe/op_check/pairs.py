@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from trainprobe.op_check.check import Checked
 from trainprobe.op_check.conclusion import Conclusion, conclude, said
-from trainprobe.op_check.dump import DumpChecked, Row
+from trainprobe.op_check.dump import DumpChecked
 
 _APART = 4.0  # times further away, before one is said to be nearer
 
@@ -19,9 +20,9 @@ def three_way(a: DumpChecked, b: DumpChecked) -> Conclusion:
         if other is None or other.key != row.key:
             continue
         same += 1
-        nearer = _nearer(row, other)
-        if nearer:
-            details.append(f"{row.entry}{f' in {row.module}' if row.module else ''}: {nearer}")
+        text = nearer(row.checked, other.checked)
+        if text:
+            details.append(f"{row.entry}{f' in {row.module}' if row.module else ''}: {text}")
     details.insert(2, f"{same} of {len(a.rows)} calls of A were given the same inputs in B")
     worse = max((0, 1), key=lambda i: (_order(conclusions[i].code), i == 0))
     worst = conclusions[worse].worst
@@ -34,9 +35,10 @@ def _order(code: int) -> int:
     return {0: 0, 1: 1, 3: 2, 2: 3}[code]
 
 
-def _nearer(a: Row, b: Row) -> str:
-    far = [max((j.worst for j in row.checked.judgements), default=0.0) for row in (a, b)]
+def nearer(a: Checked, b: Checked, names: tuple[str, str] = ("A", "B")) -> str:
+    """Return which of two results of the same inputs is nearer the truth, an empty string where neither clearly is."""
+    far = [max((j.worst for j in checked.judgements), default=0.0) for checked in (a, b)]
     if max(far) <= 1.0 or max(far) < _APART * min(far):
         return ""
-    name, other = ("B", "A") if far[0] > far[1] else ("A", "B")
-    return f"{name} is nearer the truth ({min(far):.3g} bounds away, {other} {max(far):.3g})"
+    best = 0 if far[0] < far[1] else 1
+    return f"{names[best]} is nearer the truth ({min(far):.3g} bounds away, {names[1 - best]} {max(far):.3g})"

@@ -24,6 +24,7 @@ from trainprobe.op_check.recorded import RecordedRank, Unit
 from trainprobe.op_check.replay import write_replay
 
 RULE = "op_check"
+_STOP = "`op_check: {stop: true}` in the plan stops here and writes the call with a script that runs it anywhere"
 # what torch dispatches to → what a program calls
 _CALLED = {
     **dict.fromkeys(["addmm", "mm", "bmm", "mv"], ("linear", "matmul")),
@@ -44,13 +45,13 @@ class HeldValues:
     """The values of the step that is collected: a sink of the writer, and what the judge reads. most: bytes, of one step."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self._bytes = 0
         self._values: dict[str, SavedTensor] = {}
 
     def tensor(self, step: int, saved: SavedTensor) -> bool:
         """Hold a value while there is room."""
-        if self._bytes + saved.nbytes <= self._most:
+        if self._bytes + saved.nbytes <= self.most:
             self._values[saved.key] = saved
             self._bytes += saved.nbytes
         return True
@@ -58,8 +59,24 @@ class HeldValues:
     def array(self, name: str) -> npt.NDArray[Any]:
         """Return a value. Raises FormatError for one that there was no room for."""
         if name not in self._values:
-            raise FormatError(f"the values of the step take more than {self._most} bytes: raise op_check.max_bytes")
+            raise FormatError(f"the values of the step take more than {self.most} bytes: raise op_check.max_bytes")
         return array_of(self._values[name])
+
+    def saved(self, name: str) -> SavedTensor | None:
+        """Return a value as it was stored, None for one that there was no room for."""
+        return self._values.get(name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return self._bytes
+
+    def hand_over(self) -> HeldValues:
+        """Return an object of its own with all values, and hold none any more."""
+        taken = HeldValues(self.most)
+        taken._values, taken._bytes = self._values, self._bytes
+        self._values, self._bytes = {}, 0
+        return taken
 
     def drop(self) -> None:
         """Forget all values."""
@@ -121,10 +138,14 @@ class Chosen:
 
 
 class Verdicts:
-    """What a run has judged: writes a line for each call, makes findings and counts. say: writes one line."""
+    """What a run has judged: writes a line for each call, makes findings and counts. say: writes one line.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    advice: what to do about a wrong operator, for its finding.
+    """
+
+    def __init__(self, say: Callable[[str], None], advice: str = _STOP) -> None:
         self._say = say
+        self._advice = advice
         self._counts: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self.steps = 0
@@ -138,7 +159,7 @@ class Verdicts:
             self._counts[outcome] += 1
             self._reasons[row.worst.reason] += outcome == "not checked"
             self._say(line(row, self.verbose))
-        return list(_findings(rows, step, place))
+        return list(_findings(rows, step, place, self._advice))
 
     def summary(self, unmatched: Sequence[str] = ()) -> str:
         """Return what was judged in all, as a sentence without its full stop. unmatched: names that no operator had."""
@@ -210,7 +231,7 @@ def _shapes(tree: Any) -> str:
     return ", ".join(f"{v.dtype.removeprefix('torch.')}{[*v.shape]} on {v.device}" for _, v in leaves(tree, "")) or "none"
 
 
-def _findings(rows: Iterable[Row], step: int, place: Place) -> Iterable[Finding]:
+def _findings(rows: Iterable[Row], step: int, place: Place, advice: str) -> Iterable[Finding]:
     """Yield a finding for each operator and direction that is wrong in this step, with its worst call."""
     groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in rows:
@@ -228,5 +249,5 @@ def _findings(rows: Iterable[Row], step: int, place: Place) -> Iterable[Finding]
             f"{described(worst)}{more}",
             step=step,
             place=place,
-            next="`op_check: {stop: true}` in the plan stops here and writes the call with a script that runs it anywhere",
+            next=advice,
         )
