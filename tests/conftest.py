@@ -32,6 +32,7 @@ INSTALLED_BY_MAKE = (
     "ray",
     "zarr",
     "peft",
+    "cryptography",
 )
 
 settings.register_profile(

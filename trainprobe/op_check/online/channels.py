@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import shutil
 import ssl
+import time
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from trainprobe.engine.storage.safe_files import read_bounded, write_whole
 from trainprobe.op_check.online.frames import LONGEST_HEADER, PREFIX_BYTES, Decoder, Frame, FrameError, encode
@@ -16,8 +18,35 @@ _PIECE = 1 << 18
 _LINGER_S = 1.0
 
 
+async def first_of(*work: Coroutine[Any, Any, None]) -> None:
+    """Do several things at once until one of them ends, and raise what ended it; the others are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        ended = [task for task in tasks if task.done()]
+    finally:
+        await cancelled(tasks)
+    faults = {task: task.exception() for task in tasks if not task.cancelled()}  # asked of all, or asyncio complains
+    for task in ended:
+        fault = faults[task]
+        if fault is not None:
+            raise fault
+
+
+async def cancelled(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks and return when all have ended. Before Python 3.12 `wait_for` may swallow a cancellation: it is repeated."""
+    left = {task for task in tasks if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=0.1)
+
+
 class Channel(Protocol):
-    """One connection."""
+    """One connection. progress: `time.monotonic()` when a byte last came, or a part of a payload last went."""
+
+    @property
+    def progress(self) -> float: ...
 
     async def send(self, frame: Frame) -> None:
         """Send a frame. Raises OSError, TimeoutError where the other side takes nothing for `patience` seconds."""
@@ -52,6 +81,7 @@ class Stream:
         host: str | None = None,
     ) -> None:
         self._reader, self._writer, self._patience = reader, writer, patience
+        self.progress = time.monotonic()
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = (
             None if context is None else context.wrap_bio(self._in, self._out, server_side=host is None, server_hostname=host)
@@ -77,6 +107,7 @@ class Stream:
             data = await self._reader.read(_PIECE)
             if not data:
                 raise EOFError
+            self.progress = time.monotonic()
             return data
         while True:
             try:
@@ -92,19 +123,17 @@ class Stream:
 
     async def write(self, data: bytes) -> None:
         """Send bytes. Raises OSError, TimeoutError."""
-        with memoryview(data) as whole:
-            for start in range(0, len(whole), _PIECE):
-                piece = whole[start : start + _PIECE]
-                if self._tls is None:
-                    self._writer.write(bytes(piece))
-                else:
-                    self._tls.write(piece)
-                await self._flush()
+        if self._tls is None:
+            self._writer.write(data)
+        else:
+            self._tls.write(data)
+        await self._flush()
 
     async def _fill(self) -> None:
         data = await self._reader.read(_PIECE)
         if not data:
             raise EOFError
+        self.progress = time.monotonic()
         self._in.write(data)
 
     async def _flush(self) -> None:
@@ -136,6 +165,11 @@ class StreamChannel:
         self._frames: list[Frame] = []
         self._sending = asyncio.Lock()
 
+    @property
+    def progress(self) -> float:
+        """See Channel."""
+        return self.stream.progress
+
     def allow(self, most: int) -> None:
         """See Channel."""
         self._decoder.most = most
@@ -145,7 +179,9 @@ class StreamChannel:
         head = encode(frame)
         async with self._sending:
             await self.stream.write(head)
-            await self.stream.write(frame.payload)
+            for start in range(0, len(frame.payload), _PIECE):
+                await self.stream.write(frame.payload[start : start + _PIECE])
+                self.stream.progress = time.monotonic()
 
     async def receive(self) -> Frame:
         """See Channel."""
@@ -173,6 +209,7 @@ class FolderChannel:
         self._inbox, self._outbox = (folder / name for name in ((TO_SERVER, TO_TRAINING)[:: 1 if server else -1]))
         self._most = 0
         self._read = self._written = 0
+        self.progress = time.monotonic()
         if not server:
             folder.mkdir(mode=0o700)
             self._inbox.mkdir()
@@ -199,6 +236,7 @@ class FolderChannel:
         decoder = Decoder(self._most)
         frames = [*decoder.feed(read_bounded(path, PREFIX_BYTES + LONGEST_HEADER + self._most))]
         path.unlink(missing_ok=True)
+        self.progress = time.monotonic()
         self._read += 1
         if len(frames) != 1 or not decoder.between_frames:
             raise FrameError(f"{path} is not one frame")

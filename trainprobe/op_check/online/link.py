@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.op_check.dump import Row
-from trainprobe.op_check.online.channels import Channel
+from trainprobe.op_check.online.channels import Channel, first_of
 from trainprobe.op_check.online.credentials import LINK_ERRORS, explained, is_about_certificates
 from trainprobe.op_check.online.frames import Frame, FrameError, Kind
 from trainprobe.op_check.online.messages import CannotSend, Hello, Sent, Verdict, Welcome, call_frame, nbytes_of, read, write
@@ -107,9 +108,10 @@ class Link:
         self._closing = True
         self._notify()
         self._thread.join(wait_s)
-        if self._thread.is_alive() and self._task is not None:
+        end = time.monotonic() + 5.0
+        while self._thread.is_alive() and self._task is not None and time.monotonic() < end:
             self._call_soon(self._task.cancel)
-            self._thread.join(5.0)
+            self._thread.join(0.1)
         for step in [*self._steps]:
             rest = 0 if step.all_sent or self._thread.is_alive() else sum(1 for _ in step.units)
             if rest:
@@ -146,7 +148,7 @@ class Link:
             self._lose_pending()
             if last:
                 return
-            delay = _RETRY_S if self._connected else min(_LONGEST_RETRY_S, 2 * delay)
+            delay = _RETRY_S if self._connected else min(_LONGEST_RETRY_S, self._patience, 2 * delay)
             self._connected = False
             await self._pause(delay)
 
@@ -167,15 +169,7 @@ class Link:
                 raise Refused(f"{self._server} refuses this training: {_reason(answer)}")
             welcome = read(answer, Welcome)
             self._connected = True
-            tasks = [asyncio.ensure_future(self._receive(channel)), asyncio.ensure_future(self._send(channel, welcome.window))]
-            try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
-            for task in done:
-                task.result()
+            await first_of(self._receive(channel), self._send(channel, welcome.window))
         finally:
             channel.close()
 
@@ -185,7 +179,7 @@ class Link:
             try:
                 frame = await asyncio.wait_for(channel.receive(), self._patience)
             except asyncio.TimeoutError:
-                quiet += 1
+                quiet = quiet + 1 if time.monotonic() - channel.progress >= self._patience else 0
                 if quiet >= _QUIET:
                     raise
                 await channel.send(Frame(Kind.PING, {}))
@@ -202,7 +196,7 @@ class Link:
 
     async def _send(self, channel: Channel, window: int) -> None:
         while True:
-            step = next((step for step in self._steps if not step.all_sent), None)
+            step = next((step for step in [*self._steps] if not step.all_sent), None)
             if step is not None:
                 await self._send_next(channel, step, window)
             elif self._closing and not self._pending:

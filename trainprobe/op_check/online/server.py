@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any
 
 from trainprobe.engine.core.guard import fault_text
 from trainprobe.op_check.judge import Judgement, Tolerance
-from trainprobe.op_check.online.channels import TO_SERVER, Channel, FolderChannel, Stream, StreamChannel
+from trainprobe.op_check.online.channels import TO_SERVER, Channel, FolderChannel, Stream, StreamChannel, cancelled, first_of
 from trainprobe.op_check.online.credentials import LINK_ERRORS, explained
 from trainprobe.op_check.online.frames import Frame, FrameError, Kind
 from trainprobe.op_check.online.judging import CallJudge
@@ -113,10 +114,7 @@ class Server:
 
     async def close(self) -> None:
         """End all sessions and write what is not written."""
-        for task in [*self._tasks]:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait([*self._tasks])
+        await cancelled([*self._tasks])
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -178,8 +176,7 @@ class Server:
             return None
         before = self._sessions.get(key)
         if before is not None and before.task is not None:  # its link broke, which was not noticed here yet
-            before.task.cancel()
-            await asyncio.wait([before.task])
+            await cancelled([before.task])
         report = self._reports.get(key) or Report(self._settings.output, *key)
         self._reports[key] = report
         tolerance = None if hello.atol is None or hello.rtol is None else Tolerance(hello.atol, hello.rtol)
@@ -199,23 +196,13 @@ class Server:
         return ""
 
     async def _serve(self, channel: Channel, session: _Session) -> None:
-        tasks = [asyncio.ensure_future(self._receive(channel, session)), asyncio.ensure_future(self._judge(channel, session))]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0] in done and session.bye is not None:
-                await tasks[1]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        for task in done:
-            task.result()
+        await first_of(self._judge(channel, session), self._receive(channel, session))
         await channel.linger()
 
     async def _receive(self, channel: Channel, session: _Session) -> None:
         """Take frames as they come. The window bounds what is held, so that nothing here waits for the judge."""
-        while session.bye is None:
-            frame = await asyncio.wait_for(channel.receive(), _QUIET * self._settings.patience)
+        while True:
+            frame = await self._next(channel)
             if frame.kind == Kind.CALL:
                 session.held += nbytes_of(frame)
                 if session.held > self._window:
@@ -228,6 +215,15 @@ class Server:
             else:
                 raise FrameError(f"the training sent a {frame.kind.name} frame, which only a server sends")
             session.wake.set()
+
+    async def _next(self, channel: Channel) -> Frame:
+        quiet = _QUIET * self._settings.patience
+        while True:
+            try:
+                return await asyncio.wait_for(channel.receive(), quiet)
+            except asyncio.TimeoutError:
+                if time.monotonic() - channel.progress >= quiet:
+                    raise
 
     async def _judge(self, channel: Channel, session: _Session) -> None:
         loop = asyncio.get_running_loop()
