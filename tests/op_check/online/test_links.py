@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -173,7 +173,7 @@ def test_a_bug_stops_the_training_where_the_plan_says_so(wrong_gelu: None, serve
 
 
 @contextlib.contextmanager
-def fake(behave: Callable[[socket.socket], None], secure: ssl.SSLContext | None) -> Iterator[int]:
+def fake(behave: Callable[[socket.socket], None], secure: ssl.SSLContext | None) -> Generator[int]:
     """A server in a thread; `behave` gets each connection. With a context it speaks TLS."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
