@@ -13,6 +13,7 @@ from rich.console import Console
 from trainprobe.dump_compare import report
 from trainprobe.dump_compare.conclude import Compared, conclude
 from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.frameworks import pair_frameworks
 from trainprobe.dump_compare.judge import Judged, judge_calls
 from trainprobe.dump_compare.page.comparison import page_of_rank, write_comparison
 from trainprobe.dump_compare.pairing import RankPair, find_rank, pair_calls, pair_ranks
@@ -94,8 +95,11 @@ def compare_rank(
     references). make: what else to work out of the rank while its dumps are open; the results stand in `Compared.made`.
     """
     sides = Side(pair.a), Side(pair.b)
-    calls = pair_calls(sides[0].step_data.calls, sides[1].step_data.calls, rename)
     notes: list[str] = []
+    if sides[0].step_data.framework == sides[1].step_data.framework:
+        calls = pair_calls(sides[0].step_data.calls, sides[1].step_data.calls, rename)
+    else:
+        calls, notes = pair_frameworks(*sides, rename)
 
     def measure(judged: Sequence[Judged]) -> None:
         for path, name, told in ((floor, "--floor", measure_floor), (high_precision, "--high-precision", measure_truth)):
