@@ -4,7 +4,6 @@ import collections
 import gc
 import pickle
 import pickletools
-import tracemalloc
 import zipfile
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from tests.ckpt_compare.verdicts import compared, judged
+from tests.ckpt_compare.verdicts import bytes_held, compared, judged
 from trainprobe.ckpt_compare import compare as comparing
 from trainprobe.ckpt_compare import formats
 from trainprobe.ckpt_compare.formats import open_checkpoint
@@ -33,8 +32,12 @@ OBJECT = [
 def test_what_a_pickle_fetches_is_known_beforehand(protocol):
     data = pickle.dumps(OBJECT, protocol)
     expected = {int(arg) for op, arg, _ in pickletools.genops(data) if op.name in ("GET", "BINGET", "LONG_BINGET")}
-    assert fetched(data) == expected != set()
-    assert fetched(b"junk" + data, 4) == expected
+    assert indices(fetched(data)) == expected != set()
+    assert indices(fetched(b"junk" + data, 4)) == expected
+
+
+def indices(flags):
+    return {index for index, flag in enumerate(flags) if flag}
 
 
 DAMAGED = [b"", b"\x80", b"X\xff\xff\xff\xff", b"h", b"g5", b"gx\n.", b"\xff" * 9, b"(((h\x07", b"j\1"]
@@ -42,7 +45,7 @@ DAMAGED = [b"", b"\x80", b"X\xff\xff\xff\xff", b"h", b"g5", b"gx\n.", b"\xff" * 
 
 @pytest.mark.parametrize("data", DAMAGED)
 def test_a_damaged_pickle_ends_the_search(data):
-    assert isinstance(fetched(data), set)
+    assert isinstance(fetched(data), bytearray)
 
 
 class _Names:
@@ -155,14 +158,8 @@ def test_a_tensor_of_a_comparison_takes_little_memory(tmp_path):
     values = {f"layers.{i // 500}.experts.{i % 500}.weight": np.full((1, 3), i, np.float32) for i in range(count)}
     for side in "ab":
         save_file(values, tmp_path / f"{side}.safetensors")
-    compared(tmp_path / "a.safetensors", tmp_path / "a.safetensors")  # what is loaded once
-    gc.collect()
-    tracemalloc.start()
-    found = compared(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    held = tracemalloc.get_traced_memory()[0] / count
-    tracemalloc.stop()
-    assert len(found.rows) == count
-    assert held < 720  # bytes; 600 with more tensors, whose dicts are fuller
+    held = bytes_held(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert held < 720  # 600 with more tensors, whose dicts are fuller
 
 
 def test_formats_of_other_packages_are_looked_up_once(tmp_path, monkeypatch):

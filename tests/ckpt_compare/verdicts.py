@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from pathlib import Path
 
 from trainprobe.ckpt_compare.compare import compare, logical
@@ -23,3 +25,20 @@ def judged(a: Path | str, b: Path | str, what=("weights", "optimizer")) -> Concl
 def kinds(found: Comparison) -> dict[str, int]:
     """Count the compared tensors by kind."""
     return {what: sum(r.what == what for r in found.rows) for what in ("weights", "optimizer")}
+
+
+def bytes_held(a: Path | str, b: Path | str) -> float:
+    """Return the bytes that a comparison holds for each of its rows.
+
+    The less of two measurements: in one of them the interpreter's own table of interned names may double.
+    """
+    compared(a, a)  # what is loaded once
+    measured: list[float] = []
+    for _ in range(2):
+        gc.collect()
+        tracemalloc.start()
+        found = compared(a, b)
+        measured.append(tracemalloc.get_traced_memory()[0] / len(found.rows))
+        tracemalloc.stop()
+        del found
+    return min(measured)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from trainprobe.ckpt_compare.cover import Overlap, Part
 from trainprobe.ckpt_compare.pieces import Rectangle, Reshaped, Source, Turned, Window
-from trainprobe.ckpt_compare.storage.mapped import Mapped, MappedArray, forget_pages
+from trainprobe.ckpt_compare.storage.mapped import Mapped, forget_pages
 from trainprobe.engine.diff.difference import Difference
 from trainprobe.engine.diff.measure import measure
 from trainprobe.errors import FormatError
@@ -141,10 +141,9 @@ def release_all(sources: Iterable[Source]) -> None:
     """Let go of the resident pages of arrays in files; of neighbours in one file at once."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for source in sources:
-        if isinstance(source, MappedArray):
-            spans.setdefault(source.path, []).append((source.start, source.start + source.span))
-        elif isinstance(source, Mapped):
-            source.release()
+        if isinstance(source, Mapped):
+            path, start, stop = source.lies()
+            spans.setdefault(path, []).append((start, stop))
     for path, held in spans.items():
         for start, stop in merged(held, mmap.PAGESIZE):
             forget_pages(path, start, stop)

@@ -10,16 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from trainprobe.ckpt_compare.optimizer_names import is_array, one_or_all, scalar
-from trainprobe.ckpt_compare.pieces import Array, Checkpoint, LogicalTensor, Piece, Point, Problem
+from trainprobe.ckpt_compare.pieces import Array, Checkpoint, LogicalTensor, Piece, Point, Problem, file_name, origin
 from trainprobe.ckpt_compare.plain_state import flat
-from trainprobe.ckpt_compare.storage import torch_archive
-from trainprobe.ckpt_compare.storage.inert_pickle import read_pickle
-from trainprobe.ckpt_compare.storage.mapped import extent, forget_pages, inside, mapping
-from trainprobe.engine.diff.number_formats import NumberFormat, number_format
+from trainprobe.ckpt_compare.storage import dcp_metadata, torch_archive
+from trainprobe.ckpt_compare.storage.mapped import Mapped, inside
+from trainprobe.engine.diff.number_formats import NumberFormat
 from trainprobe.errors import FormatError
 
 _STATE = re.compile(r"(?:optim\w*|optimizers?(?:_\d+)?|osd)\.(?:state\.)?(?P<name>.+)\.(?P<slot>[A-Za-z_]\w*)")
@@ -29,35 +29,59 @@ _WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_m
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One chunk of a tensor: a torch archive at some bytes of a file. It knows its shape without being opened."""
+class _Form:
+    """What a million items have in common: their file, length, and the shape and format of their tensors."""
 
     path: str
-    start: int
     length: int
     shape: Point
     format: NumberFormat
 
+
+_form = lru_cache(maxsize=1024)(_Form)  # one object for equal ones
+
+
+@dataclass(frozen=True, slots=True)
+class Item(Mapped):
+    """One chunk of a tensor: a torch archive at some bytes of a file. It knows its shape without being opened."""
+
+    start: int
+    form: _Form
+
+    @property
+    def path(self) -> str:
+        """The file."""
+        return self.form.path
+
+    @property
+    def shape(self) -> Point:
+        """Shape of the tensor in it."""
+        return self.form.shape
+
+    @property
+    def format(self) -> NumberFormat:
+        """Number format of the tensor in it."""
+        return self.form.format
+
+    def lies(self) -> tuple[str, int, int]:
+        """Return the file, the first byte of the archive in it and the byte behind it."""
+        return self.path, self.start, self.start + self.form.length
+
     def load(self) -> Array:
         """Open the archive and map its tensor."""
-        array = torch_archive.load_part(self.path, self.start, self.length)
-        if not is_array(array) or array.shape != self.shape:
+        path, shape = self.form.path, self.form.shape
+        array = torch_archive.load_part(path, self.start, self.form.length)
+        if not is_array(array) or array.shape != shape:
             found = list(array.shape) if is_array(array) else type(array).__name__
-            raise FormatError(
-                f"{self.path} at byte {self.start}: metadata announces shape {list(self.shape)}, the file holds {found}"
-            )
+            raise FormatError(f"{path} at byte {self.start}: metadata announces shape {list(shape)}, the file holds {found}")
         return array.load()
-
-    def release(self) -> None:
-        """Let go of the resident pages of the archive."""
-        forget_pages(self.path, self.start, self.start + self.length)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """What `.metadata` says: tensors by key, and where the items that are not tensors lie."""
 
-    tensors: Mapping[str, LogicalTensor]
+    tensors: dict[str, LogicalTensor]
     objects: Mapping[str, tuple[str, int, int]]
     problems: tuple[Problem, ...]
 
@@ -69,53 +93,73 @@ def sniff(path: Path) -> bool:
 
 def read_metadata(folder: Path) -> Stored:
     """Read `.metadata` of a distributed checkpoint."""
-    file = str(folder / ".metadata")
-    meta = read_pickle(mapping(file), file)
-    places = {(index["fqn"], tuple(index.state.get("offset") or ())): info for index, info in meta["storage_data"].items()}
+    meta = dcp_metadata.read(folder / ".metadata")
+    files = _Files(folder)
     tensors: dict[str, LogicalTensor] = {}
-    objects: dict[str, tuple[str, int, int]] = {}
     problems: list[Problem] = []
-    for key, entry in meta["state_dict_metadata"].items():
-        if "chunks" not in entry.state:
-            info = places.get((key, ()))
-            if info is not None:
-                objects[key] = (str(inside(folder, info["relative_path"])), *_span(info))
-            continue
-        fmt = number_format(_dtype(entry["properties"]))
-        pieces = tuple(_pieces(folder, key, entry["chunks"], fmt, places, problems))
-        tensors[key] = LogicalTensor(key, extent(entry["size"]), pieces)
+    for key in list(meta.tensors):
+        entry = meta.tensors.pop(key)
+        held: tuple[Piece, ...] | Item = ()
+        if entry.chunks:
+            held = tuple(_pieces(files, meta, key, entry, problems))
+        else:
+            held = _item(files, meta, key, origin(len(entry.shape)), entry.shape, entry.format, problems) or ()
+        tensors[key] = LogicalTensor(key, entry.shape, held)
+    objects = {key: (files.path(place), place.start, place.length) for key, place in meta.objects.items()}
     return Stored(tensors, objects, tuple(problems))
 
 
-def _span(info: Any) -> tuple[int, int]:
-    """Return first byte and length of an item."""
-    start, length = info["offset"], info["length"]
-    if not (isinstance(start, int) and isinstance(length, int) and min(start, length) >= 0):
-        raise FormatError(f"the metadata has {start!r} and {length!r} for the first byte and the length of an item")
-    return start, length
+class _Files:
+    """The files of a folder, each looked for once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._paths: dict[Any, tuple[str, bool]] = {}
+
+    def path(self, place: dcp_metadata.Place) -> str:
+        """Return the path of the file that an item lies in; raise UnsafeFile for one outside of the folder."""
+        return self._look(place)[0]
+
+    def exists(self, place: dcp_metadata.Place) -> bool:
+        """Whether this file is there."""
+        return self._look(place)[1]
+
+    def _look(self, place: dcp_metadata.Place) -> tuple[str, bool]:
+        if place.path not in self._paths:
+            file = inside(self.folder, place.path)
+            self._paths[place.path] = str(file), file.exists()
+        return self._paths[place.path]
 
 
-def _dtype(properties: Any) -> str:
-    state = properties.state.get("state", properties.state)
-    return str(state[0] if isinstance(state, tuple) else state["dtype"])
+def _item(
+    files: _Files,
+    meta: dcp_metadata.Metadata,
+    key: str,
+    offset: Point,
+    shape: Point,
+    fmt: NumberFormat,
+    problems: list[Problem],
+) -> Item | None:
+    """Return the chunk of a tensor at an offset; note a problem and return None where there is none."""
+    place = meta.place(key, offset)
+    if place is None:
+        problems.append(
+            Problem(f"{files.folder}: {key} at {list(offset)}", "the metadata lists this chunk but not where it lies")
+        )
+        return None
+    if not files.exists(place):
+        problems.append(Problem(files.path(place), f"is missing; it holds {key} at {list(offset)}"))
+        return None
+    return Item(place.start, _form(files.path(place), place.length, shape, fmt))
 
 
 def _pieces(
-    folder: Path, key: str, chunks: Any, fmt: NumberFormat, places: Mapping[Any, Any], problems: list[Problem]
+    files: _Files, meta: dcp_metadata.Metadata, key: str, entry: dcp_metadata.Described, problems: list[Problem]
 ) -> Iterator[Piece]:
-    for chunk in chunks:
-        offset, size = extent(chunk["offsets"]), extent(chunk["sizes"])
-        info = places.get((key, offset))
-        if info is None:
-            problems.append(
-                Problem(f"{folder}: {key} at {list(offset)}", "the metadata lists this chunk but not where it lies")
-            )
-            continue
-        file = inside(folder, info["relative_path"])
-        if not file.exists():
-            problems.append(Problem(str(file), f"is missing; it holds {key} at {list(offset)}"))
-            continue
-        yield Piece(offset, Item(str(file), *_span(info), size, fmt), f"{file.name}: {key} at {list(offset)}")
+    for chunk in entry.chunks:
+        item = _item(files, meta, key, chunk.offset, chunk.shape, entry.format, problems)
+        if item is not None:
+            yield Piece(chunk.offset, item, f"{file_name(item.path)}: {key} at {list(chunk.offset)}")
 
 
 def open(path: Path) -> Checkpoint:
@@ -126,7 +170,8 @@ def open(path: Path) -> Checkpoint:
     problems = list(stored.problems)
     settings: dict[str, Any] = {}
     prefix = _wrapper([k for k in stored.tensors if not _STATE.fullmatch(k) and not _SETTINGS.match(k)])
-    for key, tensor in stored.tensors.items():
+    for key in list(stored.tensors):
+        tensor = stored.tensors.pop(key)  # of a million tensors those of both names are too many
         match = _STATE.fullmatch(key)
         if match is not None and match["slot"] == "step":
             _count(tensor, steps, problems)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -29,6 +29,8 @@ from trainprobe.errors import FormatError, did_you_mean
 _FIELD = re.compile(r"\\\{(\w+)\\\}")
 _WRITTEN = re.compile(r"\{(\w+)\}")
 _ADAPTER = re.compile(r"(?P<base>.+)\.(?P<part>lora_(?:A|B|magnitude_vector))(?:\.(?!weight$)\w+)?(?:\.weight)?")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+_OWN_NUMBER = re.compile(r"(?:^|\\\.|\(\?:)\d")  # a pattern that asks for one number
 _OPTIONAL = re.compile(r"\\\[(.+?)\\\]")
 
 
@@ -54,6 +56,7 @@ class NameMap:
     rules: tuple[Rule, ...]
     order: tuple[re.Pattern[str], ...] = ()
     outside: tuple[str, ...] = ()
+    kinds: dict[str, tuple[Rule, ...]] = field(default_factory=dict[str, tuple[Rule, ...]], compare=False, repr=False)
 
     def stripped(self, name: str) -> str:
         """Return the name without the prefixes that wrappers add."""
@@ -64,6 +67,14 @@ class NameMap:
                 if name.startswith(prefix):
                     name, changed = name[len(prefix) :], True
         return name
+
+    def rules_of(self, kind: str) -> tuple[Rule, ...]:
+        """Return the rules that may match a name, given with zeros for its numbers: a million names are of a few kinds."""
+        found = self.kinds.get(kind)
+        if found is None:
+            may = [r for r in self.rules if r.pattern.fullmatch(kind) or _OWN_NUMBER.search(r.pattern.pattern)]
+            found = self.kinds[kind] = tuple(may)
+        return found
 
     def wrapper(self, names: Iterable[str]) -> str | None:
         """Return what wrappers put before this family's names (often nothing), or None when these are not its names."""
@@ -223,7 +234,7 @@ def apply(
     adapter = _ADAPTER.fullmatch(name)
     if adapter is not None:
         return [tensor.renamed(f"{_adapted(names, adapter['base'])}.{adapter['part']}.weight")]
-    for rule in names.rules:
+    for rule in names.rules_of(_NUMBER.sub("0", name)):
         match = rule.pattern.fullmatch(name)
         if match is None or (rule.when and not config.get(rule.when)):
             continue

@@ -101,7 +101,26 @@ def _numpy_dtype(code: Any, *_: Any) -> Any:
     return _DtypeThing(code)
 
 
-class _DtypeThing:
+class Stateful:
+    """An object that takes its attributes itself as they arrive, and holds no container that the pickle could share.
+
+    unchanging: whether it refuses a second state, so that one object may stand for all equal ones.
+    """
+
+    __slots__ = ()
+    unchanging = False
+
+    def set_state(self, state: Any) -> None:
+        """Take the attributes."""
+
+
+class _Dropped:
+    """A dict of which nothing is kept."""
+
+    __slots__ = ()
+
+
+class _DtypeThing(Stateful):
     """A NumPy dtype under construction: its byte order arrives afterwards."""
 
     __slots__ = ("dtype",)
@@ -114,7 +133,7 @@ class _DtypeThing:
             self.dtype = self.dtype.newbyteorder(state[1])
 
 
-class PickledArray:
+class PickledArray(Stateful):
     """A NumPy array inside a pickle; `value` holds it once its state has arrived."""
 
     __slots__ = ("value",)
@@ -219,8 +238,14 @@ _MISFITS = (TypeError, ValueError, KeyError, IndexError, AttributeError, Overflo
 class _Table:
     """The names of one file. tensors: further functions, given by the archive's reader (storages and tensor rebuilders)."""
 
-    def __init__(self, where: str, tensors: Mapping[str, Any] | None, storage: Callable[[Any], Any] | None) -> None:
-        self._where, self._storage = where, storage
+    def __init__(
+        self,
+        where: str,
+        tensors: Mapping[str, Any] | None,
+        storage: Callable[[Any], Any] | None,
+        unwanted: frozenset[str] = frozenset(),
+    ) -> None:
+        self._where, self._storage, self._unwanted = where, storage, unwanted
         self._tensors = tensors or {}
         self._warned: set[str] = set()
         self.lost = 0  # tensors that could not be built
@@ -246,11 +271,12 @@ class _Table:
         """Build what the table knows, and a `Thing` for all else; a call that does not work costs its value alone."""
         if not isinstance(function, Name):
             return Thing(repr(function)[:80], args, keywords)
-        if function in ("copyreg.__newobj__", "copyreg.__newobj_ex__", "copyreg._reconstructor"):
+        known = self._tensors.get(function)
+        if known is None and function in ("copyreg.__newobj__", "copyreg.__newobj_ex__", "copyreg._reconstructor"):
             return self._reconstructed(function, args)
         if function == "builtins.getattr":
             return self._member(args)
-        known = self._tensors.get(function) or _CALLS.get(function)
+        known = known or _CALLS.get(function)
         if known is None:
             return Thing(function, args, keywords)
         try:
@@ -278,7 +304,7 @@ class _Table:
 
     def build(self, target: Any, state: Any) -> None:
         """Keep an object's attributes; the attributes of a plain dict (`_metadata` of a state dict) are dropped."""
-        if isinstance(target, (PickledArray, _DtypeThing)):
+        if isinstance(target, Stateful):
             target.set_state(state)
         elif isinstance(target, Thing):
             match state:
@@ -291,13 +317,26 @@ class _Table:
         elif not isinstance(target, (dict, list, set)):
             raise FormatError(f"attributes are set on a {type(target).__name__}")
 
+    def makes_unchanging(self, function: Any) -> bool:
+        """Whether calls of a name make objects that never change after they have got their state."""
+        return isinstance(function, Name) and getattr(self._tensors.get(function), "unchanging", False)
+
+    def never_changes(self, made: Any) -> bool:
+        """Whether this is such an object."""
+        return isinstance(made, Stateful) and made.unchanging
+
     def append(self, target: Any, items: list[Any]) -> None:
         """Keep the items of a class derived from list."""
         _checked(target, Thing).state.setdefault("items", []).extend(items)
 
+    def new_dict(self, before: Any) -> Any:
+        """Return an empty dict; `before` is the key that it will belong to, where it is the value of one."""
+        return _Dropped() if type(before) is str and before in self._unwanted else {}
+
     def insert(self, target: Any, entries: list[tuple[Any, Any]]) -> None:
         """Keep the entries of a class derived from dict."""
-        _checked(target, Thing).state.update(entries)
+        if not isinstance(target, _Dropped):
+            _checked(target, Thing).state.update(entries)
 
     def refer(self, pid: Any) -> Any:
         """Turn a reference to a storage into a reference to bytes of the file."""
@@ -383,17 +422,29 @@ _DAMAGED = (*_MISFITS, EOFError, RecursionError)
 
 
 def read_pickle(
-    data: Any, where: str, tensors: Mapping[str, Any] | None = None, storage: Callable[[Any], Any] | None = None
+    data: Any,
+    where: str,
+    tensors: Mapping[str, Any] | None = None,
+    storage: Callable[[Any], Any] | None = None,
+    unwanted: frozenset[str] = frozenset(),
 ) -> Any:
-    """Return one pickled object as data. data: bytes or a mapped file. Raises FormatError for a damaged or hostile stream."""
-    return read_pickle_at(data, 0, where, tensors, storage)[0]
+    """Return one pickled object as data. Raises FormatError for a damaged or hostile stream.
+
+    data: bytes or a mapped file. tensors: further names, and what a call of each gives. unwanted: keys whose dicts are dropped.
+    """
+    return read_pickle_at(data, 0, where, tensors, storage, unwanted)[0]
 
 
 def read_pickle_at(
-    data: Any, at: int, where: str, tensors: Mapping[str, Any] | None = None, storage: Callable[[Any], Any] | None = None
+    data: Any,
+    at: int,
+    where: str,
+    tensors: Mapping[str, Any] | None = None,
+    storage: Callable[[Any], Any] | None = None,
+    unwanted: frozenset[str] = frozenset(),
 ) -> tuple[Any, int]:
     """Return the object whose pickle begins at byte `at`, and the first byte behind it."""
-    table = _Table(where, tensors, storage)
+    table = _Table(where, tensors, storage, unwanted)
     machine = Machine(data, table, at)
     try:
         found = machine.run()

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from trainprobe.errors import FormatError, UnsafeFile
 
 LARGEST_TEXT = 1 << 28  # bytes
 LARGEST = 1 << 60  # elements of an array, dimensions of 0 left out: beyond it NumPy's own arithmetic overflows
+_BEHIND = 1 << 20  # bytes: what is read in order lets go of itself more often than that
 OPEN_FILES = 256  # mapped at the same time; the least recently used one is let go
 
 
@@ -72,6 +73,14 @@ def forget_pages(path: str, start: int, stop: int) -> None:
         held.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
 
+def forget_behind(data: Any, at: int) -> None:
+    """Let go of the pages of a mapped file before a byte up to which it was read in order; bytes in memory stay."""
+    if isinstance(data, mmap.mmap) and hasattr(data, "madvise"):
+        first, stop = (max(0, at - _BEHIND) & -mmap.PAGESIZE), at & -mmap.PAGESIZE
+        if stop > first:
+            data.madvise(mmap.MADV_DONTNEED, first, stop - first)
+
+
 def read_text(path: Path) -> str:
     """Return a small text file (a pointer, a configuration, an index); raise FormatError for what is none."""
     try:
@@ -99,17 +108,18 @@ def inside(folder: Path, name: Any) -> Path:
     return folder / name
 
 
-@runtime_checkable
-class Mapped(Protocol):
-    """A source whose pages can be let go."""
+class Mapped:
+    """A source that lies in a mapped file, whose pages can be let go."""
 
-    def release(self) -> None:
-        """Let go of the resident pages."""
-        ...
+    __slots__ = ()
+
+    def lies(self) -> tuple[str, int, int]:
+        """Return the file, the first byte in it and the byte behind the last one."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class MappedArray:
+class MappedArray(Mapped):
     """An array in a file, in row-major order unless `strides` (in elements) say otherwise."""
 
     path: str
@@ -127,6 +137,10 @@ class MappedArray:
             return math.prod(self.shape) * self.format.itemsize
         return (1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))) * self.format.itemsize
 
+    def lies(self) -> tuple[str, int, int]:
+        """Return the file, the first byte in it and the byte behind the last one."""
+        return self.path, self.start, self.start + self.span
+
     def load(self) -> npt.NDArray[Any]:
         """Return the bits as an array that points into the mapped file."""
         if not self.span:
@@ -142,11 +156,6 @@ class MappedArray:
             return flat.reshape(self.shape)
         steps = tuple(s * self.format.itemsize for s in self.strides)
         return np.lib.stride_tricks.as_strided(flat, self.shape, steps, writeable=False)
-
-    def release(self) -> None:
-        """Let go of the resident pages of this array."""
-        if self.span:
-            forget_pages(self.path, self.start, self.start + self.span)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,9 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-_STOP = ord(".")
+from trainprobe.ckpt_compare.storage.mapped import forget_behind
+
+_STOP, _SHORT_GET, _LONG_GET, _FRAME = b".hj\x95"
 _BYTE, _INT, _UINT, _LONG = (struct.Struct(f"<{c}") for c in "BiIQ")
 
 
@@ -42,27 +44,40 @@ _KNOWN = {*_BARE, *_SKIPS, *(code for code in range(256) if _WIDTHS[code])}
 _NEXT = [-1 if c not in _KNOWN else 0 if c in _SKIPS else 1 + _WIDTHS[c] for c in range(256)]
 
 
-def fetched(data: Any, at: int = 0) -> set[int]:
-    """Return the memo's indices that the pickle at a byte ever fetches; of a damaged one those before the damage."""
-    found: set[int] = set()
-    after, end = _NEXT, len(data)
+def fetched(data: Any, at: int = 0) -> bytearray:
+    """Return a byte for each index of the memo: 1 where the pickle at a byte fetches it; of a damaged one, before the damage.
+
+    No pickle memoizes more values than it has bytes: an index beyond that is left out.
+    """
+    found, after, end = bytearray(256), _NEXT, len(data)
     try:
         while at < end:
             code = data[at]
-            if code in b"hjg.":
+            if code == _SHORT_GET:
+                found[data[at + 1]] = 1
+                at += 2
+                continue
+            if code == _FRAME:
+                forget_behind(data, at)
+            elif code in b"jg.":
                 if code == _STOP:
                     break
-                found.add(_fetched_index(data, code, at + 1))
+                index = _UINT.unpack_from(data, at + 1)[0] if code == _LONG_GET else int(_line(data, at + 1))
+                if 0 <= index <= end:
+                    if index >= len(found):
+                        found.extend(bytes(index + 1 - len(found)))
+                    found[index] = 1
             width = after[code]
-            if width < 0:
+            if width > 0:
+                at += width
+            elif width < 0:
                 break
-            at = at + width if width else _SKIPS[code](data, at + 1)
+            else:
+                at = _SKIPS[code](data, at + 1)
     except (ValueError, IndexError, struct.error):
         pass  # the machine meets the same damage, and says so
     return found
 
 
-def _fetched_index(data: Any, code: int, at: int) -> int:
-    if code == 103:  # g: a line
-        return int(data[at : max(at, data.find(b"\n", at))])
-    return data[at] if code == 104 else _UINT.unpack_from(data, at)[0]
+def _line(data: Any, at: int) -> bytes:
+    return data[at : max(at, data.find(b"\n", at))]

@@ -15,10 +15,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from trainprobe.ckpt_compare.storage.mapped import forget_behind
 from trainprobe.ckpt_compare.storage.pickle_fetches import fetched
 from trainprobe.errors import FormatError
 
 LARGEST_INTEGER = 1024  # bytes of an integer
+LONGEST_REPEAT, MOST_REPEATS = 1024, 32  # bytes of an object that may be used again; so many of them
+_NOBODY, _NEVER = object(), object()  # no class yet; none in this pickle
 LARGEST_KEY = 1000  # values inside one key of a dict or member of a set
 
 
@@ -37,8 +40,20 @@ class Names(Protocol):
         """Give an object its state."""
         ...
 
+    def makes_unchanging(self, function: Any) -> bool:
+        """Whether calls of a name make objects that never change after they have got their state."""
+        ...
+
+    def never_changes(self, made: Any) -> bool:
+        """Whether this is such an object."""
+        ...
+
     def append(self, target: Any, items: list[Any]) -> None:
         """Add items to an object that is no plain list."""
+        ...
+
+    def new_dict(self, before: Any) -> Any:
+        """Return an empty dict, or what takes its place; `before` is the value that was made before it."""
         ...
 
     def insert(self, target: Any, entries: list[tuple[Any, Any]]) -> None:
@@ -53,7 +68,9 @@ class Names(Protocol):
 class Machine:
     """Runs one pickle. data: bytes, or a mapped file; at: where it begins. After `run`, `at` is the byte behind it."""
 
-    __slots__ = ("at", "data", "end", "marks", "memo", "memoized", "names", "stack", "wanted")
+    __slots__ = (
+        "at", "data", "end", "marks", "memo", "memoized", "names", "noted", "repeated", "repeats", "stack", "wanted",
+    )  # fmt: skip
 
     def __init__(self, data: Any, names: Names, at: int = 0) -> None:
         self.data, self.names, self.at = data, names, at
@@ -62,16 +79,68 @@ class Machine:
         self.marks: list[list[Any]] = []
         self.wanted = fetched(data, at)
         self.memo: dict[int, Any] = {}
+        self.repeated: Any = _NOBODY  # class of objects that never change, once the pickle has named it
+        self.repeats: list[tuple[bytes, int, Any]] = []  # bytes, values that they memoize, the object that they make
+        self.noted = 0, 0  # first byte of such an object, values memoized before it
         self.memoized = 0  # values that were memoized so far, those that nobody fetches included
 
     def run(self) -> Any:
         """Return the object. Raises FormatError, or what a damaged stream makes Python raise (IndexError, KeyError, …)."""
-        data, opcodes = self.data, _OPCODES
-        while (code := data[self.at]) != _STOP:
-            self.at += 1
-            opcodes[code](self)
-        self.at += 1
+        data, opcodes, wanted, memo = self.data, _OPCODES, self.wanted, self.memo
+        at, last = self.at, len(wanted) - 1
+        while (code := data[at]) != _STOP:
+            at += 1
+            if code == _MEMOIZE:  # this one and the fetches are half of all opcodes: a call for each would double the time
+                if self.memoized <= last and wanted[self.memoized]:
+                    memo[self.memoized] = self.stack[-1]
+                self.memoized += 1
+            elif code == _SHORT_GET:
+                value = memo[data[at]]
+                if value is self.repeated:
+                    at = self.repeat(at - 1)
+                    continue
+                self.stack.append(value)
+                at += 1
+            elif code == _LONG_GET:
+                self.stack.append(memo[_UINT.unpack_from(data, at)[0]])
+                at += 4
+            else:
+                self.at = at
+                opcodes[code](self)
+                at = self.at
+        self.at = at + 1
         return self.stack.pop()
+
+    def repeat(self, start: int) -> int:
+        """Push the object that the bytes from here make, if the same bytes have made one; return where to go on.
+
+        At `start` the class of objects that never change is fetched. Equal bytes make equal objects as long as no index of the
+        memo is used twice and nobody fetches what they memoize.
+        """
+        data, memoized = self.data, self.memoized
+        for text, memos, made in self.repeats:
+            if data[start : start + len(text)] == text and self.wanted.find(1, memoized, memoized + memos) < 0:
+                self.memoized += memos
+                self.stack.append(made)
+                return start + len(text)
+        self.noted = start, memoized
+        self.stack.append(self.repeated)
+        return start + 2
+
+    def built(self) -> None:
+        """Keep the bytes that made an object which never changes, if they make it by themselves, on an empty stack."""
+        start, memoized = self.noted
+        text = self.data[start : self.at]
+        if len(text) > LONGEST_REPEAT or self.wanted.find(1, memoized, self.memoized) >= 0:
+            return
+        alone = Machine(text + b".", self.names)
+        alone.memo, alone.memoized, alone.wanted = self.memo, memoized, bytearray()
+        try:
+            made = alone.run()
+        except (FormatError, IndexError, KeyError):
+            return
+        if not (alone.stack or alone.marks):
+            self.repeats = [(text, alone.memoized - memoized, made), *self.repeats[: MOST_REPEATS - 1]]
 
     def bytes(self, count: int) -> bytes:
         """Read so many bytes."""
@@ -99,9 +168,10 @@ class Machine:
         return kind.unpack_from(self.data, start)[0]
 
     def put(self, index: int) -> None:
-        """Memoize the uppermost value under an index, if it is fetched again."""
+        """Memoize the uppermost value under an index that the pickle gives, if it is fetched again."""
         self.memoized += 1
-        if index in self.wanted:
+        self.repeated, self.repeats = _NEVER, []  # the index may be used twice
+        if index < len(self.wanted) and self.wanted[index]:
             self.memo[index] = self.stack[-1]
 
     def marked(self) -> list[Any]:
@@ -125,7 +195,7 @@ def check_key(key: Any) -> Any:
 
 _BYTE, _SHORT, _INT, _UINT, _LONG = (struct.Struct(f"<{c}") for c in "BHiIQ")
 _DOUBLE = struct.Struct(">d")
-_STOP = ord(".")
+_STOP, _SHORT_GET, _LONG_GET, _MEMOIZE = b".hj\x94"
 
 
 def _unknown(m: Machine) -> None:
@@ -229,7 +299,10 @@ def _stack_name(m: Machine) -> None:
     module = m.stack.pop()
     if type(name) is not str or type(module) is not str:
         raise FormatError("a name that is no text")
-    m.stack.append(m.names.find(module, name))
+    found = m.names.find(module, name)
+    if m.repeated is _NOBODY and m.names.makes_unchanging(found):
+        m.repeated = found
+    m.stack.append(found)
 
 
 def _reduce(m: Machine) -> None:
@@ -260,22 +333,21 @@ def _object(m: Machine) -> None:
 def _build(m: Machine) -> None:
     state = m.stack.pop()
     m.names.build(m.stack[-1], state)
+    if m.repeated not in (_NOBODY, _NEVER) and m.names.never_changes(m.stack[-1]):
+        m.built()
 
 
-def _tuple_of(count: int) -> Callable[[Machine], None]:
-    def op(m: Machine) -> None:
-        if len(m.stack) < count:
-            raise FormatError("a tuple of values that are not there")
-        m.stack[-count:] = [tuple(m.stack[-count:])]
-
-    return op
+def _single(m: Machine) -> None:
+    m.stack[-1] = (m.stack[-1],)
 
 
-def _get(key: Callable[[Machine], int]) -> Callable[[Machine], None]:
-    def op(m: Machine) -> None:
-        m.stack.append(m.memo[key(m)])
+def _triple(m: Machine) -> None:
+    last, middle = m.stack.pop(), m.stack.pop()
+    m.stack[-1] = (m.stack[-1], middle, last)
 
-    return op
+
+def _text_get(m: Machine) -> None:
+    m.stack.append(m.memo[int(m.line())])
 
 
 def _put(key: Callable[[Machine], int]) -> Callable[[Machine], None]:
@@ -283,11 +355,6 @@ def _put(key: Callable[[Machine], int]) -> Callable[[Machine], None]:
         m.put(key(m))
 
     return op
-
-
-def _short_get(m: Machine) -> None:
-    m.stack.append(m.memo[m.data[m.at]])
-    m.at += 1
 
 
 def _short_put(m: Machine) -> None:
@@ -313,10 +380,6 @@ def _pair(m: Machine) -> None:
     m.stack[-1] = (m.stack[-1], last)
 
 
-def _memoize(m: Machine) -> None:
-    m.put(m.memoized)
-
-
 def _pushes(value: Callable[[Machine], Any]) -> Callable[[Machine], None]:
     def op(m: Machine) -> None:
         made = value(m)  # which may put another stack in place
@@ -325,11 +388,27 @@ def _pushes(value: Callable[[Machine], Any]) -> Callable[[Machine], None]:
     return op
 
 
+def _plain(value: Callable[[], Any]) -> Callable[[Machine], None]:
+    def op(m: Machine) -> None:
+        m.stack.append(value())
+
+    return op
+
+
+def _new_dict(m: Machine) -> None:
+    m.stack.append(m.names.new_dict(m.stack[-1] if m.stack else None))
+
+
 def _skip(count: int) -> Callable[[Machine], None]:
     def op(m: Machine) -> None:
         m.bytes(count)
 
     return op
+
+
+def _frame(m: Machine) -> None:
+    m.number(_LONG)
+    forget_behind(m.data, m.at)
 
 
 def _pop_mark(m: Machine) -> None:
@@ -342,7 +421,7 @@ def _out_of_band(m: Machine) -> None:
 
 _TABLE: dict[bytes, Callable[[Machine], None]] = {
     b"(": _mark, b"0": _pop, b"1": _pop_mark, b"2": _pushes(lambda m: m.stack[-1]),
-    b"N": _pushes(lambda _: None), b"\x88": _pushes(lambda _: True), b"\x89": _pushes(lambda _: False),
+    b"N": _plain(lambda: None), b"\x88": _plain(lambda: True), b"\x89": _plain(lambda: False),
     b"I": _pushes(_integer_line), b"L": _pushes(_long_line), b"J": _pushes(lambda m: m.number(_INT)),
     b"K": _small_number, b"M": _pushes(lambda m: m.number(_SHORT)),
     b"\x8a": _pushes(lambda m: _long(m, m.number(_BYTE))), b"\x8b": _pushes(lambda m: _long(m, m.number(_INT))),
@@ -354,16 +433,15 @@ _TABLE: dict[bytes, Callable[[Machine], None]] = {
     b"\x8d": _pushes(lambda m: _text(m, m.number(_LONG))),
     b"C": _pushes(lambda m: m.bytes(m.number(_BYTE))), b"B": _pushes(lambda m: m.bytes(m.number(_UINT))),
     b"\x8e": _pushes(lambda m: m.bytes(m.number(_LONG))), b"\x96": _pushes(lambda m: m.bytes(m.number(_LONG))),
-    b"]": _pushes(lambda _: []), b"}": _pushes(lambda _: {}), b")": _pushes(lambda _: ()),
-    b"\x8f": _pushes(lambda _: set()), b"l": _pushes(Machine.marked), b"t": _pushes(lambda m: tuple(m.marked())),
+    b"]": _plain(list), b"}": _new_dict, b")": _plain(tuple), b"\x8f": _plain(set),
+    b"l": _pushes(Machine.marked), b"t": _pushes(lambda m: tuple(m.marked())),
     b"d": _pushes(lambda m: _dict_of(m.marked())), b"\x91": _pushes(lambda m: frozenset(map(check_key, m.marked()))),
-    b"\x85": _tuple_of(1), b"\x86": _pair, b"\x87": _tuple_of(3),
+    b"\x85": _single, b"\x86": _pair, b"\x87": _triple,
     b"a": _append, b"e": _appends, b"s": _set_item, b"u": _set_items, b"\x90": _add_items,
     b"c": _pushes(_name), b"\x93": _stack_name, b"i": _instance, b"o": _object, b"b": _build,
     b"R": _reduce, b"\x81": _reduce, b"\x92": _new_object_with_keywords,
     b"P": _pushes(lambda m: m.names.refer(m.line().decode("ascii"))), b"Q": _pushes(lambda m: m.names.refer(m.stack.pop())),
-    b"g": _get(lambda m: int(m.line())), b"h": _short_get, b"j": _get(lambda m: m.number(_UINT)),
-    b"p": _put(lambda m: int(m.line())), b"q": _short_put, b"r": _long_put, b"\x94": _memoize,
-    b"\x80": _skip(1), b"\x95": _skip(8), b"\x97": _out_of_band, b"\x98": _out_of_band,
+    b"g": _text_get, b"p": _put(lambda m: int(m.line())), b"q": _short_put, b"r": _long_put,
+    b"\x80": _skip(1), b"\x95": _frame, b"\x97": _out_of_band, b"\x98": _out_of_band,
 }  # fmt: skip
 _OPCODES = [_TABLE.get(bytes([code]), _unknown) for code in range(256)]

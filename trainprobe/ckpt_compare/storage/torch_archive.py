@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from trainprobe.ckpt_compare.pieces import Point
+from trainprobe.ckpt_compare.storage.alike_archives import recognised, remember
 from trainprobe.ckpt_compare.storage.inert_pickle import DtypeName, read_pickle, read_pickle_at
 from trainprobe.ckpt_compare.storage.inert_pickle import leaves as leaves
 from trainprobe.ckpt_compare.storage.mapped import HeldArray, MappedArray, extent, mapping
@@ -189,11 +190,10 @@ def load(path: str) -> Any:
 
 def load_part(path: str, start: int, length: int) -> Any:
     """Return what torch.save wrote into bytes start … start+length of a larger file (distributed checkpoints)."""
-    if start + length > len(mapping(path)):
-        raise FormatError(
-            f"{path} is truncated: it ends at byte {len(mapping(path))}, an item reaches to byte {start + length}"
-        )
-    return _zip_load(path, start, length)
+    held = mapping(path)
+    if start + length > len(held):
+        raise FormatError(f"{path} is truncated: it ends at byte {len(held)}, an item reaches to byte {start + length}")
+    return recognised(held, path, start, length) or _zip_load(path, start, length)
 
 
 def load_bytes(data: bytes, where: str) -> Any:
@@ -233,7 +233,9 @@ def _zip_load(path: str, start: int, length: int) -> Any:
         raise FormatError(f"{path} is damaged, truncated, or was not written by torch.save: {error}") from error
     except _DAMAGED_ZIP as error:
         raise FormatError(f"{path} is damaged or truncated ({error}): copy it again") from error
-    return read_pickle(data, path, _REBUILD, _storage_finder(path, places))
+    found = read_pickle(data, path, _REBUILD, _storage_finder(path, places))
+    remember(path, start, length, archive, found)
+    return found
 
 
 def _storage_finder(path: str, places: Places) -> Callable[[Any], _Storage]:

@@ -28,13 +28,17 @@ _AT_ONCE = 1 << 15  # local headers that are looked at before their pages are le
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member as the directory describes it. header: first byte of its local header, counted from the archive's."""
+    """One member as the directory describes it.
+
+    header: first byte of its local header, counted from the archive's. entry: first byte of its directory entry in the file.
+    """
 
     name: str
     compressed: bool
     checksum: int
     size: int
     header: int
+    entry: int
 
 
 class Places:
@@ -124,7 +128,8 @@ class TorchZip:
                 packed, size, header = _long_numbers(held[tail : tail + extra], packed, size, header)
             if flags & 1:
                 raise FormatError("it is an encrypted zip archive, which torch.save never writes")
-            yield Member(name.decode("utf-8" if flags & 0x800 else "cp437"), method != 0 or packed != size, crc, size, header)
+            text = name.decode("utf-8" if flags & 0x800 else "cp437")
+            yield Member(text, method != 0 or packed != size, crc, size, header, at)
             at = tail + extra + comment
         if at != self._behind:
             raise FormatError("its zip directory is damaged")
@@ -158,6 +163,24 @@ class TorchZip:
         found = self._held.find(word, start, stop) >= 0
         forget_pages(self._path, start, stop)
         return found
+
+    def looked_at(self) -> list[tuple[int, int]]:
+        """Return the spans of the file, (first byte, byte behind), that decide how the archive is read.
+
+        They are the directory without the checksums of members that are not read, the local headers, pickle and byte order.
+        """
+        spans: list[tuple[int, int]] = []
+        at = self._first
+        for member in self.members():
+            header = self._start + member.header
+            if member.name in (self.pickled.name, f"{self._root}byteorder"):
+                spans += [(header, header + 30), self._extent(member)]
+                continue
+            spans.append((at, member.entry + 16))  # the checksum is bytes 16 to 19 of an entry
+            at = member.entry + 20
+            if member.name.startswith(f"{self._root}data/"):
+                spans.append((header + 26, header + 30))  # lengths of the name and of the padding
+        return [*spans, (at, self._stop)]
 
     def _extent(self, member: Member) -> tuple[int, int]:
         if member.compressed:
