@@ -29,7 +29,9 @@ test: $(VENV)/.dev
 	$(MAKE) --no-print-directory test-foreign || status=1; \
 	$(MAKE) --no-print-directory test-wheels || status=1; \
 	$(MAKE) --no-print-directory $(MSPROBES) || test "$$CI" != true || status=1; \
-	TRAINPROBE_MSPROBE_PYTHON="$$(ls -d $(abspath $(VENVS)/msprobe)/bin/python)" OMP_NUM_THREADS=1 \
+	$(MAKE) --no-print-directory $(VENVS)/megatron-lm/.ready || test "$$CI" != true || status=1; \
+	TRAINPROBE_MSPROBE_PYTHON="$$(ls -d $(abspath $(VENVS)/msprobe)/bin/python)" \
+	TRAINPROBE_MEGATRON_LM="$$(ls -d $(abspath $(VENVS)/megatron-lm)/site)" OMP_NUM_THREADS=1 \
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope tests || status=1; \
 	$(BIN)/python -m tests.support_table --check || status=1; \
 	exit $$status
@@ -41,7 +43,8 @@ test: $(VENV)/.dev
 # accepts, PyTorch 2.4.0 first of all, and runs what a user of them stands on; it fetches 2.5 GB and is for whoever changes what depends
 # on the version, so `make test` leaves it out. `foreign` (250 MB) and `foreign-all` (1.3 GB) add to $(VENV) packages whose training
 # programs are run as they are (docs/foreign_programs.md); `make test` runs the first. `wheels` (350 MB, most of it Zig) builds the
-# wheels for Linux x86-64 and aarch64 and tries the first in an environment without a compiler. Where one cannot be made, its tests are left out
+# wheels for Linux x86-64 and aarch64 and tries the first in an environment without a compiler. `megatron-lm` (16 MB) holds
+# Megatron-LM, which writes checkpoints for tests/ckpt_compare. Where one cannot be made, its tests are left out
 # with the reason, except in CI (CI=true), where they must run.
 MSPROBES := $(VENVS)/msprobe/.ready $(VENVS)/msprobe-1.3/.ready $(VENVS)/msprobe-8.1/.ready
 IN_mindspore := -p no:xdist tests/mindspore
@@ -105,6 +108,13 @@ $(VENVS)/%/.ready: requirements/%.txt | $(VENV)/.core
 		$(BIN)/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))" ;; esac; } \
 		> "$$($(VENVS)/$*/bin/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))")/trainprobe_tree.pth"; \
 	touch $@'
+
+# no environment but a folder that goes in front of PYTHONPATH; pip would refuse the wheel for this Python
+$(VENVS)/megatron-lm/.ready: requirements/megatron-lm.txt | $(VENV)/.core
+	mkdir -p $(VENVS)
+	rm -rf $(VENVS)/megatron-lm/site
+	$(PIP) --no-deps --ignore-requires-python --python-version 3.12 --only-binary=:all: --target $(VENVS)/megatron-lm/site -r $<
+	touch $@
 
 clean:
 	rm -rf build dist *.egg-info .proofs .pytest_cache .ruff_cache .hypothesis

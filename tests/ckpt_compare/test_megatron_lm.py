@@ -1,21 +1,26 @@
 """Checkpoints that Megatron-LM itself wrote: its parsed arguments, its `pretrain`, its `save_checkpoint`.
 
-`megatron.training` is in no package, so the files are kept. Megatron-LM core_v0.16.1 wrote them on a CPU, by hand (see
-`writers/write_megatron_lm.py`). Format torch: after three steps of a model with three layers of 48, six heads in two groups,
-SwiGLU of 72, 119 words padded to 120. Format torch_dist: tp1, and tp2, which loaded it on two ranks and saved it again; dp2
-with the distributed optimizer in its default layout (dp_reshardable), and full2, the same training in the layout that carries
-parameter names. Their sizes are no multiples of 64.
+Files of core_v0.16.1 are kept, which has no `megatron.training` in its package: its sources wrote them on a CPU, by hand (see
+`writers/write_megatron_lm.py`). Release 0.17.1, whose package has it, writes others here, where `make test` has installed it
+(`requirements/megatron-lm.txt`). Of the kept ones, format torch: after three steps of a model with three layers of 48, six
+heads in two groups, SwiGLU of 72, 119 words padded to 120. Format torch_dist: tp1, and tp2, which loaded it on two ranks and
+saved it again; dp2 with the distributed optimizer in its default layout (dp_reshardable), and full2, the same training in the
+layout that carries parameter names. Their sizes are no multiples of 64.
 """
 
+import os
+import shlex
 import shutil
 import tarfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from tests.ckpt_compare.verdicts import compared, judged, kinds
+from tests.ckpt_compare.writers.launch import launch
 from trainprobe.ckpt_compare.check import check
 from trainprobe.ckpt_compare.conclusion import conclude
 from trainprobe.ckpt_compare.formats import open_checkpoint, recognise
@@ -23,6 +28,89 @@ from trainprobe.ckpt_compare.formats import open_checkpoint, recognise
 SAVED = Path(__file__).parent / "data" / "megatron_lm"
 FILE = SAVED / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
 DISTRIBUTED = SAVED.parent / "megatron_lm_dist.tar.xz"
+
+INSTALLED = os.environ.get("TRAINPROBE_MEGATRON_LM") or None
+if INSTALLED is None and os.environ.get("CI") == "true":
+    raise RuntimeError("CI writes checkpoints with Megatron-LM: TRAINPROBE_MEGATRON_LM must name the folder that it is in")
+needs_megatron_lm = pytest.mark.skipif(
+    INSTALLED is None,
+    reason="TRAINPROBE_MEGATRON_LM does not name a folder with megatron-core 0.17 (make .venvs/megatron-lm/.ready)",
+)
+WORDS = shlex.split("""
+    --num-layers 2 --hidden-size 20 --ffn-hidden-size 36 --num-attention-heads 2 --group-query-attention --num-query-groups 2
+    --seq-length 16 --max-position-embeddings 16 --vocab-size 61 --make-vocab-size-divisible-by 2
+    --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-3 --lr-decay-style cosine --lr-decay-iters 10
+    --mock-data --num-workers 0 --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-bias-dropout-fusion --swiglu
+    --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear
+    --use-cpu-initialization --distributed-backend gloo --attention-dropout 0 --hidden-dropout 0 --eval-iters 0
+    --eval-interval 100 --log-interval 1 --exit-signal-handler --save-interval 100
+""")
+LAYOUTS = {  # ranks, further words, the checkpoint that it goes on from
+    "torch": (1, "--ckpt-format torch", None),
+    "tp1": (1, "--ckpt-format torch_dist", None),
+    "tp2": (2, "--ckpt-format torch_dist --tensor-model-parallel-size 2", "tp1"),
+    "dp2": (2, "--ckpt-format torch_dist --bf16 --use-distributed-optimizer --ddp-bucket-size 3000", None),
+}
+
+
+@pytest.fixture(scope="module")
+def written_now(tmp_path_factory) -> Path:
+    """Return the folder with `LAYOUTS`, written by Megatron-LM in this run of the tests."""
+    folder = tmp_path_factory.mktemp("written_now")
+    script = Path(__file__).parent / "writers" / "write_megatron_lm.py"
+    path = os.pathsep.join([str(Path(__file__).parents[2]), str(INSTALLED)])
+    with mock.patch.dict(os.environ, {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}):
+        for name, (ranks, words, start) in LAYOUTS.items():
+            load = ["--load", str(folder / start)] if start else []
+            launch(ranks, script, *WORDS, *words.split(), *load, "--save", str(folder / name), timeout=600)
+    return folder
+
+
+@needs_megatron_lm
+@pytest.mark.slow
+@pytest.mark.frameworks
+@pytest.mark.timeout(1800)
+def test_what_megatron_lm_writes_now_is_read_whole(written_now):
+    """One process in both formats, and two ranks in tensor parallel and with the default distributed optimizer."""
+    for name, (ranks, _, _) in LAYOUTS.items():
+        found = open_checkpoint(written_now / name)
+        assert (found.problems, found.warnings) == ((), ()), name
+        args = found.state["args"]
+        assert (len(args) > 600, args["exit_signal"], args["world_size"]) == (True, "Signals(15)", ranks), name
+        assert (args["ffn_hidden_size"], args["save"]) == (36, str(written_now / name))
+    assert recognise(written_now / "torch") == "megatron_legacy"
+    for other in ("tp1", "tp2"):  # the same training: nothing in it is random
+        found = compared(written_now / "torch", written_now / other, ("weights", "optimizer", "iteration"))
+        assert conclude(found).code == 0, other
+        assert kinds(found) == {"weights": 21, "optimizer": 42}
+    checked = check(compared(written_now / "dp2", written_now / "dp2").a)
+    assert (checked.code, checked.masters) == (0, 21)
+    common = (written_now / "dp2" / "iter_0000003" / "common.pt").read_bytes()
+    assert b"dp_reshardable" in common
+
+
+@needs_megatron_lm
+@pytest.mark.slow
+@pytest.mark.frameworks
+def test_a_changed_number_of_what_megatron_lm_writes_now_is_named(written_now, tmp_path):
+    for other, key in (("tp2", "layers.1.attention.k.weight"), ("dp2", "layers.0.mlp.fc2.weight#exp_avg_sq")):
+        spoil(written_now / other, tmp_path / other, key)
+        found = judged(written_now / ("tp1" if other == "tp2" else other), tmp_path / other)
+        assert found.code == 2
+        assert f"differ: 1 of {63 if other == 'tp2' else 84} tensors; worst is {key}: " in found.sentence
+
+
+def spoil(path: Path, copy: Path, key: str) -> None:
+    """Copy a checkpoint and change one bit of one number of a tensor."""
+    shutil.copytree(path, copy)
+    piece = compared(path, path).b.tensors[key].pieces[-1]
+    numbers = piece.source.load().tobytes()
+    changed = copy / "iter_0000003" / piece.file.partition(":")[0]
+    raw = bytearray(changed.read_bytes())
+    assert raw.count(numbers) == 1
+    raw[raw.index(numbers) + 6] ^= 0x40
+    changed.write_bytes(raw)
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +203,7 @@ def test_the_default_distributed_optimizer_is_mapped(distributed):
     ],
 )
 def test_one_changed_number_is_found_and_named(distributed, tmp_path, one, other, key):
-    shutil.copytree(distributed / other, tmp_path / other)
-    piece = compared(distributed / other, distributed / other).b.tensors[key].pieces[-1]
-    numbers = piece.source.load().tobytes()
-    changed = tmp_path / other / "iter_0000003" / piece.file.partition(":")[0]
-    raw = bytearray(changed.read_bytes())
-    assert raw.count(numbers) == 1
-    raw[raw.index(numbers) + 6] ^= 0x40
-    changed.write_bytes(raw)
+    spoil(distributed / other, tmp_path / other, key)
     found = judged(distributed / one, tmp_path / other)
     assert found.code == 2
     assert f"differ: 1 of {63 if one == 'tp1' else 84} tensors; worst is {key}: " in found.sentence

@@ -108,17 +108,56 @@ def test_a_source_that_only_one_side_loads_is_told():
     assert compare(with_code(rank_pack()), more).sentence == "the code differs: patch.py, loaded only in cmp"
 
 
-def test_the_sources_of_a_package_of_another_version_are_not_told_beside_it():
+@pytest.mark.parametrize(
+    ("package", "file"),
+    [
+        ("transformers", "transformers/models/llama/modeling_llama.py"),
+        ("megatron-core", "megatron/core/transformer/attention.py"),
+        ("pytorch-lightning", "pytorch_lightning/core/module.py"),
+    ],
+)
+def test_the_sources_of_a_known_package_of_another_version_are_not_told_beside_it(package, file):
     def made(version: str, code: str, own: str) -> RankPack:
         made = with_code(rank_pack())
-        made.single["packages"]["distributions"] = {"my-models": version}
-        made.single["packages"]["sources"] |= {"my_models/llama.py": {"Block.forward": code}, "mine.py": {"load": own}}
+        made.single["packages"]["distributions"] = {package: version}
+        made.single["packages"]["sources"] |= {file: {"Block.forward": code}, "mine.py": {"load": own}}
         return made
 
-    said = compare(made("1.0", "1", "5"), made("1.1", "2", "5")).sentence
-    assert said == "my-models differs: 1.0 and 1.1"
+    assert compare(made("1.0", "1", "5"), made("1.1", "2", "5")).sentence == f"{package} differs: 1.0 and 1.1"
     assert "load in mine.py" in compare(made("1.0", "1", "5"), made("1.1", "2", "6")).sentence
-    assert "Block.forward in my_models/llama.py" in compare(made("1.0", "1", "5"), made("1.0", "2", "5")).sentence
+    assert f"Block.forward in {file}" in compare(made("1.0", "1", "5"), made("1.0", "2", "5")).sentence
+
+
+def test_the_sources_of_a_program_s_own_package_are_told_beside_its_version():
+    """Installed editable, with a version for each commit."""
+
+    def made(version: str, code: str) -> RankPack:
+        made = with_code(rank_pack())
+        made.single["packages"]["distributions"] = {"my-models": version}
+        made.single["packages"]["sources"] |= {"my_models/llama.py": {"Block.forward": code}}
+        return made
+
+    said = compare(made("1.0.dev3+ga1", "1"), made("1.0.dev4+gb2", "2")).sentence
+    assert "my-models differs: 1.0.dev3+ga1 and 1.0.dev4+gb2" in said
+    assert "the code differs: Block.forward in my_models/llama.py" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "package"),
+    [
+        ("megatron", "get_args", "megatron-core"),
+        ("lightning", "Trainer", "lightning"),
+        ("lightning", "Trainer", "pytorch-lightning"),
+    ],
+)
+def test_settings_that_only_another_megatron_or_lightning_knows_follow_from_its_version(kind, name, package):
+    def made(version: str, **values: Any) -> RankPack:
+        return rank_pack(settings=[{"kind": kind, "name": name, "values": {"seed": 1, **values}}], packages={package: version})
+
+    old, new = made("0.16.1", old_flag=True, other_flag=2, third_flag=None), made("0.17.1", new_flag=3)
+    assert compare(old, new).sentence == f"{package} differs: 0.16.1 and 0.17.1"
+    assert "3 settings" in compare(old, new).consequences
+    assert "new_flag" in compare(made("0.17.1"), new).sentence
 
 
 def test_settings_that_only_another_release_of_their_library_knows_follow_from_its_version():

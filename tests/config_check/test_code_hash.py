@@ -7,6 +7,7 @@ import importlib
 import pytest
 
 from trainprobe.config_check.capture.code_hash import TOP, code_hashes
+from trainprobe.config_check.capture.randomness import _frame
 from trainprobe.config_check.capture.sources import is_own
 
 TEXT = """
@@ -98,3 +99,17 @@ def test_a_package_in_a_folder_of_installed_packages_is_not_the_program_s_own(in
     monkeypatch.syspath_prepend(tmp_path)
     assert is_own(importlib.import_module(name)) is not installed
     assert is_own(importlib.import_module(f"{name}.llama")) is not installed
+
+
+def test_a_frame_in_a_folder_of_installed_packages_is_named_from_its_package_on(tmp_path):
+    """`pip install --target` puts the same package under another path on each machine."""
+    for target, installed in (("one", True), ("two", True), ("own", False)):
+        (tmp_path / target / "pkg" / "nn").mkdir(parents=True)
+        if installed:
+            (tmp_path / target / "pkg-1.0.dist-info").mkdir()
+    frames = [
+        _frame(f"File {tmp_path / target / 'pkg' / 'nn' / 'drop.py'}, line 3, in forward, \n x = drop(x)")
+        for target in ("one", "two", "own")
+    ]
+    assert frames[0] == frames[1]
+    assert [(frame["file"], frame["installed"]) for frame in frames[1:]] == [("pkg/nn/drop.py", True), ("nn/drop.py", False)]

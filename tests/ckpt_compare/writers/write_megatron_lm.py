@@ -1,8 +1,9 @@
 """Train and save with Megatron-LM itself on a CPU: its parser, its `pretrain` and its `save_checkpoint`.
 
-`megatron.training` is in no package. PYTHONPATH must hold a checkout (`git clone --branch core_v0.16.1
-https://github.com/NVIDIA/Megatron-LM`) behind the installed megatron-core, and six and triton, which it imports. The command
-line is that of `pretrain_gpt.py`. What the tests keep in data/megatron_lm was written by one process with
+PYTHONPATH must hold a megatron-core that brings `megatron.training` along, as its wheels do from 0.17 on (they ask for Python
+3.12; the Python in them runs with 3.11 too), or a checkout of Megatron-LM behind the installed megatron-core. The command line
+is that of `pretrain_gpt.py`. It was core_v0.16.1 and its `pretrain_gpt.py` that wrote what the tests keep: data/megatron_lm by
+one process with
 
     --num-layers 3 --hidden-size 48 --ffn-hidden-size 72 --num-attention-heads 6 --group-query-attention --num-query-groups 2
     --seq-length 16 --max-position-embeddings 16 --vocab-size 119 --make-vocab-size-divisible-by 8
@@ -59,26 +60,63 @@ def allow_no_device() -> None:
     for module in (utils, arguments):
         if hasattr(module, "get_device_arch_version"):
             module.get_device_arch_version = lambda: 9
-    initialize.fused_kernels.load = lambda _: None  # which nvcc compiles
+    if hasattr(initialize, "fused_kernels"):
+        initialize.fused_kernels.load = lambda _: None  # which nvcc compiles
     if hasattr(initialize, "_warmup_jit_function"):
         initialize._warmup_jit_function = lambda: None
 
 
+class Texts(torch.utils.data.Dataset):
+    """Random words, the same for an index on every rank."""
+
+    def __init__(self, count: int) -> None:
+        from megatron.training import get_args
+
+        self.count, self.args = count, get_args()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        chance = torch.Generator().manual_seed(int(index))
+        words = torch.randint(self.args.padded_vocab_size - 1, (self.args.seq_length + 1,), generator=chance)
+        return {"tokens": words[:-1], "labels": words[1:]}
+
+
+def data(counts: list[int]) -> tuple[Texts, None, None]:
+    return Texts(counts[0] + 100), None, None  # a run that goes on from another one's checkpoint needs more than its own
+
+
+def model(pre_process: bool = True, post_process: bool = True, **_: object) -> torch.nn.Module:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.training import get_args
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args = get_args()
+    return GPTModel(
+        core_transformer_config_from_args(args), get_gpt_layer_local_spec(normalization=args.normalization),
+        args.padded_vocab_size, args.max_position_embeddings, pre_process, post_process, parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+    )  # fmt: skip
+
+
+def forward(batches, gpt):
+    batch = next(batches)
+    length = batch["tokens"].shape[1]
+    mask = torch.ones(1, 1, length, length).triu(1).bool()
+    losses = gpt(batch["tokens"], torch.arange(length).expand_as(batch["tokens"]), mask, labels=batch["labels"])
+    return losses, lambda each: (each.float().mean(), {"lm loss": each.float().mean().detach()})
+
+
 def main() -> None:
-    import pretrain_gpt
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
 
     allow_no_device()
-    pretrain_gpt.train_valid_test_datasets_provider.is_distributed = True
-    pretrain(
-        pretrain_gpt.train_valid_test_datasets_provider,
-        functools.partial(pretrain_gpt.model_provider, pretrain_gpt.gpt_builder),
-        ModelType.encoder_or_decoder,
-        pretrain_gpt.forward_step,
-        args_defaults={"tokenizer_type": "NullTokenizer"},
-        get_embedding_ranks=pretrain_gpt.get_embedding_ranks,
-    )
+    data.is_distributed = True
+    pretrain(data, model, ModelType.encoder_or_decoder, forward, args_defaults={"tokenizer_type": "NullTokenizer"})
     os._exit(0)  # its background writers outlive the last checkpoint by seconds
 
 

@@ -23,6 +23,7 @@ from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.config_check.capture.patches import Patches
 from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.random_functions import Describe, random_functions
+from trainprobe.config_check.capture.sources import beside_distributions
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.stacks import Stacks
 
@@ -207,8 +208,9 @@ def _frame(line: str) -> dict[str, Any]:
     if match is None:
         return {"file": "", "line": 0, "function": "", "source": line}
     path = match[1].replace("\\", "/")
-    installed = bool(_PACKAGE.match(path)) or path.startswith("<")
-    short = _PACKAGE.sub("", path) if installed else "/".join(Path(path).parts[-2:])
+    beside = "" if _PACKAGE.match(path) or path.startswith("<") else beside_distributions(path)
+    installed = bool(_PACKAGE.match(path) or path.startswith("<") or beside)
+    short = beside or (_PACKAGE.sub("", path) if installed else "/".join(Path(path).parts[-2:]))
     return {"file": short, "line": int(match[2]), "function": match[3], "source": match[4].strip(), "installed": installed}
 
 

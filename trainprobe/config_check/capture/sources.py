@@ -15,6 +15,7 @@ from trainprobe.config_check.capture.code_hash import code_hashes
 
 MOST_BYTES = 1 << 20  # of sources that are parsed; of what is beyond, all bytes are hashed
 _INSTALLED = ("/site-packages/", "/dist-packages/")
+_DEEPEST = 8  # folders of a package within one another
 _OTHERS = frozenset({"trainprobe", "sitecustomize", "usercustomize", "__mp_main__"})
 _VERSIONED = frozenset({"torch", "builtins", "typing", "abc", "collections"})  # known by their versions
 
@@ -58,6 +59,14 @@ def _holds_distributions(folder: str) -> bool:
         return any(entry.name.endswith(".dist-info") for entry in os.scandir(folder))
     except OSError:
         return False
+
+
+@cache
+def beside_distributions(file: str) -> str:
+    """Return a file's path from the folder on that packages were installed into (`pip install --target`); "" for any other."""
+    path = Path(file)
+    folder = next((p for p in list(path.parents)[:_DEEPEST] if _holds_distributions(str(p))), None)
+    return path.relative_to(folder).as_posix() if folder is not None else ""
 
 
 def _file(module: Any) -> str:

@@ -29,9 +29,17 @@ def code_rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str
 
 
 def without_packages(rows: list[tuple[str, str, str, str]], names: Iterable[str]) -> list[tuple[str, str, str, str]]:
-    """Leave out rows of the sources of packages that differ by their versions, which says it all."""
-    folders = {re.sub(r"[-_.]+", "_", name).lower() for name in names}
-    return [row for row in rows if row[1].rpartition(" in ")[2].partition("/")[0].lower() not in folders]
+    """Leave out rows of the sources of packages that differ by their versions, which says it all.
+
+    A distribution is named as its folder is, or longer: `megatron-core` is imported from `megatron`.
+    """
+    packages = tuple(f"{re.sub(r'[-_.]+', '_', name).lower()}_" for name in names)
+    return [row for row in rows if not any(p.startswith(f"{_folder(row[1])}_") for p in packages)]
+
+
+def _folder(name: str) -> str:
+    """Return the first folder of the file in `function in folder/file.py`."""
+    return name.rpartition(" in ")[2].partition("/")[0].lower()
 
 
 def _differing(left: dict[str, Functions], right: dict[str, Functions]) -> Iterator[tuple[str, str, str]]:

@@ -32,7 +32,8 @@ def compare_packages(bench: Pack, cmp: Pack) -> Check:
         differences = _differences(left, right)
         for row in differences:
             different.setdefault(row, []).append(rank)
-        for row in without_packages(code_rows(left, right), [name for _, name, *_ in differences]):
+        known = [name for kind, name, *_ in differences if kind == "numeric"]  # and not a program's own, installed editable
+        for row in without_packages(code_rows(left, right), known):
             code.setdefault(row, []).append(rank)
     rows: list[tuple[Any, ...]] = []
     findings = rank_findings("packages", bench, cmp)

@@ -271,13 +271,15 @@ def _possible_module(name: str) -> str:
 
 
 def _saved(out: Translation, name: str, key: str) -> str:
-    """Return the part of full names that an entry of a tensor_list means; a full name means all calls of its op or module."""
-    if match := re.fullmatch(r"(?:Module|Cell)(\..+\.)(?:forward|backward)(?:\.\d+)?", name):
-        return f"Module{match[1]}"
-    if name.startswith(_OP_PREFIXES) and (match := re.fullmatch(r"(.+\.)\d+(?:\.(?:forward|backward))?", name)):
-        out.note(key, f"{name!r}: the values of all calls of {match[1][:-1]} are saved, not of this one alone")
-        return match[1]
-    return re.sub(r"^Cell(?=\.)", "Module", name)
+    """Return the part of full names that an entry of a tensor_list means, without its number and forward or backward."""
+    text = re.sub(r"^Cell(?=\.)", "Module", name)
+    match = re.fullmatch(r"(.*?)\.?(?:\d+\.)?(?:forward|backward)(?:\.\d+)?", text)
+    if match is None and text.startswith(_OP_PREFIXES):
+        match = re.fullmatch(r"(.+)\.\d+", text)
+    if match is None:
+        return text
+    out.note(key, f"{name!r}: the values of all calls of {match[1] or 'everything'}, forward and backward, are saved")
+    return f"{match[1]}."
 
 
 def _one_of(out: Translation, config: Mapping[str, Any], key: str, choices: Mapping[str, str], default: str) -> str:
