@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainprobe.engine.core.records import Place, Record, Site, Step
-from trainprobe.monitor.frames import Frame, Tracks, frame_of_records
+from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_records
 
 
 class Block(nn.Module):
@@ -107,7 +107,7 @@ def train(
     tamper_gradients: Callable[[int, GPT], None] | None = None,
     tamper_loss: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
     scalars: Callable[[int], dict[str, float]] | None = None,
-    tracks: Tracks | None = None,
+    table: SeriesTable | None = None,
     **shape,
 ) -> Iterator[Frame]:
     """Train with warm-up, cosine decay, dropout and clipping; yield a frame a step. The tamper functions plant faults."""
@@ -115,7 +115,7 @@ def train(
     model = GPT(**shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(seed)
-    collector, tracks = Collector(model), tracks or Tracks()
+    collector, table = Collector(model), table or SeriesTable()
     for step in range(steps):
         collector.step, collector.records = step, []
         lr = rate * min(1.0, (step + 1) / 30) * 0.5 * (1 + math.cos(math.pi * step / steps) * 0.9)
@@ -138,4 +138,4 @@ def train(
         for name, value in told.items():
             site = Site("scalar", name, "value")
             collector.records.append(Record(Step(step, None, "step"), Place(), site, "float64", (), {"value": value}))
-        yield frame_of_records(step, Place(), collector.records, tracks)
+        yield frame_of_records(step, Place(), collector.records, table)

@@ -148,14 +148,14 @@ def test_features_are_series_of_their_own_live_and_from_every_writer(tmp_path):
     wanted = {(f.name, slot, f.call): number for f in collected_steps[-1].features for slot, number in f.each()}
     assert len(wanted) > 100
     for frame in (frames[-1], list(read_frames(tmp_path / "rank0" / "metrics.csv"))[-1]):
-        tracks = [frame.tracks.tracks[t] for t in frame.at]
+        shown = [frame.table.series[t] for t in frame.at]
         found = {
             (t.address.name, t.address.slot, t.address.call): x
-            for t, x in zip(tracks, frame.values, strict=True)
+            for t, x in zip(shown, frame.values, strict=True)
             if t.address.kind == "feature" and t.statistic == "value"
         }
         assert found == wanted
-        assert sum(t.address.kind == "feature" for t in tracks) == len(wanted)
+        assert sum(t.address.kind == "feature" for t in shown) == len(wanted)
     rows = [r for r in csv.DictReader((tmp_path / "rank0/metrics.csv").open()) if r["slot"] == "fingerprint"]
     assert [int(r["value"]) for r in rows] == [b for step_data in collected_steps for b in step_data.batches]
 
@@ -166,8 +166,8 @@ def test_the_wide_csv_has_a_row_a_feature(tmp_path):
     frames = list(read_frames(tmp_path))
     for step_data, frame in zip(collected_steps, frames, strict=True):
         wanted = {(f.name, slot): number for f in step_data.features if f.call == 0 for slot, number in f.each()}
-        tracks = [frame.tracks.tracks[t] for t in frame.at]
-        pairs = zip(tracks, frame.values, strict=True)
+        shown = [frame.table.series[t] for t in frame.at]
+        pairs = zip(shown, frame.values, strict=True)
         assert {(t.address.name, t.address.slot): x for t, x in pairs if t.address.kind == "feature"} == wanted
 
 

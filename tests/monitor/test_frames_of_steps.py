@@ -32,7 +32,7 @@ def test_known_layouts_are_those_of_a_walk(tmp_path):
     model = Branches()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     monitor = {"activation_gradients": True, "optimizer_state": True, "rules": []}
-    by_layout, by_walk = frames.Tracks(), frames.Tracks()
+    by_layout, by_walk = frames.SeriesTable(), frames.SeriesTable()
     layouts = set()
     with trainprobe.watch(model, optimizer, level="off", output=tmp_path, monitor=monitor) as probe:
         for step in range(6):
@@ -47,7 +47,7 @@ def test_known_layouts_are_those_of_a_walk(tmp_path):
             alone.layout = StepLayout()
             walked = frames.frame_of_step(alone, by_walk)
             layouts.add(id(known.at))
-            assert [by_layout.tracks[t] for t in known.at] == [by_walk.tracks[t] for t in walked.at]
+            assert [by_layout.series[t] for t in known.at] == [by_walk.series[t] for t in walked.at]
             assert [by_layout.addresses[s] for s in known.addresses] == [by_walk.addresses[s] for s in walked.addresses]
             np.testing.assert_array_equal(known.values, walked.values)
             np.testing.assert_array_equal(known.bad, walked.bad)

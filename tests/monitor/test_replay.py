@@ -9,7 +9,7 @@ from small_training import train
 from watched_training import RULES, watched_training
 
 from trainprobe.errors import FormatError
-from trainprobe.monitor.frames import Tracks
+from trainprobe.monitor.frames import SeriesTable
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.run_folder import read_findings, read_frames
 from trainprobe.monitor.watcher import Watcher, in_order, judge_frames, load_state, save_state
@@ -48,9 +48,9 @@ def test_a_restart_changes_no_finding(tmp_path, restart_at):
 
 def test_a_restart_with_tracks_in_another_order_changes_no_finding(tmp_path):
     def frames(order, steps):
-        tracks = Tracks()
+        table = SeriesTable()
         return [
-            make_frame(s, tracks, *grads({n: 90.0 if (s, n) == (80, "b") else 1.0 + s % 5 / 100 for n in order})) for s in steps
+            make_frame(s, table, *grads({n: 90.0 if (s, n) == (80, "b") else 1.0 + s % 5 / 100 for n in order})) for s in steps
         ]
 
     first = Watcher(make_rules({"spike": True}))
@@ -70,9 +70,9 @@ def test_a_file_that_is_no_state_is_an_error_that_says_what_to_do(tmp_path):
 
 
 def test_a_state_holds_no_more_after_many_steps_than_after_few():
-    watcher, tracks, sizes = Watcher(make_rules(RULES)), Tracks(), []
+    watcher, table, sizes = Watcher(make_rules(RULES)), SeriesTable(), []
     for step in range(1200):
-        watcher.judge(make_frame(step, tracks, *grads({"a": 1.0 + step % 7, "b": 2.0}), loss=1.0))
+        watcher.judge(make_frame(step, table, *grads({"a": 1.0 + step % 7, "b": 2.0}), loss=1.0))
         if step in (300, 1199):
             sizes.append(sum(a.nbytes for m in watcher.memories.values() for a in m.arrays.values()))
     assert sizes[0] == sizes[1]
@@ -100,9 +100,9 @@ def test_a_folder_without_a_run_is_an_error_that_says_what_was_expected(tmp_path
 
 
 def test_frames_keep_the_order_in_which_values_were_seen():
-    tracks = Tracks()
-    one = make_frame(0, tracks, *grads({"z": 1.0, "a": 2.0}), loss=3.0)
-    assert [tracks.tracks[t].address.name for t in one.at] == ["z", "a", "loss"]
+    table = SeriesTable()
+    one = make_frame(0, table, *grads({"z": 1.0, "a": 2.0}), loss=3.0)
+    assert [table.series[t].address.name for t in one.at] == ["z", "a", "loss"]
     assert np.array_equal(one.values, [1.0, 2.0, 3.0])
 
 
@@ -113,8 +113,8 @@ def test_of_a_nan_that_spread_over_ranks_the_rank_where_it_arose_comes_first():
     nan = float("nan")
     forward = [value("forward", "module", "a", "input.0", norm=1.0), value("forward", "module", "a", "output", norm=nan)]
     frames = [
-        make_frame(0, Tracks(), *grads({"w": nan}), rank=0),
-        make_frame(0, Tracks(), *forward, *grads({"w": nan}), rank=1),
+        make_frame(0, SeriesTable(), *grads({"w": nan}), rank=0),
+        make_frame(0, SeriesTable(), *forward, *grads({"w": nan}), rank=1),
     ]
     found = in_order(judge_frames(frames, rules))
     assert [(f.place.rank, f.site.name) for f in found] == [(1, "a"), (0, "w")]

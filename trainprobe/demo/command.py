@@ -18,7 +18,7 @@ from trainprobe.errors import MissingExtra, OutputError, UsageError
 
 if TYPE_CHECKING:
     from trainprobe.demo.training import Outcome
-    from trainprobe.monitor.series import Series
+    from trainprobe.monitor.history import History
 
 LAST = 20  # the loss is reported as the mean of so many last steps
 
@@ -55,8 +55,8 @@ def demo(
         bar = progress.add_task("training", total=steps)
         outcome = train(folder, steps, dumped, lambda step: progress.update(bar, completed=step + 1))
     seconds = time.perf_counter() - began
-    series, page = write_report(folder, outcome, seconds)
-    console.print(telling_numbers(folder, series, outcome, dumped, seconds))
+    history, page = write_report(folder, outcome, seconds)
+    console.print(telling_numbers(folder, history, outcome, dumped, seconds))
     for finding in outcome.findings:
         console.print(f"{finding.severity}: {finding.message}", markup=False)
     console.print("\nWritten:")
@@ -81,26 +81,26 @@ def new_folder(output: Path) -> Path:
     return folder
 
 
-def write_report(folder: Path, outcome: Outcome, seconds: float) -> tuple[Series, Path]:
-    """Read the run back from its record log, write its page, and return its series and the page's path."""
+def write_report(folder: Path, outcome: Outcome, seconds: float) -> tuple[History, Path]:
+    """Read the run back from its record log, write its page, and return its history and the page's path."""
     from trainprobe.monitor.report import write_page
-    from trainprobe.monitor.report.from_run import collect_series, view_of
+    from trainprobe.monitor.report.from_run import collect_histories, view_of
     from trainprobe.monitor.run_folder import read_frames
 
-    series: dict[int, Series] = {}
-    for _ in collect_series(read_frames(folder), series):
+    histories: dict[int, History] = {}
+    for _ in collect_histories(read_frames(folder), histories):
         pass  # the series grow as the frames pass
     meta = {"parameters": f"{outcome.parameters:,}", "tokens": f"{outcome.tokens:,}", "time": f"{seconds:.0f} s"}
-    view = view_of("trainprobe demo: a small GPT learns Python's own source", series, outcome.findings, meta)
-    return series[0], write_page(view, folder / "report.html")
+    view = view_of("trainprobe demo: a small GPT learns Python's own source", histories, outcome.findings, meta)
+    return histories[0], write_page(view, folder / "report.html")
 
 
-def telling_numbers(folder: Path, series: Series, outcome: Outcome, dumped: tuple[int, ...], seconds: float) -> Table:
+def telling_numbers(folder: Path, history: History, outcome: Outcome, dumped: tuple[int, ...], seconds: float) -> Table:
     """Return the table of what is most worth knowing about the run."""
     table = Table(title="What the probe saw", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
-    scalars = {track.address.name: series.get(track) for track in series.tracks if track.address.kind == "scalar"}
+    scalars = {series.address.name: history.get(series) for series in history.series if series.address.kind == "scalar"}
     losses, norms = scalars["loss"][1], scalars["grad_norm"]
     final = float(losses[-LAST:].mean())
     table.add_row(
@@ -113,7 +113,7 @@ def telling_numbers(folder: Path, series: Series, outcome: Outcome, dumped: tupl
         ("largest parameter", "parameter", "value", "norm"),
         ("largest activation", "module", "output", "absmax"),
     ):
-        found = last_values(series, kind, slot, statistic)
+        found = last_values(history, kind, slot, statistic)
         if found:
             name = max(found, key=lambda row: found[row])
             table.add_row(label, f"{name}: {statistic} {found[name]:.3g} at the last step")
@@ -121,7 +121,7 @@ def telling_numbers(folder: Path, series: Series, outcome: Outcome, dumped: tupl
     table.add_row(
         "dumped in full", f"steps {dumped[0]} and {dumped[1]}: {size / 1e6:.0f} MB, all ops and modules, values of layers.0"
     )
-    watched = sum(track.address.kind != "op" for track in series.tracks)
+    watched = sum(series.address.kind != "op" for series in history.series)
     table.add_row("watched", f"{watched:,} series at every step; findings: {len(outcome.findings)}")
     table.add_row(
         "speed",
@@ -130,9 +130,9 @@ def telling_numbers(folder: Path, series: Series, outcome: Outcome, dumped: tupl
     return table
 
 
-def last_values(series: Series, kind: str, slot: str, statistic: str) -> dict[str, float]:
+def last_values(history: History, kind: str, slot: str, statistic: str) -> dict[str, float]:
     """Return name → value at the last step of one statistic of one kind of value."""
-    tracks = [
-        t for t in series.tracks if (t.address.kind, t.address.slot.split(".")[0], t.statistic) == (kind, slot, statistic)
+    chosen = [
+        t for t in history.series if (t.address.kind, t.address.slot.split(".")[0], t.statistic) == (kind, slot, statistic)
     ]
-    return {track.address.name: float(series.get(track)[1][-1]) for track in tracks if series.get(track)[1].size}
+    return {series.address.name: float(history.get(series)[1][-1]) for series in chosen if history.get(series)[1].size}

@@ -1,8 +1,8 @@
-"""One collected step of one rank as two flat arrays: which number (a track), and its value, in execution order.
+"""One collected step of one rank as two flat arrays: the number of a series, and its value, in execution order.
 
-A *track* is the address of one series of numbers over steps: what it belongs to, its slot, and the statistic. Tracks are
-numbered once in a `Tracks` table, so that a rule works on arrays of numbers and looks at names only when it has
-something to say. `frame_of_step` serves a live run and `frame_of_records` a recorded one: the same frame comes out.
+A *series* is what one number of a step is called in every step: what it belongs to, its slot, and the statistic. Series are
+numbered once in a `SeriesTable`, so that a rule works on arrays of numbers and looks at names only when it has something to
+say. `frame_of_step` serves a live run and `frame_of_records` a recorded one: the same frame comes out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Bools = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[Any]
 
 
-class Track(NamedTuple):
+class Series(NamedTuple):
     """The address of one series of numbers of one rank."""
 
     address: Address
@@ -45,16 +45,16 @@ class Track(NamedTuple):
 _SHORT_DTYPES = ("bfloat16", "float16", "half", "bf16", "f16", "float8")
 
 
-class Tracks:
-    """Numbers tracks in the order in which they were first seen; grows, never forgets."""
+class SeriesTable:
+    """Numbers series in the order in which they were first seen; grows, never forgets."""
 
     def __init__(self) -> None:
-        self.tracks: list[Track] = []
+        self.series: list[Series] = []
         self.addresses: list[Address] = []
         self.dimensions: list[int] = []  # of each address's tensor; 0 where it has one element
         self.short: list[bool] = []  # whether each address's tensor is of 16 bits or less
         self._address_at: dict[Address, int] = {}
-        self._track_at: dict[tuple[int, str], int] = {}
+        self._series_at: dict[tuple[int, str], int] = {}
         self._address_of: list[int] = []
         self._address_array: I64 = np.zeros(0, dtype=np.int64)
         self._layouts: dict[tuple[bytes, tuple[str, ...]], I64] = {}
@@ -71,41 +71,41 @@ class Tracks:
             self.short.append(dtype.rpartition(".")[2].lower().startswith(_SHORT_DTYPES))
         return found
 
-    def track(self, address: int, statistic: str) -> int:
-        """Return the number of the track of a numbered address."""
-        found = self._track_at.get((address, statistic))
+    def series_at(self, address: int, statistic: str) -> int:
+        """Return the number of the series of a numbered address."""
+        found = self._series_at.get((address, statistic))
         if found is None:
-            found = self._track_at[address, statistic] = len(self.tracks)
-            self.tracks.append(Track(self.addresses[address], statistic))
+            found = self._series_at[address, statistic] = len(self.series)
+            self.series.append(Series(self.addresses[address], statistic))
             self._address_of.append(address)
         return found
 
-    def addresses_of(self, tracks: I64) -> I64:
-        """Return the address number of each track number, [n]."""
+    def addresses_of(self, series: I64) -> I64:
+        """Return the address number of each series number, [n]."""
         if self._address_array.size < len(self._address_of):
             self._address_array = np.array(self._address_of, dtype=np.int64)
-        return self._address_array[tracks]
+        return self._address_array[series]
 
     def layout(self, addresses: I64, statistics: tuple[str, ...]) -> I64:
-        """Return track numbers [addresses × statistics], address by address; remembered, because steps repeat."""
+        """Return series numbers [addresses × statistics], address by address; remembered, because steps repeat."""
         key = (addresses.tobytes(), statistics)
         found = self._layouts.get(key)
         if found is None:
             if len(self._layouts) > 16:
                 self._layouts.clear()
-            flat = [self.track(s, name) for s in addresses.tolist() for name in statistics]
+            flat = [self.series_at(s, name) for s in addresses.tolist() for name in statistics]
             found = self._layouts[key] = np.array(flat, dtype=np.int64)
         return found
 
     def of_features(self, told: tuple[tuple[str, str, int, int], ...], features: Sequence[Feature]) -> I64:
-        """Return the track numbers of features, one a number; told: what they follow from, remembered, because steps repeat."""
+        """Return the series of features, one a number; told: what they follow from, remembered, because steps repeat."""
         found = self._features.get(told)
         if found is None:
             if len(self._features) > 16:
                 self._features.clear()
             addresses = [Address("forward", "feature", f.name, f.call, slot) for f in features for slot, _ in f.each()]
             found = self._features[told] = np.array(
-                [self.track(self.address(address), "value") for address in addresses], np.int64
+                [self.series_at(self.address(address), "value") for address in addresses], np.int64
             )
         return found
 
@@ -119,7 +119,7 @@ class Tracks:
         return self._arrays.setdefault(at.tobytes(), at)
 
     def __len__(self) -> int:
-        return len(self.tracks)
+        return len(self.series)
 
 
 # How bad a value is: nothing wrong, minus infinity alone (as in an attention mask), an infinity, a NaN.
@@ -132,13 +132,13 @@ U8 = npt.NDArray[np.uint8]
 class Frame:
     """One collected step of one rank.
 
-    at: track numbers [n] in execution order, scalars last. values: float64 [n]. addresses: address numbers [m] in execution
+    at: series numbers [n] in execution order, scalars last. values: float64 [n]. addresses: address numbers [m] in execution
     order, scalars last. bad: for each of these addresses FINE, MASKED, INFINITE or NOT_A_NUMBER. scalars: name → value.
     """
 
     step: int
     place: Place
-    tracks: Tracks
+    table: SeriesTable
     at: I64
     values: F64
     addresses: I64
@@ -147,18 +147,18 @@ class Frame:
     complete: bool = True
 
 
-def frame_of_step(step_data: StepData, tracks: Tracks) -> Frame:
+def frame_of_step(step_data: StepData, table: SeriesTable) -> Frame:
     """Lay out the numbers of a step as a frame: norm, absmax, mean, the share of zeros and, where taken, the checksum.
 
     They come from the partials, whatever statistics the step was to be written with. An empty tensor is absent.
     """
-    addresses, rows = _entries(step_data, tracks)
+    addresses, rows = _entries(step_data, table)
     partials = step_data.partials[rows]
     numbers = finish(partials, STATISTICS)
     numbers["zero_share"] = column(partials, "zero") / np.maximum(column(partials, "count"), 1)
     if step_data.checksums is not None:
         numbers["checksum"] = (step_data.checksums[rows] & np.uint64(SHORT)).astype(np.float64)
-    at = tracks.layout(addresses, tuple(numbers))
+    at = table.layout(addresses, tuple(numbers))
     values = np.stack(list(numbers.values()), axis=1).reshape(-1)
     if step_data.checksums is not None and not (taken := step_data.checksums[rows] != 0).all():
         there = np.ones((len(rows), len(numbers)), dtype=bool)
@@ -166,12 +166,12 @@ def frame_of_step(step_data: StepData, tracks: Tracks) -> Frame:
         at, values = at[there.reshape(-1)], values[there.reshape(-1)]
     counts = (column(partials, name) for name in ("neginf", "posinf", "nan"))
     bad = np.full(len(partials), FINE, np.uint8) if all_finite(partials) else badness(*counts)
-    series = [f for f in step_data.features if f.edges is None]
-    if series:
-        more = tracks.of_features(tuple((f.name, f.slot, f.call, f.numbers.size) for f in series), series)
-        at, values = np.concatenate([at, more]), np.concatenate([values, *(f.numbers for f in series)])
+    single = [f for f in step_data.features if f.edges is None]
+    if single:
+        more = table.of_features(tuple((f.name, f.slot, f.call, f.numbers.size) for f in single), single)
+        at, values = np.concatenate([at, more]), np.concatenate([values, *(f.numbers for f in single)])
     return with_scalars(
-        step_data.step, step_data.place, tracks, (at, values, addresses, bad), step_data.scalars, step_data.complete
+        step_data.step, step_data.place, table, (at, values, addresses, bad), step_data.scalars, step_data.complete
     )
 
 
@@ -180,26 +180,26 @@ def badness(neginf: Numbers, posinf: Numbers, nan: Numbers) -> U8:
     return np.where(nan > 0, NOT_A_NUMBER, np.where(posinf > 0, INFINITE, np.where(neginf > 0, MASKED, FINE))).astype(np.uint8)
 
 
-def _with_features(tracks: Tracks, at: I64, values: F64, features: Sequence[tuple[Address, float]]) -> tuple[I64, F64]:
+def _with_features(table: SeriesTable, at: I64, values: F64, features: Sequence[tuple[Address, float]]) -> tuple[I64, F64]:
     """Append features behind the values: each is one number, and never the place where something went wrong first."""
     if not features:
         return at, values
-    more = [tracks.track(tracks.address(address), "value") for address, _ in features]
+    more = [table.series_at(table.address(address), "value") for address, _ in features]
     return np.concatenate([at, np.array(more, np.int64)]), np.concatenate([values, [number for _, number in features]])
 
 
-def _entries(step_data: StepData, tracks: Tracks) -> tuple[I64, I64]:
+def _entries(step_data: StepData, table: SeriesTable) -> tuple[I64, I64]:
     """Return address and row of every value of a step that has elements, in the order of execution, [n] each."""
-    addresses, rows = layout_of(step_data).derived(tracks, lambda: _number_addresses(step_data, tracks))
+    addresses, rows = layout_of(step_data).derived(table, lambda: _number_addresses(step_data, table))
     there = rows >= 0
     there[there] = column(step_data.partials, "count")[rows[there]] > 0
     return (addresses, rows) if there.all() else (addresses[there], rows[there])
 
 
-def _number_addresses(step_data: StepData, tracks: Tracks) -> tuple[I64, I64]:
+def _number_addresses(step_data: StepData, table: SeriesTable) -> tuple[I64, I64]:
     """Return the address and the row of every value, row -1 for one without numbers."""
     entries = in_order(step_data)
-    addresses = [tracks.address(where, dimensions_of(value.shape), value.dtype) for where, _, value in entries]
+    addresses = [table.address(where, dimensions_of(value.shape), value.dtype) for where, _, value in entries]
     return np.array(addresses, np.int64), np.array([value.row for _, _, value in entries], np.int64)
 
 
@@ -208,7 +208,7 @@ def dimensions_of(shape: Sequence[int]) -> int:
     return len(shape) if math.prod(shape) > 1 else 0
 
 
-def frame_of_records(step: int, place: Place, records: Iterable[Record], tracks: Tracks, complete: bool = True) -> Frame:
+def frame_of_records(step: int, place: Place, records: Iterable[Record], table: SeriesTable, complete: bool = True) -> Frame:
     """Lay out the records of one step and rank as a frame, in their order, with the statistics that they have."""
     at: list[int] = []
     values: list[float] = []
@@ -228,17 +228,17 @@ def frame_of_records(step: int, place: Place, records: Iterable[Record], tracks:
         phase = record.step.phase
         if site.kind == "parameter" and phase == "optimizer":
             phase = stage_and_phase(site.slot)[1]
-        where = tracks.address(
+        where = table.address(
             address(phase, site.kind, site.name, site.call, site.slot), dimensions_of(record.shape), record.dtype
         )
         addresses.append(where)
         bad.append(_badness(numbers))
         for statistic, value in _watched(numbers).items():
-            at.append(tracks.track(where, statistic))
+            at.append(table.series_at(where, statistic))
             values.append(value)
-    both = _with_features(tracks, np.array(at, np.int64), np.array(values, np.float64), features)
+    both = _with_features(table, np.array(at, np.int64), np.array(values, np.float64), features)
     flat = (*both, np.array(addresses, np.int64), np.array(bad, np.uint8))
-    return with_scalars(step, place, tracks, flat, scalars, complete)
+    return with_scalars(step, place, table, flat, scalars, complete)
 
 
 def _as_they_arose(records: Iterable[Record]) -> list[Record]:
@@ -283,18 +283,18 @@ def _badness(numbers: Mapping[str, float | int]) -> int:
 
 
 def with_scalars(
-    step: int, place: Place, tracks: Tracks, flat: tuple[I64, F64, I64, U8], scalars: Mapping[str, float], complete: bool
+    step: int, place: Place, table: SeriesTable, flat: tuple[I64, F64, I64, U8], scalars: Mapping[str, float], complete: bool
 ) -> Frame:
     """Return the frame of these values, the scalars last. flat: `at`, `values`, `addresses` and `bad` of the frame."""
     at, values, addresses, bad = flat
-    extra = [tracks.address(Address("step", "scalar", name, 0, "value")) for name in scalars]
+    extra = [table.address(Address("step", "scalar", name, 0, "value")) for name in scalars]
     numbers = np.array(list(scalars.values()), dtype=np.float64)
     worse = np.where(np.isnan(numbers), NOT_A_NUMBER, np.where(np.isinf(numbers), INFINITE, FINE)).astype(np.uint8)
     return Frame(
         step,
         place,
-        tracks,
-        tracks.same(np.concatenate([at, np.array([tracks.track(s, "value") for s in extra], dtype=np.int64)])),
+        table,
+        table.same(np.concatenate([at, np.array([table.series_at(s, "value") for s in extra], dtype=np.int64)])),
         np.concatenate([values, numbers]),
         np.concatenate([addresses, np.array(extra, dtype=np.int64)]),
         np.concatenate([bad, worse]),
@@ -305,7 +305,7 @@ def with_scalars(
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which tracks a rule looks at: kinds, slots (by their first part) and statistics; empty means any.
+    """Which series a rule looks at: kinds, slots (by their first part) and statistics; empty means any.
 
     names: patterns of `engine.plan.selection` over dotted names. first_call: only the first call of a name in a step.
     """
@@ -316,20 +316,20 @@ class Selection:
     names: tuple[str, ...] = ("**",)
     phases: tuple[str, ...] = ()
 
-    def wants(self, track: Track, names: Names) -> bool:
-        """Tell whether a track belongs to the selection; `names` are its patterns, compiled."""
-        address = track.address
+    def wants(self, series: Series, names: Names) -> bool:
+        """Tell whether a series belongs to the selection; `names` are its patterns, compiled."""
+        address = series.address
         return (
             (not self.kinds or address.kind in self.kinds)
             and (not self.slots or address.slot.split(".")[0] in self.slots)
-            and (not self.statistics or track.statistic in self.statistics)
+            and (not self.statistics or series.statistic in self.statistics)
             and (not self.phases or address.phase in self.phases)
             and address.name in names
         )
 
 
 class Picker:
-    """Finds the tracks of some selections in frames; remembers the answer for each track."""
+    """Finds the series of some selections in frames; remembers the answer for each series."""
 
     def __init__(self, selections: Sequence[Selection]) -> None:
         self._selections = [(s, Names(s.names)) for s in selections]
@@ -337,7 +337,7 @@ class Picker:
 
     def pick(self, frame: Frame) -> I64:
         """Return the places in `frame.at` that belong to the selection, [k]."""
-        for track in frame.tracks.tracks[len(self._wanted) :]:
-            self._wanted.append(any(s.wants(track, names) for s, names in self._selections))
+        for series in frame.table.series[len(self._wanted) :]:
+            self._wanted.append(any(s.wants(series, names) for s, names in self._selections))
         mask = np.array(self._wanted, dtype=bool)
         return np.flatnonzero(mask[frame.at]) if mask.size else np.zeros(0, dtype=np.int64)

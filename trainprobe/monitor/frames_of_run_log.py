@@ -22,7 +22,7 @@ from trainprobe.monitor.frames import (
     SHORT,
     Bools,
     Frame,
-    Tracks,
+    SeriesTable,
     badness,
     dimensions_of,
     with_scalars,
@@ -60,7 +60,7 @@ class RunLog:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tracks = Tracks()
+        self._known = SeriesTable()
         self._last: Any = None
 
     def frames(self, bounds: Sequence[Bound] = ()) -> Iterator[Frame]:
@@ -68,15 +68,15 @@ class RunLog:
         new = [] if self._last is None else [("time", ">", self._last)]
         for table in read_tables(self._folder, _COLUMNS, [*bounds, *new]):
             self._last = table["time"][-1].as_py()
-            yield from _Segment(table, self._tracks).frames()
+            yield from _Segment(table, self._known).frames()
 
 
 class _Segment:
     """The columns of one table as arrays; rows are in the order of steps and of execution."""
 
-    def __init__(self, table: pa.Table, tracks: Tracks) -> None:
+    def __init__(self, table: pa.Table, known: SeriesTable) -> None:
         self._table = table
-        self._tracks = tracks
+        self._known = known
         self._codes = {name: _codes(table[name]) for name in _WORDS}
         self._words: dict[str, list[str]] = {name: table[name].chunk(0).dictionary.to_pylist() for name in _WORDS}
         self._value = _numbers(table["value"], np.nan)
@@ -109,16 +109,16 @@ class _Segment:
             phase, kind, name, slot = (self._words[word][self._codes[word][row]] for word in _WORDS)
             address = Address(cast(Phase, phase), kind_of_address(kind), name, int(call[first[i]]), slot)
             shape, dtype = table["shape"][row].as_py(), table["dtype"][row].as_py()
-            numbers[i] = self._tracks.address(address, dimensions_of(orjson.loads(shape)) if shape else 0, dtype or "")
+            numbers[i] = self._known.address(address, dimensions_of(orjson.loads(shape)) if shape else 0, dtype or "")
         addresses = np.zeros(table.num_rows, np.int64)
         addresses[rows] = numbers[inverse.reshape(-1)]
         return addresses
 
     def _frame(self, step: int, rows: slice) -> Frame:
-        tracks, here = self._tracks, self._of(rows, self._is_value)
+        known, here = self._known, self._of(rows, self._is_value)
         taken = self._taken[here]
         names = (*_STATISTICS, "checksum") if taken.any() else _STATISTICS
-        at = tracks.layout(self._addresses[here], names)
+        at = known.layout(self._addresses[here], names)
         values = np.stack([self._statistics[name][here] for name in names], axis=1).reshape(-1)
         if taken.any() and not taken.all():
             there = np.ones((len(here), len(names)), dtype=bool)
@@ -128,7 +128,7 @@ class _Segment:
         at, values = np.concatenate([at, more]), np.concatenate([values, numbers])
         about = orjson.loads(self._table["detail"][int(self._of(rows, self._kind["step"])[0])].as_py())
         flat = (at, values, self._addresses[here], self._bad[here])
-        return with_scalars(step, read_place(about["place"]), tracks, flat, self._scalars(rows), about["complete"])
+        return with_scalars(step, read_place(about["place"]), known, flat, self._scalars(rows), about["complete"])
 
     def _of(self, rows: slice, mask: Bools) -> I64:
         return np.flatnonzero(mask[rows]) + rows.start
@@ -140,17 +140,17 @@ class _Segment:
         }
 
     def _features(self, rows: I64) -> tuple[I64, F64]:
-        tracks, at, values = self._tracks, list[int](), list[float]()
+        known, at, values = self._known, list[int](), list[float]()
         for row in rows.tolist():
             if self._table["edges"][row].is_valid:
                 continue
-            address = tracks.addresses[self._addresses[row]]
+            address = known.addresses[self._addresses[row]]
             several = self._table["numbers"][row].as_py()
             for i, number in enumerate(several or ()):
-                at.append(tracks.track(tracks.address(address._replace(slot=f"{address.slot}.{i}")), "value"))
+                at.append(known.series_at(known.address(address._replace(slot=f"{address.slot}.{i}")), "value"))
                 values.append(number)
             if several is None:
-                at.append(tracks.track(int(self._addresses[row]), "value"))
+                at.append(known.series_at(int(self._addresses[row]), "value"))
                 values.append(float(self._value[row]))
         return np.array(at, np.int64), np.array(values, np.float64)
 

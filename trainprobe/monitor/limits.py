@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from trainprobe.monitor.frames import F64, I64, Bools, Frame, Track
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Series
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.scalar_names import role_of
 
@@ -21,8 +21,8 @@ def limits(frame: Frame, memory: Memory, places: I64, rows: I64, *, loss: float,
     A loss that nobody minimises as a whole has the limit of norms (see `falling`).
     """
 
-    def limit(track: Track) -> float:
-        role = role_of(track.address.name) if track.address.kind == "scalar" else "gradient norm"
+    def limit(series: Series) -> float:
+        role = role_of(series.address.name) if series.address.kind == "scalar" else "gradient norm"
         return {"loss": loss, "gradient norm": norms}.get(role or "", 0.0)
 
     found = memory.learned("limit", frame, places, rows, limit)
@@ -58,9 +58,9 @@ def above_rounding(memory: Memory, rows: I64, size: F64) -> F64:
     return np.maximum(size, _LEAST * largest[rows])
 
 
-def _kind_of_loss(track: Track) -> float:
+def _kind_of_loss(series: Series) -> float:
     """Return 1 for a loss that is called the whole, 2 for another, 0 for what is none."""
-    name = track.address.name.lower()
-    if track.address.kind != "scalar" or role_of(name) != "loss":
+    name = series.address.name.lower()
+    if series.address.kind != "scalar" or role_of(name) != "loss":
         return 0.0
     return 1.0 if _WHOLE.fullmatch(name) else 2.0

@@ -1,4 +1,4 @@
-"""What a rule remembers between steps: a row of numbers for each track it watches, kept in arrays, written as JSON.
+"""What a rule remembers between steps: a row of numbers for each series it watches, kept in arrays, written as JSON.
 
 A memory is the only state a rule has. Written and read back it continues exactly where it was, so findings do not depend
 on restarts.
@@ -15,14 +15,14 @@ import numpy.typing as npt
 
 from trainprobe.engine.core.addresses import Address
 from trainprobe.errors import FormatError
-from trainprobe.monitor.frames import F64, I64, Bools, Frame, Picker, Selection, Track, Tracks
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Picker, Selection, Series, SeriesTable
 
 T = TypeVar("T")
 _DTYPES = {"float64", "int64", "bool"}
 
 
 class Memory:
-    """Arrays of one row a key. A key is the track's (or another) text form; `numbers` holds what belongs to no track."""
+    """Arrays of one row a key. A key is the text of a series, or another; `numbers` holds what belongs to no series."""
 
     def __init__(self) -> None:
         self.keys: dict[str, int] = {}
@@ -31,8 +31,8 @@ class Memory:
         self.scratch: dict[Any, Any] = {}  # what can be worked out again: never written
         self._fills: dict[str, float | int | bool] = {}  # what new rows of an array hold
         self._watched: dict[tuple[int, int], tuple[I64, Sequence[Selection], I64, I64]] = {}  # answers of `watch`
-        self._rows: I64 = np.zeros(0, dtype=np.int64)  # track number → row, for one Tracks table
-        self._table: Tracks | None = None
+        self._rows: I64 = np.zeros(0, dtype=np.int64)  # series number → row, for one SeriesTable
+        self._table: SeriesTable | None = None
 
     def watch(self, frame: Frame, selections: Sequence[Selection]) -> tuple[I64, I64]:
         """Return the places in `frame.at` that the selections want, [k], and their rows, [k].
@@ -44,11 +44,11 @@ class Memory:
         if known is not None and known[0] is frame.at and known[1] is selections:
             return known[2:]
         chosen = tuple(selections)
-        picker = self.scratch.setdefault((id(frame.tracks), chosen), None)
+        picker = self.scratch.setdefault((id(frame.table), chosen), None)
         if picker is None:
-            picker = self.scratch[id(frame.tracks), chosen] = Picker(selections)
+            picker = self.scratch[id(frame.table), chosen] = Picker(selections)
         places = picker.pick(frame)
-        rows = self.rows(frame.tracks, frame.at[places])
+        rows = self.rows(frame.table, frame.at[places])
         if len(self._watched) > 16:
             self._watched.clear()
         self._watched[id(frame.at), id(selections)] = frame.at, selections, places, rows
@@ -63,15 +63,15 @@ class Memory:
             known = self.scratch[name, id(places)] = places, work()
         return known[1]
 
-    def rows(self, tracks: Tracks, at: I64) -> I64:
-        """Return the row of each track number, [n], making rows for new ones."""
-        if self._table is not tracks:
-            self._table, self._rows = tracks, np.full(len(tracks), -1, dtype=np.int64)
-        if self._rows.size < len(tracks):
-            more = np.full(len(tracks) - self._rows.size, -1, dtype=np.int64)
+    def rows(self, table: SeriesTable, at: I64) -> I64:
+        """Return the row of each series number, [n], making rows for new ones."""
+        if self._table is not table:
+            self._table, self._rows = table, np.full(len(table), -1, dtype=np.int64)
+        if self._rows.size < len(table):
+            more = np.full(len(table) - self._rows.size, -1, dtype=np.int64)
             self._rows = np.concatenate([self._rows, more])
-        for track in at[self._rows[at] < 0].tolist():
-            self._rows[track] = self.row(track_text(tracks.tracks[track]))
+        for number in at[self._rows[at] < 0].tolist():
+            self._rows[number] = self.row(series_text(table.series[number]))
         return self._rows[at]
 
     def row(self, key: str) -> int:
@@ -91,12 +91,12 @@ class Memory:
         self.arrays[name] = have
         return have
 
-    def learned(self, name: str, frame: Frame, places: I64, rows: I64, of: Callable[[Track], float]) -> F64:
+    def learned(self, name: str, frame: Frame, places: I64, rows: I64, of: Callable[[Series], float]) -> F64:
         """Return what `of` says of each series, 0 or more, [n]: it is asked when a series is first seen, and never again."""
         known = self.array(name, fill=-1.0)
         new = known[rows] < 0
         for place, row in zip(places[new].tolist(), rows[new].tolist(), strict=True):
-            known[row] = of(frame.tracks.tracks[frame.at[place]])
+            known[row] = of(frame.table.series[frame.at[place]])
         return known[rows]
 
     def newly(self, name: str, rows: I64, now: Bools, rearm: int = 1) -> Bools:
@@ -132,16 +132,16 @@ class Memory:
         return memory
 
 
-def track_text(track: Track) -> str:
-    """Return a track as one text that `text_track` reads back."""
-    address = track.address
-    return "\t".join((address.phase, address.kind, address.name, str(address.call), address.slot, track.statistic))
+def series_text(series: Series) -> str:
+    """Return a series as one text that `text_series` reads back."""
+    address = series.address
+    return "\t".join((address.phase, address.kind, address.name, str(address.call), address.slot, series.statistic))
 
 
-def text_track(text: str) -> Track:
-    """Return the track that `track_text` wrote."""
+def text_series(text: str) -> Series:
+    """Return the series that `series_text` wrote."""
     phase, kind, name, call, slot, statistic = text.split("\t")
-    return Track(Address(phase, kind, name, int(call), slot), statistic)  # pyright: ignore[reportArgumentType]
+    return Series(Address(phase, kind, name, int(call), slot), statistic)  # pyright: ignore[reportArgumentType]
 
 
 def _grown(array: npt.NDArray[Any], rows: int, fill: float | int | bool) -> npt.NDArray[Any]:

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from trainprobe.engine.core.findings import in_folder
 from trainprobe.monitor.findings_of_run import of_rules
+from trainprobe.monitor.history import History
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
 from trainprobe.monitor.report import write_page
-from trainprobe.monitor.report.from_run import collect_series, view_of
+from trainprobe.monitor.report.from_run import collect_histories, view_of
 from trainprobe.monitor.run_folder import read_findings, read_frames
-from trainprobe.monitor.series import Series
 from trainprobe.monitor.watcher import judge_frames
 
 
@@ -39,15 +39,15 @@ def report(
         from trainprobe.monitor.fleet.command import report_all_ranks
 
         return report_all_ranks(folder, ray, target, title or folder.resolve().name)
-    series: dict[int, Series] = {}
+    histories: dict[int, History] = {}
     recorded = read_findings(folder)
     judged = judge or not of_rules(recorded)
-    frames = collect_series(read_frames(folder), series)
+    frames = collect_histories(read_frames(folder), histories)
     found = [in_folder(f, origin(folder)) for f in judge_frames(frames, make_rules(None) if judged else {})]
     findings = found if judge else [*recorded, *found]
     by = ["the run itself"] if recorded and not judge else []
     by += ["rules applied when this page was written"] if judged else []
     meta = {"findings by": ", ".join(by)}
-    page = write_page(view_of(title or folder.resolve().name, series, findings, meta), target)
+    page = write_page(view_of(title or folder.resolve().name, histories, findings, meta), target)
     Console(highlight=False, soft_wrap=True).print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", markup=False)
     return 0

@@ -18,7 +18,7 @@ from trainprobe.engine.storage.dumps.layout import FINDINGS_FILE, LIVE_FILE, LOG
 from trainprobe.engine.storage.dumps.log import read_log
 from trainprobe.engine.storage.dumps.read import read_step
 from trainprobe.errors import FormatError
-from trainprobe.monitor.frames import Frame, Tracks, frame_of_records, frame_of_step
+from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_records, frame_of_step
 from trainprobe.monitor.metric_files import read_metrics
 
 
@@ -35,12 +35,12 @@ def read_frames(folder: Path) -> Iterator[Frame]:
         yield from frames_of_log(log)
     if logs:
         return
-    tables: dict[int, Tracks] = {}
+    tables: dict[int, SeriesTable] = {}
     steps = find_steps(folder) if folder.is_dir() else {}
     for step_folder in steps.values():
         for rank, step_data in sorted(read_step(step_folder).items()):
             yield frame_of_records(
-                step_data.step, step_data.place, step_data.records(), tables.setdefault(rank, Tracks()), step_data.complete
+                step_data.step, step_data.place, step_data.records(), tables.setdefault(rank, SeriesTable()), step_data.complete
             )
     if steps:
         return
@@ -50,7 +50,7 @@ def read_frames(folder: Path) -> Iterator[Frame]:
             "of metrics; name the folder that the run wrote to (`output` of its plan)"
         )
     for step in read_metrics(folder):
-        yield frame_of_records(step.step, step.place, step.records, tables.setdefault(step.place.rank, Tracks()))
+        yield frame_of_records(step.step, step.place, step.records, tables.setdefault(step.place.rank, SeriesTable()))
 
 
 def frames_of_log(log: Path) -> Iterator[Frame]:
@@ -60,9 +60,9 @@ def frames_of_log(log: Path) -> Iterator[Frame]:
 
         yield from RunLog(log).frames()
         return
-    tracks = Tracks()
+    table = SeriesTable()
     for step_data in read_log(log):
-        yield frame_of_step(step_data, tracks)
+        yield frame_of_step(step_data, table)
 
 
 def find_logs(folder: Path) -> list[Path]:

@@ -19,13 +19,13 @@ from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.storage.dumps.record_log import decode
 from trainprobe.monitor.findings_of_run import all_findings, of_rules
-from trainprobe.monitor.frames import F64, Frame, Tracks, frame_of_step
+from trainprobe.monitor.frames import F64, Frame, SeriesTable, frame_of_step
+from trainprobe.monitor.history import History
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.remote_run import as_given, origin, refresh, run_folder
 from trainprobe.monitor.report.from_run import worst_offenders
 from trainprobe.monitor.run_folder import find_logs, read_findings, read_frames
 from trainprobe.monitor.scalar_names import role_of
-from trainprobe.monitor.series import Series
 from trainprobe.monitor.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Tail:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._read: dict[Path, int] = {}
-        self._tables: dict[Path, Tracks] = {}
+        self._tables: dict[Path, SeriesTable] = {}
         self._columns: dict[Path, RunLog] = {}
 
     def frames(self) -> list[Frame]:
@@ -52,14 +52,14 @@ class Tail:
             if log.is_dir():
                 found += self._of_columns(log).frames()
                 continue
-            tracks = self._tables.setdefault(log, Tracks())
+            table = self._tables.setdefault(log, SeriesTable())
             with log.open("rb") as lines:
                 lines.seek(self._read.get(log, 0))
                 for line in lines:
                     if not line.endswith(b"\n"):
                         break
                     self._read[log] = self._read.get(log, 0) + len(line)
-                    found.append(frame_of_step(decode(line), tracks))
+                    found.append(frame_of_step(decode(line), table))
         return found
 
     def _of_columns(self, log: Path) -> RunLog:
@@ -76,43 +76,43 @@ class View:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.series: dict[int, Series] = {}
+        self.histories: dict[int, History] = {}
         self.judged: list[Finding] = []
         self._watchers: dict[int, Watcher] = {}
 
     def add(self, frame: Frame) -> None:
         """Take one step in."""
         rank = frame.place.rank
-        self.series.setdefault(rank, Series(capacity=1024, wanted=lambda t: t.statistic in ("norm", "value"))).add(frame)
+        self.histories.setdefault(rank, History(capacity=1024, wanted=lambda t: t.statistic in ("norm", "value"))).add(frame)
         self.judged += self._watchers.setdefault(rank, Watcher(make_rules(None))).judge(frame)
 
     def render(self) -> Group:
         """Return the view as it is now."""
         recorded = read_findings(self.folder)
         found = all_findings(recorded, [] if of_rules(recorded) else self.judged)
-        steps = [s.last_step for s in self.series.values() if s.last_step is not None]
+        steps = [s.last_step for s in self.histories.values() if s.last_step is not None]
         head = Text.assemble(
-            (origin(self.folder), "bold"), f"   last step {max(steps) if steps else '—'}   ranks {len(self.series)}"
+            (origin(self.folder), "bold"), f"   last step {max(steps) if steps else '—'}   ranks {len(self.histories)}"
         )
         return Group(head, self._scalars(), self._offenders(), _finding_panel([told.finding for told in found]))
 
     def _scalars(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-        first = self.series[min(self.series)] if self.series else None
-        tracks = [t for t in first.tracks if t.address.kind == "scalar"] if first else []
+        first = self.histories[min(self.histories)] if self.histories else None
+        scalars = [t for t in first.series if t.address.kind == "scalar"] if first else []
         roles = ("loss", "gradient norm", "learning rate", "loss scale", None)
-        for track in sorted(tracks, key=lambda t: roles.index(role_of(t.address.name)))[:8]:
+        for series in sorted(scalars, key=lambda t: roles.index(role_of(t.address.name)))[:8]:
             assert first is not None
-            _, values = first.get(track)
+            _, values = first.get(series)
             style = "bold red" if values.size and not math.isfinite(values[-1]) else "bold"
-            table.add_row(track.address.name, Text(f"{values[-1]:.5g}", style=style), Text(spark(values), style="cyan"))
+            table.add_row(series.address.name, Text(f"{values[-1]:.5g}", style=style), Text(spark(values), style="cyan"))
         return table
 
     def _offenders(self) -> Panel:
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=True, header_style="dim")
         for column in ("series", "rank", "now", "× its median"):
             table.add_column(column, justify="left" if column == "series" else "right")
-        for name, rank, value, ratio in worst_offenders(self.series, 8):
+        for name, rank, value, ratio in worst_offenders(self.histories, 8):
             style = "bold red" if math.isinf(ratio) else "yellow" if ratio > 10 else ""
             table.add_row(name, str(rank), f"{value:.4g}", "not finite" if math.isinf(ratio) else f"{ratio:.3g}", style=style)
         return Panel(table, title="farthest from their own median", title_align="left", border_style="dim")

@@ -15,7 +15,7 @@ from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded, set_aside, write_whole
 from trainprobe.errors import FormatError
 from trainprobe.monitor.audit.relations import STAGES, load_relation, relation_names
-from trainprobe.monitor.frames import Frame, Tracks, frame_of_step
+from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_step
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions, load_rule
 from trainprobe.monitor.scalar_names import role_of
@@ -28,7 +28,7 @@ class Watcher:
 
     def __init__(self, rules: Mapping[str, RuleOptions]) -> None:
         self.rules = dict(rules)
-        self.tracks = Tracks()
+        self.table = SeriesTable()
         self.memories = {name: Memory() for name in rules}
         self._checks = {name: load_rule(name).check for name in rules}
         self.count: Count = counted_all  # findings that hold at one more step
@@ -37,7 +37,7 @@ class Watcher:
 
     def __call__(self, step_data: StepData) -> list[Finding]:
         """Judge one collected step and return what the rules found."""
-        return self.judge(frame_of_step(step_data, self.tracks))
+        return self.judge(frame_of_step(step_data, self.table))
 
     def judge(self, frame: Frame) -> list[Finding]:
         """Judge one frame. A step that an error cut short is looked at for non-finite values only."""
@@ -131,7 +131,7 @@ def resume_state(watcher: Watcher, path: Path) -> Finding | None:
 def judge_frames(frames: Iterable[Frame], rules: Mapping[str, RuleOptions]) -> list[Finding]:
     """Judge a recorded run of one or several ranks: frames in any order of ranks, each rank's own in order of steps.
 
-    The frames of one rank share one `Tracks` table.
+    The frames of one rank share one `SeriesTable`.
     """
     watchers: dict[int, Watcher] = {}
     found: list[Finding] = []

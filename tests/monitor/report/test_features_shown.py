@@ -8,7 +8,7 @@ from chromium import Browser, require_chromium
 import trainprobe
 from trainprobe.cli import main
 from trainprobe.demo.gpt import GPT, Shape, next_token_loss
-from trainprobe.monitor.report.from_run import collect_series, view_of
+from trainprobe.monitor.report.from_run import collect_histories, view_of
 from trainprobe.monitor.run_folder import read_frames
 
 FEATURES = {"attention": True, "weights": True, "formats": {"formats": "fp8_e5m2"}, "dead_units": True}
@@ -34,9 +34,9 @@ def folder(tmp_path_factory):
 
 
 def test_each_feature_is_a_map_of_its_own_in_words(folder):
-    series = {}
-    frames = list(collect_series(read_frames(folder), series))
-    metrics = {metric.name: metric for metric in view_of("run", series, [], {}).metrics if metric.statistic == "value"}
+    histories = {}
+    frames = list(collect_histories(read_frames(folder), histories))
+    metrics = {metric.name: metric for metric in view_of("run", histories, [], {}).metrics if metric.statistic == "value"}
     kinds = ("outputs", "gradients of outputs", "parameters", "gradients")
     assert set(metrics) == {
         *("attention entropy", "attention, largest logit", "attention, peak", "spectral norm", "stable rank"),
@@ -47,10 +47,10 @@ def test_each_feature_is_a_map_of_its_own_in_words(folder):
     assert "layers.0.mlp.up.weight" in metrics["underflow fp8_e5m2, gradients"].rows
     assert list(metrics["dead units, outputs"].rows) == ["layers.0.mlp.act", "layers.1.mlp.act"]
     shown = metrics["spectral norm"]
-    track = next(
-        t for t in series[0].tracks if t.address.slot == "spectral_norm" and t.address.name == "layers.1.attn.qkv.weight"
+    norm = next(
+        t for t in histories[0].series if t.address.slot == "spectral_norm" and t.address.name == "layers.1.attn.qkv.weight"
     )
-    assert np.array_equal(shown.values[0, shown.rows.index(track.address.name)], series[0].get(track)[1].astype(np.float32))
+    assert np.array_equal(shown.values[0, shown.rows.index(norm.address.name)], histories[0].get(norm)[1].astype(np.float32))
     assert len(frames) == 6
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trainprobe.engine.core.records import Place, Record, Site, Step
-from trainprobe.monitor.frames import Frame, Tracks, frame_of_records
+from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_records
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.watcher import Watcher
 
@@ -14,13 +14,13 @@ def value(phase: str, kind: str, name: str, slot: str, shape=(4, 4), call=0, **n
     return phase, Site(kind, name, slot, call), shape, numbers
 
 
-def frame(step: int, tracks: Tracks, *values: tuple, rank: int = 0, **scalars: float) -> Frame:
+def frame(step: int, table: SeriesTable, *values: tuple, rank: int = 0, **scalars: float) -> Frame:
     """Return a frame of values (in order of execution) and scalars."""
     place = Place(rank, 2)
     told = [Record(Step(step, None, phase), place, site, "f32", shape, numbers) for phase, site, shape, numbers in values]
     for name, number in scalars.items():
         told.append(Record(Step(step, None, "step"), place, Site("scalar", name, "value"), "f64", (), {"value": number}))
-    return frame_of_records(step, place, told, tracks)
+    return frame_of_records(step, place, told, table)
 
 
 class Bench:
@@ -32,7 +32,7 @@ class Bench:
         self.found = []
 
     def feed(self, *values: tuple, **scalars: float) -> list:
-        new = self.watcher.judge(frame(self.step, self.watcher.tracks, *values, **scalars))
+        new = self.watcher.judge(frame(self.step, self.watcher.table, *values, **scalars))
         self.found += new
         self.step += 1
         return new

@@ -17,7 +17,7 @@ from trainprobe.engine.storage.dumps.layout import DEBUG_FILE, DUMP_FILE, find_d
 from trainprobe.engine.storage.kernel_dumps.file_names import parse_name
 from trainprobe.engine.storage.kernel_dumps.read import KERNEL_LEVEL, overflows_of
 from trainprobe.errors import FormatError
-from trainprobe.monitor.frames import Frame, Tracks, frame_of_records
+from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_records
 from trainprobe.monitor.run_folder import find_logs, frames_of_log
 
 
@@ -96,7 +96,7 @@ def _dumps(path: Path) -> dict[int, dict[int, Path]]:
 
 def _read(folder: Path) -> RankStep:
     step_data = read(folder)
-    frame = frame_of_records(step_data.step, step_data.place, step_data.records(), Tracks(), step_data.complete)
+    frame = frame_of_records(step_data.step, step_data.place, step_data.records(), SeriesTable(), step_data.complete)
     reported = overflows_of(folder) if step_data.level == KERNEL_LEVEL else []
     return RankStep(step_data.place.rank, frame, step_data, [f"{overflow}: {_kernels(ran)}" for overflow, ran in reported])
 

@@ -93,7 +93,7 @@ def _trace(here: RankStep, matters: Bools) -> RankTrace | None:
     if not matters.any():
         return None
     address, how = find_origin(here.frame, matters)
-    number = here.frame.tracks.address(address)
+    number = here.frame.table.address(address)
     places = np.flatnonzero(here.frame.addresses == number)
     worst = here.frame.bad[places].max(initial=INFINITE)
     kind: Kind = "handed" if address.kind == "collective" else "given" if is_given(address) else "made"
@@ -112,7 +112,7 @@ def reached(trace: RankTrace) -> list[Address]:
     """Return which later results of the same step are bad, in order: of modules (or ops), loss, gradients, weights."""
     frame = trace.at.frame
     bad = frame.bad >= INFINITE
-    addresses = [frame.tracks.addresses[number] for number in frame.addresses[bad].tolist()]
+    addresses = [frame.table.addresses[number] for number in frame.addresses[bad].tolist()]
     behind = addresses[addresses.index(trace.address) + 1 :] if trace.address in addresses else addresses
     modules = any(address.kind == "module" for address in behind)
     return [address for address in behind if not is_given(address) and (address.kind != "op" or not modules)]

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from trainprobe.engine.core.addresses import Address
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.frames import Frame, Track
+from trainprobe.monitor.frames import Frame, Series
+from trainprobe.monitor.history import History
 from trainprobe.monitor.report.run_view import Curve, Metric, RunView, Table
 from trainprobe.monitor.scalar_names import role_of
-from trainprobe.monitor.series import Series
 
 COLUMNS = 10_240  # so many collected steps are shown one by one; of more, neighbours are joined
 STATISTICS = ("norm", "absmax", "max", "min", "mean", "std", "zero_share", "value")
@@ -56,42 +56,42 @@ _PARTS = {"attention": "head", "router": "expert"}  # what the numbers of a feat
 _FIRST = ("loss", "gradient norm", "learning rate", "loss scale")
 
 
-def collect_series(frames: Iterable[Frame], series: dict[int, Series]) -> Iterator[Frame]:
+def collect_histories(frames: Iterable[Frame], histories: dict[int, History]) -> Iterator[Frame]:
     """Add each frame to the series of its rank, keeping what a page can show, and pass it on."""
     for frame in frames:
-        series.setdefault(frame.place.rank, Series(COLUMNS, _wanted)).add(frame)
+        histories.setdefault(frame.place.rank, History(COLUMNS, _wanted)).add(frame)
         yield frame
 
 
-def _wanted(track: Track) -> bool:
-    address = track.address
-    return address.kind == "scalar" or (track.statistic in STATISTICS and address.phase != "recompute")
+def _wanted(series: Series) -> bool:
+    address = series.address
+    return address.kind == "scalar" or (series.statistic in STATISTICS and address.phase != "recompute")
 
 
-def view_of(title: str, series: dict[int, Series], findings: Sequence[Finding], meta: dict[str, str]) -> RunView:
+def view_of(title: str, histories: dict[int, History], findings: Sequence[Finding], meta: dict[str, str]) -> RunView:
     """Return the page's content for the series of a run."""
-    metrics = _metrics(series)
-    tables = [_worst_table(series)]
-    steps = [s.steps for s in series.values() if s.steps.size]
+    metrics = _metrics(histories)
+    tables = [_worst_table(histories)]
+    steps = [s.steps for s in histories.values() if s.steps.size]
     told = dict(meta)
     if steps:
-        told |= {"steps": f"{min(int(s[0]) for s in steps)} to {max(s.last_step or 0 for s in series.values())}"}
-    told |= {"ranks": str(len(series)), "series": str(sum(len(s.tracks) for s in series.values()))}
+        told |= {"steps": f"{min(int(s[0]) for s in steps)} to {max(s.last_step or 0 for s in histories.values())}"}
+    told |= {"ranks": str(len(histories)), "series": str(sum(len(s.series) for s in histories.values()))}
     notes = [
         f"rank {rank}: each column of the map joins {s.every} collected steps and shows the worst of them"
-        for rank, s in series.items()
+        for rank, s in histories.items()
         if s.every > 1
     ]
-    return RunView(title, told, _scalars(series), metrics, findings, [t for t in tables if t.rows], notes[:1])
+    return RunView(title, told, _scalars(histories), metrics, findings, [t for t in tables if t.rows], notes[:1])
 
 
-def _scalars(series: dict[int, Series]) -> dict[str, Curve]:
+def _scalars(histories: dict[int, History]) -> dict[str, Curve]:
     """Return the scalars of the first rank that has each; the well-known ones come first."""
     found: dict[str, Curve] = {}
-    for _, one in sorted(series.items()):
-        for track in one.tracks:
-            if track.address.kind == "scalar" and track.address.name not in found:
-                found[track.address.name] = one.get(track)
+    for _, one in sorted(histories.items()):
+        for series in one.series:
+            if series.address.kind == "scalar" and series.address.name not in found:
+                found[series.address.name] = one.get(series)
     order = {role: i for i, role in enumerate(_FIRST)}
     return dict(sorted(found.items(), key=lambda pair: order.get(role_of(pair[0]) or "", len(order))))
 
@@ -115,13 +115,13 @@ def _row_name(address: Address) -> str:
     return name + call + (f" {rest}" if rest not in ("", "0") else "")
 
 
-def _metrics(series: dict[int, Series]) -> list[Metric]:
-    groups: dict[tuple[str, str], dict[str, dict[int, int]]] = {}  # (label, statistic) → row → rank → place in its tracks
-    for rank, one in sorted(series.items()):
-        for i, track in enumerate(one.tracks):
-            if track.address.kind != "scalar":
-                rows = groups.setdefault((_label(track.address), track.statistic), {})
-                rows.setdefault(_row_name(track.address), {}).setdefault(rank, i)
+def _metrics(histories: dict[int, History]) -> list[Metric]:
+    groups: dict[tuple[str, str], dict[str, dict[int, int]]] = {}  # (label, statistic) → row → rank → place in its series
+    for rank, one in sorted(histories.items()):
+        for i, series in enumerate(one.series):
+            if series.address.kind != "scalar":
+                rows = groups.setdefault((_label(series.address), series.statistic), {})
+                rows.setdefault(_row_name(series.address), {}).setdefault(rank, i)
     labels = list(_NAMES.values())
     model_order = {row: i for i, row in enumerate(groups.get(("parameters", "norm"), {}))}
     for (label, _), rows in groups.items():
@@ -132,19 +132,19 @@ def _metrics(series: dict[int, Series]) -> list[Metric]:
             rows.update(turned)
     order = {label: i for i, label in enumerate(labels)}
     wanted = sorted(groups, key=lambda key: (order.get(key[0], len(labels)), key[0], STATISTICS.index(key[1])))
-    return [_metric(label, statistic, groups[label, statistic], series) for label, statistic in wanted]
+    return [_metric(label, statistic, groups[label, statistic], histories) for label, statistic in wanted]
 
 
-def _metric(label: str, statistic: str, rows: dict[str, dict[int, int]], series: dict[int, Series]) -> Metric:
+def _metric(label: str, statistic: str, rows: dict[str, dict[int, int]], histories: dict[int, History]) -> Metric:
     ranks = sorted({rank for places in rows.values() for rank in places})
-    steps = np.unique(np.concatenate([series[rank].steps for rank in ranks]))
+    steps = np.unique(np.concatenate([histories[rank].steps for rank in ranks]))
     values = np.zeros((len(ranks), len(rows), steps.size), dtype=np.float32)
     missing = np.ones(values.shape, dtype=bool)
     for i, rank in enumerate(ranks):
-        columns = np.searchsorted(steps, series[rank].steps)
+        columns = np.searchsorted(steps, histories[rank].steps)
         here = [(r, places[rank]) for r, places in enumerate(rows.values()) if rank in places]
         where = np.array([r for r, _ in here])
-        got, present = series[rank].matrix([place for _, place in here])
+        got, present = histories[rank].matrix([place for _, place in here])
         values[i][np.ix_(where, columns)] = got
         missing[i][np.ix_(where, columns)] = ~present
     keep = ~missing.all(axis=(0, 1))
@@ -152,34 +152,34 @@ def _metric(label: str, statistic: str, rows: dict[str, dict[int, int]], series:
     return Metric(label, list(rows), steps[keep], values[:, :, keep], shown, missing[:, :, keep], ranks)
 
 
-def worst_offenders(series: dict[int, Series], limit: int = 10) -> list[tuple[str, int, float, float]]:
+def worst_offenders(histories: dict[int, History], limit: int = 10) -> list[tuple[str, int, float, float]]:
     """Return (series, rank, last value, ratio to its own median) of the norms that stand out most at the last step.
 
     A value that is not finite comes first, with an infinite ratio.
     """
     found: list[tuple[str, int, float, float]] = []
-    for rank, one in series.items():
-        chosen = [i for i, t in enumerate(one.tracks) if t.statistic == "norm" and t.address.kind in ("module", "parameter")]
+    for rank, one in histories.items():
+        chosen = [i for i, t in enumerate(one.series) if t.statistic == "norm" and t.address.kind in ("module", "parameter")]
         if not chosen or not one.steps.size:
             continue
         values, present = one.matrix(chosen)
-        found += [_offence(one.tracks[i], rank, v, p) for i, v, p in zip(chosen, values, present, strict=True) if p[-1]]
+        found += [_offence(one.series[i], rank, v, p) for i, v, p in zip(chosen, values, present, strict=True) if p[-1]]
     return sorted(found, key=lambda item: -item[3])[:limit]
 
 
-def _offence(track: Track, rank: int, values: npt.NDArray[np.float32], present: Any) -> tuple[str, int, float, float]:
+def _offence(series: Series, rank: int, values: npt.NDArray[np.float32], present: Any) -> tuple[str, int, float, float]:
     last, past = float(values[-1]), values[present]
     past = past[np.isfinite(past) & (past > 0)]
     if not math.isfinite(last):
-        return str(track), rank, last, math.inf
+        return str(series), rank, last, math.inf
     usual = float(np.median(past)) if past.size else 0.0
     ratio = max(last / usual, usual / last) if usual > 0 and last > 0 else 1.0
-    return str(track), rank, last, ratio
+    return str(series), rank, last, ratio
 
 
-def _worst_table(series: dict[int, Series]) -> Table:
+def _worst_table(histories: dict[int, History]) -> Table:
     rows = [
         [name, str(rank), f"{value:.4g}", "not finite" if math.isinf(ratio) else f"{ratio:.3g}"]
-        for name, rank, value, ratio in worst_offenders(series)
+        for name, rank, value, ratio in worst_offenders(histories)
     ]
     return Table("Farthest from their own median at the last step", ["series", "rank", "value", "factor"], rows)

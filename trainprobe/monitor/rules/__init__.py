@@ -67,7 +67,7 @@ class Rule(Protocol):
 
 def names_at(frame: Frame, places: npt.NDArray[np.int64]) -> tuple[str, ...]:
     """Return the names of the modules, parameters and scalars whose values stand at these places of a frame, each once."""
-    return tuple(dict.fromkeys(frame.tracks.tracks[track].address.name for track in frame.at[places].tolist()))
+    return tuple(dict.fromkeys(frame.table.series[number].address.name for number in frame.at[places].tolist()))
 
 
 def rule_names() -> list[str]:

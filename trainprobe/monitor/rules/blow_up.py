@@ -23,7 +23,7 @@ import numpy as np
 
 from trainprobe.engine.core.records import Finding, Site
 from trainprobe.monitor.frames import F64, I64, Frame, Selection
-from trainprobe.monitor.memory import Memory, text_track
+from trainprobe.monitor.memory import Memory, text_series
 from trainprobe.monitor.rules import Patterns, RuleOptions
 from trainprobe.monitor.scalar_names import scalar
 
@@ -107,10 +107,10 @@ def _ratios(frame: Frame, memory: Memory, options: Options) -> list[tuple[float,
 def _by_name(frame: Frame, places: I64, rows: I64) -> dict[str, dict[str, int]]:
     """Return parameter → slot → row, of those of at least two dimensions."""
     found: dict[str, dict[str, int]] = {}
-    numbers = frame.tracks.addresses_of(frame.at[places]).tolist()
+    numbers = frame.table.addresses_of(frame.at[places]).tolist()
     for number, row in zip(numbers, rows.tolist(), strict=True):
-        if frame.tracks.dimensions[number] >= 2:
-            address = frame.tracks.addresses[number]
+        if frame.table.dimensions[number] >= 2:
+            address = frame.table.addresses[number]
             found.setdefault(address.name, {}).setdefault(address.slot, row)
     return {name: slots for name, slots in found.items() if "value" in slots}
 
@@ -120,7 +120,7 @@ def _begins_small(frame: Frame, memory: Memory, options: Options) -> dict[str, b
     places, rows = memory.watch(frame, _sizes(options.names))
     first = memory.array("absmax", fill=-1.0)
     first[rows] = np.where(first[rows] < 0, frame.values[places], first[rows])
-    names = [frame.tracks.tracks[track].address.name for track in frame.at[places].tolist()]
+    names = [frame.table.series[number].address.name for number in frame.at[places].tolist()]
     return {name: not size >= SMALL for name, size in zip(names, first[rows].tolist(), strict=True)}
 
 
@@ -166,7 +166,7 @@ def _joined(norms: F64) -> float:
 
 def _finding(frame: Frame, memory: Memory, options: Options, what: str) -> Finding:
     step, ratio, many = int(memory.numbers["step"]), memory.numbers["ratio"], int(memory.numbers["many"])
-    name = text_track(list(memory.keys)[int(memory.numbers["row"])]).address.name
+    name = text_series(list(memory.keys)[int(memory.numbers["row"])]).address.name
     others = f", and those of {many - 1} other weights were too" if many > 1 else ""
     return Finding(
         rule="blow_up",

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection, Track
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Selection, Series
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import Patterns, RuleOptions, names_at
 
@@ -39,7 +39,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     ripe = memory.newly("dead", rows, memory.lasting("zero", rows, dead) >= options.patience)
     if not ripe.any():
         return []
-    addresses = list(dict.fromkeys(frame.tracks.tracks[t].address for t in frame.at[places[ripe]].tolist()))
+    addresses = list(dict.fromkeys(frame.table.series[t].address for t in frame.at[places[ripe]].tolist()))
     first = addresses[0]
     what = "the gradient of" if first.kind == "parameter" else "the output of"
     others = f", and {len(addresses) - 1} more" if len(addresses) > 1 else ""
@@ -67,16 +67,16 @@ def _beside_one_that_lives(frame: Frame, places: I64, zero: Bools, values: F64) 
     out = np.zeros(zero.size, dtype=bool)
     if not zero.any():
         return out
-    owners = [frame.tracks.tracks[t].address for t in frame.at[places].tolist()]
+    owners = [frame.table.series[t].address for t in frame.at[places].tolist()]
     modules = [address.name.rpartition(".")[0] if address.kind == "parameter" else "" for address in owners]
     alive = {module for module, value in zip(modules, values.tolist(), strict=True) if value > 0}
     out[[i for i in np.flatnonzero(zero).tolist() if modules[i] and modules[i] in alive]] = True
     return out
 
 
-def _is_share(track: Track) -> bool:
+def _is_share(series: Series) -> bool:
     """Tell whether a series is a share of zeros; otherwise it is a norm."""
-    return track.statistic == "zero_share"
+    return series.statistic == "zero_share"
 
 
 @cache

@@ -107,15 +107,15 @@ def _means(memory: Memory, options: Options, rows: I64, x: F64, loss: Bools, res
 
 
 def _finding(frame: Frame, options: Options, place: int, recent: float, usual: float, ripe: I64) -> Finding:
-    track = frame.tracks.tracks[frame.at[place]]
+    series = frame.table.series[frame.at[place]]
     others = f"; {ripe.size - 1} other series drifted with it" if ripe.size > 1 else ""
     return Finding(
         rule="drift",
         severity=options.severity,
-        message=f"{track} has crept up to {recent:.4g}, {recent / usual:.3g} times its long-term level {usual:.4g}{others}",
+        message=f"{series} has crept up to {recent:.4g}, {recent / usual:.3g} times its long-term level {usual:.4g}{others}",
         step=frame.step,
         place=frame.place,
-        site=track.address.site(),
+        site=series.address.site(),
         measured=recent,
         expected=usual,
         names=names_at(frame, ripe),

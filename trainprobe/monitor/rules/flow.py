@@ -90,7 +90,7 @@ def _families(frame: Frame, memory: Memory, places: I64, least: int) -> Families
     """Join the gradients at `places` to families of at least so many layers, or return None where there is none."""
     groups: dict[str, list[tuple[int, int]]] = {}
     for place in places.tolist():
-        name = frame.tracks.tracks[frame.at[place]].address.name
+        name = frame.table.series[frame.at[place]].address.name
         if match := _NUMBER.search(name):
             groups.setdefault(f"{name[: match.start()]}*{name[match.end() :]}", []).append((int(match[1]), place))
     groups = {name: sorted(members) for name, members in groups.items() if len(members) >= max(least, 1)}
@@ -130,7 +130,7 @@ def _finding(frame: Frame, options: Options, family: str, fit: Fit, place: int, 
         f"{depth + 1:.0f} layers (r² {quality:.2f}){others}",
         step=frame.step,
         place=frame.place,
-        site=frame.tracks.tracks[frame.at[place]].address.site(),
+        site=frame.table.series[frame.at[place]].address.site(),
         measured=change,
         expected=options.limit,
         next="check normalisation, residual branches and initial scale of these layers",

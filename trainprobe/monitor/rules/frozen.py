@@ -69,11 +69,11 @@ def _parameters(frame: Frame, memory: Memory, places: I64) -> tuple[list[Address
     """Return the parameters at `places`, their rows; for each place its parameter, and whether a checksum stands there; and
     which parameters are of 16 bits.
     """
-    numbers, member = np.unique(frame.tracks.addresses_of(frame.at[places]), return_inverse=True)
-    addresses = [frame.tracks.addresses[s] for s in numbers.tolist()]
+    numbers, member = np.unique(frame.table.addresses_of(frame.at[places]), return_inverse=True)
+    addresses = [frame.table.addresses[s] for s in numbers.tolist()]
     keys = np.array([memory.row(f"parameter\t{address.name}\t{address.call}") for address in addresses])
-    exact = np.array([frame.tracks.tracks[t].statistic == "checksum" for t in frame.at[places].tolist()])
-    return addresses, keys, member, exact, np.array([frame.tracks.short[s] for s in numbers.tolist()])
+    exact = np.array([frame.table.series[t].statistic == "checksum" for t in frame.at[places].tolist()])
+    return addresses, keys, member, exact, np.array([frame.table.short[s] for s in numbers.tolist()])
 
 
 def _per_address(member: I64, n: int, exact: Bools, same: Bools) -> Bools:
@@ -89,8 +89,8 @@ def _gradients(frame: Frame, addresses: list[Address]) -> tuple[bool, I64, I64, 
     """
     numbers = {name: i for i, name in enumerate(dict.fromkeys(address.name for address in addresses))}
     found: list[tuple[int, int]] = []
-    for place, track in enumerate(frame.at.tolist()):
-        address, statistic = frame.tracks.tracks[track]
+    for place, number in enumerate(frame.at.tolist()):
+        address, statistic = frame.table.series[number]
         if address.kind == "parameter" and address.slot == "grad" and statistic in ("norm", "absmax"):
             found.append((place, numbers.get(address.name, -1)))
     places, whose = np.array([f for f in found if f[1] >= 0], np.int64).reshape(-1, 2).T

@@ -50,16 +50,16 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     with np.errstate(all="ignore"):
         distance = np.abs(np.log(size / h))
     worst = int(np.argmax(np.where(begins, distance, -1.0)))
-    track = frame.tracks.tracks[frame.at[places[worst]]]
+    series = frame.table.series[frame.at[places[worst]]]
     others = f"; {int(begins.sum()) - 1} other series deviate too" if begins.sum() > 1 else ""
     return [
         Finding(
             rule="mean_deviation",
             severity=options.severity,
-            message=f"{track} is {size[worst]:.4g}, its running mean {h[worst]:.4g}{others}",
+            message=f"{series} is {size[worst]:.4g}, its running mean {h[worst]:.4g}{others}",
             step=frame.step,
             place=frame.place,
-            site=track.address.site(),
+            site=series.address.site(),
             measured=float(size[worst]),
             expected=float(h[worst]),
             names=names_at(frame, places[begins]),

@@ -89,7 +89,7 @@ def _stays_inside(frame: Frame, bad: Bools) -> bool:
     A constant, a mask, memory that nobody has filled yet, a quotient that `where` leaves out: none of it reaches a module's
     result, a gradient, a parameter or the loss. Where no gradients of parameters are collected, those of calls must be finite.
     """
-    addresses = [frame.tracks.addresses[s] for s in frame.addresses.tolist()]
+    addresses = [frame.table.addresses[s] for s in frame.addresses.tolist()]
     if any(address.kind != "op" for address, b in zip(addresses, bad.tolist(), strict=True) if b):
         return False
     judged = any(address.kind == "parameter" and address.slot == "grad" for address in addresses)
@@ -109,7 +109,7 @@ def _begins(addresses: list[Address]) -> int:
 def _not_known(frame: Frame, memory: Memory, bad: Bools, learn: bool = False) -> Bools:
     """Tell which bad values were not bad in a step in which they did not matter; with `learn` remember them as such."""
     places = np.flatnonzero(bad)
-    addresses = [frame.tracks.addresses[s] for s in frame.addresses[places].tolist()]
+    addresses = [frame.table.addresses[s] for s in frame.addresses[places].tolist()]
     keys = ["\t".join((address.phase, address.name, str(address.call), address.slot)) for address in addresses]
     known = memory.array("harmless", fill=False)
     new = np.array([key not in memory.keys or not known[memory.keys[key]] for key in keys])
@@ -125,7 +125,7 @@ def _of_interest(frame: Frame, memory: Memory, bad: Bools) -> Bools:
     """Leave out what is known not to matter, and constants that a call makes of nothing; all stays if nothing else is bad."""
     if not bad.any():
         return bad
-    made = np.array([_makes(frame.tracks.addresses[s]) for s in frame.addresses.tolist()])
+    made = np.array([_makes(frame.table.addresses[s]) for s in frame.addresses.tolist()])
     chosen = _not_known(frame, memory, bad) & ~made
     return chosen if chosen.any() else bad
 
@@ -143,7 +143,7 @@ def lasts(memory: Memory) -> bool:
 def _only_gradients_under_a_scale(frame: Frame, bad: np.ndarray) -> bool:
     if not _scale(frame) > 1:
         return False
-    phases = {frame.tracks.addresses[s].phase for s in frame.addresses[bad].tolist()}
+    phases = {frame.table.addresses[s].phase for s in frame.addresses[bad].tolist()}
     return phases <= {"backward", "optimizer", "step"} and not _loss_is_bad(frame)
 
 
@@ -158,7 +158,7 @@ def _loss_is_bad(frame: Frame) -> bool:
 
 def _note(frame: Frame, bad: Bools) -> Finding:
     """Return the note on values that do not matter."""
-    address = frame.tracks.addresses[int(frame.addresses[np.flatnonzero(bad)[0]])]
+    address = frame.table.addresses[int(frame.addresses[np.flatnonzero(bad)[0]])]
     what = "NaN" if frame.bad[bad].max() == NOT_A_NUMBER else "infinity"
     text = (
         f"step {frame.step} has {what} in {describe(address)}, and no result of a module, no gradient, no parameter and no "
@@ -169,7 +169,7 @@ def _note(frame: Frame, bad: Bools) -> Finding:
 
 def _finding(frame: Frame, bad: Bools, severity: Severity, after: str) -> Finding:
     address, how = find_origin(frame, bad)
-    worst = frame.bad[frame.addresses == frame.tracks.address(address)].max(initial=INFINITE)
+    worst = frame.bad[frame.addresses == frame.table.address(address)].max(initial=INFINITE)
     what = "NaN" if worst == NOT_A_NUMBER else "infinity"
     text = f"the first {what} of step {frame.step} is in {describe(address)}: {how}{after}"
     return Finding(
@@ -204,7 +204,7 @@ def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Address, str
 
     The frame must hold a value that is not finite. chosen: which of its values are to be taken for such, by default all.
     """
-    addresses = [frame.tracks.addresses[s] for s in frame.addresses.tolist()]
+    addresses = [frame.table.addresses[s] for s in frame.addresses.tolist()]
     bad = (frame.bad >= INFINITE if chosen is None else chosen).tolist()
     first_bad = next(address for address, b in zip(addresses, bad, strict=True) if b)
     paired = list(zip(addresses, bad, strict=True))

@@ -101,7 +101,7 @@ def _above_the_largest(frame: Frame, memory: Memory, options: Options, places: I
     out = jumped.copy()
     ring = memory.array("ring", width=options.window, fill=np.nan)
     for i in np.flatnonzero(jumped).tolist():
-        address = frame.tracks.tracks[frame.at[places[i]]].address
+        address = frame.table.series[frame.at[places[i]]].address
         if address.kind == "parameter" and address.slot == "grad":
             out[i] = x[i] - np.nanmax(ring[rows[i]]) > np.log(options.parameter_ratio)
     return out
@@ -133,16 +133,16 @@ def _median(x: F64) -> F64:
 
 
 def _finding(frame: Frame, options: Options, place: int, usual: float, z: float, risen: I64) -> Finding:
-    track, value = frame.tracks.tracks[frame.at[place]], float(frame.values[place])
+    series, value = frame.table.series[frame.at[place]], float(frame.values[place])
     others = f"; {risen.size - 1} other series jumped with it" if risen.size > 1 else ""
     return Finding(
         rule="spike",
         severity=options.severity,
-        message=f"{track} jumped to {value:.4g}, {abs(value) / usual:.3g} times its usual {usual:.4g} "
+        message=f"{series} jumped to {value:.4g}, {abs(value) / usual:.3g} times its usual {usual:.4g} "
         f"(robust z = {z:.1f}){others}",
         step=frame.step,
         place=frame.place,
-        site=track.address.site(),
+        site=series.address.site(),
         measured=value,
         expected=usual,
         names=names_at(frame, risen),

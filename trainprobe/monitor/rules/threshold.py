@@ -45,7 +45,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     if not begins.any():
         return []
     first = int(np.flatnonzero(begins)[0])
-    track = frame.tracks.tracks[frame.at[places[first]]]
+    series = frame.table.series[frame.at[places[first]]]
     others = f"; {int(begins.sum()) - 1} other series too" if begins.sum() > 1 else ""
     limits = [f"magnitude up to {options.limit:g}"] if options.limit is not None else []
     limits += [f"at least {options.low:g}"] if options.low is not None else []
@@ -54,10 +54,10 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
         Finding(
             rule="threshold",
             severity=options.severity,
-            message=f"{track} is {x[first]:.6g}, outside its limits{others}",
+            message=f"{series} is {x[first]:.6g}, outside its limits{others}",
             step=frame.step,
             place=frame.place,
-            site=track.address.site(),
+            site=series.address.site(),
             measured=float(x[first]),
             expected=", ".join(limits),
             names=names_at(frame, places[begins]),

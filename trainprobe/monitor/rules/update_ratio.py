@@ -41,7 +41,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     values, updates = memory.worked_out("pairs", places, lambda: _pairs(frame, places))
     if not values.size:
         return []
-    rows = memory.rows(frame.tracks, frame.at[values])
+    rows = memory.rows(frame.table, frame.at[values])
     ratio = _ratio(frame, memory, rows, values, updates)
     age = memory.array("age", fill=0)
     age[rows] += 1
@@ -68,9 +68,9 @@ def _pairs(frame: Frame, places: I64) -> tuple[I64, I64]:
     weights: dict[str, int] = {}
     updates: dict[str, int] = {}
     for place in places.tolist():
-        track = int(frame.at[place])
-        address = frame.tracks.tracks[track].address
-        if frame.tracks.dimensions[int(frame.tracks.addresses_of(np.array([track]))[0])] >= 2:
+        number = int(frame.at[place])
+        address = frame.table.series[number].address
+        if frame.table.dimensions[int(frame.table.addresses_of(np.array([number]))[0])] >= 2:
             (weights if address.slot == "value" else updates).setdefault(address.name, place)
     return np.array(list(weights.values()), dtype=np.int64), np.array([updates.get(n, -1) for n in weights], dtype=np.int64)
 
@@ -86,7 +86,7 @@ def _ratio(frame: Frame, memory: Memory, rows: I64, values: I64, updates: I64) -
 
 
 def _finding(frame: Frame, options: Options, place: int, ratio: float, names: tuple[str, ...]) -> Finding:
-    address = frame.tracks.tracks[frame.at[place]].address
+    address = frame.table.series[frame.at[place]].address
     too = "large" if ratio > options.high else "small"
     others = f", and those of {len(names) - 1} other parameters" if len(names) > 1 else ""
     return Finding(

@@ -30,7 +30,7 @@ from trainprobe.engine.storage.run_log.read import read_tables
 from trainprobe.engine.storage.run_log.schema import COLUMNS
 from trainprobe.engine.storage.sinks import jsonl, parquet
 from trainprobe.errors import FormatError, OutputError
-from trainprobe.monitor.frames import Tracks, frame_of_step
+from trainprobe.monitor.frames import SeriesTable, frame_of_step
 from trainprobe.monitor.frames_of_run_log import RunLog
 from trainprobe.monitor.run_folder import read_frames
 
@@ -51,10 +51,10 @@ def steps_in(folder: Path) -> list[int]:
 
 def assert_same_frames(ours, theirs) -> None:
     for a, b in zip(ours, theirs, strict=True):
-        assert [a.tracks.tracks[i] for i in a.at] == [b.tracks.tracks[i] for i in b.at]
-        assert [a.tracks.addresses[i] for i in a.addresses] == [b.tracks.addresses[i] for i in b.addresses]
-        assert [a.tracks.dimensions[i] for i in a.addresses] == [b.tracks.dimensions[i] for i in b.addresses]
-        assert [a.tracks.short[i] for i in a.addresses] == [b.tracks.short[i] for i in b.addresses]
+        assert [a.table.series[i] for i in a.at] == [b.table.series[i] for i in b.at]
+        assert [a.table.addresses[i] for i in a.addresses] == [b.table.addresses[i] for i in b.addresses]
+        assert [a.table.dimensions[i] for i in a.addresses] == [b.table.dimensions[i] for i in b.addresses]
+        assert [a.table.short[i] for i in a.addresses] == [b.table.short[i] for i in b.addresses]
         np.testing.assert_array_equal(a.values, b.values)
         np.testing.assert_array_equal(a.bad, b.bad)
         assert (a.step, a.place, a.complete) == (b.step, b.place, b.complete)
@@ -68,7 +68,7 @@ def test_any_step_is_read_back_as_it_was(step_data, tmp_path):
     fill(folder, [step_data])
     (again,) = read_log(folder)
     assert [told(record) for record in again.records()] == [told(record) for record in step_data.records()]
-    assert_same_frames(RunLog(folder / "rank0").frames(), [frame_of_step(step_data, Tracks())])
+    assert_same_frames(RunLog(folder / "rank0").frames(), [frame_of_step(step_data, SeriesTable())])
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +106,8 @@ def trained(tmp_path_factory):
 
 def test_the_frames_of_a_training_are_those_of_its_steps(trained):
     folder, _ = trained
-    tracks = Tracks()
-    lines = (frame_of_step(step_data, tracks) for step_data in read_log(folder / "rank0/records.jsonl"))
+    table = SeriesTable()
+    lines = (frame_of_step(step_data, table) for step_data in read_log(folder / "rank0/records.jsonl"))
     assert_same_frames(read_frames(folder), lines)
 
 

@@ -1,6 +1,6 @@
-"""The numbers of a run over its steps: track → (steps, values), built from frames as they come, in bounded memory.
+"""The numbers of a run over its steps: series → (steps, values), built from frames as they come, in bounded memory.
 
-Every rank has a matrix [columns, tracks]. A column is one collected step; when there are more than `capacity`, neighbouring
+Every rank has a matrix [columns, series]. A column is one collected step; when there are more than `capacity`, neighbouring
 columns are joined two by two and each keeps the worse of the two numbers (a NaN, then the larger magnitude), so that
 nothing that stood out is lost. Rules do not read from here: they keep their own small memory.
 """
@@ -12,22 +12,22 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.monitor.frames import F64, I64, Bools, Frame, Track, Tracks
+from trainprobe.monitor.frames import F64, I64, Bools, Frame, Series, SeriesTable
 
 CAPACITY = 4096
 
 
-class Series:
-    """The series of one rank. wanted: which tracks are kept (all by default)."""
+class History:
+    """The series of one rank. wanted: which series are kept (all by default)."""
 
-    def __init__(self, capacity: int = CAPACITY, wanted: Callable[[Track], bool] | None = None) -> None:
+    def __init__(self, capacity: int = CAPACITY, wanted: Callable[[Series], bool] | None = None) -> None:
         self.capacity = max(4, capacity - capacity % 2)
         self.every = 1  # how many collected steps a column joins
-        self.tracks: list[Track] = []
+        self.series: list[Series] = []
         self.last_step: int | None = None
         self._wanted = wanted
-        self._row_of = np.zeros(0, dtype=np.int64)  # track number of the table → row, -1 unwanted
-        self._table: Tracks | None = None
+        self._row_of = np.zeros(0, dtype=np.int64)  # series number of the table → row, -1 unwanted
+        self._table: SeriesTable | None = None
         self._last: tuple[I64, I64, I64] | None = None  # `at` of the last frame, its places that are kept, and their rows
         self._values: npt.NDArray[np.float32] = np.zeros((0, 0), dtype=np.float32)
         self._present: Bools = np.zeros((0, 0), dtype=bool)
@@ -46,11 +46,11 @@ class Series:
         self._present[column, rows] = True
         self.last_step = frame.step
 
-    def get(self, track: Track) -> tuple[I64, F64]:
-        """Return (steps [n], values [n]) of a track; empty for one that was never seen."""
-        if track not in self.tracks:
+    def get(self, series: Series) -> tuple[I64, F64]:
+        """Return (steps [n], values [n]) of a series; empty for one that was never seen."""
+        if series not in self.series:
             return np.zeros(0, dtype=np.int64), np.zeros(0)
-        row = self.tracks.index(track)
+        row = self.series.index(series)
         there = self._present[: self._columns, row]
         return self.steps[there], self._values[: self._columns, row][there].astype(np.float64)
 
@@ -60,12 +60,12 @@ class Series:
         return self._steps[: self._columns]
 
     def matrix(self, rows: list[int]) -> tuple[npt.NDArray[np.float32], Bools]:
-        """Return (values, present), both [rows, columns], of tracks given by their place in `tracks`."""
+        """Return (values, present), both [rows, columns], of series given by their places in `series`."""
         return self._values[: self._columns, rows].T, self._present[: self._columns, rows].T
 
     def _rows(self, frame: Frame) -> tuple[I64, I64]:
         """Return the places in `frame.at` that are kept, and the row of each; worked out once for steps that follow alike."""
-        if self._last is not None and self._last[0] is frame.at and self._table is frame.tracks:
+        if self._last is not None and self._last[0] is frame.at and self._table is frame.table:
             return self._last[1:]
         rows = self._number(frame)
         places = np.flatnonzero(rows >= 0)
@@ -73,19 +73,19 @@ class Series:
         return self._last[1:]
 
     def _number(self, frame: Frame) -> I64:
-        if self._table is not frame.tracks:
-            self._table, self._row_of = frame.tracks, np.zeros(0, dtype=np.int64)
-        known = {track: i for i, track in enumerate(self.tracks)} if self._row_of.size == 0 else None
+        if self._table is not frame.table:
+            self._table, self._row_of = frame.table, np.zeros(0, dtype=np.int64)
+        known = {series: i for i, series in enumerate(self.series)} if self._row_of.size == 0 else None
         more: list[int] = []
-        for track in frame.tracks.tracks[self._row_of.size :]:
-            row = known.get(track) if known else None
-            if row is None and (self._wanted is None or self._wanted(track)):
-                row = len(self.tracks)
-                self.tracks.append(track)
+        for series in frame.table.series[self._row_of.size :]:
+            row = known.get(series) if known else None
+            if row is None and (self._wanted is None or self._wanted(series)):
+                row = len(self.series)
+                self.series.append(series)
             more.append(-1 if row is None else row)
         if more:
             self._row_of = np.concatenate([self._row_of, np.array(more, dtype=np.int64)])
-        self._make_room(len(self.tracks), self._values.shape[0])
+        self._make_room(len(self.series), self._values.shape[0])
         return self._row_of[frame.at]
 
     def _make_room(self, rows: int, columns: int) -> None:
