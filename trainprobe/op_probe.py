@@ -60,10 +60,16 @@ class OpProbe(Probe):
         self._install_schedules()
 
     def _judged(self, step_data: StepData) -> Sequence[Finding]:
+        from trainprobe.engine.taps.random_state import put_back, random_state
+
+        states = (
+            random_state()
+        )  # some operators draw numbers when they are judged, and the training's next ones must not change
         try:
             self._writer.flush()  # until then values may be on their way
             return self.judge(step_data) if step_data.complete else ()
         finally:
+            put_back(states)
             self._held.drop()
 
     def _open_writer(self, place: Place) -> Any:

@@ -152,13 +152,13 @@ def test_report_writes_a_page_with_the_findings_of_the_rules(run, tmp_path, caps
 
 
 def test_the_rows_of_gradients_stand_in_the_order_of_the_model(run, tmp_path):
-    from trainprobe.monitor.report.from_run import collect_series, view_of
+    from trainprobe.monitor.report.from_run import collect_histories, view_of
     from trainprobe.monitor.run_folder import read_frames
 
-    series = {}
-    for _ in collect_series(read_frames(run), series):
+    histories = {}
+    for _ in collect_histories(read_frames(run), histories):
         pass
-    view = view_of("x", series, [], {})
+    view = view_of("x", histories, [], {})
     rows = {m.name: list(m.rows) for m in view.metrics if m.statistic == "norm"}
     shared = [row for row in rows["parameters"] if row in rows["gradients"]]
     assert [row for row in rows["gradients"] if row in shared] == shared

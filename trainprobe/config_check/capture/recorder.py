@@ -35,6 +35,7 @@ from trainprobe.config_check.capture.weights import capture_weights, named_tenso
 from trainprobe.config_check.merge import merge_ranks
 from trainprobe.config_check.pack_writer import PackWriter
 from trainprobe.config_check.settings import Settings
+from trainprobe.engine.arrays.torch_apart import apart
 from trainprobe.engine.core.guard import Guard
 from trainprobe.errors import FormatError, OutputError
 
@@ -169,7 +170,8 @@ class Recorder:
             self.guard.run(self._take_model_state)
 
     def _take_model_state(self) -> None:
-        self._model_state = model_state(self._models, self._compiled_with)
+        with apart(within_transforms=True):
+            self._model_state = model_state(self._models, self._compiled_with)
 
     def _micro_step(self, call: Any, args: Any, kwargs: Any) -> None:
         if self.micro >= self.settings.micro_steps:
@@ -177,22 +179,26 @@ class Recorder:
             return
         writer = self._writer or self._open()
         watching = self._random.active
-        wanted, micro = self.settings.captures, self.micro
         self._random.active = False  # what the capture itself calls is not the program's
         try:
-            if micro == 0:
-                self._first(writer)
-            if "dataset" in wanted:
-                writer.put("dataset", capture_inputs(call, args, kwargs, self._optimizers.steps, self.settings.tokens), micro)
-            if "weights" in wanted:
-                writer.put("weights", capture_weights(self._models, self._optimizers.steps), micro)
-            if "randomness" in wanted:
-                self._states[str(micro)] = random_states()
-                writer.put("randomness", self._randomness())
+            with apart(within_transforms=True):  # nor is it seen by modes, those of a dump among them
+                self._capture(writer, call, args, kwargs)
         finally:
             self._random.active = watching
-        self._random.window = micro
+        self._random.window = self.micro
         self.micro += 1
+
+    def _capture(self, writer: PackWriter, call: Any, args: Any, kwargs: Any) -> None:
+        wanted, micro = self.settings.captures, self.micro
+        if micro == 0:
+            self._first(writer)
+        if "dataset" in wanted:
+            writer.put("dataset", capture_inputs(call, args, kwargs, self._optimizers.steps, self.settings.tokens), micro)
+        if "weights" in wanted:
+            writer.put("weights", capture_weights(self._models, self._optimizers.steps), micro)
+        if "randomness" in wanted:
+            self._states[str(micro)] = random_states()
+            writer.put("randomness", self._randomness())
 
     def _open(self) -> PackWriter:
         rank, world_size = self._place = rank_of_process()

@@ -61,11 +61,13 @@ class EntryText:
     def entries(self) -> Iterator[tuple[str, str, Call]]:
         """Yield (entry name, JSON text, call) in execution order.
 
-        A recomputed forward is left out, so that nothing counts twice. A name that is taken gets the next free number.
+        A recomputed forward is left out, so that nothing counts twice, and what was recorded for the monitor alone. A name that
+        is taken gets the next free number.
         """
         taken: set[str] = set()
+        others = ("state", "module", "parameter") if self._step_data.level == "L1" else ("state",)
         for call in self._step_data.calls:
-            if call.phase == "recompute" or call.kind == "state":
+            if call.phase == "recompute" or call.kind in others:
                 continue
             name = entry_name(call, self._step_data.framework)
             if name in taken:
