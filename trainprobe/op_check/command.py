@@ -46,7 +46,7 @@ def op_check(
     from trainprobe.op_check.replay import write_replay
 
     folders = [rank_folders(path) for path in (dump, other) if path is not None]
-    found = [_checked(each, op or (), quiet) for each in folders]
+    found = [_checked(each, op or (), quiet, other is not None) for each in folders]
     if op and not found[0].rows:
         raise UsageError(f"{dump} has no call of {', '.join(op)}: `trainprobe op-check {dump}` lists its operators")
     conclusion = conclude(found[0])
@@ -81,7 +81,7 @@ def need_torch(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _checked(folders: Any, names: Any, quiet: bool) -> DumpChecked:
+def _checked(folders: Any, names: Any, quiet: bool, keys: bool) -> DumpChecked:
     from trainprobe.op_check.dump import check_dump
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -95,4 +95,4 @@ def _checked(folders: Any, names: Any, quiet: bool) -> DumpChecked:
             if bar is not None and task is not None:
                 bar.update(task, completed=done, total=total)
 
-        return check_dump(folders, names, advance)
+        return check_dump(folders, names, advance, keys=keys)

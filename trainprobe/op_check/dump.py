@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from trainprobe.engine.core.records import Value
 from trainprobe.engine.storage.dumps.layout import DUMP_FILE, find_dumps
 from trainprobe.errors import FormatError
 from trainprobe.op_check.cases import NotChecked
@@ -22,7 +24,8 @@ from trainprobe.op_check.recorded import RecordedRank, Unit
 class Row:
     """One direction of one recorded call. equal: how many more calls were the same bits in and out.
 
-    same_inputs: an earlier entry that had the same inputs and gave another result. key: fingerprint of what it was given.
+    same_inputs: an earlier entry that had the same inputs and gave another result. key: fingerprint of what it was given,
+    where two dumps are compared.
     """
 
     step: int
@@ -71,8 +74,14 @@ def check_dump(
     folders: Sequence[tuple[int, int, Path]],
     names: Sequence[str] = (),
     advance: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    keys: bool = False,
 ) -> DumpChecked:
-    """Judge all operator calls in these folders. names: patterns of operators or entries; advance: is told of the progress."""
+    """Judge all operator calls in these folders.
+
+    names: patterns of operators or entries. advance: called with the calls done and all calls of a folder. keys: rows carry
+    fingerprints of what their calls were given.
+    """
     found = DumpChecked()
     for step, rank, folder in folders:
         recorded = RecordedRank.read(folder)
@@ -80,7 +89,9 @@ def check_dump(
         if not units and not names:
             found.notes.append(f"{folder} holds no operators: record with `level: L1` or `mix`")
         found.made |= not recorded.has_tensors
-        check_rank(recorded, units, found, (step, rank), advance)
+        rows = check_rank(recorded, units, found, (step, rank), advance)
+        for row in rows if keys else ():
+            row.key = recorded.key(row.unit)[0] if row.unit is not None else ""
     return found
 
 
@@ -102,39 +113,85 @@ def check_rank(
     at: tuple[int, int],
     advance: Callable[[int, int], None] = lambda done, total: None,
     tolerance: Tolerance | None = None,
-) -> None:
-    """Judge some calls of one step and rank into `found`. at: (step, rank). tolerance: judge floats by it instead."""
-    judged = RankCheck(found, at, tolerance)
+) -> list[Row]:
+    """Judge some calls of one step and rank into `found`; return their rows.
+
+    at: (step, rank). tolerance: judge floats by it instead of the bound.
+    """
+    judged = RankCheck(found, at, tolerance, lasting=True)
+    before = len(found.rows)
     for i, unit in enumerate(units):
         advance(i, len(units))
         judged.add(recorded, unit)
     advance(len(units), len(units))
+    return found.rows[before:]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A call that was judged. keys: fingerprints of what it was given and gave, None as long as nobody asked."""
+
+    row: Row
+    unit: Unit
+    keys: tuple[str, str] | None = None
 
 
 class RankCheck:
-    """Judges the calls of one step and rank into `found`, one at a time and equal ones once. at: (step, rank)."""
+    """Judges the calls of one step and rank into `found`, one at a time and equal ones once.
 
-    def __init__(self, found: DumpChecked, at: tuple[int, int], tolerance: Tolerance | None = None) -> None:
+    at: (step, rank). lasting: what was recorded of earlier calls can still be read, so that fingerprints are taken only of
+    calls that look alike; else they are taken of each call.
+    """
+
+    def __init__(
+        self, found: DumpChecked, at: tuple[int, int], tolerance: Tolerance | None = None, *, lasting: bool = False
+    ) -> None:
         self._found = found
         self._at = at
         self._tolerance = tolerance
-        self._seen: dict[str, tuple[str, Row]] = {}
+        self._lasting = lasting
+        self._alike: dict[str, list[_Seen]] = defaultdict(list)  # by a sketch of what they were given
+        self._backward: dict[int, Row] = {}  # by its call
 
     def add(self, recorded: RecordedRank, unit: Unit) -> tuple[Row, bool]:
         """Judge a call; return its row and whether it is new, which it is not where an equal call has one."""
-        given, gave = recorded.key(unit)
-        before = self._seen.get(given)
-        if before is not None and before[0] == gave:
-            before[1].equal += 1
-            return before[1], False
-        checked = _judged(recorded, unit, self._tolerance)
-        checked.expectation = None  # as large as the call's results, in float64
-        row = Row(*self._at, unit.entry, unit.call.name, unit.module, checked, folder=recorded.folder, key=given, unit=unit)
+        shown = self._shown_again(recorded, unit)
+        if shown is not None:
+            shown.equal += 1
+            return shown, False
+        alike = self._alike[recorded.sketch(unit)]
+        seen = _Seen(Row(*self._at, unit.entry, unit.call.name, unit.module, Checked("forward")), unit)
+        seen.keys = recorded.key(unit) if alike or not self._lasting else None
+        before = next((other for other in alike if _keys(recorded, other)[0] == _keys(recorded, seen)[0]), None)
+        if before is not None and _keys(recorded, before) == _keys(recorded, seen):
+            before.row.equal += 1
+            return before.row, False
+        row = seen.row
+        row.checked = _judged(recorded, unit, self._tolerance)
+        row.checked.expectation = None  # as large as the call's results, in float64
+        row.folder, row.unit = recorded.folder, unit
         if before is not None and recorded.has_tensors and not is_random(unit.call.name) and unit.direction == "forward":
-            row.same_inputs = before[1].entry
-        self._seen.setdefault(given, (gave, row))
+            row.same_inputs = before.row.entry
+        if before is None:
+            alike.append(seen)
+        if unit.direction == "backward" and not unit.of_inputs and row.worst.outcome != "not checked":
+            self._backward[id(unit.call)] = row
         self._found.rows.append(row)
         return row, True
+
+    def _shown_again(self, recorded: RecordedRank, unit: Unit) -> Row | None:
+        """Return the row of an operator whose gradients, bit by bit, are those that the module around it shows."""
+        row = self._backward.get(id(unit.call)) if unit.of_inputs and self._lasting else None
+        if row is None or row.unit is None:
+            return None
+        handed = [value for value in row.unit.results if isinstance(value, Value)]
+        shown = [value for value in unit.results if isinstance(value, Value)]
+        return row if all(any(recorded.same(a, b) for b in handed) for a in shown) else None
+
+
+def _keys(recorded: RecordedRank, seen: _Seen) -> tuple[str, str]:
+    seen.keys = seen.keys or recorded.key(seen.unit)
+    return seen.keys
 
 
 def _judged(recorded: RecordedRank, unit: Unit, tolerance: Tolerance | None) -> Checked:

@@ -10,7 +10,8 @@ import torch
 from trainprobe.op_check.cases import Case, NotChecked, Tensor
 from trainprobe.op_check.evaluate import Expected, Steps, expect
 from trainprobe.op_check.functions import api
-from trainprobe.op_check.judge import ONE_SIDED, Judgement, bounds, judge
+from trainprobe.op_check.judge import ONE_SIDED, Judgement, judge
+from trainprobe.op_check.measure import bounds
 from trainprobe.op_check.noise import UNIT
 
 _PRODUCTS = frozenset(

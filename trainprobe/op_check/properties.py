@@ -9,7 +9,8 @@ import torch
 
 from trainprobe.op_check.cases import Case, Tensor
 from trainprobe.op_check.functions import api
-from trainprobe.op_check.judge import Judgement, bounds
+from trainprobe.op_check.judge import Judgement
+from trainprobe.op_check.measure import bounds
 from trainprobe.op_check.noise import UNIT
 
 Property = Callable[[Case], list[Judgement]]

@@ -11,23 +11,53 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 Formula = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What a formula adds up that is a sum of products, and nothing else.
+
+    length: the number of products, from the operator's arguments. addends: parameters that are added and not multiplied.
+    """
+
+    length: Callable[..., int]
+    addends: tuple[str, ...] = ()
+
+
 _FORMULAS: dict[str, Formula] = {}
 _RESULTS: dict[str, int] = {}
+_SUMS: dict[str, Sum] = {}
+_POINTWISE: set[str] = set()
 
 
-def formula(*names: str, results: int | None = None) -> Callable[[Formula], Formula]:
-    """Register a formula for operators of these names (see functions.api). results: how many it gives, where not all."""
+def formula(
+    *names: str, results: int | None = None, adds: Sum | None = None, pointwise: bool = False
+) -> Callable[[Formula], Formula]:
+    """Register a formula for operators of these names (see functions.api).
+
+    results: how many it gives, where not all. adds: for a sum of products, whose rounding is known without trying.
+    pointwise: each element of the result comes of the elements at its own place alone.
+    """
 
     def register(function: Formula) -> Formula:
         _FORMULAS.update(dict.fromkeys(names, function))
         _RESULTS.update({} if results is None else dict.fromkeys(names, results))
+        _SUMS.update({} if adds is None else dict.fromkeys(names, adds))
+        _POINTWISE.update(names if pointwise else ())
         return function
 
     return register
+
+
+def sum_of_products(name: str) -> Sum | None:
+    """Return what an operator's formula adds up, None where it is more than a sum of products."""
+    formulas()
+    return _SUMS.get(name)
 
 
 @cache
@@ -36,6 +66,12 @@ def formulas() -> dict[str, Formula]:
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return _FORMULAS
+
+
+def is_pointwise(name: str) -> bool:
+    """Return whether an operator's formula works element by element."""
+    formulas()
+    return name in _POINTWISE
 
 
 def judged_results(name: str) -> int | None:

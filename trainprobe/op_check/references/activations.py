@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trainprobe.op_check.noise import from_result
+from trainprobe.op_check.noise import from_input, from_result
 from trainprobe.op_check.references import formula
 from trainprobe.op_check.references.primitives import Tensor, clamp, erf, exp, expm1, log1p, ones_like, tanh, where, zeros_like
 
@@ -15,13 +15,13 @@ def _sigmoid(x: Tensor) -> Tensor:
     return where(x >= 0, ones_like(x), small) / (1 + small)
 
 
-@formula("sigmoid", "expit")
+@formula("sigmoid", "expit", pointwise=True)
 def sigmoid(input: Tensor) -> Tensor:
     """1 / (1 + e^−x)."""
     return from_result(input, _sigmoid, lambda y, g: g * ((1 - y) * y))
 
 
-@formula("tanh")
+@formula("tanh", pointwise=True)
 def tangent(input: Tensor) -> Tensor:
     """(e^x − e^−x) / (e^x + e^−x) = −expm1(−2|x|) / (2 + expm1(−2|x|)), with the sign of x."""
 
@@ -32,40 +32,45 @@ def tangent(input: Tensor) -> Tensor:
     return from_result(input, value, lambda y, g: g * (1 - y * y))
 
 
-@formula("relu")
+@formula("relu", pointwise=True)
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
     """The larger of x and 0; NaN stays NaN."""
     return where((input > 0) | (input != input), input, zeros_like(input))
 
 
-@formula("silu")
+@formula("silu", pointwise=True)
 def silu(input: Tensor, inplace: bool = False) -> Tensor:
     """x · sigmoid(x)."""
     return input * _sigmoid(input)
 
 
-@formula("gelu")
+@formula("gelu", pointwise=True)
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """x · Φ(x), with Φ the normal distribution, or its approximation by tanh."""
     if approximate == "tanh":
         inner = math.sqrt(2 / math.pi) * (input + 0.044715 * input * input * input)
         return 0.5 * input * (1 + tanh(inner))
-    return input * (0.5 * (1 + erf(input * math.sqrt(0.5))))
+    return from_input(input, lambda x: x * _normal(x), lambda x: _normal(x) + x * exp(x * x * -0.5) * (2 * math.pi) ** -0.5)
 
 
-@formula("leaky_relu")
+def _normal(x: Tensor) -> Tensor:
+    """The share of the normal distribution that lies below x."""
+    return (1 + erf(x * math.sqrt(0.5))) * 0.5
+
+
+@formula("leaky_relu", pointwise=True)
 def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """X, or slope · x where x is negative."""
     return where(input > 0, input, input * negative_slope)
 
 
-@formula("elu")
+@formula("elu", pointwise=True)
 def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """X, or α (e^x − 1) where x is negative."""
     return where(input > 0, input, alpha * expm1(clamp(input, max=0.0)))
 
 
-@formula("softplus")
+@formula("softplus", pointwise=True)
 def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """log(1 + e^βx) / β, and x itself where βx is beyond the threshold."""
     scaled = input * beta
@@ -73,31 +78,31 @@ def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tenso
     return where(scaled > threshold, input, soft)
 
 
-@formula("logsigmoid")
+@formula("logsigmoid", pointwise=True)
 def logsigmoid(input: Tensor) -> Tensor:
     """−log(1 + e^−x)."""
     return clamp(input, max=0.0) - log1p(exp(-input.abs()))
 
 
-@formula("hardtanh")
+@formula("hardtanh", pointwise=True)
 def hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
     """X, cut at both limits."""
     return clamp(input, min_val, max_val)
 
 
-@formula("hardsigmoid")
+@formula("hardsigmoid", pointwise=True)
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     """clamp(x + 3, 0, 6) / 6."""
     return clamp(input + 3, 0.0, 6.0) / 6
 
 
-@formula("hardswish")
+@formula("hardswish", pointwise=True)
 def hardswish(input: Tensor, inplace: bool = False) -> Tensor:
     """x · clamp(x + 3, 0, 6) / 6."""
     return input * clamp(input + 3, 0.0, 6.0) / 6
 
 
-@formula("mish")
+@formula("mish", pointwise=True)
 def mish(input: Tensor, inplace: bool = False) -> Tensor:
     """x · tanh(log(1 + e^x))."""
     return input * tanh(softplus(input, threshold=1e300))

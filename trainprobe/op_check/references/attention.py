@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from trainprobe.op_check.cases import NotChecked
-from trainprobe.op_check.noise import stored
+from trainprobe.op_check.noise import kept, stored
 from trainprobe.op_check.references import formula
 from trainprobe.op_check.references.primitives import Tensor, exp, matmul, ones, sum, where, zeros_like
 
@@ -43,9 +44,27 @@ def scaled_dot_product_attention(
         scores = stored(scores + attn_mask)
     if seen is not None:
         scores = scores.masked_fill(~seen, -math.inf)
-    largest = scores.detach().amax(-1, True) if scores.numel() else scores.detach().sum(-1, True)
-    largest = where(largest == -math.inf, zeros_like(largest), largest)
-    powers = exp(scores - largest)
-    total = sum(powers, -1, True)
-    weights = where(total == 0, zeros_like(powers), powers / where(total == 0, zeros_like(total) + 1, total))
-    return matmul(stored(weights), value)
+    return _Weighing.apply(scores, value)
+
+
+class _Weighing(torch.autograd.Function):
+    """softmax(S) V. Its backward takes Σ P·dP as Σ G·O over the result O, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, value: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        largest = scores.amax(-1, True) if scores.numel() else scores.sum(-1, True)
+        powers = exp(scores - where(largest == -math.inf, zeros_like(largest), largest))
+        total = sum(powers, -1, True)
+        weights = where(total == 0, zeros_like(powers), powers / where(total == 0, zeros_like(total) + 1, total))
+        weights = stored(weights)
+        out = matmul(weights, value)
+        ctx.scores = scores.shape
+        ctx.save_for_backward(weights, value, kept(out))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weights, value, out = ctx.saved_tensors
+        of_weights = stored(matmul(gradient, value.mT)) - sum(gradient * out, -1, True)
+        of_value = matmul(weights.mT, gradient)
+        return (weights * of_weights).sum_to_size(ctx.scores), of_value.sum_to_size(value.shape)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trainprobe.op_check.references import formula
+from trainprobe.op_check.references import Sum, formula
 from trainprobe.op_check.references.primitives import Tensor, cat, matmul, sum
 
 
@@ -40,7 +40,11 @@ def _places(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: S
         yield part
 
 
-@formula("conv1d", "conv2d", "conv3d")
+def _window(input: Tensor, weight: Tensor, *given: Any, **named: Any) -> int:
+    return weight[0].numel()
+
+
+@formula("conv1d", "conv2d", "conv3d", adds=Sum(_window, ("bias",)))
 def convolution(
     input: Tensor,
     weight: Tensor,

@@ -4,37 +4,80 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainprobe.op_check.references import formula
+import torch
+
+from trainprobe.op_check.noise import gradients_alone
+from trainprobe.op_check.references import Sum, formula
 from trainprobe.op_check.references.primitives import Tensor, matmul, sum
 
 
-@formula("linear")
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """A B, which is left out where its gradients alone are wanted."""
+    if gradients_alone() and a.ndim > 1 and b.ndim > 1:
+        return _GradientsOfProduct.apply(a, b)
+    return matmul(a, b)
+
+
+class _GradientsOfProduct(torch.autograd.Function):
+    """The gradients of A B, G Bᵀ and Aᵀ G. In place of the product stand zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(a, b)
+        shape = [*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]]
+        return a.new_zeros(()).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        a, b = ctx.saved_tensors
+        of_a, of_b = ctx.needs_input_grad
+        if b.ndim == 2:  # one product over all of A's rows
+            a_rows, rows = a.reshape(-1, a.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+            return matmul(rows, b.mT).reshape(a.shape) if of_a else None, matmul(a_rows.mT, rows) if of_b else None
+        return (
+            matmul(gradient, b.mT).sum_to_size(a.shape) if of_a else None,
+            matmul(a.mT, gradient).sum_to_size(b.shape) if of_b else None,
+        )
+
+
+def _inner(input: Tensor, *given: Any, **named: Any) -> int:
+    """The length of the rows of the first factor."""
+    return input.shape[-1] if input.ndim else 1
+
+
+def _inner_of_added(
+    input: Tensor, first: Tensor | None = None, *given: Any, mat1: Any = None, batch1: Any = None, mat: Any = None, **named: Any
+) -> int:
+    return next(x for x in (first, mat1, batch1, mat) if x is not None).shape[-1]
+
+
+@formula("linear", adds=Sum(_inner, ("bias",)))
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """X Wᵀ + b, with W [out, in] or [in]."""
-    product = matmul(input, weight.mT if weight.ndim > 1 else weight)
+    product = _matmul(input, weight.mT if weight.ndim > 1 else weight)
     return product if bias is None else product + bias
 
 
-@formula("matmul", "mm", "bmm", "mv")
+@formula("matmul", "mm", "bmm", "mv", adds=Sum(_inner))
 def product(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None, vec: Tensor | None = None) -> Tensor:
     """Σₖ aᵢₖ bₖⱼ."""
     second = next(x for x in (other, mat2, vec) if x is not None)
-    return matmul(input, second)
+    return _matmul(input, second)
 
 
 @formula("rmatmul")
 def reversed_product(input: Tensor, other: Tensor) -> Tensor:
     """Σₖ of other · input, as the operator of the right-hand side has it."""
-    return matmul(other, input)
+    return _matmul(other, input)
 
 
-@formula("dot", "vdot")
+@formula("dot", "vdot", adds=Sum(_inner))
 def dot(input: Tensor, tensor: Tensor) -> Tensor:
     """Σ a b of two vectors."""
     return sum(input * tensor)
 
 
-@formula("addmm", "baddbmm", "addmv")
+@formula("addmm", "baddbmm", "addmv", adds=Sum(_inner_of_added, ("input",)))
 def added(
     input: Tensor,
     first: Tensor | None = None,
@@ -52,5 +95,5 @@ def added(
     """Β · input + α · A B; where β is 0, the input is not read."""
     a = next(x for x in (first, mat1, batch1, mat) if x is not None)
     b = next(x for x in (second, mat2, batch2, vec) if x is not None)
-    product = matmul(a, b) * alpha
+    product = _matmul(a, b) * alpha
     return product if beta == 0 else product + beta * input

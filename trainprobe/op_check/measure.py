@@ -1,0 +1,128 @@
+"""What a judgement of floating-point results is made of: sums over all elements, taken a span at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from trainprobe.op_check.noise import UNIT
+
+Tensor = torch.Tensor
+NEAR = 4.0  # bounds
+_SPAN = 1 << 15  # elements: what is worked out of them stays in the caches
+_COARSE = 2.0**-12  # formats that round more than this flip one way or the other where a kernel's noise says so
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums over the elements of a result y with reference r and noise N; e = y − r, where all are finite.
+
+    same: correctly rounded. lost: NaN or infinite on one side alone. unbounded: no bound is known, overflown: and y is not
+    finite. worst: largest |e| in bounds, at the flat index, where the bound is `bound`. beyond: further than NEAR.
+    largest, largest_beyond: of |r|. square: Σr². weight: Σer. weights: Σ(er)². noise: ΣN². explained: ΣN|r|.
+    up, down: not correctly rounded, above and below in size. flips: how many of them the noise explains.
+    """
+
+    same: int = 0
+    lost: int = 0
+    unbounded: int = 0
+    overflown: int = 0
+    worst: float = -1.0
+    index: int = 0
+    bound: float = 0.0
+    beyond: int = 0
+    largest: float = 0.0
+    largest_beyond: float = 0.0
+    square: float = 0.0
+    weight: float = 0.0
+    weights: float = 0.0
+    noise: float = 0.0
+    explained: float = 0.0
+    up: int = 0
+    down: int = 0
+    flips: float = 0.0
+
+
+def bounds(y: Tensor, r: Tensor, noise: Tensor | None) -> Tensor:
+    """Return the bound of each element, float64: what a correct kernel may be off."""
+    info = torch.finfo(y.dtype)
+    bound = r.abs().mul_(UNIT[y.dtype]).nan_to_num_(0, 0, 0).add_(info.tiny * info.eps / 2)
+    return bound if noise is None else bound.add_(noise)
+
+
+def lost(y: Tensor, rounded: Tensor, r: Tensor, bound: Tensor) -> Tensor:
+    """Return where a NaN or an infinity stands on one side alone, but where rounding decides which."""
+    largest = torch.finfo(y.dtype).max
+    differ = (y.isnan() != rounded.isnan()) | (~y.isnan() & ~rounded.isnan() & (y.isinf() | rounded.isinf()) & (y != rounded))
+    at_the_edge = (
+        r.isfinite() & (r.abs() + NEAR * bound >= largest) & ~y.isnan() & (y.abs() >= largest * (1 - 8 * UNIT[y.dtype]))
+    )
+    return differ & ~at_the_edge & bound.isfinite()
+
+
+def measured(y: Tensor, r: Tensor, noise: Tensor) -> Sums:
+    """Return the sums of a result of a floating format in UNIT. r, noise: float64, of its shape."""
+    sums = Sums()
+    for begin, (part, want, its_noise) in _spans(y, r, noise):
+        _add(sums, begin, part, want, its_noise)
+    return sums
+
+
+def _spans(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    flat = [t.reshape(-1) for t in tensors]
+    for begin in range(0, len(flat[0]), _SPAN):
+        yield begin, tuple(t[begin : begin + _SPAN] for t in flat)
+
+
+def _add(sums: Sums, begin: int, y: Tensor, r: Tensor, noise: Tensor) -> None:
+    rounded = r.to(y.dtype)
+    same = y == rounded
+    wide = y.to(torch.float64)
+    bound = bounds(y, r, noise)
+    if not math.isfinite(float(wide.sum()) + float(r.sum()) + float(bound.sum())):
+        same |= y.isnan() & rounded.isnan()
+        sums.lost += int(lost(y, rounded, r, bound).sum())
+        unbounded = ~bound.isfinite() & r.isfinite()
+        sums.unbounded += int(unbounded.sum())
+        sums.overflown += int((unbounded & ~y.isfinite()).sum())
+        fine = y.isfinite() & r.isfinite() & bound.isfinite()
+        r, noise = torch.where(fine, r, 0.0), torch.where(fine, noise, 0.0)
+        wide, bound = torch.where(fine, wide, 0.0), torch.where(fine, bound, 1.0)
+    right = int(same.sum())
+    sums.same += right
+    size = r.abs()
+    _add_errors(sums, begin, wide - r, r, size, bound)
+    sums.noise += float(torch.dot(noise, noise))
+    sums.explained += float(torch.dot(noise, size))
+    if right < len(y) and UNIT[y.dtype] >= _COARSE:
+        _add_flips(sums, y, rounded, noise)
+
+
+def _add_errors(sums: Sums, begin: int, error: Tensor, r: Tensor, size: Tensor, bound: Tensor) -> None:
+    q = error.abs().div_(bound)
+    largest = float(size.max())
+    worst = float(q.max())
+    if worst > sums.worst:
+        index = int(q.argmax())
+        sums.worst, sums.index, sums.bound = worst, begin + index, float(bound[index])
+    if worst > NEAR:
+        beyond = q > NEAR
+        sums.beyond += int(beyond.sum())
+        sums.largest_beyond = max(sums.largest_beyond, float(size[beyond].max()))
+    sums.largest = max(sums.largest, largest)
+    weight = error.mul_(r)
+    sums.square += float(torch.dot(r, r))
+    sums.weight += float(weight.sum())
+    sums.weights += float(torch.dot(weight, weight))
+
+
+def _add_flips(sums: Sums, y: Tensor, rounded: Tensor, noise: Tensor) -> None:
+    finite = y.isfinite() & rounded.isfinite()
+    a, b = y.abs().to(torch.float64)[finite], rounded.abs().to(torch.float64)[finite]
+    sums.up += int((a > b).sum())
+    sums.down += int((a < b).sum())
+    gap = 2 * UNIT[y.dtype] * torch.exp2(torch.floor(torch.log2(b.clamp_min(torch.finfo(y.dtype).tiny))))
+    sums.flips += float((2 * noise[finite] / gap).clamp_max_(1.0).sum())

@@ -1,0 +1,311 @@
+"""One call, evaluated in float64: its results, or the gradients that it hands on."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from trainprobe.engine.arrays.torch_apart import apart
+from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
+from trainprobe.op_check.functions import api, function, is_in_place
+from trainprobe.op_check.noise import UNIT, Noise
+from trainprobe.op_check.references import Sum, formulas, sum_of_products
+
+SINGLE = 2.0**-24  # what kernels calculate in, for all formats up to float32
+Change = Callable[[Tensor], Tensor]
+
+
+def autocast(case: Case) -> torch.dtype | None:
+    """Return the 16-bit format that inputs were cast to before the call, None where the output's format needs no such story."""
+    out = next((t.dtype for t in case.outputs if t is not None and t.dtype.is_floating_point), None)
+    if out not in (torch.float16, torch.bfloat16) or _names_a_dtype(case) or api(case.name) in _CASTS:
+        return None
+    given = [t.dtype for t in case.tensors() if t.dtype.is_floating_point and t.ndim]
+    return out if any(d not in (out, torch.float64) and UNIT.get(d, 1.0) < UNIT[out] for d in given) else None
+
+
+_CASTS = {"to", "type_as", "type", "half", "bfloat16", "copy", "setitem", "_to_copy", "index_put", "fill", "masked_fill"}
+
+
+def _names_a_dtype(case: Case) -> bool:
+    found: list[bool] = []
+    mapped((case.args, dict(case.kwargs)), lambda t: t, lambda leaf: found.append(isinstance(leaf, torch.dtype)))
+    return any(found) or is_in_place(case.name) or "out" in case.kwargs
+
+
+def to_format(dtype: torch.dtype) -> Change:
+    """Return what rounds float64 numbers to a format."""
+    return lambda t: t.to(dtype).to(torch.float64)
+
+
+_EDGES: dict[Any, tuple[list[int | None] | None, str]] = {}
+_MOST_EDGES = 4096
+_RESHAPES = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
+
+
+class Run:
+    """Evaluates one call in float64, again and again."""
+
+    def __init__(self, case: Case, backward: bool, changes: Sequence[Change]) -> None:
+        self.case = case
+        self.backward = backward
+        self.changes = changes
+        self.edges: list[int | None] | None = None  # recorded gradient → which tensor argument it is of
+        self.source = ""
+        self.node = ""
+        self.rounded = 0  # steps that round
+
+    def first(self) -> tuple[str, list[Tensor | None]]:
+        """Return the source and the results without noise."""
+        if self.backward and not self.case.of_inputs:
+            self.edges = self._known_edges() if self._known() is not None else self._edges_in_order()
+            moved = self._reshaped()
+            if moved is not None:
+                return "float64 kernel", [moved]
+        if self._formula() is not None and (not self.backward or self.case.of_inputs or self.edges is not None):
+            self.source = "formula"
+            with suppress(NotImplementedError, TypeError, RuntimeError, IndexError, StopIteration, KeyError):
+                return self.source, self.once(None)
+            # the formula does not cover these arguments: torch's own kernel in float64 does
+        self.source = "float64 kernel"
+        return self.source, self.once(None)
+
+    def _reshaped(self) -> Tensor | None:
+        """Return the gradient of a call that ends in a view, as `linear` in three dimensions does: it is handed on unchanged."""
+        given, results = self.case.gradients or (), self.case.results
+        if self.edges is not None or self.node not in _RESHAPES or len(given) != 1 or len(results) != 1:
+            return None
+        g, result = given[0], results[0]
+        if g is None or result is None or g.numel() != result.numel():
+            return None
+        return self._widened(g, None).reshape(result.shape)
+
+    def once(self, noise: Noise | None, move_inputs: bool = False) -> list[Tensor | None]:
+        """Evaluate the call. noise: moves its steps. move_inputs: let it move the inputs by their rounding too."""
+        with apart(), torch.random.fork_rng(devices=[]):
+            if noise is not None:
+                with noise:
+                    return self._evaluated(noise, move_inputs)
+            before = torch.get_rng_state()
+            with Noise(0, SINGLE, SINGLE, backward=self.backward, kernel=self.source != "formula", still=True) as still:
+                results = self._evaluated(None, False)
+            if not torch.equal(before, torch.get_rng_state()):
+                raise NotChecked("it draws random numbers, and the dump does not hold which")
+            self.rounded = still.rounded
+            return results
+
+    def rounding_of_sums(self, accumulate: float) -> list[Tensor] | None:
+        """Return the rounding of a sum of K products, u·√K·Σ|products|, for each result; None for any other operator."""
+        known = sum_of_products(api(self.case.name)) if self.source == "formula" else None
+        if known is None or any(t.is_complex() for t in self.case.tensors()):
+            return None
+        length = known.length(*self.case.args, **self.case.kwargs)
+        single = accumulate > UNIT[torch.float64]
+        with apart(), Noise(0, SINGLE, SINGLE, backward=self.backward, still=True):
+            sizes = self._evaluated(None, False, torch.float32 if single else torch.float64)
+        if any(s is None or not math.isfinite(float(s.sum())) for s in sizes if s is not None):
+            return None
+        if not self.backward:
+            return [s.to(torch.float64).mul_(accumulate * math.sqrt(length)) for s in sizes if s is not None]
+        lengths = self._lengths(known, length)
+        edges = range(len(sizes)) if self.edges is None else self.edges
+        return [
+            torch.zeros(()) if s is None or e is None else s.to(torch.float64).mul_(accumulate * math.sqrt(lengths[e]))
+            for s, e in zip(sizes, edges, strict=True)
+        ]
+
+    def _lengths(self, known: Sum, length: int) -> list[int]:
+        """Return how many terms the gradient of each tensor argument adds up."""
+        out = sum(g.numel() for g in self.case.gradients or () if g is not None)
+        names = [*inspect.signature(self._callable()).parameters]
+        given = [*zip(names, self.case.args, strict=False), *self.case.kwargs.items()]
+        return [
+            max(1, out * (1 if name in known.addends else length) // max(1, t.numel()))
+            for name, t in given
+            if isinstance(t, Tensor)
+        ]
+
+    def _evaluated(self, noise: Noise | None, move_inputs: bool, sizes: torch.dtype | None = None) -> list[Tensor | None]:
+        """Evaluate the call. sizes: with the sizes of all numbers alone, in this format."""
+        case = self.case
+        leaves: list[Tensor] = []
+        wanted = list(case.requires_grad)
+
+        def prepared(t: Tensor) -> Tensor:
+            t = self._own(t, noise if move_inputs else None, sizes)
+            place = len(leaves)
+            wants = self.backward and t.is_floating_point() and (place >= len(wanted) or wanted[place])
+            leaves.append(t.requires_grad_(wants))
+            return t.clone() if wants and writes else t
+
+        writes = is_in_place(case.name) or "inplace" in case.kwargs or any(a is True for a in case.args)
+
+        with torch.set_grad_enabled(self.backward):
+            args, kwargs = mapped((tuple(case.args), dict(case.kwargs)), prepared, _wide_dtype if sizes is None else _size)
+            call = self._callable()
+            out = list(flat(call(*args, **kwargs)))
+            if not self.backward:
+                return list(out)
+            given = [None if g is None else self._widened(g, noise if move_inputs else None) for g in case.gradients or ()]
+            given = [g.abs().to(sizes) if g is not None and sizes is not None else g for g in given]
+            return [None if g is None else g.detach() for g in self._gradients(out, leaves, given)]
+
+    def _own(self, t: Tensor, noise: Noise | None, sizes: torch.dtype | None) -> Tensor:
+        """Return an argument as the call takes it, in memory of its own."""
+        if sizes is not None and t.is_floating_point():
+            return (t.abs() if t.dtype == sizes and not self.changes else self._widened(t, noise).abs()).to(sizes)
+        wide = self._widened(t, noise)
+        return wide.clone() if wide.data_ptr() == t.data_ptr() else wide
+
+    def _widened(self, t: Tensor, noise: Noise | None) -> Tensor:
+        if not t.is_floating_point():
+            return t.to(torch.complex128) if t.is_complex() else t
+        wide = t.detach().to(torch.float64)
+        for change in self.changes:
+            wide = change(wide)
+        if noise is not None:
+            wide = wide * noise.draws.factors(wide, SINGLE) if noise.accumulate else wide
+        return wide
+
+    def _gradients(
+        self, out: Sequence[Tensor], leaves: Sequence[Tensor], given: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        if self.case.of_inputs or self.source == "formula":
+            return self._of_leaves(out, leaves, given)
+        if self.node.startswith(
+            "ToCopy"
+        ):  # the last thing that a composite did was to cast its result: it hands on what it gets
+            return [*given]
+        node = _node(out)
+        if node.name() != self.node:
+            if self.edges is not None:
+                return self._of_leaves(out, leaves, given)
+            raise NotChecked(f"its gradient is recorded at an inner step ({self.node}), which it has in this format alone")
+        slots = len(node._input_metadata)  # pyright: ignore[reportAttributeAccessIssue]
+        with torch.no_grad():  # else kernels of first derivatives make way for what can be differentiated twice
+            results: Any = node(*[*given, *[None] * slots][: max(1, slots)])
+        return [*results] if isinstance(results, tuple) else [results]
+
+    def _of_leaves(
+        self, out: Sequence[Tensor], leaves: Sequence[Tensor], given: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        able = [o for o in out if o.requires_grad]
+        pairs = [(o, g) for o, g in zip(able, given, strict=False) if g is not None]
+        asked = [leaf for leaf in leaves if leaf.requires_grad]
+        found = torch.autograd.grad([o for o, _ in pairs], asked, [g.reshape(o.shape) for o, g in pairs], allow_unused=True)
+        by_leaf = {id(leaf): g for leaf, g in zip(asked, found, strict=True)}
+        each = [by_leaf.get(id(leaf)) for leaf in leaves]
+        return each if self.edges is None else [None if e is None else each[e] for e in self.edges]
+
+    def _callable(self) -> Callable[..., Any]:
+        known = self._formula() if self.source == "formula" else None
+        return known or self._torch_function()
+
+    def _torch_function(self) -> Callable[..., Any]:
+        found = self._known()
+        if found is None:
+            raise NotChecked(f"there is no {self.case.name} in this installation of torch {torch.__version__}")
+        return _without_memory(found)
+
+    def _known(self) -> Callable[..., Any] | None:
+        return self.case.function or function(self.case.name)
+
+    def _edges_in_order(self) -> list[int | None]:
+        """Return the edges of an operator that only another device has: its gradients are those of its tensors, in order."""
+        given = self.case.tensors()
+        for g, t in zip(self.case.results, given, strict=False):
+            if g is not None and g.shape != t.shape:
+                raise NotChecked(f"which argument each gradient of {self.case.name} is of cannot be told without its library")
+        return [i if g is not None else None for i, g in enumerate(self.case.results[: len(given)])]
+
+    def _formula(self) -> Callable[..., Any] | None:
+        known = formulas().get(api(self.case.name))
+        if known is None:
+            return None
+        try:
+            inspect.signature(known).bind(*self.case.args, **self.case.kwargs)
+        except TypeError:
+            return None
+        return known
+
+    def _known_edges(self) -> list[int | None] | None:
+        """Return `_edges`, found once for calls of the same function whose arguments have the same shapes and formats."""
+        case = self.case
+        tree = mapped((tuple(case.args), dict(case.kwargs)), lambda t: (t.dtype, t.shape), repr)
+        key = (self._known(), repr((case.name, tree, case.requires_grad, autocast(case))))
+        if key not in _EDGES:
+            while len(_EDGES) >= _MOST_EDGES:
+                _EDGES.pop(next(iter(_EDGES)))
+            edges = self._edges()
+            _EDGES[key] = edges, self.node
+        edges, self.node = _EDGES[key]
+        return edges
+
+    def _edges(self) -> list[int | None] | None:
+        """Return which tensor argument each gradient of the dump belongs to, by the graph that torch makes of this call here.
+
+        None where the call is made of several nodes, so that the dump holds what passes between them.
+        """
+        leaves = 0
+        entries: dict[Any, int] = {}
+        wanted = list(self.case.requires_grad)
+        low = autocast(self.case)
+
+        def prepared(t: Tensor) -> Tensor:
+            nonlocal leaves
+            t = t.detach()
+            place = leaves
+            leaves += 1
+            if not t.is_floating_point() or not (place >= len(wanted) or wanted[place]):
+                return t.to(low) if low is not None and t.dtype == torch.float32 else t.clone()
+            entered = t.to(low or t.dtype).clone().requires_grad_().clone()
+            entries[entered.grad_fn] = place
+            return entered
+
+        with apart(), torch.enable_grad():
+            args, kwargs = mapped((tuple(self.case.args), dict(self.case.kwargs)), prepared, _on_host)
+            node = _node([*flat(self._torch_function()(*args, **kwargs))])
+        self.node = node.name()
+        edges = [next_node for next_node, _ in node.next_functions]
+        if any(e is not None and e not in entries for e in edges):
+            return None
+        return [None if e is None else entries[e] for e in edges]
+
+
+def _node(out: Sequence[Tensor]) -> Any:
+    node = next((o.grad_fn for o in out if o.grad_fn is not None), None)
+    if node is None:
+        raise NotChecked("nothing of this call requires a gradient here")
+    return node
+
+
+def _without_memory(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function without `out=` and devices: it runs on the host, into memory of its own."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("out", None)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "cpu"
+        result = call(*args, **kwargs)
+        return args[0] if result is None and args else result
+
+    return called
+
+
+def _wide_dtype(leaf: Any) -> Any:
+    return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else _on_host(leaf)
+
+
+def _size(leaf: Any) -> Any:
+    return abs(leaf) if isinstance(leaf, float) else _wide_dtype(leaf)
+
+
+def _on_host(leaf: Any) -> Any:
+    if isinstance(leaf, str) and leaf.partition(":")[0] in {"cuda", "npu", "mps", "xpu", "musa", "hpu"}:
+        return "cpu"
+    return leaf
