@@ -194,8 +194,18 @@ def test_what_a_task_that_is_replaced_selects_is_taken_over_and_the_rest_is_told
     assert [note for note in plan.notes if "black_list" in note and "rank_list" not in note]
     plan = load_plan({"task": "overflow_check", "overflow_check": {"overflow_nums": 3}})
     assert any("overflow_check.overflow_nums: not used" in note for note in plan.notes)
-    plan = load_plan({"task": "free_benchmark", "free_benchmark": {"list": ["relu"], "fuzz_stage": "forward"}})
-    assert [note.split(": ")[1] for note in plan.notes[1:]] == ["free_benchmark.list", "free_benchmark.fuzz_stage"]
+
+
+def test_free_benchmark_runs_operators_again_after_the_step() -> None:
+    section = {"list": ["relu"], "fuzz_stage": "forward", "pert_mode": "bit_noise", "handler_type": "fix"}
+    plan = load_plan({"task": "free_benchmark", "step": [3], "free_benchmark": section})
+    assert (plan.level, plan.op_check) == ("off", {"condition": "last-bit", "ops": ["relu"], "step": [3]})
+    assert [note.split(": ")[1] for note in plan.notes[1:]] == ["free_benchmark.fuzz_stage", "free_benchmark.handler_type"]
+    assert "changes the training" in plan.notes[-1]
+    assert load_plan({"dump_path": "x", "task": "free_benchmark"}).op_check == {"condition": "precision"}
+    assert load_plan({"task": "free_benchmark", "free_benchmark": {"pert_mode": "to_cpu"}}).op_check is True
+    with pytest.raises(PlanError, match="did you mean 'bit_noise'"):
+        load_plan({"task": "free_benchmark", "free_benchmark": {"pert_mode": "bit_nois"}})
 
 
 def test_scope_is_carried_over() -> None:
@@ -249,8 +259,8 @@ def test_a_key_that_nobody_knows_is_told(config: dict[str, Any], note: str) -> N
 @pytest.mark.parametrize(
     ("task", "fields", "note"),
     [
-        ("acc_check", {"task": "tensor", "level": "L1"}, "not run again against a reference"),
-        ("run_ut", {"task": "tensor"}, "not run again against a reference"),
+        ("acc_check", {"task": "tensor", "level": "L1"}, "op-check DUMP"),
+        ("run_ut", {"task": "tensor"}, "op-check DUMP"),
         ("diff_check", {"task": "tensor"}, "dump-compare"),
         ("overflow_check", {"task": "statistics", "statistics": ("max", "min", "mean", "norm", "nan", "inf")}, "overflow flag"),
         ("exception_dump", {"task": "statistics"}, "black_box"),
@@ -259,7 +269,11 @@ def test_a_key_that_nobody_knows_is_told(config: dict[str, Any], note: str) -> N
             {"level": "off", "monitor": {"gradients": {"names": ["**fc**"]}, "parameters": False, "activations": False}},
             "docs/monitor.md",
         ),
-        ("free_benchmark", {"level": "off"}, "perturbing ops changes the training"),
+        (
+            "free_benchmark",
+            {"level": "off", "op_check": {"condition": "precision"}},
+            "run again with perturbed inputs after it",
+        ),
     ],
 )
 def test_old_tasks_record_what_is_nearest_and_tell_the_difference(task: str, fields: dict[str, Any], note: str) -> None:

@@ -42,3 +42,32 @@ def test_in_16_bits_the_cell_of_a_place_is_not_known() -> None:
     case = Case("Functional.grid_sample", (x, grid), {"align_corners": False}, [out], [torch.ones_like(out)], [x, grid])
     assert check(case).worst.outcome not in ("bug", "suspicious")
     assert "jumps from cell to cell" in check(case, backward=True).worst.reason
+
+
+def test_complex_numbers_are_judged_by_both_parts() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(40, 24, dtype=torch.complex64), torch.randn(24, 16, dtype=torch.complex64)
+    assert outcome("Torch.matmul", (a, b), a @ b) == "rounding"
+    wrong = a @ b
+    wrong[3, 4] -= a[3, 0] * b[0, 4]
+    assert outcome("Torch.matmul", (a, b), wrong) == "bug"
+    assert outcome("Torch.matmul", (a, b), (a.conj() @ b).resolve_conj()) == "bug"
+    assert outcome("Torch.mul", (a, a), a * a) in ("rounding", "exact")
+    x = torch.randn(3, 64)
+    assert outcome("Torch.fft_rfft", (x,), torch.fft.rfft(x)) in ("rounding", "exact")
+    assert outcome("Torch.fft_rfft", (x,), torch.fft.rfft(x) * 1.00001) == "bug"
+
+
+def test_8_bits_are_judged_by_their_own_rounding() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 32)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        y = x.to(dtype)
+        assert outcome("Tensor.to", (x, dtype), y) == "exact"
+        off = y.clone()
+        off.view(torch.uint8)[5, 6] += 1
+        assert outcome("Tensor.to", (x, dtype), off) == "bug"
+    small = torch.randn(8, 16).to(torch.float8_e4m3fn)
+    wide = small.to(torch.float32)
+    assert outcome("Tensor.to", (small, torch.float32), wide) == "exact"
+    assert outcome("Tensor.to", (small, torch.float32), wide * 1.001) == "bug"

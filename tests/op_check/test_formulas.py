@@ -136,3 +136,24 @@ def test_the_row_of_padding_has_no_gradient() -> None:
     formulas()["embedding"](torch.tensor([1, 2, 1]), weight, 1).sum().backward()
     assert weight.grad is not None
     assert weight.grad.abs().sum(1).nonzero().flatten().tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("dims", "settings"),
+    [
+        (1, {"stride": 2, "padding": 1, "output_padding": 1}),
+        (2, {"stride": (2, 3), "padding": (1, 0), "dilation": (1, 2), "groups": 2}),
+        (3, {"stride": 1, "padding": 1}),
+    ],
+)
+def test_transposed_convolutions_are_the_adjoint_of_convolutions(dims: int, settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, *[5] * dims, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(4, 3, *[3] * dims, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(3 * settings.get("groups", 1), dtype=torch.float64)
+    name = f"conv_transpose{dims}d"
+    ours, theirs = formulas()[name](x, w, b, **settings), getattr(torch.nn.functional, name)(x, w, b, **settings)
+    assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+    g = torch.randn_like(theirs)
+    for mine, torchs in zip(torch.autograd.grad(ours, [x, w], g), torch.autograd.grad(theirs, [x, w], g), strict=True):
+        assert torch.allclose(mine, torchs, rtol=1e-12, atol=1e-12)

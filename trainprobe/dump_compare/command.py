@@ -17,7 +17,7 @@ from trainprobe.dump_compare.frameworks import pair_frameworks
 from trainprobe.dump_compare.judge import Judged, judge_calls
 from trainprobe.dump_compare.page.comparison import page_of_rank, write_comparison
 from trainprobe.dump_compare.pairing import RankPair, find_rank, pair_calls, pair_ranks
-from trainprobe.dump_compare.references import measure_floor, measure_truth
+from trainprobe.dump_compare.references import measure_condition, measure_floor, measure_truth
 from trainprobe.dump_compare.result_schema import schema_text
 from trainprobe.dump_compare.sheet import sheet_path, write_sheet
 from trainprobe.errors import UsageError
@@ -47,7 +47,8 @@ def dump_compare(
     floor: Annotated[
         Path | None,
         typer.Option(
-            help="dump of one side run again (repeated, other threads, `trainprobe floor`): measures what rounding does"
+            help="dump of one side run again (repeated, other threads, `trainprobe floor`), or a file of "
+            "`op-check --condition`: measures what rounding does"
         ),
     ] = None,
     high_precision: Annotated[
@@ -104,6 +105,9 @@ def compare_rank(
     def measure(judged: Sequence[Judged]) -> None:
         for path, name, told in ((floor, "--floor", measure_floor), (high_precision, "--high-precision", measure_truth)):
             if path is None:
+                continue
+            if path.is_file() and told is measure_floor:
+                measure_condition(judged, sides, path, (pair.step, pair.rank))
                 continue
             folder = find_rank(path, pair.step, pair.rank)
             if folder is None:

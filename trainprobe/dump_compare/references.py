@@ -10,13 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
 
 from trainprobe.dump_compare.apart import Apart, apart
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.pairing import pair_calls
 from trainprobe.engine.core.records import Call
-from trainprobe.engine.core.step_data import slots
+from trainprobe.engine.core.step_data import entry_name, slots
+from trainprobe.errors import FormatError
 
 Sides = tuple[Side, Side]
 
@@ -28,6 +33,37 @@ def measure_floor(judged: Sequence[Judged], sides: Sides, run: Side) -> None:
     of_a = sum(nearer) * 2 >= len(nearer)
     for one, i, far_a, far_b in found:
         one.values[i] = replace(one.values[i], floor=(far_a if of_a else far_b).high)
+
+
+def measure_condition(judged: Sequence[Judged], sides: Sides, path: Path, at: tuple[int, int]) -> None:
+    """Give each result that is apart the response of its operator to a perturbation, from a file of `op-check --condition`.
+
+    The response is a floor, and what arrives at a call counts as often as its condition says. at: (step, rank). Raises
+    FormatError where the file cannot be read.
+    """
+    known = _conditions(path, at)
+    for one in judged:
+        call = one.pair.a
+        found = known.get(entry_name(call, sides[0].step_data.framework)) if call is not None else None
+        if found is None:
+            continue
+        results = [i for i, value in enumerate(one.values) if value.result]
+        responses = [x for x in found.get("response", ()) if isinstance(x, float)]
+        for place, i in enumerate(results):
+            if responses and one.values[i].apart.high:
+                own = responses[place] if len(responses) == len(results) else max(responses)
+                one.values[i] = replace(one.values[i], floor=own)
+        one.given *= max(1.0, found.get("condition") or 1.0)
+
+
+def _conditions(path: Path, at: tuple[int, int]) -> dict[str, Any]:
+    try:
+        document = orjson.loads(path.read_bytes())
+        if document["format"] != "trainprobe-condition" or document["version"] != 1:
+            raise FormatError(f"{path} is no file of `trainprobe op-check --condition` that this version reads")
+        return {call["entry"]: call for call in document["calls"] if (call["step"], call["rank"]) == at}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{path} cannot be read as a file of `trainprobe op-check --condition`: {error!r}") from None
 
 
 def measure_truth(judged: Sequence[Judged], sides: Sides, run: Side) -> None:

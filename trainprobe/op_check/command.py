@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from trainprobe.errors import MissingExtra, UsageError
+from trainprobe.errors import MissingExtra, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from trainprobe.op_check.dump import DumpChecked
@@ -30,6 +31,15 @@ def op_check(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="write all results here")] = None,
     csv: Annotated[Path | None, typer.Option(help="write one line for each result here")] = None,
+    condition: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="run each call again with perturbed inputs instead of judging it: last-bit, noise, precision, swap, or "
+            "nothing, which finds operators that are not deterministic; --json writes what `dump-compare --floor` reads",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="where --condition runs the calls, such as cuda:0 or npu:0")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's own number", min=0)] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the verdict alone")] = False,
 ) -> int:
@@ -46,6 +56,8 @@ def op_check(
     from trainprobe.op_check.replay import write_replay
 
     folders = [rank_folders(path) for path in (dump, other) if path is not None]
+    if condition is not None:
+        return _conditions(folders[0], condition, op or (), device, json, quiet)
     found = [_checked(each, op or (), quiet, other is not None) for each in folders]
     if op and not found[0].rows:
         raise UsageError(f"{dump} has no call of {', '.join(op)}: `trainprobe op-check {dump}` lists its operators")
@@ -71,6 +83,28 @@ def op_check(
     return conclusion.code
 
 
+def _conditions(folders: Any, kind: str, names: Any, device: str, json: Path | None, quiet: bool) -> int:
+    """Run all calls with perturbed inputs. Return 0, or 2 where equal inputs gave other bits, 3 where no call could be run."""
+    from trainprobe.op_check import condition
+
+    if kind not in condition.KINDS:
+        raise UsageError(
+            f"--condition {kind!r} is not known{did_you_mean(kind, [*condition.KINDS])}: {', '.join(condition.KINDS)}"
+        )
+    with _progress(quiet) as advance:
+        found = condition.condition_dump(folders, kind, names, device, advance)
+    if json is not None:
+        condition.write(found, kind, json)
+    for line in condition.sentences(found, kind, 0 if quiet else 12):
+        _say(line)
+    ran = [one for one in found if not one.reason]
+    return 3 if not ran else 2 if kind == "nothing" and any(one.worst > 0 for one in ran) else 0
+
+
+def _say(text: str) -> None:
+    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def need_torch(threads: int) -> None:
     """Raise MissingExtra without torch; set its number of threads, unless that is 0."""
     try:
@@ -84,15 +118,17 @@ def need_torch(threads: int) -> None:
 def _checked(folders: Any, names: Any, quiet: bool, keys: bool) -> DumpChecked:
     from trainprobe.op_check.dump import check_dump
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = Console(stderr=True)
-    bar = Progress(*columns, console=console, transient=True) if not quiet and console.is_terminal else None
-    around: AbstractContextManager[Any] = nullcontext() if bar is None else bar
-    with around:
-        task = None if bar is None else bar.add_task("operator calls")
-
-        def advance(done: int, total: int) -> None:
-            if bar is not None and task is not None:
-                bar.update(task, completed=done, total=total)
-
+    with _progress(quiet) as advance:
         return check_dump(folders, names, advance, keys=keys)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Generator[Callable[[int, int], None]]:
+    """Show a bar of the calls that are done, on a terminal."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda done, total: None
+        return
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("operator calls")
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -24,21 +24,14 @@ def _factors(relative: float) -> Tensor:
 
 
 class Draws:
-    """Moves float64 tensors up and down at random.
-
-    turn: of several evaluations. Errors of two steps may cancel, and then show in no evaluation if the signs of each are drawn
-    by themselves. So signs are drawn anew every fourth turn alone, and the turns between turn round those of half of the
-    steps: of two steps, in one turn or another, both move the same way.
-    """
+    """Moves float64 tensors up and down at random, in the same way for the same turn."""
 
     def __init__(self, turn: int) -> None:
-        self._random = random.Random(turn // 4)
-        self._half = 0 if turn % 4 == 0 else 1 << ((turn % 4) - 1 + 3 * (turn // 4 % 2))
-        self._step = 0
+        self._random = random.Random(turn)
 
     def scaled(self, x: Tensor, relative: float) -> Tensor:
         """Return x·(1 ± relative), each element by itself."""
-        factors = _factors(self._sign() * relative)
+        factors = _factors(relative)
         flat, moved = x.reshape(-1), torch.empty(x.numel(), dtype=x.dtype)
         for begin, place in self._places(x.numel()):
             part = flat[begin : begin + _SPAN]
@@ -47,25 +40,19 @@ class Draws:
 
     def shifted(self, x: Tensor, amount: Tensor) -> Tensor:
         """Return x ± amount, each element by itself; it stays where the amount is no number. amount: is overwritten."""
-        sign = self._sign()
         flat, moved = x.reshape(-1), torch.empty(x.numel(), dtype=x.dtype)
         amounts = amount.nan_to_num_(0.0, 0.0, 0.0).expand(x.shape).reshape(-1)
         for begin, place in self._places(x.numel()):
             part = flat[begin : begin + _SPAN]
             signs = _signs()[place : place + len(part)]
-            torch.addcmul(part, amounts[begin : begin + _SPAN], signs, value=sign, out=moved[begin : begin + _SPAN])
+            torch.addcmul(part, amounts[begin : begin + _SPAN], signs, out=moved[begin : begin + _SPAN])
         return moved.view(x.shape)
 
     def factors(self, like: Tensor, relative: float) -> Tensor:
         """Return 1 ± relative, of the shape of `like`."""
-        factors = _factors(self._sign() * relative)
+        factors = _factors(relative)
         parts = [factors[at : at + min(_SPAN, like.numel() - begin)] for begin, at in self._places(like.numel())]
         return (torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)).view(like.shape)
-
-    def _sign(self) -> int:
-        """Return −1 for the steps whose signs are turned round in this turn."""
-        self._step += 1
-        return -1 if self._step & self._half else 1
 
     def _places(self, count: int) -> Iterator[tuple[int, int]]:
         """Yield where each span begins, and from where on it takes its signs."""

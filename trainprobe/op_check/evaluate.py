@@ -122,7 +122,8 @@ class Reference:
         return self._unit if self._unit == UNIT[torch.float64] else self._steps.accumulate
 
     def _last_step(self, r: Tensor) -> Tensor:
-        return r.abs().mul_(self._accumulate()).nan_to_num_(0.0, 0.0, 0.0) if r.is_floating_point() else r
+        rounds = r.is_floating_point() or r.is_complex()
+        return r.abs().mul_(self._accumulate()).nan_to_num_(0.0, 0.0, 0.0) if rounds else r
 
     def _noise(self, turn: int) -> Noise:
         unit, steps, accumulate = self._unit, self._steps, self._accumulate()
@@ -137,9 +138,9 @@ class Reference:
         """Take in how far each element moved."""
         for i, (r, m) in enumerate(zip(self._values, moved, strict=True)):
             known = self._noises[i]
-            if r is None or m is None or known is None or not r.is_floating_point():
+            if r is None or m is None or known is None or not (r.is_floating_point() or r.is_complex()):
                 continue
-            distance = (m - r).abs_()
+            distance = (m - r).abs()
             if not math.isfinite(float(distance.sum())):
                 distance = torch.where((r == m) | (r.isnan() & m.isnan()), 0.0, distance)
                 distance = distance.nan_to_num_(math.inf, math.inf)

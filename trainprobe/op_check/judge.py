@@ -32,6 +32,14 @@ OUTCOMES: tuple[Outcome, ...] = ("exact", "rounding", "mode", "unspecified", "no
 
 FAR = 64.0  # bounds
 FEW = 1e-3  # share of elements
+EIGHT_BITS = {  # format → u
+    getattr(torch, name): unit
+    for name, unit in (
+        *(("float8_e4m3fn", 2.0**-4), ("float8_e4m3fnuz", 2.0**-4), ("float8_e5m2", 2.0**-3), ("float8_e5m2fnuz", 2.0**-3)),
+        ("float8_e8m0fnu", 0.5),
+    )
+    if hasattr(torch, name)
+}
 RARE = 1e-5  # share of elements for which the noise may be estimated at half of what it is
 ONE_SIDED = 8.0  # standard deviations
 SMALL = 1e-3  # of the tensor's largest element
@@ -87,10 +95,12 @@ def judge(y: Tensor, expected: Expected, tolerance: Tolerance | None = None, *, 
         return Judgement("bug", f"its dtype is {_name(y)}, where {_name(r)} comes out", math.inf)
     if y.numel() == 0:
         return Judgement("exact", "it has no elements")
-    if y.is_complex():
-        return Judgement("not checked", "complex numbers have no judge yet", count=y.numel())
-    if not y.is_floating_point():
+    if y.is_complex() and y.dtype in UNIT:
+        return judge(torch.view_as_real(y.resolve_conj().resolve_neg()), _parts(y.dtype, r, noise), tolerance, brief=brief)
+    if not y.is_floating_point() and not y.is_complex():
         return _whole_numbers(y, r)
+    if y.dtype in EIGHT_BITS:
+        return _eight_bits(y, r, noise, tolerance, brief)
     if tolerance is not None:
         return _tolerated(y, r, tolerance)
     if y.dtype not in UNIT:
@@ -98,6 +108,27 @@ def judge(y: Tensor, expected: Expected, tolerance: Tolerance | None = None, *, 
     if y.dtype == torch.float64 and noise is not None:
         return _as_wide_as_the_reference(_floats(y, r, 2 * noise + UNIT[y.dtype] * r.abs().nan_to_num(0, 0, 0), brief))
     return _floats(y, r, noise, brief)
+
+
+def _parts(dtype: torch.dtype, r: Tensor, noise: Tensor | None) -> Expected:
+    """Return real and imaginary parts, each of which may be off by the rounding of the whole."""
+    parts = torch.view_as_real(r.resolve_conj().resolve_neg())
+    whole = None if noise is None else (noise + UNIT[dtype] * r.abs()).unsqueeze(-1).expand_as(parts)
+    return Expected(parts, whole)
+
+
+def _eight_bits(y: Tensor, r: Tensor, noise: Tensor | None, tolerance: Tolerance | None, brief: bool) -> Judgement:
+    """Judge an 8-bit format by its values, where a step rounds within its own rounding and the noise; no bias is looked for."""
+    info = torch.finfo(y.dtype)
+    values, nearest = y.to(torch.float32), r.to(torch.float32).to(y.dtype).to(torch.float32)
+    if bool(((values == nearest) | (values.isnan() & nearest.isnan())).all()):
+        return Judgement("exact", count=y.numel())
+    if noise is None and tolerance is None:
+        same = (values == nearest) | (values.isnan() & nearest.isnan())
+        return _inexact(values, values.to(torch.float64), r, nearest, same)
+    own = r.abs().nan_to_num(0, 0, 0) * EIGHT_BITS[y.dtype] + info.tiny * info.eps / 2 + (0.0 if noise is None else noise)
+    inside = torch.where(r.abs() > info.max, nearest.to(torch.float64), r)  # some formats have no infinity, or none but NaN
+    return judge(values, Expected(inside, own), tolerance, brief=brief)
 
 
 def _as_wide_as_the_reference(found: Judgement) -> Judgement:

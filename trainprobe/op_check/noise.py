@@ -21,7 +21,10 @@ from trainprobe.op_check.draws import Draws
 from trainprobe.op_check.noise_sums import PRODUCTS, SUMS, coordinates, walk
 
 Tensor = torch.Tensor
-UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+UNIT = {
+    **{torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8},
+    **{torch.complex128: 2.0**-53, torch.complex64: 2.0**-24},
+}
 aten = torch.ops.aten
 
 # steps that make no rounding: they move, choose or compare
@@ -41,14 +44,21 @@ _EXACT = frozenset(
     """.split()  # noqa: SIM905  (words read better than a column of quotes)
 )
 # libraries promise a unit in the last place for these, and polynomials of vector code a little more: in units of u
-_FUNCTIONS = dict.fromkeys(
-    """
+_SPECIAL = (
+    "i0 special_i0e special_i1 special_i1e special_erfcx special_ndtri special_log_ndtr special_bessel_j0 special_bessel_j1"
+)
+_FUNCTIONS = (
+    dict.fromkeys(
+        """
     exp exp2 expm1 log log2 log10 log1p tanh sigmoid erfc erfinv sin cos tan asin acos atan atan2 sinh cosh asinh acosh
     atanh pow
     rsqrt lgamma digamma gelu silu softplus mish log_sigmoid_forward elu celu selu _softmax _log_softmax logsumexp logaddexp
     """.split(),  # noqa: SIM905
-    2,
-) | {"erf": 8}  # the polynomial of vector code is less exact than the library
+        2,
+    )
+    | dict.fromkeys(_SPECIAL.split(), 4)
+    | {"erf": 8}
+)  # the polynomial of vector code is less exact than the library
 
 _CURRENT: ContextVar[Noise | None] = ContextVar("noise", default=None)
 
@@ -126,11 +136,16 @@ class Noise(TorchDispatchMode):
 
         size: a number means so many times |out|.
         """
-        if out.dtype != torch.float64 or out._is_zerotensor():
+        if out.dtype not in (torch.float64, torch.complex128) or out._is_zerotensor():
             return out
         self.rounded += 1
         if self.still:
             return out
+        if out.is_complex():  # both parts are moved by what belongs to the whole
+            parts = torch.view_as_real(out.resolve_conj().resolve_neg())
+            amount = out.abs().mul_(relative + (size * self.accumulate if isinstance(size, float) else 0.0))
+            amount = amount.add_(size, alpha=self.accumulate) if isinstance(size, Tensor) else amount
+            return torch.view_as_complex(self.draws.shifted(parts, amount.unsqueeze(-1).expand_as(parts).contiguous()))
         if isinstance(size, Tensor):
             amount = size * self.accumulate
             amount = amount.add_(out.abs(), alpha=relative) if relative else amount

@@ -29,7 +29,7 @@ _FACTORS = {"alpha", "beta", "value", "weight"}  # plain numbers that terms are 
 
 def _absolute(tree: Any) -> Any:
     if isinstance(tree, Tensor):
-        return tree.abs() if tree.dtype == torch.float64 else tree
+        return tree.abs() if tree.dtype in (torch.float64, torch.complex128) else tree
     if isinstance(tree, (list, tuple)):
         return type(tree)(_absolute(x) for x in tree)
     return tree
@@ -104,6 +104,14 @@ def _paths(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, 
     return (out.abs() + gradient.abs().max() * logs.exp()) * (1 + largest) * math.sqrt(max(1, logs.shape[0]))
 
 
+def _transform(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, noise: Rounding) -> Any:
+    """A fast Fourier transform of K numbers is off by log₂ K roundings of the root mean square of its results."""
+    dims = list(args[1])
+    length = math.prod(max(args[0].shape[d], out.shape[d]) for d in dims)
+    size = out.abs().square_().mean(dims, True).sqrt_() * (1 + math.log2(max(2, length)))
+    return size.expand(out.shape).contiguous()
+
+
 def _lerp(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, noise: Rounding) -> Any:
     weight = args[2].abs() if isinstance(args[2], Tensor) else abs(args[2])
     return args[0].abs() + 2 * weight * (args[0].abs() + args[1].abs())
@@ -147,5 +155,6 @@ SUMS: dict[str, Rule] = {
     **dict.fromkeys(["lerp", "lerp_"], _lerp),
     "_log_softmax": _log_softmax,
     "_ctc_loss_backward": _paths,
+    **dict.fromkeys(["_fft_c2c", "_fft_r2c", "_fft_c2r"], _transform),
     **dict.fromkeys(["var", "std", "var_mean", "std_mean"], _variance),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -12,6 +12,7 @@ from trainprobe.engine.plan.selection import parse_names, parse_steps
 from trainprobe.engine.plan.subplans import read_section
 from trainprobe.errors import PlanError
 
+Kind = Literal["last-bit", "noise", "precision", "swap", "nothing"]
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_many)]
 
 
@@ -36,6 +37,10 @@ class OpCheckPlan(BaseModel):
     """Relative tolerance that replaces the calibrated bound, together with `atol`."""
     stop: Annotated[bool, Field(strict=True)] = False
     """At a bug write the call as a script that replays it (folder `op_check` of the output) and stop the training."""
+    condition: Kind | None = None
+    """Run each judged call again with perturbed inputs, on the device that it ran on, after the step: `last-bit`, `noise`,
+    `precision`, `swap`, or `nothing`, which finds operators that are not deterministic. What they make of it is written to
+    `op_check/condition_step{N}_rank{R}.json`, which `dump-compare --floor` reads."""
     max_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)] = 4 << 30
     """Most memory on the host that the values of a judged step may take, as a number or as "4 GiB"; calls whose values do not
     fit are counted as not checked."""
@@ -78,6 +83,8 @@ def validate(settings: Mapping[str, Any] | bool | None = True) -> OpCheckPlan:
 def _check_link(plan: OpCheckPlan) -> None:
     if plan.server is not None and plan.folder is not None:
         raise PlanError("op_check: server and folder are two roads to one machine: give one of them")
+    if plan.condition is not None and (plan.server is not None or plan.folder is not None):
+        raise PlanError("op_check: condition runs the calls of a step here: leave server and folder out, or condition")
     if plan.server is None and (plan.tls is not None or plan.insecure):
         raise PlanError("op_check: tls and insecure say how `server` is reached, and there is no server: give its HOST:PORT")
     if plan.server is None:

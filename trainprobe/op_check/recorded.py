@@ -144,6 +144,10 @@ class RecordedRank:
             unit.of_inputs,
         )
 
+    def devices(self, unit: Unit) -> Iterator[str]:
+        """Yield the devices of the tensors that a call was given."""
+        yield from (value.device for _, value in leaves([unit.call.args, unit.call.kwargs], "") if value.device)
+
     def made_case(self, unit: Unit, seed: int = 0) -> Case:
         """Return a call with made inputs that keep shape, dtype and range of a dump with statistics; it has no outputs yet."""
         self._maker: Callable[[Value], Tensor] | None = lambda value: made(value, self._range(value), seed)

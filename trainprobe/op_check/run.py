@@ -14,7 +14,7 @@ from trainprobe.engine.arrays.torch_apart import apart
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
 from trainprobe.op_check.functions import api, function, is_in_place
 from trainprobe.op_check.noise import UNIT, Noise
-from trainprobe.op_check.references import Sum, formulas, sum_of_products
+from trainprobe.op_check.references import Sum, formulas, is_wide, sum_of_products
 
 SINGLE = 2.0**-24  # what kernels calculate in, for all formats up to float32
 Change = Callable[[Tensor], Tensor]
@@ -76,7 +76,7 @@ class Run:
         return self.source, self.once(None)
 
     def _reshaped(self) -> Tensor | None:
-        """Return the gradient of a call that ends in a view, as `linear` in three dimensions does: it is handed on unchanged."""
+        """Return the gradient of a call that ends in a view, as `linear` in three dimensions does: it stays as it is."""
         given, results = self.case.gradients or (), self.case.results
         if self.edges is not None or self.node not in _RESHAPES or len(given) != 1 or len(results) != 1:
             return None
@@ -108,7 +108,7 @@ class Run:
         single = accumulate > UNIT[torch.float64]
         with apart(), Noise(0, SINGLE, SINGLE, backward=self.backward, still=True):
             sizes = self._evaluated(None, False, torch.float32 if single else torch.float64)
-        if any(s is None or not math.isfinite(float(s.sum())) for s in sizes if s is not None):
+        if any(not math.isfinite(float(s.sum())) for s in sizes if s is not None):
             return None
         if not self.backward:
             return [s.to(torch.float64).mul_(accumulate * math.sqrt(length)) for s in sizes if s is not None]
@@ -139,7 +139,7 @@ class Run:
         def prepared(t: Tensor) -> Tensor:
             t = self._own(t, noise if move_inputs else None, sizes)
             place = len(leaves)
-            wants = self.backward and t.is_floating_point() and (place >= len(wanted) or wanted[place])
+            wants = self.backward and _differentiable(t) and (place >= len(wanted) or wanted[place])
             leaves.append(t.requires_grad_(wants))
             return t.clone() if wants and writes else t
 
@@ -224,8 +224,9 @@ class Run:
         return [i if g is not None else None for i, g in enumerate(self.case.results[: len(given)])]
 
     def _formula(self) -> Callable[..., Any] | None:
-        known = formulas().get(api(self.case.name))
-        if known is None:
+        name = api(self.case.name)
+        known = formulas().get(name)
+        if known is None or (is_wide(name) and any(UNIT.get(t.dtype, 0.0) > SINGLE for t in self.case.tensors())):
             return None
         try:
             inspect.signature(known).bind(*self.case.args, **self.case.kwargs)
@@ -261,7 +262,7 @@ class Run:
             t = t.detach()
             place = leaves
             leaves += 1
-            if not t.is_floating_point() or not (place >= len(wanted) or wanted[place]):
+            if not _differentiable(t) or not (place >= len(wanted) or wanted[place]):
                 return t.to(low) if low is not None and t.dtype == torch.float32 else t.clone()
             entered = t.to(low or t.dtype).clone().requires_grad_().clone()
             entries[entered.grad_fn] = place
@@ -275,6 +276,10 @@ class Run:
         if any(e is not None and e not in entries for e in edges):
             return None
         return [None if e is None else entries[e] for e in edges]
+
+
+def _differentiable(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
 
 
 def _node(out: Sequence[Tensor]) -> Any:

@@ -17,9 +17,11 @@ from trainprobe.engine.storage.dumps.tensor_files import SavedTensor
 from trainprobe.engine.storage.dumps.tensor_store import array_of
 from trainprobe.errors import FormatError, StopTraining, did_you_mean
 from trainprobe.op_check.conclusion import beyond, described
+from trainprobe.op_check.condition import condition_rank, sentences
+from trainprobe.op_check.condition import write as write_conditions
 from trainprobe.op_check.dump import DumpChecked, Row, check_rank, names_of
 from trainprobe.op_check.judge import OUTCOMES, Tolerance
-from trainprobe.op_check.plan import OpCheckPlan
+from trainprobe.op_check.plan import Kind, OpCheckPlan
 from trainprobe.op_check.recorded import RecordedRank, Unit
 from trainprobe.op_check.replay import write_replay
 
@@ -180,6 +182,8 @@ class StepJudge:
 
     def __init__(self, plan: OpCheckPlan, values: HeldValues, say: Callable[[str], None], folder: Path) -> None:
         self._stop = plan.stop
+        self._condition = plan.condition
+        self._say = say
         self._values = values
         self._folder = folder
         self._chosen = Chosen(plan)
@@ -193,11 +197,27 @@ class StepJudge:
         units = [unit for unit in recorded.units() if unit in self._chosen]
         check_rank(recorded, units, found, (step_data.step, step_data.place.rank), tolerance=self._tolerance)
         findings = self.verdicts.add(found.rows, step_data.step, step_data.place)
+        if self._condition is not None:
+            findings += self._conditions(self._condition, recorded, units, step_data)
         worst = max((row for row in found.rows if row.worst.outcome == "bug"), key=lambda row: row.worst.worst, default=None)
         if worst is not None and self._stop:
             script = write_replay(worst, self._folder, recorded)
             raise StopTraining(f"op_check: {described(worst)}; the call was written: python {script}")
         return findings
+
+    def _conditions(self, kind: Kind, recorded: RecordedRank, units: Sequence[Unit], step_data: StepData) -> Iterable[Finding]:
+        """Run the step's calls again with perturbed inputs; return a finding for each operator that is not deterministic."""
+        at = step_data.step, step_data.place.rank
+        found = condition_rank(recorded, units, kind, at, None)
+        write_conditions(found, kind, self._folder / f"condition_step{at[0]}_rank{at[1]}.json")
+        for text in sentences(found, kind, len(found)):
+            self._say(f"step {at[0]} {text.strip()}")
+        others = [one for one in found if kind == "nothing" and not one.reason and one.worst > 0]
+        for one in others:
+            text = f"{one.entry}{f' in {one.module}' if one.module else ''} is not deterministic: "
+            text += f"run again with the same inputs on {one.device} it gave other bits, {one.worst:.1e} away"
+            after = "torch.use_deterministic_algorithms(True) names the operators that have no deterministic kernel"
+            yield Finding(RULE, "warning", text, step=at[0], place=step_data.place, next=after)
 
     def summary(self) -> str:
         """Return what was judged in all, as a sentence."""

@@ -27,7 +27,7 @@ _SECTIONS = {
     "nan_check": _SELECTING | {"tensor_list"},
     "structure": _SELECTING,
 }
-_RERUN = "ops are not run again against a reference: their inputs and outputs are recorded, as with task tensor"
+_RERUN = "inputs and outputs of ops are recorded, as with task tensor; `trainprobe op-check DUMP` judges them"
 # tasks that a plan does not have → the task that records most of the same, and what is different then
 _TRANSLATED = {
     "acc_check": ("tensor", _RERUN),
@@ -43,7 +43,11 @@ _TRANSLATED = {
         "the monitor watches the gradients (see docs/monitor.md): norm, max and min stand in grad_reduced files instead of "
         "grad_summary files, and signs of gradients are not written",
     ),
-    "free_benchmark": ("off", "perturbing ops changes the training, which a plan never does: nothing is recorded"),
+    "free_benchmark": (
+        "off",
+        "the operators of a step are run again with perturbed inputs after it, and the training goes on with its own results "
+        "(`op_check.condition` of a plan, docs/op_check.md); without `step` step 0 alone",
+    ),
 }
 _APART = "nothing is sent to another machine: record both runs, then `trainprobe dump-compare`"
 # keys of their sections that nothing here takes over, and what there is to say
@@ -59,8 +63,12 @@ _UNUSED = {
     "diff_nums": "not used: recording does not end by itself",
     "bench_path": "not compared while training: record both runs, then `trainprobe dump-compare`",
     **dict.fromkeys(
-        ("fuzz_device", "pert_mode", "handler_type", "fuzz_level", "fuzz_stage", "if_preheat", "preheat_step", "max_sample"),
-        "not used: nothing is perturbed",
+        ("fuzz_device", "fuzz_level", "fuzz_stage"),
+        "not used: forward and backward are run again on the device that they ran on",
+    ),
+    **dict.fromkeys(
+        ("if_preheat", "preheat_step", "max_sample"),
+        "not used: how much a result changes is written, and no threshold is learnt",
     ),
 }
 _TELLING = (_COMMON | _SECTIONS.keys() | _TRANSLATED.keys()) - {"task", "rank", "step", "level", "statistics"}
@@ -98,6 +106,9 @@ def translate(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], t
         section = _section_of_another(out, section, asked, task)
     _common(out, config, task)
     if task == "off":
+        if asked == "free_benchmark":
+            out.fields |= {"level": "off", "op_check": _free_benchmark(out, config)}
+            return out.fields, tuple(out.notes)
         out.fields |= {"level": "off", "monitor": _grad_probe(out, config)} if asked == "grad_probe" else {"level": "off"}
         return out.fields, tuple(out.notes)
     out.check_keys(section, _SECTIONS[task], f"{task}.")
@@ -109,14 +120,46 @@ def translate(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], t
 def _section_of_another(out: Translation, section: Mapping[str, Any], asked: str, task: str) -> dict[str, Any]:
     """Return what of the section of a task that a plan does not have its replacement takes over; say what it does not."""
     taken = _SELECTING | {"tensor_list", "white_list", "param_list"}
-    out.check_keys(section, taken | _UNUSED.keys(), f"{asked}.")
+    own = {"pert_mode", "handler_type"} if asked == "free_benchmark" else set[str]()
+    out.check_keys(section, taken | own | _UNUSED.keys(), f"{asked}.")
     for key in (key for key, value in section.items() if value not in (None, [], False)):
         if key in _UNUSED:
             out.note(f"{asked}.{key}", _UNUSED[key])
+        elif asked == "free_benchmark" and key in ("list", "pert_mode", "handler_type"):
+            continue
         elif task == "off" and key in _SELECTING:
             out.note(f"{asked}.{key}", "not used: nothing is recorded")
     renamed = {"list" if key == "white_list" else key: value for key, value in section.items()}
     return {key: value for key, value in renamed.items() if key in _SECTIONS.get(task, ())}
+
+
+_PERTURBATIONS = {
+    "improve_precision": "precision",
+    "add_noise": "noise",
+    "bit_noise": "last-bit",
+    "change_value": "swap",
+    "exchange_value": "swap",
+    "no_change": "nothing",
+}
+
+
+def _free_benchmark(out: Translation, config: Mapping[str, Any]) -> dict[str, Any] | bool:
+    """Return the section op_check that stands for a section free_benchmark."""
+    given: Any = config.get("free_benchmark")
+    section = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else {}
+    mode = section.get("pert_mode") or "improve_precision"
+    if mode == "to_cpu":
+        out.note("free_benchmark.pert_mode", "'to_cpu': each operator is judged against a reference on the CPU")
+    elif mode not in _PERTURBATIONS:
+        raise out.refuse("free_benchmark.pert_mode", f"{mode!r} is not known{did_you_mean(str(mode), [*_PERTURBATIONS])}")
+    if section.get("handler_type") == "fix":
+        text = "'fix': nothing is put in place of a result; "
+        text += "trainprobe.op_check.improve.HigherPrecision does that, and changes the training"
+        out.note("free_benchmark.handler_type", text)
+    found: dict[str, Any] = {} if mode == "to_cpu" else {"condition": _PERTURBATIONS[mode]}
+    found |= {key: config[key] for key in ("step", "rank") if config.get(key) not in (None, [])}
+    found |= {"ops": section["list"]} if section.get("list") else {}
+    return found or True
 
 
 def _common(out: Translation, config: Mapping[str, Any], task: str) -> None:

@@ -33,15 +33,17 @@ _FORMULAS: dict[str, Formula] = {}
 _RESULTS: dict[str, int] = {}
 _SUMS: dict[str, Sum] = {}
 _POINTWISE: set[str] = set()
+_WIDE: set[str] = set()
 
 
 def formula(
-    *names: str, results: int | None = None, adds: Sum | None = None, pointwise: bool = False
+    *names: str, results: int | None = None, adds: Sum | None = None, pointwise: bool = False, wide: bool = False
 ) -> Callable[[Formula], Formula]:
     """Register a formula for operators of these names (see functions.api).
 
     results: how many it gives, where not all. adds: for a sum of products, whose rounding is known without trying.
-    pointwise: each element of the result comes of the elements at its own place alone.
+    pointwise: each element of the result comes of the elements at its own place alone. wide: for results of float32 and wider
+    alone, because kernels of 16 bits round partial sums in an order that is their own.
     """
 
     def register(function: Formula) -> Formula:
@@ -49,6 +51,7 @@ def formula(
         _RESULTS.update({} if results is None else dict.fromkeys(names, results))
         _SUMS.update({} if adds is None else dict.fromkeys(names, adds))
         _POINTWISE.update(names if pointwise else ())
+        _WIDE.update(names if wide else ())
         return function
 
     return register
@@ -72,6 +75,12 @@ def is_pointwise(name: str) -> bool:
     """Return whether an operator's formula works element by element."""
     formulas()
     return name in _POINTWISE
+
+
+def is_wide(name: str) -> bool:
+    """Return whether an operator's formula holds for results of float32 and wider alone."""
+    formulas()
+    return name in _WIDE
 
 
 def judged_results(name: str) -> int | None:

@@ -75,6 +75,53 @@ def convolution(
     return out if input.ndim == n + 2 else out.squeeze(0)
 
 
+def _transposed_window(input: Tensor, weight: Tensor, *given: Any, groups: int = 1, **named: Any) -> int:
+    groups = given[4] if len(given) > 4 else groups
+    return weight.shape[0] // groups * math.prod(weight.shape[2:])
+
+
+@formula("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", adds=Sum(_transposed_window, ("bias",)), wide=True)
+def transposed(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tensor:
+    """The convolution of the input, with zeros between its elements, and the mirrored kernel.
+
+    The weight is [in, out / groups, …window].
+
+    Raises NotImplementedError where the padding is larger than the window reaches.
+    """
+    n = weight.ndim - 2
+    x = input if input.ndim == n + 2 else input.unsqueeze(0)
+    window, spread = [*weight.shape[2:]], _each(dilation, n)
+    reach = [d * (k - 1) - p for d, k, p in zip(spread, window, _each(padding, n), strict=True)]
+    if min(reach) < 0:
+        raise NotImplementedError("a padding beyond the window has no formula here")
+    for dim, step in enumerate(_each(stride, n), start=2):
+        x = _between(x, dim, step)
+    x = _padded(x, [(r, r + more) for r, more in zip(reach, _each(output_padding, n), strict=True)])
+    kernel = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2)
+    kernel = kernel.reshape(-1, weight.shape[0] // groups, *window).flip([*range(2, n + 2)])
+    out = convolution(x, kernel, bias, 1, 0, dilation, groups)
+    return out if input.ndim == n + 2 else out.squeeze(0)
+
+
+def _between(x: Tensor, dim: int, step: int) -> Tensor:
+    """Put step − 1 zeros between the elements along a dimension."""
+    if step == 1:
+        return x
+    apart = x.unsqueeze(dim + 1)
+    zeros = apart.new_zeros([1]).expand(*[step - 1 if i == dim + 1 else size for i, size in enumerate(apart.shape)])
+    spaced = cat([apart, zeros], dim + 1).flatten(dim, dim + 1)
+    return spaced.narrow(dim, 0, (x.shape[dim] - 1) * step + 1)
+
+
 def _average(
     n: int,
     input: Tensor,
