@@ -182,7 +182,7 @@ class StepJudge:
 
     def __init__(self, plan: OpCheckPlan, values: HeldValues, say: Callable[[str], None], folder: Path) -> None:
         self._stop = plan.stop
-        self._condition = plan.condition
+        self._condition: Kind | None = plan.condition
         self._say = say
         self._values = values
         self._folder = folder
