@@ -44,6 +44,7 @@ STOREYS = {
     **dict.fromkeys(["trainprobe.compare_with_cpu", "trainprobe.op_probe"], 6),
     "trainprobe.integrations": 6,
     "trainprobe.demo": 7,
+    "trainprobe.self_test": 8,
     "trainprobe.cli": 8,
     "trainprobe.__main__": 8,
 }
@@ -54,7 +55,16 @@ FRAMEWORKS = {
     *("deepspeed", "megatron", "mindspeed", "mindformers"),
 }
 MAY_IMPORT_FRAMEWORKS = (
-    *("engine/arrays", "engine/taps", "ckpt_compare/formats", "config_check/capture", "op_check", "demo", "integrations"),
+    *(
+        "engine/arrays",
+        "engine/taps",
+        "ckpt_compare/formats",
+        "config_check/capture",
+        "op_check",
+        "demo",
+        "integrations",
+        "self_test",
+    ),
 )
 LONG_FILE, LONGEST_FILE = 400, 600  # lines
 LONG_FUNCTION, LONGEST_FUNCTION = 40, 80  # lines without the docstring

@@ -23,6 +23,7 @@ from trainprobe.errors import ProbeError, did_you_mean
 
 VERBS: dict[str, tuple[str, str]] = {
     "demo": ("trainprobe.demo.command:demo", "train a small GPT with the probe on and show what it saw"),
+    "self-test": ("trainprobe.self_test.command:self_test", "verify the whole tool on this machine's device"),
     "plan": ("trainprobe.engine.plan.command:plan", "check, explain or export the schema of a plan"),
     "migrate": (
         "trainprobe.engine.plan.migrate_command:migrate",
