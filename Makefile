@@ -36,7 +36,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m tests.support_table --check || status=1; \
 	exit $$status
 
-# Nine more environments. `msprobe` holds mindstudio-probe, with which tests/interop exchange files, and takes PyTorch from $(VENV);
+# Ten more environments. `msprobe` holds mindstudio-probe, with which tests/interop exchange files, and takes PyTorch from $(VENV);
 # `msprobe-1.3` and `msprobe-8.1` (150 MB each) hold the releases before, which need numpy < 2, and carry their documentation.
 # MindSpore needs numpy < 2 and brings 3.4 GB; it is without PyTorch. `triton` adds Triton (0.7 GB), which PyTorch brings along where it
 # is built for CUDA, to $(VENV), and runs the kernels under Triton's interpreter. `oldest` holds the oldest releases that pyproject.toml
