@@ -35,6 +35,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "top": ("trainprobe.monitor.top_command:top", "live terminal view of a run"),
     "runs": ("trainprobe.monitor.runs_command:runs", "the runs in a folder: ranks, steps, size, findings"),
     "black-box": ("trainprobe.monitor.black_box.black_box_command:black_box", "the last steps before something happened"),
+    "export": ("trainprobe.monitor.export_command:export", "write a run as files that other tools open"),
     "csv2tb": ("trainprobe.monitor.csv2tb_command:csv2tb", "turn metric CSV files into TensorBoard event files"),
     "config-check": ("trainprobe.config_check.command:app", "capture and compare what decides a run's numbers"),
     "ckpt-compare": ("trainprobe.ckpt_compare.command:ckpt_compare", "are two checkpoints the same model"),

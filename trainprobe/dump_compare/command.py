@@ -20,6 +20,7 @@ from trainprobe.dump_compare.pairing import RankPair, find_rank, pair_calls, pai
 from trainprobe.dump_compare.references import measure_condition, measure_floor, measure_truth
 from trainprobe.dump_compare.result_schema import schema_text
 from trainprobe.dump_compare.sheet import sheet_path, write_sheet
+from trainprobe.dump_compare.vis_db import vis_of_rank, write_vis_db
 from trainprobe.errors import UsageError
 
 Maker = Callable[[RankPair, Sequence[Judged], tuple[Side, Side]], Any]
@@ -41,6 +42,9 @@ def dump_compare(
     ] = None,
     xlsx: Annotated[bool, typer.Option("--xlsx", help="write those sheets as .xlsx, with colours")] = False,
     html: Annotated[Path | None, typer.Option(help="write one page here, with both sides as a tree beside each other")] = None,
+    vis: Annotated[
+        Path | None, typer.Option(help="write a .vis.db here, which the graph page of mindstudio-probe opens in TensorBoard")
+    ] = None,
     rename: Annotated[
         list[str] | None, typer.Option(help="PATTERN=TEXT: names of A, by a regular expression; may be given again")
     ] = None,
@@ -65,7 +69,8 @@ def dump_compare(
     if xlsx and sheets is None:
         raise UsageError("--xlsx needs --sheets DIR, the folder that the sheets are written to")
     suffix = ".xlsx" if xlsx else ".csv"
-    make: dict[str, Maker] = {} if html is None else {"page": page_of_rank}
+    wanted: tuple[tuple[str, Path | None, Maker], ...] = (("page", html, page_of_rank), ("vis", vis, vis_of_rank))
+    make = {name: maker for name, path, maker in wanted if path is not None}
     at = [None if sheets is None else sheet_path(sheets, pair.step, pair.rank, suffix) for pair in pairs]
     ranks = [compare_rank(pair, renamed, sheet, floor, high_precision, make) for pair, sheet in zip(pairs, at, strict=True)]
     conclusion = conclude(ranks, missing)
@@ -73,6 +78,8 @@ def dump_compare(
         report.write_json(ranks, conclusion, json)
     if html is not None:
         write_comparison(ranks, conclusion, (a, b), html)
+    if vis is not None:
+        write_vis_db([rank.made["vis"] for rank in ranks], vis)
     console = Console()
     console = console if console.width >= report.WIDTH else Console(width=report.WIDTH)
     if quiet:

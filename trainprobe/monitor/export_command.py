@@ -1,0 +1,25 @@
+"""`trainprobe export DIR --trend run.trend.db`: a run as a file that another tool opens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from trainprobe.monitor.remote_run import as_given, run_folder
+from trainprobe.monitor.run_folder import read_frames
+from trainprobe.monitor.trend_db import write_trend_db
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(help="folder that the run wrote to, or its URL", metavar="DIR", parser=as_given)],
+    trend: Annotated[
+        Path, typer.Option(help="write a .trend.db here, which the trend page of mindstudio-probe opens in TensorBoard")
+    ],
+) -> int:
+    """Write the series of the run in DIR for another tool. Exit code 0."""
+    ranks, steps = write_trend_db(read_frames(run_folder(folder)), trend)
+    Console(highlight=False, soft_wrap=True).print(f"{trend}: {steps} steps of {ranks} ranks", markup=False)
+    return 0
