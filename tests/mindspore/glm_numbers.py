@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+
+from trainprobe.monitor.run_folder import read_frames
 
 LAYERS, WIDTH, HEADS, WORDS, LENGTH, BATCH, INNER = 2, 16, 2, 23, 5, 2, 24
 STEPS = 2
@@ -42,3 +46,8 @@ def tokens(step: int) -> np.ndarray:
 def mask() -> np.ndarray:
     """Return what is added to the scores, float32 [LENGTH, LENGTH]: -1e4 above the diagonal."""
     return np.triu(np.full((LENGTH, LENGTH), -1e4, np.float32), 1)
+
+
+def losses(folder: str) -> list[float]:
+    """Return the losses that a run recorded."""
+    return [frame.scalars["loss"] for frame in read_frames(Path(folder))]

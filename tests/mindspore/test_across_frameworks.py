@@ -14,6 +14,7 @@ from mindspore.ops import operations
 from mindspore.ops.auto_generate import gen_ops_prim
 
 from tests.mindspore import glm_mindspore
+from tests.mindspore.glm_numbers import losses
 from tests.mindspore.launch import ENVIRONMENT
 from trainprobe.cli import main
 from trainprobe.dump_compare import frameworks
@@ -70,6 +71,66 @@ def test_a_wrong_weight_gradient_of_one_column_parallel_linear_is_named_first(
     first = capsys.readouterr().out.splitlines()[0]
     assert "layers.1.mlp.dense_h_to_4h.ColumnParallelLinear.parameters_grad.0" in first
     assert "weight is" in first
+
+
+GUIDE = ROOT / "docs/moving_to_mindspore.md"
+EXPECTED = {"config-check": {1, 2}, "ckpt-compare": {0}, "dump-compare": {1}, "report": {0}, "judge": {0}}
+
+
+def commands() -> list[list[str]]:
+    """Return the commands of the guide, in order."""
+    blocks = GUIDE.read_text(encoding="utf-8").split("<!-- run -->\n")[1:]
+    return [line.split() for block in blocks for line in block.split("\n\n")[0].splitlines()]
+
+
+def test_the_commands_of_the_guide_do_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not TORCH.exists():
+        pytest.skip(f"no Python with PyTorch at {TORCH}: name one in TRAINPROBE_TORCH_PYTHON")
+    monkeypatch.chdir(tmp_path)
+    text = GUIDE.read_text(encoding="utf-8")
+    for name in ("config", "dump"):
+        block = text.partition(f"`{name}_torch.yaml`")[2].split("\n\n")[1]
+        plain = "\n".join(line.removeprefix("    ") for line in block.splitlines())
+        for side in ("torch", "mindspore"):
+            (tmp_path / f"{name}_{side}.yaml").write_text(plain.replace("_torch", f"_{side}"))
+    verbs: list[str] = []
+    for program, *words in commands():
+        if program == "python":
+            verbs.append(words[0])
+            trains(words)
+            continue
+        verbs.append(words[0])
+        if words[1] == "run_torch":
+            of_torch_python("-m", "trainprobe", *words)
+            continue
+        assert main(words) in EXPECTED[words[0]], (words, capsys.readouterr())
+    assert set(verbs) == {*EXPECTED, "train_torch.py", "train_mindspore.py"}
+    told = capsys.readouterr().out
+    assert "agrees within rounding: 165 calls" in told
+    assert "identical: 18 weights tensors" in told
+    assert "learning rate differs" not in told
+    assert json.loads(of_torch_python("-c", LOSSES)) == pytest.approx(losses("run_mindspore"), rel=1e-5)
+
+
+LOSSES = "from tests.mindspore.glm_numbers import losses; print(losses('run_torch'))"
+
+
+def trains(words: list[str]) -> None:
+    """Run one of the two training scripts of the guide."""
+    script, *arguments = words
+    if script == "train_mindspore.py":
+        glm_mindspore.main(*arguments)
+        return
+    of_torch_python("-c", f"from tests.mindspore.glm_torch import main; main(*{arguments!r})")
+
+
+def of_torch_python(*words: str) -> str:
+    """Run the Python that has PyTorch where the test stands, and return what it printed."""
+    done = subprocess.run([str(TORCH), *words], env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 PLANTED = {  # what is wrong in MindSpore → (the cell, how its construct is changed, what the first line names)

@@ -57,4 +57,4 @@ def test_a_pack_holds_the_data_and_weights_that_the_training_had(mode: int, tmp_
     }
     source = next(s for s in pack.single["hyperparameters"]["sources"] if s["kind"] == "optimizer")
     assert source["values"]["class"] == "AdamWeightDecay"
-    assert source["values"]["group0.lr"] == [float(np.float32(1e-2))]
+    assert source["values"]["group0.lr"] == 1e-2

@@ -45,7 +45,9 @@ def conclude(c: Comparison) -> Conclusion:
     details = tuple(_details(c, lost))
     if differ or copies or state:
         return Conclusion(DIFFER, _differ_sentence(c, differ, len(copies), state), details)
-    strange = c.renamed if c.a.family == c.b.family and 2 * len(c.renamed) <= len(c.rows) else ()
+    frameworks = {"mindspore" if side.format == "mindspore" else "torch" for side in (c.a, c.b)}
+    alike = c.a.family == c.b.family and len(frameworks) == 1  # `gamma` of MindSpore is `weight` of torch
+    strange = c.renamed if alike and 2 * len(c.renamed) <= len(c.rows) else ()
     if strange and not (lost or grave or c.lone):
         return Conclusion(INCOMPLETE_CODE, _renamed_sentence(c, strange), details)
     if lost or grave or c.lone or not any(r.verdict in ("identical", "rounding") for r in c.rows):

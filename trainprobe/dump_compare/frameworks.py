@@ -23,6 +23,7 @@ import yaml
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair, operator, pair_calls
 from trainprobe.engine.core.records import Call, Value
+from trainprobe.errors import CompareError
 
 PARAMETERS = {  # as cells of MindSpore call them → as modules of torch do
     **{"gamma": "weight", "beta": "bias", "embedding_table": "weight"},
@@ -47,6 +48,11 @@ def pair_frameworks(a: Side, b: Side, rename: Callable[[str], str] = str) -> tup
     alone = Counter(
         "A" if pair.b is None else "B" for pair in pairs if (pair.a is None or pair.b is None) and _kind(pair) == "op"
     )
+    if not any(pair.a is not None and pair.b is not None for pair in found):
+        raise CompareError(
+            f"{a.folder} is of {a.step_data.framework}, {b.folder} of {b.step_data.framework}, and no call of one has a "
+            "partner in the other: record both at level L0 or mix, and give names of modules that differ with --rename"
+        )
     for pair in found:
         _same_layout(pair)
         _same_gradients(pair, shares.others)

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import mindspore
+import numpy as np
+import numpy.typing as npt
 
 from trainprobe.config_check.capture.environment import capture_environment
 from trainprobe.config_check.capture.hyperparameters import SettingsWatch
@@ -202,6 +204,13 @@ def _of_optimizer(number: int, optimizer: Any) -> dict[str, Any]:
     """Return class, learning rates and plain numbers of an optimizer as a source of settings."""
     names = ("beta1", "beta2", "eps", "momentum", "loss_scale", "weight_decay")
     values = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
-    numbers = {k: v.asnumpy().reshape(-1).tolist() if isinstance(v, mindspore.Tensor) else plain(v) for k, v in values.items()}
-    group = {"lr": list(dict.fromkeys(rates_of(optimizer))), "parameters": [str(p.name) for p in optimizer.parameters]}
+    numbers = {k: _as_written(v.asnumpy()) if isinstance(v, mindspore.Tensor) else plain(v) for k, v in values.items()}
+    rates = _as_written(np.asarray(list(dict.fromkeys(rates_of(optimizer))), np.float32))
+    group = {"lr": rates, "parameters": [str(p.name) for p in optimizer.parameters]}
     return source("optimizer", str(number), flat({"class": type(optimizer).__name__, **numbers, "group0": group}))
+
+
+def _as_written(array: npt.NDArray[Any]) -> Any:
+    """Return a number that an optimizer keeps as a tensor as it was written, 0.1 and not 0.10000000149; of several a list."""
+    found = [float(str(x)) if array.dtype.kind == "f" else x.item() for x in array.reshape(-1)]
+    return found[0] if len(found) == 1 else found
