@@ -97,7 +97,7 @@ class Serving:
         self.log = folder / "log.txt"
         self.port = port or free_port()
         folder.mkdir(parents=True, exist_ok=True)
-        way = () if "--folder" in options else ("--listen", f"127.0.0.1:{self.port}")
+        way = ("--listen", f"127.0.0.1:{self.port}")
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "400"}
         with self.log.open("a") as log:
             command = [*SERVER, *way, "--output", str(folder), *options]
@@ -118,7 +118,9 @@ class Serving:
 
 @pytest.fixture(scope="module")
 def server(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    serving = Serving(tmp_path_factory.mktemp("server"), "--tls", str(keys / "server"), "--connections", "2")
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "shared").mkdir()
+    serving = Serving(folder, *("--tls", str(keys / "server"), "--connections", "2", "--folder", str(folder / "shared")))
     yield serving
     serving.end(signal.SIGKILL)
 
@@ -159,6 +161,25 @@ def test_a_wrong_kernel_is_found_by_the_other_machine(wrong_gelu: None, server: 
     assert len((theirs / "op_check.csv").read_text().splitlines()) > summary["judged"]
     (script,) = (theirs / "replay").glob("*.py")
     assert "gelu" in script.read_text()
+
+
+def test_a_shared_folder_is_a_road_too(bare: list[torch.Tensor], server: Serving, tmp_path: Path) -> None:
+    server.wait_for("looking into")
+    shared = server.folder / "shared"
+    odd = shared / "session-odd" / "to_server"
+    odd.mkdir(parents=True)
+    (odd / "0000000000.frame").write_bytes(b"garbage")
+    (shared / "session-link").symlink_to(tmp_path)
+    (tmp_path / "kept").touch()
+    settings = {"folder": str(shared), "step": [1], "ops": OPS, "patience": 10.0, "run": "by_folder"}
+    weights, probe = train(op_check=settings, output=tmp_path / "out")
+    assert same(bare, weights)
+    assert probe.findings == []
+    assert re.fullmatch(rf"op_check: 1 step judged, \d+ calls \(.*\) by {re.escape(str(shared))}\.", probe.sentences[-1])
+    assert json.loads((server.folder / "by_folder" / "rank0" / "op_check.json").read_text())["code"] == 0
+    server.wait_for("the link to session-odd ended: no frame of this protocol begins with b'garbage'")
+    assert [path.name for path in shared.iterdir()] == ["session-link"], "what was read is removed"
+    assert (tmp_path / "kept").exists()
 
 
 def test_a_bug_stops_the_training_where_the_plan_says_so(wrong_gelu: None, server: Serving, keys: Path, tmp_path: Path) -> None:
@@ -263,7 +284,7 @@ def test_a_server_that_behaves_badly_changes_no_bit(
     behave: Callable[[socket.socket], None], said: str, bare: list[torch.Tensor], keys: Path, tmp_path: Path
 ) -> None:
     with fake(behave, context(keys / "server", server=True)) as port:
-        settings = to(port, keys / "training", patience=0.1, wait=0.8)
+        settings = to(port, keys / "training", patience=0.25, wait=5.0)
         weights, probe = train(op_check=settings, output=tmp_path, between=lambda step: time.sleep(0.1))
     assert same(bare, weights)
     told = [f.message for f in probe.findings if f.rule == "op_check"]

@@ -139,7 +139,25 @@ class Stream:
     async def _flush(self) -> None:
         if self._out.pending:
             self._writer.write(self._out.read())
-        await asyncio.wait_for(self._writer.drain(), self._patience)
+        await self._drain()
+
+    async def _drain(self) -> None:
+        """Wait until the other side has taken most of what was written; give up where it takes nothing."""
+        stalled: list[bool] = []
+
+        def give_up() -> None:
+            stalled.append(True)
+            self._writer.transport.abort()
+
+        timer = asyncio.get_running_loop().call_later(self._patience, give_up)
+        try:
+            await self._writer.drain()
+        except ConnectionError:
+            if stalled:
+                raise asyncio.TimeoutError from None
+            raise
+        finally:
+            timer.cancel()
 
     async def linger(self) -> None:
         """Let the other side read what was written last, which closing at once would take from it."""

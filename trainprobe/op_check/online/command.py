@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 
 
 def op_check_serve(
-    listen: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one")] = "127.0.0.1:7700",
-    folder: Annotated[Path | None, typer.Option(help="a folder that both machines share, instead of listening")] = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            help="HOST:PORT to listen on, by default 127.0.0.1:7700 unless there is --folder; port 0 takes a free one"
+        ),
+    ] = "",
+    folder: Annotated[Path | None, typer.Option(help="a folder that both machines share")] = None,
     tls: Annotated[Path | None, typer.Option(help="folder with ca.pem, cert.pem, key.pem and perhaps crl.pem")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="listen beyond this machine without TLS")] = False,
     output: Annotated[Path, typer.Option(help="folder of the reports")] = Path("op_check_server"),
@@ -96,16 +101,16 @@ async def _serve(settings: Settings, listen: str, folder: Path | None, tls: Path
         with suppress(NotImplementedError):
             loop.add_signal_handler(number, stop.set)
     listener = None
-    if folder is None:
-        listener = await _listen(server, listen, tls, insecure)
+    waits = [stop.wait(), server.finished()]
+    if listen or folder is None:
+        listener = await _listen(server, listen or "127.0.0.1:7700", tls, insecure)
         host, port = listener.sockets[0].getsockname()[:2]
         say(f"listening on {host}:{port}{'' if tls else ' without TLS'}; reports go to {settings.output}")
-        waits = [stop.wait(), server.finished()]
-    else:
+    if folder is not None:
         if not folder.is_dir():
             raise UsageError(f"{folder} is no folder: make it, where both machines see it")
         say(f"looking into {folder}; reports go to {settings.output}")
-        waits = [stop.wait(), server.finished(), server.serve_folder(folder)]
+        waits.append(server.serve_folder(folder))
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     if listener is not None:

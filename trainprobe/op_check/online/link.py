@@ -85,6 +85,7 @@ class Link:
         self.left_out: Counter[str] = Counter()
         self._connected = False
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(lambda loop, about: None)  # of connections that have ended; nothing is printed
         self._task: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="trainprobe-op-check", daemon=True)
         self._thread.start()
@@ -111,7 +112,7 @@ class Link:
         end = time.monotonic() + 5.0
         while self._thread.is_alive() and self._task is not None and time.monotonic() < end:
             self._call_soon(self._task.cancel)
-            self._thread.join(0.1)
+            self._thread.join(1.0)  # cancelling once may not do: see `cancelled`
         for step in [*self._steps]:
             rest = 0 if step.all_sent or self._thread.is_alive() else sum(1 for _ in step.units)
             if rest:

@@ -100,7 +100,7 @@ class Server:
         """Look for sessions in a shared folder, for ever."""
         known: set[str] = set()
         while True:
-            there = {path.name for path in folder.iterdir() if _SESSION.fullmatch(path.name)}
+            there = {p.name for p in folder.iterdir() if _SESSION.fullmatch(p.name) and p.is_dir() and not p.is_symlink()}
             known &= there
             for name in sorted(there - known):
                 if any((folder / name / TO_SERVER).glob("0*.frame")):
