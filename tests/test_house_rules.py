@@ -44,6 +44,7 @@ STOREYS = {
     **dict.fromkeys(["trainprobe.compare_with_cpu", "trainprobe.op_probe"], 6),
     "trainprobe.integrations": 6,
     "trainprobe.demo": 7,
+    "trainprobe.parity": 7,
     "trainprobe.self_test": 8,
     "trainprobe.cli": 8,
     "trainprobe.__main__": 8,

@@ -57,6 +57,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "trainprobe.integrations.floor_command:floor",
         "run a training again, rounded otherwise, to measure what rounding does",
     ),
+    "parity": ("trainprobe.parity.command:parity", "one script in several layouts: do they compute the same"),
     "run": ("trainprobe.integrations.run_command:run", "run a training script under a plan, with no edit"),
 }
 

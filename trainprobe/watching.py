@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.position import Position
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.stacks import Stacks
-from trainprobe.engine.core.topology import place_from_environment
+from trainprobe.engine.core.topology import axes_of_parameters, place_from_environment
 from trainprobe.engine.core.unmatched import Unmatched, names_not_there
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
@@ -214,6 +215,8 @@ class Probe(EngineProbe):
 
     def _open(self, model: Any, optimizer: Any, place: Place | None) -> None:
         self._place = place or self._place
+        if self._place is None and not self._place_told:
+            self._place = self._learned_place(model)
         if self.plan.control is not None and self._control is None:  # first: all ranks look together, also one that has stopped
             from trainprobe.engine.plan.control import ControlFile
 
@@ -231,6 +234,14 @@ class Probe(EngineProbe):
         named: Any = next(iter(model), model) if isinstance(model, list | tuple) else model
         for finding in names_not_there(self._unmatched(), type(named).__name__, self.place):
             self._tell_once(finding)
+
+    def _learned_place(self, model: Any) -> Place | None:
+        """Return where this process stands by the meshes of the model's parameters; None where it is alone."""
+        found = self._where()
+        if found.world_size == 1 or self.framework != "pytorch":
+            return None
+        parameters = (p for chunk in _chunks(model) if hasattr(chunk, "parameters") for p in chunk.parameters())
+        return replace(found, axes=axes_of_parameters(parameters, found))
 
     def _open_console(self) -> None:
         """Let one rank alone print what all ranks share."""

@@ -19,7 +19,7 @@ from trainprobe.dump_compare.dump_side import Side
 from trainprobe.engine.core.records import Value
 from trainprobe.engine.diff import measure
 
-Evidence = Literal["bits", "values", "statistics", "shape", "nothing", "absent"]
+Evidence = Literal["bits", "values", "statistics", "shape", "nothing", "absent", "replicas"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,25 @@ class Apart:
     note: str = ""
 
 
+_ABOUT = 10.0  # times: copies that are apart by less explain no distance of the sides
 SAME = Apart(0.0, 0.0, "bits")
 
 
 def apart(a: Side, left: Value, b: Side, right: Value) -> Apart:
-    """Return how far two values are apart; the best evidence that both sides have decides."""
+    """Return how far two values are apart; the best evidence that both sides have decides.
+
+    Where ranks of one side hold copies of a value that are not alike, about as far apart as the sides or further, that is what
+    is wrong.
+    """
+    far = _apart(a, left, b, right)
+    copies = [found for side, value in ((a, left), (b, right)) if (found := side.disagreement(value)) is not None]
+    worst = max(copies, key=lambda found: found.low, default=None)
+    if worst is None or (math.isfinite(far.low) and _ABOUT * worst.low < far.low):
+        return far
+    return Apart(max(far.low, worst.low), max(far.high, worst.high), "replicas", worst.note)
+
+
+def _apart(a: Side, left: Value, b: Side, right: Value) -> Apart:
     if tuple(left.shape) != tuple(right.shape):
         return Apart(math.inf, math.inf, "shape", f"shapes {list(left.shape)} and {list(right.shape)}")
     same_bits = _same_bits(a.bits(left), b.bits(right)) if dtype(left) == dtype(right) else None

@@ -22,7 +22,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.engine.core.records import Call, Value
-from trainprobe.engine.core.step_data import slots
+from trainprobe.engine.core.step_data import owner, slots
 
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "einsum", "bilinear", "conv")
 _DIFFERENCES = ("add", "sub", "rsub", "lerp", "_foreach_add", "_foreach_sub", "_foreach_lerp", "index_add", "scatter_add")
@@ -53,7 +53,7 @@ class Terms:
         result = next((value for at, value in slots(call) if at == slot), None)
         if result is None:
             return 0.0
-        if call.kind == "parameter":
+        if call.kind in ("parameter", "state"):
             return self._of_parameter(call, slot, result)
         if call.phase == "backward":
             given = [value for at, value in slots(call) if at.startswith("grad_output")]
@@ -87,7 +87,7 @@ class Terms:
 
     def _of_parameter(self, call: Call, slot: str, result: Value) -> float:
         found = 0.0
-        for backward in self._backward.get(call.name, ()):
+        for backward in self._backward.get(owner(call), ()):
             gradients = [value for at, value in slots(backward) if at.startswith("grad_output")]
             given = _given(self._forward.get(("module", backward.name, backward.call)))
             kind = _kind_of(backward)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from trainprobe.dump_compare import report
-from trainprobe.dump_compare.conclude import Compared, conclude
+from trainprobe.dump_compare.conclude import Compared, Conclusion, conclude
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.frameworks import pair_frameworks
 from trainprobe.dump_compare.judge import Judged, judge_calls
+from trainprobe.dump_compare.layouts.compare import Maker, compare_other_layouts
 from trainprobe.dump_compare.page.comparison import page_of_rank, write_comparison
 from trainprobe.dump_compare.pairing import RankPair, find_rank, pair_calls, pair_ranks
 from trainprobe.dump_compare.references import measure_condition, measure_floor, measure_truth
@@ -22,8 +23,6 @@ from trainprobe.dump_compare.result_schema import schema_text
 from trainprobe.dump_compare.sheet import sheet_path, write_sheet
 from trainprobe.dump_compare.vis_db import vis_of_rank, write_vis_db
 from trainprobe.errors import UsageError
-
-Maker = Callable[[RankPair, Sequence[Judged], tuple[Side, Side]], Any]
 
 
 def _print_schema(wanted: bool) -> None:
@@ -64,16 +63,14 @@ def dump_compare(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the verdict alone")] = False,
 ) -> int:
     """Find where two runs part. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""
-    pairs, missing = pair_ranks(a, b)
     renamed = _renaming(rename or ())
     if xlsx and sheets is None:
         raise UsageError("--xlsx needs --sheets DIR, the folder that the sheets are written to")
     suffix = ".xlsx" if xlsx else ".csv"
     wanted: tuple[tuple[str, Path | None, Maker], ...] = (("page", html, page_of_rank), ("vis", vis, vis_of_rank))
     make = {name: maker for name, path, maker in wanted if path is not None}
-    at = [None if sheets is None else sheet_path(sheets, pair.step, pair.rank, suffix) for pair in pairs]
-    ranks = [compare_rank(pair, renamed, sheet, floor, high_precision, make) for pair, sheet in zip(pairs, at, strict=True)]
-    conclusion = conclude(ranks, missing)
+    at = None if sheets is None else lambda pair: sheet_path(sheets, pair.step, pair.rank, suffix)
+    ranks, conclusion = compare_dumps(a, b, renamed, at, floor, high_precision, make)
     if json is not None:
         report.write_json(ranks, conclusion, json)
     if html is not None:
@@ -87,6 +84,35 @@ def dump_compare(
     else:
         report.show(ranks, conclusion, console)
     return conclusion.code
+
+
+def compare_dumps(
+    a: Path,
+    b: Path,
+    rename: Callable[[str], str] = str,
+    sheet: Callable[[RankPair], Path] | None = None,
+    floor: Path | None = None,
+    high_precision: Path | None = None,
+    make: Mapping[str, Maker] | None = None,
+) -> tuple[list[Compared], Conclusion]:
+    """Compare two dumps, rank by rank, or as one model each where their layouts differ.
+
+    sheet: returns where the sheet of a rank and step is written. Others: as for `compare_rank`. Raises FormatError where there
+    is no dump, CompareError where nothing belongs together, UsageError for what another layout does not allow.
+    """
+    ranks, missing = compare_other_layouts(a, b, rename, make or {})
+    if ranks:
+        _refuse_of_layouts({"--sheets": sheet, "--floor": floor, "--high-precision": high_precision})
+    else:
+        pairs, missing = pair_ranks(a, b)
+        ranks = [compare_rank(pair, rename, sheet and sheet(pair), floor, high_precision, make) for pair in pairs]
+    return ranks, conclude(ranks, missing)
+
+
+def _refuse_of_layouts(given: Mapping[str, object]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"{name} needs two dumps of one layout, rank by rank: these two split the model differently")
 
 
 def compare_rank(

@@ -24,7 +24,8 @@ _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "
 class Compared:
     """One rank of one step. framework: that of A, as entries are named. unread: why stored values could not be read.
 
-    notes: what a third run lacks. made: what else was asked for of it, by name (see compare_rank).
+    notes: what a third run lacks, or what was left out. made: what else was asked for of it, by name (see compare_rank).
+    joined: whether these are calls of all ranks of two layouts, joined; `at` then names A's lowest rank and the steps' folders.
     """
 
     at: RankPair
@@ -33,6 +34,7 @@ class Compared:
     unread: Sequence[str] = ()
     notes: Sequence[str] = ()
     made: dict[str, Any] = field(default_factory=dict[str, Any])
+    joined: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ def conclude(ranks: Sequence[Compared], missing: Sequence[str]) -> Conclusion:
     whole = sum(counts.values())
     alone = [(rank, judged) for rank in ranks for judged in rank.calls if judged.outcome == "missing"]
     details = [*missing, *_about_missing(alone), *_about_formats(ranks), *_about_unread(ranks)]
-    details += [*(note for rank in ranks for note in rank.notes), *_about_rounding(ranks), *_about_counts(counts)]
+    details += [*dict.fromkeys(note for rank in ranks for note in rank.notes), *_about_rounding(ranks), *_about_counts(counts)]
     first = _first(ranks)
     if first is not None:
         rank, judged = first
@@ -139,7 +141,8 @@ def _is_of_the_batch(call: Call, value: Distance) -> bool:
 def _where(rank: Compared, judged: Judged) -> str:
     call = judged.call
     micro = f", micro-batch {call.micro}" if call.micro is not None else ""
-    return f"{entry_name(call, rank.framework)} (step {rank.at.step}{micro}, rank {rank.at.rank})"
+    of_rank = "" if rank.joined else f", rank {rank.at.rank}"
+    return f"{entry_name(call, rank.framework)} (step {rank.at.step}{micro}{of_rank})"
 
 
 def _what(judged: Judged) -> str:
@@ -162,6 +165,8 @@ def _rounding(judged: Judged, value: Distance) -> str:
 
 def _far(value: Distance) -> str:
     far = value.apart
+    if far.evidence == "replicas":
+        return f"{value.slot}: {far.note}, at least {far.low:.1e} apart"
     exact = "" if far.evidence == "values" else "at least "
     if not 0 < far.low < math.inf:
         return f"{value.slot}: {far.note}"

@@ -59,6 +59,10 @@ class Side:
             return None
         return array if np.shape(array) == tuple(value.shape) else None
 
+    def disagreement(self, value: Value) -> Any:
+        """Return how far copies of a value are apart that several ranks hold: None, as this is one rank."""
+        return None
+
 
 def _of_row(columns: Sequence[tuple[str, list[Any]]], row: int) -> dict[str, Any]:
     """Return the numbers of a row by name, without those that are absent."""

@@ -35,7 +35,7 @@ from trainprobe.dump_compare.cancellation import Terms, cancelled
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.engine.core.records import Call, Value
-from trainprobe.engine.core.step_data import slots
+from trainprobe.engine.core.step_data import owner, slots
 from trainprobe.engine.diff.number_formats import FORMATS, coarser
 
 Outcome = Literal["identical", "rounding", "carried", "suspicious", "bug", "missing", "unknown"]
@@ -168,10 +168,11 @@ def _explain(judged: Sequence[Judged]) -> None:
             continue
         if one.computed[1] > SLACK * noise:
             one.argument = one.computed[0]
-        keys = [("module", call.name)] if call.kind == "parameter" else [_key(call), _key(call)[:2]]
+        of_parameters = call.kind in ("parameter", "state")
+        keys = [("module", owner(call))] if of_parameters else [_key(call), _key(call)[:2]]
         if call.phase == "backward":
             one.given = max(one.given, arrived.get(keys[0], 0.0))
-        if call.kind != "parameter":
+        if not of_parameters:
             arrived |= {key: max(one.given, arrived.get(key, 0.0)) for key in keys}
         if call.kind == "op" and _may_jump(one, noise):
             one.given = math.inf
@@ -261,7 +262,7 @@ def _of_result(one: Judged, value: Distance) -> Outcome:
 
 def _distances(left: Call, a: Side, right: Call, b: Side) -> Iterator[Distance]:
     for slot, x, y in _together(dict(slots(left)), dict(slots(right))):
-        result = left.kind in ("parameter", "saved") or _is_result(slot)
+        result = left.kind in ("parameter", "saved") or (left.kind == "state" and slot == "grad") or _is_result(slot)
         if x is None or y is None:
             if result:
                 yield Distance(slot, Apart(0.0, math.inf, "absent", f"in {'B' if x is None else 'A'} alone"), True, 0.0)

@@ -55,6 +55,14 @@ def pair_ranks(a: Path, b: Path) -> tuple[list[RankPair], list[str]]:
     return pairs, missing
 
 
+def pair_steps(
+    a: dict[int, dict[int, Path]], b: dict[int, dict[int, Path]]
+) -> tuple[list[tuple[int, dict[int, Path], dict[int, Path]]], list[str]]:
+    """Return (step, ranks of A, ranks of B) of steps that belong together, and a sentence for each that only one side has."""
+    missing: list[str] = []
+    return [(step, *of_step) for step, of_step in _paired(a, b, "step", missing)], missing
+
+
 def _paired(a: dict[int, Any], b: dict[int, Any], what: str, missing: list[str]) -> Iterator[tuple[int, tuple[Any, Any]]]:
     if len(a) == len(b) == 1:
         yield next(iter(a)), (*a.values(), *b.values())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ckpt_compare.writers.launch import launch
+from trainprobe.cli import main
 
 SCRIPT = Path(__file__).with_name("train.py")
 EXACT = {  # layout → the layout of one process that is the same mathematics
@@ -33,6 +34,14 @@ NANS = {  # layout → the weight that becomes a NaN behind the first step, and 
     "dp2 precise": ("decoder.layers.3.mlp.linear_fc1.weight", [0, 1]),
     "tp2 pp2": ("decoder.layers.2.mlp.linear_fc2.weight", [2, 3]),
 }
+PLANTED = {  # what two dumps are to show → the first line of the comparison
+    "tp2!weight": ("Parameter.decoder.layers.3.mlp.linear_fc2.weight (step 0)", "the weights differ"),
+    "tp2 selective!reduce": (
+        "Module.decoder.layers.1.mlp.linear_fc2.RowParallelLinear.forward.0 (step 0, micro-batch 0)",
+        "rank 1 holds another copy than rank 0",
+    ),
+    "pp2!weight": ("Parameter.decoder.layers.3.mlp.linear_fc2.weight (step 0)", "the weights differ"),
+}
 DRIFT = "decoder.layers.2.self_attention.linear_proj.weight"
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 
@@ -42,9 +51,9 @@ def folder(require, tmp_path_factory) -> Path:
     require("megatron.core")
     folder = tmp_path_factory.mktemp("megatron")
     two = [layout for layout in EVERY if RANKS.get(layout, 2) == 2]
-    launch(1, SCRIPT, str(folder), "alone", "alone moe", "alone oracle", "alone moe oracle")
+    launch(1, SCRIPT, str(folder), "alone", "alone moe", "alone!whole", "alone oracle", "alone moe oracle")
     nans = [f"{layout}@nan@{name}" for layout, (name, _) in NANS.items()]
-    launch(2, SCRIPT, str(folder), *two, *nans[:-1], f"dp2@drift@{DRIFT}", "dp2 behaviour", timeout=600)
+    launch(2, SCRIPT, str(folder), *two, *nans[:-1], f"dp2@drift@{DRIFT}", "dp2 behaviour", *PLANTED, timeout=600)
     launch(4, SCRIPT, str(folder), "tp2 dp2", "tp2 pp2", nans[-1], timeout=400)
     return folder
 
@@ -301,3 +310,25 @@ def test_an_error_in_a_step_goes_on_and_the_next_step_is_whole(folder):
 def test_a_rule_that_stops_the_run_stops_it_on_all_ranks_at_the_same_step(folder):
     stops = [json.loads((folder / f"dp2 behaviour.{rank}.json").read_text())["stop"] for rank in range(2)]
     assert [step for step, _ in stops] == [2, 2]
+
+
+# where weights are gathered while the forward runs, a module's are read before they have arrived
+@pytest.mark.parametrize("layout", [layout for layout in EXACT if not layout.startswith("alone") and "gather" not in layout])
+def test_the_dump_of_a_layout_agrees_with_that_of_one_process(folder, layout, capsys):
+    code = main(["dump-compare", str(folder / f"{EXACT[layout]} probe"), str(folder / f"{layout} probe")])
+    said = capsys.readouterr().out
+    assert code == 1, said
+    assert " bug" not in said
+
+
+def test_the_dumps_of_two_layouts_agree(folder, capsys):
+    assert main(["dump-compare", str(folder / "tp2 probe"), str(folder / "vpp2 probe"), "-q"]) == 1, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_fault_of_one_rank_is_the_first_place_where_dumps_part(folder, planted, capsys):
+    code = main(["dump-compare", str(folder / "alone whole probe"), str(folder / f"{planted.replace('!', ' ')} probe"), "-q"])
+    said = capsys.readouterr().out
+    assert code == 2, said
+    for words in PLANTED[planted]:
+        assert words in said

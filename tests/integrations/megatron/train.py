@@ -1,6 +1,7 @@
 """Train a tiny Megatron GPT on the CPU in several layouts, with and without the probe: `train.py FOLDER LAYOUT…`.
 
-`LAYOUT oracle` trains by torch alone, `LAYOUT behaviour` badly; `LAYOUT@nan@NAME` and `LAYOUT@drift@NAME` plant a fault.
+`LAYOUT oracle` trains by torch alone, `LAYOUT behaviour` badly; `LAYOUT@nan@NAME` and `LAYOUT@drift@NAME` plant a fault,
+`LAYOUT!FAULT` one that two dumps are to show.
 
 Every weight is filled from its global name and the rectangle that the integration says it is: all layouts start from one model.
 Each rank writes FOLDER/LAYOUT.RANK.json: losses, digests of all state with and without the probe, and what the probe saw.
@@ -62,7 +63,7 @@ LOW_SCALE = 256.0  # at which no step overflows
 PLAN = {
     "level": "L0",  # the dump of one step beside the monitor of all
     "step": [1],
-    "sinks": ["jsonl"],
+    "sinks": ["jsonl", "dump"],
     "on_existing": "replace",
     "on_error": "raise",
     "monitor": {"gradients": {"unreduced": True}, "optimizer_state": True},
@@ -219,6 +220,22 @@ def plant(folder: Path, layout: str, fault: str, name: str) -> None:
     fresh()
 
 
+def dump_faulty(folder: Path, layout: str, fault: str) -> None:
+    """Dump a training in which rank 1 has another `weight`, or one row-parallel layer leaves out its all-`reduce`."""
+    training = Training(layout)
+    held = {h.name: h.parameter for h in held_parameters([bare(c) for c in training.chunks], training.axes)}
+    if fault == "weight" and dist.get_rank() == 1:
+        with torch.no_grad():
+            held["decoder.layers.3.mlp.linear_fc2.weight"].mul_(1.01)
+    if fault == "reduce":
+        bare(training.chunks[0]).get_submodule("decoder.layers.1.mlp.linear_fc2").explicit_expert_comm = True
+    plan = {**PLAN, "step": [0], "sinks": ["dump"], "output": str(folder / f"{layout} {fault} probe")}
+    with megatron.attach(training.chunks, training.optimizer, plan):
+        training.a.steps = 1
+        training.run()
+    fresh()
+
+
 def misbehave(folder: Path, layout: str) -> None:
     """Attach twice, fail in the middle of a step, go on, and let a rule stop the run."""
     training, seen = Training(layout), Seen()
@@ -314,6 +331,8 @@ def main() -> None:
     for layout in sys.argv[2:]:
         if layout.endswith(" behaviour"):
             misbehave(Path(sys.argv[1]), layout.removesuffix(" behaviour"))
+        elif "!" in layout:
+            dump_faulty(Path(sys.argv[1]), *layout.split("!"))
         elif "@" in layout:
             plant(Path(sys.argv[1]), *layout.split("@"))
         elif layout.endswith(" oracle"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +37,23 @@ def mesh_shard(t: Any) -> Shard | None:
         return None
     axes = [axis_of(name) for name in mesh.mesh_dim_names or ("dp",) * len(placements)]
     cuts = [i for i, placement in enumerate(placements) if hasattr(placement, "dim")]
-    offset, shape = [0] * len(t.shape), list(t.shape)
-    for i in sorted(cuts, key=lambda i: hasattr(placements[i], "split_factor")):
-        dim = placements[i].dim
-        size = -(-shape[dim] // mesh.shape[i])
-        begin = min(mesh.get_coordinate()[i] * size, shape[dim])
+    at = mesh.get_coordinate()
+    offset, shape = cut(
+        t.shape, [(placements[i].dim, at[i], mesh.shape[i], hasattr(placements[i], "split_factor")) for i in cuts]
+    )
+    split = {axes[i] for i in cuts if mesh.shape[i] > 1}
+    return Shard(offset, shape, tuple(t.shape), tuple(axis for axis in axes if axis not in split))
+
+
+def cut(whole: Sequence[int], cuts: Sequence[tuple[int, int, int, bool]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where the part of a tensor of shape `whole` begins and how far it reaches.
+
+    cuts: (dimension, index, number of parts, strided) for each mesh dimension that cuts; strided ones cut what the others left.
+    """
+    offset, shape = [0] * len(whole), list(whole)
+    for dim, index, parts, _ in sorted(cuts, key=lambda each: each[3]):
+        size = -(-shape[dim] // parts)
+        begin = min(index * size, shape[dim])
         offset[dim] += begin
         shape[dim] = min(size, shape[dim] - begin)
-    cut = {axes[i] for i in cuts if mesh.shape[i] > 1}
-    return Shard(tuple(offset), tuple(shape), tuple(t.shape), tuple(axis for axis in axes if axis not in cut))
+    return tuple(offset), tuple(shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,13 @@ BACKWARD = (("args", "grad_output"), ("kwargs", "kwargs"), ("out", "grad_input")
 class StoredStepData(StepData):
     """A collected step that was read from a dump, which holds finished numbers and no partials.
 
-    finished: statistic → float64 [rows]. absent: statistic → bool [rows], True where the dump says nothing.
+    finished: statistic → float64 [rows]. absent: statistic → bool [rows], True where the dump says nothing. states: what was
+    seen of parameters and optimizers, as calls of kind "state" whose `node` is the moment; their values may have a `shard`.
     """
 
     finished: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict[str, npt.NDArray[np.float64]])
     absent: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict[str, npt.NDArray[np.bool_]])
+    states: Sequence[Call] = ()
 
     def numbers(self) -> dict[str, npt.NDArray[Any]]:
         """Return statistic name → array [rows]; NaN both where the number is NaN and where it is absent."""
@@ -44,6 +46,8 @@ def entry_name(call: Call, framework: str = "pytorch", phase: Phase | None = Non
         return f"{'Cell' if framework == 'mindspore' else 'Module'}.{call.name}.{call.cls}.{side}.{call.call}"
     if call.kind == "parameter":
         return f"{'Cell' if framework == 'mindspore' else 'Module'}.{call.name}.{call.cls}.parameters_grad.{call.call}"
+    if call.kind == "state":
+        return f"Parameter.{call.name}{'.grad' if side == 'backward' else ''}"
     if call.kind == "saved":
         return f"{call.name}{'_grad' if side == 'backward' else ''}.{call.call}.debug"
     return f"{call.name}.{call.call}.{side}"
@@ -63,6 +67,11 @@ def parent_name(call: Call, framework: str = "pytorch") -> str | None:
 def parameter_name(call: Call, short: str) -> str:
     """Return the whole name of a parameter that a call of its module shows."""
     return f"{call.name}.{short}" if call.name not in ("", ROOT) else short
+
+
+def owner(call: Call) -> str:
+    """Return the module whose parameters a call of kind "parameter" or "state" is about."""
+    return call.name if call.kind != "state" else call.name.rpartition(".")[0] or ROOT
 
 
 def slots(call: Call) -> Iterator[tuple[str, Value]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 from trainprobe.engine.core.records import Place
@@ -29,6 +30,23 @@ def place_from_environment(axes: Mapping[str, tuple[int, int]] | None = None) ->
     if axes is None:
         axes = {"dp": (rank, world)} if world > 1 else {}
     return Place(rank=rank, world_size=world, axes=dict(axes))
+
+
+def axes_of_parameters(parameters: Iterable[Any], place: Place) -> dict[str, tuple[int, int]]:
+    """Return axis → (index, size) as the meshes of DTensor parameters say, those of `place` where no parameter is spread.
+
+    Ranks that are on no mesh with this one count as data parallel, the slowest axis.
+    """
+    meshes = {id(p.device_mesh): p.device_mesh for p in parameters if hasattr(type(p), "placements")}
+    axes: dict[str, tuple[int, int]] = {}
+    for mesh in meshes.values():
+        axes |= axes_from_mesh(mesh)
+    named = prod(size for _, size in axes.values())
+    if not axes or place.world_size % named:
+        return dict(place.axes)
+    if "dp" not in axes and named < place.world_size:
+        axes["dp"] = (place.rank // named, place.world_size // named)
+    return axes
 
 
 def axis_of(name: str) -> str:

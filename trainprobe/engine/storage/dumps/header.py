@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -25,6 +25,18 @@ def header(step_data: StepData, about_calls: Mapping[str, Any]) -> dict[str, Any
         "notes": list(step_data.notes),
         **about_calls,
     }
+
+
+def states_text(step_data: StepData, text: Callable[[Any], Any]) -> list[list[Any]]:
+    """Return what was seen of parameters and optimizers beside the calls: [name, moment, micro-batch, {slot: leaf}] each.
+
+    text: turns a value into a leaf of JSON. A leaf has the `shard` that this process holds, where it is not all of the tensor.
+    """
+    return [
+        [call.name, call.node, call.micro, {slot: text(value) for slot, value in call.params.items()}]
+        for call in step_data.calls
+        if call.kind == "state" and isinstance(call.params, dict)
+    ]
 
 
 def about_calls(step_data: StepData, names: Sequence[tuple[str, Call]]) -> dict[str, Any]:

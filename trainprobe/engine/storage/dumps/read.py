@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,8 @@ def _read_rank(path: Path) -> StoredStepData:
         calls.append(call)
         by_name[name] = call
     try:
-        return _assemble(path, top, head, calls, by_name, leaves, notes)
+        states = list(_states(head, leaves))
+        return _assemble(path, top, head, calls, by_name, leaves, notes, states)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise FormatError(f"{path}: its header cannot be read: {error}") from None
 
@@ -118,6 +119,7 @@ def _assemble(
     by_name: Mapping[str, Call],
     leaves: Leaves,
     notes: list[str],
+    states: list[Call],
 ) -> StoredStepData:
     _apply_header(head, calls, by_name)
     _read_construct(path.with_name(CONSTRUCT_FILE), by_name, "micro" not in head)
@@ -142,7 +144,17 @@ def _assemble(
         complete=bool(head.get("complete", True)),
         finished=finished,
         absent=absent,
+        states=states,
     )
+
+
+def _states(head: Mapping[str, Any], leaves: Leaves) -> Iterator[Call]:
+    """Yield what the header says of parameters and optimizers (see header.states_text)."""
+    for name, moment, micro, values in head.get("states", ()):
+        call = Call("state", str(name), 0, "step", micro=micro)
+        call.node = str(moment)
+        call.params = {str(slot): leaves.tree(leaf) for slot, leaf in values.items()}
+        yield call
 
 
 def _number(folder: Path, pattern: str) -> int:

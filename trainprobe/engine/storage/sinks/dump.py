@@ -17,7 +17,7 @@ from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.entry_text import Document, EntryText, construct_text, dumps, stacks
-from trainprobe.engine.storage.dumps.header import about_calls, header
+from trainprobe.engine.storage.dumps.header import about_calls, header, states_text
 from trainprobe.engine.storage.dumps.layout import (
     CONSTRUCT_FILE,
     DEBUG_FILE,
@@ -143,7 +143,9 @@ class DumpSink:
         text = EntryText(step_data, nan_tokens=self._plan.nan_tokens, stored=self._stored, suffix=suffix)
         document = text.document()
         fixed = self._fixed(step_data, document)
-        end = b'\n },\n "%b": %b\n}\n' % (HEADER.encode(), dumps(header(step_data, fixed.about)).encode())
+        about = header(step_data, fixed.about)
+        states = states_text(step_data, lambda value: fragment(text.text(value)))
+        end = b'\n },\n "%b": %b\n}\n' % (HEADER.encode(), dumps({**about, "states": states} if states else about).encode())
         whole = b"".join((_top(step_data, self._data_folder(folder)), document.text, end))
         if isinstance(self._files, SeparateFiles):
             self._files.place(text.links)

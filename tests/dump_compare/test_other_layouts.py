@@ -1,0 +1,85 @@
+"""One model, split differently over ranks: healthy pairs agree, and what is planted in one rank is named first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import launch
+from tests.dump_compare import train_layouts
+from trainprobe.cli import main
+from trainprobe.engine.storage.dumps import read
+
+HEALTHY = ["ddp", "fsdp2", "tensor"]
+PLANTED = {
+    "ddp:weight": ("Parameter.layers.1.down.weight (step 0)", "in B, rank 1 holds another copy than rank 0"),
+    "fsdp2:shard": ("Parameter.layers.1.down.weight (step 0)", "the weights differ"),
+    "tensor:shard": ("Parameter.layers.1.down.weight (step 0)", "the weights differ"),
+    "tensor:reduce": ("Module.layers.1.down.Linear.forward.0 (step 0", "output: in B, rank 1 holds another copy than rank 0"),
+    "ddp:gradients": (".grad (step 0)", "rank 1 holds another copy than rank 0"),
+}
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    train_layouts.train(folder / "alone")
+    script = str(Path(train_layouts.__file__))
+    launch(script, 2, str(folder), *HEALTHY, *PLANTED, folder=folder, timeout=300)
+    return folder
+
+
+def compared(dumps: Path, a: str, b: str, capsys) -> tuple[int, str, dict]:
+    code = main(["dump-compare", str(dumps / a), str(dumps / b), "--json", str(dumps / "all.json")])
+    return code, capsys.readouterr().out, json.loads((dumps / "all.json").read_text())
+
+
+@pytest.mark.parametrize("layout", HEALTHY)
+def test_a_healthy_layout_agrees_with_one_process_within_rounding(dumps, capsys, layout):
+    code, said, found = compared(dumps, "alone", layout, capsys)
+    assert code == 1, said
+    verdicts = {call["verdict"] for call in found["calls"]}
+    assert verdicts <= {"identical", "rounding", "carried"}
+    names = {call["a"] for call in found["calls"]}
+    modules = {"Module.layers.1.down.Linear.forward.0", "Module.layers.1.down.Linear.backward.0"}
+    assert modules | {"Parameter.layers.1.down.weight", "Parameter.layers.1.down.weight.grad"} <= names
+
+
+def test_two_layouts_of_two_ranks_agree(dumps, capsys):
+    code, said, _ = compared(dumps, "fsdp2", "tensor", capsys)
+    assert code == 1, said
+    assert "A is DP2 and B is TP2" in said
+
+
+@pytest.mark.parametrize("layout", PLANTED)
+def test_what_is_planted_in_one_rank_is_named_first(dumps, capsys, layout):
+    where, what = PLANTED[layout]
+    code, said, _ = compared(dumps, "alone", layout, capsys)
+    assert code == 2
+    first = said.splitlines()[0]
+    assert where in first, said
+    assert what in first, said
+
+
+def test_a_layout_is_compared_with_itself_rank_by_rank(dumps, capsys):
+    code, said, found = compared(dumps, "ddp", "ddp", capsys)
+    assert code == 0, said
+    assert {call["rank"] for call in found["calls"]} == {0, 1}
+
+
+def test_a_dump_says_which_part_of_each_parameter_its_rank_holds(dumps):
+    for rank in (0, 1):
+        (held,) = [
+            call
+            for call in read(dumps / f"fsdp2/step0/rank{rank}").states
+            if call.name == "head.weight" and call.node == "before_step"
+        ]
+        assert held.params["value"].extra["shard"] == {
+            "offset": [25 * rank, 0],
+            "shape": [25, 32],
+            "whole": [50, 32],
+            "replicas": [],
+        }
+        assert dict(read(dumps / f"tensor/step0/rank{rank}").place.axes) == {"tp": (rank, 2)}

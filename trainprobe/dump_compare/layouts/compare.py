@@ -1,0 +1,245 @@
+"""One step of two dumps of different layouts: the calls of the whole model, each value joined from the ranks that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainprobe.dump_compare.conclude import Compared
+from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.judge import Judged, judge_calls
+from trainprobe.dump_compare.layouts.grouping import Group, Here, Key, Piece, Table, match_pieces, order_of, table_of, values_of
+from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
+from trainprobe.dump_compare.layouts.rectangles import box_of
+from trainprobe.dump_compare.layouts.splits import Role, joins
+from trainprobe.dump_compare.layouts.states import add_states
+from trainprobe.dump_compare.layouts.topology import other_layouts
+from trainprobe.dump_compare.pairing import CallPair, RankPair, pair_steps, ranks_of
+from trainprobe.engine.core.records import Call, Value
+from trainprobe.errors import CompareError
+
+Maker = Callable[[RankPair, Sequence[Judged], tuple[Side, Side]], Any]  # what else is worked out while dumps are open
+_EXPERTS = ("experts", "local_experts")
+
+
+def compare_layouts(
+    step: int, a: Sequence[Side], b: Sequence[Side], rename: Callable[[str], str], make: Mapping[str, Maker]
+) -> tuple[Compared, list[str]]:
+    """Compare all ranks of one step of two dumps as one model each; return also a sentence for each side with calls of its own.
+
+    Modules, gradients of weights, saved values and what the dumps hold of parameters and optimizers are compared; single ops
+    are not, as another layout runs others. rename: is given each name of A. make: as for `compare_rank`.
+    """
+    tables = table_of(a), table_of(b)
+    sides = JoinedSide("A", a), JoinedSide("B", b)
+    maker = _Maker(tables, sides)
+    renamed = {(key[0], rename(key[1]), *key[2:]): pieces for key, pieces in tables[0].calls.items()}
+    tables[0].calls = renamed  # type: ignore[assignment]
+    pairs = maker.pairs()
+    add_states(pairs, sides)
+    places = [CallPair(i, pair.a, pair.b) for i, pair in enumerate(pairs)]
+    for i, side in enumerate(sides):
+        side.calls += [call for pair in places if (call := (pair.a, pair.b)[i]) is not None]
+    judged = judge_calls(places, *sides)
+    at = RankPair(step, a[0].step_data.place.rank, a[0].folder.parent, b[0].folder.parent)
+    unread = [text for rank in (*a, *b) for text in rank.unread]
+    said = f"A is {tables[0].layout} and B is {tables[1].layout}: the shards of each tensor were joined"
+    made = {name: each(at, judged, sides) for name, each in make.items()}
+    notes = [said, *maker.notes()]
+    return Compared(at, judged, a[0].step_data.framework, unread, notes, made, joined=True), maker.missing()
+
+
+class _Maker:
+    """Makes the calls of the whole model from those of the ranks."""
+
+    def __init__(self, tables: tuple[Table, Table], sides: tuple[JoinedSide, JoinedSide]) -> None:
+        self._tables, self._sides = tables, sides
+        self._unjoined: dict[str, None] = {}
+        self._blind: dict[str, None] = {}  # values of which a dump holds nothing, and why
+        self._alone: list[dict[str, None]] = [{}, {}]
+        self._parents: list[dict[tuple[str, str, int, int], Call]] = [{}, {}]
+
+    def pairs(self) -> list[CallPair]:
+        """Return the calls that both sides have, in the order of execution."""
+        a, b = self._tables
+        groups = match_pieces(a, b)
+        base = 0 if a.layout.sizes.get("pp", 1) <= b.layout.sizes.get("pp", 1) else 1
+        found: list[tuple[tuple[int, ...], Call, Call]] = []
+        for key, mine in a.calls.items():
+            theirs = b.calls.get(key)
+            if theirs is None:
+                self._alone[0].setdefault(_text(key))
+                continue
+            for micro, pieces_a, pieces_b in self._groups(key, mine, theirs, groups):
+                heres = [of[piece] for of, pieces in ((mine, pieces_a), (theirs, pieces_b)) for piece in pieces if piece in of]
+                if not heres:
+                    continue
+                both = self._pair(key, micro, (mine, pieces_a), (theirs, pieces_b))
+                if both is not None:
+                    of_base = [here for piece in (pieces_a, pieces_b)[base] for here in (mine, theirs)[base].get(piece, ())]
+                    found.append((order_of(of_base, micro, self._tables[base]), *both))
+        self._alone[1] = {_text(key): None for key in b.calls if key not in a.calls}
+        found.sort(key=lambda each: each[0])
+        return [CallPair(i, x, y) for i, (_, x, y) in enumerate(found)]
+
+    def _groups(
+        self, key: Key, mine: Mapping[Piece, Any], theirs: Mapping[Piece, Any], groups: Sequence[Group]
+    ) -> Sequence[Group]:
+        """Return which pieces of a call are compared; an expert is given tokens of all samples, wherever it is."""
+        a, b = self._tables
+        whole = set(mine) == set(a.pieces) and set(theirs) == set(b.pieces)
+        if not whole or any(name in _EXPERTS for name in key[1].split(".")):
+            if not whole and a.micros == b.micros and len(groups) == a.micros:
+                return groups
+            return [(0, sorted(mine), sorted(theirs))]
+        return groups
+
+    def _pair(
+        self,
+        key: Key,
+        micro: int,
+        a: tuple[Mapping[Piece, list[Here]], Sequence[Piece]],
+        b: tuple[Mapping[Piece, list[Here]], Sequence[Piece]],
+    ) -> tuple[Call, Call] | None:
+        found = [_parts(of, pieces, key, table) for (of, pieces), table in zip((a, b), self._tables, strict=True)]
+        values: list[dict[str, Value]] = [{}, {}]
+        for slot, parts in found[0].items():
+            others = found[1].get(slot)
+            blind = next((part for part in (*parts, *(others or ())) if part.value.row < 0 and part.size), None)
+            if others is not None and blind is not None:
+                self._blind.setdefault(f"{slot} of {_text(key)}{blind.value.note and f', as {blind.value.note}'}")
+                continue
+            made = None if others is None else joins(parts, others, _role(key, slot))
+            if made is None:
+                if others is not None and any(part.size for part in (*parts, *others)):
+                    self._unjoined.setdefault(f"{slot} of {_text(key)}")
+                continue
+            for i, side in enumerate(self._sides):
+                values[i][slot] = side.add(made[i])
+        if not values[0]:
+            return None
+        calls = [self._call(i, key, micro, values[i], _first(of, pieces)) for i, (of, pieces) in enumerate((a, b))]
+        return calls[0], calls[1]
+
+    def _call(self, i: int, key: Key, micro: int, values: Mapping[str, Value], like: Call) -> Call:
+        kind, name, phase, number = key
+        call = Call(like.kind, name, number, like.phase, cls=like.cls, micro=micro)
+        fill(call, values)
+        parent = like.parent
+        if isinstance(parent, Call):
+            call.parent = self._parents[i].get((parent.name, str(like.phase), number, micro)) or self._parents[i].get(
+                (parent.name, "forward", number, micro)
+            )
+        if kind == "module":
+            self._parents[i][name, phase, number, micro] = call
+        return call
+
+    def missing(self) -> list[str]:
+        """Return a sentence for each side that has calls which the other has not."""
+        return [
+            f"{len(alone)} calls are in {side} alone; the first is {next(iter(alone))}"
+            for side, alone in zip("AB", self._alone, strict=True)
+            if alone
+        ]
+
+    def notes(self) -> list[str]:
+        """Return what was left out of the comparison."""
+        said: list[str] = []
+        left = sum(table.left_out for table in self._tables)
+        if left:
+            said.append(f"{left} calls of ops and collectives are not compared: another layout runs others")
+        if self._unjoined:
+            said.append(f"{len(self._unjoined)} values could not be joined; the first is {next(iter(self._unjoined))}")
+        if self._blind:
+            said.append(f"of {len(self._blind)} values a rank's dump holds nothing; the first is {next(iter(self._blind))}")
+        return said
+
+
+def _parts(of: Mapping[Piece, list[Here]], pieces: Sequence[Piece], key: Key, table: Table) -> dict[str, list[Part]]:
+    """Return slot → what the ranks hold of it, piece by piece."""
+    backward = key[2] == "backward" or key[0] == "parameter"
+    weight, ranks = 1 / table.layout.averaged if backward else 1.0, table.layout.ranks
+    found: dict[str, list[Part]] = {}
+    for piece in pieces:
+        for slot, values in values_of(of.get(piece, ())).items():
+            found.setdefault(slot, []).extend(
+                Part(
+                    here.side, value, here.rank, _sample(key, piece, here), here.tensor, weight, box_of(value, here.rank, ranks)
+                )
+                for here, value in values
+            )
+    return found
+
+
+def _sample(key: Key, piece: Piece, here: Here) -> Piece:
+    """Return what tells the terms of a sum apart: the samples, and for a weight that stages share the stage."""
+    return (*piece, here.stage) if key[0] == "parameter" else piece
+
+
+def _first(of: Mapping[Piece, list[Here]], pieces: Sequence[Piece]) -> Call:
+    return next(here.call for piece in pieces for here in of.get(piece, ()))
+
+
+def _role(key: Key, slot: str) -> Role:
+    if key[0] == "parameter":
+        return "weight gradient"
+    if slot.startswith("parameters"):
+        return "weight"
+    return "gradient" if key[2] == "backward" else "activation"
+
+
+def fill(call: Call, values: Mapping[str, Value]) -> None:
+    """Put values at the slots of a call."""
+    if call.kind in ("parameter", "state"):
+        call.params = dict(values)
+        return
+    sides = {
+        "input": "args",
+        "grad_output": "args",
+        "kwargs": "kwargs",
+        "parameters": "params",
+        "output": "out",
+        "grad_input": "out",
+    }
+    for slot, value in values.items():
+        first, _, rest = slot.partition(".")
+        side = sides.get(first, "args")
+        if not rest:
+            setattr(call, side, value)
+        else:
+            tree = getattr(call, side) or {}
+            tree[rest] = value
+            setattr(call, side, tree)
+
+
+def _text(key: Key) -> str:
+    kind, name, phase, _ = key
+    return f"{name} ({phase})" if kind != "parameter" else f"{name} (gradients of its weights)"
+
+
+def compare_other_layouts(
+    a: Path, b: Path, rename: Callable[[str], str], make: Mapping[str, Maker]
+) -> tuple[list[Compared], list[str]]:
+    """Compare the steps of two dumps if their layouts differ, and return a sentence for each step that only one has.
+
+    Returns nothing where both have one layout, or a dump does not say its own: their ranks are then compared one by one. Raises
+    FormatError where a path holds no dump or one cannot be read, CompareError where ranks are missing.
+    """
+    pairs, missing = pair_steps(ranks_of(a), ranks_of(b))
+    compared: list[Compared] = []
+    for step, *folders in pairs:
+        if len(folders[0]) == len(folders[1]) == 1:
+            return [], []
+        first = [Side(next(iter(ranks.values()))) for ranks in folders]
+        if not other_layouts(*[(len(ranks), side.step_data.place) for ranks, side in zip(folders, first, strict=True)]):
+            return [], []
+        sides = [[side, *map(Side, list(ranks.values())[1:])] for side, ranks in zip(first, folders, strict=True)]
+        for name, ranks in zip("AB", sides, strict=True):
+            world = ranks[0].step_data.place.world_size
+            if len(ranks) < world:
+                raise CompareError(f"{name} holds step {step} of {len(ranks)} of its {world} ranks: joining needs all of them")
+        one, alone = compare_layouts(step, sides[0], sides[1], rename, make)
+        compared.append(one)
+        missing += [f"step {step}: {sentence}" for sentence in alone]
+    return compared, missing

@@ -1,0 +1,169 @@
+"""The calls of all ranks by their logical names, and which samples of one side are those of the other.
+
+A call is known by kind, name in the whole model, phase, and its number within its micro-batch. What a rank computed in one
+micro-batch is a *piece*: (micro-batch, index on dp, cp and sp). The pieces of two layouts are matched by what the model was
+called with; without such numbers they are taken in the order in which samplers hand them out, micro-batch by micro-batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.layouts.topology import Layout, Position, layout_of, position_of
+from trainprobe.engine.core.naming import ROOT
+from trainprobe.engine.core.records import Call, Value
+from trainprobe.engine.core.step_data import parameter_name, slots
+
+Piece = tuple[int, ...]  # micro-batch, then the index on each data axis
+Key = tuple[str, str, str, int]  # kind, name, phase, number within the micro-batch
+_CHUNK = re.compile(r"(\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """A call of one rank. stage: of the pipeline, virtual stages counted. place: order of execution on the rank."""
+
+    side: Side
+    call: Call
+    rank: int
+    stage: int
+    tensor: int
+    place: int
+
+
+@dataclass(slots=True)
+class Table:
+    """The calls of one side. calls: key → piece → those of the ranks; keys stand in the order of execution, rank by rank."""
+
+    layout: Layout
+    calls: dict[Key, dict[Piece, list[Here]]] = field(default_factory=dict[Key, dict[Piece, list[Here]]])
+    pieces: list[Piece] = field(default_factory=list[Piece])
+    left_out: int = 0  # calls of ops and collectives: other layouts run others
+
+    @property
+    def micros(self) -> int:
+        """Return the number of micro-batches."""
+        return len({piece[0] for piece in self.pieces})
+
+
+def table_of(sides: Sequence[Side]) -> Table:
+    """Return the calls of all ranks of one side."""
+    places = [side.step_data.place for side in sides]
+    layout = layout_of(places[0])
+    table = Table(layout)
+    seen: dict[Piece, None] = {}
+    for side, place in zip(sides, places, strict=True):
+        position = position_of(place)
+        numbers: Counter[Hashable] = Counter()
+        tied = _tied(side)
+        for i, call in enumerate(side.step_data.calls):
+            if call.kind not in ("module", "parameter", "saved") or call.phase == "recompute":
+                table.left_out += 1
+                continue
+            name, stage = _whole_name(call.name, position, layout)
+            name = tied.get(name, name) if call.kind == "parameter" else name
+            piece = (call.micro or 0, *position.data)
+            if call.kind == "module":
+                seen.setdefault(piece)
+            at = (call.kind, name, call.phase, stage, call.micro)
+            key = (call.kind, name, str(call.phase), numbers[at])
+            numbers[at] += 1
+            here = Here(side, call, place.rank, stage, position.tensor, i)
+            table.calls.setdefault(key, {}).setdefault(piece, []).append(here)
+    table.pieces = sorted(seen)
+    return table
+
+
+def _tied(side: Side) -> dict[str, str]:
+    """Return module → module whose weight it shares in the whole model, where that one is on another rank.
+
+    Known where the rank's source says that it holds a weight of a module that does not run here, and a module that runs here
+    has gradients of a weight that the source does not name.
+    """
+    if not side.step_data.states:
+        return {}
+    held = {call.name for call in side.step_data.states}
+    calls = [call for call in side.step_data.calls if call.phase != "recompute"]
+    runs = {call.name for call in calls if call.kind == "module"}
+    elsewhere = [name for name in held if owner_of(name) not in runs]
+    unnamed = {
+        parameter_name(call, short): call.name for call in calls if call.kind == "parameter" for short in call.params or {}
+    }
+    strange = [name for name in unnamed if name not in held]
+    return {unnamed[strange[0]]: owner_of(elsewhere[0])} if len(elsewhere) == len(strange) == 1 else {}
+
+
+def owner_of(parameter: str) -> str:
+    """Return the module that holds a parameter."""
+    return parameter.rpartition(".")[0] or ROOT
+
+
+def _whole_name(name: str, position: Position, layout: Layout) -> tuple[str, int]:
+    """Return the name without the number of a virtual stage, and which stage of the whole pipeline it is of."""
+    chunk = _CHUNK.match(name) if layout.sizes.get("vpp", 1) > 1 else None
+    if chunk is None:
+        return name, position.stage
+    return name[chunk.end() :] or ROOT, int(chunk[1]) * layout.sizes.get("pp", 1) + position.stage
+
+
+Group = tuple[int, Sequence[Piece], Sequence[Piece]]  # number of a micro-batch, pieces of A, pieces of B
+
+
+def match_pieces(a: Table, b: Table) -> list[Group]:
+    """Return which pieces are compared: one with one, micro-batch with micro-batch, or all with all."""
+    if len(a.pieces) == len(b.pieces):
+        mine, theirs = (_fingerprints(table) for table in (a, b))
+        by_input = {told: piece for piece, told in theirs.items()}
+        if len(by_input) == len(b.pieces) and set(mine.values()) == set(by_input):
+            return [(i, [piece], [by_input[mine[piece]]]) for i, piece in enumerate(a.pieces)]
+        return [(i, [one], [other]) for i, (one, other) in enumerate(zip(a.pieces, b.pieces, strict=True))]
+    if a.micros == b.micros:
+        return [(m, _of_micro(a, m), _of_micro(b, m)) for m in sorted({piece[0] for piece in a.pieces})]
+    return [(0, a.pieces, b.pieces)]
+
+
+def _of_micro(table: Table, micro: int) -> list[Piece]:
+    return [piece for piece in table.pieces if piece[0] == micro]
+
+
+def _fingerprints(table: Table) -> dict[Piece, Hashable]:
+    """Return what tells the samples of a piece: the statistics or bits of all that the model is called with."""
+    found: dict[Piece, Hashable] = {}
+    for piece, heres in table.calls.get(("module", ROOT, "forward", 0), {}).items():
+        first = min(heres, key=lambda here: (here.stage, here.tensor))
+        given = [(at, value) for at, value in slots(first.call) if at.startswith(("input", "kwargs"))]
+        numbers = [(at, tuple(sorted((first.side.bits(value) or first.side.numbers(value)).items()))) for at, value in given]
+        found[piece] = tuple(sorted(numbers))
+    return found
+
+
+def values_of(heres: Sequence[Here]) -> dict[str, list[tuple[Here, Value]]]:
+    """Return slot → the values that the ranks of one stage have there.
+
+    A module that spans stages is given its inputs in the first and gives its outputs in the last. Gradients of a weight that
+    stages share are those of all stages.
+    """
+    if heres and heres[0].call.kind == "parameter":
+        shared: dict[str, list[tuple[Here, Value]]] = defaultdict(list)
+        for here in heres:
+            for slot, value in slots(here.call):
+                shared[slot].append((here, value))
+        return shared
+    found: dict[str, dict[int, list[tuple[Here, Value]]]] = defaultdict(lambda: defaultdict(list))
+    for here in heres:
+        for slot, value in slots(here.call):
+            found[slot][here.stage].append((here, value))
+    return {slot: of[max(of) if slot.startswith(("output", "grad_output")) else min(of)] for slot, of in found.items()}
+
+
+def order_of(heres: Sequence[Here], micro: int, table: Table) -> tuple[int, ...]:
+    """Return a sort key of a call in the order of execution: under a pipeline, stage after stage and back."""
+    first = min(heres, key=lambda here: here.place)
+    if table.layout.sizes.get("pp", 1) == 1:
+        return (first.place,)
+    back = first.call.phase == "backward" or first.call.kind == "parameter"
+    return micro, back, -first.stage if back else first.stage, first.place

@@ -1,0 +1,187 @@
+"""A value of the whole model, made of what several ranks hold of it; its numbers are worked out when they are asked for.
+
+Statistics of parts that do not overlap add up: extremes are the extremes of extremes, sums and sums of squares add. Of terms
+of one sum (a gradient before it is reduced) only the mean follows from statistics; all of it where values are stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.dump_compare.apart import Apart, apart
+from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.layouts.rectangles import Box
+from trainprobe.engine.core.records import Call, Value
+from trainprobe.engine.core.step_data import StoredStepData
+from trainprobe.engine.stats.checksum import joined as joined_fingerprint
+
+How = Literal["parts", "terms"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank holds of a value.
+
+    data: its samples (see grouping). weight: what its numbers are multiplied by. box: its place in the whole where the dump
+    says it, which tells copies from parts.
+    """
+
+    side: Side
+    value: Value
+    rank: int
+    data: tuple[int, ...] = ()
+    tensor: int = 0
+    weight: float = 1.0
+    box: Box | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of what this rank holds; a DTensor has that of the whole."""
+        return tuple(self.value.shape) if self.box is None else self.box.shape
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements that this rank holds."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """How parts make a value. how: "parts" lie side by side, "terms" are added. replicas: (first, another copy of it), each.
+
+    mean: the value is the mean of the terms and not their sum.
+    """
+
+    parts: Sequence[Part]
+    how: How = "parts"
+    shape: tuple[int, ...] = ()
+    replicas: Sequence[tuple[Part, Part]] = ()
+    mean: bool = False
+
+    @property
+    def factor(self) -> float:
+        """Return what each part's numbers are multiplied by beside its own weight."""
+        return 1 / len(self.parts) if self.mean else 1.0
+
+
+@dataclass(slots=True)
+class _Row:
+    join: Join
+    apart: Apart | None = None
+    compared: bool = False
+
+
+@dataclass(slots=True)
+class JoinedSide(Side):
+    """All ranks of one step, asked as if one rank had held the whole model.
+
+    Values are those that `add` returned; nothing of a tensor is kept, and no two tensors are in memory at once.
+    """
+
+    calls: list[Call] = field(default_factory=list[Call])
+    _rows: list[_Row] = field(default_factory=list[_Row])
+
+    def __init__(self, name: str, ranks: Sequence[Side]) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.folder = ranks[0].folder.parent
+        first = ranks[0].step_data
+        self.calls = []
+        self._rows = []
+        self.step_data: StoredStepData = StoredStepData(
+            first.step, first.place, first.framework, first.level, first.task, self.calls, [], first.partials
+        )
+        self.unread: list[str] = []
+
+    def add(self, join: Join) -> Value:
+        """Return the value that a join makes."""
+        first = join.parts[0].value
+        self._rows.append(_Row(join))
+        return Value(len(self._rows) - 1, first.dtype, join.shape, type=first.type, tensor=first.tensor)
+
+    def numbers(self, value: Value) -> Mapping[str, float]:
+        """Return the statistics that follow from those of the parts."""
+        join = self._rows[value.row].join
+        told = [part.side.numbers(part.value) for part in join.parts if part.size]
+        weights = [part.weight * join.factor for part in join.parts if part.size]
+        names = [name for name in ("max", "min", "mean", "norm") if told and all(name in each for each in told)]
+        sizes = [part.size for part in join.parts if part.size]
+        if join.how == "terms" and len(told) > 1:
+            return (
+                {"mean": math.fsum(w * each["mean"] for w, each in zip(weights, told, strict=True))} if "mean" in names else {}
+            )
+        scaled = {name: [w * each[name] for w, each in zip(weights, told, strict=True)] for name in names}
+        return {name: _together(name, numbers, sizes) for name, numbers in scaled.items()}
+
+    def bits(self, value: Value) -> Mapping[str, int]:
+        """Return the fingerprints of the only part, or one made of those of all parts, which compares equal splits."""
+        join = self._rows[value.row].join
+        if any(part.weight * join.factor != 1 for part in join.parts) or (join.how == "terms" and len(join.parts) > 1):
+            return {}
+        told = [part.side.bits(part.value) for part in join.parts]
+        if len(told) == 1:
+            return told[0]
+        same = {kind: [each[kind] for each in told] for kind in told[0] if all(kind in each for each in told)}
+        shapes = joined_fingerprint([n for part in join.parts for n in (len(part.shape), *part.shape)])
+        return {f"{kind} of {len(told)} parts, {shapes}": joined_fingerprint(found) for kind, found in same.items()}
+
+    def array(self, value: Value) -> npt.NDArray[Any] | None:
+        """Return the elements where the value is one stored part, or the sum of several."""
+        join = self._rows[value.row].join
+        if join.how == "parts" and len(join.parts) > 1:
+            return None  # where each part lies is not known of every layout: statistics tell these
+        total: npt.NDArray[Any] | None = None
+        for part in join.parts:
+            array = part.side.array(part.value)
+            if array is None:
+                return None
+            weight = part.weight * join.factor
+            array = array if weight == 1 and len(join.parts) == 1 else np.asarray(array, np.float64) * weight
+            total = array if total is None else total + array
+        return total
+
+    def disagreement(self, value: Value) -> Apart | None:
+        """Return how far the replica that is furthest from the first is apart from it, None where all agree."""
+        row = self._rows[value.row]
+        if not row.compared:
+            row.compared = True
+            row.apart = _disagreement(self.name, row.join.replicas)
+        return row.apart
+
+    def ranks_of(self, value: Value) -> list[int]:
+        """Return the ranks that hold a part of a value."""
+        return sorted({part.rank for part in self._rows[value.row].join.parts})
+
+
+def _disagreement(name: str, replicas: Sequence[tuple[Part, Part]]) -> Apart | None:
+    found = [(apart(one.side, one.value, other.side, other.value), one, other) for one, other in replicas]
+    found = [each for each in found if each[0].low > 0]
+    if not found:
+        return None
+    far, one, other = max(found, key=lambda each: each[0].low)
+    note = f"in {name}, rank {other.rank} holds another copy than rank {one.rank}"
+    return Apart(far.low, far.high, "replicas", note)
+
+
+def agree(parts: Sequence[Part]) -> bool:
+    """Return whether parts hold the same numbers, as far as the dump says."""
+    return all(apart(a.side, a.value, b.side, b.value).low == 0 for a, b in pairwise(parts))
+
+
+def _together(name: str, numbers: Sequence[float], sizes: Sequence[int]) -> float:
+    if any(math.isnan(number) for number in numbers):
+        return math.nan
+    if name in ("max", "min"):
+        return max(numbers) if name == "max" else min(numbers)
+    if name == "norm":
+        return math.hypot(*numbers)
+    if not all(map(math.isfinite, numbers)):
+        return sum(numbers)
+    return math.fsum(number * size for number, size in zip(numbers, sizes, strict=True)) / sum(sizes)

@@ -1,0 +1,69 @@
+"""Which part of a whole tensor a rank holds: by the shard that its source told, or by a DTensor's mesh and placements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainprobe.engine.core.records import Value
+from trainprobe.engine.core.shards import cut
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor. within: offset and shape of the rectangle that a flat piece is of, else empty."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    within: tuple[tuple[int, ...], ...] = ()
+    everywhere: bool = False  # whether all ranks of the job are on its mesh: a gradient that lies so is reduced
+    term: bool = False  # whether ranks hold terms of a sum
+
+
+def box_of(value: Value, rank: int, world: int) -> Box | None:
+    """Return what part of a tensor a rank holds, None where the dump does not say. Raises nothing for what it cannot read."""
+    extra = value.extra or {}
+    try:
+        if isinstance(shard := extra.get("shard"), Mapping):
+            return _told(shard)
+        if "placements" in extra and "device_mesh" in extra:
+            return _on_mesh(value.shape, extra["device_mesh"], extra["placements"], rank, world)
+    except (KeyError, TypeError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _told(shard: Mapping[str, Any]) -> Box:
+    within = shard.get("within")
+    outer = () if not isinstance(within, Mapping) else (tuple(within["offset"]), tuple(within["shape"]))
+    return Box(tuple(shard["offset"]), tuple(shard["shape"]), outer)
+
+
+def _on_mesh(shape: Sequence[int], mesh: Any, placements: Sequence[Mapping[str, Any]], rank: int, world: int) -> Box | None:
+    where = _find(mesh, rank)
+    if where is None:
+        return None
+    coordinate, sizes = where
+    cuts = [
+        (i, placement[kind]["dim"], kind == "StridedShard")
+        for i, placement in enumerate(placements)
+        for kind in ("Shard", "StridedShard")
+        if kind in placement
+    ]
+    offset, part = cut(shape, [(dim, coordinate[i], sizes[i], strided) for i, dim, strided in cuts])
+    count = 1
+    for size in sizes:
+        count *= size
+    return Box(offset, part, (), count == world, any("Partial" in placement for placement in placements))
+
+
+def _find(mesh: Any, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return where a rank is in nested lists of ranks, and how long the lists are; None where it is not in them."""
+    if not isinstance(mesh, list):
+        return ((), ()) if mesh == rank else None
+    for i, inner in enumerate(mesh):
+        found = _find(inner, rank)
+        if found is not None:
+            return (i, *found[0]), (len(mesh), *found[1])
+    return None

@@ -1,0 +1,130 @@
+"""How the parts of one value on two sides make the same whole: which axes split it, and along which the ranks hold copies.
+
+Nobody needs to say it. A whole has one number of elements, so of the ways to read the parts of both sides (split over samples
+and tensor-parallel ranks, over one of the two, over none) that one counts which makes both wholes equally large. Where ranks
+hold copies, these must agree; that is measured, and a copy that does not agree is what is reported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from trainprobe.dump_compare.layouts.joined import Join, Part, agree
+
+Role = Literal["activation", "gradient", "weight", "weight gradient"]
+
+
+def joins(a: Sequence[Part], b: Sequence[Part], role: Role) -> tuple[Join, Join] | None:
+    """Return how the parts of both sides make one whole each, None where no way is known."""
+    if role == "weight gradient":
+        return _terms(a, b)
+    samples = [{part.data for part in parts} for parts in (a, b)]
+    if len(samples[0]) != len(samples[1]) and not any(part.shape for part in (*a, *b)):
+        return _over_samples(a, b, role)  # no number by itself is a part of anything
+    for mine in _readings(a, role):
+        for theirs in _readings(b, role):
+            shape = _whole_shape(mine, theirs)
+            if shape is not None:
+                return replace(mine, shape=shape), replace(theirs, shape=shape)
+    return _over_samples(a, b, role)
+
+
+def _readings(parts: Sequence[Part], role: Role) -> Iterator[Join]:
+    """Yield the ways to read parts: all of them side by side, or copies along one axis. Samples are no copies.
+
+    Where the dump says which part of the whole each rank holds, there is one way.
+    """
+    if all(part.box is not None for part in parts):
+        yield by_boxes(parts)
+        return
+    yield Join(parts)
+    for axes in (("tensor",),) if role in ("activation", "gradient") else (("tensor",), ("data",), ("tensor", "data")):
+        first, copies = _apart_from_copies(parts, axes)
+        if copies:
+            yield Join(first, replicas=copies)
+
+
+def by_boxes(parts: Sequence[Part]) -> Join:
+    """Join parts by their places in the whole; what several ranks hold counts once, and the others are copies of it."""
+    same: dict[object, list[Part]] = defaultdict(list)
+    for part in parts:
+        same[part.box].append(part)
+    copies = [(each[0], other) for each in same.values() for other in each[1:]]
+    return Join([each[0] for each in same.values()], replicas=copies)
+
+
+def _apart_from_copies(parts: Sequence[Part], axes: Sequence[str]) -> tuple[list[Part], list[tuple[Part, Part]]]:
+    """Return the parts without those that are copies along some axes, and each copy beside its first."""
+    same: dict[tuple[object, ...], list[Part]] = defaultdict(list)
+    for part in parts:
+        key = () if "data" in axes else part.data, None if "tensor" in axes else part.tensor
+        same[key].append(part)
+    return [each[0] for each in same.values()], [(each[0], other) for each in same.values() for other in each[1:]]
+
+
+def _whole_shape(a: Join, b: Join) -> tuple[int, ...] | None:
+    """Return the shape of the whole that both readings make, None where they make two."""
+    sizes = [sum(part.size for part in join.parts) for join in (a, b)]
+    shapes = [{part.shape for part in join.parts} for join in (a, b)]
+    if sizes[0] != sizes[1]:
+        return None
+    if len(a.parts) == 1 or len(b.parts) == 1:
+        return (a if len(a.parts) == 1 else b).parts[0].shape
+    if shapes[0] == shapes[1] and len(shapes[0]) == 1 and len(a.parts) == len(b.parts):
+        return (len(a.parts), *next(iter(shapes[0])))
+    return (sizes[0],)
+
+
+def _over_samples(a: Sequence[Part], b: Sequence[Part], role: Role) -> tuple[Join, Join] | None:
+    """Join what does not grow with the number of samples: the same for all of them, or a mean over them (a loss)."""
+    made: list[Join] = []
+    for parts in (a, b):
+        first, copies = _apart_from_copies(parts, ("tensor",))
+        shape = first[0].shape
+        if any(part.shape != shape for part in first):
+            return None
+        if agree(first) and role == "activation":
+            made.append(Join(first[:1], "parts", tuple(shape), [*copies, *((first[0], other) for other in first[1:])]))
+        elif math.prod(shape) == 1 and role == "activation":
+            made.append(Join(first, "terms", tuple(shape), copies, mean=True))
+        elif role == "gradient":
+            made.append(Join(first, "terms", tuple(shape), copies))
+        else:
+            return None
+    same = made[0].shape == made[1].shape
+    return (made[0], made[1]) if same else None
+
+
+def _terms(a: Sequence[Part], b: Sequence[Part]) -> tuple[Join, Join] | None:
+    """Join gradients of weights before they are reduced: terms over samples; shards, copies or terms over tensor ranks."""
+    for split in ((False, False), (True, False), (False, True), (True, True)):
+        sides = [_sum_of(parts, over) for parts, over in zip((a, b), split, strict=True)]
+        if all(side is not None for side in sides):
+            shape = _whole_shape(*[Join(side[1]) for side in sides if side is not None])
+            if shape is not None:
+                mine, theirs = (replace(side[0], shape=shape) for side in sides if side is not None)
+                return mine, theirs
+    return None
+
+
+def _sum_of(parts: Sequence[Part], split: bool) -> tuple[Join, Sequence[Part]] | None:
+    """Return the sum of parts over samples, and the parts of one sample. split: ranks of tensor parallelism hold shards."""
+    if all(part.box is not None and part.box.everywhere and not part.box.term for part in parts):  # FSDP2 has reduced it
+        join = by_boxes([replace(part, weight=1.0) for part in parts])
+        return None if split else (join, join.parts)
+    samples: dict[tuple[int, ...], list[Part]] = defaultdict(list)
+    for part in parts:
+        samples[part.data].append(part)
+    first = next(iter(samples.values()))
+    several = len(first) > 1
+    if split and several:
+        return Join(parts, "parts" if len(samples) == 1 else "terms"), first
+    if split:
+        return None
+    if several and all(agree(each) for each in samples.values()):
+        parts = [each[0] for each in samples.values()]
+    return Join(parts, "terms" if len(parts) > 1 else "parts"), first[:1]

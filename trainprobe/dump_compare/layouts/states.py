@@ -1,0 +1,56 @@
+"""What dumps hold of parameters and their reduced gradients: joined by the rectangles that each rank says it holds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part
+from trainprobe.dump_compare.layouts.rectangles import box_of
+from trainprobe.dump_compare.layouts.splits import by_boxes
+from trainprobe.dump_compare.pairing import CallPair
+from trainprobe.engine.core.records import Call, Value
+
+_SLOTS = ("value", "grad")
+
+
+def add_states(pairs: list[CallPair], sides: tuple[JoinedSide, JoinedSide]) -> None:
+    """Put the weights before all calls, and the gradients that the optimizer steps with behind them."""
+    held = [_held(side.ranks) for side in sides]
+    weights: list[CallPair] = []
+    gradients: list[CallPair] = []
+    for name in held[0]:
+        for slot, found in ((slot, held[0][name].get(slot)) for slot in _SLOTS):
+            others = held[1].get(name, {}).get(slot)
+            if found is None or others is None:
+                continue
+            made = by_boxes(found), by_boxes(others)
+            size = sum(part.size for part in made[0].parts), sum(part.size for part in made[1].parts)
+            values = [
+                side.add(Join(join.parts, "parts", (count,), join.replicas))
+                for side, join, count in zip(sides, made, size, strict=True)
+            ]
+            calls = [_call(name, slot, value) for value in values]
+            (weights if slot == "value" else gradients).append(CallPair(0, *calls))
+    pairs[:] = [*weights, *pairs, *gradients]
+
+
+def _held(ranks: Sequence[Side]) -> dict[str, dict[str, list[Part]]]:
+    """Return parameter → slot → the rectangles that ranks hold before the optimizer steps."""
+    found: dict[str, dict[str, list[Part]]] = defaultdict(lambda: defaultdict(list))
+    for side in ranks:
+        for call in side.step_data.states:
+            for slot, value in (call.params or {}).items():
+                if slot in _SLOTS and isinstance(value, Value):
+                    place = side.step_data.place
+                    box = box_of(value, place.rank, place.world_size)
+                    found[call.name][slot].append(Part(side, value, place.rank, box=box))
+    return found
+
+
+def _call(name: str, slot: str, value: Value) -> Call:
+    """Return the call that shows a weight to be given, or the gradient of one as what a module's backward gives."""
+    call = Call("state", name, 0, "step" if slot == "value" else "backward")
+    call.params = {"parameters": {name.rpartition(".")[2]: value}} if slot == "value" else {"grad": value}
+    return call
