@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.distributed.launch import launch
 from tests.dump_compare import train_layouts
 from trainprobe.cli import main
+from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
+from trainprobe.dump_compare.layouts.splits import joins
+from trainprobe.engine.core.records import Value
 from trainprobe.engine.storage.dumps import read
 
 HEALTHY = ["ddp", "fsdp2", "tensor"]
@@ -83,3 +89,42 @@ def test_a_dump_says_which_part_of_each_parameter_its_rank_holds(dumps):
             "replicas": [],
         }
         assert dict(read(dumps / f"tensor/step0/rank{rank}").place.axes) == {"tp": (rank, 2)}
+
+
+def test_terms_that_are_shards_add_up_to_the_mean_of_the_whole():
+    """A weight that two pipeline stages share, split over two tensor-parallel ranks: four parts, two terms of two shards each."""
+    rng = np.random.default_rng(0)
+    terms = rng.normal(size=(2, 6, 4))
+    halves = [(stage, rank, np.split(term, 2)[rank]) for stage, term in enumerate(terms) for rank in (0, 1)]
+    parts = [Part(_Known(half), Value(0, "torch.float64", half.shape), rank, (0, stage), rank) for stage, rank, half in halves]
+    whole = terms.sum(0)
+    alone = [Part(_Known(whole), Value(0, "torch.float64", whole.shape), 0, (0, 0))]
+    made = joins(alone, parts, "weight gradient")
+    assert made is not None
+    assert made[1].how == "terms"
+    side = JoinedSide("B", [parts[0].side])
+    assert side.numbers(side.add(made[1])) == {"mean": pytest.approx(whole.mean())}
+
+
+@dataclass
+class _Known:
+    """A rank that holds one array."""
+
+    elements: np.ndarray
+    folder: Path = Path("step0/rank0")
+    step_data: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(step=0, place=None, framework="", level="", task="", partials=np.zeros((0, 1)))
+    )
+
+    def numbers(self, value: Value) -> dict[str, float]:
+        x = self.elements
+        return {"max": x.max(), "min": x.min(), "mean": x.mean(), "norm": float(np.linalg.norm(x))}
+
+    def bits(self, value: Value) -> dict[str, int]:
+        return {}
+
+    def array(self, value: Value) -> None:
+        return None
+
+    def disagreement(self, value: Value) -> None:
+        return None
