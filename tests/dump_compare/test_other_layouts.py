@@ -92,7 +92,7 @@ def test_a_dump_says_which_part_of_each_parameter_its_rank_holds(dumps):
 
 
 def test_terms_that_are_shards_add_up_to_the_mean_of_the_whole():
-    """A weight that two pipeline stages share, split over two tensor-parallel ranks: four parts, two terms of two shards each."""
+    """A weight that two pipeline stages share, split over two tensor-parallel ranks: two terms of two shards each."""
     rng = np.random.default_rng(0)
     terms = rng.normal(size=(2, 6, 4))
     halves = [(stage, rank, np.split(term, 2)[rank]) for stage, term in enumerate(terms) for rank in (0, 1)]

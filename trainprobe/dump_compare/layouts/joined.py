@@ -114,9 +114,8 @@ class JoinedSide(Side):
         names = [name for name in ("max", "min", "mean", "norm") if told and all(name in each for each in told)]
         sizes = [part.size for part in join.parts if part.size]
         if join.how == "terms" and len(told) > 1:
-            return (
-                {"mean": math.fsum(w * each["mean"] for w, each in zip(weights, told, strict=True))} if "mean" in names else {}
-            )
+            sums = [w * each["mean"] * n for w, each, n in zip(weights, told, sizes, strict=True)] if "mean" in names else []
+            return {"mean": math.fsum(sums) / math.prod(join.shape)} if sums else {}
         scaled = {name: [w * each[name] for w, each in zip(weights, told, strict=True)] for name in names}
         return {name: _together(name, numbers, sizes) for name, numbers in scaled.items()}
 
