@@ -73,7 +73,11 @@ def test_padding_scalars_empty_tensors_and_unknown_dtypes(tmp_path):
 def test_a_name_of_a_scope_in_the_message_names_the_module(tmp_path):
     name = "Gradients/Default/network-WithLossCell/_backbone-Net/block-Block/up-Dense/Grad_MatMul/MatMul-op3"
     write_kernel(tmp_path, f"MatMul.{name.replace('/', '_')}", [A, B], [A @ B], op_name=name)
-    (call,) = read(tmp_path).calls
+    *modules, call = read(tmp_path).calls
+    assert [(each.kind, each.name, each.phase) for each in modules] == [
+        ("module", "block", "backward"),
+        ("module", "block.up", "backward"),
+    ]
     assert call.name == "Kernel.Gradients.MatMul"
     assert (call.parent.name, call.parent.cls, call.parent.parent.name) == ("block.up", "Dense", "block")
 

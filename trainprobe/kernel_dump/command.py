@@ -32,7 +32,8 @@ def list_kernels(
     """List the kernels that ran, in their order, with their tensors. Exit code: 0, or 1 where nothing fits the pattern."""
     console, found = _console(), 0
     for folder, step_data in dump_steps(dump):
-        console.print(f"step {step_data.step}, rank {step_data.place.rank}: {len(step_data.calls)} kernels in {folder}")
+        kernels = sum(call.kind == "op" for call in step_data.calls)
+        console.print(f"step {step_data.step}, rank {step_data.place.rank}: {kernels} kernels in {folder}")
         for where, slot, value, numbers in rows_of(step_data, pattern):
             found += 1
             form = (value.extra or {}).get("format", "")

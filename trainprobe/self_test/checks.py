@@ -222,7 +222,7 @@ def config_check(machine: Machine) -> Result:
 
 def cost(machine: Machine) -> Result:
     """How long a step takes, without the tool and with it; a table, no verdict."""
-    shape, steps = (QUICK, 5) if machine.quick else (LARGE, 20)
+    shape, steps = (QUICK, 5) if machine.quick else (SMALL, 12) if machine.device == "cpu" else (LARGE, 20)
     told = {"no tool": None, **{name: plan for name, plan in plans(machine.folder / "cost").items() if name in _TIMED}}
     table: dict[str, float] = {}
     for name, plan in told.items():

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.records import Call, Phase
 from trainprobe.engine.storage.kernel_dumps.file_names import read_rows
 
 _WRAPPERS = frozenset({"network", "_backbone", "backbone"})  # cells of MindSpore around the model
@@ -88,10 +88,10 @@ def frames_of(lines: list[str]) -> list[str]:
     return own + [line for line in reversed(lines) if line not in own]
 
 
-def module_of(whole: str, known: dict[str, Call]) -> Call | str | None:
+def module_of(whole: str, known: dict[tuple[Phase, str], Call]) -> Call | str | None:
     """Return the module that launched a kernel, "optimizer", or None where the name tells none.
 
-    known: the modules so far, by path; a new one is added to it, with those around it.
+    known: the modules so far, by phase and path; a new one is added to it, behind those around it.
     """
     cells = list(_cells(whole))
     if not cells:
@@ -100,11 +100,12 @@ def module_of(whole: str, known: dict[str, Call]) -> Call | str | None:
         return "optimizer"
     parent: Call | None = None
     path = ""
+    phase: Phase = "backward" if is_gradient(whole) else "forward"
     for name, cls in cells:
         path = f"{path}.{name}" if path else name
-        if path not in known:
-            known[path] = Call("module", path, 0, "forward", cls=cls, parent=parent)
-        parent = known[path]
+        if (phase, path) not in known:
+            known[phase, path] = Call("module", path, 0, phase, cls=cls, parent=parent)
+        parent = known[phase, path]
     return parent
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.arrays.numpy_rows import STATS, NumpyStrip
-from trainprobe.engine.core.records import Call, Place, Value
+from trainprobe.engine.core.records import Call, Phase, Place, Value
 from trainprobe.engine.core.step_data import StoredStepData
 from trainprobe.engine.stats.partials import PARTIALS, finish
 from trainprobe.engine.storage.kernel_dumps.file_names import STATISTICS_FILE
@@ -86,8 +86,9 @@ def read_kernels(path: Path) -> StoredStepData:
     """Read the kernel dump of one step and rank. path: a folder of `find_kernels`, or one dump file.
 
     A call is one kernel that ran, of kind "op" with the name `Kernel.{op type}`, or `Kernel.Gradients.{op type}` where it
-    belongs to the backward pass; its parent is the module that launched it, where the dump says so. Calls are in the order in
-    which they ran. Raises MissingExtra where raw files need protobuf, FormatError where nothing can be read.
+    belongs to the backward pass; its parent is the module that launched it, where the dump says so: a call without values, in
+    front of its first kernel. Calls are in the order in which they ran. Raises MissingExtra where raw files need protobuf,
+    FormatError where nothing can be read.
     """
     store = KernelStore(path)
     tensors = store.tensors()
@@ -197,17 +198,21 @@ class _Runs:
         in_graph_order = len(runs) == len(self._seen) and min(places.values(), default=-1) >= 0
         last = len(names.order)
         runs.sort(key=lambda run: (places.get(run[1], last) if in_graph_order else 0, run[0], run[1][:4]))
-        modules: dict[str, Call] = {}
+        modules: dict[tuple[Phase, str], Call] = {}
         stacks: dict[tuple[str, ...], int] = {}
         ran: dict[str, int] = defaultdict(int)
-        calls = [self._call(run, names, modules, stacks, ran) for run in runs]
+        calls: list[Call] = []
+        for run in runs:
+            before = len(modules)
+            call = self._call(run, names, modules, stacks, ran)
+            calls += [*[*modules.values()][before:], call]  # modules that launch their first kernel here
         return calls, [list(frames) for frames in stacks]
 
     @staticmethod
     def _call(
         run: tuple[int, _Key, dict[tuple[str, int], Value]],
         names: GraphNames,
-        modules: dict[str, Call],
+        modules: dict[tuple[Phase, str], Call],
         stacks: dict[tuple[str, ...], int],
         ran: dict[str, int],
     ) -> Call:
