@@ -27,6 +27,7 @@ CUDA_DEVICE_MAX_CONNECTIONS=1, by the same words but --num-layers 2 --hidden-siz
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import sys
 import warnings
@@ -117,7 +118,10 @@ def main() -> None:
     allow_no_device()
     data.is_distributed = True
     pretrain(data, model, ModelType.encoder_or_decoder, forward, args_defaults={"tokenizer_type": "NullTokenizer"})
-    os._exit(0)  # its background writers outlive the last checkpoint by seconds
+    for writer in multiprocessing.active_children():  # which would outlive this process
+        writer.kill()
+        writer.join()
+    os._exit(0)
 
 
 if __name__ == "__main__":
