@@ -49,6 +49,14 @@ def test_an_operator_that_is_not_deterministic_is_found() -> None:
     assert condition(Case("Torch.exp", (torch.ones(4),)), False, "nothing")[0] == [0.0]
 
 
+def test_random_states_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("Functional.dropout", (torch.ones(64), 0.5), function=F.dropout)
+    before = torch.get_rng_state()
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("it seeds all devices, which the training goes on with"))
+    assert condition(case, False, "nothing")[0] == [0.0], "both runs draw the same"
+    assert torch.equal(before, torch.get_rng_state())
+
+
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()

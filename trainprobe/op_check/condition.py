@@ -8,7 +8,8 @@ the file that is written here. It says nothing about whether an operator is righ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -152,14 +153,27 @@ def _run(case: Case, backward: bool, device: str) -> list[Tensor | None]:
         return leaf.clone() if is_in_place(case.name) else leaf
 
     kwargs = {key: value for key, value in case.kwargs.items() if key not in ("device", "out")}
-    with apart(), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(backward):
-        torch.manual_seed(0)
+    with apart(), _same_random_numbers(torch.device(device)), torch.set_grad_enabled(backward):
         args, kwargs = mapped((tuple(case.args), kwargs), entered)
         result = call(*args, **kwargs)
         out = [*flat(args[0] if result is None and args else result)]
         if not backward:
             return [o.detach().cpu() for o in out]
         return _gradients(case, out, leaves, device)
+
+
+@contextmanager
+def _same_random_numbers(device: torch.device) -> Generator[None]:
+    """Seed the CPU and one device, and put their random states back afterwards; those of other devices are not touched."""
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            yield
+        return
+    with torch.random.fork_rng(devices=[device.index or 0], device_type=device.type):
+        torch.default_generator.manual_seed(0)
+        getattr(torch, device.type).manual_seed(0)  # of the current device alone
+        yield
 
 
 def _gradients(case: Case, out: Sequence[Tensor], leaves: Sequence[Tensor], device: str) -> list[Tensor | None]:
