@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,23 @@ def test_weights_that_rounding_moved_apart_are_no_bug_of_the_model_that_holds_th
 
     code, said = compared({"middle": lambda x: x * 1.0, "batch": growing}, {"middle": rounded, "batch": growing}, level="L0")
     assert code == 1, said
+
+
+class Attending(nn.Module):
+    """Its attention uses the weights of a projection without calling it as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x, x)[0]
+
+
+@pytest.mark.parametrize("level", ["L0", "mix"])
+def test_gradients_of_a_module_that_is_never_called_are_carried_by_the_one_that_uses_it(compared, level):
+    torch.manual_seed(1)
+    middle = Attending()
+    same, other = {"middle": middle}, {"middle": deepcopy(middle), "batch": lambda *at: batch_of(*at) * 1.001}
+    _, said = compared(same, other, level=level)
+    assert "carried" in said and " bug" not in said.partition("calls:")[2].splitlines()[0]

@@ -169,7 +169,7 @@ def _explain(judged: Sequence[Judged]) -> None:
         if one.computed[1] > SLACK * noise:
             one.argument = one.computed[0]
         of_parameters = call.kind in ("parameter", "state")
-        keys = [("module", owner(call))] if of_parameters else [_key(call), _key(call)[:2]]
+        keys = [_module_of(owner(call), arrived)] if of_parameters else [_key(call), _key(call)[:2]]
         if call.phase == "backward":
             one.given = max(one.given, arrived.get(keys[0], 0.0))
         if not of_parameters:
@@ -177,6 +177,13 @@ def _explain(judged: Sequence[Judged]) -> None:
         if call.kind == "op" and _may_jump(one, noise):
             one.given = math.inf
         noise = max([noise, *(value.low for value in one.values if value.result and value.low < math.inf)])
+
+
+def _module_of(name: str, arrived: Mapping[Hashable, float]) -> Hashable:
+    """Return the key of the module that used the parameters of a module: this one, or the first around it that was called."""
+    while ("module", name) not in arrived and "." in name:
+        name = name.rpartition(".")[0]
+    return "module", name
 
 
 def _may_jump(one: Judged, noise: float) -> bool:
