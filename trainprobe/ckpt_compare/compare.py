@@ -20,8 +20,9 @@ from trainprobe.ckpt_compare.renames import follow_renames, under_names_of_a
 from trainprobe.ckpt_compare.results import Comparison, Fault, Row, RowVerdict
 from trainprobe.ckpt_compare.state import compare_state
 from trainprobe.ckpt_compare.vocabulary import padding_reason
-from trainprobe.ckpt_compare.work import Advance, Outcome, Runner, Task, run, tasks_of, uncollected
+from trainprobe.ckpt_compare.work import Advance, Outcome, Runner, Task, run, tasks_of
 from trainprobe.engine.diff.difference import Difference
+from trainprobe.engine.diff.uncollected import uncollected
 from trainprobe.engine.diff.verdict import judge
 
 UNTIED = "(untied)"  # in place of the tensor that a head shares its values with

@@ -7,13 +7,11 @@ are let go: resident memory stays at a few chunks a thread, however large the fi
 
 from __future__ import annotations
 
-import gc
 import math
 import mmap
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from trainprobe.ckpt_compare.cover import Overlap, Part
@@ -52,18 +50,6 @@ class Outcome:
     row: int
     difference: Difference
     failure: str = ""
-
-
-@contextmanager
-def uncollected() -> Generator[None]:
-    """Pause the collection of cyclic garbage: it walks millions of tensors again and again, which form no cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def tasks_of(row: int, overlap: Overlap) -> Iterator[Task]:
