@@ -1,7 +1,7 @@
-"""Builds the optional CPU kernel; everything else about the package stands in pyproject.toml.
+"""Builds the compiled parts; everything else about the package stands in pyproject.toml.
 
-The kernel is optional in the strict sense: where there is no compiler the package installs without it, and the same
-numbers come from torch's own operations.
+Where there is no C compiler the package installs without them. It then reads and compares what was recorded elsewhere, and
+says what is missing once it is asked to record.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("trainprobe/engine/arrays/native")
 KERNEL = ("module.c", "rows.c", "kernels.c", "fingerprint.c", "crc32.c", "pool.c")
@@ -41,7 +42,21 @@ TAPE = (
 )
 FLAGS = [] if sys.platform == "win32" else ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]
 
+
+class BuildParts(build_ext):
+    """Builds what can be built, and says what the package does without the rest."""
+
+    def run(self) -> None:
+        super().run()
+        if not Path(self.get_ext_fullpath("trainprobe._native")).exists():
+            self.warn(
+                "the compiled part of trainprobe was not built (is there a C compiler?): files can be read and compared, but "
+                "no training can be recorded. On Linux x86-64 and aarch64 the wheels bring it."
+            )
+
+
 setup(
+    cmdclass={"build_ext": BuildParts},
     ext_modules=[
         Extension(
             "trainprobe._native",

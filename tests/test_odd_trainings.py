@@ -94,7 +94,7 @@ def test_with_everything_on_the_tool_goes_on_and_nothing_changes(case, tmp_path)
 
 
 @pytest.mark.parametrize("case", TWINS)
-def test_so_it_does_without_the_compiled_parts(case, tmp_path):
+def test_so_it_does_without_the_compiled_kernels(case, tmp_path):
     check(case, tmp_path, **EVERYTHING, native=False)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainprobe.compiled import native
+from trainprobe.compiled import recording, require
 from trainprobe.engine.core.flat_parameters import FLAT
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename
@@ -51,7 +51,8 @@ class Probe(EngineProbe):
     plan: a Plan, a path to a YAML or JSON file, a dict, or None for the defaults; `overrides` are plan fields on top.
     rename: turns a module's name within this process into its global one (layer and expert numbers). place: where this
     process stands, from an integration that knows; by default learned from torch.distributed or the environment.
-    Raises PlanError for a plan that cannot be carried out and MissingExtra when torch is not installed.
+    Raises PlanError for a plan that cannot be carried out, MissingExtra when torch is not installed, and MissingCompiledPart
+    when the package was installed without its compiled part.
     """
 
     framework = "pytorch"
@@ -59,6 +60,7 @@ class Probe(EngineProbe):
     def __init__(
         self, plan: PlanSource = None, *, rename: Rename | None = None, place: Place | None = None, **overrides: Any
     ) -> None:
+        require()
         loaded = load_plan(plan, **overrides)
         guard = Guard(loaded.on_error, apart=self._apart)
         stacks = Stacks() if loaded.stacks else None
@@ -134,7 +136,7 @@ class Probe(EngineProbe):
         histogram = plan.histogram
         edges = histogram if histogram is None or isinstance(histogram, str) else histogram.boundaries()
         library = TorchLibrary(native=plan.native, edges=edges, quantiles=plan.quantiles)
-        arena = native.Arena(SAFETENSORS_NAMES, self._gather) if native is not None else None
+        arena = recording.Arena(SAFETENSORS_NAMES, self._gather)
         return lambda number: Tape(library, self._keep, plan.reuse, arena, self.trail(number))
 
     def _apart(self) -> AbstractContextManager[Any]:

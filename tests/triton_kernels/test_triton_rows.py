@@ -183,7 +183,7 @@ def test_kernels_that_cannot_be_launched_are_refused(fault: Exception, monkeypat
     made.add(t)
     assert_true(made.harvest()[0][0], t)
     (why,) = triton_rows.refusals()
-    assert str(fault) in why and "TRAINPROBE_NATIVE=0" in why
+    assert str(fault) in why and "`native: false` in the plan" in why
 
 
 def test_a_launch_that_fails_with_tensors_waiting_leaves_them_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,13 +204,11 @@ def test_a_launch_that_fails_with_tensors_waiting_leaves_them_to_torch(monkeypat
     assert "out of resources" in triton_rows.refusals()[0]
 
 
-def test_the_environment_and_the_plan_can_forbid_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_can_do_without_the_kernels() -> None:
     assert triton_rows.kernels_of(HERE) is not None
     plain = TorchStrip(STATS, native=False)
     plain.add(torch.ones(2))
     assert plain._devices[HERE]._kernels is None
-    monkeypatch.setenv("TRAINPROBE_NATIVE", "0")
-    assert triton_rows.kernels_of(HERE) is None
 
 
 SMALL = {"level": "off", "monitor": {"parameters": True, "gradients": True, "optimizer_state": True, "activations": True}}

@@ -4,12 +4,14 @@ Hooks append to it; nothing on it is read before the step ends. A value is recog
 weakly, so that nothing is kept alive and a reused address is never mistaken), its version counter, its memory address
 and shape: the output of one op is the input of the next and is reduced once. An in-place write bumps the version and
 makes it a new value. Writes that do not bump it (through `.data`, by a collective) are made known by `touched`. Of large
-values on the host the compiled eye also knows other views of the same memory (`native/views.c`), and copies their numbers.
+values on the host other views of the same memory are recognised too (`native/views.c`), and their numbers are copied.
+
+The compiled `Eye` does this for plain tensors on the host and for plain containers. It calls the methods of `Tape` for all
+else: tensors on other devices, subclasses, containers of the program's own.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.compiled import native
+from trainprobe.compiled import recording
 from trainprobe.engine.core.containers import MOST, children
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.core.library import Carried, Library, Reading, Strip
@@ -34,7 +36,6 @@ KINDS = 0xFFFF
 CUT = 16  # above these bits: number of the cut through the values that is saved, 0 for the whole
 _DEPTH = 400
 _UNWATCHED = 4  # levels in which nobody asks whether a container holds itself
-_TEXT = 512
 _BITS = 4096  # of a whole number that is written out
 _NOT_HERE = (None, 0)  # row and fingerprint of what is still on a device
 
@@ -45,12 +46,19 @@ Save = Callable[[str, Any, Value, int], None]
 class Tape:
     """Calls and values of the step being collected on this rank.
 
-    Where the compiled parts are there, `eye` does what `value`, `tree`, `touched` and `forget_all` do, and calls the
-    methods here for whatever is not a plain tensor on the host or a plain container.
+    value(tensor, flags): look at a tensor once and return its Value; flags: what is wanted of it. tree(x, flags, path=None):
+    turn an argument or a result into a tree of Values and scalars; path: where to save its values, where they are wanted.
+    touched(tensor): forget a tensor, which was written in a way that its version counter does not show. forget_all(): forget
+    every tensor.
 
-    save: is given (key, tensor, value, cut) for each value that is to be saved. arena: where there is one (a compiled Arena),
-    values of the host are copied there instead, and handed over in pieces. trail: is told of everything as it comes.
+    save: gets (key, tensor, value, cut) for each value that is to be saved. arena: where there is one (a compiled Arena),
+    values on the host are copied there instead, and handed over in pieces. trail: gets everything as it comes.
     """
+
+    value: Callable[[Any, int], Value]
+    tree: Callable[..., Any]
+    touched: Callable[[Any], None]
+    forget_all: Callable[[], None]
 
     def __init__(
         self,
@@ -70,33 +78,32 @@ class Tape:
         self._features: list[tuple[Carried, str, Sequence[str], int, int, Reading | None]] = []
         self.micro = 0
         self.micro_told = False
-        self.reused = 0
         self.looks_again = False  # at every forward of the outermost module, at what was seen before it
         self._save = save
-        self._reuse = reuse
         self._plain = library.plain
         self._dtypes = library.dtype_text
         self._strips: dict[int, tuple[Strip, list[Value]]] = {}
         self._together = False
-        self._seen: dict[int, tuple[Any, int, int, Any, Value, int]] = {}
-        self._entered = 0  # containers of the tree that is looked at
         self._above: set[int] = set()  # those that hold what is looked at
         self._counts: dict[tuple[str, str], int] = {}
         self._noted: list[tuple[Value, Value]] = []
-        self.eye: Any = None
-        if native is not None and library.eye():
-            plain = (*library.plain, *library.plain)[:2]
-            self.eye = native.Eye(
-                plain, reuse, self._open_strip, self._look_slowly, self._special, self._rare, self._keep_at, self._about_dtype
-            )
-            self.value, self.tree = self.eye.value, self.eye.tree
-            self.touched, self.forget_all = self.eye.touched, self.eye.forget_all
+        self.eye: Any = recording.Eye(
+            tuple(library.plain),
+            reuse,
+            self._open_strip,
+            self._look,
+            self._special,
+            self._rare,
+            self._keep_at,
+            self._about_dtype,
+        )
+        self.value, self.tree = self.eye.value, self.eye.tree
+        self.touched, self.forget_all = self.eye.touched, self.eye.forget_all
         self._trail = trail
-        if trail is not None and self.eye is not None:
+        if trail is not None:
             self.eye.leave_trail(trail)
-        self._arena: Any = None
-        if arena is not None and self.eye is not None:
-            self._arena = arena
+        self._arena = arena
+        if arena is not None:
             arena.drop()  # what a step left behind that never ended
             self.eye.gather_into(arena)
 
@@ -134,18 +141,6 @@ class Tape:
 
     # ---- values ------------------------------------------------------------------------------------------------
 
-    def value(self, t: Any, flags: int) -> Value:
-        """Look at a tensor once and return its Value; flags: what is wanted of it."""
-        if type(t) not in self._plain:
-            return self._special(t, flags)
-        seen = self._seen.get(id(t))
-        if seen is not None and seen[0]() is t and seen[1] == t._version and seen[2] == t.data_ptr() and seen[3] == t.shape:
-            if seen[5] & flags == flags:
-                self.reused += 1
-                return seen[4]
-            flags |= seen[5]
-        return self._look(t, flags)
-
     def noted(self, value: Value, note: str) -> Value:
         """Return a twin of a value that has a note of its own, and the same row when the step is harvested."""
         twin = value.with_note(note)
@@ -155,19 +150,8 @@ class Tape:
         return twin
 
     def _look(self, t: Any, flags: int) -> Value:
-        number, value = self._reduced(t, flags)
-        if self._reuse and number >= -1:
-            try:
-                self._seen[id(t)] = (weakref.ref(t), t._version, t.data_ptr(), t.shape, value, flags)
-            except RuntimeError:
-                pass  # an inference tensor has no version counter: it is looked at each time
-        return value
-
-    def _look_slowly(self, t: Any, flags: int) -> Value:
-        return self._reduced(t, flags)[1]
-
-    def _reduced(self, t: Any, flags: int) -> tuple[int, Value]:
-        return attempt(self._reduce, t, flags, t, otherwise=lambda fault: (-2, self.unseen(t, fault)))
+        """Look at a tensor that the compiled kernel does not reduce."""
+        return attempt(self._reduce, t, flags, t, otherwise=partial(self.unseen, t))
 
     def unseen(self, t: Any, fault: Exception) -> Value:
         """Return the value of a tensor that could not be looked at: a note that says why, and no numbers."""
@@ -200,7 +184,7 @@ class Tape:
     def _about_dtype(self, dtype: Any) -> tuple[str, int]:
         return self._dtypes[dtype], self.library.native_code(dtype)
 
-    def _reduce(self, t: Any, flags: int, described: Any) -> tuple[int, Value]:
+    def _reduce(self, t: Any, flags: int, described: Any) -> Value:
         strip, owned = self._strip_of(flags & 255)
         row = strip.add(t)
         try:
@@ -213,7 +197,7 @@ class Tape:
         owned.append(value)
         if self._trail is not None:
             self._trail.value(value, *((strip.peek(row) if row >= 0 else None) or _NOT_HERE))
-        return row, value
+        return value
 
     def _special(self, t: Any, flags: int) -> Value:
         return attempt(self._described, t, flags, otherwise=partial(self.unseen, t))
@@ -225,7 +209,7 @@ class Tape:
                 dtype = self._dtypes[t.dtype] if hasattr(t, "dtype") else "unknown"
                 value = Value(-1, dtype, _shape(t), type=kind, note=note)
             else:
-                _, value = self._reduce(inner, flags, inner)
+                value = self._reduce(inner, flags, inner)
                 value.requires_grad = bool(t.requires_grad)
                 value.type = kind
                 value.shape = _shape(t)
@@ -233,56 +217,17 @@ class Tape:
             value.extra = extra
         return value
 
-    def touched(self, t: Any) -> None:
-        """Forget a tensor: it was written in a way that its version counter does not show."""
-        self._seen.pop(id(t), None)
-
-    def forget_all(self) -> None:
-        """Forget every tensor: something wrote to memory that cannot be told apart."""
-        self._seen.clear()
-
     def distrust(self) -> None:
         """Look at every tensor anew from here on: something may write to memory at any time, and leave no trace."""
         self.forget_all()
-        self._reuse = False
-        if self.eye is not None:
-            self.eye.reuse = 0
+        self.eye.reuse = 0
 
     # ---- trees of arguments -------------------------------------------------------------------------------------
-
-    def tree(self, x: Any, flags: int, path: str | None = None, depth: int = 0) -> Any:
-        """Turn an argument or a result into a tree of Values and scalars; path: where to save values, if they are wanted."""
-        if depth:
-            return self._branch(x, flags, path, depth)
-        self._entered = 0
-        return attempt(self._branch, x, flags, path, 0, otherwise=partial(_unreadable, x))
-
-    def _branch(self, x: Any, flags: int, path: str | None, depth: int) -> Any:
-        kind = type(x)
-        if kind in self._plain:
-            if path is None or not flags & SAVE:
-                return self.value(x, flags)
-            value = self.value(x, flags & KINDS)
-            self._keep(path, x, value, flags)
-            return value
-        if kind in (float, bool) or x is None or (kind is int and x.bit_length() <= 63):
-            return x
-        if kind is str:
-            return utf8(x if len(x) <= _TEXT else x[:_TEXT] + "…")
-        if (kind is tuple or kind is list) and depth <= _DEPTH:
-            with self._entering(x, depth) as entered:
-                if not entered:
-                    return self._rare(x, flags, path, _DEPTH + 1)
-                if path is None:
-                    return [self.tree(item, flags, None, depth + 1) for item in x]
-                return [self.tree(item, flags, f"{path}.{i}", depth + 1) for i, item in enumerate(x)]
-        return self._rare(x, flags, path, depth)
 
     @contextmanager
     def _entering(self, x: Any, depth: int) -> Generator[bool]:
         """Tell whether a container may be looked into: it is not inside itself, and the tree has not grown too large."""
-        self._entered += 1
-        few = self._entered <= MOST if self.eye is None else self.eye.enter()
+        few = self.eye.enter()
         if depth < _UNWATCHED or not few:
             yield few
         elif id(x) in self._above:
@@ -433,9 +378,8 @@ class Tape:
             **about,
         )
         self.calls, self.values, self.scalars = [], [], {}
-        self._strips, self._seen, self._counts, self._noted = {}, {}, {}, []
-        if self.eye is not None:
-            self.eye.reset()
+        self._strips, self._counts, self._noted = {}, {}, []
+        self.eye.reset()
         return step_data
 
     def _bring(self, strips: Sequence[Strip]) -> list[tuple[npt.NDArray[np.float64], Any, Any]]:
@@ -452,7 +396,7 @@ class Tape:
 
     def _all_noted(self) -> list[tuple[Value, Value]]:
         """Return (twin, value), each value before its twins: one row was counted from the beginning of its strip until now."""
-        return [*self._noted, *((self.eye.noted or ()) if self.eye is not None else ())]
+        return [*self._noted, *(self.eye.noted or ())]
 
     def _join_batches(self, sums: Sequence[int]) -> list[int]:
         batches, self._batches = self._batches, []

@@ -1,4 +1,4 @@
-"""Where there is no compiler the package is built all the same, without the kernel."""
+"""Where there is no compiler the package is built all the same, without the compiled part, and says what it cannot do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_a_build_without_a_compiler_succeeds_and_leaves_the_kernel_out(tmp_path: Path) -> None:
+def test_a_build_without_a_compiler_succeeds_and_says_that_it_cannot_record(tmp_path: Path) -> None:
     for name in ("setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     arrays = Path("trainprobe/engine/arrays")
@@ -27,15 +27,31 @@ def test_a_build_without_a_compiler_succeeds_and_leaves_the_kernel_out(tmp_path:
     )
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.rglob("_native*"))
-    assert "building extension" in done.stderr + done.stdout
+    assert "no training can be recorded" in done.stderr + done.stdout
 
 
-def test_without_the_kernel_the_numbers_come_from_torch() -> None:
-    code = (
-        "import sys; sys.modules['trainprobe._native'] = None\n"
-        "import torch; from trainprobe.engine.arrays.torch_arrays import TorchStrip, native_in_use\n"
-        "s = TorchStrip(3); s.add(torch.arange(5.)); p, c, _ = s.harvest()\n"
-        "print(native_in_use(), p[0][7], len(c))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["False", "10.0", "1"]
+WITHOUT = """
+import sys; sys.modules['trainprobe._native'] = None
+import pathlib, torch, trainprobe, trainprobe.cli, trainprobe.dump_compare.command, trainprobe.monitor.report.from_run
+from trainprobe.errors import ProbeError
+from trainprobe.engine.arrays.torch_arrays import TorchStrip, native_in_use
+s = TorchStrip(3); s.add(torch.arange(5.)); p, c, _ = s.harvest()
+print(native_in_use(), p[0][7], len(c))
+for level in ("L0", "L1", "off"):
+    try:
+        with trainprobe.watch(torch.nn.Linear(2, 2), output=sys.argv[1], level=level, monitor=True):
+            print("it records")
+    except ProbeError as refused:
+        print(refused)
+print(pathlib.Path(sys.argv[1]).exists())
+"""
+
+
+def test_without_the_compiled_part_files_can_be_read_and_recording_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT, str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    numbers, *refusals, written = done.stdout.splitlines()
+    assert numbers.split() == ["False", "10.0", "1"]
+    assert len(refusals) == 3 and written == "False"
+    assert all("install the wheel" in said and "C compiler" in said for said in refusals)

@@ -229,11 +229,6 @@ def test_strips_of_several_python_threads_do_not_disturb_each_other() -> None:
     assert sums == {i: [400_000.0 * i] * 10 for i in range(4)}
 
 
-def test_the_environment_can_forbid_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRAINPROBE_NATIVE", "0")
-    assert TorchStrip(STATS).native is None
-
-
 def test_copy_out_holds_the_elements_in_row_major_order() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     for t in (x, x.t(), x[:, 1:], torch.zeros(0, 2), torch.randn(2000, 50)):

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from trainprobe.compiled import native
 from trainprobe.engine.arrays.torch_library import TorchLibrary
 from trainprobe.engine.tape import CHECKSUM, CRC32, STATS, STD, Tape
 
-pytestmark = pytest.mark.skipif(native is None, reason="the compiled part is not there")
 ROWS, COLUMNS = 512, 192
 KINDS = (STATS, CHECKSUM, STATS | STD, STATS | CHECKSUM | CRC32)
 VIEWS: dict[str, Callable[[Tensor], list[Tensor]]] = {

@@ -12,24 +12,22 @@ import orjson
 import pytest
 
 from tests import zoo
-from trainprobe.compiled import native
 from trainprobe.engine.core.records import Call, Opaque, Value
-from trainprobe.engine.storage.trail import HEAD, ON_DEVICE, PlainTrail, open_trail, read_trail
+from trainprobe.engine.storage.trail import HEAD, ON_DEVICE, open_trail, read_trail
 
 ROOT = Path(__file__).parents[3]
 ABOUT = orjson.dumps(
     {"place": {"rank": 3, "world_size": 4}, "framework": "pytorch", "level": "L0", "task": "statistics", "wanted": ["max"]}
 )
-KINDS = ["plain", *(["compiled"] if native is not None else [])]
 
 
-@pytest.fixture(scope="module", params=["1", "0"])
+@pytest.fixture(scope="module", params=["kernels", "torch"])
 def zoo_told(request):
-    """Return (what the trail says, what the collected step says) of each case, with the compiled parts and without them."""
+    """Return (what the trail says, what the collected step says) of each case, reduced by the kernels or by torch."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.storage.trail_of_a_step"],
+        [sys.executable, "-m", "tests.engine.storage.trail_of_a_step", request.param],
         cwd=ROOT,
-        env={**os.environ, "TRAINPROBE_NATIVE": request.param, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         timeout=600,
     )
@@ -45,9 +43,9 @@ def test_the_trail_of_a_step_says_what_its_step_says(zoo_told, name, level):
     assert trail == step_data
 
 
-def written(kind, memory):
-    """Return a trail of a kind in this memory."""
-    return PlainTrail(memoryview(memory)) if kind == "plain" else open_trail(memoryview(memory))
+def written(memory):
+    """Return a trail in this memory."""
+    return open_trail(memoryview(memory))
 
 
 def a_step(trail):
@@ -73,10 +71,9 @@ def a_step(trail):
     return value, twin, far, outer, inner
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_told_is_read(kind):
+def test_what_is_told_is_read():
     memory = bytearray(1 << 18)
-    trail = written(kind, memory)
+    trail = written(memory)
     kept = a_step(trail)
     found = read_trail(bytes(memory))
     assert found is not None
@@ -100,10 +97,9 @@ def test_what_is_told_is_read(kind):
     del kept
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_each_record_the_memory_holds_whole_records(kind):
+def test_after_each_record_the_memory_holds_whole_records():
     memory = bytearray(1 << 18)
-    trail = written(kind, memory)
+    trail = written(memory)
     a_step(trail)
     used = struct.unpack_from("<Q", memory)[0]
     ends, at = [], HEAD
@@ -119,11 +115,10 @@ def test_after_each_record_the_memory_holds_whole_records(kind):
         assert found is not None and found[0].step == 7
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_has_no_room_is_counted_and_what_came_before_stays(kind):
+def test_what_has_no_room_is_counted_and_what_came_before_stays():
     memory = bytearray(HEAD + 900 + 8)
     guard = memory[HEAD + 900 :]
-    trail = written(kind, memoryview(memory)[: HEAD + 900])
+    trail = written(memoryview(memory)[: HEAD + 900])
     kept = a_step(trail)
     found = read_trail(bytes(memory[: HEAD + 900]))
     assert found is not None
@@ -137,10 +132,9 @@ def test_what_has_no_room_is_counted_and_what_came_before_stays(kind):
     del kept
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_between_two_steps_and_after_the_end_nothing_is_written(kind):
+def test_between_two_steps_and_after_the_end_nothing_is_written():
     memory = bytearray(4096)
-    trail = written(kind, memory)
+    trail = written(memory)
     kept = [a_step(trail)]
     trail.end()
     assert read_trail(bytes(memory)) is None

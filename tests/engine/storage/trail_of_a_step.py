@@ -43,13 +43,13 @@ def told(step_data: StepData) -> dict[str, Any]:
     }
 
 
-def record(name: str, level: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def record(name: str, level: str, native: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the trail of a step says of it, and what its collected step does."""
     case = zoo.load(name)
     seed_all()
     model = case.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    plan = {"level": level, "monitor": MONITOR, "black_box": True, "on_error": "raise"}
+    plan = {"level": level, "monitor": MONITOR, "black_box": True, "on_error": "raise", "native": native}
     with tempfile.TemporaryDirectory() as folder, trainprobe.watch(model, optimizer, output=folder, **plan) as probe:
         for step in range(2):
             probe.begin_step()
@@ -63,6 +63,6 @@ def record(name: str, level: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.stdout.buffer.write(
-        orjson.dumps({f"{name} {level}": record(name, level) for name in zoo.NAMES for level in ("mix", "off")})
-    )
+    native = sys.argv[1] == "kernels"
+    found = {f"{name} {level}": record(name, level, native) for name in zoo.NAMES for level in ("mix", "off")}
+    sys.stdout.buffer.write(orjson.dumps(found))

@@ -1,16 +1,16 @@
-"""What the compiled parts keep from step to step (hooks with their entries, shapes) is true of each step: they record what
-their twins do, which keep nothing, whatever changes in between."""
+"""What is kept from step to step (hooks with their entries, shapes) is true of each step: one probe over all steps records what
+a new probe for each step does, whatever changes in between."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import trainprobe
 from tests.engine.taps.recorded_step import told
-from trainprobe.compiled import native
 
-pytestmark = pytest.mark.skipif(native is None, reason="the compiled parts are not built")
 STEPS = 6
 
 
@@ -97,23 +97,28 @@ CHANGES = [
 ]
 
 
-def run(change, folder, *, compiled):
+def run(change, folder, *, afresh):
+    """Return what is recorded of each step, by one probe or by one a step, what the program heard, and its parameters."""
     loop = Loop()
     collected_steps = []
-    with trainprobe.watch(
-        loop.model, loop.optimizer, output=folder, level="L0", sinks=["memory"], native=compiled, on_error="raise"
-    ) as probe:
+
+    def watching(step):
+        plan = {"output": folder / f"{step}", "level": "L0", "sinks": ["memory"], "on_error": "raise"}
+        return trainprobe.watch(loop.model, loop.optimizer, **plan)
+
+    with nullcontext() if afresh else watching("all") as whole:
         for step in range(STEPS):
             change(loop, step)
-            probe.begin_step()
-            loop.step()
-            collected_steps.append(told(probe.end_step()))
+            with watching(step) if afresh else nullcontext(whole) as probe:
+                probe.begin_step()
+                loop.step()
+                collected_steps.append(told(probe.end_step()))
     return collected_steps, loop.heard, [p.tolist() for p in loop.model.parameters()]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_each_step_is_recorded_as_without_the_compiled_parts(change, tmp_path):
-    ours, theirs = (run(change, tmp_path / str(compiled), compiled=compiled) for compiled in (True, False))
+def test_each_step_is_recorded_as_by_a_probe_that_begins_with_it(change, tmp_path):
+    ours, theirs = (run(change, tmp_path / str(afresh), afresh=afresh) for afresh in (False, True))
     assert len(ours[0]) == STEPS and all(len(step_data["calls"]) > 5 for step_data in ours[0])
     assert ours == theirs
 

@@ -1,4 +1,4 @@
-"""Calls of modules in unusual circumstances: what is recorded, compiled and not."""
+"""Calls of modules in unusual circumstances: what is recorded."""
 
 from __future__ import annotations
 
@@ -9,13 +9,6 @@ import torch
 
 import trainprobe
 from trainprobe.engine.core.records import Call, StepData
-from trainprobe.engine.taps import torch_modules
-
-
-@pytest.fixture(params=[True, False], ids=["compiled", "python"], autouse=True)
-def _both(request, monkeypatch):
-    if not request.param:
-        monkeypatch.setattr(torch_modules, "native", None)
 
 
 def recorded(model: torch.nn.Module, train: Any, folder: Any, **plan: Any) -> StepData:

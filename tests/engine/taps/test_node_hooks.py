@@ -7,9 +7,7 @@ import torch
 from torch.autograd import function
 
 import trainprobe
-from trainprobe.compiled import native
-
-pytestmark = pytest.mark.skipif(native is None, reason="the compiled parts are not built")
+from trainprobe.compiled import recording
 
 
 def in_place():
@@ -67,8 +65,8 @@ def test_what_is_not_collected_registers_by_torchs_own_function(tmp_path):
 
 
 def test_a_registrar_passes_on_what_is_not_its_own():
-    registrar = native.Registrar()
+    registrar = recording.Registrar()
     registrar.below = lambda hooks, hook: ("below", hooks, hook)
     assert registrar(None, print) == ("below", None, print)
     with pytest.raises(RuntimeError, match="stands in no place"):
-        native.Registrar()(None, print)
+        recording.Registrar()(None, print)

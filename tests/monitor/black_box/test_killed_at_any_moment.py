@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import orjson
-import pytest
 
 from tests.engine.storage.trail_of_a_step import told
 from trainprobe.cli import main
@@ -26,16 +25,16 @@ SCRIPT = Path(__file__).with_name("killed_at_any_moment.py")
 KILLS = 4
 
 
-def run(native, *arguments, **how):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRAINPROBE_NATIVE": native}
+def run(*arguments, **how):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), *arguments], env=environment, stdout=subprocess.PIPE, text=True, **how
     )
 
 
-def killed(native, folder):
+def killed(folder):
     """Kill a training at a moment that nobody knows; return the ring that it left."""
-    with run(native, str(folder)) as training:
+    with run(str(folder)) as training:
         try:
             assert training.stdout.readline() == "it trains\n"
             time.sleep(random.uniform(0, 0.1))  # whenever it is: all must hold at any moment
@@ -46,13 +45,12 @@ def killed(native, folder):
     return path
 
 
-@pytest.mark.parametrize("native", ["1", "0"])
-def test_wherever_a_training_is_killed_the_box_tells_the_truth(tmp_path, capsys, monkeypatch, native):
+def test_wherever_a_training_is_killed_the_box_tells_the_truth(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # the headings of the table stand on one line, however long its numbers are
-    rings = [killed(native, tmp_path / f"{i}") for i in range(KILLS)]
+    rings = [killed(tmp_path / f"{i}") for i in range(KILLS)]
     left = [read_trail(read_trail_bytes(ring)) for ring in rings]
     steps = sorted({found[0].step for found in left if found is not None})
-    with run(native, str(tmp_path / "whole"), *map(str, steps or [0])) as undisturbed:
+    with run(str(tmp_path / "whole"), *map(str, steps or [0])) as undisturbed:
         whole = json.loads(undisturbed.stdout.read().splitlines()[-1])
     for ring, found in zip(rings, left, strict=True):
         boxed = [decode(orjson.dumps(step["reel"])) for step in read_box(ring)[1]]

@@ -76,30 +76,24 @@ SUDDEN = {
 
 
 EACH = [(how, where) for how in SUDDEN for where in WHERE]
-PLAINLY = [("SIGKILL", "inside"), ("SIGTERM", "optimizer"), ("segfault", "forward"), ("SIGKILL", "backward")]
 
 
-def deaths(folder, asked, native):
+def deaths(folder, asked):
     """Have a process die in each way that is asked for; return the folder, and their exit statuses."""
     command = [sys.executable, str(SCRIPT), str(folder), *(f"{how},{where}" for how, where in asked)]
-    done = subprocess.run(command, env=environment(TRAINPROBE_NATIVE=native), capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and "disabled itself" not in done.stderr, done.stderr
     return folder, json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    return deaths(tmp_path_factory.mktemp("compiled"), EACH, "1")
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return deaths(tmp_path_factory.mktemp("plain"), PLAINLY, "0")
+def died(tmp_path_factory):
+    return deaths(tmp_path_factory.mktemp("died"), EACH)
 
 
 @pytest.mark.parametrize(("how", "where"), EACH)
-def test_whatever_ends_the_process_all_that_the_step_had_brought_is_there(compiled, capsys, how, where):
-    folder, statuses = compiled
+def test_whatever_ends_the_process_all_that_the_step_had_brought_is_there(died, capsys, how, where):
+    folder, statuses = died
     left = folder / f"{how}-{where}"
     assert statuses[left.name] == -SUDDEN[how]
     path, _, collected_steps = steps_of(left)
@@ -110,14 +104,6 @@ def test_whatever_ends_the_process_all_that_the_step_had_brought_is_there(compil
     shown = " ".join(capsys.readouterr().out.split())  # lines are broken
     assert (UNSURE if how == "SIGKILL" and where == "backward" else PLACES[where]) in shown
     assert ("most recent call first" in shown) == (how != "SIGKILL")
-
-
-@pytest.mark.parametrize(("how", "where"), PLAINLY)
-def test_without_the_compiled_parts_it_is_there_too(plain, how, where):
-    folder, statuses = plain
-    left = folder / f"{how}-{where}"
-    assert statuses[left.name] == -SUDDEN[how]
-    assert_brought(steps_of(left)[2][-1], where, float(left.with_suffix(".out").read_text()))
 
 
 def assert_brought(cut, where, norm):

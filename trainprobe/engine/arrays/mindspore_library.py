@@ -80,16 +80,12 @@ class MindSporeLibrary:
         """Return an empty strip."""
         return HostStrip(NumpyStrip(flags, compiled=self._native))
 
-    def eye(self) -> bool:
-        """Tell whether the compiled tape may look at tensors itself: it knows torch's only."""
-        return False
-
     def native_rows(self, strip: Any) -> Any:
         """Return None: each tensor passes through the strip's own `add`."""
         return None
 
     def native_code(self, dtype: Any) -> int:
-        """Return -1: see `eye`."""
+        """Return -1: see `native_rows`."""
         return -1
 
     def extra(self, name: str, result: npt.NDArray[np.float64], dtype: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.compiled import forbidden, native
+from trainprobe.compiled import native
 from trainprobe.engine.stats.checksum import fingerprint
 from trainprobe.engine.stats.partials import PARTIALS
 
@@ -38,8 +38,8 @@ def refusal(array: npt.NDArray[Any], dtype: str) -> str:
 
 
 def native_rows_in_use() -> bool:
-    """Tell whether the compiled kernel reduces (TRAINPROBE_NATIVE=0 forbids it)."""
-    return native is not None and not forbidden()
+    """Tell whether the compiled kernel reduces."""
+    return native is not None
 
 
 class NumpyStrip:

@@ -21,17 +21,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainprobe.compiled import forbidden
+from trainprobe.compiled import native as _native
 from trainprobe.engine.arrays.torch_apart import apart
 from trainprobe.engine.arrays.torch_reduce import CHECKSUM, CRC32, REDUCED, STATS, STD, SUBLOW
 from trainprobe.engine.arrays.torch_rows import DeviceRows, to_host
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.stats.partials import PARTIALS
-
-try:
-    from trainprobe import _native  # pyright: ignore[reportAttributeAccessIssue]
-except ImportError:
-    _native = None
 
 __all__ = [
     "CHECKSUM",
@@ -61,8 +56,8 @@ def native_code(dtype: torch.dtype) -> int:
 
 
 def native_in_use() -> bool:
-    """Tell whether CPU tensors are reduced by the compiled kernel (TRAINPROBE_NATIVE=0 forbids it)."""
-    return _native is not None and not forbidden()
+    """Tell whether CPU tensors are reduced by the compiled kernel."""
+    return _native is not None
 
 
 class TorchStrip:
@@ -75,7 +70,7 @@ class TorchStrip:
 
     def __init__(self, flags: int, *, native: bool = True) -> None:
         self._flags = flags
-        self.native: Any = _native.Strip() if _native is not None and native and native_in_use() else None
+        self.native: Any = _native.Strip() if _native is not None and native else None
         self._codes = _NATIVE_CODES if self.native is not None else {}
         self._add_native: Any = self.native.add if self.native is not None else None
         self._kernels, self._together = native, False

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from trainprobe.engine.arrays.torch_apart import apart
-from trainprobe.engine.arrays.torch_arrays import TorchStrip, local_of, native_code, native_in_use, reason_without_statistics
+from trainprobe.engine.arrays.torch_arrays import TorchStrip, local_of, native_code, reason_without_statistics
 from trainprobe.engine.arrays.torch_extras import Extra, StripWithExtras, bin_counts, exponent_counts
 from trainprobe.engine.arrays.torch_extras import quantiles as quantiles_at
 from trainprobe.engine.arrays.torch_rows import to_host
@@ -43,7 +43,6 @@ class TorchLibrary:
         """Prepare the library. edges: bins of a histogram of each value, or "exponent"; quantiles: levels from 0 to 1."""
         self.dtype_text: Mapping[Any, str] = _DtypeText()
         self._native = native
-        self._eye = native and native_in_use()
         self._edges = edges
         computed: dict[str, Extra] = {}
         if edges is not None:
@@ -58,10 +57,6 @@ class TorchLibrary:
         if self._extras:
             return StripWithExtras(flags, self._extras, native=self._native)
         return TorchStrip(flags, native=self._native)
-
-    def eye(self) -> bool:
-        """Tell whether the compiled tape may look at tensors itself; what is not plain or on the host is for Python."""
-        return self._eye
 
     def native_rows(self, strip: TorchStrip) -> Any:
         """Return the compiled rows of a strip, or None where each tensor must pass through the strip's own `add`."""

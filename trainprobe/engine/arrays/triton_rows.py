@@ -22,7 +22,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainprobe.compiled import forbidden
 from trainprobe.engine.arrays.torch_reduce import CHECKSUM, REDUCED, SMALLEST_NORMAL, STATS, STD, SUBLOW, write_row
 from trainprobe.engine.arrays.torch_words import mix
 from trainprobe.engine.stats.partials import PARTIALS
@@ -179,7 +178,7 @@ class Trust:
         """Use the kernels no more on this device."""
         self.refusal = self.refusal or (
             f"the Triton kernels are not used on {self.device}: {why}. Torch's own operations reduce there, more slowly and "
-            "with the same results; TRAINPROBE_NATIVE=0 chooses them from the start"
+            "with the same results; `native: false` in the plan chooses them from the start"
         )
 
 
@@ -206,8 +205,8 @@ def trust_in(device: torch.device) -> Trust:
 
 
 def kernels_of(device: torch.device) -> TritonRows | None:
-    """Return what reduces on a device by the kernels, None where there are none or they are forbidden."""
-    if device.type not in DEVICES or forbidden() or not _triton_is_there():
+    """Return what reduces on a device by the kernels, None where there are none or they cannot be used."""
+    if device.type not in DEVICES or not _triton_is_there():
         return None
     return TritonRows(trust_in(device))
 

@@ -59,16 +59,12 @@ class Strip(Protocol):
 class Library(Protocol):
     """What the tape needs to know of a tensor library."""
 
-    plain: frozenset[type]
+    plain: frozenset[type]  # two classes that the compiled tape looks at itself, or none
     extras: Sequence[str]
     dtype_text: Mapping[Any, str]
 
     def strip(self, flags: int) -> Strip:
         """Return an empty strip."""
-        ...
-
-    def eye(self) -> bool:
-        """Tell whether the compiled tape may look at tensors itself (see `Tape`)."""
         ...
 
     def native_rows(self, strip: Any) -> Any:

@@ -7,10 +7,11 @@ module call only the few frames below that module's own call are walked. Equal s
 from __future__ import annotations
 
 import linecache
-import sys
-from types import CodeType, FrameType
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
 
-from trainprobe.compiled import native
+from trainprobe.compiled import recording
 
 _HIDDEN = (
     "torch/overrides.py",
@@ -29,48 +30,19 @@ _HIDDEN = (
 
 
 class Stacks:
-    """Interns call stacks; `-1` is the empty stack."""
+    """Interns call stacks; `-1` is the empty stack.
+
+    capture(base, stop, depth=2) returns the number of the caller's stack. base: number of the enclosing stack, put outermost,
+    once the walk meets the code object whose id is `stop`; where that is never met, the walk ends at the outermost frame and
+    base is not used. depth: own frames to leave out.
+    """
 
     def __init__(self) -> None:
-        self._ids: dict[tuple[int, ...], int] = {}
         self._frames: list[tuple[int, tuple[tuple[CodeType, int], ...]]] = []
         self._text: dict[tuple[CodeType, int], str | None] = {}
         self._lines: list[list[str]] = []
-        self.table = native.StackTable(self._frames) if native is not None else None
-        if self.table is not None:
-            self.capture = self.table.capture
-
-    def capture(self, base: int, stop: int, depth: int = 2) -> int:
-        """Return the number of the caller's stack.
-
-        base: number of the enclosing stack, put outermost, once the walk meets the code object whose id is `stop`; where that
-        is never met, the walk ends at the outermost frame and base is not used. depth: own frames to leave out.
-        """
-        frame: FrameType | None = sys._getframe(depth)
-        key: list[int] = []
-        while frame is not None:
-            code = id(frame.f_code)
-            if code == stop:
-                break
-            key.append(code)
-            key.append(frame.f_lasti)
-            frame = frame.f_back
-        key.append(base if frame is not None else -1)
-        whole = tuple(key)
-        number = self._ids.get(whole)
-        return self._intern(whole, depth) if number is None else number
-
-    def _intern(self, key: tuple[int, ...], depth: int) -> int:
-        frame: FrameType | None = sys._getframe(depth + 1)
-        frames: list[tuple[CodeType, int]] = []
-        for _ in range(len(key) // 2):
-            assert frame is not None
-            frames.append((frame.f_code, frame.f_lasti))  # holding the code object keeps its id from being reused
-            frame = frame.f_back
-        number = len(self._frames)
-        self._frames.append((key[-1], tuple(frames)))
-        self._ids[key] = number
-        return number
+        self.table: Any = recording.StackTable(self._frames)
+        self.capture: Callable[..., int] = self.table.capture
 
     def text(self) -> list[list[str]]:
         """Return every stack so far, innermost line first, `File P, line L, in F, \\n SOURCE`; new ones are made once."""

@@ -12,7 +12,7 @@ Who a value or a call is, is told by the object's address while the step runs (u
 (uint16), columns of partials that are zero are left out (a mask of uint16 says which). A record counts when `used` says so,
 which is written last: whatever ends the process, the memory holds whole records. Numbers that are on a device are not there.
 
-`native/trail.c` writes the same for the compiled parts, 0.1 µs a record.
+`native/trail.c` writes it, 0.1 µs a record; here it is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trainprobe.compiled import native
+from trainprobe.compiled import recording
 from trainprobe.engine.core.records import Call, Opaque, StepData, Value
 from trainprobe.engine.stats.partials import PARTIALS, finish
 from trainprobe.engine.storage.dumps.header import read_place
@@ -33,7 +33,6 @@ HEAD = 24
 ON_DEVICE = "its numbers were still on the device when the process ended"
 _TREES = ("args", "kwargs", "out", "params")
 _NONE = -(1 << 63)
-_GRAD = {True: 2, False: 4, None: 0}
 
 
 class Trail(Protocol):
@@ -74,121 +73,8 @@ class Trail(Protocol):
 
 def open_trail(memory: memoryview) -> Trail:
     """Return a trail in this memory, uint8 [n]."""
-    if native is None:
-        return PlainTrail(memory)
     held = np.frombuffer(memory, np.uint8)
-    return native.Trail(held.__array_interface__["data"][0], held.size, held)
-
-
-class PlainTrail:
-    """A trail that Python writes (see `Trail`)."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self._memory: memoryview | None = memory
-        self._used, self._left_out, self._alive = 0, 0, False
-        self._known: set[int] = set()
-        memory[:HEAD] = bytes(HEAD)
-
-    def begin(self, step: int, about: bytes) -> None:
-        """See `Trail`."""
-        if self._memory is None:
-            return
-        self._used, self._left_out, self._alive = 0, 0, True
-        self._known.clear()
-        self._memory[:HEAD] = struct.pack("<QqQ", 0, step, 0)
-        self._put(b"H", about)
-
-    def end(self) -> None:
-        """See `Trail`."""
-        self._alive = False
-        if self._memory is not None:
-            self._memory[:8] = bytes(8)
-
-    def close(self) -> None:
-        """See `Trail`."""
-        self._alive, self._memory = False, None
-
-    def value(self, value: Value, row: bytes | None, checksum: int) -> None:
-        """See `Trail`."""
-        self._put(b"V", _described(value, row, checksum))
-        self._known.add(id(value))
-
-    def twin(self, twin: Value, value: Value) -> None:
-        """See `Trail`."""
-        if id(value) in self._known:
-            self._put(b"T", struct.pack("<QQ", id(twin), id(value)) + _text(twin.note))
-            self._known.add(id(twin))
-
-    def call(self, call: Call) -> None:
-        """See `Trail`."""
-        if id(call) not in self._known:
-            self._known.add(id(call))
-            above = id(call.parent) if isinstance(call.parent, Call) else 0
-            numbers = struct.pack("<QQqq", id(call), above, call.call, _NONE if call.micro is None else call.micro)
-            texts = (call.kind, call.name, call.phase, call.cls, call.node, None if above else call.parent)
-            self._put(b"C", numbers + b"".join(map(_text, texts)))
-        for i, name in enumerate(_TREES):
-            tree = getattr(call, name)
-            if tree is not None:
-                self._put(b"F", struct.pack("<QB", id(call), i) + self._tree(tree))
-
-    def scalar(self, name: str, x: Any) -> None:
-        """See `Trail`."""
-        self._put(b"S", _text(name) + self._tree(x))
-
-    def batch(self, fingerprint: int) -> None:
-        """See `Trail`."""
-        self._put(b"B", struct.pack("<Q", fingerprint))
-
-    def _put(self, letter: bytes, said: bytes) -> None:
-        memory = self._memory
-        if memory is None or not self._alive:
-            return
-        at, size = HEAD + self._used, 5 + len(said)
-        if self._left_out or at + size > len(memory):
-            self._left_out += 1
-            memory[16:24] = struct.pack("<Q", self._left_out)
-            return
-        memory[at : at + size] = struct.pack("<I", size) + letter + said
-        self._used += size
-        memory[:8] = struct.pack("<Q", self._used)
-
-    def _tree(self, x: Any) -> bytes:
-        if x is None:
-            return b"n"
-        if isinstance(x, Value):
-            return b"v" + struct.pack("<Q", id(x)) if id(x) in self._known else b"w" + _described(x, None, 0)
-        if isinstance(x, bool):
-            return b"t" if x else b"f"
-        if isinstance(x, int):
-            return b"i" + struct.pack("<q", x) if _NONE <= x < 1 << 63 else b"n"
-        if isinstance(x, float):
-            return b"d" + struct.pack("<d", x)
-        if isinstance(x, str):
-            return b"s" + _text(x)
-        if isinstance(x, list):
-            return b"l" + struct.pack("<I", len(x)) + b"".join(map(self._tree, x))
-        if isinstance(x, dict):
-            return b"m" + struct.pack("<I", len(x)) + b"".join(_text(key) + self._tree(item) for key, item in x.items())
-        return b"o" + _text(getattr(x, "type", None))
-
-
-def _text(x: Any) -> bytes:
-    data = x.encode(errors="replace")[:0xFFFF] if isinstance(x, str) else b""
-    return struct.pack("<H", len(data)) + data
-
-
-def _described(value: Value, row: bytes | None, checksum: int) -> bytes:
-    flags = (row is not None) | _GRAD[value.requires_grad]
-    shape = value.shape[:255]
-    said = struct.pack(f"<QBB{len(shape)}q", id(value), flags, len(shape), *shape)
-    said += _text(value.type) + _text(value.dtype) + _text(value.device) + _text(value.note)
-    if row is None:
-        return said
-    numbers = np.frombuffer(row, np.float64)
-    there = numbers != 0
-    mask = sum(1 << i for i in np.flatnonzero(there).tolist())
-    return said + struct.pack("<H", mask) + numbers[there].tobytes() + struct.pack("<Q", checksum)
+    return recording.Trail(held.__array_interface__["data"][0], held.size, held)
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------------

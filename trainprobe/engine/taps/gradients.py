@@ -12,7 +12,7 @@ Node hooks see tensors and return None; they insert nothing, change no value and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +24,9 @@ from trainprobe.engine.arrays.torch_apart import apart
 
 sequence_number: Callable[[], int] = _get_sequence_nr
 
-__all__ = ["Contribution", "Edge", "Graph", "edge_of", "node_of", "sequence_number"]
+__all__ = ["Edge", "edge_of", "node_of", "plus", "sequence_number"]
 
 Edge = tuple[Any, int]
-Arrive = Callable[[Any], None]
 
 
 def node_of(t: Any) -> Any | None:
@@ -56,54 +55,6 @@ def edge_of(t: Any) -> Edge | None:
     return edge.node, edge.output_nr
 
 
-class Graph:
-    """What is known of the autograd graph of the forward that is running: who consumes which edge.
-
-    Each node is visited once a step. Nodes are held only while the outermost part runs (the graph holds them
-    anyway), so that their ids cannot be reused.
-    """
-
-    def __init__(self) -> None:
-        self._visited: dict[int, Any] = {}
-        self._outside: dict[int, Any] = {}
-        self._consumers: dict[tuple[int, int], list[tuple[Any, int, int]]] = {}
-
-    def visit(self, roots: Sequence[Any], floor: int) -> None:
-        """Walk from nodes `roots` towards the inputs, through nodes numbered `floor` or above that were not visited yet.
-
-        A node below the floor lies outside the part that just returned; it waits for the enclosing part, whose floor is lower.
-        """
-        visited, consumers = self._visited, self._consumers
-        walk = [*roots, *self._outside.values()]
-        outside: dict[int, Any] = {}
-        while walk:
-            node = walk.pop()
-            key = id(node)
-            if key in visited:
-                continue
-            number = node._sequence_nr()
-            if number < floor:
-                outside[key] = node
-                continue
-            visited[key] = node
-            for i, (parent, slot) in enumerate(node.next_functions):
-                if parent is not None:
-                    consumers.setdefault((id(parent), slot), []).append((node, i, number))
-                    walk.append(parent)
-        self._outside = outside
-
-    def consumers(self, edge: Edge, floor: int) -> list[tuple[Any, int]]:
-        """Return (node, input number) for every visited node numbered `floor` or above that consumes `edge`."""
-        found = self._consumers.get((id(edge[0]), edge[1]), ())
-        return [(node, i) for node, i, number in found if number >= floor]
-
-    def clear(self) -> None:
-        """Let go of the nodes; called when the outermost part has returned."""
-        self._visited.clear()
-        self._outside.clear()
-        self._consumers.clear()
-
-
 def plus(total: Any, gradient: Any) -> Any:
     """Return the sum of two gradients, out of place and in their own dtype; no part of any graph."""
     with apart(within_transforms=True):
@@ -111,38 +62,3 @@ def plus(total: Any, gradient: Any) -> Any:
             return total + gradient
         with torch.no_grad():
             return total + gradient
-
-
-class Contribution:
-    """Sums what the consumers of one input send back and hands on the sum when the last one has sent.
-
-    With one consumer nothing is computed. With several the sum is taken out of place, in the order of arrival and in the
-    gradients' own dtype, which is what autograd itself would have done for an identity node at this input.
-    """
-
-    __slots__ = ("_arrive", "_left", "_sum")
-
-    def __init__(self, consumers: int, arrive: Arrive) -> None:
-        self._left = consumers
-        self._sum: Any = None
-        self._arrive = arrive
-
-    def add(self, gradient: Any) -> None:
-        """Take one consumer's gradient; None (no gradient along this edge) counts as sent."""
-        if self._left <= 0:
-            return  # a second backward through a retained graph: the first one is what was recorded
-        if gradient is not None:
-            if self._sum is None:
-                self._sum = gradient
-            else:
-                self._sum = plus(self._sum, gradient)
-        self._left -= 1
-        if self._left == 0:
-            self.flush()
-
-    def flush(self) -> None:
-        """Hand on what has arrived."""
-        if self._sum is not None:
-            total, self._sum = self._sum, None
-            self._left = 0
-            self._arrive(total)

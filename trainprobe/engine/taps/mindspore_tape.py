@@ -15,7 +15,7 @@ class HostTape(Tape):
     def _special(self, t: Any, flags: int) -> Value:
         inner, kind, _, note = self.library.special(t)
         if isinstance(inner, HostArray):
-            _, value = self._reduce(inner, flags, inner)
+            value = self._reduce(inner, flags, inner)
             value.type = kind
             return value
         return Value(-1, str(t.dtype), tuple(t.shape), type=kind, note=note)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.autograd import function
 
-from trainprobe.compiled import native
+from trainprobe.compiled import recording
 from trainprobe.engine.taps.replaced import Replaced
 
 _OWNER: Any = getattr(function, "_HookMixin", None)
@@ -20,8 +20,8 @@ _replaced: list[Replaced] = []  # the registrar while it stands there
 
 def hold(tap: object) -> None:
     """Have the registrar stand in torch's place for a tap; safe to call twice."""
-    if not _holders and native is not None and _NAME in vars(_OWNER or object):
-        _replaced.append(Replaced(_OWNER, _NAME, native.Registrar()))
+    if not _holders and _NAME in vars(_OWNER or object):
+        _replaced.append(Replaced(_OWNER, _NAME, recording.Registrar()))
     _holders.add(tap)
 
 

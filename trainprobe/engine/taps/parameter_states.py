@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import DisableTorchFunction
 
-from trainprobe.compiled import native
+from trainprobe.compiled import recording
 from trainprobe.engine.core.facts import Piece
 from trainprobe.engine.core.flat_parameters import Stretch, handles_of, stretches_of
 from trainprobe.engine.core.guard import attempt
@@ -247,7 +247,7 @@ class ParameterStateTap:
     def _plain_parts(self, tape: Tape, plain: PlainSource, moment: str, due: frozenset[str]) -> Iterable[Part]:
         """Return the parts of the plain source that are still to be looked at: none where the compiled parts have done it."""
         sorts, updates = self._asked(due)
-        if native is None or tape.eye is None or updates or plain.stretches or plain.masters() or self._scale is not None:
+        if updates or plain.stretches or plain.masters() or self._scale is not None:
             return plain.parts(moment, sorts)
         after = moment == "after_step"
         key = sorts, after, self.more, frozenset(plain.others)
@@ -255,7 +255,7 @@ class ParameterStateTap:
         if entries is None:
             entries = self._listed[key] = [self._entry(p, plain.names[id(p)], sorts, after) for p in plain.stepped()]
         states, slots = plain.states() if "state" in sorts else [], self._after if after else None
-        done = native.look_at_parts(tape.eye, tape.calls, self._calls, entries, states, moment, tape.micro, slots)
+        done = recording.look_at_parts(tape.eye, tape.calls, self._calls, entries, states, moment, tape.micro, slots)
         return () if done else plain.parts(moment, sorts)
 
     def _entry(self, p: Any, name: str, sorts: frozenset[str], after: bool) -> tuple[Any, str, int, int, int]:

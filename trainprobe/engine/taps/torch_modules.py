@@ -9,16 +9,13 @@ visit every subclass of Module, twice a step.)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
-from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import DisableTorchFunction, _current_graph_task_id
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch._C import DisableTorchFunction
+from torch.compiler import is_dynamo_compiling
 
-from trainprobe.compiled import native
+from trainprobe.compiled import recording
 from trainprobe.engine.core.flat_parameters import is_flattened
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import INNER, ROOT, Rename, count_outer_wrappers, is_outer_wrapper, logical_name
@@ -27,36 +24,22 @@ from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.tape import SAVE, Tape
 from trainprobe.engine.taps import node_hooks, substituted
-from trainprobe.engine.taps.gradients import edge_of, plus, sequence_number
-from trainprobe.engine.taps.module_gradients import (
-    UNTOUCHED,
-    Edges,
-    GradientWatch,
-    collect_edges,
-    odd_edges,
-    places,
-)
+from trainprobe.engine.taps.gradients import edge_of, plus
+from trainprobe.engine.taps.module_gradients import UNTOUCHED, Edges, odd_edges, places
 from trainprobe.engine.taps.native_torch import learned
 from trainprobe.engine.taps.outline import Outline
 from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.engine.taps.requests import ModuleRequest
 
+if TYPE_CHECKING:
+    from trainprobe import _native
+
+    ModuleInfo = _native.ModuleInfo
+else:
+    ModuleInfo = recording.ModuleInfo
+
 # Dump entries may leave these parts out (a plan's `data`).
 INPUTS, KWARGS, OUTPUTS, PARAMETERS, PARAMETER_GRADIENTS = "input", "kwargs", "output", "parameters", "parameter_gradients"
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleInfo:
-    """A module of the model as it is recorded: logical name, class, own parameters, and what is wanted of it."""
-
-    name: str
-    cls: str
-    parameters: tuple[tuple[str, Any], ...]
-    flags: int
-    selected: bool
-
-
-_Info: Any = ModuleInfo if native is None else native.ModuleInfo
 
 
 def _shim(known: dict[int, ModuleInfo], original: Any, run: Any) -> Any:
@@ -76,7 +59,7 @@ def _as_it_runs(info: ModuleInfo, module: Any) -> ModuleInfo | None:
     now = tuple((short, module._parameters[short]) for short, _ in info.parameters if short in module._parameters)
     if all(new is old for (_, new), (_, old) in zip(now, info.parameters, strict=False)):
         return None
-    return _Info(info.name, info.cls, now, info.flags, info.selected)
+    return ModuleInfo(info.name, info.cls, now, info.flags, info.selected)
 
 
 _CALL_CODE = id(_shim({}, None, None).__code__)  # where a call stack enters a module
@@ -85,7 +68,8 @@ _CALL_CODE = id(_shim({}, None, None).__code__)  # where a call stack enters a m
 class ModuleTap:
     """See the module text. `stack` holds the calls that are running, outermost first; the op tap reads its top.
 
-    Where the compiled parts are there, `native/modules.c` does what `_run` and `_record_parameter` do.
+    The compiled `ModuleWatch` (`native/modules.c`) records the calls and the gradients; here modules are named, and everything
+    is put in place and taken away.
     """
 
     def __init__(self, wanted: ModuleRequest, guard: Guard, stacks: Stacks | None, rename: Rename | None = None) -> None:
@@ -101,23 +85,18 @@ class ModuleTap:
         self._rename = rename
         self._models: list[Any] = []
         self._tape: Tape | None = None
-        self._gradients = GradientWatch(guard)
-        self._thread = 0
         self._original: Replaced | None = None
         self._substituted: Replaced | None = None
         self._outline: Outline | None = None
         self._saves = False  # whether values of modules are saved
         self._accumulators: list[tuple[Any, Any]] = []
-        self._gradient_calls: dict[tuple[str, int], Call] = {}
         self._arrived: dict[int, int] = {}  # id of parameter → gradients that arrived this step
-        self._forwards: dict[str, list[int | None]] = {}  # micro-batch of each forward call, None once it is recomputed
-        self._micros: dict[int, bool] = {}  # what the plan says of a micro-batch, asked once a step
-        self._watch: Any = None if native is None else self._compiled(native)
+        self._watch: Any = self._recorder()
 
-    def _compiled(self, native: Any) -> Any:
-        """Return what records calls in compiled code."""
+    def _recorder(self) -> Any:
+        """Return what records calls, in compiled code."""
         wanted = self.wanted
-        return learned(native).ModuleWatch(
+        return learned(recording).ModuleWatch(
             guard=self._guard,
             fault=self._guard.take,
             other_thread=self._note_other_thread,
@@ -175,7 +154,7 @@ class ModuleTap:
                     self._note_compiled(shown)
                 flags = self.wanted.flags(shown, type(module).__name__)
                 self._saves = self._saves or bool(flags & SAVE)
-                self.known[id(module)] = _Info(shown, type(module).__name__, own, flags, self.wanted.selected(shown))
+                self.known[id(module)] = ModuleInfo(shown, type(module).__name__, own, flags, self.wanted.selected(shown))
 
     def names(self) -> dict[int, str]:
         """Return id of parameter → name, as the model is now: another dict where it is made of something else than before."""
@@ -196,15 +175,9 @@ class ModuleTap:
         self.names()
         self._tape = tape
         self.stack.clear()
-        self._gradient_calls.clear()
         self._arrived.clear()
-        self._thread = get_ident()
-        self._forwards.clear()
-        self._micros.clear()
-        self._gradients.tape = tape
         tape.looks_again = not self._saves  # where values are saved, each parameter would be saved once a micro-batch
-        if self._watch is not None and tape.eye is not None:
-            self._watch.begin(tape, tape.eye, tape.calls, self._arrived)
+        self._watch.begin(tape, tape.eye, tape.calls, self._arrived)
         self.install()
         if self.wanted.backward:
             node_hooks.hold(self)
@@ -215,16 +188,13 @@ class ModuleTap:
         """Put the recording call in place."""
         if self._original is not None and self._original.wake():
             return
-        run = self._run if self._in_python() else self._watch.run
+        run = self._watch.run
         run = run if self.position is None else self.position.around(run)
         self._original = Replaced(
             torch.nn.Module, "_call_impl", _shim(self.known, torch.nn.Module._call_impl, run), traced=True
         )
         if self._substituted is None:
             self._substituted = substituted.follow(self.known, _as_it_runs, self._guard)
-
-    def _in_python(self) -> bool:
-        return self._watch is None or self._tape is None or self._tape.eye is None
 
     def uninstall(self) -> None:
         """Put the original call back."""
@@ -250,9 +220,7 @@ class ModuleTap:
         if not again:
             self.uninstall()
             node_hooks.let_go(self)
-        if self._watch is not None:
-            self._watch.end()
-        self._gradients.end()
+        self._watch.end()
         if not again:
             for _, handle in self._accumulators:
                 handle.remove()
@@ -260,25 +228,6 @@ class ModuleTap:
         self._tape = None
 
     # ---- a call ------------------------------------------------------------------------------------------------
-
-    def _run(self, info: ModuleInfo, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
-        if self._tape is None or self._guard.tripped is not None or is_compiling():
-            return original(module, *args, **kwargs)
-        if get_ident() != self._thread and _current_graph_task_id() == -1:
-            self._note_other_thread()
-            return original(module, *args, **kwargs)
-        entered = self._guard.run(self._enter, info, args, kwargs)
-        if entered is None:
-            return original(module, *args, **kwargs)
-        depth = len(self.stack)
-        try:
-            out = original(module, *args, **kwargs)
-            self._guard.run(self._leave, info, entered, out)
-            return out
-        finally:
-            del self.stack[depth - 1 :]
-            if depth == 1:
-                self._gradients.returned()
 
     def _note_other_thread(self) -> None:
         self.notes["a module was called from another thread than the one that began the step: its calls are not recorded"] = (
@@ -288,73 +237,6 @@ class ModuleTap:
     def _odd_edges(self, x: Any, path: str) -> Edges:
         with DisableTorchFunction():
             return [] if self._tape is None else odd_edges(self._tape, x, path)
-
-    def _enter(self, info: ModuleInfo, args: Any, kwargs: Any) -> tuple[Call, int, Edges, bool]:
-        tape, wanted = self._tape, self.wanted
-        assert tape is not None
-        with DisableTorchFunction():
-            again = _current_graph_task_id() != -1
-            parent = self.stack[-1] if self.stack else None
-            if parent is None and not again:
-                tape.forward_begins(info.name)
-            call = self._new_call(info, again, parent)
-            edges: Edges = []
-            flow = False
-            if info.selected and not (again and not wanted.recompute) and self._wants(call.micro or 0):
-                save = info.flags & SAVE
-                at = f"Module.{info.name}.{info.cls}.{call.phase}.{call.call}" if save else None
-                if wanted.forward:
-                    if INPUTS in wanted.data:
-                        call.args = tape.tree(args, info.flags, at and f"{at}.input")
-                    if kwargs and KWARGS in wanted.data:
-                        call.kwargs = tape.tree(kwargs, info.flags, at and f"{at}.kwargs")
-                    if info.parameters and PARAMETERS in wanted.data:
-                        call.params = {n: tape.tree(p, info.flags, at and f"{at}.parameters.{n}") for n, p in info.parameters}
-                if wanted.backward and INPUTS in wanted.data:
-                    flow = torch.is_grad_enabled()
-                if flow:
-                    collect_edges(tape, args, "", edges)
-                    collect_edges(tape, kwargs, "", edges)
-                tape.calls.append(call)
-                tape.told(call)
-            self.stack.append(call)
-            return call, sequence_number(), edges, flow
-
-    def _wants(self, micro: int) -> bool:
-        wanted = self._micros.get(micro)
-        if wanted is None:
-            wanted = self._micros[micro] = self.wanted.micro(micro)
-        return wanted
-
-    def _new_call(self, info: ModuleInfo, again: bool, parent: Call | None) -> Call:
-        tape = self._tape
-        assert tape is not None
-        calls = self._forwards.setdefault(info.name, [])
-        if again:
-            micro = tape.micro if self._gradients.micro is None else self._gradients.micro
-            number = _recomputed(calls, micro)
-        else:
-            micro = tape.micro
-            number = len(calls)
-            calls.append(micro)
-        stack = -1
-        if self._stacks is not None:
-            stack = self._stacks.capture(parent.stack if parent is not None else -1, self.code, 6)
-        phase = "recompute" if again else "forward"
-        return Call("module", info.name, number, phase, cls=info.cls, micro=micro, parent=parent, stack=stack)
-
-    def _leave(self, info: ModuleInfo, entered: tuple[Call, int, Edges, bool], out: Any) -> None:
-        tape, wanted = self._tape, self.wanted
-        call, floor, edges, flow = entered
-        if tape is None or not info.selected or not self._wants(call.micro or 0):
-            return
-        with DisableTorchFunction():
-            if wanted.forward and OUTPUTS in wanted.data and not (call.phase == "recompute" and not wanted.recompute):
-                at = f"Module.{info.name}.{info.cls}.{call.phase}.{call.call}.output" if info.flags & SAVE else None
-                call.out = tape.tree(out, info.flags, at)
-                tape.told(call)
-            if wanted.backward and (flow or torch.is_grad_enabled()):
-                self._gradients.watch(call, info.flags, floor, edges, out)
 
     # ---- gradients of parameters ---------------------------------------------------------------------------------
 
@@ -374,42 +256,8 @@ class ModuleTap:
                     seen.add(id(p))
                     edge = edge_of(p)
                     if edge is not None:  # the parameter holds its accumulator only weakly, so it is held here
-                        if self._in_python():
-                            record: Any = partial(self._parameter, info, short, id(p))
-                        else:
-                            record = self._watch.parameter_hook(info, short, id(p))
-                        handle = edge[0].register_prehook(record)
+                        handle = edge[0].register_prehook(self._watch.parameter_hook(info, short, id(p)))
                         self._accumulators.append((edge[0], handle))
-
-    def _parameter(self, info: ModuleInfo, short: str, key: int, gradients: Any) -> None:
-        if self._tape is not None:
-            self._guard.run(self._record_parameter, info, short, key, gradients[0])
-
-    def _record_parameter(self, info: ModuleInfo, short: str, key: int, gradient: Any) -> None:
-        tape = self._tape
-        if tape is None or gradient is None:
-            return
-        micro = tape.micro if self._gradients.micro is None else self._gradients.micro
-        if not self._wants(micro):
-            return
-        with DisableTorchFunction():
-            number = self._arrived.get(key, 0)
-            self._arrived[key] = number + 1
-            call = self._gradient_call(info, number, micro)
-            at = f"Module.{info.name}.{info.cls}.parameters_grad.{number}.{short}" if info.flags & SAVE else None
-            call.params[short] = tape.tree(gradient, info.flags, at)
-            tape.told(call)
-
-    def _gradient_call(self, info: ModuleInfo, number: int, micro: int) -> Call:
-        tape = self._tape
-        assert tape is not None
-        call = self._gradient_calls.get((info.name, number))
-        if call is None:
-            call = tape.call("parameter", info.name, number, "backward", info.cls)
-            call.micro = micro
-            call.params = {}
-            self._gradient_calls[info.name, number] = call
-        return call
 
     def unwatched_parameters(self) -> None:
         """Record `p.grad` of parameters whose accumulator saw nothing this step: sharded ones are filled by their framework."""
@@ -423,21 +271,10 @@ class ModuleTap:
                     continue
                 for short, p in info.parameters:
                     if id(p) not in self._arrived and p.is_leaf and p.grad is not None:
-                        record = self._record_parameter if self._in_python() else self._watch.parameter
-                        record(info, short, id(p), p.grad)
+                        self._watch.parameter(info, short, id(p), p.grad)
 
     def _note_compiled(self, name: str) -> None:
         self.notes[
             f"{name} is compiled: what happens inside it cannot be seen. To see it, run the step uncompiled "
             "(torch.compiler.set_stance('force_eager') around the collected step, or compile less of the model)."
         ] = None
-
-
-def _recomputed(calls: list[int | None], micro: int) -> int:
-    """Return the number of the latest forward of a micro-batch that is not recomputed yet: backward is reverse."""
-    pending = [i for i, of in enumerate(calls) if of is not None]
-    found = [i for i in pending if calls[i] == micro] or pending
-    if not found:
-        return 0
-    calls[found[-1]] = None
-    return found[-1]

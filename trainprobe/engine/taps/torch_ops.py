@@ -12,19 +12,17 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction, _current_graph_task_id
 from torch.overrides import TorchFunctionMode
 
-from trainprobe.compiled import native
+from trainprobe.compiled import recording
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.plan.catalog import OpName, op_name
-from trainprobe.engine.tape import SAVE, Tape
+from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import node_hooks
 from trainprobe.engine.taps.compiled_regions import forget, keep_apart
 from trainprobe.engine.taps.function_modes import is_on, put_on, take_off
-from trainprobe.engine.taps.gradients import node_of, sequence_number
 from trainprobe.engine.taps.native_torch import learned
 from trainprobe.engine.taps.repeated_ops import RepeatedOps
 from trainprobe.engine.taps.replaced import Replaced
@@ -51,9 +49,6 @@ class OpTap:
         self._stacks = stacks
         self._inside: list[Call] = modules.stack if modules is not None else []
         self._module_code = modules.code if modules is not None else 0
-        self._forward = wanted.forward
-        self._backward = wanted.backward
-        self._inputs, self._kwargs, self._outputs = (part in wanted.data for part in ("input", "kwargs", "output"))
         self._names: dict[Any, _Wanted | None] = {}
         self._tape: Tape | None = None
         self._mode: _Mode | None = None
@@ -61,14 +56,13 @@ class OpTap:
         self._engine: Replaced | None = None
         self._question: Replaced | None = None
         self._repeated = RepeatedOps()
-        self._hooks: list[_OpBackward] = []
         self._parent: str | None = None
         self._specs: dict[Any, tuple[str, int, bool, bool] | None] = {}  # what `wanted` says, as the compiled watch reads it
-        self._watch: Any = None if native is None else self._compiled(native, wanted)
+        self._watch: Any = self._recorder(wanted)
 
-    def _compiled(self, native: Any, wanted: OpRequest) -> Any:
-        """Return what records calls in compiled code, as `before`, `after` and `_OpBackward` do here."""
-        return learned(native).OpWatch(
+    def _recorder(self, wanted: OpRequest) -> Any:
+        """Return what records calls and their gradients, in compiled code (`native/ops.c`)."""
+        return learned(recording).OpWatch(
             names=self._specs,
             learn=self._learn,
             fault=self._guard.take,
@@ -77,11 +71,11 @@ class OpTap:
             stacks=None if self._stacks is None else self._stacks.table,
             inside=self._inside,
             stop=self._module_code,
-            forward=self._forward,
-            backward=self._backward,
-            inputs=self._inputs,
-            kwargs=self._kwargs,
-            outputs=self._outputs,
+            forward=wanted.forward,
+            backward=wanted.backward,
+            inputs="input" in wanted.data,
+            kwargs="kwargs" in wanted.data,
+            outputs="output" in wanted.data,
             recompute=wanted.recompute,
         )
 
@@ -101,8 +95,7 @@ class OpTap:
     @parent.setter
     def parent(self, parent: str | None) -> None:
         self._parent = parent
-        if self._watch is not None:
-            self._watch.parent = parent
+        self._watch.parent = parent
 
     def call(self, func: Any, args: Any, kwargs: Any, otherwise: Any) -> Any:
         """Call `func`, a function that was made known, as an op; where no calls are taken, call `otherwise` instead."""
@@ -110,7 +103,7 @@ class OpTap:
         if not self._on or mode is None or not take_off(mode):
             return otherwise(*args, **kwargs)
         try:
-            return _Mode.__torch_function__(mode, func, (), args, kwargs)  # unseen by the program's modes, which stay on
+            return mode.__torch_function__(func, (), args, kwargs)  # unseen by the program's modes, which stay on
         finally:
             put_on(mode)
 
@@ -127,10 +120,8 @@ class OpTap:
             take_off(self._mode)  # where a fault ended a step inside a torch call, torch put the mode back after that
         self._tape = tape
         self._repeated.begin(tape)
-        watch: Any = self._watch if tape.eye is not None else None
-        if watch is not None:
-            watch.begin(tape, tape.eye, tape.calls)
-        self._mode = _Mode(self, watch)
+        self._watch.begin(tape, tape.eye, tape.calls)
+        self._mode = _Mode(self._watch)
         autograd: Any = torch.autograd
         self._engine = Replaced(autograd, "_engine_run_backward", self._with_mode(autograd._engine_run_backward))
         asked = self._without_mode(torch.overrides.has_torch_function)
@@ -215,11 +206,7 @@ class OpTap:
             if replaced is not None:
                 replaced.back()
         self._engine = self._question = None
-        if self._watch is not None:
-            self._watch.end()
-        for hook in self._hooks:
-            hook.forget()
-        self._hooks.clear()
+        self._watch.end()
         self._on = False
         if self._mode is None:
             return
@@ -250,148 +237,19 @@ class OpTap:
         self._names[func] = found
         return found
 
-    def before(self, name: OpName, flags: int, args: Any, kwargs: Any) -> Call | None:
-        """Record what goes in. Inputs are looked at before the call, which may write to them."""
-        tape = self._tape
-        assert tape is not None
-        inside = self._inside
-        parent: Call | str | None = inside[-1] if inside else self.parent
-        again = None
-        if _current_graph_task_id() != -1:
-            again = self._repeated.number(name.name, parent)
-            if again is None:
-                return None  # what Python does in a backward pass is no forward
-        phase = "forward" if again is None else "recompute"
-        micro = parent.micro if phase == "recompute" and isinstance(parent, Call) else tape.micro
-        if not self._plan.micro(micro or 0):
-            return None
-        text = name.name
-        number = tape.count(text, "forward") if again is None or again < 0 else again
-        call = Call("op", text, number, phase, micro=micro, parent=parent)
-        if self._stacks is not None:
-            call.stack = self._stacks.capture(inside[-1].stack if inside else -1, self._module_code, 5)
-        if self._forward:
-            at = f"{text}.{call.call}.{phase}" if flags & SAVE else None
-            if self._inputs:
-                call.args = tape.tree(args, flags, at and f"{at}.input")
-            if kwargs and self._kwargs:
-                call.kwargs = tape.tree(kwargs, flags, at and f"{at}.kwargs")
-            if phase == "forward" or self._plan.recompute:
-                tape.calls.append(call)
-                tape.told(call)
-        return call
-
-    def after(self, name: OpName, flags: int, call: Call, floor: int, args: Any, kwargs: Any, out: Any) -> None:
-        """Record what comes out, and watch the node that the call made."""
-        tape = self._tape
-        if tape is None:
-            return
-        if name.written:
-            forget_written(tape, name.written, args, kwargs or {})
-        if self._forward and self._outputs and not name.unwritten:
-            at = f"{name.name}.{call.call}.{call.phase}.output" if flags & SAVE else None
-            call.out = tape.tree(out, flags, at)
-            if call.phase == "forward" or self._plan.recompute:
-                tape.told(call)
-        if not self._backward:
-            return
-        made: list[Any] = []
-        for t in out if isinstance(out, list | tuple) else (out,):
-            node = node_of(t) if isinstance(t, torch.Tensor) else None
-            if node is not None and node._sequence_nr() >= floor and not any(node is m for m in made):
-                made.append(node)
-        if made:
-            record = _OpBackward(self, call, flags)
-            for node in made:
-                node.register_hook(record)
-            self._hooks.append(record)
-
-
-def forget_written(tape: Tape, written: int, args: Any, kwargs: Any) -> None:
-    """Have what a call may have written looked at anew: also tensors of lists (`_fused_adamw_`), and those with a keyword."""
-    for i, arg in enumerate(args):
-        if written >> i & 1:
-            tape.touched(arg)
-        for t in arg if isinstance(arg, list | tuple) else ():
-            tape.touched(t)
-    for arg in kwargs.values():
-        tape.touched(arg)
-
-
-class _OpBackward:
-    """Records the gradients that pass the node of one op call."""
-
-    __slots__ = ("_call", "_flags", "_forward", "_tap")
-
-    def __init__(self, tap: OpTap, forward: Call, flags: int) -> None:
-        self._tap: OpTap | None = tap
-        self._forward: Call = forward
-        self._flags = flags
-        self._call: Call | None = None
-
-    def __call__(self, sent: Any, received: Any) -> None:
-        tap = self._tap
-        if tap is not None and tap._tape is not None:
-            tap._guard.run(self._record, tap._tape, sent, received)
-
-    def forget(self) -> None:
-        """Become inert and let go of everything; the hook itself leaves with the graph."""
-        self._tap = self._call = None
-        del self._forward
-
-    def _record(self, tape: Tape, sent: Any, received: Any) -> None:
-        with DisableTorchFunction():
-            forward = self._forward
-            call = self._call
-            at = f"{forward.name}.{forward.call}.backward" if self._flags & SAVE else None
-            if call is None:
-                call = self._call = Call(
-                    "op", forward.name, forward.call, "backward", micro=forward.micro, parent=forward.parent
-                )
-                call.args, call.out = [], []
-                tape.calls.append(call)
-            for side, gradients, place in ((call.args, received, "input"), (call.out, sent, "output")):
-                first = len(side)  # a node that is passed twice has more of them
-                side += [tape.tree(t, self._flags, at and f"{at}.{place}.{i}") for i, t in enumerate(gradients, first)]
-            tape.told(call)
-
 
 class _Mode(TorchFunctionMode):
-    """Hands each torch call to the tap, or to its compiled watch; torch itself takes the mode off while it runs."""
+    """Hands each torch call to the compiled watch; torch itself takes the mode off while it runs."""
 
-    def __init__(self, tap: OpTap, watch: Any) -> None:
+    def __init__(self, watch: Any) -> None:
         super().__init__()
-        self._tap = tap
         self._watch = watch
-        self._names = tap._names
-        self._guard = tap._guard
-        self._depth = 0
-        if watch is not None:
-            self.__torch_function__ = MethodType(watch.handle, self)  # found before the class's own
+        self.__torch_function__ = MethodType(watch.handle, self)  # found before the class's own
 
     def handling(self) -> bool:
         """Tell whether a torch call is running that this mode was handed."""
-        return self._depth > 0 or (self._watch is not None and self._watch.depth > 0)
+        return self._watch.depth > 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._depth += 1
-        try:
-            return self._handle(func, args, kwargs)
-        finally:
-            self._depth -= 1
-
-    def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            wanted = self._names[func]
-        except KeyError:
-            wanted = self._guard.run(self._tap.wanted, func)
-        if wanted is None or self._tap._tape is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        name, flags = wanted
-        guard = self._guard
-        call = guard.run(self._tap.before, name, flags, args, kwargs)
-        floor = sequence_number()
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        if call is not None:
-            guard.run(self._tap.after, name, flags, call, floor, args, kwargs, out)
-        return out
+        """Pass a call on, once the watch has been let go."""
+        return func(*args, **kwargs) if kwargs else func(*args)

@@ -10,19 +10,17 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from trainprobe.compiled import native
+from trainprobe.compiled import recording
 from trainprobe.engine.arrays.torch_library import TorchLibrary
 from trainprobe.engine.storage.dumps.direct_file import BLOCK
 from trainprobe.engine.storage.dumps.tensor_files import SAFETENSORS_NAMES, SafetensorsFile
 from trainprobe.engine.tape import SAVE, Tape
 
-pytestmark = pytest.mark.skipif(native is None, reason="the compiled parts are not there")
-
 
 def gathered(values: list[torch.Tensor]) -> list:
     """Return the pieces into which the tape gathers these values, `x.0`, `x.1` and so on."""
     pieces: list = []
-    arena = native.Arena(SAFETENSORS_NAMES, pieces.append)
+    arena = recording.Arena(SAFETENSORS_NAMES, pieces.append)
     tape = Tape(TorchLibrary(), lambda *_: pytest.fail("a value was not gathered"), arena=arena)
     for i, value in enumerate(values):
         tape.tree(value, SAVE, f"x.{i}")

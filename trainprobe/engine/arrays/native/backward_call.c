@@ -1,5 +1,5 @@
-/* The backward call of one module call: what comes back at its outputs and what it sends to its inputs (see `Backward` in
-   taps/module_gradients.py, which does the same). */
+/* The backward call of one module call: what comes back at its outputs and what it sends to its inputs. It is put on
+   the tape when its first gradient arrives. */
 #include "module_watch.h"
 
 typedef struct {

@@ -66,7 +66,7 @@ typedef struct {
 
 struct Tape {
     PyObject_HEAD
-    PyTypeObject *plain[2];
+    PyTypeObject *plain[2]; /* NULL where every tensor is left to Python */
     PyObject *open_strip, *slow, *special, *rare, *keep, *describe;
     PyObject *arena; /* NULL: each value passes through `keep` */
     PyObject *trail; /* is told what is looked at, or NULL */

@@ -1,4 +1,5 @@
-/* Who consumes which edge of the autograd graph (see taps/gradients.py, whose Graph does the same). */
+/* Who consumes which edge of the autograd graph: each node is visited once a step, and held only while the
+   outermost module runs. Why it is done this way is written in taps/gradients.py. */
 #include "objects.h"
 
 typedef struct {

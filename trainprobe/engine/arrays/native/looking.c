@@ -1,5 +1,5 @@
-/* One tensor looked at once: where its elements lie, whether it was seen as it is, and its row (see engine/tape.py, whose Python methods do
-   the same and take over wherever something is rare). */
+/* One tensor looked at once: where its elements lie, whether it was seen as it is, and its row; engine/tape.py takes over
+   wherever something is rare. */
 #include <string.h>
 
 #include "eye.h"

@@ -1,4 +1,4 @@
-/* The module calls of a step (see taps/torch_modules.py, whose Python methods do the same): inputs, parameters and outputs of each
+/* The module calls of a step (see taps/torch_modules.py): inputs, parameters and outputs of each
    call, and what watches its gradients (module_gradients.c) and those of parameters (parameter_gradients.c). */
 #include "module_watch.h"
 

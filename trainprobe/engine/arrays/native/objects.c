@@ -1,4 +1,4 @@
-/* Value and Call (see engine/core/records.py) and ModuleInfo (see taps/torch_modules.py), whose Python classes they stand in for. */
+/* Value, Call and ModuleInfo: what they mean is written in trainprobe/_native.pyi. */
 #include "objects.h"
 
 PyTypeObject *value_type, *call_type, *info_type;

@@ -1,4 +1,4 @@
-/* The torch calls of a step (see taps/torch_ops.py, whose Python methods do the same): what goes in, what comes out, and the
+/* The torch calls of a step (see taps/torch_ops.py): what goes in, what comes out, and the
    gradients that pass the autograd node of each call. */
 #include "objects.h"
 
@@ -194,11 +194,18 @@ static PyObject *call_it(PyObject *func, PyObject *args, PyObject *kwargs) {
 
 static PyObject *handle_wanted(OpWatch *self, PyObject *spec, PyObject *func, PyObject *args, PyObject *kwargs) {
     long flags = PyLong_AsLong(PyTuple_GetItem(spec, 1));
-    Call *call = before(self, PyTuple_GetItem(spec, 0), flags, args, kwargs);
+    PyObject *off = modes_off(); /* those of the program are still on where a function of its own is called (OpTap.call) */
+    Call *call = PyErr_Occurred() ? NULL : before(self, PyTuple_GetItem(spec, 0), flags, args, kwargs);
+    modes_on(off);
     if (PyErr_Occurred() && give_to_guard(self->fault)) return NULL;
     long long floor = call && self->backward ? sequence_now() : 0;
     PyObject *out = call_it(func, args, kwargs);
-    if (out && call && after(self, spec, flags, call, floor, args, kwargs, out) && give_to_guard(self->fault)) Py_CLEAR(out);
+    if (out && call) {
+        off = modes_off();
+        int failed = PyErr_Occurred() || after(self, spec, flags, call, floor, args, kwargs, out);
+        modes_on(off);
+        if (failed && give_to_guard(self->fault)) Py_CLEAR(out);
+    }
     Py_XDECREF((PyObject *)call);
     return out;
 }

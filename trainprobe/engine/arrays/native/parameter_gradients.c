@@ -1,5 +1,5 @@
-/* Gradients of parameters, as they reach their accumulators: one call a module and number of arrival (see taps/torch_modules.py, whose
-   Python methods do the same). */
+/* Gradients of parameters, as they reach their accumulators: one call a module and number of arrival (see
+   taps/torch_modules.py). */
 #include "module_watch.h"
 
 static PyObject *t_parameter, *t_backward, *t_micro;

@@ -82,17 +82,20 @@ static PyObject *leave_trail(Tape *self, PyObject *trail) {
 }
 
 static PyObject *tape_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *plain[2], *functions[6];
+    PyObject *plain, *functions[6];
     int reuse;
-    if (kwargs || !PyArg_ParseTuple(args, "(OO)iOOOOOO", &plain[0], &plain[1], &reuse, &functions[0], &functions[1], &functions[2],
+    if (kwargs || !PyArg_ParseTuple(args, "O!iOOOOOO", &PyTuple_Type, &plain, &reuse, &functions[0], &functions[1], &functions[2],
                                     &functions[3], &functions[4], &functions[5]))
         return NULL;
+    if (PyTuple_Size(plain) != 0 && PyTuple_Size(plain) != 2) return PyErr_Format(PyExc_TypeError, "plain is two classes, or none");
     Tape *self = (Tape *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
     self->reuse = reuse;
-    for (int i = 0; i < 2; i++) self->plain[i] = (PyTypeObject *)Py_NewRef(plain[i]);
-    attributes_learn(self->plain);
-    tape_know(self);
+    if (PyTuple_Size(plain)) {
+        for (int i = 0; i < 2; i++) self->plain[i] = (PyTypeObject *)Py_NewRef(PyTuple_GetItem(plain, i));
+        attributes_learn(self->plain);
+        tape_know(self);
+    }
     self->open_strip = Py_NewRef(functions[0]), self->slow = Py_NewRef(functions[1]), self->special = Py_NewRef(functions[2]);
     self->rare = Py_NewRef(functions[3]), self->keep = Py_NewRef(functions[4]), self->describe = Py_NewRef(functions[5]);
     return (PyObject *)self;
@@ -170,7 +173,8 @@ static PyType_Slot tape_slots[] = {{Py_tp_new, tape_new},
                                    {Py_tp_clear, tape_clear},
                                    {Py_tp_members, tape_members},
                                    {Py_tp_methods, tape_methods},
-                                   {Py_tp_doc, "Eye((Tensor, Parameter), reuse, open_strip, slow, special, rare, keep, dtype)"},
+                                   {Py_tp_doc, "Eye((Tensor, Parameter) or (), reuse, open_strip, slow, special, rare, keep, dtype): with (), every tensor is\n"
+                                               "left to special."},
                                    {0, NULL}};
 
 static PyType_Spec tape_spec = {"trainprobe._native.Eye", sizeof(Tape), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tape_slots};

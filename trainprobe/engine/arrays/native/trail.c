@@ -1,5 +1,5 @@
 /* The trail of a step: what it has brought so far, written as it comes into memory that outlives the process (see engine/storage/trail.py,
-   whose Python class does the same and says what the records mean). */
+   which reads it and says what the records mean). */
 #include <string.h>
 
 #include "objects.h"

@@ -1,4 +1,4 @@
-/* Trees of arguments and results turned into trees of Values and scalars (see `Tape.tree` in engine/tape.py, which does the same). */
+/* Trees of arguments and results turned into trees of Values and scalars (see `Tape` in engine/tape.py). */
 #include "eye.h"
 
 #define DEEPEST 400
