@@ -195,7 +195,7 @@ class PrecisionDebugger:
         """Record of `module` its own calls, as `Module.{module_name}.{class}`, and nothing else until `module_dump_end`.
 
         At levels L0 and mix modules are recorded as everywhere, which is printed once. Raises UsageError for anything but a
-        module.
+        module, and beside a monitor, whose modules are left out of a dump of level L1.
         """
         self = cls.instance()
         if not hasattr(module, "named_modules"):
@@ -206,6 +206,11 @@ class PrecisionDebugger:
                 "or name the module in `modules` of a plan at level L0"
             )
             return
+        if self.plan.monitor is not None:
+            raise UsageError(
+                f"module_dump({module_name!r}): a dump of level L1 leaves out the modules that are recorded beside a monitor; "
+                "use level mix, or leave `monitor` out of the plan"
+            )
         if self._dumped is None:
             from trainprobe.engine.taps.dumped_modules import DumpedModules
             from trainprobe.engine.taps.requests import modules_of_plan

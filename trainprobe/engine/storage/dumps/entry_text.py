@@ -65,7 +65,7 @@ class EntryText:
         is taken gets the next free number.
         """
         taken: set[str] = set()
-        others = ("state", "module", "parameter") if self._step_data.level == "L1" else ("state",)
+        others = ("state", "module", "parameter") if _modules_are_watched_only(self._step_data) else ("state",)
         for call in self._step_data.calls:
             if call.phase == "recompute" or call.kind in others:
                 continue
@@ -160,6 +160,11 @@ class EntryText:
         for key, item in (value.extra or {}).items():
             text += f", {quote(key)}: {dumps(item)}"
         return text
+
+
+def _modules_are_watched_only(step_data: StepData) -> bool:
+    """Tell whether the modules of a step were recorded for the monitor, and not for the dump."""
+    return step_data.level == "L1" and "monitor" in step_data.programs
 
 
 def quote(text: str) -> str:
