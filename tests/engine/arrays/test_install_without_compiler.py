@@ -8,6 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+import trainprobe
+from trainprobe.cli import main
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -55,3 +60,26 @@ def test_without_the_compiled_part_files_can_be_read_and_recording_is_refused_in
     assert numbers.split() == ["False", "10.0", "1"]
     assert len(refusals) == 3 and written == "False"
     assert all("install the wheel" in said and "C compiler" in said for said in refusals)
+
+
+READING = """
+import sys; sys.modules['trainprobe._native'] = None
+from trainprobe.cli import main
+print([main(command.split()) for command in sys.argv[1:]], file=sys.stderr)
+"""
+
+
+def test_without_the_compiled_part_a_dump_and_a_run_are_judged_as_with_it(tmp_path: Path) -> None:
+    sides = [str(tmp_path / side) for side in ("a", "b")]
+    for side in sides:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        with trainprobe.watch(model, output=side, level="mix", monitor=True, sinks=("dump", "jsonl"), console=False) as probe:
+            for _ in range(2):
+                with probe.step():
+                    (model(torch.ones(3, 4)) * (1 + (side == sides[1]))).sum().backward()
+    commands = [f"dump-compare {sides[0]} {sides[1]}", f"dump-compare {sides[0]} {sides[0]}", f"judge {sides[0]}"]
+    done = subprocess.run([sys.executable, "-c", READING, *commands], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    codes = [main(command.split()) for command in commands]
+    assert codes[:2] == [2, 0]
+    assert done.stderr.splitlines()[-1] == str(codes), done.stderr

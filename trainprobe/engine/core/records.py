@@ -9,13 +9,14 @@ inside a training step would cost more than reducing the tensors; iterate over `
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.compiled import recording
+from trainprobe.compiled import native
 
 Phase = Literal["forward", "recompute", "backward", "optimizer", "save", "step"]
 Kind = Literal["module", "op", "parameter", "state", "collective", "saved", "scalar", "feature"]
@@ -77,13 +78,84 @@ class Record:
     note: str | None = None
 
 
-if TYPE_CHECKING:
-    from trainprobe import _native
+class Value:
+    """A distinct tensor value that was looked at once; its numbers stand in row `row` of the step's partials."""
 
-    Call = _native.Call  # compiled: thousands a step, which the garbage collector does not track
-    Value = _native.Value
-else:
-    Value, Call = recording.Value, recording.Call
+    __slots__ = ("device", "dtype", "extra", "note", "requires_grad", "row", "shape", "tensor", "type")
+
+    def __init__(
+        self,
+        row: int,
+        dtype: str,
+        shape: tuple[int, ...],
+        *,
+        type: str = "torch.Tensor",
+        device: str = "cpu",
+        requires_grad: bool | None = None,
+        note: str | None = None,
+        tensor: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.row = row  # index into StepData.partials, -1 when nothing could be reduced (then `note` says why)
+        self.type = type  # full class name as existing tools write it
+        self.dtype = dtype  # "torch.float32", "Float32" (mindspore)
+        self.shape = shape  # -1 for the ragged dimension of a jagged tensor
+        self.device = device
+        self.requires_grad = requires_grad
+        self.note = note
+        self.tensor = tensor
+        self.extra = extra  # DTensor placements and mesh, and the like
+
+    def with_note(self, note: str) -> Value:
+        """Return the same value with a note of its own; other places that refer to it keep theirs."""
+        twin = copy(self)
+        twin.note = note
+        return twin
+
+
+class Call:
+    """One forward or backward of a module or op, or one group of parameter values.
+
+    Kind "parameter": the gradients that reached a module's own parameters, `params` {short name: Value}. Kind
+    "state": what belongs to one parameter around the optimizer step, `name` its full name, `params` {"value" | "grad"
+    | "exp_avg" | …: Value}.
+
+    The trees `args`, `kwargs`, `out`, `params` hold `Value`s, plain scalars (int, float, bool, str, None), `Opaque`
+    leaves, and nested lists and dicts of them. A backward call has its gradients of outputs in `args` and its
+    gradients of inputs in `out`.
+    """
+
+    __slots__ = ("args", "call", "cls", "kind", "kwargs", "micro", "name", "node", "out", "params", "parent", "phase", "stack")
+
+    def __init__(
+        self,
+        kind: Kind,
+        name: str,
+        call: int,
+        phase: Phase,
+        *,
+        cls: str = "",
+        micro: int | None = None,
+        parent: Call | str | None = None,
+        stack: int = -1,
+    ) -> None:
+        self.kind: Kind = kind
+        self.name = name
+        self.call = call
+        self.phase: Phase = phase
+        self.cls = cls
+        self.micro = micro
+        self.parent = parent  # enclosing call, or "optimizer" / "clip_grad"
+        self.stack = stack  # index into StepData.stacks
+        self.args: Any = None
+        self.kwargs: Any = None
+        self.out: Any = None
+        self.params: Any = None
+        self.node: str | None = None  # autograd node whose gradients these are, for a backward op
+
+
+if not TYPE_CHECKING and native is not None:  # thousands a step, which the garbage collector does not track
+    Value, Call = native.Value, native.Call
 
 
 @dataclass(frozen=True, slots=True)
