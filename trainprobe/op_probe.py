@@ -62,9 +62,7 @@ class OpProbe(Probe):
     def _judged(self, step_data: StepData) -> Sequence[Finding]:
         from trainprobe.engine.taps.random_state import put_back, random_state
 
-        states = (
-            random_state()
-        )  # some operators draw numbers when they are judged, and the training's next ones must not change
+        states = random_state()  # some operators draw numbers when they are judged
         try:
             self._writer.flush()  # until then values may be on their way
             return self.judge(step_data) if step_data.complete else ()
