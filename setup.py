@@ -6,6 +6,7 @@ says what is missing once it is asked to record.
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
@@ -55,6 +56,15 @@ class BuildParts(build_ext):
             )
 
 
+def row_layout() -> list[tuple[str, str | None]]:
+    """Return the columns of a row of partials and the flags of what is wanted, as engine/stats/partials.py has them."""
+    tree = ast.parse(Path("trainprobe/engine/stats/partials.py").read_text(encoding="utf-8"))
+    given = {ast.unparse(node.targets[0]).strip("()"): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    names = "STATS, CHECKSUM, STD, CRC32, SUBLOW"
+    flags = zip(names.split(", "), ast.literal_eval(given[names]), strict=True)
+    return [("COLUMNS", str(len(ast.literal_eval(given["PARTIALS"])))), *((name, str(bit)) for name, bit in flags)]
+
+
 setup(
     cmdclass={"build_ext": BuildParts},
     ext_modules=[
@@ -62,6 +72,7 @@ setup(
             "trainprobe._native",
             sources=[str(NATIVE / name) for name in (*KERNEL, *TAPE)],
             depends=[str(NATIVE / name) for name in ("reduce.h", "sweeps.h", "objects.h", "eye.h", "module_watch.h")],
+            define_macros=row_layout(),
             extra_compile_args=FLAGS,
             libraries=[] if sys.platform == "win32" else ["m", "pthread"],
             py_limited_api=True,

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from trainprobe.engine.arrays import torch_arrays
-from trainprobe.engine.arrays.torch_arrays import CHECKSUM, CRC32, STATS, STD, TorchStrip
+from trainprobe.engine.arrays.torch_arrays import TorchStrip
+from trainprobe.engine.stats.partials import CHECKSUM, CRC32, STATS, STD
 
 WANTED = {"stats": STATS, "checksum": CHECKSUM, "stats+checksum": STATS | CHECKSUM, "stats+std": STATS | STD, "crc32": CRC32}
 SIZES = {"small": 64, "1k": 1000, "warm": 1 << 16, "cold": 1 << 26}  # elements

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from trainprobe.config_check.plan import ConfigCheckTap
-from trainprobe.engine import tape as flag
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.position import OPTIMIZER, UPDATED, Position
@@ -22,6 +21,8 @@ from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.program import Schedule
+from trainprobe.engine.stats.partials import STATS
+from trainprobe.engine.tape import SAVE
 from trainprobe.engine.taps import AUDIT, part_of
 from trainprobe.engine.taps.attention import AttentionFeature
 from trainprobe.engine.taps.audit_facts import AuditTap
@@ -119,9 +120,7 @@ def compose(
     if level in ("L1", "mix"):
         parts.ops = OpTap(ops_of_plan(plan, cuts), guard_of(guard, OpTap), stacks, modules)
         inside: list[Call] = modules.stack if modules is not None else []
-        parts.collectives = CollectiveTap(
-            flags_of(plan.base_detail) & ~flag.SAVE, guard_of(guard, CollectiveTap), stacks, inside
-        )
+        parts.collectives = CollectiveTap(flags_of(plan.base_detail) & ~SAVE, guard_of(guard, CollectiveTap), stacks, inside)
     audit = audit_plan(plan.audit) if plan.audit else None
     if monitor is not None or audit is not None:
         states = parts.states = ParameterStateTap(states_of_monitor(monitor), naming.names)
@@ -166,7 +165,7 @@ def _collect(parts: TorchParts, plan: Plan, guard: Guard, before: MonitorPlan | 
     if monitor is not None and (before is None or monitor.collectives != before.collectives):
         inside, chosen = (parts.watched or parts.naming).stack, Names(monitor.collectives.names).__contains__
         own = guard_of(guard, CollectiveTap)
-        parts.exchanged = CollectiveTap(flag.STATS, own, None, inside, chosen) if monitor.collectives.on else None
+        parts.exchanged = CollectiveTap(STATS, own, None, inside, chosen) if monitor.collectives.on else None
     if monitor is not None and (before is None or monitor.features != before.features):
         parts.features = features_of_monitor(monitor.features, guard, parts.naming) if monitor.features.on else None
 

@@ -29,6 +29,7 @@ VALUES: dict[str, Any] = {
     **{"file_format": "npy", "param_list": ["head"], "grad_level": "L0", "bounds": [0, 1], "overflow_nums": 3},
     **{"rank_list": [1], "host": "10.0.0.1", "port": 1234, "preheat_step": 3, "max_sample": 3, "async_dump": True},
     **{"is_online": True, "online_run_ut": True, "if_preheat": True, "precision": "low", "device": "device"},
+    **{"pert_mode": "bit_noise", "handler_type": "fix"},
 }
 # nothing to carry over: what is recorded is what such a file asks for, or it chooses the speed of the same numbers
 NEEDLESS = {"async_dump", "precision", "device"}

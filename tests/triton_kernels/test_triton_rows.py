@@ -12,9 +12,10 @@ import trainprobe
 from tests.engine.arrays import reduction_oracle as oracle
 from tests.engine.arrays.reduction_oracle import Believed, assert_true, row_of, sample, strip_of
 from trainprobe.engine.arrays import torch_arrays, triton_kernels, triton_rows
-from trainprobe.engine.arrays.torch_arrays import CHECKSUM, STATS, STD, SUBLOW, TorchStrip
+from trainprobe.engine.arrays.torch_arrays import TorchStrip
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.stats.checksum import fingerprint
+from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD, SUBLOW
 
 HERE = torch.device("cpu")
 ALL = STATS | CHECKSUM | STD | SUBLOW

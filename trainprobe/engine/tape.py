@@ -27,10 +27,9 @@ from trainprobe.engine.core.library import Carried, Library, Reading, Strip
 from trainprobe.engine.core.naming import utf8
 from trainprobe.engine.core.records import Call, Feature, Kind, Opaque, Phase, Place, StepData, Value
 from trainprobe.engine.stats.checksum import joined
-from trainprobe.engine.stats.partials import PARTIALS, finish
+from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, finish
 from trainprobe.engine.storage.trail import Trail
 
-STATS, CHECKSUM, STD, CRC32, SUBLOW = 1, 2, 4, 8, 16
 SAVE = 256  # the values themselves are wanted too
 KINDS = 0xFFFF
 CUT = 16  # above these bits: number of the cut through the values that is saved, 0 for the whole

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainprobe.engine.tape import CHECKSUM, STATS
+from trainprobe.engine.stats.partials import CHECKSUM, STATS
 
 if TYPE_CHECKING:
     from trainprobe.watching import Probe

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy.typing as npt
 
-from trainprobe.engine.arrays.numpy_rows import STATS, NumpyStrip
+from trainprobe.engine.arrays.numpy_rows import NumpyStrip
 from trainprobe.engine.core.records import Value
 from trainprobe.engine.core.step_data import StoredStepData, numbers_of_rows, slots
 from trainprobe.engine.stats import finish
+from trainprobe.engine.stats.partials import STATS
 from trainprobe.engine.storage.dumps.layout import find_dumps
 from trainprobe.engine.storage.kernel_dumps.file_names import parse_name
 from trainprobe.engine.storage.kernel_dumps.read import WANTED, read_kernels

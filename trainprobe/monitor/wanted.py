@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainprobe.engine import tape as flag
 from trainprobe.engine.plan.selection import Names
+from trainprobe.engine.stats.partials import STATS
 from trainprobe.engine.taps.requests import ModuleRequest
 from trainprobe.monitor.plan import Collect, MonitorPlan
 
@@ -17,7 +17,7 @@ def modules_of_monitor(monitor: MonitorPlan | None) -> ModuleRequest:
     chosen = [Names(kind.names) for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
     data = {"input", "output"} if monitor.activations.on or monitor.activation_gradients.on else set[str]()
     return ModuleRequest(
-        flags=lambda name, module_class="": flag.STATS,
+        flags=lambda name, module_class="": STATS,
         selected=lambda name: any(name in names for names in chosen),
         data=frozenset(data),
         forward=monitor.activations.on,
@@ -44,4 +44,4 @@ def no_flags(name: str, module_class: str = "") -> int:
 def flags_where(collect: Collect) -> Callable[[str], int]:
     """Return the tape's flags by name: statistics of what is chosen."""
     names = Names(collect.names)
-    return lambda name: flag.STATS if collect.on and name in names else 0
+    return lambda name: STATS if collect.on and name in names else 0

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from trainprobe.engine.arrays.numpy_rows import CHECKSUM, CRC32, STATS, NumpyStrip, reduce_row
+from trainprobe.engine.arrays.numpy_rows import NumpyStrip, reduce_row
 from trainprobe.engine.arrays.torch_library import TorchLibrary
-from trainprobe.engine.stats.partials import PARTIALS
+from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS
 
 EXACT = ("count", "nan", "posinf", "neginf", "zero", "min", "max")
 BOUND = {"torch.float64": 2.0**-44}  # relative to Σ|x| and to Σx²; others as below

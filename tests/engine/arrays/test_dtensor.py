@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainprobe.engine.arrays.torch_arrays import STATS, TorchStrip, local_of
+from trainprobe.engine.arrays.torch_arrays import TorchStrip, local_of
+from trainprobe.engine.stats.partials import STATS
 
 
 @pytest.fixture

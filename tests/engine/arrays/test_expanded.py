@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import trainprobe
-from trainprobe.engine.arrays.torch_arrays import CHECKSUM, CRC32, STATS, TorchStrip
+from trainprobe.engine.arrays.torch_arrays import TorchStrip
+from trainprobe.engine.stats.partials import CHECKSUM, CRC32, STATS
 
 ENDLESS = 2**40
 

@@ -7,9 +7,9 @@ import torch
 from reduction_oracle import ALL_DTYPES
 
 from trainprobe.engine.arrays import torch_extras
-from trainprobe.engine.arrays.torch_arrays import CHECKSUM, STATS, STD, SUBLOW
 from trainprobe.engine.arrays.torch_reduce import reduce_tensor
 from trainprobe.engine.arrays.torch_words import crc32_register
+from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD, SUBLOW
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)

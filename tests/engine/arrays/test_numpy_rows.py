@@ -14,9 +14,9 @@ import torch
 from tests.engine.arrays.reduction_oracle import bits_of, sample
 from tests.mindspore.shared_bits import NUMBERS, WORDS, torch_numbers
 from trainprobe.engine.arrays.numpy_rows import NumpyStrip, native_rows_in_use, reduce_row, refusal
-from trainprobe.engine.arrays.torch_arrays import CHECKSUM, CRC32, STATS, STD, SUBLOW, TorchStrip
+from trainprobe.engine.arrays.torch_arrays import TorchStrip
 from trainprobe.engine.stats import finish
-from trainprobe.engine.stats.partials import PARTIALS
+from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS, STD, SUBLOW
 
 EVERYTHING = STATS | CHECKSUM | STD | CRC32 | SUBLOW
 COMPILED = [

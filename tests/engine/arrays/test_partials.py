@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reduction_oracle import ALL_DTYPES, AT, COMPLEX, FLOATS, REDUCERS, assert_true, row_of, sample, strip_of, truth
 
-from trainprobe.engine.arrays.torch_arrays import CHECKSUM, STATS, STD, SUBLOW
-from trainprobe.engine.stats.partials import finish
+from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD, SUBLOW, finish
 
 
 @pytest.mark.parametrize("native", REDUCERS)

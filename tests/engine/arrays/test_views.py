@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trainprobe.engine.arrays.torch_library import TorchLibrary
-from trainprobe.engine.tape import CHECKSUM, CRC32, STATS, STD, Tape
+from trainprobe.engine.stats.partials import CHECKSUM, CRC32, STATS, STD
+from trainprobe.engine.tape import Tape
 
 ROWS, COLUMNS = 512, 192
 KINDS = (STATS, CHECKSUM, STATS | STD, STATS | CHECKSUM | CRC32)

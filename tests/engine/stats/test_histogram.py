@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainprobe.engine.arrays import torch_extras
-from trainprobe.engine.arrays.torch_arrays import STATS, TorchStrip
+from trainprobe.engine.arrays.torch_arrays import TorchStrip
 from trainprobe.engine.stats.histogram import ExponentHistogram, bin_counts, exponent_histogram
+from trainprobe.engine.stats.partials import STATS
 from trainprobe.engine.stats.quantiles import quantiles
 from trainprobe.errors import UsageError
 

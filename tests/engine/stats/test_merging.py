@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainprobe.engine.arrays.torch_arrays import STATS, STD, SUBLOW, TorchStrip
-from trainprobe.engine.stats.partials import STATISTICS, finish, merge
+from trainprobe.engine.arrays.torch_arrays import TorchStrip
+from trainprobe.engine.stats.partials import STATISTICS, STATS, STD, SUBLOW, finish, merge
 
 ANY = st.floats(width=64, allow_subnormal=True)
 

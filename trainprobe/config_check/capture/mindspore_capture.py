@@ -33,7 +33,7 @@ from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.checksum import fingerprint
-from trainprobe.engine.tape import CHECKSUM, STATS
+from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.taps.mindspore_calls import KnownCalls, listed
 from trainprobe.engine.taps.mindspore_cells import is_graph_mode
 from trainprobe.engine.taps.mindspore_states import rates_of

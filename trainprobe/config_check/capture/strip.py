@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainprobe.engine.arrays.torch_arrays import CHECKSUM, STATS, TorchStrip, local_of
+from trainprobe.engine.arrays.torch_arrays import TorchStrip, local_of
 from trainprobe.engine.arrays.torch_words import consecutive_keys, row_fingerprints, terms, words
 from trainprobe.engine.stats import finish
+from trainprobe.engine.stats.partials import CHECKSUM, STATS
 
 STATISTICS = ("min", "max", "mean", "norm")
 MOST_ROWS = 4096  # samples of a batch that get a fingerprint of their own

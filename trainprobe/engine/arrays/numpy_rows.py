@@ -18,9 +18,8 @@ import numpy.typing as npt
 
 from trainprobe.compiled import native
 from trainprobe.engine.stats.checksum import fingerprint
-from trainprobe.engine.stats.partials import PARTIALS
+from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STD, SUBLOW
 
-STATS, CHECKSUM, STD, CRC32, SUBLOW = 1, 2, 4, 8, 16  # as the tape has them
 _CODES: dict[str, int] = dict(native.DTYPES) if native is not None else {}
 _SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
 _LARGE, _SMALL, _SHIFT = 2.0**480, 2.0**-480, 600

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from trainprobe.compiled import native as _native
 from trainprobe.engine.arrays.torch_apart import apart
-from trainprobe.engine.arrays.torch_reduce import CHECKSUM, CRC32, REDUCED, STATS, STD, SUBLOW
+from trainprobe.engine.arrays.torch_reduce import REDUCED
 from trainprobe.engine.arrays.torch_rows import DeviceRows, to_host
 from trainprobe.engine.core.guard import attempt, fault_text
-from trainprobe.engine.stats.partials import PARTIALS
+from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS, STD, SUBLOW
 
 __all__ = [
     "CHECKSUM",

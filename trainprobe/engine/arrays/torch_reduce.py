@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trainprobe.engine.arrays.torch_chunks import chunks
 from trainprobe.engine.arrays.torch_words import fingerprint_of_chunk
+from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD, SUBLOW, WIDTH
 
-STATS, CHECKSUM, STD, CRC32, SUBLOW = 1, 2, 4, 8, 16
 _LOW = 0xFFFFFFFF
 _UNSIGNED = {torch.uint16: (torch.int16, 0xFFFF), torch.uint32: (torch.int32, _LOW)}
 _COMPONENT = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -75,13 +75,13 @@ def write_row(t: Tensor, flags: int, row: Tensor) -> None:
     """Reduce a tensor into a row of its device, int64 [>= 13]: the bits of the partials, and the fingerprint."""
     partials, checksum = reduce_tensor(t, flags)
     with torch.no_grad():
-        row[:12].copy_(partials.view(torch.int64 if partials.dtype == torch.float64 else torch.int32))
+        row[:WIDTH].copy_(partials.view(torch.int64 if partials.dtype == torch.float64 else torch.int32))
         if checksum is not None:
-            row[12].copy_(checksum)
+            row[WIDTH].copy_(checksum)
 
 
 def _empty_row(t: Tensor) -> Tensor:
-    row = torch.zeros(12, dtype=accumulator(t.device), device=t.device)
+    row = torch.zeros(WIDTH, dtype=accumulator(t.device), device=t.device)
     row[5], row[6] = torch.inf, -torch.inf
     return row
 

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainprobe.engine.arrays.torch_reduce import CRC32, accumulator, write_row
+from trainprobe.engine.arrays.torch_reduce import accumulator, write_row
 from trainprobe.engine.arrays.torch_words import crc32_on_host, crc32_register
 from trainprobe.engine.arrays.triton_rows import TritonRows, kernels_of
-from trainprobe.engine.stats.partials import PARTIALS
+from trainprobe.engine.stats.partials import CRC32, PARTIALS
 
 _ROOM = 512
 _WIDTH = len(PARTIALS)

@@ -19,10 +19,13 @@ import triton.language as tl
 
 from trainprobe.engine.arrays.triton_elements import elements, share, upper_half
 from trainprobe.engine.arrays.triton_sums import add_squares, fold, fold_squares, shrunk, two_sum
+from trainprobe.engine.stats import partials
 
 COLUMNS = tl.constexpr(14)
 WIDTH = tl.constexpr(18)  # numbers a part: those of torch_reduce._chunk_partials, the fingerprint, and halves of integer sums
-STATS, CHECKSUM, STD, SUBLOW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(16)  # of torch_reduce
+STATS, CHECKSUM, STD, SUBLOW, ROW = (
+    tl.constexpr(x) for x in (partials.STATS, partials.CHECKSUM, partials.STD, partials.SUBLOW, partials.WIDTH)
+)
 COMPENSATED, EXACT = tl.constexpr(2), tl.constexpr(3)  # sorts of dtypes; 0: float32 holds the values, 1: float64 does
 
 
@@ -327,7 +330,7 @@ def merge_parts(
     part = parts.to(tl.int64) + first * WIDTH * 8
     integers = row.to(tl.pointer_type(tl.int64))
     if CHECKSUM & flags:
-        tl.store(integers + 12, _integers(part, 15, blocks, levels))
+        tl.store(integers + ROW, _integers(part, 15, blocks, levels))
     numbers = row.to(tl.pointer_type(tl.float64))
     if STATS & flags:
         _write_row(numbers, part, count, blocks, sort, flags, levels)

@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainprobe.engine.arrays.torch_reduce import CHECKSUM, REDUCED, SMALLEST_NORMAL, STATS, STD, SUBLOW, write_row
+from trainprobe.engine.arrays.torch_reduce import REDUCED, SMALLEST_NORMAL, write_row
 from trainprobe.engine.arrays.torch_words import mix
-from trainprobe.engine.stats.partials import PARTIALS
+from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, STD, SUBLOW
 
 DEVICES = {"cuda"}
 TAKEN = STATS | CHECKSUM | STD | SUBLOW

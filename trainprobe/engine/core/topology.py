@@ -33,20 +33,21 @@ def place_from_environment(axes: Mapping[str, tuple[int, int]] | None = None) ->
 
 
 def axes_of_parameters(parameters: Iterable[Any], place: Place) -> dict[str, tuple[int, int]]:
-    """Return axis → (index, size) as the meshes of DTensor parameters say, those of `place` where no parameter is spread.
+    """Return axis → (index, size) as the meshes of DTensor parameters say, and those of `place` where they do not tell all ranks
+    apart.
 
-    Ranks that are on no mesh with this one count as data parallel, the slowest axis.
+    Where no mesh is data parallel, ranks that are on no mesh with this one count as such, the slowest axis.
     """
     meshes = {id(p.device_mesh): p.device_mesh for p in parameters if hasattr(type(p), "placements")}
     axes: dict[str, tuple[int, int]] = {}
     for mesh in meshes.values():
-        axes |= axes_from_mesh(mesh)
+        for axis, found in axes_from_mesh(mesh).items():
+            axes[axis] = max(found, axes.get(axis, found), key=lambda each: each[1])  # a mesh may be a part of another
     named = prod(size for _, size in axes.values())
-    if not axes or place.world_size % named:
-        return dict(place.axes)
-    if "dp" not in axes and named < place.world_size:
+    if axes and "dp" not in axes and named < place.world_size and place.world_size % named == 0:
         axes["dp"] = (place.rank // named, place.world_size // named)
-    return axes
+        named = place.world_size
+    return axes if axes and named == place.world_size else dict(place.axes)
 
 
 def axis_of(name: str) -> str:

@@ -22,7 +22,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+# The layout of a row, and the flags of what is wanted of a tensor. All kernels take them from here, those in C at their build.
 PARTIALS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "sum", "sumsq", "m2", "exponent", "sublow")
+WIDTH = len(PARTIALS)
+STATS, CHECKSUM, STD, CRC32, SUBLOW = 1, 2, 4, 8, 16
 _AT = {name: i for i, name in enumerate(PARTIALS)}
 F64 = npt.NDArray[np.float64]
 

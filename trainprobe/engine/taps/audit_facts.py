@@ -26,8 +26,8 @@ from trainprobe.engine.core.facts import (
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Place, StepData, Value
 from trainprobe.engine.stats import finish
-from trainprobe.engine.stats.partials import column
-from trainprobe.engine.tape import CHECKSUM, STATS, Tape
+from trainprobe.engine.stats.partials import CHECKSUM, STATS, column
+from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import AUDIT
 from trainprobe.engine.taps.ambient_state import ambient_state
 from trainprobe.engine.taps.audit_run import AuditRun

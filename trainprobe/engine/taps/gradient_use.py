@@ -11,7 +11,8 @@ from typing import Any
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.core.records import Value
-from trainprobe.engine.tape import STATS, Tape
+from trainprobe.engine.stats.partials import STATS
+from trainprobe.engine.tape import Tape
 
 _STEADY = 3  # audited steps in a row after which an optimizer is expected to step
 _NEVER = 8  # those after which one that has left no trace of a step is told

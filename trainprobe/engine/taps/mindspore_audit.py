@@ -19,7 +19,8 @@ from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.checksum import joined
-from trainprobe.engine.tape import CHECKSUM, STATS, Tape
+from trainprobe.engine.stats.partials import CHECKSUM, STATS
+from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps import AUDIT
 from trainprobe.engine.taps.audit_run import AuditRun
 from trainprobe.engine.taps.mindspore_calls import KnownCalls, listed

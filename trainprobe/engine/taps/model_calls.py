@@ -17,7 +17,8 @@ from trainprobe.engine.core.facts import Evaluation
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import count_outer_wrappers, logical_name
 from trainprobe.engine.core.records import Value
-from trainprobe.engine.tape import CHECKSUM, STATS, Tape
+from trainprobe.engine.stats.partials import CHECKSUM, STATS
+from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.copies import Copies
 from trainprobe.engine.taps.features import tensors_of
 from trainprobe.engine.taps.functional_dropout import DropoutWatch

@@ -19,7 +19,8 @@ from trainprobe.engine.core.records import Call, StepData, Value
 from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.core.sources import SORTS, Part, PlainSource, Source, sort_of
 from trainprobe.engine.core.unscaling import Scaled, unscale
-from trainprobe.engine.tape import CHECKSUM, STATS, Tape
+from trainprobe.engine.stats.partials import CHECKSUM, STATS
+from trainprobe.engine.tape import Tape
 from trainprobe.engine.taps.saved_pieces import HeldPieces, pieces_of
 from trainprobe.engine.taps.turns import Turns
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainprobe.engine import tape
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.stats.partials import CHECKSUM, CRC32, STATS, STD, SUBLOW
+from trainprobe.engine.tape import CUT, SAVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,11 @@ def flags_of(detail: Detail, cuts: list[Detail] | None = None) -> int:
         cut = cuts.index(detail) + 1
     wanted = detail.statistics if detail.wants_statistics else ()
     return (
-        (tape.STATS if wanted else 0)
-        | (tape.CHECKSUM if detail.wants_checksum else 0)
-        | (tape.CRC32 if detail.wants_crc32 else 0)
-        | (tape.STD if "std" in wanted else 0)
-        | (tape.SUBLOW if "sublow" in wanted else 0)
-        | (tape.SAVE if detail.wants_tensor else 0)
-        | (cut << tape.CUT)
+        (STATS if wanted else 0)
+        | (CHECKSUM if detail.wants_checksum else 0)
+        | (CRC32 if detail.wants_crc32 else 0)
+        | (STD if "std" in wanted else 0)
+        | (SUBLOW if "sublow" in wanted else 0)
+        | (SAVE if detail.wants_tensor else 0)
+        | (cut << CUT)
     )

@@ -12,14 +12,17 @@
 #define CHUNK 4096
 #define BLOCK 16
 #define MAX_DIMS 64
-#define COLUMNS 12
 
 /* Memory is asked for before its turn: far ahead into the second cache, near into the first. In bytes; reading past the caches becomes 1.2 to 1.8
    times as fast. */
 #define NEAR 1024
 #define FAR 8192
 
-enum { STATS = 1, CHECKSUM = 2, STD = 4, CRC32 = 8, SUBLOW = 16 };
+/* COLUMNS of a row, and the flags of what is wanted of a tensor (STATS, CHECKSUM, STD, CRC32, SUBLOW), come from engine/stats/partials.py:
+   setup.py defines them. */
+#ifndef COLUMNS
+#error "build with setup.py, which defines the layout of a row"
+#endif
 
 enum {
     D_BOOL, D_U8, D_I8, D_U16, D_I16, D_U32, D_I32, D_U64, D_I64,

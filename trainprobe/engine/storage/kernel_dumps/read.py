@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.arrays.numpy_rows import STATS, NumpyStrip
+from trainprobe.engine.arrays.numpy_rows import NumpyStrip
 from trainprobe.engine.core.records import Call, Phase, Place, Value
 from trainprobe.engine.core.step_data import StoredStepData
-from trainprobe.engine.stats.partials import PARTIALS, finish
+from trainprobe.engine.stats.partials import PARTIALS, STATS, finish
 from trainprobe.engine.storage.kernel_dumps.file_names import STATISTICS_FILE
 from trainprobe.engine.storage.kernel_dumps.graph_names import (
     GraphNames,
