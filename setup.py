@@ -36,7 +36,6 @@ TAPE = (
     "parameter_gradients.c",
     "contribution.c",
     "arena.c",
-    "parts.c",
     "registering.c",
     "trail.c",
     "structure.c",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import DisableTorchFunction
 
-from trainprobe.compiled import recording
 from trainprobe.engine.core.facts import Piece
 from trainprobe.engine.core.flat_parameters import Stretch, handles_of, stretches_of
 from trainprobe.engine.core.guard import attempt
@@ -84,8 +83,6 @@ class ParameterStateTap:
         self._names = names
         self._known: dict[tuple[str, str], _Asked] = {}
         self._anywhere: tuple[frozenset[str], bool] | None = None  # sorts that are wanted of any parameter; whether updates are
-        self._listed: dict[Any, list[tuple[Any, str, int, int, int]]] = {}  # what the compiled parts look at, by when they do
-        self._after: dict[str, str] = {}  # slot → slot after the step
         self._models: list[Any] = []
         self._plain: PlainSource | None = None
         self._tape: Tape | None = None
@@ -110,14 +107,12 @@ class ParameterStateTap:
         names = self._names()
         parameters = {id(p): p for model in self._models for p in model.parameters() if id(p) in names}
         self._plain = PlainSource(names, list(parameters.values()), optimizers, *_flattened(self._models, names))
-        self._listed.clear()
         self._anywhere = None
 
     def change(self, wanted: StatesWanted) -> None:
         """Take these from the next step on."""
         self._wanted = wanted
         self._known.clear()
-        self._listed.clear()
         self._anywhere = None
 
     @property
@@ -131,8 +126,7 @@ class ParameterStateTap:
         Where several take turns, their number becomes the scalar `objectives`.
         """
         if self._plain is not None:
-            if self._plain.learn(optimizer):
-                self._listed.clear()
+            self._plain.learn(optimizer)
             self._plain.step_of(optimizer)
         objectives = self._turns.step(optimizer)
         if objectives and self._tape is not None:
@@ -228,7 +222,7 @@ class ParameterStateTap:
         plain = self._plain if source is self._plain else None
         # another source may fill one buffer after the other; what the plain one gives stays
         with DisableTorchFunction(), nullcontext() if plain is None else tape.together():
-            for part in source.parts(name) if plain is None else self._plain_parts(tape, plain, name, due):
+            for part in source.parts(name) if plain is None else plain.parts(name, self._asked(due)):
                 asked = self._known.get((part.name, part.slot)) or self._learn(part.name, part.slot)
                 if asked.update and "update" in due:
                     self._update(tape, name, part, asked.update)
@@ -244,26 +238,6 @@ class ParameterStateTap:
                 self._late.clear()
                 for key, number in source.scalars().items():
                     tape.note_once(key, number)
-
-    def _plain_parts(self, tape: Tape, plain: PlainSource, moment: str, due: frozenset[str]) -> Iterable[Part]:
-        """Return the parts of the plain source that are still to be looked at: none where the compiled parts have done it."""
-        sorts, updates = self._asked(due)
-        if updates or plain.stretches or plain.masters() or self._scale is not None:
-            return plain.parts(moment, sorts)
-        after = moment == "after_step"
-        key = sorts, after, self.more, frozenset(plain.others)
-        entries = self._listed.get(key)
-        if entries is None:
-            entries = self._listed[key] = [self._entry(p, plain.names[id(p)], sorts, after) for p in plain.stepped()]
-        states, slots = plain.states() if "state" in sorts else [], self._after if after else None
-        done = recording.look_at_parts(tape.eye, tape.calls, self._calls, entries, states, moment, tape.micro, slots)
-        return () if done else plain.parts(moment, sorts)
-
-    def _entry(self, p: Any, name: str, sorts: frozenset[str], after: bool) -> tuple[Any, str, int, int, int]:
-        """Return a parameter, its name, and the flags of its value, gradient and state."""
-        asked = [self._known.get((name, slot)) or self._learn(name, slot) for slot in ("value", "grad", "")]
-        value, gradient, state = [(a.flags if a.sort in sorts else 0) | self.more for a in asked]
-        return p, name, value, 0 if after else gradient, state
 
     def scaled(self, scale: Any) -> None:
         """Learn that gradients arrive multiplied from now on. scale: a tensor of one element, looked at as it is now."""
@@ -333,16 +307,15 @@ class ParameterStateTap:
         every = self._wanted.every
         return frozenset(sort for sort in (*SORTS, "update") if self._collected % every.get(sort, 1) == 0)
 
-    def _asked(self, due: frozenset[str]) -> tuple[frozenset[str], bool]:
-        """Return the sorts of tensors that are wanted of any parameter now, and whether updates are; more need not be found."""
+    def _asked(self, due: frozenset[str]) -> frozenset[str]:
+        """Return the sorts of tensors that are wanted of any parameter now; more need not be found."""
         if self._anywhere is None and self._plain is not None:
             stretches = [stretch.name for held in self._plain.stretches.values() for stretch in held]
             names = dict.fromkeys([*self._plain.names.values(), *stretches])
             known = [self._learn(name, slot) for name in names for slot in ("value", "grad", "")]
             self._anywhere = frozenset(asked.sort for asked in known if asked.flags), any(asked.update for asked in known)
         sorts, updates = self._anywhere or (SORTS, False)
-        updates = updates and "update" in due
-        return SORTS if self.more else (sorts & due) | (_VALUES if updates else frozenset()), updates
+        return SORTS if self.more else (sorts & due) | (_VALUES if updates and "update" in due else frozenset())
 
     def _learn(self, name: str, slot: str) -> _Asked:
         sort = sort_of(slot)

@@ -275,7 +275,7 @@ static int fill(PyObject *module) {
     int (*const fill[])(PyObject *) = {objects_fill, attributes_fill, geometry_fill, looking_fill, tape_fill, stacks_fill,
                                        questions_fill, ops_fill, graph_fill,
                                        modules_fill, backward_fill, parameters_fill, node_hooks_fill, contribution_fill, arena_fill,
-                                       parts_fill, registering_fill, trail_fill, structure_fill};
+                                       registering_fill, trail_fill, structure_fill};
     for (size_t i = 0; !failed && i < sizeof fill / sizeof *fill; i++) failed = fill[i](module);
     return failed ? -1 : 0;
 }

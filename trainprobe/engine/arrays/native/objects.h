@@ -218,7 +218,6 @@ int parameters_fill(PyObject *module);
 int node_hooks_fill(PyObject *module);
 int contribution_fill(PyObject *module);
 int arena_fill(PyObject *module);
-int parts_fill(PyObject *module);
 int trail_fill(PyObject *module);
 int registering_fill(PyObject *module);
 int structure_fill(PyObject *module);
