@@ -102,7 +102,10 @@ class PlainSource:
         values, gradients = "value" in sorts, moment == "before_step" and "gradient" in sorts
         states, masters = self.states() if "state" in sorts else [], self.masters()
         for p in self.stepped() if values or gradients or states else ():
-            if values:
+            name = "" if id(p) in self.stretches else self.names[id(p)]  # of one that is whole, or a DTensor
+            if name and values:
+                yield Part(name, "value", p, mesh_shard(p) if _spread(type(p)) else None)
+            elif values:
                 yield from self._pieces(p, "value", p)
             if gradients:
                 yield from self.gradients(p, "grad")
@@ -113,7 +116,9 @@ class PlainSource:
                 yield Part(self.names[id(p)], "main_value", master)
             for state in states:
                 for slot, tensor in (state.get(id(p if master is None else master)) or {}).items():
-                    if hasattr(tensor, "shape"):
+                    if name and hasattr(tensor, "shape"):
+                        yield Part(name, str(slot), tensor)
+                    elif hasattr(tensor, "shape"):
                         yield from self._pieces(p, str(slot), tensor)
 
     def stepped(self) -> list[Any]:

@@ -33,8 +33,7 @@ def place_from_environment(axes: Mapping[str, tuple[int, int]] | None = None) ->
 
 
 def axes_of_parameters(parameters: Iterable[Any], place: Place) -> dict[str, tuple[int, int]]:
-    """Return axis → (index, size) as the meshes of DTensor parameters say, and those of `place` where they do not tell all ranks
-    apart.
+    """Return axis → (index, size) as the meshes of DTensor parameters say; those of `place` where they do not tell ranks apart.
 
     Where no mesh is data parallel, ranks that are on no mesh with this one count as such, the slowest axis.
     """

@@ -231,7 +231,8 @@ class ParameterStateTap:
                     slot = asked.after if after else part.slot
                     call = self._keep(tape, name, part, slot, flags)
                     scale = self._scale if part.slot == "grad" and plain is not None else None
-                    self._divide(call, slot, part.scale if part.scale != 1.0 else scale)
+                    if scale is not None or part.scale != 1.0:
+                        self._divide(call, slot, part.scale if part.scale != 1.0 else scale)
             if name == "before_step":
                 for looked in self._late:
                     self._put_unclipped(tape, *looked)
@@ -255,7 +256,8 @@ class ParameterStateTap:
 
     def _keep(self, tape: Tape, moment: str, part: Part, slot: str, flags: int) -> Call:
         """Look at a part, and return the call that it is recorded with."""
-        return self._put(tape, moment, part, slot, self._look(tape, part, flags))
+        value = tape.tree(part.tensor, flags) if part.shard is None else self._look(tape, part, flags)
+        return self._put(tape, moment, part, slot, value)
 
     def _look(self, tape: Tape, part: Part, flags: int) -> Value:
         value = tape.tree(part.tensor, flags)
@@ -264,7 +266,7 @@ class ParameterStateTap:
         return value
 
     def _put(self, tape: Tape, moment: str, part: Part, slot: str, value: Value) -> Call:
-        call = self._call(tape, moment, part.name, part.micro)
+        call = self._calls.get((moment, part.name, part.micro)) or self._new_call(tape, moment, part.name, part.micro)
         call.params[slot] = value
         tape.told(call)
         return call
@@ -337,7 +339,7 @@ class ParameterStateTap:
                 return
             change = attempt(_difference, inner, self._before.pop(key), otherwise=partial(tape.unseen, inner))
         slot = "update" if part.slot == "value" else "main_update"
-        call = self._call(tape, moment, part.name)
+        call = self._calls.get((moment, part.name, 0)) or self._new_call(tape, moment, part.name, 0)
         call.params[slot] = change if isinstance(change, Value) else tape.tree(change, flags)
         tape.told(call)
 
@@ -346,12 +348,10 @@ class ParameterStateTap:
             return lambda name: 0
         return {"value": self._wanted.value, "gradient": self._wanted.gradient, "state": self._wanted.state}[sort_of(slot)]
 
-    def _call(self, tape: Tape, moment: str, name: str, number: int = 0) -> Call:
-        call = self._calls.get((moment, name, number))
-        if call is None:
-            call = self._calls[moment, name, number] = tape.call("state", name, number, "optimizer", parent="optimizer")
-            call.node = moment
-            call.params = {}
+    def _new_call(self, tape: Tape, moment: str, name: str, number: int) -> Call:
+        call = self._calls[moment, name, number] = tape.call("state", name, number, "optimizer", parent="optimizer")
+        call.node = moment
+        call.params = {}
         return call
 
 
