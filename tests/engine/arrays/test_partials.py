@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reduction_oracle import ALL_DTYPES, AT, COMPLEX, FLOATS, REDUCERS, assert_true, row_of, sample, strip_of, truth
 
-from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD, SUBLOW, finish
+from trainprobe.engine.arrays.torch_chunks import CHUNK
+from trainprobe.engine.arrays.torch_reduce import reduce_tensor
+from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, STD, SUBLOW, finish
 
 
 @pytest.mark.parametrize("native", REDUCERS)
@@ -199,3 +201,11 @@ def test_any_shape_and_strides(shape: list[int], data: st.DataObject, dtype: tor
         t = t.unsqueeze(dim).expand(*t.shape[:dim], times, *t.shape[dim:])
     for reducer in REDUCERS:
         assert_true(row_of(t, reducer.values[0]), t)
+
+
+@pytest.mark.parametrize("wanted", [STATS, STATS | STD])
+def test_deviations_of_several_chunks_are_summed_only_where_they_are_wanted(wanted: int) -> None:
+    x = torch.arange(CHUNK * 2.0)
+    row, _ = reduce_tensor(x, wanted)
+    exact = float(((x.double() - x.double().mean()) ** 2).sum()) if wanted & STD else 0.0
+    assert float(row[PARTIALS.index("m2")]) == pytest.approx(exact, rel=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -134,3 +135,12 @@ def test_a_part_that_torchscript_compiled_is_seen_as_any_other(native, tmp_path)
     numbers = step_data.numbers()
     assert numbers["mean"][forward.out.row] == pytest.approx(float(expected.mean()), rel=1e-6)
     assert numbers["mean"][backward.args[0].row] == 1.0
+
+
+def test_each_of_several_chunks_is_recorded_under_its_number(tmp_path):
+    chunks = [torch.nn.Linear(3, 3), torch.nn.Sequential(torch.nn.Linear(3, 1))]
+    with trainprobe.watch(chunks, level="L0", output=tmp_path, console=False) as probe, probe.step():
+        chunks[1](chunks[0](torch.ones(2, 3))).sum().backward()
+    names = json.loads((tmp_path / "step0/rank0/dump.json").read_text())["data"]
+    forward = [name for name in names if name.endswith("forward.0")]
+    assert forward == ["Module.0.Linear.forward.0", "Module.1.Sequential.forward.0", "Module.1.0.Linear.forward.0"]

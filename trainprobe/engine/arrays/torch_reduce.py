@@ -65,7 +65,7 @@ def reduce_tensor(t: Tensor, flags: int) -> tuple[Tensor, Tensor | None]:
                 sum_here, words = fingerprint_of_chunk(chunk, place)
                 total = sum_here if total is None else total + sum_here
                 place += words
-        row = _merge_parts(torch.stack(parts), t.numel()) if parts else _empty_row(t)
+        row = _merge_parts(torch.stack(parts), t.numel(), bool(flags & STD)) if parts else _empty_row(t)
         if exact:
             row[7] = _exact_sum(torch.stack(exact))
         return row, total
@@ -171,7 +171,7 @@ def _chunk_partials(x: Tensor, flags: int) -> Tensor:
     return torch.stack([*counts, low, high, s, c, q, qc, m2, exponent, sublow, n_good, mean])
 
 
-def _merge_parts(parts: Tensor, count: int) -> Tensor:
+def _merge_parts(parts: Tensor, count: int, wants_std: bool) -> Tensor:
     """Merge chunk partials [k, 15] of one tensor into its row [12]."""
     nan, pos, neg, zero, low, high, s, c, q, qc, m2, exponent, sublow, good, mean = parts.unbind(1)
     total, lost = compensated_sum(s)
@@ -182,7 +182,7 @@ def _merge_parts(parts: Tensor, count: int) -> Tensor:
     squares, squares_lost = compensated_sum(q * scale * scale)
     all_good = good.sum()
     whole = torch.where(all_good > 0, total_sum / all_good, 0.0)
-    spread = m2.sum() + (good * (mean - whole).square()).sum() if parts.shape[0] > 1 else m2[0]
+    spread = m2.sum() + (good * (mean - whole).square()).sum() if wants_std and parts.shape[0] > 1 else m2[0]
     return torch.stack(
         [
             torch.full((), count, dtype=parts.dtype, device=parts.device),

@@ -137,13 +137,13 @@ class ModuleTap:
         self._saves = False
         self._outline = Outline(module for model in self._models for module in model.modules())
         for chunk, model in enumerate(self._models):
-            prefix = f"{chunk}." if len(self._models) > 1 else ""
+            prefix = str(chunk) if len(self._models) > 1 else ""
             modules = list(model.named_modules())
             outer = count_outer_wrappers(name for name, _ in modules if name)
             for raw, module in modules:
                 if is_outer_wrapper(raw, outer) or not INNER.isdisjoint(module._modules.keys()):
                     continue  # the model inside is recorded: the same names and numbers with and without a wrapper
-                plain = prefix + logical_name(raw, outer_wrappers=outer)
+                plain = ".".join(filter(None, (prefix, logical_name(raw, outer_wrappers=outer))))
                 name = self._rename(plain) if self._rename is not None else plain  # sees the chunk: it may number over all
                 every = [(n, p, f"{name}.{n}" if name else n) for n, p in module._parameters.items() if p is not None]
                 for _, p, whole in every:
