@@ -77,21 +77,20 @@ class PlainSource:
     others: set[int] = field(default_factory=set[int])
     _masters: tuple[Any, dict[int, Any]] = field(default=((), {}), init=False, repr=False)
 
-    def learn(self, optimizer: Any) -> bool:
-        """Learn of an optimizer that steps; return whether it was unknown.
+    def learn(self, optimizer: Any) -> None:
+        """Learn of an optimizer that steps.
 
         It takes the place of those that hold one of its parameters, so that neither what they leave behind nor what they alone
         held is told as the training's; but not of one that it wraps, whose groups are its own.
         """
         if any(optimizer is known for known in self.optimizers):
-            return False
+            return
         own, groups = _held(optimizer), set(map(id, _groups(optimizer)))
 
         def stays(known: Any) -> bool:
             return own.isdisjoint(_held(known)) or not groups.isdisjoint(map(id, _groups(known)))
 
         self.optimizers = [*filter(stays, self.optimizers), optimizer]
-        return True
 
     def step_of(self, optimizer: Any) -> None:
         """Leave out, from now on, what other optimizers than this one own: they step at another moment of the same step."""
@@ -102,7 +101,7 @@ class PlainSource:
         values, gradients = "value" in sorts, moment == "before_step" and "gradient" in sorts
         states, masters = self.states() if "state" in sorts else [], self.masters()
         for p in self.stepped() if values or gradients or states else ():
-            name = "" if id(p) in self.stretches else self.names[id(p)]  # of one that is whole, or a DTensor
+            name = "" if id(p) in self.stretches else self.names[id(p)]  # empty for one that is flattened
             if name and values:
                 yield Part(name, "value", p, mesh_shard(p) if _spread(type(p)) else None)
             elif values:
@@ -155,7 +154,7 @@ class PlainSource:
     def _pieces(self, p: Any, slot: str, tensor: Any) -> Iterable[Part]:
         stretches = self.stretches.get(id(p))
         if stretches is None:
-            return (Part(self.names[id(p)], slot, tensor, mesh_shard(p) if slot == "value" and _spread(type(p)) else None),)
+            return (Part(self.names[id(p)], slot, tensor),)
         return self._stretched(p, slot, tensor, stretches)
 
     def _stretched(self, p: Any, slot: str, tensor: Any, stretches: list[Stretch]) -> Iterator[Part]:
