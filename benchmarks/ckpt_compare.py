@@ -23,7 +23,7 @@ import numpy as np
 
 from trainprobe.ckpt_compare.compare import compare
 from trainprobe.ckpt_compare.formats import open_checkpoint
-from trainprobe.engine.diff import measure, number_format
+from trainprobe.engine.compare import measure, number_format
 
 ROWS, COLUMNS = 4096, 4096
 

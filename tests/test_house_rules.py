@@ -26,7 +26,7 @@ STOREYS = {
     "trainprobe.errors": 0,
     "trainprobe.engine": 2,
     **dict.fromkeys(["trainprobe.engine.core.records", "trainprobe.engine.storage.safe_files"], 0),
-    **dict.fromkeys([f"trainprobe.engine.{name}" for name in ("arrays", "stats", "plan", "legacy_config")], 1),
+    **dict.fromkeys([f"trainprobe.engine.{name}" for name in ("arrays", "stats", "plan")], 1),
     **dict.fromkeys([f"trainprobe.engine.core.{name}" for name in ("console", "findings", "guard")], 1),
     "trainprobe.engine.core": 1.5,  # what the plan does not need to know; below the tape, the taps and the storage
     **dict.fromkeys(["trainprobe.engine.probe", "trainprobe.engine.program"], 3),
@@ -58,7 +58,7 @@ FRAMEWORKS = {
 MAY_IMPORT_FRAMEWORKS = (
     *(
         "engine/arrays",
-        "engine/taps",
+        "engine/capture",
         "ckpt_compare/formats",
         "config_check/capture",
         "op_check",
@@ -230,7 +230,7 @@ READ_THROUGH = {
 
 @pytest.mark.parametrize("field", Plan.model_fields)
 def test_a_field_of_the_plan_is_read_by_the_code_that_carries_it_out(field: str) -> None:
-    own = ("trainprobe/engine/plan/", "trainprobe/engine/legacy_config/")
+    own = ("trainprobe/engine/plan/",)
     pattern = re.compile(READ_THROUGH.get(field, rf"\b_?(plan|loaded)\.{field}\b"))
     assert any(pattern.search(path.read_text(encoding="utf-8")) for path in FILES if not relative(path).startswith(own))
 

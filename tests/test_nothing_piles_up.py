@@ -13,9 +13,9 @@ import torch.distributed.fsdp
 import trainprobe
 from benchmarks.models import SIZES, prepare
 from benchmarks.monitor_memory import VARIANTS
+from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.records import Finding, Site
 from trainprobe.engine.core.step_layout import KEPT
-from trainprobe.engine.taps.replaced import Replaced
 
 PLANS = {
     "everything": VARIANTS["everything"],

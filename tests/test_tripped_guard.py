@@ -19,8 +19,8 @@ from torch import nn
 import trainprobe
 from tests.test_odd_trainings import EVERYTHING
 from tests.traces import left_behind, traces
-from trainprobe.engine.taps import part_of
-from trainprobe.engine.taps.attention import AttentionFeature
+from trainprobe.engine.capture import part_of
+from trainprobe.engine.capture.features.attention import AttentionFeature
 from trainprobe.errors import PlanError
 from trainprobe.monitor.audit.relations import load_relation
 

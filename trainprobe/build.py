@@ -12,6 +12,26 @@ from functools import partial
 from typing import Any
 
 from trainprobe.config_check.plan import ConfigCheckTap
+from trainprobe.engine.capture import AUDIT, part_of
+from trainprobe.engine.capture.audit.audit_tap import AuditTap
+from trainprobe.engine.capture.clipping import ClippingTap
+from trainprobe.engine.capture.collectives import CollectiveTap
+from trainprobe.engine.capture.features.attention import AttentionFeature
+from trainprobe.engine.capture.features.batches import BatchTap
+from trainprobe.engine.capture.features.dead_units import DeadUnits
+from trainprobe.engine.capture.features.feature import FeatureKind, FeatureTap, part_of_feature
+from trainprobe.engine.capture.features.number_formats import FormatFeature
+from trainprobe.engine.capture.features.routers import RouterFeature
+from trainprobe.engine.capture.features.weight_spectra import WeightSpectra
+from trainprobe.engine.capture.loss_scaling import LossScalingTap
+from trainprobe.engine.capture.module_buffers import BufferTap
+from trainprobe.engine.capture.optimizer_steps import OptimizerStepTap
+from trainprobe.engine.capture.parameter_states import ParameterStateTap, StatesWanted
+from trainprobe.engine.capture.requests import flags_of, modules_of_plan, ops_of_plan
+from trainprobe.engine.capture.saved import SavedTap
+from trainprobe.engine.capture.torch_modules import ModuleTap
+from trainprobe.engine.capture.torch_ops import OpTap
+from trainprobe.engine.capture.unreduced import UnreducedTap
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.position import OPTIMIZER, UPDATED, Position
@@ -23,26 +43,6 @@ from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.program import Schedule
 from trainprobe.engine.stats.partials import STATS
 from trainprobe.engine.tape import SAVE
-from trainprobe.engine.taps import AUDIT, part_of
-from trainprobe.engine.taps.attention import AttentionFeature
-from trainprobe.engine.taps.audit_facts import AuditTap
-from trainprobe.engine.taps.batches import BatchTap
-from trainprobe.engine.taps.clipping import ClippingTap
-from trainprobe.engine.taps.collectives import CollectiveTap
-from trainprobe.engine.taps.dead_units import DeadUnits
-from trainprobe.engine.taps.features import FeatureKind, FeatureTap, part_of_feature
-from trainprobe.engine.taps.loss_scaling import LossScalingTap
-from trainprobe.engine.taps.module_buffers import BufferTap
-from trainprobe.engine.taps.number_formats import FormatFeature
-from trainprobe.engine.taps.optimizer_steps import OptimizerStepTap
-from trainprobe.engine.taps.parameter_states import ParameterStateTap, StatesWanted
-from trainprobe.engine.taps.requests import flags_of, modules_of_plan, ops_of_plan
-from trainprobe.engine.taps.routers import RouterFeature
-from trainprobe.engine.taps.saved import SavedTap
-from trainprobe.engine.taps.torch_modules import ModuleTap
-from trainprobe.engine.taps.torch_ops import OpTap
-from trainprobe.engine.taps.unreduced import UnreducedTap
-from trainprobe.engine.taps.weight_spectra import WeightSpectra
 from trainprobe.errors import PlanError
 from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.feature_plan import Features

@@ -178,7 +178,7 @@ class PrecisionDebugger:
         """
         self = cls.instance()
         if self._functions is None:
-            from trainprobe.engine.taps.custom_functions import CustomFunctions
+            from trainprobe.engine.capture.custom_functions import CustomFunctions
 
             self._functions = CustomFunctions(self.probe.parts.ops)
         self._functions.register(module, api_name, api_prefix)
@@ -212,8 +212,8 @@ class PrecisionDebugger:
                 "use level mix, or leave `monitor` out of the plan"
             )
         if self._dumped is None:
-            from trainprobe.engine.taps.dumped_modules import DumpedModules
-            from trainprobe.engine.taps.requests import modules_of_plan
+            from trainprobe.engine.capture.dumped_modules import DumpedModules
+            from trainprobe.engine.capture.requests import modules_of_plan
 
             parts, probe = self.probe.parts, self.probe
             wanted = modules_of_plan(self.plan, parts.cuts)

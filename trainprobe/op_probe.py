@@ -60,7 +60,7 @@ class OpProbe(Probe):
         self._install_schedules()
 
     def _judged(self, step_data: StepData) -> Sequence[Finding]:
-        from trainprobe.engine.taps.random_state import put_back, random_state
+        from trainprobe.engine.capture.random_state import put_back, random_state
 
         states = random_state()  # some operators draw numbers when they are judged
         try:

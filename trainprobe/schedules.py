@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainprobe.engine.capture import Tap, part_of
+from trainprobe.engine.capture.pauses import Pauses
 from trainprobe.engine.core.guard import Guard, PartGuard
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.selection import parse_steps
 from trainprobe.engine.program import Schedule, Wants
-from trainprobe.engine.taps import Tap, part_of
-from trainprobe.engine.taps.pauses import Pauses
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.plan import MonitorPlan
 

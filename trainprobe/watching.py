@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.compiled import recording, require
+from trainprobe.engine.capture import part_of
 from trainprobe.engine.core.flat_parameters import FLAT
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename
@@ -27,7 +28,6 @@ from trainprobe.engine.probe import Probe as EngineProbe
 from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.storage.dumps.tensor_files import SAFETENSORS_NAMES
 from trainprobe.engine.tape import Tape
-from trainprobe.engine.taps import part_of
 from trainprobe.errors import MissingExtra, PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Probe(EngineProbe):
 
     def _apart(self) -> AbstractContextManager[Any]:
         """Return a context in which the modes of the program do not see what the tool computes."""
-        from trainprobe.engine.arrays.torch_apart import apart
+        from trainprobe.engine.arrays.without_dispatch import apart
 
         return apart(within_transforms=True)
 
@@ -151,7 +151,7 @@ class Probe(EngineProbe):
 
     def _gathering(self) -> Gathering:
         """Return what brings a few numbers of every rank to every rank."""
-        from trainprobe.engine.taps.gathering import gathering
+        from trainprobe.engine.capture.gathering import gathering
 
         return gathering()
 
@@ -362,7 +362,7 @@ class Probe(EngineProbe):
 
     def _random_state(self) -> Mapping[str, Any]:
         """Return the random state as text."""
-        from trainprobe.engine.taps.random_state import random_text
+        from trainprobe.engine.capture.random_state import random_text
 
         return random_text()
 

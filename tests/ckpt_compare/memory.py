@@ -6,7 +6,7 @@ import numpy as np
 
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Piece, Problem
 from trainprobe.ckpt_compare.storage.mapped import HeldArray
-from trainprobe.engine.diff.number_formats import number_format
+from trainprobe.engine.compare.number_formats import number_format
 
 
 def held(array: np.ndarray, dtype: str | None = None) -> HeldArray:

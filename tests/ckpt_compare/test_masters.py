@@ -12,7 +12,7 @@ from tests.ckpt_compare.memory import tensor
 from trainprobe.ckpt_compare.masters import agreement, rounded
 from trainprobe.ckpt_compare.megatron_dp_reshardable import bucket_states
 from trainprobe.ckpt_compare.megatron_order import model_orders
-from trainprobe.engine.diff.number_formats import number_format
+from trainprobe.engine.compare.number_formats import number_format
 
 RNG = np.random.default_rng(3)
 

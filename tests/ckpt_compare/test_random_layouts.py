@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.ckpt_compare.memory import checkpoint, tensor
 from trainprobe.ckpt_compare.compare import compare
 from trainprobe.ckpt_compare.work import Outcome, run
-from trainprobe.engine.diff.difference import Difference
+from trainprobe.engine.compare.difference import Difference
 
 
 @st.composite

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.storage.mindspore_protobuf import read_values
 from trainprobe.ckpt_compare.storage.safetensors_file import read_safetensors
-from trainprobe.engine.diff.number_formats import decode
+from trainprobe.engine.compare.number_formats import decode
 from trainprobe.errors import FormatError
 
 

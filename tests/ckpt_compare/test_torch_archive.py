@@ -4,7 +4,7 @@ import torch
 
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.storage import torch_archive
-from trainprobe.engine.diff.number_formats import decode
+from trainprobe.engine.compare.number_formats import decode
 from trainprobe.errors import FormatError
 
 DTYPES = [

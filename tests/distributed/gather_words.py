@@ -10,7 +10,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from trainprobe.engine.taps.gathering import gathering
+from trainprobe.engine.capture.gathering import gathering
 
 dist.init_process_group("gloo")
 rank, all_gather = int(os.environ["RANK"]), dist.all_gather

@@ -16,7 +16,7 @@ import pytest
 
 import trainprobe.pytorch
 from tests.interop.peer import OLDER, PEER, needs_older
-from trainprobe.engine.legacy_config import translate
+from trainprobe.engine.plan.legacy import translate
 from trainprobe.errors import PlanError
 
 pytestmark = needs_older

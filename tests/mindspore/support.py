@@ -20,9 +20,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
+from trainprobe.engine.capture.mindspore.cells import COMPILED
 from trainprobe.engine.core.records import Finding
 from trainprobe.engine.storage.dumps.read import read
-from trainprobe.engine.taps.mindspore_cells import COMPILED
 from trainprobe.errors import PlanError
 from trainprobe.integrations.mindspore_limits import NOT_JUDGED, NOT_JUDGED_IN_A_GRAPH, WITHOUT_EFFECT
 from trainprobe.monitor.audit.relations import relation_names

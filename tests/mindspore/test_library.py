@@ -12,11 +12,11 @@ from mindspore import Parameter, Tensor, nn
 
 from tests.mindspore.shared_bits import NUMBERS, SHAPE, WORDS, bits
 from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_out
+from trainprobe.engine.capture.mindspore.states import learning_rates, states_of
+from trainprobe.engine.capture.mindspore.tape import HostTape
 from trainprobe.engine.core.records import Opaque, Place
 from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS, STD, SUBLOW
 from trainprobe.engine.tape import SAVE
-from trainprobe.engine.taps.mindspore_states import learning_rates, states_of
-from trainprobe.engine.taps.mindspore_tape import HostTape
 
 EVERYTHING = STATS | CHECKSUM | STD | CRC32 | SUBLOW
 EXACT = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "exponent", "sublow")

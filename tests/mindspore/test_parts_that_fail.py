@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.mindspore.tiny import PYNATIVE, train
-from trainprobe.engine.taps.mindspore_audit import CellAuditTap
-from trainprobe.engine.taps.mindspore_cells import CellTap
-from trainprobe.engine.taps.mindspore_ops import PrimitiveTap
-from trainprobe.engine.taps.mindspore_states import CellStateTap
+from trainprobe.engine.capture.mindspore.audit import CellAuditTap
+from trainprobe.engine.capture.mindspore.cells import CellTap
+from trainprobe.engine.capture.mindspore.ops import PrimitiveTap
+from trainprobe.engine.capture.mindspore.states import CellStateTap
 from trainprobe.integrations.mindformers import ProbeCallback
 
 PLAN = {"level": "mix", "step": [2], "monitor": True, "audit": {"every": 1}, "sinks": ["dump"]}

@@ -50,8 +50,8 @@ def test_no_bit_changes(folder):
 
 
 def test_a_wrapper_whose_collectives_cannot_be_seen_is_told():
+    from trainprobe.engine.capture.collectives import CollectiveTap
     from trainprobe.engine.core.guard import Guard
-    from trainprobe.engine.taps.collectives import CollectiveTap
 
     class DistributedDataParallel(torch.nn.Module):
         pass

@@ -14,7 +14,7 @@ from small_training import GPT, batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainprobe
-from trainprobe.engine.taps import number_formats
+from trainprobe.engine.capture.features import number_formats
 
 torch.set_num_threads(1)
 NONE = {"activations": False, "parameters": False, "gradients": False}

@@ -9,7 +9,7 @@ import torch
 
 import trainprobe
 from trainprobe import _native
-from trainprobe.engine.diff.compiled import kernel
+from trainprobe.engine.compare.compiled import kernel
 
 
 def trained(output=None):

@@ -12,8 +12,8 @@ from trainprobe.ckpt_compare.cover import cover
 from trainprobe.ckpt_compare.masters import rounded
 from trainprobe.ckpt_compare.pieces import LogicalTensor
 from trainprobe.ckpt_compare.work import release
-from trainprobe.engine.diff.difference import Difference
-from trainprobe.engine.diff.number_formats import decode, number_format
+from trainprobe.engine.compare.difference import Difference
+from trainprobe.engine.compare.number_formats import decode, number_format
 from trainprobe.errors import FormatError
 
 LARGEST = 256 << 20  # bytes of a matrix whose rows are looked at

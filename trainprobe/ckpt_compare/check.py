@@ -16,9 +16,9 @@ from trainprobe.ckpt_compare.cover import Part, cover
 from trainprobe.ckpt_compare.masters import agreement
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor
 from trainprobe.ckpt_compare.work import Outcome, release, run, tasks_of
-from trainprobe.engine.diff.difference import Difference
-from trainprobe.engine.diff.measure import blocks
-from trainprobe.engine.diff.number_formats import decode
+from trainprobe.engine.compare.difference import Difference
+from trainprobe.engine.compare.measure import blocks
+from trainprobe.engine.compare.number_formats import decode
 from trainprobe.errors import FormatError
 
 SOUND, WRONG, INCOMPLETE = 0, 2, 3

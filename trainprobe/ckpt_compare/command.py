@@ -28,7 +28,7 @@ from trainprobe.ckpt_compare.pieces import KINDS, Checkpoint, LogicalTensor, Wha
 from trainprobe.ckpt_compare.tolerance import selected, tolerated, unmatched
 from trainprobe.ckpt_compare.work import Advance
 from trainprobe.ckpt_compare.world import place, run_in_world, run_on_ray
-from trainprobe.engine.diff.uncollected import uncollected
+from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.errors import UsageError, did_you_mean
 
 Heads = Annotated[int | None, typer.Option(help="attention heads, where no checkpoint states them")]

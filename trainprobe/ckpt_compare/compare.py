@@ -21,9 +21,9 @@ from trainprobe.ckpt_compare.results import Comparison, Fault, Row, RowVerdict
 from trainprobe.ckpt_compare.state import compare_state
 from trainprobe.ckpt_compare.vocabulary import padding_reason
 from trainprobe.ckpt_compare.work import Advance, Outcome, Runner, Task, run, tasks_of
-from trainprobe.engine.diff.difference import Difference
-from trainprobe.engine.diff.uncollected import uncollected
-from trainprobe.engine.diff.verdict import judge
+from trainprobe.engine.compare.difference import Difference
+from trainprobe.engine.compare.uncollected import uncollected
+from trainprobe.engine.compare.verdict import judge
 
 UNTIED = "(untied)"  # in place of the tensor that a head shares its values with
 _HEADS = ("output.", "lm_head.", "proj_out.", "cls.", "embed_out.")

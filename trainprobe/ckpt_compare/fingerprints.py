@@ -11,7 +11,7 @@ import numpy as np
 from trainprobe.ckpt_compare.cover import cover
 from trainprobe.ckpt_compare.pieces import LogicalTensor
 from trainprobe.ckpt_compare.work import release
-from trainprobe.engine.diff.measure import blocks
+from trainprobe.engine.compare.measure import blocks
 from trainprobe.engine.stats.checksum import MASK, shard_fingerprint
 
 

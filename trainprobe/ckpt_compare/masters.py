@@ -14,7 +14,7 @@ import numpy as np
 from trainprobe.ckpt_compare.cover import Overlap, cover, overlaps
 from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, Rectangle, gather
 from trainprobe.ckpt_compare.work import release
-from trainprobe.engine.diff.number_formats import NumberFormat, decode
+from trainprobe.engine.compare.number_formats import NumberFormat, decode
 from trainprobe.errors import FormatError
 
 SAMPLE = 4096  # elements of one rectangle that are looked at

@@ -20,9 +20,9 @@ from trainprobe.ckpt_compare.cover import cover, overlaps
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor
 from trainprobe.ckpt_compare.transforms import turn
 from trainprobe.ckpt_compare.work import release, run, tasks_of
-from trainprobe.engine.diff.difference import Difference
-from trainprobe.engine.diff.number_formats import NumberFormat, decode
-from trainprobe.engine.diff.verdict import judge, noise_floor
+from trainprobe.engine.compare.difference import Difference
+from trainprobe.engine.compare.number_formats import NumberFormat, decode
+from trainprobe.engine.compare.verdict import judge, noise_floor
 from trainprobe.errors import FormatError
 
 SAMPLES = 512

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.diff.number_formats import NumberFormat
+from trainprobe.engine.compare.number_formats import NumberFormat
 from trainprobe.errors import FormatError
 
 Array = npt.NDArray[Any]

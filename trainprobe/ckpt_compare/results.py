@@ -9,8 +9,8 @@ from trainprobe.ckpt_compare.cause import Cause
 from trainprobe.ckpt_compare.pairing import Move
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, What
 from trainprobe.ckpt_compare.state import StateRow
-from trainprobe.engine.diff.difference import Difference
-from trainprobe.engine.diff.verdict import noise_floor
+from trainprobe.engine.compare.difference import Difference
+from trainprobe.engine.compare.verdict import noise_floor
 
 RowVerdict = Literal["identical", "rounding", "differ", "only in A", "only in B", "shape", "incomplete"]
 INCOMPLETE: tuple[RowVerdict, ...] = ("only in A", "only in B", "shape", "incomplete")

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from trainprobe.ckpt_compare.cover import Overlap, Part
 from trainprobe.ckpt_compare.pieces import Rectangle, Reshaped, Source, Turned, Window
 from trainprobe.ckpt_compare.storage.mapped import Mapped, forget_pages
-from trainprobe.engine.diff.difference import Difference
-from trainprobe.engine.diff.measure import measure
+from trainprobe.engine.compare.difference import Difference
+from trainprobe.engine.compare.measure import measure
 from trainprobe.errors import FormatError
 
 CHUNK = 32 << 20  # bytes a side of one task

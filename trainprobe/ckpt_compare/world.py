@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from trainprobe.ckpt_compare.work import Advance, Outcome, Task, perform, run
-from trainprobe.engine.diff.difference import Difference
+from trainprobe.engine.compare.difference import Difference
 from trainprobe.errors import CompareError, MissingExtra
 
 PORT_AFTER = 17  # the socket listens this far behind MASTER_PORT, which torchrun itself uses

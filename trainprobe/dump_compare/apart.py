@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainprobe.dump_compare.dump_side import Side
+from trainprobe.engine.compare import measure
 from trainprobe.engine.core.records import Value
-from trainprobe.engine.diff import measure
 
 Evidence = Literal["bits", "values", "statistics", "shape", "nothing", "absent", "replicas"]
 

@@ -22,7 +22,7 @@ from trainprobe.dump_compare.references import measure_condition, measure_floor,
 from trainprobe.dump_compare.result_schema import schema_text
 from trainprobe.dump_compare.sheet import sheet_path, write_sheet
 from trainprobe.dump_compare.vis_db import vis_of_rank, write_vis_db
-from trainprobe.engine.diff.uncollected import uncollected
+from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.errors import UsageError
 
 

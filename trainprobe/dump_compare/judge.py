@@ -2,7 +2,7 @@
 
 A call may give results that are apart by its own rounding and by what it was given. With ε the gap of the coarser format of a
 result, εₐ that of what sums are taken in (float32, or float64 for float64), and K the length of the longest sum that the
-shapes allow, its own rounding is ε + εₐ·√K (as in engine.diff.verdict). With d the distance of what the call is given (for a
+shapes allow, its own rounding is ε + εₐ·√K (as in engine.compare.verdict). With d the distance of what the call is given (for a
 backward call: also of what its forward was given), the ratio of the distance of a result to rounding + d says:
 
     identical    no distance at all
@@ -34,9 +34,9 @@ from trainprobe.dump_compare.arguments import other_argument
 from trainprobe.dump_compare.cancellation import Terms, cancelled
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
+from trainprobe.engine.compare.number_formats import FORMATS, coarser
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import owner, slots
-from trainprobe.engine.diff.number_formats import FORMATS, coarser
 
 Outcome = Literal["identical", "rounding", "carried", "suspicious", "bug", "missing", "unknown"]
 _GRAVITY: tuple[Outcome, ...] = ("identical", "rounding", "carried", "suspicious", "bug")

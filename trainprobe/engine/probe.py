@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trainprobe.engine.capture import Tap, part_of
+from trainprobe.engine.capture.pauses import Pauses
 from trainprobe.engine.core.console import Console
 from trainprobe.engine.core.findings import in_folder, recount
 from trainprobe.engine.core.guard import Guard, all_of, attempt, fault_text
@@ -27,10 +29,8 @@ from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.core.unmatched import UnmatchedSelections
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.program import Program, Wants, defines
-from trainprobe.engine.storage.trail import Trail
+from trainprobe.engine.storage.step_journal import Trail
 from trainprobe.engine.tape import Tape
-from trainprobe.engine.taps import Tap, part_of
-from trainprobe.engine.taps.pauses import Pauses
 from trainprobe.errors import UsageError
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainprobe.engine.capture import Tap
 from trainprobe.engine.core.records import Finding, Place, StepData
-from trainprobe.engine.storage.trail import Trail
-from trainprobe.engine.taps import Tap
+from trainprobe.engine.storage.step_journal import Trail
 from trainprobe.errors import StopTraining
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from trainprobe.engine.core.naming import utf8
 from trainprobe.engine.core.records import Call, Feature, Kind, Opaque, Phase, Place, StepData, Value
 from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, finish
-from trainprobe.engine.storage.trail import Trail
+from trainprobe.engine.storage.step_journal import Trail
 
 SAVE = 256  # the values themselves are wanted too
 KINDS = 0xFFFF

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch._C import DisableTorchFunction
 
+from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.plan.loading import load_plan
-from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.errors import StopTraining, UsageError
 from trainprobe.integrations import default_plan, say_what_is_watched
 from trainprobe.integrations.auto_attach import called_from

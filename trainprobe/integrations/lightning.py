@@ -13,12 +13,12 @@ import sys
 from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any
 
+from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.facts import Progress
 from trainprobe.engine.core.findings import sentence
 from trainprobe.engine.core.flat_parameters import handles_of
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.core.topology import axes_from_mesh, place_from_environment
-from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.errors import MissingExtra
 from trainprobe.integrations.auto_attach import asked_output
 from trainprobe.integrations.deepspeed import engine_of, follow

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from trainprobe.engine.capture.patching.step_hooks import StepListener, settle
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Finding
-from trainprobe.engine.taps.step_hooks import StepListener, settle
 from trainprobe.integrations.left_out import LeftOut
 from trainprobe.integrations.live_modules import model_of, parameters_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.taps.replaced import Replaced
+from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.integrations.auto_attach import called_from
 
 # training that one of these drives is watched by its own integration

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.taps.replaced import Replaced
+from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.integrations.session import Session
 
 

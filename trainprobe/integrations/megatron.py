@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.config_check.capture.on_import import ImportWatch
+from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.records import Place
-from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.errors import MissingExtra, StopTraining
 from trainprobe.integrations import default_plan, say_what_is_watched
 from trainprobe.integrations.megatron_layout import bare, held_parameters, parallel_axes, renaming

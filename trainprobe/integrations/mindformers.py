@@ -23,9 +23,9 @@ except ImportError as missing:  # pragma: no cover
     raise MissingExtra("mindspore", "mindspore", "the callback for MindSpore and MindFormers") from missing
 
 from trainprobe.config_check.capture.on_import import ImportWatch
+from trainprobe.engine.capture.mindspore.cells import is_graph_mode, wait
+from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.records import Finding, Place
-from trainprobe.engine.taps.mindspore_cells import is_graph_mode, wait
-from trainprobe.engine.taps.replaced import Replaced
 from trainprobe.errors import StopTraining
 from trainprobe.integrations.mindspore_place import place_of_process, told_place
 from trainprobe.integrations.mindspore_probe import MindSporeProbe, agreed, number_of

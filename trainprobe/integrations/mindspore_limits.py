@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from trainprobe.engine.capture.mindspore.ops import ops_are_seen
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.taps.mindspore_ops import ops_are_seen
 from trainprobe.errors import PlanError
 from trainprobe.monitor.plan import MonitorPlan
 

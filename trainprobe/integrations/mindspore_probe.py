@@ -13,6 +13,16 @@ import mindspore
 
 from trainprobe.config_check.capture.mindspore_capture import CellCapture
 from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_out
+from trainprobe.engine.capture import AUDIT, part_of
+from trainprobe.engine.capture.mindspore.audit import CellAuditTap
+from trainprobe.engine.capture.mindspore.calls import KnownCalls, OptimizerTap
+from trainprobe.engine.capture.mindspore.cells import COMPILED, CellTap, is_graph_mode, wait
+from trainprobe.engine.capture.mindspore.gathering import gathering
+from trainprobe.engine.capture.mindspore.ops import PrimitiveTap, ops_are_seen
+from trainprobe.engine.capture.mindspore.saved import SavedTensors
+from trainprobe.engine.capture.mindspore.states import CellStateTap, ValuesWanted
+from trainprobe.engine.capture.mindspore.tape import HostTape
+from trainprobe.engine.capture.requests import flags_of, modules_of_plan, ops_of_plan
 from trainprobe.engine.core.gathering import Gathering
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.position import Position
@@ -22,16 +32,6 @@ from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.program import Schedule
 from trainprobe.engine.tape import Tape
-from trainprobe.engine.taps import AUDIT, part_of
-from trainprobe.engine.taps.mindspore_audit import CellAuditTap
-from trainprobe.engine.taps.mindspore_calls import KnownCalls, OptimizerTap
-from trainprobe.engine.taps.mindspore_cells import COMPILED, CellTap, is_graph_mode, wait
-from trainprobe.engine.taps.mindspore_gathering import gathering
-from trainprobe.engine.taps.mindspore_ops import PrimitiveTap, ops_are_seen
-from trainprobe.engine.taps.mindspore_saved import SavedTensors
-from trainprobe.engine.taps.mindspore_states import CellStateTap, ValuesWanted
-from trainprobe.engine.taps.mindspore_tape import HostTape
-from trainprobe.engine.taps.requests import flags_of, modules_of_plan, ops_of_plan
 from trainprobe.errors import PlanError, UsageError
 from trainprobe.integrations.mindspore_limits import NOT_JUDGED, NOT_JUDGED_IN_A_GRAPH, refuse
 from trainprobe.integrations.mindspore_place import place_of_process

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.arrays.torch_apart import apart
+from trainprobe.engine.arrays.without_dispatch import apart
 from trainprobe.integrations.live_modules import parameters_of
 
 ELEMENTS = 1 << 20  # of weights that are copied to be compared

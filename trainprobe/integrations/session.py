@@ -277,7 +277,7 @@ def agreed(stop: bool, device: Any = None) -> bool:
         return stop
     import torch
 
-    from trainprobe.engine.taps.gathering import released
+    from trainprobe.engine.capture.gathering import released
 
     wish = torch.tensor(float(stop), device=device)
     distributed.all_reduce(wish, distributed.ReduceOp.MAX)

@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from trainprobe.engine.capture.patching.replaced import Replaced
+from trainprobe.engine.capture.patching.step_hooks import StepListener, settle
 from trainprobe.engine.plan.loading import load_plan
-from trainprobe.engine.taps.replaced import Replaced
-from trainprobe.engine.taps.step_hooks import StepListener, settle
 from trainprobe.errors import ProbeError, StopTraining
 from trainprobe.integrations.auto_attach import called_from
 from trainprobe.integrations.left_out import LeftOut

@@ -18,8 +18,8 @@ from typing import Any
 from trainprobe.engine.core.console import Console
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.core.topology import place_from_environment
-from trainprobe.engine.legacy_config import is_of_monitor
 from trainprobe.engine.plan.file import read_plan_file
+from trainprobe.engine.plan.legacy import is_of_monitor
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import PlanError, UsageError
 from trainprobe.watching import Probe

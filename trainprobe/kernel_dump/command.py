@@ -9,7 +9,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from trainprobe.engine.diff import measure
+from trainprobe.engine.compare import measure
 from trainprobe.engine.storage.kernel_dumps.read import overflows_of
 from trainprobe.engine.storage.kernel_dumps.store import KernelStore
 from trainprobe.errors import CompareError, FormatError, OutputError, UsageError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from trainprobe.engine.capture.requests import ModuleRequest
 from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.stats.partials import STATS
-from trainprobe.engine.taps.requests import ModuleRequest
 from trainprobe.monitor.plan import Collect, MonitorPlan
 
 

@@ -17,7 +17,7 @@ from typing import Any, get_args
 import orjson
 import torch
 
-from trainprobe.engine.arrays.torch_apart import apart
+from trainprobe.engine.arrays.without_dispatch import apart
 from trainprobe.errors import OutputError
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
 from trainprobe.op_check.dump import selected

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.arrays.torch_apart import apart
+from trainprobe.engine.arrays.without_dispatch import apart
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
 from trainprobe.op_check.functions import api, function, is_in_place
 from trainprobe.op_check.noise import UNIT, Noise

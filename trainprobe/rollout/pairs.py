@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.diff.number_formats import FORMATS, NumberFormat, coarser
+from trainprobe.engine.compare.number_formats import FORMATS, NumberFormat, coarser
 from trainprobe.errors import FormatError
 
 Array = npt.NDArray[Any]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.diff.number_formats import FORMATS, decode
+from trainprobe.engine.compare.number_formats import FORMATS, decode
 from trainprobe.rollout.folders import refusal_of_name
 
 Array = npt.NDArray[Any]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reduction_oracle import ALL_DTYPES, IMPLEMENTATIONS, REDUCERS, bits_of, sample, strip_of
 
 from trainprobe.engine.arrays.torch_arrays import TorchStrip
-from trainprobe.engine.arrays.torch_words import crc32_register, torch_fingerprint
+from trainprobe.engine.arrays.torch_checksum import crc32_register, torch_fingerprint
 from trainprobe.engine.stats.checksum import MASK, fingerprint, keys, shard_fingerprint, terms
 from trainprobe.engine.stats.partials import CHECKSUM, CRC32, STATS
 

@@ -7,9 +7,9 @@ import torch
 
 from trainprobe.compiled import recording
 from trainprobe.engine.arrays.torch_library import TorchLibrary
+from trainprobe.engine.capture.native_torch import learned
 from trainprobe.engine.stats.partials import CHECKSUM, CRC32, STATS
 from trainprobe.engine.tape import Tape
-from trainprobe.engine.taps.native_torch import learned
 
 FLAGS = STATS | CHECKSUM | CRC32
 

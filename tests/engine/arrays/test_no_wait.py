@@ -7,8 +7,8 @@ import torch
 from reduction_oracle import ALL_DTYPES
 
 from trainprobe.engine.arrays import torch_extras
+from trainprobe.engine.arrays.torch_checksum import crc32_register
 from trainprobe.engine.arrays.torch_reduce import reduce_tensor
-from trainprobe.engine.arrays.torch_words import crc32_register
 from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD, SUBLOW
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from trainprobe.engine.arrays.torch_library import TorchLibrary
+from trainprobe.engine.capture.features import number_formats
+from trainprobe.engine.capture.features.number_formats import CountedFormats
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.stats.histogram import exponent_histogram
 from trainprobe.engine.stats.low_precision import FORMATS, limits_of, lost
 from trainprobe.engine.tape import Tape
-from trainprobe.engine.taps import number_formats
-from trainprobe.engine.taps.number_formats import CountedFormats
 
 # name → (bits of the mantissa, smallest normal exponent)
 SHAPES = {"fp4_e2m1": (1, 0), "fp8_e4m3": (3, -6), "fp8_e5m2": (2, -14), "fp16": (10, -14), "bf16": (7, -126)}

@@ -15,7 +15,7 @@ from tests import zoo
 from tests.lockstep import one_step, seed_all
 from trainprobe.engine.core.records import Call, StepData
 from trainprobe.engine.core.step_data import parent_name
-from trainprobe.engine.storage.trail import read_trail
+from trainprobe.engine.storage.step_journal import read_trail
 from trainprobe.monitor.black_box.ring import read_trail_bytes
 
 MONITOR = {"activations": True, "activation_gradients": True, "parameters": True, "optimizer_state": True, "update": True}

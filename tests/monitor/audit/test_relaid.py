@@ -13,11 +13,11 @@ import torch
 
 from tests.distributed.launch import launch
 from tests.monitor.audit.train_relaid import LOST, SAVED, SWAPPED
+from trainprobe.engine.capture.saved_pieces import pieces_of, share_of
 from trainprobe.engine.core.facts import Piece
 from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.core.sources import Part
 from trainprobe.engine.stats.checksum import fingerprint, shard_fingerprint
-from trainprobe.engine.taps.saved_pieces import pieces_of, share_of
 from trainprobe.monitor.audit.relaid import logical
 
 SCRIPT = str(Path(__file__).with_name("train_relaid.py"))

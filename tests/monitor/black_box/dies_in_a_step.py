@@ -34,7 +34,7 @@ NEEDED = (  # imported once, by the parent
         "trainprobe.engine.storage.writer",
         "trainprobe.monitor.actions",
     ),
-    *("trainprobe.engine.taps.random_state", "trainprobe.monitor.black_box.box"),
+    *("trainprobe.engine.capture.random_state", "trainprobe.monitor.black_box.box"),
 )
 
 

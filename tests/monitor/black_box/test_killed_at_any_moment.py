@@ -16,7 +16,7 @@ import orjson
 from tests.engine.storage.trail_of_a_step import told
 from trainprobe.cli import main
 from trainprobe.engine.storage.dumps.record_log import decode
-from trainprobe.engine.storage.trail import read_trail
+from trainprobe.engine.storage.step_journal import read_trail
 from trainprobe.monitor.black_box.black_box_command import find_boxes, read_box
 from trainprobe.monitor.black_box.ring import read_trail_bytes, read_where
 

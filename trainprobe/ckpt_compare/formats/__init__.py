@@ -23,7 +23,7 @@ from zipfile import is_zipfile
 
 from trainprobe.ckpt_compare.pieces import Checkpoint
 from trainprobe.ckpt_compare.storage import remarks, torch_archive
-from trainprobe.engine.diff.uncollected import uncollected
+from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.errors import FormatError, ProbeError, did_you_mean
 
 

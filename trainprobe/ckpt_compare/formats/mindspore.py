@@ -15,7 +15,7 @@ from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Piece, Pro
 from trainprobe.ckpt_compare.storage import mindspore_protobuf as protobuf
 from trainprobe.ckpt_compare.storage.mapped import MappedArray
 from trainprobe.ckpt_compare.storage.safetensors_file import is_safetensors, read_safetensors
-from trainprobe.engine.diff.number_formats import number_format
+from trainprobe.engine.compare.number_formats import number_format
 from trainprobe.errors import FormatError
 
 _SLOTS = {

@@ -19,7 +19,7 @@ from trainprobe.ckpt_compare.pieces import Array, Checkpoint, LogicalTensor, Pie
 from trainprobe.ckpt_compare.plain_state import flat
 from trainprobe.ckpt_compare.storage import dcp_metadata, torch_archive
 from trainprobe.ckpt_compare.storage.mapped import Mapped, inside
-from trainprobe.engine.diff.number_formats import NumberFormat
+from trainprobe.engine.compare.number_formats import NumberFormat
 from trainprobe.errors import FormatError
 
 _STATE = re.compile(r"(?:optim\w*|optimizers?(?:_\d+)?|osd)\.(?:state\.)?(?P<name>.+)\.(?P<slot>[A-Za-z_]\w*)")

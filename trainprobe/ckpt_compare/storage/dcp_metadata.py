@@ -14,7 +14,7 @@ from typing import Any
 from trainprobe.ckpt_compare.pieces import Point
 from trainprobe.ckpt_compare.storage.inert_pickle import Stateful, read_pickle
 from trainprobe.ckpt_compare.storage.mapped import extent, mapping
-from trainprobe.engine.diff.number_formats import number_format
+from trainprobe.engine.compare.number_formats import number_format
 from trainprobe.errors import FormatError
 
 _CLASSES = "torch.distributed.checkpoint.metadata."

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.ckpt_compare.pieces import Point
-from trainprobe.engine.diff.number_formats import NumberFormat
+from trainprobe.engine.compare.number_formats import NumberFormat
 from trainprobe.errors import FormatError, UnsafeFile
 
 LARGEST_TEXT = 1 << 28  # bytes

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 from trainprobe.ckpt_compare.storage import remarks
 from trainprobe.ckpt_compare.storage.mapped import LARGEST, MappedArray, same_tuple
-from trainprobe.engine.diff.number_formats import number_format
+from trainprobe.engine.compare.number_formats import number_format
 from trainprobe.errors import FormatError
 
 _DTYPES = {

@@ -24,7 +24,7 @@ from trainprobe.ckpt_compare.storage.inert_pickle import DtypeName, read_pickle,
 from trainprobe.ckpt_compare.storage.inert_pickle import leaves as leaves
 from trainprobe.ckpt_compare.storage.mapped import HeldArray, MappedArray, extent, mapping
 from trainprobe.ckpt_compare.storage.torch_zip import Places, TorchZip
-from trainprobe.engine.diff.number_formats import number_format
+from trainprobe.engine.compare.number_formats import number_format
 from trainprobe.errors import FormatError
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from trainprobe.ckpt_compare.pieces import LogicalTensor, Piece, Point, Problem, Source, window
 from trainprobe.ckpt_compare.storage.mapped import HeldArray, MappedArray, extent, read_json
-from trainprobe.engine.diff.number_formats import NumberFormat, number_format
+from trainprobe.engine.compare.number_formats import NumberFormat, number_format
 from trainprobe.errors import FormatError, MissingExtra
 
 MOST_CHUNKS = 1_000_000

@@ -29,14 +29,14 @@ from trainprobe.config_check.plan import PACK
 from trainprobe.config_check.settings import make_settings
 from trainprobe.engine.arrays.mindspore_library import HostStrip, host_array, plain_dtype, without_data
 from trainprobe.engine.arrays.numpy_rows import NumpyStrip
+from trainprobe.engine.capture.mindspore.calls import KnownCalls, listed
+from trainprobe.engine.capture.mindspore.cells import is_graph_mode
+from trainprobe.engine.capture.mindspore.states import rates_of
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Place
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.checksum import fingerprint
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
-from trainprobe.engine.taps.mindspore_calls import KnownCalls, listed
-from trainprobe.engine.taps.mindspore_cells import is_graph_mode
-from trainprobe.engine.taps.mindspore_states import rates_of
 
 STATISTICS = ("min", "max", "mean", "norm")
 MOST_ROWS, LARGEST_ROWS = 4096, 1 << 22  # samples of a batch that get a fingerprint of their own; elements of such a batch

@@ -35,7 +35,7 @@ from trainprobe.config_check.capture.weights import capture_weights, named_tenso
 from trainprobe.config_check.merge import merge_ranks
 from trainprobe.config_check.pack_writer import PackWriter
 from trainprobe.config_check.settings import Settings
-from trainprobe.engine.arrays.torch_apart import apart
+from trainprobe.engine.arrays.without_dispatch import apart
 from trainprobe.engine.core.guard import Guard
 from trainprobe.errors import FormatError, OutputError
 

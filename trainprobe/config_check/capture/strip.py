@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_arrays import TorchStrip, local_of
-from trainprobe.engine.arrays.torch_words import consecutive_keys, row_fingerprints, terms, words
+from trainprobe.engine.arrays.torch_checksum import consecutive_keys, row_fingerprints, terms, words
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 

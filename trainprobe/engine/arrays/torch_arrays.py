@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from trainprobe.compiled import native as _native
-from trainprobe.engine.arrays.torch_apart import apart
 from trainprobe.engine.arrays.torch_reduce import REDUCED
 from trainprobe.engine.arrays.torch_rows import DeviceRows, to_host
+from trainprobe.engine.arrays.without_dispatch import apart
 from trainprobe.engine.core.guard import attempt, fault_text
 from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS, STD, SUBLOW
 

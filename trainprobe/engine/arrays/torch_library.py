@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainprobe.engine.arrays.torch_apart import apart
 from trainprobe.engine.arrays.torch_arrays import TorchStrip, local_of, native_code, reason_without_statistics
 from trainprobe.engine.arrays.torch_extras import Extra, StripWithExtras, bin_counts, exponent_counts
 from trainprobe.engine.arrays.torch_extras import quantiles as quantiles_at
 from trainprobe.engine.arrays.torch_rows import to_host
 from trainprobe.engine.arrays.triton_rows import refusals
+from trainprobe.engine.arrays.without_dispatch import apart
 from trainprobe.engine.core.records import Opaque
 from trainprobe.engine.stats.histogram import ExponentHistogram
 

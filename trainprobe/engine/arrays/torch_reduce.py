@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trainprobe.engine.arrays.torch_checksum import fingerprint_of_chunk
 from trainprobe.engine.arrays.torch_chunks import chunks
-from trainprobe.engine.arrays.torch_words import fingerprint_of_chunk
 from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD, SUBLOW, WIDTH
 
 _LOW = 0xFFFFFFFF

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trainprobe.engine.arrays.torch_checksum import crc32_on_host, crc32_register
 from trainprobe.engine.arrays.torch_reduce import accumulator, write_row
-from trainprobe.engine.arrays.torch_words import crc32_on_host, crc32_register
 from trainprobe.engine.arrays.triton_rows import TritonRows, kernels_of
 from trainprobe.engine.stats.partials import CRC32, PARTIALS
 

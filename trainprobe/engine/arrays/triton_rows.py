@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trainprobe.engine.arrays.torch_checksum import mix
 from trainprobe.engine.arrays.torch_reduce import REDUCED, SMALLEST_NORMAL, write_row
-from trainprobe.engine.arrays.torch_words import mix
 from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, STD, SUBLOW
 
 DEVICES = {"cuda"}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.core.console import Console
-from trainprobe.engine.legacy_config import is_legacy
 from trainprobe.engine.plan.file import read_plan_file
+from trainprobe.engine.plan.legacy import is_legacy
 from trainprobe.errors import PlanError
 
 KEY = "dump_enable"

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainprobe.engine.legacy_config import is_legacy, translate
 from trainprobe.engine.plan.file import read_plan_file
+from trainprobe.engine.plan.legacy import is_legacy, translate
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.problems import describe_problems, unknown_keys
 from trainprobe.errors import PlanError

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from trainprobe.engine.legacy_config import is_legacy, translate
 from trainprobe.engine.plan.file import read_plan_file
+from trainprobe.engine.plan.legacy import is_legacy, translate
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
 from trainprobe.errors import OutputError, UsageError

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.stats.binades import first_past
+from trainprobe.engine.stats.exponents import first_past
 
 
 @dataclass(frozen=True, slots=True)

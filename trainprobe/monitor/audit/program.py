@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainprobe.engine.capture import AUDIT
 from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.engine.probe import Probe
 from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.tape import Tape
-from trainprobe.engine.taps import AUDIT
 from trainprobe.monitor.audit.audit import Audit, Gather
 from trainprobe.monitor.audit.plan import AuditPlan
 from trainprobe.monitor.audit.undeclared import Undeclared

@@ -23,7 +23,7 @@ from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.storage.dumps.header import place_text
 from trainprobe.engine.storage.dumps.layout import log_folder
 from trainprobe.engine.storage.dumps.record_log import encode
-from trainprobe.engine.storage.trail import Trail, open_trail
+from trainprobe.engine.storage.step_journal import Trail, open_trail
 from trainprobe.monitor.black_box.last_words import FAULT_FILE, TERMINATED_FILE, LastWords
 from trainprobe.monitor.black_box.plan import GRAVITY, BlackBoxPlan
 from trainprobe.monitor.black_box.ring import Ring, read_ring
@@ -40,7 +40,8 @@ LAG = 5  # so many steps may have come when the writer's thread gets to a findin
 class BlackBox:
     """See the module text. A sink too: the writer's thread tells it findings, and when all of a step is written.
 
-    position: of this process. about: what its steps have in common (see `engine.storage.trail.read_trail`), beside the place.
+    position: of this process. about: what its steps have in common beside
+    the place (see `engine.storage.step_journal.read_trail`).
     """
 
     def __init__(

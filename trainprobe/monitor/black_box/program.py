@@ -9,7 +9,7 @@ from trainprobe.engine.core.position import BETWEEN, Position
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.probe import Probe
 from trainprobe.engine.program import Program, Schedule
-from trainprobe.engine.storage.trail import Trail
+from trainprobe.engine.storage.step_journal import Trail
 from trainprobe.errors import StopTraining
 from trainprobe.monitor.black_box.box import BlackBox
 from trainprobe.monitor.black_box.plan import BlackBoxPlan
@@ -18,7 +18,8 @@ from trainprobe.monitor.black_box.plan import BlackBoxPlan
 class BlackBoxProgram(Program):
     """See the module text.
 
-    plan: the `black_box` section of a plan. about: what all steps have in common (see `engine.trail.read_trail`). facts:
+    plan: the `black_box` section of a plan. about: what all steps have in common (see
+    `engine.storage.step_journal.read_trail`). facts:
     returns what a step's record lacks, its batches and the random state, as a step ends.
     """
 

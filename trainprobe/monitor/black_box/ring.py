@@ -2,7 +2,7 @@
 
     header     MAGIC, number of slots, bytes of a slot, bytes of the trail
     position   where the process is in its training (engine.core.position)
-    trail      what the step in progress has brought so far (engine.storage.trail), a quarter of the file
+    trail      what the step in progress has brought so far (engine.storage.step_journal), a quarter of the file
     slot       sequence number from 1 (0: empty), length (top bit: not compressed), CRC-32, then the piece, compressed by zlib
                where it would not fit otherwise
 
@@ -106,7 +106,7 @@ def read_where(path: Path) -> Where:
 
 
 def read_trail_bytes(path: Path) -> memoryview:
-    """Return the trail of a ring (see `engine.storage.trail.read_trail`). Raises FormatError for a file that is no ring."""
+    """Return the journal of a ring for `step_journal.read_trail`. Raises FormatError for a file that is no ring."""
     data = _whole(path)
     return memoryview(data)[_TRAIL : _TRAIL + _HEADER.unpack_from(data)[3]]
 

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from trainprobe.engine.storage.dumps.record_log import encode
-from trainprobe.engine.storage.trail import read_trail
+from trainprobe.engine.storage.step_journal import read_trail
 from trainprobe.monitor.black_box.ring import read_trail_bytes
 
 

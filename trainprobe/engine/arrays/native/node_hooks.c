@@ -1,5 +1,5 @@
 /* Hooks on autograd nodes: one a node, for all modules that want what arrives there or what the node sends on, entered without torch's
-   handle (registering.c) and used again in later steps. */
+   handle (hook_registry.c) and used again in later steps. */
 #include "module_watch.h"
 
 struct NodeHook {

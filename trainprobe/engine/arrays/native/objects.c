@@ -160,7 +160,7 @@ static PyType_Slot info_slots[] = {{Py_tp_new, info_new},
                                    {Py_tp_doc, "A module of the model as it is recorded."},
                                    {0, NULL}};
 
-static PyType_Spec info_spec = {"trainprobe.engine.taps.torch_modules.ModuleInfo", sizeof(ModuleInfo), 0, Py_TPFLAGS_DEFAULT, info_slots};
+static PyType_Spec info_spec = {"trainprobe.engine.capture.torch_modules.ModuleInfo", sizeof(ModuleInfo), 0, Py_TPFLAGS_DEFAULT, info_slots};
 
 int objects_fill(PyObject *module) {
     torch_tensor = PyUnicode_InternFromString("torch.Tensor");

@@ -139,7 +139,7 @@ int arena_keep(Arena *self, PyObject *key, PyObject *dtype, PyObject *shape, con
 
 void tape_touched(Tape *self, PyObject *t);
 
-/* The trail of a step (trail.c): fields are those trees of the call that have come or changed. */
+/* The trail of a step (step_journal.c): fields are those trees of the call that have come or changed. */
 enum { ARGS = 1, KWARGS = 2, OUT = 4, PARAMS = 8 };
 int trail_check(PyObject *x);
 void trail_value(PyObject *trail, Value *v, const double *row, uint64_t checksum);
@@ -167,7 +167,7 @@ typedef struct {
 int graph_consumers(PyObject *graph, PyObject *node, Py_ssize_t slot, long long floor, Consumers *found);
 void consumers_free(Consumers *found);
 
-/* What is asked of torch (questions.c). */
+/* What is asked of torch (torch_state.c). */
 int torch_known(void);
 int is_tensor(PyObject *x); /* -1 with an exception set */
 long long graph_task_now(void);

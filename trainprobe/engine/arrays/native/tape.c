@@ -1,6 +1,6 @@
 /* The tape's eye: each distinct tensor value looked at once, trees of arguments turned into trees of Values (see engine/tape.py, whose
-   Python methods of the same names do the same). How it looks stands in looking.c, seen.c and trees.c. */
-#include "eye.h"
+   Python methods of the same names do the same). How it looks stands in look.c, seen_table.c and pytree.c. */
+#include "native_tape.h"
 
 PyTypeObject *tape_type;
 static PyObject *n_with_note;

@@ -3,7 +3,7 @@
    takes an address) is met by a sample of the elements; `touched` and `forget_all` of the tape hold here too. */
 #include <string.h>
 
-#include "eye.h"
+#include "native_tape.h"
 
 #define LARGE (256 * 1024) /* bytes: less is read nearly as fast as it is recognised */
 #define SAMPLES 64

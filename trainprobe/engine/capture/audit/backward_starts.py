@@ -1,0 +1,79 @@
+"""When the backward passes of a step begin, from what, and whether gradients were cleared after that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainprobe.engine.capture.patching.replaced import Replaced
+from trainprobe.engine.core.guard import Guard
+
+
+class BackwardStarts:
+    """Calls `first` before the first backward pass of a step.
+
+    count: how many there were. unused: those since the last update, which sets it to 0. cleared: whether `zero_grad` came after
+    the first. begins: is told what each begins from. clears: is told whose gradients are cleared, an optimizer or module.
+    """
+
+    def __init__(
+        self, guard: Guard, first: Callable[[], None], begins: Callable[[Any], None], clears: Callable[[Any], None]
+    ) -> None:
+        self.count = 0
+        self.unused = 0
+        self.cleared = False
+        self._begins = begins
+        self._clears = clears
+        self._guard = guard
+        self._first = first
+        self._replaced: list[Replaced] = []
+
+    def begin(self) -> None:
+        """Replace `torch.autograd.backward` and the two `zero_grad`."""
+        self.count, self.unused, self.cleared = 0, 0, False
+        if self._replaced:
+            return
+        self._replaced = [
+            Replaced(torch.autograd, "backward", self._backward(torch.autograd.backward)),
+            *(
+                Replaced(owner, "zero_grad", self._clearing(owner.zero_grad))
+                for owner in (torch.optim.Optimizer, torch.nn.Module)
+            ),
+        ]
+
+    def end(self) -> None:
+        """Put them back."""
+        for replaced in self._replaced:
+            replaced.back()
+        self._replaced = []
+
+    def _backward(self, original: Any) -> Any:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if not backward.ended and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
+                self.count += 1
+                if self.count == 1:
+                    self._guard.run(self._first)
+                self._guard.run(self._begins, _root(args, kwargs))
+                self.unused += 1
+            return original(*args, **kwargs)
+
+        return backward
+
+    def _clearing(self, original: Any) -> Any:
+        def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            if self.count and not zero_grad.ended:  # type: ignore[attr-defined]
+                self.cleared = True
+                self._guard.run(self._clears, args[0])
+            return original(*args, **kwargs)
+
+        return zero_grad
+
+
+def _root(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the one number that a backward pass begins from, or None where it begins from more."""
+    tensors = args[0] if args else kwargs.get("tensors")
+    single = next(iter(tensors)) if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors
+    weights = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+    return single if isinstance(single, torch.Tensor) and single.numel() == 1 and weights is None else None

@@ -1,0 +1,94 @@
+"""Gradients as backward hands them over and as they are used, each as one number: what reduction makes of them is then known.
+
+The number is ⟨g, r⟩ with rᵢ = sin(i / φ), i the place in the tensor: linear in g, and the same weights on every rank. It stays
+on the device until the step is harvested. No random number is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunction
+
+from trainprobe.engine.capture.unreduced import UnreducedTap
+from trainprobe.engine.core.facts import Reduction
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.library import Carried
+from trainprobe.engine.tape import Tape
+
+_STEP = 0.6180339887498949
+_BLOCK = 1 << 22  # elements at a time: the weights of a whole embedding would not fit beside it
+
+
+class ReducedGradients:
+    """Looks at the gradients of a step that `wanted` asks for. names: id of parameter → recorded name.
+
+    weighs: whether ranks are compared; where they are not, the number is a sum, which tells whether all of it is finite.
+    """
+
+    def __init__(self, guard: Guard, names: Callable[[], Mapping[int, str]], wanted: Callable[[], bool]) -> None:
+        self.weighs: Callable[[], bool] = lambda: True
+        self._names = names
+        self._tap = UnreducedTap(guard, self._arrived, wanted)
+        self._sums: dict[int, Tensor] = {}
+        self._told: list[tuple[str, Carried]] = []
+        self._tape: Tape | None = None
+
+    def open(self, model: Any) -> None:
+        """Remember whose gradients to look at."""
+        self._tap.open(model)
+
+    def begin(self, tape: Tape) -> None:
+        """Hook the accumulators where this step is wanted."""
+        self._sums, self._told, self._tape = {}, [], tape
+        self._tap.begin(tape)
+
+    def end(self) -> None:
+        """Remove the hooks."""
+        self._tap.end()
+        self._tape = None
+
+    def used(self, parameters: Sequence[Any]) -> None:
+        """Look at the gradients of these parameters as they are used: whole, and not yet clipped. The first look counts."""
+        names, tape = self._names(), self._tape
+        if tape is None:
+            return
+        with torch.no_grad(), DisableTorchFunction():
+            for p in parameters:
+                arrived = self._sums.pop(id(p), None)
+                if arrived is not None and type(p.grad) is Tensor and p.grad.dtype in (torch.float32, torch.float64):
+                    row = [arrived, self._number(p.grad), torch.linalg.vector_norm(p.grad, dtype=torch.float64)]
+                    self._told.append((names[id(p)], tape.carry(torch.stack(row))))
+
+    def take(self) -> tuple[Reduction, ...]:
+        """Return what was seen, once the step is harvested."""
+        told, self._told = self._told, []
+        return tuple(Reduction(name, *row.numbers.tolist()) for name, row in told if row.numbers is not None)
+
+    def _number(self, t: Tensor) -> Tensor:
+        return _product(t) if self.weighs() else t.detach().sum(dtype=torch.float64)
+
+    def _arrived(self, p: Any, gradient: Any) -> None:
+        if id(p) not in self._names() or type(gradient) is not Tensor or not _is_real(gradient):
+            self._sums.pop(id(p), None)
+            return
+        with torch.no_grad(), DisableTorchFunction():
+            number, before = self._number(gradient), self._sums.get(id(p))
+            self._sums[id(p)] = number if before is None else before + number
+
+
+def _is_real(t: Tensor) -> bool:
+    return t.layout is torch.strided and t.is_floating_point()
+
+
+def _product(t: Tensor) -> Tensor:
+    flat = t.detach().reshape(-1)
+    total = torch.zeros((), dtype=torch.float64, device=t.device)
+    for begin in range(0, flat.numel(), _BLOCK):
+        piece = flat[begin : begin + _BLOCK].double()
+        places = torch.arange(begin, begin + piece.numel(), dtype=torch.float64, device=t.device)
+        total += places.mul_(_STEP).sin_() @ piece
+    return total

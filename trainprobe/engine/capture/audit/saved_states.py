@@ -1,0 +1,202 @@
+"""What was saved, to be set against what is loaded: fingerprints of all parameters and states when a state dict is taken.
+
+`torch.optim.Optimizer.state_dict` is what every way of saving a training calls. The fingerprints of the last few saves lie in a
+file of this rank beside the output, so that the process that resumes the run finds them, in whatever layout it does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainprobe.engine.capture.patching.replaced import Replaced
+from trainprobe.engine.capture.random_state import random_fingerprints
+from trainprobe.engine.core.facts import Piece, SavedTensors
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.storage.safe_files import write_whole
+
+KEPT = 3
+_FIRST, _LAST = 4, 28  # steps whose data is remembered
+FILE = "saved_states.json"
+Fingerprints = Callable[[], Mapping[tuple[str, str], int]]
+
+
+class SavedStates:
+    """Remembers saves from `start` to `stop`. awaits: something was loaded, or a run goes on, and nobody has compared yet.
+
+    loaded: is told when something was loaded. look: returns (name, slot) → fingerprint of what this process holds now; step:
+    the number of the last step. positions: where schedulers stand. world: how many ranks there are. pieces: returns
+    what is held of tensors that are cut. settings: the plain numbers of the parameter groups.
+    """
+
+    def __init__(
+        self, guard: Guard, look: Fingerprints, step: Callable[[], int], positions: Callable[[], Mapping[str, int]]
+    ) -> None:
+        self.awaits = False
+        self.world: Callable[[], int] = lambda: 1
+        self.pieces: Callable[[], Mapping[tuple[str, str], Piece]] = dict
+        self.settings: Callable[[], Mapping[str, Any]] = dict
+        self._scale = (-1, 0.0)  # after which step a loss scaler was saved, and its scale
+        self._positions = positions
+        self._first: list[tuple[int, tuple[int, ...]]] = []
+        self._last: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=_LAST)
+        self.loaded: Callable[[], None] = lambda: None
+        self._randoms: Mapping[str, int] = {}  # as the first step of the run began
+        self._guard = guard
+        self._look = look
+        self._step = step
+        self._saved: list[SavedTensors] = []
+        self._path: Path | None = None
+        self._replaced: list[Replaced] = []
+
+    def start(self, folder: Path | None = None, goes_on: bool = False) -> None:
+        """Begin to remember. folder: of this rank. goes_on: an earlier process may have left there what it saved."""
+        if self._replaced:
+            return
+        self._path = None if folder is None else folder / FILE
+        if goes_on and self._path is not None:
+            self._saved = self._guard.run(_read, self._path) or [] if self._path.exists() else []
+            self.awaits = bool(self._saved) or any(_of_all_ranks(self._path))
+            for seen in self._saved[-1].batches if self._saved else ():
+                self.trained_on(*seen)
+            self._randoms = {name: first for name, (first, _) in self._saved[-1].randoms.items()} if self._saved else {}
+        kind: Any = torch.optim.Optimizer
+        self._replaced = [
+            Replaced(kind, "state_dict", self._around_save(kind.state_dict)),
+            Replaced(kind, "load_state_dict", self._around_load(kind.load_state_dict)),
+            Replaced(torch.amp.GradScaler, "state_dict", self._around_scaler(torch.amp.GradScaler.state_dict)),
+        ]
+
+    def stop(self) -> None:
+        """Remember no more."""
+        self.awaits = False
+        for replaced in self._replaced:
+            replaced.back()
+        self._replaced = []
+
+    def begins(self) -> dict[str, int]:
+        """Return the random states as a step begins, if it is the first of the run or follows a load; otherwise nothing."""
+        if self._randoms and not self.awaits:
+            return {}
+        now = random_fingerprints()
+        self._randoms = self._randoms or now
+        return now
+
+    def take(self) -> tuple[SavedTensors, ...]:
+        """Return what was saved, if something was loaded since; then nothing until the next load."""
+        if not self.awaits:
+            return ()
+        self.awaits = False
+        return tuple(self._saved)
+
+    def everyone(self) -> dict[int, list[SavedTensors]]:
+        """Return rank → what it saved, as far as that lies beside the output; nothing on other ranks than 0."""
+        if self._path is None or self._path.parent.name != "rank0":
+            return {}
+        return {rank: _read(path) for rank, path in _of_all_ranks(self._path)}
+
+    def trained_on(self, step: int, batches: tuple[int, ...]) -> None:
+        """Remember the data of a step."""
+        if len(self._first) < _FIRST:
+            self._first.append((step, batches))
+        else:
+            self._last.append((step, batches))
+
+    def _around_save(self, original: Any) -> Any:
+        def state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not state_dict.ended:  # type: ignore[attr-defined]
+                self._guard.run(self._remember)
+            return original(optimizer, *args, **kwargs)
+
+        return state_dict
+
+    def _around_load(self, original: Any) -> Any:
+        def load_state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            out = original(optimizer, *args, **kwargs)
+            if self._saved and not load_state_dict.ended:  # type: ignore[attr-defined]
+                self.awaits = True
+                self.loaded()
+            return out
+
+        return load_state_dict
+
+    def _around_scaler(self, original: Any) -> Any:
+        def state_dict(scaler: Any) -> Any:
+            out = original(scaler)
+            if out and not state_dict.ended:  # type: ignore[attr-defined]
+                self._guard.run(self._remember_scale, float(out["scale"]))
+            return out
+
+        return state_dict
+
+    def _remember_scale(self, scale: float) -> None:
+        self._scale = (self._step(), scale)
+        if self._saved and self._saved[-1].step == self._step():
+            self._saved[-1] = replace(self._saved[-1], scale=scale)
+            self._write()
+
+    def _remember(self) -> None:
+        if self._step() < 0:
+            return  # nothing was trained yet: some take a state dict to see what is in it
+        tensors = dict(self._look())
+        if not tensors or (self._saved and self._saved[-1].tensors == tensors):
+            return
+        batches = (*self._first, *self._last)
+        cut = {key: piece for key, piece in self.pieces().items() if key in tensors}
+        step, scale = self._scale
+        now = SavedTensors(self._step(), tensors, dict(self._positions()), batches, self.world(), cut, dict(self.settings()))
+        stand = random_fingerprints()
+        randoms = {name: (first, stand[name]) for name, first in self._randoms.items() if name in stand}
+        self._saved = [*self._saved, replace(now, scale=scale if step == now.step else 0.0, randoms=randoms)][-KEPT:]
+        self._write()
+
+    def _write(self) -> None:
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, json.dumps([_written(saved) for saved in self._saved]).encode())
+
+
+def _written(saved: SavedTensors) -> dict[str, Any]:
+    return {
+        "step": saved.step,
+        "tensors": [[*key, fingerprint] for key, fingerprint in saved.tensors.items()],
+        "positions": saved.positions,
+        "batches": saved.batches,
+        "world": saved.world,
+        "pieces": [[*key, *astuple(piece)] for key, piece in saved.pieces.items()],
+        "settings": saved.settings,
+        "scale": saved.scale,
+        "randoms": saved.randoms,
+    }
+
+
+def _of_all_ranks(path: Path) -> Iterator[tuple[int, Path]]:
+    """Yield each rank and its file, given that of one rank."""
+    for found in path.parent.parent.glob(f"rank*/{FILE}"):
+        number = found.parent.name.removeprefix("rank")
+        if number.isdigit():
+            yield int(number), found
+
+
+def _read(path: Path) -> list[SavedTensors]:
+    return [
+        SavedTensors(
+            told["step"],
+            {(name, slot): fingerprint for name, slot, fingerprint in told["tensors"]},
+            told["positions"],
+            tuple((step, tuple(batches)) for step, batches in told["batches"]),
+            told["world"],
+            {(name, slot): Piece(*piece) for name, slot, *piece in told.get("pieces", ())},
+            told.get("settings", {}),
+            told.get("scale", 0.0),
+            {name: (first, stood) for name, (first, stood) in told.get("randoms", {}).items()},
+        )
+        for told in json.loads(path.read_text())
+        if isinstance(told, dict)
+    ]

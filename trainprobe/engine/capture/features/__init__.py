@@ -1,0 +1,1 @@
+"""Numbers worked out from tensors inside chosen modules, on their device, each in a file of its own."""

@@ -1,0 +1,64 @@
+"""Gradients at the inputs and outputs of a part of the model, read beside the autograd graph and never inside it.
+
+The gradient at an output is what arrives at the autograd node that made it: a pre-hook on that node sees it. The gradient at
+an input is this part's own contribution, as a full-backward hook would report it: the sum of what flows along those edges of
+the graph that end in the input's own edge and start at nodes made *inside* the part. Such nodes are known by their
+sequence numbers, which autograd hands out in the order of creation: those made inside carry a number at or above the
+one at entry. A full-backward hook would instead put an identity node around the part, and so change the order in
+which gradients are added: other bits, another training.
+
+Node hooks see tensors and return None; they insert nothing, change no value and leave with the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import _get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
+
+from trainprobe.engine.arrays.without_dispatch import apart
+
+sequence_number: Callable[[], int] = _get_sequence_nr
+
+__all__ = ["Edge", "edge_of", "node_of", "plus", "sequence_number"]
+
+Edge = tuple[Any, int]
+
+
+def node_of(t: Any) -> Any | None:
+    """Return the autograd node that made a tensor, or None; a view that autograd itself refuses to place has none."""
+    try:
+        return t.grad_fn
+    except RuntimeError:  # made under no_grad, base written in place with grad on: autograd raises on the question
+        return None
+
+
+def edge_of(t: Any) -> Edge | None:
+    """Return the gradient edge (node, output number) of a tensor, or None when no gradient reaches it."""
+    if not t.requires_grad:
+        return None
+    node = node_of(t)
+    if node is not None:
+        return node, t.output_nr
+    if not t.is_leaf or is_lazy(t):  # an accumulator that is made for a parameter without a shape refuses its gradient
+        return None
+    with apart(within_transforms=True):
+        try:
+            edge = get_gradient_edge(t)  # it makes a view
+        except RuntimeError:  # which sparse and nested leaves do not have
+            with torch.enable_grad():
+                return t.clone().grad_fn.next_functions[0]
+    return edge.node, edge.output_nr
+
+
+def plus(total: Any, gradient: Any) -> Any:
+    """Return the sum of two gradients, out of place and in their own dtype; no part of any graph."""
+    with apart(within_transforms=True):
+        if not torch.is_grad_enabled():  # as mostly in a backward pass: to switch it off takes longer than the sum
+            return total + gradient
+        with torch.no_grad():
+            return total + gradient

@@ -1,0 +1,1 @@
+"""The taps of MindSpore in PyNative mode."""

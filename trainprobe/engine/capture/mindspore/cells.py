@@ -1,0 +1,336 @@
+"""What goes in and out of each MindSpore cell, and the gradients there, in PyNative mode.
+
+While a step is collected, `mindspore.nn.Cell.__call__` is replaced for the class. No hook is put on a cell: it would be parsed
+and compiled with the cell. A gradient is taken by a hook on the tensor, which leaves with the tensor; it is the whole gradient
+that arrives there: at an input that of everything that used the tensor, the cell among others, and a note says so. What
+MindSpore compiles, it does not call from Python: those cells are seen from outside only, and a note says so.
+
+MindSpore raises errors of its kernels later, at whatever waits for them next. Before this tap reads a value it waits in the
+training's own place, so that such an error is raised in the training and not inside the tool.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mindspore
+from mindspore.common.api import _pynative_executor
+from mindspore.nn import Cell
+
+from trainprobe.engine.capture.patching.replaced import Replaced
+from trainprobe.engine.capture.requests import ModuleRequest
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.naming import ROOT
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.stacks import Stacks
+from trainprobe.engine.tape import SAVE, Tape
+
+COMPILED = (
+    "MindSpore compiles this model into a graph (GRAPH_MODE, or ms.jit), and Python sees nothing inside one: inputs and "
+    "outputs of cells and operators, their gradients and the gradients of parameters are not recorded; parameters, optimizer "
+    "state and what the framework reports are. To see the rest, run with mindspore.set_context(mode=mindspore.PYNATIVE_MODE) "
+    "and the environment variable MS_JIT=0"
+)
+
+INPUTS = (
+    "under MindSpore the gradient at an input is taken at the tensor: it is that of everything that used the tensor, and the "
+    "share of one cell or operator only where nothing else did"
+)
+RECOMPUTING = "_recompute_cell"  # the name under which a cell that is recomputed holds what does it
+
+
+def is_graph_mode() -> bool:
+    """Tell whether a cell that is called now is compiled as a whole."""
+    import os
+
+    return mindspore.get_context("mode") == mindspore.GRAPH_MODE and os.environ.get("MS_JIT") != "0"
+
+
+def wait() -> None:
+    """Wait for what PyNative mode has begun; raises what went wrong in it, which is the training's error."""
+    _pynative_executor.sync()
+
+
+def hooked(t: Any, seen: Callable[[Any], Any]) -> Any:
+    """Have `seen` called with the gradient at a tensor once it has been computed.
+
+    Returns what has `remove()`; None for a tensor that has no gradient, which MindSpore refuses.
+    """
+    if "Float" not in str(t.dtype):
+        return None
+
+    def arrives(gradient: Any) -> None:
+        wait()
+        seen(gradient)
+
+    try:
+        return t.register_hook(arrives)
+    except RuntimeError as refused:
+        if "requires grad" not in str(refused):
+            raise
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class CellInfo:
+    """A cell of the model as it is recorded."""
+
+    name: str
+    cls: str
+    parameters: tuple[tuple[str, Any], ...]
+    flags: int
+    selected: bool
+    repeats: bool  # a cell around it, or itself, is recomputed in backward
+
+
+class CellOutline:
+    """Remembers what models are made of: cells and parameters, by identity and by name, and which cells are recomputed."""
+
+    def __init__(self, models: Sequence[Any]) -> None:
+        cells = [cell for model in models for _, cell in model.cells_and_names()]
+        self._held = [(cell, dict(cell._cells), dict(cell._params), getattr(cell, RECOMPUTING, None)) for cell in cells]
+        self._names = [(p, str(p.name)) for cell in cells for p in cell._params.values() if p is not None]
+
+    def holds(self) -> bool:
+        """Tell whether the models are still made of the same."""
+        return all(
+            _same(cell._cells, cells) and _same(cell._params, parameters) and getattr(cell, RECOMPUTING, None) is again
+            for cell, cells, parameters, again in self._held
+        ) and all(p.name == name for p, name in self._names)
+
+
+def _same(members: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return len(members) == len(before) and all(
+        name == was and member is held for (name, member), (was, held) in zip(members.items(), before.items(), strict=True)
+    )
+
+
+class CellTap:
+    """See the module text. `parameter_names`: id of parameter → MindSpore's own name, or its path where several have that."""
+
+    def __init__(self, wanted: ModuleRequest, guard: Guard, stacks: Stacks | None = None) -> None:
+        self.wanted = wanted
+        self._stacks = stacks
+        self.known: dict[int, CellInfo] = {}
+        self.parameter_names: dict[int, str] = {}
+        self.notes: dict[str, None] = {}
+        self._guard = guard
+        self._models: list[Any] = []
+        self._outline: CellOutline | None = None
+        self.stack: list[Call] = []  # the calls that are running, outermost first
+        self._tape: Tape | None = None
+        self._original: Replaced | None = None
+        self._handles: list[Any] = []
+        self._forwards: dict[str, int] = {}  # name → calls of this step
+        self._recomputed: dict[str, int] = {}
+        self._called = 0
+        self._paused = False
+        self._arrived: Counter[int] = Counter()  # id of parameter → gradients of this step
+        self._gradient_calls: dict[tuple[str, int], Call] = {}
+
+    # ---- life --------------------------------------------------------------------------------------------------
+
+    def open(self, model: Any, optimizer: Any = None) -> None:
+        """Name the cells and parameters of a model, or of a list of models."""
+        self._models = list(model) if isinstance(model, list | tuple) else [model]
+        self._scan()
+
+    def names(self) -> dict[int, str]:
+        """Return id of parameter → name, as the model is now: another dict where it is made of something else than before."""
+        if self._outline is not None and not self._outline.holds():
+            self._scan()
+        return self.parameter_names
+
+    def _scan(self) -> None:
+        self.known.clear()
+        self._outline = CellOutline(self._models)
+        found = {id(p): (path, p) for model in self._models for path, p in model.parameters_and_names()}
+        often = Counter(p.name for _, p in found.values())
+        self.parameter_names = {key: path if often[p.name] > 1 else str(p.name) for key, (path, p) in found.items()}
+        for model in self._models:
+            named = list(model.cells_and_names())
+            repeated = [raw for raw, cell in named if getattr(cell, RECOMPUTING, None) is not None]
+            for raw, cell in named:
+                if RECOMPUTING in raw.split("."):
+                    continue  # what MindSpore puts around a cell: the same names with and without it
+                name = raw or ROOT
+                wanted, names = self.wanted, self.parameter_names
+                held = [(n, p) for n, p in cell._params.items() if p is not None]
+                own = tuple((n, p) for n, p in held if wanted.parameter(names.get(id(p), str(p.name))))
+                again = any(not outer or f"{name}.".startswith(f"{outer}.") for outer in repeated)
+                kind = type(cell).__name__
+                flags = wanted.flags(name, kind)
+                self.known.setdefault(id(cell), CellInfo(name, kind, own, flags, wanted.selected(name), again))
+
+    def begin(self, tape: Tape) -> None:
+        """Replace `Cell.__call__`."""
+        self.names()
+        self._tape = tape
+        self.stack.clear()
+        self._forwards.clear()
+        self._recomputed.clear()
+        self._called, self._paused = 0, False
+        self._arrived.clear()
+        self._gradient_calls.clear()
+        if self.wanted.backward and "parameter_gradients" in self.wanted.data and not is_graph_mode():
+            self._guard.run(self._watch_parameters)
+        if self._original is not None:
+            return
+        original: Any = Cell.__call__
+        known, run = self.known, self._run
+
+        def call(cell: Any, *args: Any, **kwargs: Any) -> Any:
+            info = known.get(id(cell))
+            if info is None or call.ended:  # type: ignore[attr-defined]
+                return original(cell, *args, **kwargs)
+            return run(info, original, cell, args, kwargs)
+
+        self._original = Replaced(Cell, "__call__", call)
+
+    def pause(self) -> None:
+        """Take no forward calls for a while."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Take forward calls again."""
+        self._paused = False
+
+    def end(self, again: bool = False) -> None:
+        """Put `Cell.__call__` back, and take the hooks off tensors; with `again` the call stays in place, asleep."""
+        if self._tape is not None and self._called <= 1 < len(self.known):
+            self.notes[COMPILED] = None
+        if not again and self._original is not None:
+            self._original.back()
+            self._original = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.stack.clear()
+        self._tape = None
+
+    # ---- a call ------------------------------------------------------------------------------------------------
+
+    def _run(self, info: CellInfo, original: Any, cell: Any, args: Any, kwargs: Any) -> Any:
+        if self._tape is None or self._paused or self._guard.tripped is not None or is_graph_mode():
+            return original(cell, *args, **kwargs)
+        wait()
+        depth = len(self.stack)
+        call = self._guard.run(self._enter, info, args, kwargs)
+        try:
+            out = original(cell, *args, **kwargs)
+            if call is not None:
+                wait()
+                self._guard.run(self._leave, info, call, args, out)
+            return out
+        finally:
+            del self.stack[depth:]
+
+    def _enter(self, info: CellInfo, args: Any, kwargs: Any) -> Call:
+        tape, wanted = self._tape, self.wanted
+        assert tape is not None
+        self._called += 1
+        parent = self.stack[-1] if self.stack else None
+        again = info.repeats and (parent.phase == "recompute" if parent is not None else info.name in self._forwards)
+        if parent is None and not again:
+            tape.forward_begins(info.name)
+        phase = "recompute" if again else "forward"
+        stack = self._stacks.capture(-1, 0) if self._stacks is not None else -1
+        number = self._number(info.name, again)
+        call = Call("module", info.name, number, phase, cls=info.cls, micro=tape.micro, parent=parent, stack=stack)
+        if info.selected and wanted.micro(tape.micro) and (wanted.recompute or not again):
+            at = self._path(info, call)
+            if wanted.forward:
+                if "input" in wanted.data:
+                    call.args = tape.tree(args, info.flags, at and f"{at}.input")
+                if kwargs and "kwargs" in wanted.data:
+                    call.kwargs = tape.tree(kwargs, info.flags, at and f"{at}.kwargs")
+                if info.parameters and "parameters" in wanted.data:
+                    call.params = {n: tape.tree(p, info.flags, at and f"{at}.parameters.{n}") for n, p in info.parameters}
+            tape.calls.append(call)
+            tape.told(call)
+        self.stack.append(call)
+        return call
+
+    def _number(self, name: str, again: bool) -> int:
+        """Number a call. A recomputed one has the number of the latest forward not recomputed yet: backward is reverse."""
+        if again:
+            number = self._recomputed[name] = max(self._recomputed.get(name, self._forwards.get(name, 0)) - 1, 0)
+            return number
+        number = self._forwards.get(name, 0)
+        self._forwards[name] = number + 1
+        return number
+
+    def _leave(self, info: CellInfo, call: Call, args: Any, out: Any) -> None:
+        tape, wanted = self._tape, self.wanted
+        if tape is None or not info.selected or not wanted.micro(call.micro or 0):
+            return
+        if wanted.forward and "output" in wanted.data and (wanted.recompute or call.phase != "recompute"):
+            at = self._path(info, call)
+            call.out = tape.tree(out, info.flags, at and f"{at}.output")
+            tape.told(call)
+        if wanted.backward:
+            back = Call("module", info.name, call.call, "backward", cls=info.cls, micro=call.micro, parent=call.parent)
+            told = {"input": out, "output": args}  # of backward: what goes into it arrives at the outputs
+            for part in ("input", "output"):
+                if part in wanted.data:
+                    for i, t in enumerate(told[part] if isinstance(told[part], tuple | list) else [told[part]]):
+                        if isinstance(t, mindspore.Tensor):
+                            self._watch(info, back, part, i, t)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------
+
+    def _watch(self, info: CellInfo, back: Call, part: str, i: int, t: Any) -> None:
+        """Take the gradient at a tensor when it arrives."""
+        arrive = partial(self._arrive, info, back, part, i)
+
+        handle = hooked(t, lambda gradient: self._guard.run(arrive, gradient))
+        if handle is not None:
+            self._handles.append(handle)
+
+    def _arrive(self, info: CellInfo, back: Call, part: str, i: int, gradient: Any) -> None:
+        tape = self._tape
+        if tape is None:
+            return
+        if back.args is None:
+            back.args, back.out = [], []
+            tape.calls.append(back)
+        at = self._path(info, back)
+        value = tape.tree(gradient, info.flags, at and f"{at}.{part}.{i}")
+        if part == "output":
+            self.notes[INPUTS] = None
+        places = back.args if part == "input" else back.out
+        places += [None] * (i + 1 - len(places))
+        places[i] = value
+        tape.told(back)
+
+    def _watch_parameters(self) -> None:
+        """Take the gradient of each selected parameter when it arrives: one a backward, of all that used the parameter."""
+        seen: set[int] = set()
+        for info in self.known.values():
+            for short, p in info.parameters if info.selected else ():
+                if id(p) not in seen and p.requires_grad:
+                    seen.add(id(p))
+                    handle = hooked(p, partial(self._guard.run, self._parameter, info, short, id(p)))
+                    if handle is not None:
+                        self._handles.append(handle)
+
+    def _parameter(self, info: CellInfo, short: str, key: int, gradient: Any) -> None:
+        tape = self._tape
+        if tape is None or not self.wanted.micro(tape.micro):
+            return
+        number = self._arrived[key]
+        self._arrived[key] += 1
+        call = self._gradient_calls.get((info.name, number))
+        if call is None:
+            call = self._gradient_calls[info.name, number] = tape.call("parameter", info.name, number, "backward", info.cls)
+            call.params = {}
+        at = f"Cell.{info.name}.{info.cls}.parameters_grad.{number}.{short}" if info.flags & SAVE else None
+        call.params[short] = tape.tree(gradient, info.flags, at)
+        tape.told(call)
+
+    def _path(self, info: CellInfo, call: Call) -> str | None:
+        return f"Cell.{info.name}.{info.cls}.{call.phase}.{call.call}" if info.flags & SAVE else None

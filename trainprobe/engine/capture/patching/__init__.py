@@ -1,0 +1,1 @@
+"""How taps get between a program and its libraries, and how everything is put back."""

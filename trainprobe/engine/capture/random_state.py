@@ -1,0 +1,57 @@
+"""The state of torch's random generators: its fingerprint, and putting it back. No number is drawn, no device waited for."""
+
+from __future__ import annotations
+
+import base64
+import random
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainprobe.engine.arrays.without_dispatch import apart
+
+
+def random_state() -> tuple[Any, ...]:
+    """Return the states of the default generators: of the host, and of the current accelerator where one is in use."""
+    with apart():  # within a transform of `torch.func` the state would be a tensor without memory
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            states.append(torch.cuda.get_rng_state())
+        return tuple(states)
+
+
+def put_back(states: tuple[Any, ...]) -> None:
+    """Set the default generators to what `random_state` returned."""
+    with apart():
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1])
+
+
+def random_fingerprint() -> int:
+    """Return a 32-bit fingerprint of the random state."""
+    total = 0
+    for state in _bytes():
+        total = zlib.crc32(state, total)
+    return total
+
+
+def random_fingerprints() -> dict[str, int]:
+    """Return generator → fingerprint of its state: those of "torch", "numpy" (the global one) and "python"."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    numpy = zlib.crc32(repr((kind, rest)).encode(), zlib.crc32(np.asarray(keys).tobytes()))
+    return {"torch": random_fingerprint(), "numpy": numpy, "python": zlib.crc32(repr(random.getstate()).encode())}
+
+
+def _bytes() -> list[memoryview]:
+    states = random_state()
+    with apart():
+        return [memoryview(state.numpy()) for state in states]
+
+
+def random_text() -> dict[str, Any]:
+    """Return the fingerprint of the random state, and the states themselves as base64 of their zlib-compressed bytes."""
+    states = [base64.b64encode(zlib.compress(state, 1)).decode() for state in _bytes()]
+    return {"random": random_fingerprint(), "random_states": states}

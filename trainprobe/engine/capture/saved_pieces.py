@@ -1,0 +1,94 @@
+"""The pieces of logical tensors that this process holds, each with its share in the fingerprint of the whole.
+
+The fingerprint of `engine.stats.checksum` adds up: over pieces that cover a tensor once, whatever way it is cut, the shares
+give the fingerprint of the whole tensor. So what some ranks saved can be set against what others loaded, and nobody gathers
+a tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from trainprobe.engine.arrays.torch_checksum import fingerprint_at
+from trainprobe.engine.arrays.torch_rows import to_host
+from trainprobe.engine.core.facts import Piece
+from trainprobe.engine.core.library import Carried
+from trainprobe.engine.core.shards import Shard, mesh_shard
+from trainprobe.engine.core.sources import Part
+
+_CHUNK = 1 << 20  # elements whose places are worked out at a time
+
+
+class HeldPieces:
+    """Every piece of a tensor that is cut, its share still on its device; tensors that are whole are left out.
+
+    carry: takes a small tensor that is to be brought to the host.
+    """
+
+    def __init__(self, parts: Iterable[Part], carry: Callable[[Tensor], Carried]) -> None:
+        self._about: list[tuple[tuple[str, str], Shard, Carried]] = []
+        for part in parts:
+            shard = part.shard or mesh_shard(part.tensor)
+            local = getattr(part.tensor, "_local_tensor", part.tensor)
+            if shard is not None and _is_cut(shard) and local.numel() == math.prod(shard.shape):
+                self._about.append(((part.name, part.slot), shard, carry(share_of(local, shard))))
+
+    def read(self) -> dict[tuple[str, str], Piece]:
+        """Return (parameter, slot) → piece, of those whose shares have come to the host."""
+        return {
+            key: Piece(_place(shard), math.prod(shard.shape), _whole(shard), int(share.numbers[0]) % (1 << 64))
+            for key, shard, share in self._about
+            if share.numbers is not None
+        }
+
+
+def pieces_of(parts: Iterable[Part]) -> dict[tuple[str, str], Piece]:
+    """Return (parameter, slot) → piece of every tensor that is cut, now: reads each device once."""
+    carried: list[Carried] = []
+
+    def carry(share: Tensor) -> Carried:
+        carried.append(Carried(share))
+        return carried[-1]
+
+    held = HeldPieces(parts, carry)
+    for share, numbers in zip(carried, to_host([share.tensor for share in carried]), strict=True):
+        share.numbers = numbers
+    return held.read()
+
+
+def share_of(t: Tensor, shard: Shard) -> Tensor:
+    """Return the share of a piece in the fingerprint of the whole tensor, int64 [] on its device; waits for nothing."""
+    flat = t.detach().reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=t.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        piece = flat[start : start + _CHUNK]
+        at = torch.arange(start, start + piece.numel(), dtype=torch.int64, device=t.device)
+        total = total + fingerprint_at(piece, _global_places(at, shard))
+    return total
+
+
+def _global_places(at: Tensor, shard: Shard) -> Tensor:
+    """Return the places in the whole tensor, row by row, of these places in the piece, int64 [n]."""
+    place, stride = torch.zeros_like(at), 1
+    for size, offset, whole in zip(reversed(shard.shape), reversed(shard.offset), reversed(shard.whole), strict=True):
+        place = place + (at % size + offset) * stride
+        at, stride = at // size, stride * whole
+    return place if shard.within is None else _global_places(place, shard.within)
+
+
+def _is_cut(shard: Shard) -> bool:
+    return tuple(shard.shape) != tuple(shard.whole) or (shard.within is not None and _is_cut(shard.within))
+
+
+def _whole(shard: Shard) -> int:
+    return math.prod(shard.whole) if shard.within is None else _whole(shard.within)
+
+
+def _place(shard: Shard) -> int:
+    text = repr((shard.offset, shard.shape, shard.whole, shard.within and _place(shard.within)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

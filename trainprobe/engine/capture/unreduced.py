@@ -1,0 +1,92 @@
+"""Gradients of parameters before they are joined over the ranks: what backward hands to each parameter's accumulator.
+
+Data parallelism reduces behind the accumulator, so its pre-hook sees this process's own gradient. The flat parameters of
+`FullyShardedDataParallel` get a hook on the tensor, which makes no accumulator (see `engine/core/flat_parameters.py`).
+Parameters that are DTensors have no such moment in autograd; nothing is recorded of them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch._C import _current_graph_task_id
+
+from trainprobe.engine.capture.gradients import edge_of
+from trainprobe.engine.core.flat_parameters import handles_of, is_flattened
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.tape import Tape
+
+
+class UnreducedTap:
+    """Calls `arrives(parameter, gradient)` for each gradient of a backward, before it is added to `parameter.grad`.
+
+    wanted: whether to look at all in this step. per_micro: count the micro-batches of a step by the model's forwards, unless
+    somebody else tells them. resting: gradients that arrive now are nothing of the training.
+    """
+
+    def __init__(
+        self, guard: Guard, arrives: Callable[[Any, Any], None], wanted: Callable[[], bool], per_micro: bool = False
+    ) -> None:
+        self._guard = guard
+        self._arrives = arrives
+        self._wanted = wanted
+        self._per_micro = per_micro
+        self._forwards = 0
+        self._tape: Tape | None = None
+        self.resting = False
+        self._models: list[Any] = []
+        self._hooked: list[tuple[Any, Any]] = []  # accumulators are held, because a parameter holds its own only weakly
+
+    def open(self, model: Any, optimizer: Any = None) -> None:
+        """Remember whose parameters to watch."""
+        self._models = list(model) if isinstance(model, list | tuple) else [model]
+
+    def begin(self, tape: Tape) -> None:
+        """Hook the accumulators."""
+        self.resting = False
+        if not self._wanted():
+            return
+        if self._per_micro:
+            self._tape, self._forwards = tape, 0
+            first = self._models[0]
+            if getattr(first, "_compiled_call_impl", None) is None:  # a hook would be compiled into that call
+                self._hooked.append((first, first.register_forward_pre_hook(self._forward)))
+        for handle in handles_of(self._models):
+            flat = handle.flat_param
+            if flat.requires_grad:
+                self._hooked.append((flat, flat.register_hook(partial(self._arrived, flat))))
+        for p in {id(p): p for model in self._models for p in model.parameters()}.values():
+            edge = edge_of(p) if p.is_leaf and not is_flattened(p) else None
+            if edge is not None:
+                self._hooked.append((edge[0], edge[0].register_prehook(partial(self._hook, p))))
+
+    def pause(self) -> None:
+        """Gradients go on arriving."""
+
+    def resume(self) -> None:
+        """Gradients went on arriving."""
+
+    def end(self, again: bool = False) -> None:
+        """Remove the hooks."""
+        for _, handle in self._hooked:
+            handle.remove()
+        self._hooked.clear()
+        self._tape = None
+
+    def _forward(self, model: Any, args: Any) -> None:
+        tape = self._tape
+        if tape is None or tape.micro_told or not (model.training and torch.is_grad_enabled()):
+            return
+        if _current_graph_task_id() == -1:  # else it is computed again in a backward
+            tape.micro = self._forwards
+            self._forwards += 1
+
+    def _hook(self, p: Any, gradients: Any) -> None:
+        self._arrived(p, gradients[0])
+
+    def _arrived(self, p: Any, gradient: Any) -> None:
+        if gradient is not None and not self.resting:
+            self._guard.run(self._arrives, p, gradient)
