@@ -13,9 +13,9 @@ import orjson
 
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.page.document import CHUNK, VERDICTS, Sides, chunk_documents, outcomes, tree_document
-from trainprobe.engine.storage.html_page import escape, fill_page, packed, write_text
+from trainprobe.engine.storage.html_page import make_page, packed, write_text
 
-SCRIPTS = ("store.js", "tree.js", "rows.js", "panel.js", "find.js", "main.js")
+PARTS = ("body.html", "style.css", "store.js", "tree.js", "rows.js", "panel.js", "find.js", "main.js")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +73,10 @@ def _render(shown: Shown, ranks: Sequence[PackedRank]) -> str:
         "chunk": CHUNK,
         "ranks": [{"step": rank.step, "rank": rank.rank, "counts": rank.counts} for rank in ranks],
     }
-    blobs = [
-        f'<script type="text/plain" id="{name}">{text}</script>'
+    blobs = {
+        name: text
         for i, rank in enumerate(ranks)
         for name, text in ((f"t{i}", rank.tree), *((f"c{i}-{k}", chunk) for k, chunk in enumerate(rank.chunks)))
-    ]
-    assets = files("trainprobe.dump_compare.page") / "assets"
-    parts = {
-        "title": escape(shown.title),
-        "style": (assets / "style.css").read_text(encoding="utf-8"),
-        "blobs": "\n".join(blobs),
-        "head": orjson.dumps(head).decode().replace("<", "\\u003c"),
-        "script": "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
-    return fill_page((assets / "page.html").read_text(encoding="utf-8"), parts)
+    assets = files("trainprobe.dump_compare.page") / "assets"
+    return make_page(shown.title, [assets / name for name in PARTS], head, blobs)

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from trainprobe.engine.core.findings import ranks_of
-from trainprobe.engine.storage.html_page import escape, fill_page, write_text
+from trainprobe.engine.storage.html_page import make_page, write_text
 from trainprobe.monitor.fleet.verdict import Verdict, bad_counts, differing_counts
 from trainprobe.monitor.fleet.words import counted, place_in_words
 
@@ -33,16 +32,11 @@ Codes = npt.NDArray[np.uint8]
 def write_fleet_page(verdict: Verdict, title: str, path: Path) -> Path:
     """Write the page to `path` and return it; it appears whole or not at all. Raises OutputError where it cannot be written."""
     assets, shared = files("trainprobe.monitor.fleet") / "assets", files("trainprobe.monitor.report") / "assets"
-    parts = {
-        "title": escape(title),
-        "style": (shared / "style.css").read_text(encoding="utf-8"),
-        "fleet": orjson.dumps(describe(verdict)).decode().replace("<", "\\u003c"),
-        "script": (assets / "fleet.js").read_text(encoding="utf-8"),
-    }
-    return write_text(path, fill_page((assets / "fleet.html").read_text(encoding="utf-8"), parts))
+    parts = [shared / "style.css", *(assets / name for name in ("body.html", "fleet.css", "fleet.js"))]
+    return write_text(path, make_page(title, parts, describe(verdict, title)))
 
 
-def describe(verdict: Verdict) -> dict[str, Any]:
+def describe(verdict: Verdict, title: str = "") -> dict[str, Any]:
     """Return what the page shows, as JSON knows it. rows: of each rank its pattern; patterns: [state, how many, …]."""
     table = verdict.table
     codes, every = joined(states(verdict))
@@ -50,6 +44,7 @@ def describe(verdict: Verdict) -> dict[str, Any]:
     odd = _odd_rows(verdict, codes)
     places = verdict.survey.catalog.places
     return {
+        "title": title,
         "meta": [
             ["ranks", f"{len(table.ranks):,}"],
             ["steps", f"{len(table.steps):,} ({table.steps[0]} to {table.steps[-1]})"],

@@ -11,18 +11,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding
-from trainprobe.engine.storage.html_page import escape, fill_page, packed, write_text
+from trainprobe.engine.storage.html_page import make_page, packed, write_text
 from trainprobe.monitor.report.planes import Codes, bucket, pack, smallest
 from trainprobe.monitor.report.run_view import Curve, Metric, RunView
 from trainprobe.monitor.watcher import causes
 
 CELL_BUDGET = 20_000_000  # bytes of heatmap before compression; a larger run joins neighbouring steps, single ranks first
 CURVE_POINTS = 8_192  # a longer curve keeps the smallest and largest value of each stretch
-SCRIPTS = ("store.js", "format.js", "colour.js", "heatmap.js", "brush.js", "curves.js", "findings.js", "main.js")
+PARTS = (
+    *("body.html", "style.css"),
+    *("store.js", "format.js", "colour.js", "heatmap.js", "brush.js", "curves.js", "findings.js", "main.js"),
+)
 
 
 def write_page(run: RunView, path: str | Path) -> Path:
@@ -36,36 +38,23 @@ def write_page(run: RunView, path: str | Path) -> Path:
 def render_page(run: RunView) -> str:
     """Return the page as HTML text."""
     blobs = _Blobs()
-    head = _describe(run, blobs)
-    data = orjson.dumps(head, option=orjson.OPT_SERIALIZE_NUMPY).decode().replace("<", "\\u003c")
+    data = _describe(run, blobs)
     assets = files("trainprobe.monitor.report") / "assets"
-    script = "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    page = (assets / "page.html").read_text(encoding="utf-8")
-    parts = {
-        "title": escape(run.title),
-        "style": (assets / "style.css").read_text(encoding="utf-8"),
-        "blobs": blobs.html(),
-        "run": data,
-        "script": script,
-    }
-    return fill_page(page, parts)
+    return make_page(run.title, [assets / name for name in PARTS], data, blobs.packed)
 
 
 class _Blobs:
     """The page's binary data: each distinct array once, deflated and written as base64."""
 
     def __init__(self) -> None:
-        self._text: dict[str, str] = {}
+        self.packed: dict[str, str] = {}
 
     def add(self, array: npt.NDArray[Any]) -> str:
         raw = np.ascontiguousarray(array).tobytes()
         key = "b" + hashlib.sha1(raw, usedforsecurity=False).hexdigest()[:12]
-        if key not in self._text:
-            self._text[key] = packed(raw)
+        if key not in self.packed:
+            self.packed[key] = packed(raw)
         return key
-
-    def html(self) -> str:
-        return "\n".join(f'<script type="text/plain" id="{key}">{text}</script>' for key, text in self._text.items())
 
 
 def _describe(run: RunView, blobs: _Blobs) -> dict[str, Any]:

@@ -17,7 +17,7 @@ function isInView(line) {
 
 async function showRank(index) {
   if (tree && tree.index === index) return;
-  if (!trees.has(index)) trees.set(index, new Tree(index, await load(`t${index}`)));
+  if (!trees.has(index)) trees.set(index, new Tree(index, await json(`t${index}`)));
   tree = trees.get(index);
   const { step, rank } = head.ranks[index];
   $("pick-step").value = step;
@@ -134,7 +134,7 @@ function listen() {
   $("unfold").onclick = unfoldAll;
   $("to-first").onclick = toFirst;
   new ResizeObserver(() => { if (tree) { drawMap(); draw(); } }).observe(view);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawMap(); draw(); });
+  onTheme(() => { drawMap(); draw(); });
   split();
 }
 
@@ -174,7 +174,7 @@ async function begin() {
   listen();
   await showRank(head.first ? head.first[0] : 0);
   if (head.first) await toFirst(); else { view.focus(); }
-  document.documentElement.dataset.ready = performance.now();
+  ready();
 }
 
 begin();

@@ -1,33 +1,12 @@
 // What the page holds: the description at once, the trees of ranks and the numbers of their calls when they are first needed.
-const head = JSON.parse(document.getElementById("head").textContent);
+const head = data;
 const single = head.paths.length === 1;
 const PART = head.verdicts.indexOf("part");
 const GRAVE = ["suspicious", "missing", "bug", "nonfinite"].map((name) => head.verdicts.indexOf(name));
-const unpacked = new Map();
-const $ = (id) => document.getElementById(id);
-
-async function inflate(text) {
-  const packed = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return JSON.parse(await new Response(stream).text());
-}
-
-function load(id) {
-  if (!unpacked.has(id)) unpacked.set(id, inflate($(id).textContent));
-  return unpacked.get(id);
-}
 
 async function loadCall(rank, call) {
-  const chunk = await load(`c${rank}-${Math.floor(call / head.chunk)}`);
+  const chunk = await json(`c${rank}-${Math.floor(call / head.chunk)}`);
   return { ...chunk.calls[call % head.chunk], texts: chunk.texts };
-}
-
-// An element with text and children; text is never read as HTML.
-function make(tag, className, ...content) {
-  const element = document.createElement(tag);
-  if (className) element.className = className;
-  element.append(...content.filter((part) => part !== null && part !== undefined));
-  return element;
 }
 
 // A distance in few letters; whole numbers and numbers of a statistic in full.

@@ -1,5 +1,4 @@
-const data = JSON.parse(document.getElementById("fleet").textContent);
-const byId = id => document.getElementById(id);
+// The map of a fleet: ranks × steps, findings and replicas.
 const columns = data.steps.length;
 const patterns = data.patterns.map(runs => {
   const row = new Uint8Array(columns);
@@ -8,19 +7,11 @@ const patterns = data.patterns.map(runs => {
   return row;
 });
 const stateOf = (row, column) => patterns[data.rows[row]][column];
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const colour = state => data.states[state][dark.matches ? 2 : 1];
-
-function element(name, text, kind) {
-  const made = document.createElement(name);
-  if (text !== undefined) made.textContent = text;
-  if (kind) made.className = kind;
-  return made;
-}
+const colour = state => data.states[state][theme.matches ? 2 : 1];
 
 function table(target, head, rows) {
-  const top = element("tr");
-  head.forEach(([name, kind]) => top.append(element("th", name, kind)));
+  const top = make("tr");
+  head.forEach(([name, kind]) => top.append(make("th", kind, name)));
   target.append(top, ...rows);
 }
 
@@ -67,12 +58,12 @@ function say(row, column) {
 }
 
 function follow(canvas) {
-  const tip = byId("tip");
+  const tip = $("tip");
   canvas.addEventListener("mousemove", event => {
     const cell = canvas.cell(event);
     tip.hidden = !cell;
     if (!cell) return;
-    tip.textContent = byId("readout").textContent = say(...cell);
+    tip.textContent = $("readout").textContent = say(...cell);
     tip.style.left = `${Math.min(event.clientX + 14, innerWidth - 300)}px`; tip.style.top = `${event.clientY + 16}px`;
   });
   canvas.addEventListener("mouseleave", () => { tip.hidden = true; });
@@ -80,40 +71,41 @@ function follow(canvas) {
 
 const everyRow = data.ranks.map((_, i) => i);
 function drawAll() {
-  draw(byId("all"), everyRow, Math.min(640, Math.max(120, everyRow.length * 14)), false);
-  if (data.odd.length) draw(byId("odd"), data.odd, data.odd.length * 20, true);
+  draw($("all"), everyRow, Math.min(640, Math.max(120, everyRow.length * 14)), false);
+  if (data.odd.length) draw($("odd"), data.odd, data.odd.length * 20, true);
 }
 
+$("title").textContent = data.title;
 data.meta.forEach(([key, value]) => {
-  const pair = element("div"); pair.append(element("dt", key), element("dd", value)); byId("meta").append(pair);
+  $("meta").append(make("div", "", make("dt", "", key), make("dd", "", value)));
 });
-const verdict = byId("verdict"), first = data.findings[0];
-verdict.append(element("h2", first ? "First of all" : "Verdict"), element("p", first ? first.message : data.calm, "say"));
-if (first && first.next) verdict.append(element("p", `→ ${first.next}`, "hint"));
+const verdict = $("verdict"), first = data.findings[0];
+verdict.append(make("h2", "", first ? "First finding" : "Verdict"), make("p", "say", first ? first.message : data.calm));
+if (first && first.next) verdict.append(make("p", "hint", `→ ${first.next}`));
 verdict.classList.toggle("calm", !first);
-byId("odd-card").hidden = !data.odd.length;
-byId("odd-hint").textContent = data.more ? `and ${data.more} more ranks, which the map below shows` : "";
+$("odd-card").hidden = !data.odd.length;
+$("odd-hint").textContent = data.more ? `and ${data.more} more ranks, which the map below shows` : "";
 data.states.forEach(([name], i) => {
-  const item = element("li"), box = element("i"); box.style.background = colour(i); item.append(box, name); byId("states").append(item);
+  const box = make("i"); box.style.background = colour(i); $("states").append(make("li", "", box, name));
 });
-byId("first-step").textContent = `step ${data.steps[0]}`; byId("last-step").textContent = `step ${data.last}`;
-byId("joined").textContent = data.every > 1 ? `${data.every} steps a column, the gravest state shown` : "";
-table(byId("findings"), [["severity"], ["rule"], ["step", "number"], ["what, and what to do next"]], data.findings.map(one => {
-  const row = element("tr", undefined, one.severity), what = element("td", one.message);
-  if (one.next) what.append(element("span", `→ ${one.next}`, "next"));
-  row.append(element("td", one.severity), element("td", one.rule), element("td", one.step ?? "", "number"), what);
+$("first-step").textContent = `step ${data.steps[0]}`; $("last-step").textContent = `step ${data.last}`;
+$("joined").textContent = data.every > 1 ? `${data.every} steps a column, the gravest state shown` : "";
+table($("findings"), [["severity"], ["rule"], ["step", "number"], ["what, and what to do next"]], data.findings.map(one => {
+  const row = make("tr", one.severity), what = make("td", "", one.message);
+  if (one.next) what.append(make("span", "next", `→ ${one.next}`));
+  row.append(make("td", "", one.severity), make("td", "", one.rule), make("td", "number", one.step), what);
   return row;
 }));
-byId("findings").hidden = !data.findings.length;
-data.notes.forEach(note => byId("notes").append(element("li", note)));
-table(byId("groups"), [["replicas"], ["ranks", "number"], ["values compared a step", "number"], ["ranks that left", "number"]],
+$("findings").hidden = !data.findings.length;
+data.notes.forEach(note => $("notes").append(make("li", "", note)));
+table($("groups"), [["replicas"], ["ranks", "number"], ["values compared a step", "number"], ["ranks that left", "number"]],
   data.groups.map(one => {
-    const row = element("tr");
-    row.append(element("td", one[0]), ...one.slice(1).map(number => element("td", number, "number")));
+    const row = make("tr");
+    row.append(make("td", "", one[0]), ...one.slice(1).map(number => make("td", "number", number)));
     return row;
   }));
 drawAll();
-follow(byId("all")); follow(byId("odd"));
+follow($("all")); follow($("odd"));
 addEventListener("resize", drawAll);
-dark.addEventListener("change", () => location.reload());
-document.documentElement.dataset.ready = String(performance.now());
+onTheme(() => location.reload());
+ready();

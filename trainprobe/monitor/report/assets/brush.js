@@ -1,5 +1,5 @@
 // The strip below the map: the whole run at once, and the window of steps that is shown.
-const brush = { canvas: document.getElementById("brush"), drag: null };
+const brush = { canvas: $("brush"), drag: null };
 
 function brushX(t) {
   const [low, high] = heat.whole;

@@ -8,7 +8,7 @@ const LINES = {
 };
 
 function lineColour(i) {
-  const set = matchMedia("(prefers-color-scheme: dark)").matches ? LINES.dark : LINES.light;
+  const set = theme.matches ? LINES.dark : LINES.light;
   return set[i % set.length];
 }
 

@@ -5,7 +5,7 @@ function addChart(title, series, wide = false) {
   const canvas = el("canvas", { role: "img", "aria-label": title }), now = el("span", { class: "now" }), keys = el("ul");
   const head = el("div", { class: "head" }, el("h2", {}, title), now);
   const card = el("article", { class: wide ? "card curve wide" : "card curve" }, head, canvas, keys);
-  document.getElementById("curves").append(card);
+  $("curves").append(card);
   const chart = { canvas, now, keys, card, series, plot: null };
   charts.push(chart);
   canvas.addEventListener("pointermove", (event) => pointChart(chart, event));

@@ -8,17 +8,17 @@ function firstOffender() {
 }
 
 function listFindings() {
-  const list = document.getElementById("finding-list"), note = (f) => f.severity === "info";
+  const list = $("finding-list"), note = (f) => f.severity === "info";
   const order = [...run.findings].sort((a, b) => note(a) - note(b));
-  const section = document.getElementById("findings");
+  const section = $("findings");
   if (!order.length) list.replaceWith(el("p", { class: "calm" }, "No findings."));
   list.append(...order.slice(0, 8).map(findingItem));
   if (order.length > 8) {
     const more = el("button", { type: "button", id: "more-findings" }, `show ${show(order.length - 8)} more`);
     more.addEventListener("click", () => { list.append(...order.slice(8).map(findingItem)); more.remove(); });
-    section.insertBefore(more, document.getElementById("notes"));
+    section.insertBefore(more, $("notes"));
   }
-  document.getElementById("notes").append(...run.notes.map((text) => el("li", {}, text)));
+  $("notes").append(...run.notes.map((text) => el("li", {}, text)));
 }
 
 function findingItem(f) {
@@ -45,11 +45,11 @@ async function showFinding(f) {
   zoomTo(f.step - span, f.step + span);
   const at = new Map(heat.rows.map((r, i) => [heat.layer.names[r], i])), i = rowOfFinding(f, at);
   if (i !== undefined) setCursor({ i, column: columnAt(heat.layer, f.step) }, true);
-  document.getElementById("map").scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth", block: "start" });
+  $("map").scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth", block: "start" });
 }
 
 async function drawGlance() {
-  const box = document.getElementById("glance");
+  const box = $("glance");
   const counts = { error: 0, warning: 0, info: 0 };
   for (const f of run.findings) counts[f.severity]++;
   const worst = counts.error ? "error" : counts.warning ? "warning" : "good", first = firstOffender();
@@ -97,7 +97,7 @@ function listTables() {
   for (const { title, columns, rows } of run.tables) {
     const head = el("tr", {}, ...columns.map((c) => el("th", { scope: "col" }, c)));
     const body = rows.map((r) => el("tr", {}, ...r.map((cell) => el("td", {}, cell))));
-    document.getElementById("tables").append(el("article", { class: "card" }, el("h2", {}, title),
+    $("tables").append(el("article", { class: "card" }, el("h2", {}, title),
       el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), el("tbody", {}, ...body)))));
   }
 }

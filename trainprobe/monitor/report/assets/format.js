@@ -11,20 +11,6 @@ function show(x, digits = 4) {
   return text.replaceAll("-", "−").replace("e+", "e");
 }
 
-function el(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [key, value] of Object.entries(attributes)) {
-    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
-    else if (value !== null && value !== false) node.setAttribute(key, value === true ? "" : value);
-  }
-  node.append(...children.filter((c) => c !== null && c !== undefined));
-  return node;
-}
-
-function css(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-}
-
 // The end of a name tells most: cut from the left until it fits.
 function fitted(context, text, width) {
   if (context.measureText(text).width <= width) return text;
@@ -61,7 +47,7 @@ function ticks(low, high, count, whole = false) {
 }
 
 function placeTip(event, ...lines) {
-  const tip = document.getElementById("tip");
+  const tip = $("tip");
   tip.hidden = lines.length === 0;
   if (tip.hidden) return;
   tip.replaceChildren(...lines);
@@ -72,5 +58,5 @@ function placeTip(event, ...lines) {
 }
 
 function hideTip() {
-  document.getElementById("tip").hidden = true;
+  $("tip").hidden = true;
 }

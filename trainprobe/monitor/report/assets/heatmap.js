@@ -1,6 +1,6 @@
 // The map of layer × step: what is picked, how it is drawn, what the pointer and the keys do.
 const heat = {
-  canvas: document.getElementById("heat"), over: document.getElementById("heat-over"),
+  canvas: $("heat"), over: $("heat-over"),
   metric: 0, view: 0, scale: "log", filter: "", layer: null, rows: [], table: null, colours: null,
   whole: [0, 1], shown: [0, 1], cursor: null, drag: null, pinned: [], plot: null,
 };
@@ -204,7 +204,7 @@ function setCursor(cell, announce) {
   drawOver();
   if (cell && announce) {
     const { name, step, value } = describeCell(cell);
-    document.getElementById("readout").textContent = `${name}   ${step}   ${value}`;
+    $("readout").textContent = `${name}   ${step}   ${value}`;
   }
 }
 
@@ -214,7 +214,7 @@ function zoomTo(from, to) {
   if (b - a < least) [a, b] = [Math.max(low, Math.min(high - least, (a + b - least) / 2)), 0];
   if (b === 0) b = a + least;
   heat.shown = [a, b];
-  document.getElementById("reset").disabled = a <= low && b >= high;
+  $("reset").disabled = a <= low && b >= high;
   drawHeat();
   drawBrush();
   drawCurves();
@@ -285,7 +285,7 @@ function drawLegend() {
   const ramp = el("span", { class: "ramp" }, ends[0], ramps, ends[1]);
   const kinds = [["NaN", NOT_A_NUMBER], ["infinite", INFINITE], ["nothing recorded", 0]];
   if (layer.scale === "log") kinds.splice(2, 0, ["exactly zero", ZERO]);
-  document.getElementById("legend").replaceChildren(ramp, ...kinds.map(([text, code]) => el("span", { class: "swatch" }, swatch(code), text)));
+  $("legend").replaceChildren(ramp, ...kinds.map(([text, code]) => el("span", { class: "swatch" }, swatch(code), text)));
 }
 
 function swatch(code) {

@@ -1,5 +1,5 @@
 // Put the page together, and redraw it when its size or the colour scheme changes.
-const pick = Object.fromEntries(["metric", "statistic", "view", "scale", "rows"].map((k) => [k, document.getElementById(`pick-${k}`)]));
+const pick = Object.fromEntries(["metric", "statistic", "view", "scale", "rows"].map((k) => [k, $(`pick-${k}`)]));
 
 function options(select, entries, chosen) {
   select.replaceChildren(...entries.map(([value, text]) => el("option", { value, selected: String(value) === String(chosen) }, text)));
@@ -35,7 +35,7 @@ function listenPicks() {
   });
   pick.scale.addEventListener("change", () => { heat.scale = pick.scale.value; recolour(); });
   pick.rows.addEventListener("input", () => { heat.filter = pick.rows.value; heat.cursor = null; filterRows(); drawHeat(); drawBrush(); });
-  document.getElementById("reset").addEventListener("click", () => zoomTo(...heat.whole));
+  $("reset").addEventListener("click", () => zoomTo(...heat.whole));
 }
 
 async function findWhole() {
@@ -64,8 +64,8 @@ function redraw() {
 }
 
 async function start() {
-  document.getElementById("title").textContent = run.title;
-  document.getElementById("meta").append(...run.meta.map(([k, v]) => el("div", {}, el("dt", {}, k), el("dd", {}, v))));
+  $("title").textContent = run.title;
+  $("meta").append(...run.meta.map(([k, v]) => el("div", {}, el("dt", {}, k), el("dd", {}, v))));
   listFindings();
   await findWhole();
   if (run.metrics.length) {
@@ -75,15 +75,15 @@ async function start() {
     firstPins();
     rowChart = addChart("", [], true);
     await pickMetric(0);
-  } else document.getElementById("map").remove();
+  } else $("map").remove();
   for (const scalar of run.scalars) addChart(scalar.name, [{ ...(await loadCurve(scalar)), hue: 0 }]);
   drawCurves();
   await drawGlance();
   listTables();
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  document.documentElement.dataset.ready = String(Math.round(performance.now()));
+  onTheme(redraw);
+  ready();
 }
 
 start();

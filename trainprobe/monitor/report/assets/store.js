@@ -1,21 +1,7 @@
-// What the page holds: the description of the run, and its binary arrays, unpacked when they are first looked at.
-const run = JSON.parse(document.getElementById("run").textContent);
-const unpacked = new Map();
+// What the page holds: the description of the run, and its arrays, which are unpacked when they are first looked at.
+const run = data;
 const ZERO = 2, LOWEST = 3, HIGHEST = 253, INFINITE = 254, NOT_A_NUMBER = 255;
 const CODE_KNOTS = [LOWEST, 15, 241, HIGHEST];
-
-async function inflate(text) {
-  const packed = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const bytes = new Uint8Array(await new Response(stream).arrayBuffer());
-  document.documentElement.dataset.unpacked = Number(document.documentElement.dataset.unpacked ?? 0) + bytes.length;
-  return bytes;
-}
-
-function bytes(id) {
-  if (!unpacked.has(id)) unpacked.set(id, inflate(document.getElementById(id).textContent));
-  return unpacked.get(id);
-}
 
 async function stepNumbers(steps) {
   if ("blob" in steps) return new Float64Array((await bytes(steps.blob)).buffer);

@@ -1,0 +1,80 @@
+"""One self-contained HTML file: the template, script and colours that all pages share, and what each adds to them.
+
+`make_page` puts a page together from files: its body (`.html`), its rules (`.css`) and its script (`.js`), which finds the
+data of the page as `data`, blobs through `bytes(id)` and `json(id)`, and the functions of `page.js`. `write_text` writes it.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from trainprobe.errors import OutputError
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+_SHARED = ("page.css", "page.js")
+
+
+def make_page(title: str, parts: Sequence[Traversable], data: Any, blobs: Mapping[str, str] | None = None) -> str:
+    """Return a page as HTML text, which needs no network and no other file.
+
+    parts: files of the page; those of one kind are joined in their order, behind what all pages share. data: anything that
+    JSON can hold, NumPy arrays too; NaN and infinities become null. blobs: id -> `packed` bytes, which are unpacked only when
+    the script asks for them.
+    """
+    shared = files("trainprobe.engine.storage.html_page")
+    texts: dict[str, str] = dict.fromkeys((".html", ".css", ".js"), "")
+    for part in (*(shared / name for name in _SHARED), *parts):
+        texts[Path(part.name).suffix] += part.read_text(encoding="utf-8")
+    filled = {
+        "title": _escape(title),
+        "style": texts[".css"],
+        "body": texts[".html"],
+        "script": texts[".js"],
+        "blobs": "\n".join(f'<script type="text/plain" id="{key}">{blob}</script>' for key, blob in (blobs or {}).items()),
+        "data": orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY).decode().replace("<", "\\u003c"),
+    }
+    return _filled((shared / "page.html").read_text(encoding="utf-8"), filled)
+
+
+def write_text(target: Path, text: str, option: str = "-o") -> Path:
+    """Write a page, whole or not at all, and return where.
+
+    option: what the user changes when it cannot be written there. Raises OutputError in that case.
+    """
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(target)
+    except OSError as error:
+        raise OutputError(f"cannot write the page to {target}: {error}; choose another place with {option}") from error
+    return target
+
+
+def _filled(page: str, parts: Mapping[str, str]) -> str:
+    """Return a page with `{{name}}` replaced by the part of this name, each once."""
+    before, *rest = page.split("{{")
+    pieces = [before]
+    for part in rest:
+        key, tail = part.split("}}", 1)
+        pieces += [parts[key], tail]
+    return "".join(pieces)
+
+
+def _escape(text: str) -> str:
+    """Return text as HTML holds it."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+
+
+def packed(content: bytes) -> str:
+    """Return bytes deflated and as base64, as a blob of a page; its script unpacks them with DecompressionStream("deflate")."""
+    return base64.b64encode(zlib.compress(content, 6)).decode()
