@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from trainprobe.config_check import ConfigChecker as ConfigChecker
     from trainprobe.debugger import PrecisionDebugger as PrecisionDebugger
     from trainprobe.engine.plan.model import Plan as Plan
+    from trainprobe.op_check.saved import compare_for_single_op as compare_for_single_op
+    from trainprobe.op_check.saved import nan_inf_track_for_single_op as nan_inf_track_for_single_op
     from trainprobe.rollout import SingleComparator as SingleComparator
     from trainprobe.rollout import SingleSave as SingleSave
     from trainprobe.watching import Probe as Probe
@@ -29,6 +31,8 @@ _PUBLIC = {
     "Probe": "trainprobe.watching",
     "SingleComparator": "trainprobe.rollout",
     "SingleSave": "trainprobe.rollout",
+    "compare_for_single_op": "trainprobe.op_check.saved",
+    "nan_inf_track_for_single_op": "trainprobe.op_check.saved",
     "open_module_tracker": "trainprobe.compare_with_cpu",
     "watch": "trainprobe.watching",
 }
@@ -43,6 +47,8 @@ __all__ = [
     "SingleComparator",
     "SingleSave",
     "__version__",
+    "compare_for_single_op",
+    "nan_inf_track_for_single_op",
     "open_module_tracker",
     "watch",
 ]

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
 from trainprobe.errors import OutputError, UsageError
-from trainprobe.op_check.cases import Case, NotChecked, Tensor, mapped
+from trainprobe.op_check.cases import Case, NotChecked, Tensor
 from trainprobe.op_check.check import check
 from trainprobe.op_check.dump import Row
+from trainprobe.op_check.expression import expression
 from trainprobe.op_check.made import run_here
 from trainprobe.op_check.recorded import RecordedRank, Unit
+from trainprobe.op_check.saved import CALL, described
 
-_OWNERS = {
-    "Torch": ("torch", "torch.linalg", "torch.fft", "torch.special"),
-    "Functional": ("torch.nn.functional", "torch._C._nn"),
-}
+_LONGEST = 120  # characters of a file's name
 
 
 def write_replay(row: Row, folder: Path, recorded: RecordedRank | None = None) -> Path:
@@ -33,23 +30,24 @@ def write_replay(row: Row, folder: Path, recorded: RecordedRank | None = None) -
     backward = row.unit.direction == "backward"
     try:
         case = _case(recorded, row.unit, backward)
+        code, call = expression(case), described(case, backward)
     except NotChecked as why:
         raise UsageError(f"{row.entry} cannot be replayed: {why}") from None
-    name = "".join(c if c.isalnum() else "_" for c in row.entry)
+    name = re.sub(r"[^A-Za-z0-9]", "_", row.entry)[:_LONGEST]
     script, inputs = folder / f"{name}.py", folder / f"{name}.safetensors"
-    wanted = [*case.requires_grad] or [True] * len(case.tensors())
+    wanted = [bool(needed) for needed in case.requires_grad] or [True] * len(case.tensors())
     text = _template().format(
-        title=row.entry,
+        title=re.sub(r"[^A-Za-z0-9_.]", "?", row.entry),
         script=script.name,
         inputs=inputs.name,
-        expression=_expression(case),
+        expression=code,
         backward=backward,
-        of_inputs=case.of_inputs,
+        of_inputs=bool(case.of_inputs),
         requires_grad=wanted,
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(_tensors(case, backward), inputs)
+        save_file(_tensors(case, backward), inputs, {CALL: call})
         script.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OutputError(f"cannot write {folder}: {error}") from error
@@ -74,38 +72,3 @@ def _tensors(case: Case, backward: bool) -> dict[str, Tensor]:
         if expected is not None:
             found |= {f"expected.{i}": expected.value, f"noise.{i}": expected.noise}
     return {name: t.detach().contiguous().clone() for name, t in found.items() if t is not None and not t.is_complex()}
-
-
-def _expression(case: Case) -> str:
-    """Return the call as Python."""
-    count = iter(range(len(case.tensors())))
-    args, kwargs = mapped((tuple(case.args), dict(case.kwargs)), lambda t: _Shown(f"t({next(count)})"), _shown)
-    prefix, _, name = case.name.partition(".")
-    given = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items() if key not in ("device", "out"))]
-    if prefix == "Tensor":
-        return f"torch.Tensor.{name}({', '.join(given)})"
-    for owner in _OWNERS.get(prefix, ()):
-        if hasattr(_place(owner), name):
-            return f"{owner}.{name}({', '.join(given)})"
-    namespace = {"Aten": "aten", "Prims": "prims", "NPU": "npu"}.get(prefix, prefix)
-    return f"torch.ops.{namespace}.{name}({', '.join(given)})"
-
-
-def _place(owner: str) -> Any:
-    found: Any = torch
-    for part in owner.split(".")[1:]:
-        found = getattr(found, part)
-    return found
-
-
-class _Shown(str):
-    """Text that stands in Python code as it is."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _shown(leaf: Any) -> Any:
-    if isinstance(leaf, float):
-        return _Shown(repr(leaf)) if leaf == leaf and abs(leaf) != float("inf") else _Shown(f"float({str(leaf)!r})")
-    return leaf if not isinstance(leaf, Mapping) else dict(leaf)
