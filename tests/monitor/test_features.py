@@ -287,7 +287,7 @@ def test_a_fault_of_a_feature_changes_nothing_of_the_training(tmp_path, monkeypa
 
     _, bare, _ = run(tmp_path / "bare", True)
     functions = [torch.nn.functional.scaled_dot_product_attention, torch.nn.Module._call_impl, torch.softmax]
-    monkeypatch.setattr(f"trainprobe.engine.capture.{where}", broken)
+    monkeypatch.setattr(f"trainprobe.engine.capture.features.{where}", broken)
     collected_steps, model, findings = run(tmp_path / "on", {"features": ALL}, on_error="continue")
     assert all(map(torch.equal, bare.parameters(), model.parameters()))
     if where == "dead_units.dead_share":  # what one value costs is that value and a note
