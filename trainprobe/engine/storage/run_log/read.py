@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +37,25 @@ def read_tables(folder: Path, columns: Sequence[str] | None = None, bounds: Sequ
     no segment.
     """
     wanted = None if columns is None else [*dict.fromkeys((*ALWAYS, *columns))]
-    for segment in find_segments(folder):
-        table = _rows_of_segment(segment, wanted, bounds)
-        if table.num_rows:
-            yield _in_order(table)
+    yield from _read_ahead(partial(_rows_of_segment, wanted=wanted, bounds=bounds), find_segments(folder))
     live = live_table(folder)
     if live is not None:
         live = live if wanted is None else live.select(wanted)
         live = live.filter(pq.filters_to_expression([*bounds])) if bounds else live
         if live.num_rows:
             yield _in_order(live)
+
+
+def _read_ahead(read: Callable[[Path], pa.Table], segments: Iterable[Path]) -> Iterator[pa.Table]:
+    """Yield the rows of each segment that has any, in order; the next one is read while the caller works on this one."""
+    with ThreadPoolExecutor(1) as reader:
+        tables = (reader.submit(lambda segment: _in_order(read(segment)), segment) for segment in segments)
+        coming = deque(islice(tables, 1))
+        while coming:
+            coming.extend(islice(tables, 1))
+            table = coming.popleft().result()
+            if table.num_rows:
+                yield table
 
 
 def _rows_of_segment(segment: Path, wanted: Sequence[str] | None, bounds: Sequence[Bound]) -> pa.Table:
