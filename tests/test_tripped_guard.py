@@ -24,6 +24,7 @@ from trainprobe.engine.capture.features.attention import AttentionFeature
 from trainprobe.errors import PlanError
 from trainprobe.monitor.audit.relations import load_relation
 
+JUDGED = {"step": ["all"], "ops": ["linear", "layer_norm"]}
 PHASES = ("open", "begin", "forward", "backward", "clip", "optimizer", "moment", "note", "end", "control", "close")
 
 
@@ -110,9 +111,9 @@ def test_a_fault_leaves_torch_as_it_was_and_the_bits_and_lets_go_of_the_model(ph
     bare = train(*start())
     model, optimizer = start()
     before, hooks = everything_of_torch(), traces(model, optimizer)
-    probe = trainprobe.Probe(output=tmp_path / "out", control=1, config_check=True, **EVERYTHING)
+    probe = trainprobe.Probe(output=tmp_path / "out", control=1, config_check=True, op_check=JUDGED, **EVERYTHING)
     if phase == "open":
-        probe._open_recorder = breaks
+        probe._open_writer = breaks
     probe.open(model, optimizer)
     if phase == "begin":
         probe.new_tape = breaks
@@ -281,12 +282,12 @@ def test_a_fault_of_any_tap_observer_or_feature_costs_that_alone(name, calls, tm
 
 def test_a_tap_that_cannot_learn_the_model_is_left_out_alone(calls, tmp_path, capsys):
     bare, before, _ = calls
-    for i in range(len(trainprobe.Probe(**EVERYTHING)._taps)):
+    for i in range(len(trainprobe.Probe(**EVERYTHING).scheduler.taps)):
         model, optimizer = start()
         hooks = traces(model, optimizer)
         probe = trainprobe.Probe(output=tmp_path / f"tap{i}", **EVERYTHING)
-        name = part_of(type(probe._taps[i]))
-        probe._taps[i].open = breaks
+        name = part_of(type(probe.scheduler.taps[i]))
+        probe.scheduler.taps[i].open = breaks
         probe.open(model, optimizer)
         assert all(map(torch.equal, bare, train(model, optimizer, probe))), name
         assert probe.guard.tripped is None and probe.guard.leaves_out(name) and probe.collected == 3
@@ -302,7 +303,7 @@ def test_one_release_that_fails_does_not_keep_the_others_from_theirs(tmp_path, c
     model, optimizer = start()
     before = everything_of_torch()
     with trainprobe.watch(model, optimizer, output=tmp_path / "out", **EVERYTHING) as probe:
-        for tap in probe._taps[::2]:
+        for tap in probe.scheduler.taps[::2]:
             probe.guard._on_trip.insert(0, lambda tap=tap: breaks(tap))
         with probe.step():
             probe.guard.run(breaks)

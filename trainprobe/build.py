@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from trainprobe.config_check.plan import ConfigCheckTap
 from trainprobe.engine.capture import AUDIT, part_of
 from trainprobe.engine.capture.audit.audit_tap import AuditTap
 from trainprobe.engine.capture.clipping import ClippingTap
@@ -71,7 +70,6 @@ class TorchParts(Parts):
     ops: OpTap | None = None
     collectives: CollectiveTap | None = None
     buffers: BufferTap | None = None
-    config: ConfigCheckTap | None = None
     watched: ModuleTap | None = None
     states: ParameterStateTap | None = None
     clipping: ClippingTap | None = None
@@ -138,9 +136,6 @@ def compose(
     )
     for tap, needed_by in _NEEDED:
         guard_of(guard, tap).carries(needed_by)
-    if plan.config_check:
-        config = parts.config = ConfigCheckTap(plan.config_check, plan.output, plan.on_error)
-        guard.on_trip(config.release)
     return parts, schedules(plan, parts)
 
 

@@ -19,15 +19,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from trainprobe.engine.core.records import Call, Finding, StepData
+from trainprobe.engine.core.records import Call, Finding, Place, StepData
 from trainprobe.engine.core.step_data import leaves, numbers_of_rows
 from trainprobe.engine.core.topology import place_from_environment
 from trainprobe.errors import StopTraining, UsageError
 from trainprobe.op_check.plan import OpCheckPlan
 from trainprobe.op_probe import Log, OpProbe
 from trainprobe.watching import Probe
+
+if TYPE_CHECKING:
+    from trainprobe.engine.storage.writer import Writer
 
 CLASSIC_TOLERANCE = 1e-3  # for the one of atol and rtol that is left out
 _tracked: weakref.ref[Any] | None = None
@@ -161,7 +164,8 @@ class CompareWithCPU(_Front):
         self._verbose = verbose
 
     def _make(self, level: Literal["L1", "mix"]) -> Probe:
-        probe = OpProbe(self._settings, self._say, self._folder, report=self._report, level=level)
+        probe = OpProbe(self._settings, self._say, self._folder, level=level)
+        probe.reporter.listeners.append(self._report)
         probe.judge.verdicts.verbose = self._verbose
         return probe
 
@@ -204,7 +208,8 @@ class NanInfTracker(_Front):
             **{"level": level, "step": self._steps, "rank": self._ranks, "statistics": ("nan", "inf"), "sinks": ()},
             **{"stacks": False, "console": False, "output": self._folder},
         }
-        probe = _Reporting(self._report, plan)
+        probe = _WritesNothing(plan)
+        probe.reporter.listeners.append(self._report)
         chosen, skipped = OpNames(self._targets), OpNames(self._skips)
 
         def wanted(name: str) -> bool:
@@ -238,22 +243,11 @@ class NanInfTracker(_Front):
 FINITE = "finite"
 
 
-class _Reporting(Probe):
-    """A probe whose findings somebody else prints."""
-
-    def __init__(self, report: Callable[[Finding], None], plan: dict[str, Any]) -> None:
-        self._reports = report
-        super().__init__(plan)
-
-    def _open_writer(self, place: Any) -> Any:
+class _WritesNothing(Probe):
+    def _make_writer(self, place: Place) -> Writer:
         from trainprobe.engine.storage.writer import Writer
 
-        self._writer = Writer({}, place=place)
-        return self._writer
-
-    def _tell(self, finding: Finding) -> None:
-        super()._tell(finding)
-        self._reports(finding)
+        return Writer({}, place=place)
 
 
 def _not_finite(tree: Any, columns: dict[str, list[Any]]) -> str:

@@ -260,8 +260,8 @@ class PrecisionDebugger:
     def _begin(self) -> None:
         """Begin a step, and have it written at the exit if the program ends within it."""
         self.probe.begin_step(self._step)
-        if self._written_at_exit is not self.probe._recorder:
-            self._written_at_exit = self.probe._recorder
+        if self._written_at_exit is not self.probe.writer:
+            self._written_at_exit = self.probe.writer
             atexit.unregister(_close_only)
             atexit.register(_close_only)  # what was registered last runs first: before the writer closes
 

@@ -1,17 +1,22 @@
-"""A probe that writes no dump: it collects chosen steps with all values, and judges their operators as each step ends."""
+"""Operators judged while a training runs: chosen steps are collected with all values, and judged as each step ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.records import Finding, Place, StepData
-from trainprobe.engine.program import Schedule
+from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.probe import Probe as EngineProbe
+from trainprobe.engine.program import Program, Schedule
 from trainprobe.errors import OutputError, StopTraining
 from trainprobe.op_check.plan import OpCheckPlan
 from trainprobe.watching import Probe
+
+if TYPE_CHECKING:
+    from trainprobe.engine.storage.writer import Writer
 
 PART = "op_check"
 LOG_FILE = "op_check.txt"
@@ -21,7 +26,7 @@ Say = Callable[[str], None]
 class OpProbe(Probe):
     """Judges operators inside the training. say: writes one line of the log. folder: where a replay is written.
 
-    report: is given each finding. level: "mix", or "L1" where there is no model. on_error: as in a plan.
+    level: "mix", or "L1" where there is no model. on_error: as in a plan.
     """
 
     def __init__(
@@ -30,53 +35,50 @@ class OpProbe(Probe):
         say: Say,
         folder: Path,
         *,
-        report: Callable[[Finding], None] | None = None,
         level: Literal["L1", "mix"] = "mix",
         on_error: Literal["continue", "raise"] | None = None,
         rename: Rename | None = None,
-        place: Place | None = None,
     ) -> None:
         from trainprobe.op_check.online.training_side import OnlineJudge
         from trainprobe.op_check.training import HeldValues, StepJudge
 
-        self._report = report
-        self._held = HeldValues(settings.max_bytes)
+        self.held = HeldValues(settings.max_bytes)
         plan = {
             **{"level": level, "task": "tensor", "step": settings.step, "rank": settings.rank, "sinks": ()},
             **{"statistics": (), "stacks": False, "console": False, "output": folder},
             **({} if on_error is None else {"on_error": on_error}),
         }
-        super().__init__(plan, rename=rename, place=place)
+        super().__init__(plan, rename=rename)
         elsewhere = settings.server is not None or settings.folder is not None
-        self._online = OnlineJudge(settings, self._held, say) if elsewhere else None
-        self.judge = self._online or StepJudge(settings, self._held, say, folder)
+        self._online = OnlineJudge(settings, self.held, say) if elsewhere else None
+        self.judge = self._online or StepJudge(settings, self.held, say, folder)
         self.watchers.append(lambda step_data: self.guard.part(PART, self._judged, step_data) or ())
         self.guard.of(PART).on_trip(self._judge_no_more)
 
     def _judge_no_more(self) -> None:
         """Collect no further step, because the judge has failed."""
-        self._held.drop()
+        self.held.drop()
         self.programs[0].schedule = Schedule()
-        self._install_schedules()
+        self.scheduler.follow()
 
     def _judged(self, step_data: StepData) -> Sequence[Finding]:
         from trainprobe.engine.capture.random_state import put_back, random_state
 
         states = random_state()  # some operators draw numbers when they are judged
         try:
-            self._writer.flush()  # until then values may be on their way
+            if self.writer is not None:
+                self.writer.flush()  # until then values may be on their way
             return self.judge(step_data) if step_data.complete else ()
         finally:
             put_back(states)
-            self._held.drop()
+            self.held.drop()
 
-    def _open_writer(self, place: Place) -> Any:
+    def _make_writer(self, place: Place) -> Writer:
         from trainprobe.engine.storage.writer import Writer
 
-        self._writer = Writer({PART: self._held}, place=place, on_error=self.plan.on_error, tell=self.findings.append)
         if self._online is not None:
             self._online.start(place)
-        return self._writer
+        return Writer({PART: self.held}, place=place, on_error=self.plan.on_error, tell=self.findings.append)
 
     def end_step(self, *, complete: bool = True) -> StepData | None:
         """End the step; what a server has judged since the last one is reported. Raises StopTraining as the plan says."""
@@ -91,7 +93,7 @@ class OpProbe(Probe):
 
     def _report_arrived(self, arrived: Callable[[], Sequence[Finding]]) -> None:
         for finding in arrived():
-            self._tell(finding)
+            self.report(finding)
 
     def close(self) -> None:
         """Let go of everything; what was judged is the probe's last sentence."""
@@ -101,29 +103,69 @@ class OpProbe(Probe):
             self.sentences = [self.judge.summary()]
         super().close()
 
-    def _tell(self, finding: Finding) -> None:
-        super()._tell(finding)
-        if self._report is not None:
-            self._report(finding)
 
+class OpCheckProgram(Program):
+    """Judges operators in the steps of a run, as the section `op_check` of its plan says.
 
-def beside(probe: Probe, rename: Rename | None, place: Place | None) -> OpProbe:
-    """Return the probe that judges operators in the steps of another one, as the section `op_check` of its plan says."""
-    from trainprobe.op_check.plan import validate
+    What it records has a probe of its own, with a tape and a guard: the whole values of the steps that it chooses are held
+    for the judge alone. Its taps are installed before those of the run and removed after them.
+    """
 
-    plan = probe.plan
-    log: list[Log] = []
+    def __init__(self, plan: Plan, rename: Rename | None) -> None:
+        from trainprobe.op_check.plan import validate
 
-    def say(text: str) -> None:
-        if not log:
-            log.append(Log(plan.output / f"rank{probe.place.rank}" / LOG_FILE))
-        log[0](text)
+        super().__init__(PART, Schedule(), part=PART)
+        self._log: Log | None = None
+        settings = validate(plan.op_check)
+        self.probe = OpProbe(settings, self._say, plan.output / "op_check", on_error=plan.on_error, rename=rename)
+        self.probe.guard.farewell = "op_check is given up, everything else goes on"
 
-    settings = validate(plan.op_check)
-    folder = plan.output / "op_check"
-    made = OpProbe(settings, say, folder, report=probe.report, on_error=plan.on_error, rename=rename, place=place)
-    made.guard.farewell = "op_check is given up, everything else goes on"
-    return made
+    def attached(self, probe: EngineProbe) -> None:
+        """Report what is found to the run; where the run's probe stops, leave nothing installed."""
+        self._run = probe
+        self.probe.reporter.listeners.append(probe.report)
+        probe.guard.of(PART).on_trip(self.probe.uninstall)
+
+    def opened(self, model: Any, optimizer: Any, told: bool) -> None:
+        """Learn the names of the model."""
+        self.probe.open(model, optimizer, self._run.place)
+
+    def begins(self, step: int) -> None:
+        """Begin a step, before the taps of the run are installed."""
+        self.probe.begin_step(step)
+
+    def moment(self, name: str, *values: Any) -> None:
+        """Follow the micro-batches."""
+        self.probe.moment(name, *values)
+
+    def paused(self) -> None:
+        """Take no forward calls."""
+        self.probe.pause()
+
+    def resumed(self) -> None:
+        """Take forward calls again."""
+        self.probe.resume()
+
+    def ended(self, step: int, complete: bool) -> None:
+        """End the step and judge its operators. Raises StopTraining as the plan says."""
+        if self._run.guard.tripped is not None:
+            self.probe.uninstall()  # what torch held back while the fault came
+        self.probe.end_step(complete=complete)
+
+    def dropped(self) -> None:
+        """Forget the step that had begun."""
+        self.probe.drop_step()
+
+    def closed(self) -> None:
+        """Let go of everything, and have what was judged said at the end of the run."""
+        self.probe.close()
+        for sentence in self.probe.sentences:
+            self._run.at_end(sentence)
+
+    def _say(self, text: str) -> None:
+        if self._log is None:
+            self._log = Log(self._run.plan.output / f"rank{self._run.place.rank}" / LOG_FILE)
+        self._log(text)
 
 
 class Log:

@@ -36,7 +36,6 @@ class Parts:
     buffers: Any = None
     ops: Any = None
     collectives: Any = None
-    config: Any = None
     watched: Any = None
     states: Any = None
     clipping: Any = None
@@ -86,7 +85,7 @@ def _of_dump(plan: Plan, parts: Parts) -> Schedule:
     stepping = parts.stepping if plan.level in _LEVELS or parts.dumps_when_asked else None
     batches = parts.batches if parts.monitor is None else None
     dump = _there(parts.saved, parts.modules, parts.buffers, parts.ops, parts.collectives, stepping, batches)
-    opened = _there(parts.naming, parts.config)  # and begun only where another schedule has them
+    opened = _there(parts.naming)  # and begun only where another schedule has it
     taps = (*((tap, plan.wants_step) for tap in dump), *((tap, _never) for tap in opened))
     level = "" if not parts.dumps_when_asked else "mix" if parts.ops is not None else "L0"
     return Schedule(plan.wants_step, taps, asked=dump, level=level)

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from trainprobe.engine.core.gathering import Gathering
     from trainprobe.engine.core.sources import Source
     from trainprobe.engine.plan.control import ControlFile
+    from trainprobe.engine.storage.writer import Writer
     from trainprobe.monitor.audit.program import AuditProgram
     from trainprobe.monitor.black_box.program import BlackBoxProgram
     from trainprobe.monitor.program import MonitorProgram
-    from trainprobe.op_probe import OpProbe
 
 PlanSource = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
 NO_MODULE = ": give watch, or the callback, the module that trains"
@@ -66,18 +66,17 @@ class Probe(EngineProbe):
         stacks = Stacks() if loaded.stacks else None
         self.parts, schedules = self._compose(loaded, guard, stacks, rename)
         self.monitor, self.audit, self.black_box = self._programs_of(loaded, schedules)
-        self._writer: Any = None
         self._place_told = place is not None
         self._control: ControlFile | None = None
         self._said_closed = False
-        asked = (self.monitor, self.audit, self.black_box)
+        asked = (self.monitor, self.audit, self.black_box, self._config_check(loaded), self._op_check(loaded, rename))
         super().__init__(
             loaded,
             [Program("dump", schedules["dump"]), *(program for program in asked if program is not None)],
             self._tapes(loaded),
             guard,
             lambda: place or self._where(),
-            self._open_writer,
+            self._make_writer,
             stacks=stacks,
             framework=self.framework,
             notes=[self.parts.notes],
@@ -85,16 +84,22 @@ class Probe(EngineProbe):
         )
         if self.black_box is not None:
             self._follow(self.black_box.position)
-        if self.plan.op_check:
-            self.companions.append(self._judge_operators(rename, place))
 
-    def _judge_operators(self, rename: Rename | None, place: Place | None) -> OpProbe:
-        """Return the probe that judges operators in this one's steps."""
-        if self.framework != "pytorch":
-            raise PlanError("op_check: operators of PyTorch alone are judged: leave the section out")
-        from trainprobe.op_probe import beside
+    def _config_check(self, plan: Plan) -> Program | None:
+        """Return what captures the settings of the run, where the plan asks for it."""
+        if not plan.config_check:
+            return None
+        from trainprobe.config_check.program import ConfigCheckProgram
 
-        return beside(self, rename, place)
+        return ConfigCheckProgram(plan.config_check, plan.output, plan.on_error)
+
+    def _op_check(self, plan: Plan, rename: Rename | None) -> Program | None:
+        """Return what judges operators as the steps end, where the plan asks for it."""
+        if not plan.op_check:
+            return None
+        from trainprobe.op_probe import OpCheckProgram
+
+        return OpCheckProgram(plan, rename)
 
     def _programs_of(
         self, plan: Plan, schedules: Mapping[str, Schedule]
@@ -175,7 +180,7 @@ class Probe(EngineProbe):
             self.monitor.change(self.parts.monitor, schedules["monitor"])
         if self.audit is not None and self.parts.audit_plan is not None:
             self.audit.change(self.parts.audit_plan, schedules["audit"])
-        self._install_schedules()
+        self.scheduler.follow()
         self.plan = plan
 
     def begin_step(self, number: int | None = None) -> bool:
@@ -193,9 +198,9 @@ class Probe(EngineProbe):
             told = control.look(step)
             if told is not None and self.guard.tripped is None:
                 self.change(**told)
-                self._tell(Finding("plan", "info", f"control.yaml changed the plan from step {step} on", step=step))
+                self.report(Finding("plan", "info", f"control.yaml changed the plan from step {step} on", step=step))
         except PlanError as error:
-            self._tell(Finding("plan", "warning", f"control.yaml cannot be used, the plan stays: {error}", step=step))
+            self.report(Finding("plan", "warning", f"control.yaml cannot be used, the plan stays: {error}", step=step))
 
     def declare_loss(self, loss: Callable[[Any], Any]) -> None:
         """Declare what this rank's loss of the whole step is, for the audit: `loss(model)` returns a scalar tensor.
@@ -232,10 +237,11 @@ class Probe(EngineProbe):
         super()._open(model, optimizer, place)
         self._open_console()
         for program in self._at("opened"):
-            self.guard.part(program.part, program.opened, model, self._place_told or place is not None)
+            told = self._place_told or place is not None
+            self.guard.of(program.part).set_up(program.opened, model, optimizer, told)
         named: Any = next(iter(model), model) if isinstance(model, list | tuple) else model
         for finding in names_not_there(self._unmatched(), type(named).__name__, self.place):
-            self._tell_once(finding)
+            self.reporter.report_once(finding)
 
     def _learned_place(self, model: Any) -> Place | None:
         """Return where this process stands by the meshes of the model's parameters; None where it is alone."""
@@ -249,7 +255,7 @@ class Probe(EngineProbe):
         """Let one rank alone print what all ranks share."""
         ranks, rank = range(self.place.world_size), self.place.rank
         self.console.speaks = rank == next(filter(self.plan.wants_rank, ranks), 0)
-        if self.place.world_size > 1 and self._recorder is not None:
+        if self.place.world_size > 1 and self.writer is not None:
             self.console.markers = self.plan.output / ".printed"
             if self.console.speaks:
                 shutil.rmtree(self.console.markers, ignore_errors=True)  # of an earlier run
@@ -261,7 +267,7 @@ class Probe(EngineProbe):
 
     def tell_once(self, finding: Finding) -> None:
         """Report a finding, unless one with this message was reported before."""
-        self._tell_once(finding)
+        self.reporter.report_once(finding)
 
     def _unmatched(self) -> Iterator[Unmatched]:
         modules = [info.name for info in self.parts.naming.known.values()]
@@ -291,7 +297,7 @@ class Probe(EngineProbe):
             for moment in ("before_step", "after_step", "unreduced", "unclipped"):
                 self.on(moment, partial(states.moment, moment))
 
-    def _open_writer(self, place: Place) -> Any:
+    def _make_writer(self, place: Place) -> Writer:
         from trainprobe.engine.storage.writer import open_writer
 
         plan = self.plan
@@ -301,12 +307,11 @@ class Probe(EngineProbe):
         try:
             for program in self._at("sinks"):
                 more |= program.sinks(place)
-            self._writer = open_writer(plan, place, self.findings.append, more)
+            return open_writer(plan, place, self.findings.append, more)
         except BaseException:
             for sink in more.values():
                 sink.close()
             raise
-        return self._writer
 
     def close(self) -> None:
         """Write everything that is pending, and print the line that ends the run."""
@@ -370,10 +375,15 @@ class Probe(EngineProbe):
         from trainprobe.engine.arrays.torch_arrays import copy_out
 
         index = self.parts.cuts[cut - 1].index(tuple(t.shape)) if cut else None
-        self._writer.submit_tensor(self.step_number, key, copy_out(t if index is None else t[index]))
+        self._submit(key, copy_out(t if index is None else t[index]))
+
+    def _submit(self, key: str, copied: Any) -> None:
+        if self.writer is not None:
+            self.writer.submit_tensor(self.step_number, key, copied)
 
     def _gather(self, piece: Any) -> None:
-        self._writer.submit_piece(self.step_number, piece)
+        if self.writer is not None:
+            self.writer.submit_piece(self.step_number, piece)
 
 
 def _merged(was: Any, value: Any) -> Any:

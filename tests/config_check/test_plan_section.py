@@ -10,7 +10,7 @@ from torch import nn
 
 import trainprobe
 from trainprobe.config_check.pack_reader import read_pack
-from trainprobe.config_check.plan import ConfigCheckTap, validate
+from trainprobe.config_check.plan import validate
 from trainprobe.engine.plan.model import Plan
 from trainprobe.errors import PlanError
 
@@ -34,17 +34,22 @@ def test_what_cannot_be_used_is_told_with_the_key(section, said):
         Plan(config_check=section)
 
 
+def written(path):
+    """Return the pack, once it is there: it is written on a thread of its own, and waited for when the program ends."""
+    deadline = time.monotonic() + 30
+    while not (path.exists() and read_pack(path).complete) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return read_pack(path)
+
+
 @pytest.mark.parametrize("section", [True, {"captures": ["weights", "dataset"], "micro_steps": 2}])
-def test_the_tap_leaves_a_pack_in_the_folder_of_the_plan(tmp_path, section):
-    tap = ConfigCheckTap(section, tmp_path, on_error="raise")
+def test_a_pack_is_left_in_the_folder_of_the_plan(tmp_path, section):
     net = nn.Linear(3, 1)
-    tap.open(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    for _ in range(5):
-        tap.begin(None)
-        net(torch.ones(2, 3))
-        tap.end()
-    tap.close()
-    pack = read_pack(tmp_path / "config_check_pack.zip")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with trainprobe.watch(net, optimizer, output=tmp_path, level="off", config_check=section):
+        for _ in range(5):
+            net(torch.ones(2, 3))
+    pack = written(tmp_path / "config_check_pack.zip")
     assert pack.micro_steps == (4 if section is True else 2)
     assert pack.has("randomness") is (section is True)
     assert not net._forward_pre_hooks
@@ -52,12 +57,11 @@ def test_the_tap_leaves_a_pack_in_the_folder_of_the_plan(tmp_path, section):
 
 def test_the_optimizer_that_was_handed_over_is_captured_though_it_never_steps(tmp_path):
     net = nn.Linear(3, 1)
-    tap = ConfigCheckTap({"output": str(tmp_path / "other.zip")}, tmp_path, on_error="raise")
     groups = [{"params": [net.weight], "weight_decay": 0.1}, {"params": [net.bias], "weight_decay": 0.0}]
-    tap.open(net, torch.optim.AdamW(groups, lr=0.5))
-    net(torch.ones(2, 3))
-    tap.close()
-    sources = read_pack(tmp_path / "other.zip").ranks[0].single["hyperparameters"]["sources"]
+    section = {"output": str(tmp_path / "other.zip"), "micro_steps": 1}
+    with trainprobe.watch(net, torch.optim.AdamW(groups, lr=0.5), output=tmp_path, level="off", config_check=section):
+        net(torch.ones(2, 3))
+    sources = written(tmp_path / "other.zip").ranks[0].single["hyperparameters"]["sources"]
     values = next(s["values"] for s in sources if s["kind"] == "optimizer")
     assert (values["class"], values["group0.lr"], values["group0.weight_decay"]) == ("AdamW", 0.5, 0.1)
     assert (values["group0.parameters"], values["group1.parameters"]) == (["weight"], ["bias"])
@@ -73,9 +77,7 @@ def test_one_line_in_the_plan_of_a_probe_leaves_a_pack_beside_its_steps(tmp_path
                 optimizer.zero_grad()
                 net(torch.ones(2, 3)).sum().backward()
                 optimizer.step()
-    path, deadline = tmp_path / "out" / "config_check_pack.zip", time.monotonic() + 30
-    while not (path.exists() and read_pack(path).complete) and time.monotonic() < deadline:
-        time.sleep(0.05)  # it is written on a thread of its own, and waited for when the program ends
-    pack = read_pack(path)
+    path = tmp_path / "out" / "config_check_pack.zip"
+    pack = written(path)
     assert (pack.micro_steps, pack.complete) == (4, True)
     assert (tmp_path / "out" / "step1").exists() is (level == "L0")

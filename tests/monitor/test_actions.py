@@ -91,7 +91,7 @@ def test_the_callback_gets_the_alert_and_the_console_prints_it_once(capsys, tmp_
     monitor = {"rules": {"spike": {"actions": ["alert"]}}, "actions": {"callback": got.append}}
     with trainprobe.Probe({"output": tmp_path, "level": "off", "monitor": monitor}) as probe:
         probe.open(torch.nn.Linear(2, 2))
-        probe._tell(finding())
+        probe.report(finding())
         probe.flush()
         assert capsys.readouterr().err == "trainprobe: warning spike (step 7, rank 1): a jump\n"
     assert [f.rule for f in got] == ["spike"]
@@ -100,5 +100,5 @@ def test_the_callback_gets_the_alert_and_the_console_prints_it_once(capsys, tmp_
 def test_the_console_can_be_silent_about_the_rules(capsys, tmp_path):
     with trainprobe.Probe({"output": tmp_path, "level": "off", "monitor": {"actions": {"console": False}}}) as probe:
         probe.open(torch.nn.Linear(2, 2))
-        probe._tell(finding())
+        probe.report(finding())
     assert capsys.readouterr().err == ""

@@ -1,19 +1,23 @@
-"""What a plan can ask of a run: the dump, the monitor, the audit, the black box. Each is one `Program`.
+"""What a plan can ask of a run: the dump, the monitor, the audit, the black box, op_check. Each is one `Program`.
 
 A program says which taps look at which steps (its `Schedule`), and is called at the events of a run that it defines:
 
-    attached(probe)          the probe is composed; nothing is open yet
-    opened(model, told)      the model is known, and where this process stands
-    sinks(place)             the writer opens: what else gets its steps and findings
-    resumed()                the writer is open, and the run continues an earlier one
-    begins(step)             a step begins, whether it is collected or not
-    trail(step)              what the tape of a collected step is to tell while it runs
-    prepare(step_data)       a collected step has come to the host; nothing is judged yet
-    judge(step_data)         returns what is wrong with it
-    decide(found)            returns what is to be done about it
-    ended(step, complete)    a step has ended, also where the tool has stopped
-    interrupted(why)         an error ends the training
-    closing()                the run ends, and the writer is still open
+    attached(probe)                  the probe is composed; nothing is open yet
+    opened(model, optimizer, told)   the model is known, and where this process stands
+    sinks(place)                     the writer opens: what else gets its steps and findings
+    continued()                      the writer is open, and the run continues an earlier one
+    begins(step)                     a step begins, whether it is collected or not; no tap is installed yet
+    trail(step)                      what the tape of a collected step is to tell while it runs
+    moment(name, *values)            something happens inside a step (see `Probe.moment`)
+    paused(), resumed()              the program that trains asks for a pause, or ends it
+    prepare(step_data)               a collected step has come to the host; nothing is judged yet
+    judge(step_data)                 returns what is wrong with it
+    decide(found)                    returns what is to be done about it
+    ended(step, complete)            a step has ended and its taps are removed, also where the tool has stopped
+    dropped()                        the step that had begun is forgotten
+    interrupted(why)                 an error ends the training
+    closing()                        the run ends, and the writer is still open
+    closed()                         the run has ended, also where the tool has stopped
 
 A fault of a program leaves out that program, and nothing else.
 """
@@ -66,22 +70,31 @@ class Program:
     def attached(self, probe: Probe) -> None:
         """The probe is composed; nothing is open yet."""
 
-    def opened(self, model: Any, told: bool) -> None:
+    def opened(self, model: Any, optimizer: Any, told: bool) -> None:
         """The model is known. told: somebody said where this process stands; otherwise it was found out."""
 
     def sinks(self, place: Place) -> Mapping[str, Any]:
         """Return sinks that get what the writer gets, by their names. Raises OutputError where one cannot be opened."""
         return {}
 
-    def resumed(self) -> None:
+    def continued(self) -> None:
         """The writer is open, and the run continues an earlier one."""
 
     def begins(self, step: int) -> None:
-        """A step begins, whether it is collected or not."""
+        """A step begins, whether it is collected or not; no tap is installed yet."""
 
     def trail(self, step: int) -> Trail | None:
         """Return what the tape of a collected step is to tell while the step runs."""
         return None
+
+    def moment(self, name: str, *values: Any) -> None:
+        """Something happens inside a step, collected or not (see `Probe.moment`)."""
+
+    def paused(self) -> None:
+        """The program that trains asks that no forward calls be taken until `resumed`."""
+
+    def resumed(self) -> None:
+        """Forward calls are taken again."""
 
     def prepare(self, step_data: StepData) -> None:
         """A collected step has come to the host: correct what was recorded, before anything is judged or written."""
@@ -95,13 +108,22 @@ class Program:
         return 0, None
 
     def ended(self, step: int, complete: bool) -> None:
-        """A step has ended. complete: False where an error cut it short. Called also where the tool has stopped."""
+        """A step has ended and its taps are removed; called also where the tool has stopped.
+
+        complete: False where an error cut it short. May raise StopTraining.
+        """
+
+    def dropped(self) -> None:
+        """The step that had begun is forgotten, as if it had not."""
 
     def interrupted(self, why: str) -> None:
         """An error ends the training."""
 
     def closing(self) -> None:
         """The run ends, and the writer is still open."""
+
+    def closed(self) -> None:
+        """The run has ended; called also where the tool has stopped: let go of everything."""
 
 
 def defines(program: Program, event: str) -> bool:

@@ -30,7 +30,7 @@ from trainprobe.engine.core.records import Finding, Place
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.program import Schedule
+from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.tape import Tape
 from trainprobe.errors import PlanError, UsageError
 from trainprobe.integrations.mindspore_limits import NOT_JUDGED, NOT_JUDGED_IN_A_GRAPH, refuse
@@ -57,7 +57,6 @@ class CellParts(Parts):
     saved: SavedTensors
     modules: CellTap | None = None
     ops: PrimitiveTap | None = None
-    config: CellCapture | None = None
     watched: CellTap | None = None
     states: CellStateTap | None = None
     clipping: KnownCalls | None = None  # of the cell that clips gradients, where there is one
@@ -96,6 +95,7 @@ class MindSporeProbe(Probe):
 
     framework = "mindspore"
     _limits_reported = False
+    _capture: CellCapture | None = None
     _trains: tuple[Any, Any] = (None, None)  # the cell that trains, and the optimizer that it held at first
 
     @property
@@ -121,7 +121,7 @@ class MindSporeProbe(Probe):
         cell, first = self._trains
         if first is not None and cell.optimizer is not first:
             self._trains = (None, None)
-            self._tell(Finding("mindspore", "warning", REPLACED.format(cell=type(cell).__name__), step=self.step_number))
+            self.report(Finding("mindspore", "warning", REPLACED.format(cell=type(cell).__name__), step=self.step_number))
 
     def change(self, **fields: Any) -> None:
         """Raise PlanError: a plan cannot change while a MindSpore training goes on."""
@@ -146,7 +146,6 @@ class MindSporeProbe(Probe):
         if not self._limits_reported:
             self._limits_reported = True
             self.report_limits()
-            self._capture_configuration(None)
         return super().begin_step(number)
 
     def train_with(self, cell: Any) -> None:
@@ -157,19 +156,8 @@ class MindSporeProbe(Probe):
             self.cells.clipping.know([] if clips is None or is_graph_mode() else [clips])
         if self.cells.audit is not None:
             self.cells.audit.training_cell = cell
-        self._capture_configuration(cell)
-
-    def _capture_configuration(self, training_cell: Any) -> None:
-        """Begin to look at what decides the run's numbers, unless that has begun."""
-        if self.cells.config is not None:
-            self.cells.config.place = self.place
-            self.cells.config.watch(training_cell)
-
-    def close(self) -> None:
-        """Write everything that is pending."""
-        super().close()
-        if self.cells.config is not None:
-            self.cells.config.close()
+        if self._capture is not None:
+            self._capture.watch(cell)
 
     def report_limits(self) -> None:
         """Keep as findings what cannot be judged or seen here: one a relation of the plan's audit, and one of the graph."""
@@ -179,9 +167,9 @@ class MindSporeProbe(Probe):
             why.pop("clipping", None)
         for relation in relation_names() if plan is not None else ():
             if plan is not None and relation in why and plan.interval(relation):
-                self._tell(Finding(relation, "info", f"{relation} is not judged under MindSpore: {why[relation]}"))
+                self.report(Finding(relation, "info", f"{relation} is not judged under MindSpore: {why[relation]}"))
         if self.hidden_by_a_graph():
-            self._tell(Finding("mindspore", "info", COMPILED))
+            self.report(Finding("mindspore", "info", COMPILED))
 
     def hidden_by_a_graph(self) -> str:
         """Return what graph mode hides of what the plan asks for, as a sentence; empty for nothing."""
@@ -197,6 +185,16 @@ class MindSporeProbe(Probe):
     def _compose(self, plan: Plan, guard: Guard, stacks: Any, rename: Any) -> tuple[Any, dict[str, Schedule]]:
         refuse(plan, monitor_plan(plan.monitor) if plan.monitor else None)
         return compose(plan, guard, stacks)
+
+    def _config_check(self, plan: Plan) -> Program | None:
+        if plan.config_check:
+            self._capture = CellCapture(plan.config_check, plan.output, plan.on_error)
+        return self._capture
+
+    def _op_check(self, plan: Plan, rename: Any) -> Program | None:
+        if plan.op_check:
+            raise PlanError("op_check: operators of PyTorch alone are judged: leave the section out")
+        return None
 
     def _tapes(self, plan: Plan) -> Callable[[int], Tape]:
         library = MindSporeLibrary(plan.native)
@@ -220,7 +218,7 @@ class MindSporeProbe(Probe):
         if cut:
             inner = self.cells.cuts[cut - 1].index(copy.shape)
             copy = copy_out(t[inner])
-        self._writer.submit_tensor(self.step_number, key, copy)
+        self._submit(key, copy)
 
 
 def compose(plan: Plan, guard: Guard, stacks: Stacks | None = None) -> tuple[CellParts, dict[str, Schedule]]:
@@ -261,8 +259,6 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None = None) -> tuple[Cel
         parts.with_ops = "optimizer" in plan.phases
     if audit is not None or (monitor is not None and monitor.gradients.on and monitor.gradients.unclipped):
         parts.clipping = KnownCalls(own(KnownCalls), parts.clips)
-    if plan.config_check:
-        parts.config = CellCapture(plan.config_check, plan.output, own(CellCapture), plan.on_error)
     if audit is not None and states is not None:
         parts.audit_plan, parts.audit = audit, CellAuditTap(own(CellAuditTap), states)
     own(OptimizerTap).carries(part_of(CellStateTap))  # without the one, the other would say what is not true

@@ -35,7 +35,7 @@ class MonitorProgram(Program):
     def attached(self, probe: Probe) -> None:
         """Let rules fail one by one, and findings that last be counted; leave printing to the plan."""
         self._probe = probe
-        self.watcher.count, self.watcher.part = probe.count, probe.guard.part
+        self.watcher.count, self.watcher.part = probe.reporter.count, probe.guard.part
         if not self.plan.actions.console:
             probe.console.silent = frozenset(self.plan.rules)
 
@@ -43,7 +43,7 @@ class MonitorProgram(Program):
         """Return what sends findings out."""
         return {"alerts": Alerts(self.plan.rules, self.plan.actions)}
 
-    def resumed(self) -> None:
+    def continued(self) -> None:
         """Go on from what the rules of the earlier run remembered."""
         self._probe.report(resume_state(self.watcher, self._state_file()))
 
@@ -63,7 +63,7 @@ class MonitorProgram(Program):
 
     def closing(self) -> None:
         """Keep what the rules remember, so that a run that is continued is judged as one."""
-        if self._probe.is_open:
+        if self._probe.writer is not None:
             self._probe.report(keep_state(self.watcher, self._state_file()))
 
     def _state_file(self) -> Path:

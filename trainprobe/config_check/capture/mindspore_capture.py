@@ -32,8 +32,8 @@ from trainprobe.engine.arrays.numpy_rows import NumpyStrip
 from trainprobe.engine.capture.mindspore.calls import KnownCalls, listed
 from trainprobe.engine.capture.mindspore.cells import is_graph_mode
 from trainprobe.engine.capture.mindspore.states import rates_of
-from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.records import Place
+from trainprobe.engine.probe import Probe
+from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.checksum import fingerprint
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
@@ -43,28 +43,32 @@ MOST_ROWS, LARGEST_ROWS = 4096, 1 << 22  # samples of a batch that get a fingerp
 UNSEEN = "random calls are not captured under MindSpore: its operators draw inside their kernels"
 
 
-class CellCapture:
-    """Carries out the `config_check` section of a plan, from `open` on; it needs no collected step.
+class CellCapture(Program):
+    """Carries out the `config_check` section of a plan from its first step on; the step need not be collected.
 
     section: the plan's `config_check`, true for its defaults. folder: the plan's `output`; the pack lies there unless the
-    section names another `output`. place: of this process, known by the time of `open`.
+    section names another `output`.
     """
 
-    def __init__(self, section: Mapping[str, Any] | bool, folder: Path, guard: Guard, on_error: str = "continue") -> None:
+    def __init__(self, section: Mapping[str, Any] | bool, folder: Path, on_error: str = "continue") -> None:
+        super().__init__("config_check", Schedule(), part="config_check")
         given = {} if isinstance(section, bool) else dict(section)
         output = given.pop("output", folder / PACK)
         self.settings = make_settings({"on_error": on_error, "output": output, **given})
-        self.place = Place()
         self.micro = 0
-        self._guard = guard
-        self._calls = KnownCalls(guard, self._called)
         self._models: list[Any] = []
         self._optimizers: list[Any] = []
         self._writer: PackWriter | None = None
         self._ending: threading.Thread | None = None
         self._started = time.time()
 
-    def open(self, model: Any, optimizer: Any = None) -> None:
+    def attached(self, probe: Probe) -> None:
+        """Run under the guard of this part of the probe."""
+        self._probe = probe
+        self._guard = probe.guard.of(self.part)
+        self._calls = KnownCalls(self._guard, self._called)
+
+    def opened(self, model: Any, optimizer: Any, told: bool) -> None:
         """Remember the model; a second one is not looked at."""
         if not self._models:
             self._models, self._optimizers = listed(model), listed(optimizer)
@@ -76,19 +80,11 @@ class CellCapture:
             self._calls.know(listed(training_cell) if is_graph_mode() else self._models)
             self._calls.begin()
 
-    def begin(self, tape: Any) -> None:
-        """Nothing depends on which steps are collected."""
+    def begins(self, step: int) -> None:
+        """Begin to look at calls, unless that has begun."""
+        self.watch(None)
 
-    def pause(self) -> None:
-        """Nothing to pause."""
-
-    def resume(self) -> None:
-        """Nothing to resume."""
-
-    def end(self, again: bool = False) -> None:
-        """Nothing to remove."""
-
-    def close(self) -> None:
+    def closed(self) -> None:
         """Write what there is, and wait until it is written."""
         if self._writer is not None:
             self._finish()
@@ -98,7 +94,7 @@ class CellCapture:
     # ---- captures --------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        wanted, place = self.settings.captures, self.place
+        wanted, place = self.settings.captures, self._probe.place
         writer = self._writer = PackWriter(
             self.settings.output, place.rank, place.world_size, tuple(c for c in wanted if c != "randomness")
         )
@@ -145,8 +141,9 @@ class CellCapture:
 
     def _write(self, writer: PackWriter) -> None:
         writer.close()
-        if self.place.rank == 0 and self.place.world_size > 1:
-            merge_ranks(self.settings.output, self.place.world_size, self.settings.wait, self._started)
+        place = self._probe.place
+        if place.rank == 0 and place.world_size > 1:
+            merge_ranks(self.settings.output, place.world_size, self.settings.wait, self._started)
 
 
 def entries(named: Iterable[tuple[str, Any, str]], tokens: int = 0) -> dict[str, dict[str, Any]]:

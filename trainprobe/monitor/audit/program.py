@@ -47,12 +47,12 @@ class AuditProgram(Program):
     def attached(self, probe: Probe) -> None:
         """Let relations fail one by one, and findings that last be counted."""
         self._probe = probe
-        self.audit.count, self.audit.part = probe.count, probe.guard.part
+        self.audit.count, self.audit.part = probe.reporter.count, probe.guard.part
         probe.guard.of(AUDIT).on_trip(self.tap.close)
         if self.tap.declared is not None:
             self._undeclared = Undeclared(self.audit, self.tap.has_declared_loss, probe.at_end)
 
-    def opened(self, model: Any, told: bool) -> None:
+    def opened(self, model: Any, optimizer: Any, told: bool) -> None:
         """Learn over which ranks parameters are replicated for certain, and whether all ranks answer."""
         certain = told or _is_wrapped(model, _REPLICATES)
         self.audit.certain = frozenset({"dp", "cp"}) if certain else frozenset()
@@ -91,7 +91,7 @@ class AuditProgram(Program):
 
     def loaded(self) -> None:
         """Have the programs asked anew about the next step: it is audited now."""
-        self._probe.ask_anew()
+        self._probe.scheduler.ask_anew()
 
     def new_tape(self) -> Tape:
         """Return a tape that belongs to no step."""

@@ -1,0 +1,44 @@
+"""The `config_check` section of a plan, carried out in a PyTorch training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainprobe.config_check.checker import ConfigChecker
+from trainprobe.config_check.plan import PACK
+from trainprobe.engine.probe import Probe
+from trainprobe.engine.program import Program, Schedule
+
+
+class ConfigCheckProgram(Program):
+    """Watches the program from its making on, and the model from `opened` on; it needs no step and takes itself away.
+
+    section: the plan's `config_check`, true for its defaults. folder: the plan's `output`; the pack lies there unless the
+    section names another `output`.
+    """
+
+    def __init__(self, section: Mapping[str, Any] | bool, folder: Path, on_error: str = "continue") -> None:
+        super().__init__("config_check", Schedule(), part="config_check")
+        given = {} if isinstance(section, bool) else dict(section)
+        self._pack = Path(given.pop("output", folder / PACK))
+        self._given = {"on_error": on_error, **given}
+        self._checker: ConfigChecker | None = None
+        ConfigChecker.apply_patches(**self._given)
+
+    def attached(self, probe: Probe) -> None:
+        """Take all patches away where the tool stops, after those of the taps, which were put in later."""
+        probe.guard.of(self.part).on_trip(self._release)
+
+    def opened(self, model: Any, optimizer: Any, told: bool) -> None:
+        """Begin to capture the model; a second model is not looked at."""
+        if self._checker is None:
+            self._checker = ConfigChecker(model, output_zip_path=self._pack, optimizer=optimizer, **self._given)
+
+    def _release(self) -> None:
+        """Take all patches away, and wait for nothing: what was captured until now is written in the background."""
+        if self._checker is not None:
+            self._checker.release()
+        else:
+            ConfigChecker.stop()
