@@ -59,7 +59,7 @@ def row_layout() -> list[tuple[str, str | None]]:
     """Return the columns of a row of partials and the flags of what is wanted, as engine/stats/partials.py has them."""
     tree = ast.parse(Path("trainprobe/engine/stats/partials.py").read_text(encoding="utf-8"))
     given = {ast.unparse(node.targets[0]).strip("()"): node.value for node in tree.body if isinstance(node, ast.Assign)}
-    names = "STATS, CHECKSUM, STD, CRC32, SUBLOW"
+    names = "STATS, CHECKSUM, STD, CRC32, SUBNORMAL"
     flags = zip(names.split(", "), ast.literal_eval(given[names]), strict=True)
     return [("COLUMNS", str(len(ast.literal_eval(given["PARTIALS"])))), *((name, str(bit)) for name, bit in flags)]
 

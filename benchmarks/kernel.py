@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from trainprobe.engine.arrays import torch_arrays
-from trainprobe.engine.arrays.torch_arrays import TorchStrip
+from trainprobe.engine.arrays.torch_arrays import TorchStatsRows
 from trainprobe.engine.stats.partials import CHECKSUM, CRC32, STATS, STD
 
 WANTED = {"stats": STATS, "checksum": CHECKSUM, "stats+checksum": STATS | CHECKSUM, "stats+std": STATS | STD, "crc32": CRC32}
@@ -39,13 +39,13 @@ def seconds(run: Callable[[], object], budget: float) -> float:
     return best
 
 
-def by_strip(t: torch.Tensor, flags: int, native: bool) -> Callable[[], object]:
-    strip = TorchStrip(flags, native=native)
+def by_row_buffer(t: torch.Tensor, flags: int, native: bool) -> Callable[[], object]:
+    stats_rows = TorchStatsRows(flags, native=native)
 
     def run() -> None:
-        strip.add(t)
-        if len(strip) >= 4096:
-            strip.harvest()
+        stats_rows.add(t)
+        if len(stats_rows) >= 4096:
+            stats_rows.drain()
 
     return run
 
@@ -57,9 +57,9 @@ def by_four_reductions(t: torch.Tensor) -> Callable[[], object]:
 def ways(t: torch.Tensor) -> Iterator[tuple[str, str, Callable[[], object]]]:
     for wanted, flags in WANTED.items():
         if torch_arrays.native_in_use():
-            yield "native", wanted, by_strip(t, flags, True)
+            yield "native", wanted, by_row_buffer(t, flags, True)
     for wanted in ("stats", "stats+checksum"):
-        yield "torch operations", wanted, by_strip(t, WANTED[wanted], False)
+        yield "torch operations", wanted, by_row_buffer(t, WANTED[wanted], False)
     if t.dtype.is_floating_point and t.element_size() > 1:
         yield "torch max, min, mean, norm", "stats", by_four_reductions(t)
 

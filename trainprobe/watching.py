@@ -62,7 +62,7 @@ class Probe(EngineProbe):
     ) -> None:
         require()
         loaded = load_plan(plan, **overrides)
-        guard = Guard(loaded.on_error, apart=self._apart)
+        guard = Guard(loaded.on_error, without_dispatch=self._without_dispatch)
         stacks = Stacks() if loaded.stacks else None
         self.parts, schedules = self._compose(loaded, guard, stacks, rename)
         self.monitor, self.audit, self.black_box = self._programs_of(loaded, schedules)
@@ -142,13 +142,13 @@ class Probe(EngineProbe):
         edges = histogram if histogram is None or isinstance(histogram, str) else histogram.boundaries()
         library = TorchLibrary(native=plan.native, edges=edges, quantiles=plan.quantiles)
         arena = recording.Arena(SAFETENSORS_NAMES, self._gather)
-        return lambda number: Tape(library, self._keep, plan.reuse, arena, self.trail(number))
+        return lambda number: Tape(library, self._keep, plan.reuse, arena, self.journal(number))
 
-    def _apart(self) -> AbstractContextManager[Any]:
+    def _without_dispatch(self) -> AbstractContextManager[Any]:
         """Return a context in which the modes of the program do not see what the tool computes."""
-        from trainprobe.engine.arrays.without_dispatch import apart
+        from trainprobe.engine.arrays.without_dispatch import without_dispatch
 
-        return apart(within_transforms=True)
+        return without_dispatch(within_transforms=True)
 
     def _where(self) -> Place:
         """Learn where this process stands."""
@@ -381,9 +381,9 @@ class Probe(EngineProbe):
         if self.writer is not None:
             self.writer.submit_tensor(self.step_number, key, copied)
 
-    def _gather(self, piece: Any) -> None:
+    def _gather(self, chunk: Any) -> None:
         if self.writer is not None:
-            self.writer.submit_piece(self.step_number, piece)
+            self.writer.submit_chunk(self.step_number, chunk)
 
 
 def _merged(was: Any, value: Any) -> Any:

@@ -40,12 +40,12 @@ def torch_numbers(name: str) -> dict[str, object]:
     """Return checksum, CRC and partials that PyTorch's library makes of these bits."""
     import torch
 
-    from trainprobe.engine.arrays.torch_arrays import CHECKSUM, CRC32, STATS, STD, SUBLOW, TorchStrip
+    from trainprobe.engine.arrays.torch_arrays import CHECKSUM, CRC32, STATS, STD, SUBNORMAL, TorchStatsRows
 
     t = torch.from_numpy(bits(name))
-    strip = TorchStrip(STATS | CHECKSUM | STD | CRC32 | SUBLOW)
-    strip.add(t.view(getattr(torch, name)))
-    rows, sums, crcs = strip.harvest()
+    stats_rows = TorchStatsRows(STATS | CHECKSUM | STD | CRC32 | SUBNORMAL)
+    stats_rows.add(t.view(getattr(torch, name)))
+    rows, sums, crcs = stats_rows.drain()
     assert sums is not None and crcs is not None
     return {"checksum": f"{int(sums[0]):016x}", "crc32": int(crcs[0]), "partials": [x.hex() for x in rows[0].tolist()]}
 

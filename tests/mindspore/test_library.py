@@ -15,11 +15,11 @@ from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_ou
 from trainprobe.engine.capture.mindspore.states import learning_rates, states_of
 from trainprobe.engine.capture.mindspore.tape import HostTape
 from trainprobe.engine.core.records import Opaque, Place
-from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS, STD, SUBLOW
+from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS, STD, SUBNORMAL
 from trainprobe.engine.tape import SAVE
 
-EVERYTHING = STATS | CHECKSUM | STD | CRC32 | SUBLOW
-EXACT = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "exponent", "sublow")
+EVERYTHING = STATS | CHECKSUM | STD | CRC32 | SUBNORMAL
+EXACT = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "exponent", "subnormal")
 
 
 def tensor_of(name: str) -> Tensor:
@@ -37,7 +37,7 @@ def test_numbers_are_those_of_torch_for_the_same_bits(name: str, native: bool) -
     ms.set_context(mode=ms.PYNATIVE_MODE)
     tape = HostTape(MindSporeLibrary(native), reuse=False)
     value = tape.tree(tensor_of(name), EVERYTHING)
-    step_data = tape.harvest(1, Place(), framework="mindspore", level="off", task="statistics")
+    step_data = tape.drain(1, Place(), framework="mindspore", level="off", task="statistics")
     told = json.loads(NUMBERS.read_text())[name]
     assert value.dtype.lower() == name
     assert (value.shape, value.type, value.note) == (SHAPE, "mindspore.Tensor", None)
@@ -68,7 +68,7 @@ def test_views_scalars_parameters_and_nested_arguments() -> None:
     saved: list[str] = []
     tape._save = lambda path, t, value, cut: saved.append(path)
     tree = tape.tree((x.T, [Tensor(2.5), Parameter(x, name="w")], {"k": None, "d": ms.float32}), EVERYTHING | SAVE, "at")
-    step_data = tape.harvest(1, Place(), framework="mindspore", level="off", task="statistics")
+    step_data = tape.drain(1, Place(), framework="mindspore", level="off", task="statistics")
     view, (scalar, parameter), named = tree
     assert [v.shape for v in (view, scalar, parameter)] == [(4, 3), (), (3, 4)]
     assert step_data.checksums is not None
@@ -84,7 +84,7 @@ def test_a_write_in_place_is_a_new_value() -> None:
     first = tape.tree(x, STATS)
     ms.ops.assign(x, x + 1)
     second = tape.tree(x, STATS)
-    step_data = tape.harvest(1, Place(), framework="mindspore", level="off", task="statistics")
+    step_data = tape.drain(1, Place(), framework="mindspore", level="off", task="statistics")
     at = PARTIALS.index("sum")
     assert [step_data.partials[v.row, at] for v in (first, second)] == [3.0, 6.0]
 

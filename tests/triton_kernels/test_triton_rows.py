@@ -10,15 +10,15 @@ import torch
 
 import trainprobe
 from tests.engine.arrays import reduction_oracle as oracle
-from tests.engine.arrays.reduction_oracle import Believed, assert_true, row_of, sample, strip_of
+from tests.engine.arrays.reduction_oracle import Believed, assert_true, row_of, rows_of, sample
 from trainprobe.engine.arrays import torch_arrays, triton_kernels, triton_rows
-from trainprobe.engine.arrays.torch_arrays import TorchStrip
+from trainprobe.engine.arrays.torch_arrays import TorchStatsRows
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.stats.checksum import fingerprint
-from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD, SUBLOW
+from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD, SUBNORMAL
 
 HERE = torch.device("cpu")
-ALL = STATS | CHECKSUM | STD | SUBLOW
+ALL = STATS | CHECKSUM | STD | SUBNORMAL
 SIZES = [0, 1, 127, 129, 1023, 1024, 1025, 2048, 3 * 1024 + 1]
 DEVICE_SIZES = {name: getattr(triton_rows, name) for name in ("_LEVELS", "_MERGE_LEVELS", "_LEAST", "_MOST")}
 
@@ -46,9 +46,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return seen
 
 
-def strip(flags: int = ALL) -> TorchStrip:
-    """A strip whose tensors the compiled kernel leaves alone."""
-    made = TorchStrip(flags, native=False)
+def strip(flags: int = ALL) -> TorchStatsRows:
+    """A stats_rows whose tensors the compiled kernel leaves alone."""
+    made = TorchStatsRows(flags, native=False)
     made._kernels = True
     return made
 
@@ -57,17 +57,17 @@ def test_tensors_taken_together_are_one_launch_a_dtype_and_each_has_the_bits_it_
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.float64)
     tensors = [sample(dtype, n, seed=n) for n in SIZES for dtype in dtypes]
     tensors += [sample(torch.float32, 40, 60).t(), sample(torch.bfloat16, 7, 9, 11, 3).permute(2, 0, 3, 1)[1:, :, 1:]]
-    together, alone = strip_of("triton", ALL), strip_of("triton", ALL)
-    together.together(True)
+    together, alone = rows_of("triton", ALL), rows_of("triton", ALL)
+    together.batched(True)
     for t in tensors:
         together.add(t)
     assert launches == []
-    together.together(False)
+    together.batched(False)
     assert sorted(launches) == sorted([len(SIZES) + 1] * 2 + [len(SIZES)] * 2)
     for t in tensors:
         alone.add(t)
     assert launches[4:] == [1] * len(tensors)
-    (rows, sums, _), (rows_alone, sums_alone, _) = together.harvest(), alone.harvest()
+    (rows, sums, _), (rows_alone, sums_alone, _) = together.drain(), alone.drain()
     assert rows.tobytes() == rows_alone.tobytes()
     assert sums is not None and sums_alone is not None and sums.tolist() == sums_alone.tolist()
     for row, total, t in zip(rows, sums.tolist(), tensors, strict=True):
@@ -78,26 +78,26 @@ def test_tensors_taken_together_are_one_launch_a_dtype_and_each_has_the_bits_it_
 def test_what_waits_is_flushed_when_it_is_much(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_rows, "_HELD", 5000)
     monkeypatch.setattr(triton_rows, "_TOGETHER", 7)
-    made = strip_of("triton", STATS)
-    made.together(True)
+    made = rows_of("triton", STATS)
+    made.batched(True)
     for _ in range(3):
         made.add(torch.ones(600))
     assert launches == [3]
     for _ in range(8):
         made.add(torch.ones(2))
     assert launches == [3, 7]
-    assert made.harvest()[0][:, 7].tolist() == [600.0] * 3 + [2.0] * 8
+    assert made.drain()[0][:, 7].tolist() == [600.0] * 3 + [2.0] * 8
     assert launches == [3, 7, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_with_the_sizes_of_a_device_the_bounds_hold(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     t = sample(dtype, (1 << 14) + 1500)
-    made = strip_of("triton", ALL)
+    made = rows_of("triton", ALL)
     for name, size in DEVICE_SIZES.items():
         monkeypatch.setattr(triton_rows, name, size)
     assert made.add(t) == 0
-    rows, sums, _ = made.harvest()
+    rows, sums, _ = made.drain()
     assert_true(rows[0], t)
     assert sums is not None and int(sums[0]) == fingerprint(oracle.bits_of(t))
 
@@ -131,23 +131,23 @@ def test_the_first_step_is_reduced_by_torch_and_the_next_by_the_kernels_once_the
     first = strip()
     first.add(t)
     tried = list(launches)
-    rows = first.harvest()[0]
+    rows = first.drain()[0]
     assert tried == [triton_rows.SAMPLES, 1, 1] and len(rows) == 1
     assert triton_rows.trust_in(HERE).proven((torch.bfloat16, ALL)) and triton_rows.refusals() == []
     second = strip()
     second.add(t)
     assert launches == [*tried, 1]
-    assert_true(second.harvest()[0][0], t)
+    assert_true(second.drain()[0][0], t)
     assert not triton_rows.trust_in(HERE).known((torch.float32, ALL))
 
 
 def test_what_the_kernels_cannot_read_is_left_to_torch(launches: list[int]) -> None:
-    made = strip_of("triton", STATS)
+    made = rows_of("triton", STATS)
     odd = [torch.tensor([1 + 2j]).conj().imag, torch.arange(243.0).view(3, 3, 3, 3, 3)[::2, ::2, ::2, ::2, ::2]]
     for t in odd:
         made.add(t)
     assert launches == []
-    for row, t in zip(made.harvest()[0], odd, strict=True):
+    for row, t in zip(made.drain()[0], odd, strict=True):
         assert_true(row, t)
 
 
@@ -168,7 +168,7 @@ def test_kernels_that_disagree_are_refused_and_the_reason_names_the_number(
     for _ in range(2):
         made = strip()
         made.add(t)
-        assert_true(made.harvest()[0][0], t)
+        assert_true(made.drain()[0][0], t)
     (why,) = triton_rows.refusals()
     assert f"torch.float32 they differ from torch's operations in {name}." in why
 
@@ -182,13 +182,13 @@ def test_kernels_that_cannot_be_launched_are_refused(fault: Exception, monkeypat
     made = strip()
     t = sample(torch.float32, 3000)
     made.add(t)
-    assert_true(made.harvest()[0][0], t)
+    assert_true(made.drain()[0][0], t)
     (why,) = triton_rows.refusals()
     assert str(fault) in why and "`native: false` in the plan" in why
 
 
 def test_a_launch_that_fails_with_tensors_waiting_leaves_them_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = strip_of("triton", STATS)
+    made = rows_of("triton", STATS)
     triton_rows._trusts[HERE].__class__ = type("Doubted", (Believed,), {"proven": lambda self, key: not self.refusal})
 
     def fails(*args) -> None:
@@ -196,18 +196,18 @@ def test_a_launch_that_fails_with_tensors_waiting_leaves_them_to_torch(monkeypat
 
     monkeypatch.setattr(triton_rows, "launch", fails)
     tensors = [sample(torch.float32, n) for n in (5, 6000)]
-    made.together(True)
+    made.batched(True)
     for t in tensors:
         made.add(t)
-    made.together(False)
-    for row, t in zip(made.harvest()[0], tensors, strict=True):
+    made.batched(False)
+    for row, t in zip(made.drain()[0], tensors, strict=True):
         assert_true(row, t)
     assert "out of resources" in triton_rows.refusals()[0]
 
 
 def test_the_plan_can_do_without_the_kernels() -> None:
     assert triton_rows.kernels_of(HERE) is not None
-    plain = TorchStrip(STATS, native=False)
+    plain = TorchStatsRows(STATS, native=False)
     plain.add(torch.ones(2))
     assert plain._devices[HERE]._kernels is None
 

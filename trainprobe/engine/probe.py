@@ -28,7 +28,7 @@ from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.program import Program, defines
 from trainprobe.engine.reporter import Reporter
 from trainprobe.engine.scheduling import Scheduled, Scheduler
-from trainprobe.engine.storage.step_journal import Trail
+from trainprobe.engine.storage.step_journal import StepJournal
 from trainprobe.engine.tape import Tape
 from trainprobe.errors import UsageError
 
@@ -282,10 +282,10 @@ class Probe:
         for program in self._at(event):
             self.guard.of(program.part).keep_on(getattr(program, event), *args)
 
-    def trail(self, step: int) -> Trail | None:
+    def journal(self, step: int) -> StepJournal | None:
         """Return what the tape of a step is to tell while the step runs; nothing of a tape that is for no step."""
-        programs = self._at("trail") if step >= 0 else ()
-        return next((self.guard.part(program.part, program.trail, step) for program in programs), None)
+        programs = self._at("journal") if step >= 0 else ()
+        return next((self.guard.part(program.part, program.journal, step) for program in programs), None)
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
@@ -344,7 +344,7 @@ class Probe:
     def _finish(self, complete: bool) -> StepData | None:
         tape, self.tape = self.tape, None
         assert tape is not None and self.writer is not None
-        step_data = tape.harvest(self.step_number, self.place, complete=complete, **self._about_step())
+        step_data = tape.drain(self.step_number, self.place, complete=complete, **self._about_step())
         self._unmatched_selections.saw(step_data)
         if complete and self._running.looks and not step_data.calls and not step_data.scalars and not self._only_collects():
             self.reporter.report_once(_saw_nothing(self.step_number), key="nothing was seen")

@@ -7,7 +7,7 @@ A program says which taps look at which steps (its `Schedule`), and is called at
     sinks(place)                     the writer opens: what else gets its steps and findings
     continued()                      the writer is open, and the run continues an earlier one
     begins(step)                     a step begins, whether it is collected or not; no tap is installed yet
-    trail(step)                      what the tape of a collected step is to tell while it runs
+    journal(step)                    where the tape of a collected step is recorded while it runs
     moment(name, *values)            something happens inside a step (see `Probe.moment`)
     paused(), resumed()              the program that trains asks for a pause, or ends it
     prepare(step_data)               a collected step has come to the host; nothing is judged yet
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainprobe.engine.capture import Tap
 from trainprobe.engine.core.records import Finding, Place, StepData
-from trainprobe.engine.storage.step_journal import Trail
+from trainprobe.engine.storage.step_journal import StepJournal
 from trainprobe.errors import StopTraining
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Program:
     def begins(self, step: int) -> None:
         """A step begins, whether it is collected or not; no tap is installed yet."""
 
-    def trail(self, step: int) -> Trail | None:
+    def journal(self, step: int) -> StepJournal | None:
         """Return what the tape of a collected step is to tell while the step runs."""
         return None
 

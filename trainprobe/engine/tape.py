@@ -6,8 +6,8 @@ and shape: the output of one op is the input of the next and is reduced once. An
 makes it a new value. Writes that do not bump it (through `.data`, by a collective) are made known by `touched`. Of large
 values on the host other views of the same memory are recognised too (`native/views.c`), and their numbers are copied.
 
-The compiled `Eye` does this for plain tensors on the host and for plain containers. It calls the methods of `Tape` for all
-else: tensors on other devices, subclasses, containers of the program's own.
+The compiled `NativeTape` does this for plain tensors on the host and for plain containers. It calls the methods of `Tape` for
+everything else: tensors on other devices, subclasses, containers of the program's own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import numpy.typing as npt
 from trainprobe.compiled import recording
 from trainprobe.engine.core.containers import MOST, children
 from trainprobe.engine.core.guard import attempt, fault_text
-from trainprobe.engine.core.library import Carried, Library, Reading, Strip
+from trainprobe.engine.core.library import Deferred, Library, Reading, StatsRows
 from trainprobe.engine.core.naming import utf8
 from trainprobe.engine.core.records import Call, Feature, Kind, Opaque, Phase, Place, StepData, Value
 from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, finish
-from trainprobe.engine.storage.step_journal import Trail
+from trainprobe.engine.storage.step_journal import StepJournal
 
 SAVE = 256  # the values themselves are wanted too
 KINDS = 0xFFFF
@@ -51,7 +51,7 @@ class Tape:
     every tensor.
 
     save: gets (key, tensor, value, cut) for each value that is to be saved. arena: where there is one (a compiled Arena),
-    values on the host are copied there instead, and handed over in pieces. trail: gets everything as it comes.
+    values on the host are copied there instead, and handed over in pieces. journal: gets everything as it comes.
     """
 
     value: Callable[[Any, int], Value]
@@ -65,46 +65,46 @@ class Tape:
         save: Save | None = None,
         reuse: bool = True,
         arena: Any = None,
-        trail: Trail | None = None,
+        journal: StepJournal | None = None,
     ) -> None:
         self.library = library
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self.scalars: dict[str, Any] = {}
         self._batches: list[int] = []  # how many tensors the model was called with, a number a call
-        self._batch_rows: Strip | None = None  # apart, so that a step has checksums only where they were asked for
-        self._carried: list[Carried] = []
-        self._features: list[tuple[Carried, str, Sequence[str], int, int, Reading | None]] = []
+        self._batch_rows: StatsRows | None = None  # apart, so that a step has checksums only where they were asked for
+        self._deferred: list[Deferred] = []
+        self._features: list[tuple[Deferred, str, Sequence[str], int, int, Reading | None]] = []
         self.micro = 0
         self.micro_told = False
         self.looks_again = False  # at every forward of the outermost module, at what was seen before it
         self._save = save
         self._plain = library.plain
         self._dtypes = library.dtype_text
-        self._strips: dict[int, tuple[Strip, list[Value]]] = {}
-        self._together = False
+        self._stats_rows: dict[int, tuple[StatsRows, list[Value]]] = {}
+        self._batched = False
         self._above: set[int] = set()  # those that hold what is looked at
         self._counts: dict[tuple[str, str], int] = {}
         self._noted: list[tuple[Value, Value]] = []
-        self.eye: Any = recording.Eye(
+        self.native: Any = recording.NativeTape(
             tuple(library.plain),
             reuse,
-            self._open_strip,
+            self._open_rows,
             self._look,
             self._special,
             self._rare,
             self._keep_at,
             self._about_dtype,
         )
-        self.value, self.tree = self.eye.value, self.eye.tree
-        self.touched, self.forget_all = self.eye.touched, self.eye.forget_all
-        self._trail = trail
-        if trail is not None:
-            self.eye.leave_trail(trail)
+        self.value, self.tree = self.native.value, self.native.tree
+        self.touched, self.forget_all = self.native.touched, self.native.forget_all
+        self._journal = journal
+        if journal is not None:
+            self.native.record_into(journal)
         self._arena = arena
         if arena is not None:
             arena.drop()  # what a step left behind that never ended
-            self.eye.gather_into(arena)
+            self.native.gather_into(arena)
 
     # ---- calls -------------------------------------------------------------------------------------------------
 
@@ -125,8 +125,8 @@ class Tape:
 
     def told(self, call: Call) -> None:
         """Learn that more is known of a call."""
-        if self._trail is not None:
-            self._trail.call(call)
+        if self._journal is not None:
+            self._journal.call(call)
 
     def forward_begins(self, name: str) -> None:
         """Count micro-batches by the forwards of the outermost module, unless somebody tells them.
@@ -141,11 +141,11 @@ class Tape:
     # ---- values ------------------------------------------------------------------------------------------------
 
     def noted(self, value: Value, note: str) -> Value:
-        """Return a twin of a value that has a note of its own, and the same row when the step is harvested."""
+        """Return a twin of a value that has a note of its own, and the same row when the step is drained."""
         twin = value.with_note(note)
         self._noted.append((twin, value))
-        if self._trail is not None:
-            self._trail.twin(twin, value)
+        if self._journal is not None:
+            self._journal.twin(twin, value)
         return twin
 
     def _look(self, t: Any, flags: int) -> Value:
@@ -157,35 +157,35 @@ class Tape:
         return Value(-1, "unknown", (), type=_class_text(type(t)), note=f"not looked at: {fault_text(fault)}")
 
     @contextmanager
-    def together(self) -> Generator[None, None, None]:
+    def batched(self) -> Generator[None, None, None]:
         """Look at tensors that stay as they are until this ends: a device may reduce them all at once."""
-        self._together = True
-        for strip, _ in self._strips.values():
-            strip.together(True)
+        self._batched = True
+        for stats_rows, _ in self._stats_rows.values():
+            stats_rows.batched(True)
         try:
             yield
         finally:
-            self._together = False
-            for strip, _ in self._strips.values():
-                strip.together(False)
+            self._batched = False
+            for stats_rows, _ in self._stats_rows.values():
+                stats_rows.batched(False)
 
-    def _strip_of(self, kinds: int) -> tuple[Strip, list[Value]]:
-        strip = self._strips.get(kinds)
-        if strip is None:
-            strip = self._strips[kinds] = (self.library.strip(kinds), [])
-            strip[0].together(self._together)
-        return strip
+    def _rows_for(self, kinds: int) -> tuple[StatsRows, list[Value]]:
+        stats_rows = self._stats_rows.get(kinds)
+        if stats_rows is None:
+            stats_rows = self._stats_rows[kinds] = (self.library.stats_rows(kinds), [])
+            stats_rows[0].batched(self._batched)
+        return stats_rows
 
-    def _open_strip(self, kinds: int) -> tuple[Strip, Any, list[Value]]:
-        strip, owned = self._strip_of(kinds)
-        return strip, self.library.native_rows(strip), owned
+    def _open_rows(self, kinds: int) -> tuple[StatsRows, Any, list[Value]]:
+        stats_rows, owned = self._rows_for(kinds)
+        return stats_rows, self.library.native_rows(stats_rows), owned
 
     def _about_dtype(self, dtype: Any) -> tuple[str, int]:
         return self._dtypes[dtype], self.library.native_code(dtype)
 
     def _reduce(self, t: Any, flags: int, described: Any) -> Value:
-        strip, owned = self._strip_of(flags & 255)
-        row = strip.add(t)
+        stats_rows, owned = self._rows_for(flags & 255)
+        row = stats_rows.add(t)
         try:
             shape = described.shape
         except RuntimeError:  # a nested tensor
@@ -194,15 +194,15 @@ class Tape:
         if row < 0:
             value.note = self.library.refusal(t)
         owned.append(value)
-        if self._trail is not None:
-            self._trail.value(value, *((strip.peek(row) if row >= 0 else None) or _NOT_HERE))
+        if self._journal is not None:
+            self._journal.value(value, *((stats_rows.peek(row) if row >= 0 else None) or _NOT_HERE))
         return value
 
     def _special(self, t: Any, flags: int) -> Value:
         return attempt(self._described, t, flags, otherwise=partial(self.unseen, t))
 
     def _described(self, t: Any, flags: int) -> Value:
-        with self.library.unnoticed():
+        with self.library.without_dispatch():
             inner, kind, extra, note = self.library.special(t)
             if inner is None:
                 dtype = self._dtypes[t.dtype] if hasattr(t, "dtype") else "unknown"
@@ -219,14 +219,14 @@ class Tape:
     def distrust(self) -> None:
         """Look at every tensor anew from here on: something may write to memory at any time, and leave no trace."""
         self.forget_all()
-        self.eye.reuse = 0
+        self.native.reuse = 0
 
     # ---- trees of arguments -------------------------------------------------------------------------------------
 
     @contextmanager
     def _entering(self, x: Any, depth: int) -> Generator[bool]:
         """Tell whether a container may be looked into: it is not inside itself, and the tree has not grown too large."""
-        few = self.eye.enter()
+        few = self.native.enter()
         if depth < _UNWATCHED or not few:
             yield few
         elif id(x) in self._above:
@@ -285,48 +285,48 @@ class Tape:
         if isinstance(kept, Value) and kept.row < 0:
             raise ValueError(kept.note)
         self.scalars[utf8(name)] = kept
-        if self._trail is not None:
-            self._trail.scalar(name, kept)
+        if self._journal is not None:
+            self._journal.scalar(name, kept)
 
     def note_once(self, name: str, x: Value | float) -> None:
         """Keep a scalar of the step, unless it is known already."""
         if name not in self.scalars:
             self.scalars[name] = x
-            if self._trail is not None:
-                self._trail.scalar(name, x)
+            if self._journal is not None:
+                self._journal.scalar(name, x)
 
-    def carry(self, tensor: Any = None) -> Carried:
+    def defer(self, tensor: Any = None) -> Deferred:
         """Have a small tensor brought to the host with all else when the step ends; it may be set until then."""
-        carried = Carried(tensor)
-        self._carried.append(carried)
-        return carried
+        deferred = Deferred(tensor)
+        self._deferred.append(deferred)
+        return deferred
 
     def feature(self, name: str, slots: str | Sequence[str], numbers: Any, reading: Reading | None = None) -> None:
-        """Keep numbers that were worked out on a device: a small tensor, or one that is carried already.
+        """Keep numbers that were worked out on a device: a small tensor, or one that is deferred already.
 
         reading: turns what came to the host into (edges of bins or None, numbers) of each slot; without it, they are numbers.
         """
         if isinstance(slots, str):
             slots = (slots,)
-        carried = numbers if type(numbers) is Carried else self.carry(numbers)
-        self._features.append((carried, name, slots, self.count(f"{name}|{slots[0]}", "feature"), self.micro, reading))
+        deferred = numbers if type(numbers) is Deferred else self.defer(numbers)
+        self._features.append((deferred, name, slots, self.count(f"{name}|{slots[0]}", "feature"), self.micro, reading))
 
     def batch(self, tensors: Sequence[Any]) -> None:
         """Fingerprint what the model is called with."""
         if self._batch_rows is None:
-            self._batch_rows = self.library.strip(CHECKSUM)
-        with self.library.unnoticed():
+            self._batch_rows = self.library.stats_rows(CHECKSUM)
+        with self.library.without_dispatch():
             plain = [t if type(t) in self._plain else self.library.special(t)[0] for t in tensors]
             rows = [row for row in (self._batch_rows.add(t) for t in plain if t is not None) if row >= 0]
         self._batches.append(len(rows))
-        if self._trail is not None:
+        if self._journal is not None:
             seen = [self._batch_rows.peek(row) for row in rows]
             if None not in seen:
-                self._trail.batch(joined([row[1] for row in seen if row is not None]))
+                self._journal.batch(joined([row[1] for row in seen if row is not None]))
 
     # ---- the end of the step ------------------------------------------------------------------------------------
 
-    def harvest(self, step: int, place: Place, **about: Any) -> StepData:
+    def drain(self, step: int, place: Place, **about: Any) -> StepData:
         """Bring the numbers to the host, once a device, and return the collected step; the tape is then empty."""
         if self._arena is not None:
             self._arena.flush()
@@ -336,11 +336,11 @@ class Tape:
         crc: dict[int, str] = {}
         base = 0
         values: list[Value] = []
-        strips = list(self._strips.values())
-        has_sums = any(kinds & CHECKSUM for kinds in self._strips)
+        buffers = list(self._stats_rows.values())
+        has_sums = any(kinds & CHECKSUM for kinds in self._stats_rows)
         last, self._batch_rows = [] if self._batch_rows is None else [self._batch_rows], None
-        harvests = self._bring([*(strip for strip, _ in strips), *last])
-        for (strip, owned), (rows, checks, crcs) in zip(strips, harvests[: len(strips)], strict=True):
+        drained = self._to_host([*(stats_rows for stats_rows, _ in buffers), *last])
+        for (stats_rows, owned), (rows, checks, crcs) in zip(buffers, drained[: len(buffers)], strict=True):
             if base:
                 for value in owned:
                     if value.row >= 0:
@@ -348,7 +348,7 @@ class Tape:
             partials.append(rows)
             if extras:
                 dtypes = [value.dtype for value in owned if value.row >= 0]
-                for i, results in enumerate(strip.harvest_extras()):
+                for i, results in enumerate(stats_rows.drain_extras()):
                     for name, result in zip(extras, results, strict=True):
                         extras[name][base + i] = self.library.extra(name, result, dtypes[i])
             if has_sums:
@@ -373,29 +373,29 @@ class Tape:
             quantiles=extras.get("quantiles"),
             scalars={name: _scalar(v, rows) for name, v in self.scalars.items()},
             features=self._read_features(),
-            batches=self._join_batches([int(n) for harvest in harvests[len(strips) :] for n in harvest[1]]),
+            batches=self._join_batches([int(n) for drain in drained[len(buffers) :] for n in drain[1]]),
             **about,
         )
         self.calls, self.values, self.scalars = [], [], {}
-        self._strips, self._counts, self._noted = {}, {}, []
-        self.eye.reset()
+        self._stats_rows, self._counts, self._noted = {}, {}, []
+        self.native.reset()
         return step_data
 
-    def _bring(self, strips: Sequence[Strip]) -> list[tuple[npt.NDArray[np.float64], Any, Any]]:
-        """Bring all that is on devices to the host, in one transfer a device, and harvest these strips."""
-        carried = [c for c in self._carried if c.tensor is not None and not self.library.refusal(c.tensor)]
-        self._carried = []
-        blocks = [strip.blocks() for strip in strips]
-        waiting = [*(t for some in blocks for t in some), *(c.tensor for c in carried)]
-        arrays = iter(self.library.bring(waiting) if waiting else ())
-        harvests = [strip.harvest([next(arrays) for _ in some]) for strip, some in zip(strips, blocks, strict=True)]
-        for c in carried:
+    def _to_host(self, buffers: Sequence[StatsRows]) -> list[tuple[npt.NDArray[np.float64], Any, Any]]:
+        """Bring all that is on devices to the host, in one transfer a device, and drain these buffers."""
+        deferred = [c for c in self._deferred if c.tensor is not None and not self.library.refusal(c.tensor)]
+        self._deferred = []
+        blocks = [stats_rows.blocks() for stats_rows in buffers]
+        waiting = [*(t for some in blocks for t in some), *(c.tensor for c in deferred)]
+        arrays = iter(self.library.to_host(waiting) if waiting else ())
+        drained = [stats_rows.drain([next(arrays) for _ in some]) for stats_rows, some in zip(buffers, blocks, strict=True)]
+        for c in deferred:
             c.numbers, c.tensor = next(arrays), None
-        return harvests
+        return drained
 
     def _all_noted(self) -> list[tuple[Value, Value]]:
-        """Return (twin, value), each value before its twins: one row was counted from the beginning of its strip until now."""
-        return [*self._noted, *(self.eye.noted or ())]
+        """Return (twin, value), each value before its twins. Until now rows were counted from the beginning of their buffer."""
+        return [*self._noted, *(self.native.noted or ())]
 
     def _join_batches(self, sums: Sequence[int]) -> list[int]:
         batches, self._batches = self._batches, []
@@ -405,9 +405,9 @@ class Tape:
     def _read_features(self) -> list[Feature]:
         kept, self._features = self._features, []
         found: list[Feature] = []
-        for carried, name, slots, call, micro, reading in kept:
-            if carried.numbers is not None:
-                told = reading(carried.numbers) if reading is not None else ((None, carried.numbers.astype(np.float64)),)
+        for deferred, name, slots, call, micro, reading in kept:
+            if deferred.numbers is not None:
+                told = reading(deferred.numbers) if reading is not None else ((None, deferred.numbers.astype(np.float64)),)
                 found += [Feature(name, slot, call, micro, x, bins) for slot, (bins, x) in zip(slots, told, strict=True)]
         return found
 

@@ -82,7 +82,7 @@ def _one_pass(probe: Probe, tensors: list[Any], flags: int, now: Callable[[], fl
     tape = probe.new_tape(-1)
     for tensor in tensors:
         tape.value(tensor, flags)
-    tape.harvest(-1, probe.place, framework="", level="off", task="statistics")
+    tape.drain(-1, probe.place, framework="", level="off", task="statistics")
     return now() - began
 
 

@@ -198,9 +198,9 @@ class MindSporeProbe(Probe):
 
     def _tapes(self, plan: Plan) -> Callable[[int], Tape]:
         library = MindSporeLibrary(plan.native)
-        return lambda number: HostTape(library, self._keep, reuse=False, trail=self.trail(number))
+        return lambda number: HostTape(library, self._keep, reuse=False, journal=self.journal(number))
 
-    def _apart(self) -> AbstractContextManager[Any]:
+    def _without_dispatch(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def _follow(self, position: Position) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.arrays.without_dispatch import apart
+from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.integrations.live_modules import parameters_of
 
 ELEMENTS = 1 << 20  # of weights that are copied to be compared
@@ -20,7 +20,7 @@ class Weights:
         known = parameters_of(model)
         self._numbers, parameters = known.keys(), known.values()
         self._before: list[tuple[Any, Any]] = []
-        with apart(within_transforms=True), torch.no_grad():
+        with without_dispatch(within_transforms=True), torch.no_grad():
             room = ELEMENTS
             for p in sorted((p for p in parameters if _readable(p)), key=lambda p: p.numel()):
                 room -= p.numel()
@@ -32,7 +32,7 @@ class Weights:
         """Return whether any of them has other bits now, or the model other parameters. Waits for the device."""
         if parameters_of(self._model).keys() != self._numbers:
             return True
-        with apart(within_transforms=True), torch.no_grad():
+        with without_dispatch(within_transforms=True), torch.no_grad():
             return any(_differ(p.detach().flatten()[:ELEMENTS], before) for p, before in self._before)
 
 

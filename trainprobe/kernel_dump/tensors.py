@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from trainprobe.engine.arrays.numpy_rows import NumpyStrip
+from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows
 from trainprobe.engine.core.records import Value
 from trainprobe.engine.core.step_data import StoredStepData, numbers_of_rows, slots
 from trainprobe.engine.stats import finish
@@ -89,10 +89,10 @@ def _plain_file(path: Path) -> tuple[npt.NDArray[Any], str, str]:
 
 def statistics_of(array: npt.NDArray[Any]) -> Mapping[str, float]:
     """Return the statistics of an array by name."""
-    strip = NumpyStrip(STATS)
-    if strip.add(array, array.dtype.name) < 0:
+    rows = NumpyStatsRows(STATS)
+    if rows.add(array, array.dtype.name) < 0:
         return {}
-    return {name: float(column[0]) for name, column in finish(strip.harvest()[0], WANTED).items()}
+    return {name: float(column[0]) for name, column in finish(rows.drain()[0], WANTED).items()}
 
 
 def undone_format(array: npt.NDArray[Any], form: str, original: tuple[int, ...]) -> npt.NDArray[Any]:

@@ -17,7 +17,7 @@ from typing import Any, get_args
 import orjson
 import torch
 
-from trainprobe.engine.arrays.without_dispatch import apart
+from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.errors import OutputError
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
 from trainprobe.op_check.dump import selected
@@ -153,7 +153,7 @@ def _run(case: Case, backward: bool, device: str) -> list[Tensor | None]:
         return leaf.clone() if is_in_place(case.name) else leaf
 
     kwargs = {key: value for key, value in case.kwargs.items() if key not in ("device", "out")}
-    with apart(), _same_random_numbers(torch.device(device)), torch.set_grad_enabled(backward):
+    with without_dispatch(), _same_random_numbers(torch.device(device)), torch.set_grad_enabled(backward):
         args, kwargs = mapped((tuple(case.args), kwargs), entered)
         result = call(*args, **kwargs)
         out = [*flat(args[0] if result is None and args else result)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.arrays.without_dispatch import apart
+from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.core.records import Value
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
 from trainprobe.op_check.functions import function
@@ -49,7 +49,7 @@ def run_here(case: Case, backward: bool) -> Case:
         return t.detach().clone().requires_grad_(needs).clone()
 
     try:
-        with apart(), torch.set_grad_enabled(backward):
+        with without_dispatch(), torch.set_grad_enabled(backward):
             args, kwargs = mapped((tuple(case.args), {k: v for k, v in case.kwargs.items() if k != "device"}), entered)
             out = list(flat(call(*args, **kwargs)))
             case.outputs = [o.detach().clone() for o in out]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.arrays.without_dispatch import apart
+from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
 from trainprobe.op_check.functions import api, function, is_in_place
 from trainprobe.op_check.noise import UNIT, Noise
@@ -87,7 +87,7 @@ class Run:
 
     def once(self, noise: Noise | None, move_inputs: bool = False) -> list[Tensor | None]:
         """Evaluate the call. noise: moves its steps. move_inputs: let it move the inputs by their rounding too."""
-        with apart(), torch.random.fork_rng(devices=[]):
+        with without_dispatch(), torch.random.fork_rng(devices=[]):
             if noise is not None:
                 with noise:
                     return self._evaluated(noise, move_inputs)
@@ -106,7 +106,7 @@ class Run:
             return None
         length = known.length(*self.case.args, **self.case.kwargs)
         single = accumulate > UNIT[torch.float64]
-        with apart(), Noise(0, SINGLE, SINGLE, backward=self.backward, still=True):
+        with without_dispatch(), Noise(0, SINGLE, SINGLE, backward=self.backward, still=True):
             sizes = self._evaluated(None, False, torch.float32 if single else torch.float64)
         if any(not math.isfinite(float(s.sum())) for s in sizes if s is not None):
             return None
@@ -268,7 +268,7 @@ class Run:
             entries[entered.grad_fn] = place
             return entered
 
-        with apart(), torch.enable_grad():
+        with without_dispatch(), torch.enable_grad():
             args, kwargs = mapped((tuple(self.case.args), dict(self.case.kwargs)), prepared, _on_host)
             node = _node([*flat(self._torch_function()(*args, **kwargs))])
         self.node = node.name()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from trainprobe.engine.arrays.numpy_rows import NumpyStrip, reduce_row
+from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows, reduce_row
 from trainprobe.engine.arrays.torch_library import TorchLibrary
 from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS
 
@@ -38,9 +38,9 @@ def samples(device: str, quick: bool) -> Iterator[tuple[str, torch.Tensor, torch
 def disagreements(device: str, quick: bool) -> tuple[list[str], int, float]:
     """Return what is wrong, how many tensors were looked at, and the largest error of a sum relative to Σ|x| or Σx²."""
     told = list(samples(device, quick))
-    strip = TorchLibrary().strip(STATS | CHECKSUM)
-    rows = [strip.add(there) for _, there, _ in told]
-    partials, sums, _ = strip.harvest()
+    partial_rows = TorchLibrary().stats_rows(STATS | CHECKSUM)
+    rows = [partial_rows.add(there) for _, there, _ in told]
+    partials, sums, _ = partial_rows.drain()
     assert sums is not None
     wrong: list[str] = []
     worst = 0.0
@@ -61,9 +61,9 @@ def disagreements(device: str, quick: bool) -> tuple[list[str], int, float]:
             worst = max(worst, error)
             if not error <= _LOOSE:
                 wrong.append(f"{name}: {column} is {partials[row, at]!r}, right is {right[at]!r}")
-        here = NumpyStrip(CHECKSUM | CRC32)
+        here = NumpyStatsRows(CHECKSUM | CRC32)
         here.add(array, plain)
-        told_sums = here.harvest()[1]
+        told_sums = here.drain()[1]
         if told_sums is not None and int(told_sums[0]) != int(sums[row]):
             wrong.append(f"{name}: the fingerprint is {int(sums[row]):016x}, right is {int(told_sums[0]):016x}")
     return wrong, len(told), worst

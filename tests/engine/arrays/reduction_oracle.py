@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trainprobe.engine.arrays import triton_rows
-from trainprobe.engine.arrays.torch_arrays import TorchStrip, native_in_use
+from trainprobe.engine.arrays.torch_arrays import TorchStatsRows, native_in_use
 from trainprobe.engine.stats.partials import PARTIALS
 
 AT = {name: i for i, name in enumerate(PARTIALS)}
@@ -49,18 +49,18 @@ class Believed(triton_rows.Trust):
         return key[0] in triton_rows.KINDS and key[1] != 0
 
 
-def strip_of(reducer: bool | str, flags: int) -> TorchStrip:
-    """An empty strip: of the compiled kernel (True), of torch's operations (False), or of Triton's kernels."""
+def rows_of(reducer: bool | str, flags: int) -> TorchStatsRows:
+    """An empty row buffer: of the compiled kernel (True), of torch's operations (False), or of Triton's kernels."""
     if reducer != "triton":
-        return TorchStrip(flags, native=bool(reducer))
+        return TorchStatsRows(flags, native=bool(reducer))
     here = torch.device("cpu")
     triton_rows.DEVICES.add("cpu")
     triton_rows._trusts[here] = Believed(here)
     # smaller than on a device: the interpreter takes its time for each chunk, and for each lane of a compensated sum
     triton_rows._LEVELS, triton_rows._MERGE_LEVELS, triton_rows._LEAST, triton_rows._MOST = (10, 10, 7, 10), 3, 1024, 1 << 14
-    strip = TorchStrip(flags, native=False)
-    strip._kernels = True
-    return strip
+    stats_rows = TorchStatsRows(flags, native=False)
+    stats_rows._kernels = True
+    return stats_rows
 
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -143,9 +143,9 @@ def truth(t: torch.Tensor) -> Truth:
 
 def row_of(t: torch.Tensor, reducer: bool | str, flags: int = 1) -> np.ndarray:
     """The partials of one tensor."""
-    strip = strip_of(reducer, flags)
-    assert strip.add(t) == 0, strip.refusal(t)
-    return strip.harvest()[0][0]
+    stats_rows = rows_of(reducer, flags)
+    assert stats_rows.add(t) == 0, stats_rows.refusal(t)
+    return stats_rows.drain()[0][0]
 
 
 def assert_true(row: np.ndarray, t: torch.Tensor) -> None:

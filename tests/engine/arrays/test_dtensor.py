@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainprobe.engine.arrays.torch_arrays import TorchStrip, local_of
+from trainprobe.engine.arrays.torch_arrays import TorchStatsRows, local_of
 from trainprobe.engine.stats.partials import STATS
 
 
@@ -30,7 +30,7 @@ def test_a_dtensor_gives_its_shard_mesh_and_placements(mesh: object) -> None:
 
     t = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(1), Partial()])
     inner, kind, extra, note = local_of(t)
-    assert type(inner) is torch.Tensor and TorchStrip(STATS).add(inner) == 0
+    assert type(inner) is torch.Tensor and TorchStatsRows(STATS).add(inner) == 0
     assert kind == f"{DTensor.__module__}.DTensor" and note is None
     assert extra == {"device_mesh": [[0]], "placements": [{"Shard": {"dim": 1}}, {"Partial": {"reduce_op": "sum"}}]}
     replicated = local_of(DTensor.from_local(torch.ones(2), mesh, [Replicate(), Replicate()]))[2]

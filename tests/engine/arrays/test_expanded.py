@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import trainprobe
-from trainprobe.engine.arrays.torch_arrays import TorchStrip
+from trainprobe.engine.arrays.torch_arrays import TorchStatsRows
 from trainprobe.engine.stats.partials import CHECKSUM, CRC32, STATS
 
 ENDLESS = 2**40
@@ -23,11 +23,11 @@ class Takes(nn.Linear):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("flags", "native"), [(STATS | CHECKSUM, True), (STATS | CRC32, True), (STATS, False)])
 def test_what_would_have_to_be_walked_is_refused_with_its_size(flags, native):
-    strip = TorchStrip(flags, native=native)
+    stats_rows = TorchStatsRows(flags, native=native)
     endless = torch.ones(1).expand(ENDLESS)
-    assert strip.add(endless) == -1
-    assert strip.refusal(endless).startswith(f"expanded: {ENDLESS} elements over 4 bytes of memory")
-    assert strip.add(torch.ones(1).expand(1000)) == 0
+    assert stats_rows.add(endless) == -1
+    assert stats_rows.refusal(endless).startswith(f"expanded: {ENDLESS} elements over 4 bytes of memory")
+    assert stats_rows.add(torch.ones(1).expand(1000)) == 0
 
 
 @pytest.mark.timeout(60)

@@ -9,26 +9,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reduction_oracle import ALL_DTYPES, IMPLEMENTATIONS, REDUCERS, bits_of, sample, strip_of
+from reduction_oracle import ALL_DTYPES, IMPLEMENTATIONS, REDUCERS, bits_of, rows_of, sample
 
-from trainprobe.engine.arrays.torch_arrays import TorchStrip
+from trainprobe.engine.arrays.torch_arrays import TorchStatsRows
 from trainprobe.engine.arrays.torch_checksum import crc32_register, torch_fingerprint
 from trainprobe.engine.stats.checksum import MASK, fingerprint, keys, shard_fingerprint, terms
 from trainprobe.engine.stats.partials import CHECKSUM, CRC32, STATS
 
 
 def checksum_of(t: torch.Tensor, native: bool | str, flags: int = CHECKSUM) -> int:
-    strip = strip_of(native, flags)
-    assert strip.add(t) == 0
-    sums = strip.harvest()[1]
+    stats_rows = rows_of(native, flags)
+    assert stats_rows.add(t) == 0
+    sums = stats_rows.drain()[1]
     assert sums is not None
     return int(sums[0])
 
 
 def crc_of(t: torch.Tensor, native: bool) -> int:
-    strip = TorchStrip(CRC32, native=native)
-    assert strip.add(t) == 0
-    crcs = strip.harvest()[2]
+    stats_rows = TorchStatsRows(CRC32, native=native)
+    assert stats_rows.add(t) == 0
+    crcs = stats_rows.drain()[2]
     assert crcs is not None
     return crcs[0]
 
@@ -105,11 +105,11 @@ def test_shape_does_not_enter_the_fingerprint(native: bool, shape: tuple[int, ..
 
 @pytest.mark.parametrize("native", IMPLEMENTATIONS)
 def test_a_checksum_alone_leaves_the_statistics_out(native: bool) -> None:
-    strip = TorchStrip(CHECKSUM, native=native)
-    strip.add(torch.ones(5))
-    both = TorchStrip(CHECKSUM | STATS, native=native)
+    stats_rows = TorchStatsRows(CHECKSUM, native=native)
+    stats_rows.add(torch.ones(5))
+    both = TorchStatsRows(CHECKSUM | STATS, native=native)
     both.add(torch.ones(5))
-    alone, together = strip.harvest(), both.harvest()
+    alone, together = stats_rows.drain(), both.drain()
     assert alone[0][0][7] == 0 and together[0][0][7] == 5
     assert alone[1] is not None and together[1] is not None and alone[1][0] == together[1][0]
 

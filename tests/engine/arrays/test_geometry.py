@@ -61,7 +61,7 @@ def test_a_value_is_what_the_tensors_own_attributes_say(name, t, way):
     for eyed in (True, False):
         tape = Tape(TorchLibrary())
         value = tape.value(t, FLAGS) if eyed else tape._look(t, FLAGS)  # which asks the attributes, and torch_arrays reduces
-        partials, sums, crcs = tape._strips[FLAGS][0].harvest()
+        partials, sums, crcs = tape._stats_rows[FLAGS][0].drain()
         about = (value.dtype, tuple(value.shape), value.type, value.device, value.requires_grad)
         rows[eyed] = (about, partials.tobytes(), sums.tolist(), dict(crcs) if isinstance(crcs, dict) else list(crcs or ()))
     assert rows[True] == rows[False]

@@ -41,8 +41,8 @@ WITHOUT = """
 import sys; sys.modules['trainprobe._native'] = None
 import pathlib, torch, trainprobe, trainprobe.cli, trainprobe.dump_compare.command, trainprobe.monitor.report.from_run
 from trainprobe.errors import ProbeError
-from trainprobe.engine.arrays.torch_arrays import TorchStrip, native_in_use
-s = TorchStrip(3); s.add(torch.arange(5.)); p, c, _ = s.harvest()
+from trainprobe.engine.arrays.torch_arrays import TorchStatsRows, native_in_use
+s = TorchStatsRows(3); s.add(torch.arange(5.)); p, c, _ = s.drain()
 print(native_in_use(), p[0][7], len(c))
 for level in ("L0", "L1", "off"):
     try:

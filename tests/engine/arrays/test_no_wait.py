@@ -9,13 +9,13 @@ from reduction_oracle import ALL_DTYPES
 from trainprobe.engine.arrays import torch_extras
 from trainprobe.engine.arrays.torch_checksum import crc32_register
 from trainprobe.engine.arrays.torch_reduce import reduce_tensor
-from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD, SUBLOW
+from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD, SUBNORMAL
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (700, 800)])
 def test_partials_and_fingerprint_wait_for_nothing(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    row, checksum = reduce_tensor(torch.empty(shape, dtype=dtype, device="meta"), STATS | CHECKSUM | STD | SUBLOW)
+    row, checksum = reduce_tensor(torch.empty(shape, dtype=dtype, device="meta"), STATS | CHECKSUM | STD | SUBNORMAL)
     assert row.shape == (12,) and row.dtype == torch.float64
     assert checksum is not None and checksum.dtype == torch.int64
 

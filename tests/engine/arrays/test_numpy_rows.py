@@ -13,12 +13,12 @@ import torch
 
 from tests.engine.arrays.reduction_oracle import bits_of, sample
 from tests.mindspore.shared_bits import NUMBERS, WORDS, torch_numbers
-from trainprobe.engine.arrays.numpy_rows import NumpyStrip, native_rows_in_use, reduce_row, refusal
-from trainprobe.engine.arrays.torch_arrays import TorchStrip
+from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows, native_rows_in_use, reduce_row, refusal
+from trainprobe.engine.arrays.torch_arrays import TorchStatsRows
 from trainprobe.engine.stats import finish
-from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS, STD, SUBLOW
+from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS, STD, SUBNORMAL
 
-EVERYTHING = STATS | CHECKSUM | STD | CRC32 | SUBLOW
+EVERYTHING = STATS | CHECKSUM | STD | CRC32 | SUBNORMAL
 COMPILED = [
     pytest.param(True, id="native", marks=pytest.mark.skipif(not native_rows_in_use(), reason="the extension is not built")),
     pytest.param(False, id="numpy"),
@@ -39,7 +39,7 @@ NAMES = (
         "complex128",
     ),
 )
-COUNTS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "exponent", "sublow")
+COUNTS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "exponent", "subnormal")
 
 
 def odd(name: str) -> torch.Tensor:
@@ -62,11 +62,11 @@ def array_of(t: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_those_of_the_same_torch_tensor(name: str, compiled: bool) -> None:
     tensors = [odd(name), sample(getattr(torch, name), 300, seed=1), sample(getattr(torch, name), 0), odd(name).reshape(-1)[7]]
-    mine, theirs = NumpyStrip(EVERYTHING, compiled=compiled), TorchStrip(EVERYTHING)
+    mine, theirs = NumpyStatsRows(EVERYTHING, compiled=compiled), TorchStatsRows(EVERYTHING)
     for t in tensors:
         assert mine.add(array_of(t), name) == theirs.add(t)
-    rows, sums, crcs = mine.harvest()
-    want, want_sums, want_crcs = theirs.harvest()
+    rows, sums, crcs = mine.drain()
+    want, want_sums, want_crcs = theirs.drain()
     assert sums is not None and want_sums is not None
     assert sums.tolist() == want_sums.tolist()
     assert crcs == want_crcs
@@ -94,27 +94,27 @@ def test_sums_of_numpy_hold_their_bound_against_exact_arithmetic(name: str) -> N
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_whole_numbers_of_64_bits_are_added_exactly(compiled: bool) -> None:
     x = np.array([2**62, 2**62, 2**62, -7], np.int64)
-    strip = NumpyStrip(STATS, compiled=compiled)
-    strip.add(x, "int64")
-    assert strip.harvest()[0][0, PARTIALS.index("sum")] == float(3 * 2**62 - 7)
+    stats_rows = NumpyStatsRows(STATS, compiled=compiled)
+    stats_rows.add(x, "int64")
+    assert stats_rows.drain()[0][0, PARTIALS.index("sum")] == float(3 * 2**62 - 7)
 
 
 @pytest.mark.parametrize("compiled", COMPILED)
 @pytest.mark.parametrize("scale", [1e200, 1e-200])
 def test_squares_beyond_the_range_of_float64_have_a_norm(scale: float, compiled: bool) -> None:
     x = np.array([3.0, 4.0]) * scale
-    strip = NumpyStrip(STATS, compiled=compiled)
-    strip.add(x, "float64")
-    assert finish(strip.harvest()[0], ("norm",))["norm"][0] == pytest.approx(5 * scale, rel=1e-14)
+    stats_rows = NumpyStatsRows(STATS, compiled=compiled)
+    stats_rows.add(x, "float64")
+    assert finish(stats_rows.drain()[0], ("norm",))["norm"][0] == pytest.approx(5 * scale, rel=1e-14)
 
 
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_a_view_is_read_in_its_own_order(compiled: bool) -> None:
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
-    strip = NumpyStrip(STATS | CHECKSUM, compiled=compiled)
+    stats_rows = NumpyStatsRows(STATS | CHECKSUM, compiled=compiled)
     for view in (x.T, np.ascontiguousarray(x.T), x):
-        strip.add(view, "float32")
-    rows, sums, _ = strip.harvest()
+        stats_rows.add(view, "float32")
+    rows, sums, _ = stats_rows.drain()
     assert sums is not None
     assert sums[0] == sums[1] != sums[2]
     assert rows[0].tolist() == rows[1].tolist()
@@ -131,8 +131,8 @@ def test_what_the_mindspore_tests_hold_against_torch_is_what_torch_gives(name: s
 def test_what_cannot_be_read_is_refused_with_a_reason() -> None:
     words = np.array(["a", "b"])
     assert "string" in refusal(words, "string")
-    assert NumpyStrip(STATS, compiled=False).add(words, "string") == -1
-    assert NumpyStrip(STATS).add(words, "string") == -1
+    assert NumpyStatsRows(STATS, compiled=False).add(words, "string") == -1
+    assert NumpyStatsRows(STATS).add(words, "string") == -1
 
 
 def test_nothing_of_it_needs_torch() -> None:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reduction_oracle import ALL_DTYPES, AT, COMPLEX, FLOATS, REDUCERS, assert_true, row_of, sample, strip_of, truth
+from reduction_oracle import ALL_DTYPES, AT, COMPLEX, FLOATS, REDUCERS, assert_true, row_of, rows_of, sample, truth
 
 from trainprobe.engine.arrays.torch_chunks import CHUNK
 from trainprobe.engine.arrays.torch_reduce import reduce_tensor
-from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, STD, SUBLOW, finish
+from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, STD, SUBNORMAL, finish
 
 
 @pytest.mark.parametrize("native", REDUCERS)
@@ -62,9 +62,9 @@ def test_a_tensor_of_nothing_but_one_odd_value_is_told_rightly(native: bool | st
 def test_extremes_and_subnormals_and_negative_zeros(native: bool | str, dtype: torch.dtype) -> None:
     about = torch.finfo(dtype)
     t = torch.tensor([about.max, about.min, about.tiny, about.tiny / 2, -about.tiny / 4, -0.0, 0.0], dtype=dtype)
-    row = row_of(t, native, STATS | SUBLOW)
+    row = row_of(t, native, STATS | SUBNORMAL)
     assert_true(row, t)
-    assert row[AT["sublow"]] == 2
+    assert row[AT["subnormal"]] == 2
     zeros = row_of(torch.tensor([-0.0, -0.0], dtype=dtype), native)
     assert zeros[AT["zero"]] == 2 and not np.signbit(zeros[AT["min"]]) and not np.signbit(zeros[AT["max"]])
 
@@ -166,10 +166,10 @@ def test_lazy_conjugates_and_negations_are_resolved(native: bool | str) -> None:
     negated = z.conj().imag
     assert negated.is_neg()
     assert row_of(negated, native)[AT["sum"]] == 2
-    strip = strip_of(native, CHECKSUM)
+    stats_rows = rows_of(native, CHECKSUM)
     for t in (z.conj(), z.conj().resolve_conj(), negated, negated.resolve_neg()):
-        strip.add(t)
-    sums = strip.harvest()[1]
+        stats_rows.add(t)
+    sums = stats_rows.drain()[1]
     assert sums is not None and sums[0] == sums[1] and sums[2] == sums[3]
 
 

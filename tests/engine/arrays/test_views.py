@@ -35,7 +35,7 @@ def tape(reuse: bool = True) -> Tape:
 
 def numbers(one: Tape, *values: Any, kinds: int = STATS) -> list[Any]:
     """The bits of what was read, of each value."""
-    partials, sums, crcs = one._strips[kinds][0].harvest()
+    partials, sums, crcs = one._stats_rows[kinds][0].drain()
     return [(partials[v.row].tobytes(), *(None if told is None else told[v.row] for told in (sums, crcs))) for v in values]
 
 
@@ -46,7 +46,7 @@ def afresh(t: Tensor, kinds: int = STATS) -> Any:
 
 def reads(one: Tape) -> int:
     """How many looks were answered without reading."""
-    return int(one.eye.reused)
+    return int(one.native.reused)
 
 
 @pytest.mark.parametrize("kinds", KINDS)

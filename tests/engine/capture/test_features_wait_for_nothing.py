@@ -40,7 +40,7 @@ def test_formats(scale, dtype):
     for shape in ((50, 70), (3,), (1 << 11, 1 << 10)):
         counted.add(empty(*shape, dtype=torch.bfloat16))
     counted.finish()
-    assert counted.carried.tensor.shape == (3, Binades(str(dtype).rpartition(".")[2], 2 * len(FORMATS)).bins)
+    assert counted.deferred.tensor.shape == (3, Binades(str(dtype).rpartition(".")[2], 2 * len(FORMATS)).bins)
 
 
 def test_exponents_and_dead_units():

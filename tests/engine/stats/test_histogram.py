@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainprobe.engine.arrays import torch_extras
-from trainprobe.engine.arrays.torch_arrays import TorchStrip
+from trainprobe.engine.arrays.torch_arrays import TorchStatsRows
 from trainprobe.engine.stats.histogram import ExponentHistogram, bin_counts, exponent_histogram
 from trainprobe.engine.stats.partials import STATS
 from trainprobe.engine.stats.quantiles import quantiles
@@ -87,11 +87,11 @@ def test_levels_outside_zero_and_one_are_refused() -> None:
         quantiles(np.zeros(3), [1.5])
 
 
-def test_extras_travel_with_the_rows_of_a_strip() -> None:
-    strip = torch_extras.StripWithExtras(STATS, [torch_extras.bin_counts([0, 1, 2]), torch_extras.quantiles([0.5])])
-    strip.add(torch.tensor([0.5, 1.5, 1.6]))
-    assert strip.add(torch.empty(2, device="meta")) == -1
-    strip.add(torch.tensor([0.1]))
-    assert strip.harvest()[0].shape == (2, 12)
-    assert [[a.tolist() for a in row] for row in strip.harvest_extras()] == [[[1, 2], [1.5]], [[1, 0], [pytest.approx(0.1)]]]
-    assert isinstance(strip, TorchStrip) and strip.harvest()[0].shape == (0, 12) and strip.harvest_extras() == []
+def test_extras_travel_with_the_rows_of_a_row_buffer() -> None:
+    stats_rows = torch_extras.StatsRowsWithExtras(STATS, [torch_extras.bin_counts([0, 1, 2]), torch_extras.quantiles([0.5])])
+    stats_rows.add(torch.tensor([0.5, 1.5, 1.6]))
+    assert stats_rows.add(torch.empty(2, device="meta")) == -1
+    stats_rows.add(torch.tensor([0.1]))
+    assert stats_rows.drain()[0].shape == (2, 12)
+    assert [[a.tolist() for a in row] for row in stats_rows.drain_extras()] == [[[1, 2], [1.5]], [[1, 0], [pytest.approx(0.1)]]]
+    assert isinstance(stats_rows, TorchStatsRows) and stats_rows.drain()[0].shape == (0, 12) and stats_rows.drain_extras() == []

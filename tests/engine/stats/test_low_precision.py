@@ -100,9 +100,9 @@ def told(tensors: list[torch.Tensor], names: list[str], scale: float | str) -> l
     counted = CountedFormats(tape, torch.device("cpu"), dtype, names, scale, True)
     slots = [f"{name}{i}" for name in names for i in range(2)]
     for i, t in enumerate(tensors):
-        tape.feature(f"{i}", [*slots, "exponents"], counted.carried, counted.add(t))
+        tape.feature(f"{i}", [*slots, "exponents"], counted.deferred, counted.add(t))
     counted.finish()
-    features = tape.harvest(0, Place(), framework="", level="off", task="statistics").features
+    features = tape.drain(0, Place(), framework="", level="off", task="statistics").features
     shares = {(f.name, f.slot): float(f.numbers[0]) for f in features if f.edges is None}
     whole = {f.name: f for f in features if f.edges is not None}
     for i, t in enumerate(tensors):

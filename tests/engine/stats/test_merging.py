@@ -8,17 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainprobe.engine.arrays.torch_arrays import TorchStrip
-from trainprobe.engine.stats.partials import STATISTICS, STATS, STD, SUBLOW, finish, merge
+from trainprobe.engine.arrays.torch_arrays import TorchStatsRows
+from trainprobe.engine.stats.partials import STATISTICS, STATS, STD, SUBNORMAL, finish, merge
 
 ANY = st.floats(width=64, allow_subnormal=True)
 
 
 def partials(*tensors: torch.Tensor) -> np.ndarray:
-    strip = TorchStrip(STATS | STD | SUBLOW)
+    stats_rows = TorchStatsRows(STATS | STD | SUBNORMAL)
     for t in tensors:
-        strip.add(t)
-    return strip.harvest()[0]
+        stats_rows.add(t)
+    return stats_rows.drain()[0]
 
 
 def close(a: np.ndarray, b: np.ndarray) -> bool:

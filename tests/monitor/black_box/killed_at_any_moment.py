@@ -1,7 +1,7 @@
 """A training that goes on until it is killed, or, with numbers of steps, until the last of them.
 
 killed_at_any_moment.py FOLDER STEP …. Prints a line when it has begun; with numbers of steps then what each step says, as
-JSON (see tests.engine.storage.trail_of_a_step).
+JSON (see tests.engine.storage.journal_of_a_step).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import torch
 
 import trainprobe
-from tests.engine.storage.trail_of_a_step import MONITOR, told
+from tests.engine.storage.journal_of_a_step import MONITOR, told
 
 
 def main(folder: str, *asked: str) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import orjson
 
-from tests.engine.storage.trail_of_a_step import told
+from tests.engine.storage.journal_of_a_step import told
 from trainprobe.cli import main
 from trainprobe.engine.storage.dumps.record_log import decode
-from trainprobe.engine.storage.step_journal import read_trail
+from trainprobe.engine.storage.step_journal import read_journal
 from trainprobe.monitor.black_box.black_box_command import find_boxes, read_box
-from trainprobe.monitor.black_box.ring import read_trail_bytes, read_where
+from trainprobe.monitor.black_box.ring import read_journal_bytes, read_where
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("killed_at_any_moment.py")
@@ -48,7 +48,7 @@ def killed(folder):
 def test_wherever_a_training_is_killed_the_box_tells_the_truth(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # the headings of the table stand on one line, however long its numbers are
     rings = [killed(tmp_path / f"{i}") for i in range(KILLS)]
-    left = [read_trail(read_trail_bytes(ring)) for ring in rings]
+    left = [read_journal(read_journal_bytes(ring)) for ring in rings]
     steps = sorted({found[0].step for found in left if found is not None})
     with run(str(tmp_path / "whole"), *map(str, steps or [0])) as undisturbed:
         whole = json.loads(undisturbed.stdout.read().splitlines()[-1])
@@ -58,10 +58,10 @@ def test_wherever_a_training_is_killed_the_box_tells_the_truth(tmp_path, capsys,
         assert complete == list(range(complete[0], complete[-1] + 1)) and len(complete) >= 3
         assert read_where(ring).step in (complete[-1], complete[-1] + 1)
         if found is not None:
-            trail, step_data = told(found[0]), whole[str(found[0].step)]
+            journal, step_data = told(found[0]), whole[str(found[0].step)]
             assert found[0].step in (complete[-1], complete[-1] + 1)
-            assert set(trail["calls"]) <= set(step_data["calls"])
-            assert trail["scalars"].items() <= step_data["scalars"].items()
-            assert set(trail["records"]) <= set(step_data["records"])
+            assert set(journal["calls"]) <= set(step_data["calls"])
+            assert journal["scalars"].items() <= step_data["scalars"].items()
+            assert set(journal["records"]) <= set(step_data["records"])
         assert main(["black-box", str(ring)]) == 0
     assert "random state" in capsys.readouterr().out

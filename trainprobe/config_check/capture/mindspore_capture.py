@@ -27,8 +27,8 @@ from trainprobe.config_check.merge import merge_ranks
 from trainprobe.config_check.pack_writer import PackWriter
 from trainprobe.config_check.plan import PACK
 from trainprobe.config_check.settings import make_settings
-from trainprobe.engine.arrays.mindspore_library import HostStrip, host_array, plain_dtype, without_data
-from trainprobe.engine.arrays.numpy_rows import NumpyStrip
+from trainprobe.engine.arrays.mindspore_library import HostStatsRows, host_array, plain_dtype, without_data
+from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows
 from trainprobe.engine.capture.mindspore.calls import KnownCalls, listed
 from trainprobe.engine.capture.mindspore.cells import is_graph_mode
 from trainprobe.engine.capture.mindspore.states import rates_of
@@ -152,7 +152,7 @@ def entries(named: Iterable[tuple[str, Any, str]], tokens: int = 0) -> dict[str,
     named: name, tensor, and its kind; one of kind "input" also gets a fingerprint of each index of dimension 0, and a whole
     one its first `tokens` elements.
     """
-    strip = HostStrip(NumpyStrip(STATS | CHECKSUM))
+    strip = HostStatsRows(NumpyStatsRows(STATS | CHECKSUM))
     found: dict[str, dict[str, Any]] = {}
     rows: dict[str, int] = {}
     for name, t, kind in named:
@@ -171,7 +171,7 @@ def entries(named: Iterable[tuple[str, Any, str]], tokens: int = 0) -> dict[str,
                 entry["samples"] = [f"{fingerprint(sample):016x}" for sample in array.data]
             if tokens and array.data.dtype.kind in "iu":
                 entry["tokens"] = array.data.reshape(-1)[:tokens].tolist()
-    partials, sums, _ = strip.harvest()
+    partials, sums, _ = strip.drain()
     numbers = finish(partials, STATISTICS)
     for name, row in rows.items():
         found[name]["checksum"] = f"{int(sums[row]) if sums is not None else 0:016x}"

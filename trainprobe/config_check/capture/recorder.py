@@ -35,7 +35,7 @@ from trainprobe.config_check.capture.weights import capture_weights, named_tenso
 from trainprobe.config_check.merge import merge_ranks
 from trainprobe.config_check.pack_writer import PackWriter
 from trainprobe.config_check.settings import Settings
-from trainprobe.engine.arrays.without_dispatch import apart
+from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.core.guard import Guard
 from trainprobe.errors import FormatError, OutputError
 
@@ -170,7 +170,7 @@ class Recorder:
             self.guard.run(self._take_model_state)
 
     def _take_model_state(self) -> None:
-        with apart(within_transforms=True):
+        with without_dispatch(within_transforms=True):
             self._model_state = model_state(self._models, self._compiled_with)
 
     def _micro_step(self, call: Any, args: Any, kwargs: Any) -> None:
@@ -181,7 +181,7 @@ class Recorder:
         watching = self._random.active
         self._random.active = False  # what the capture itself calls is not the program's
         try:
-            with apart(within_transforms=True):  # nor is it seen by modes, those of a dump among them
+            with without_dispatch(within_transforms=True):  # nor is it seen by modes, those of a dump among them
                 self._capture(writer, call, args, kwargs)
         finally:
             self._random.active = watching

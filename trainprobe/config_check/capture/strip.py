@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainprobe.engine.arrays.torch_arrays import TorchStrip, local_of
+from trainprobe.engine.arrays.torch_arrays import TorchStatsRows, local_of
 from trainprobe.engine.arrays.torch_checksum import consecutive_keys, row_fingerprints, terms, words
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
@@ -23,7 +23,7 @@ class Strip:
     """Takes tensors under names; `content` waits for the device and may be called on another thread."""
 
     def __init__(self) -> None:
-        self._strip = TorchStrip(STATS | CHECKSUM)
+        self._strip = TorchStatsRows(STATS | CHECKSUM)
         self._entries: dict[str, dict[str, Any]] = {}
         self._rows: dict[str, int] = {}
         self._samples: dict[str, Tensor] = {}
@@ -65,7 +65,7 @@ class Strip:
         """Return name → shape, dtype, checksum (16 hexadecimal digits), min, max, mean, norm."""
         if self._ready is not None:
             self._ready.synchronize()
-        partials, sums, _ = self._strip.harvest()
+        partials, sums, _ = self._strip.drain()
         numbers = finish(partials, STATISTICS)
         for name, row in self._rows.items():
             self._entries[name]["checksum"] = f"{int(sums[row]) if sums is not None else 0:016x}"

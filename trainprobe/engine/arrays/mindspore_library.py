@@ -16,7 +16,7 @@ import mindspore
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.arrays.numpy_rows import NumpyStrip, refusal
+from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows, refusal
 from trainprobe.engine.core.records import Opaque
 
 
@@ -49,15 +49,15 @@ class HostCopy:
         return len(self.data)
 
 
-class HostStrip:
+class HostStatsRows:
     """Rows of partials of HostArrays."""
 
-    def __init__(self, rows: NumpyStrip) -> None:
+    def __init__(self, rows: NumpyStatsRows) -> None:
         self._rows = rows
-        self.blocks, self.harvest, self.harvest_extras = rows.blocks, rows.harvest, rows.harvest_extras
+        self.blocks, self.drain, self.drain_extras = rows.blocks, rows.drain, rows.drain_extras
         self.peek = rows.peek
 
-    def together(self, on: bool) -> None:
+    def batched(self, on: bool) -> None:
         """Change nothing: what is on the host is reduced at once."""
 
     def add(self, t: HostArray) -> int:
@@ -76,12 +76,12 @@ class MindSporeLibrary:
         self.dtype_text: Mapping[Any, str] = _Text()
         self._native = native
 
-    def strip(self, flags: int) -> HostStrip:
-        """Return an empty strip."""
-        return HostStrip(NumpyStrip(flags, compiled=self._native))
+    def stats_rows(self, flags: int) -> HostStatsRows:
+        """Return an empty row buffer."""
+        return HostStatsRows(NumpyStatsRows(flags, compiled=self._native))
 
-    def native_rows(self, strip: Any) -> Any:
-        """Return None: each tensor passes through the strip's own `add`."""
+    def native_rows(self, stats_rows: Any) -> Any:
+        """Return None: each tensor passes through the row buffer's own `add`."""
         return None
 
     def native_code(self, dtype: Any) -> int:
@@ -92,7 +92,7 @@ class MindSporeLibrary:
         """Return an extra as it is; there are none."""
         return result
 
-    def bring(self, tensors: Sequence[Any]) -> list[npt.NDArray[Any]]:
+    def to_host(self, tensors: Sequence[Any]) -> list[npt.NDArray[Any]]:
         """Bring small tensors to the host, each flattened."""
         return [np.asarray(host_array(t).data).reshape(-1) for t in tensors]
 
@@ -100,7 +100,7 @@ class MindSporeLibrary:
         """Tell whether x is a tensor of MindSpore, or one that was brought to the host."""
         return isinstance(x, mindspore.Tensor | HostArray)
 
-    def unnoticed(self) -> AbstractContextManager[None]:
+    def without_dispatch(self) -> AbstractContextManager[None]:
         """Return a context that does nothing: MindSpore asks no class of tensors."""
         return nullcontext()
 

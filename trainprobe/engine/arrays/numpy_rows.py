@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trainprobe.compiled import native
 from trainprobe.engine.stats.checksum import fingerprint
-from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STD, SUBLOW
+from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STD, SUBNORMAL
 
 _CODES: dict[str, int] = dict(native.DTYPES) if native is not None else {}
 _SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
@@ -41,15 +41,15 @@ def native_rows_in_use() -> bool:
     return native is not None
 
 
-class NumpyStrip:
+class NumpyStatsRows:
     """Rows of partials of the arrays of a step, in the order in which they were added.
 
-    flags: STATS | CHECKSUM | STD | CRC32 | SUBLOW. compiled=False keeps to NumPy.
+    flags: STATS | CHECKSUM | STD | CRC32 | SUBNORMAL. compiled=False keeps to NumPy.
     """
 
     def __init__(self, flags: int, *, compiled: bool = True) -> None:
         self._flags = flags
-        self._native: Any = native.Strip() if native is not None and compiled and native_rows_in_use() else None
+        self._native: Any = native.StatsRows() if native is not None and compiled and native_rows_in_use() else None
         self._rows: list[npt.NDArray[np.float64]] = []
         self._sums: list[int] = []
         self._crcs: list[int] = []
@@ -81,7 +81,7 @@ class NumpyStrip:
         """Return nothing: all is on the host."""
         return []
 
-    def harvest(
+    def drain(
         self, brought: Sequence[npt.NDArray[Any]] | None = None
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64] | None, list[int] | None]:
         """Hand over all rows and start anew: float64 [n, 12], uint64 [n] (None unless CHECKSUM), CRC-32 (None unless CRC32)."""
@@ -95,7 +95,7 @@ class NumpyStrip:
             self._rows, self._sums, self._crcs = [], [], []
         return rows, sums if self._flags & CHECKSUM else None, crcs if self._flags & CRC32 else None
 
-    def harvest_extras(self) -> Sequence[Any]:
+    def drain_extras(self) -> Sequence[Any]:
         """Return nothing: no more than partials, checksums and CRCs are computed."""
         return ()
 
@@ -134,8 +134,8 @@ def reduce_row(array: npt.NDArray[Any], dtype: str, flags: int) -> npt.NDArray[n
     if flags & STD and kept.size:
         deviations = kept - row["sum"] / kept.size
         row["m2"] = float((deviations * deviations).sum())
-    if flags & SUBLOW and dtype in _SMALLEST:
-        row["sublow"] = float(((np.abs(kept) < _SMALLEST[dtype]) & (kept != 0)).sum())
+    if flags & SUBNORMAL and dtype in _SMALLEST:
+        row["subnormal"] = float(((np.abs(kept) < _SMALLEST[dtype]) & (kept != 0)).sum())
     return np.array([row[name] for name in PARTIALS])
 
 

@@ -1,4 +1,4 @@
-"""PyTorch tensors to partials: one strip of rows a step, reduced where the tensors live, read once at the end.
+"""PyTorch tensors to partials: one row buffer per step, reduced where the tensors live, read once at the end.
 
 Bounds, x over the finite elements, u = 2^-53. float16, bfloat16, float32, float8 and integers of at most 32 bits are
 added in float64: |error of sum| <= 2^-44 Σ|x| and |error of sumsq| <= 2^-44 Σx². float64 is compensated:
@@ -24,18 +24,18 @@ from torch import Tensor
 from trainprobe.compiled import native as _native
 from trainprobe.engine.arrays.torch_reduce import REDUCED
 from trainprobe.engine.arrays.torch_rows import DeviceRows, to_host
-from trainprobe.engine.arrays.without_dispatch import apart
+from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.core.guard import attempt, fault_text
-from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS, STD, SUBLOW
+from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STATS, STD, SUBNORMAL
 
 __all__ = [
     "CHECKSUM",
     "CRC32",
     "STATS",
     "STD",
-    "SUBLOW",
+    "SUBNORMAL",
     "HostCopy",
-    "TorchStrip",
+    "TorchStatsRows",
     "copy_out",
     "local_of",
     "native_in_use",
@@ -60,22 +60,22 @@ def native_in_use() -> bool:
     return _native is not None
 
 
-class TorchStrip:
+class TorchStatsRows:
     """Rows of partials of the tensors of a step, in the order in which they were added.
 
-    flags: STATS | CHECKSUM | STD | CRC32 | SUBLOW. native=False keeps to torch's operations everywhere.
+    flags: STATS | CHECKSUM | STD | CRC32 | SUBNORMAL. native=False keeps to torch's operations everywhere.
     """
 
-    __slots__ = ("_add_native", "_codes", "_devices", "_flags", "_kernels", "_placed", "_together", "native")
+    __slots__ = ("_add_native", "_batched", "_codes", "_devices", "_flags", "_kernels", "_placed", "native")
 
     def __init__(self, flags: int, *, native: bool = True) -> None:
         self._flags = flags
-        self.native: Any = _native.Strip() if _native is not None and native else None
+        self.native: Any = _native.StatsRows() if _native is not None and native else None
         self._codes = _NATIVE_CODES if self.native is not None else {}
         self._add_native: Any = self.native.add if self.native is not None else None
-        self._kernels, self._together = native, False
+        self._kernels, self._batched = native, False
         self._devices: dict[torch.device, DeviceRows] = {}
-        self._placed: dict[torch.device, list[int]] = {}  # device → the rows of the strip that are its rows, in order
+        self._placed: dict[torch.device, list[int]] = {}  # device → the rows of the buffer that are its rows, in order
 
     def __len__(self) -> int:
         return sum(map(len, self._placed.values())) if self.native is None else len(self.native)
@@ -101,19 +101,19 @@ class TorchStrip:
         rows = self._devices.get(t.device)
         if rows is None:
             rows = self._devices[t.device] = DeviceRows(t.device, self._kernels)
-            rows.together(self._together)
+            rows.batched(self._batched)
             self._placed[t.device] = []
         row = len(self) if self.native is None else self.native.blank()
-        with apart():
+        with without_dispatch():
             rows.add(t, self._flags)
         self._placed[t.device].append(row)
         return row
 
-    def together(self, on: bool) -> None:
+    def batched(self, on: bool) -> None:
         """Say that what is added from now on stays as it is until this is called with False: it may be reduced then."""
-        self._together = on
+        self._batched = on
         for rows in self._devices.values():
-            rows.together(on)
+            rows.batched(on)
 
     def refusal(self, t: Tensor) -> str:
         """Say why `add` returned -1 for this tensor."""
@@ -124,18 +124,18 @@ class TorchStrip:
         for device, rows in self._placed.items():
             at = bisect_left(rows, row)
             if at < len(rows) and rows[at] == row:
-                with apart():
+                with without_dispatch():
                     return self._devices[device].peek(at)
         return None if _native is None else _native.row_of(self.native, row)
 
     def blocks(self) -> list[Tensor]:
-        """Return what is on devices and has to be brought to the host before `harvest`."""
+        """Return what is on devices and has to be brought to the host before `drain`."""
         if not self._devices:
             return []
-        with apart():
+        with without_dispatch():
             return [block for rows in self._devices.values() for block in rows.blocks()]
 
-    def harvest(
+    def drain(
         self, brought: Sequence[npt.NDArray[Any]] | None = None
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64] | None, list[int] | None]:
         """Hand over all rows and start anew. brought: the blocks on the host; None brings them, in one transfer a device.
@@ -160,8 +160,8 @@ class TorchStrip:
         self._devices, self._placed = {}, {}
         return partials, sums if self._flags & CHECKSUM else None, crcs if self._flags & CRC32 else None
 
-    def harvest_extras(self) -> Sequence[Any]:
-        """Return nothing: a plain strip computes no more than partials, checksums and CRCs."""
+    def drain_extras(self) -> Sequence[Any]:
+        """Return nothing: a plain row buffer computes no more than partials, checksums and CRCs."""
         return ()
 
     def _take_native(self) -> tuple[npt.NDArray[np.float64], Any, list[int]]:
@@ -275,7 +275,7 @@ def copy_out(t: Tensor) -> HostCopy:
         address = 0 if t.is_neg() or t.is_conj() else t.data_ptr()
         if address > _SUSPECT:
             return HostCopy(_dtype_text(t.dtype), tuple(t.shape), _native.bytes_at(address, t.nbytes))
-    with apart(), torch.no_grad():
+    with without_dispatch(), torch.no_grad():
         inner = t if type(t) in _PLAIN else local_of(t)[0]
         plain = (t if inner is None else inner).detach().resolve_conj().resolve_neg()
         host = plain.to("cpu", copy=True) if plain.device.type != "cpu" else plain.clone(memory_format=torch.contiguous_format)
@@ -292,7 +292,7 @@ class LateCopy:
     __slots__ = ("_clone", "_made", "dtype", "nbytes", "shape")
 
     def __init__(self, t: Tensor) -> None:
-        with apart(), torch.no_grad():
+        with without_dispatch(), torch.no_grad():
             inner = t if type(t) in _PLAIN else local_of(t)[0]
             plain = (t if inner is None else inner).detach().resolve_conj().resolve_neg()
             self._clone = plain.clone(memory_format=torch.contiguous_format)

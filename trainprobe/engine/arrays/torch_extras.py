@@ -1,6 +1,6 @@
 """Statistics that are more than one number a tensor, on its device: bin counts, exponent counts, quantiles.
 
-An extra is a function from a tensor to a 1-D tensor on the same device; it waits for nothing. `StripWithExtras` calls the
+An extra is a function from a tensor to a 1-D tensor on the same device; it waits for nothing. `StatsRowsWithExtras` calls the
 extras for each row; their results are brought to the host with the rows.
 """
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainprobe.engine.arrays.torch_arrays import TorchStrip
+from trainprobe.engine.arrays.torch_arrays import TorchStatsRows
 from trainprobe.engine.arrays.torch_reduce import real_values
 from trainprobe.engine.arrays.torch_rows import to_host
 from trainprobe.engine.stats.histogram import checked_edges, exponent_range
@@ -81,8 +81,8 @@ def quantiles(levels: Any) -> Extra:
     return find
 
 
-class StripWithExtras(TorchStrip):
-    """A strip whose rows carry the results of extras too."""
+class StatsRowsWithExtras(TorchStatsRows):
+    """A row buffer whose rows carry the results of extras too."""
 
     __slots__ = ("_brought", "_extras", "_results")
 
@@ -104,16 +104,16 @@ class StripWithExtras(TorchStrip):
         """Return what is on devices, the results of the extras last."""
         return [*super().blocks(), *(result for row in self._results for result in row)]
 
-    def harvest(
+    def drain(
         self, brought: Sequence[npt.NDArray[Any]] | None = None
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint64] | None, list[int] | None]:
-        """Hand over all rows and start anew; what the extras gave is then there for `harvest_extras`."""
+        """Hand over all rows and start anew; what the extras gave is then there for `drain_extras`."""
         arrays = to_host(self.blocks()) if brought is None else brought
         width, mine = len(self._extras), len(arrays) - sum(map(len, self._results))
         self._brought = [list(arrays[i : i + width]) for i in range(mine, len(arrays), width)]
         self._results = []
-        return super().harvest(arrays[:mine])
+        return super().drain(arrays[:mine])
 
-    def harvest_extras(self) -> list[list[npt.NDArray[Any]]]:
-        """Return the results that `harvest` brought: a list a row, an array an extra."""
+    def drain_extras(self) -> list[list[npt.NDArray[Any]]]:
+        """Return the results that `drain` brought: a list a row, an array an extra."""
         return self._brought

@@ -1,4 +1,4 @@
-"""What the tape asks of PyTorch: which objects are tensors, what they are called, and an empty strip for their partials."""
+"""What the tape needs from PyTorch: which objects are tensors, what they are called, and a row buffer for their partials."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainprobe.engine.arrays.torch_arrays import TorchStrip, local_of, native_code, reason_without_statistics
-from trainprobe.engine.arrays.torch_extras import Extra, StripWithExtras, bin_counts, exponent_counts
+from trainprobe.engine.arrays.torch_arrays import TorchStatsRows, local_of, native_code, reason_without_statistics
+from trainprobe.engine.arrays.torch_extras import Extra, StatsRowsWithExtras, bin_counts, exponent_counts
 from trainprobe.engine.arrays.torch_extras import quantiles as quantiles_at
 from trainprobe.engine.arrays.torch_rows import to_host
 from trainprobe.engine.arrays.triton_rows import refusals
-from trainprobe.engine.arrays.without_dispatch import apart
+from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.core.records import Opaque
 from trainprobe.engine.stats.histogram import ExponentHistogram
 
@@ -52,15 +52,15 @@ class TorchLibrary:
         self.extras: Sequence[str] = tuple(computed)
         self._extras = tuple(computed.values())
 
-    def strip(self, flags: int) -> TorchStrip:
-        """Return an empty strip."""
+    def stats_rows(self, flags: int) -> TorchStatsRows:
+        """Return an empty row buffer."""
         if self._extras:
-            return StripWithExtras(flags, self._extras, native=self._native)
-        return TorchStrip(flags, native=self._native)
+            return StatsRowsWithExtras(flags, self._extras, native=self._native)
+        return TorchStatsRows(flags, native=self._native)
 
-    def native_rows(self, strip: TorchStrip) -> Any:
-        """Return the compiled rows of a strip, or None where each tensor must pass through the strip's own `add`."""
-        return None if self._extras else strip.native
+    def native_rows(self, stats_rows: TorchStatsRows) -> Any:
+        """Return the compiled part of a row buffer, or None where each tensor must pass through its own `add`."""
+        return None if self._extras else stats_rows.native
 
     def native_code(self, dtype: Any) -> int:
         """Return the compiled kernel's number of a dtype, -1 where it has none."""
@@ -74,18 +74,18 @@ class TorchLibrary:
             return self._edges, result
         return exponent_edges(result, dtype)
 
-    def bring(self, tensors: Sequence[Any]) -> list[npt.NDArray[Any]]:
+    def to_host(self, tensors: Sequence[Any]) -> list[npt.NDArray[Any]]:
         """Bring small tensors to the host, in one transfer a device, each flattened and of its own dtype."""
-        with apart():
+        with without_dispatch():
             return to_host(tensors)
 
     def is_tensor(self, x: Any) -> bool:
         """Tell whether x is a tensor, subclasses included."""
         return isinstance(x, torch.Tensor)
 
-    def unnoticed(self) -> AbstractContextManager[Any]:
+    def without_dispatch(self) -> AbstractContextManager[Any]:
         """Return a context in which no `__torch_function__` is called, whose code may count, draw or write."""
-        return apart(within_transforms=True)
+        return without_dispatch(within_transforms=True)
 
     def special(self, t: Any) -> tuple[Any | None, str, Mapping[str, Any] | None, str | None]:
         """Describe a tensor subclass: the plain tensor inside it to reduce (or None), its type text, extra, and why not."""

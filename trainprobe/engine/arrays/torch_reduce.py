@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainprobe.engine.arrays.torch_checksum import fingerprint_of_chunk
 from trainprobe.engine.arrays.torch_chunks import chunks
-from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD, SUBLOW, WIDTH
+from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD, SUBNORMAL, WIDTH
 
 _LOW = 0xFFFFFFFF
 _UNSIGNED = {torch.uint16: (torch.int16, 0xFFFF), torch.uint32: (torch.int32, _LOW)}
@@ -47,7 +47,7 @@ def accumulator(device: torch.device) -> torch.dtype:
 def reduce_tensor(t: Tensor, flags: int) -> tuple[Tensor, Tensor | None]:
     """Reduce a tensor on its device: partials [12] (see engine.stats.partials) and the fingerprint as int64 [], or None.
 
-    flags: STATS, CHECKSUM, STD, SUBLOW. Waits for nothing and changes nothing.
+    flags: STATS, CHECKSUM, STD, SUBNORMAL. Waits for nothing and changes nothing.
     """
     with torch.no_grad():
         t = t.detach()
@@ -141,7 +141,7 @@ def compensated_sum(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunk_partials(x: Tensor, flags: int) -> Tensor:
-    """Return nan, posinf, neginf, zero, min, max, s, c, q, qc, m2, exponent, sublow, finite count, mean of one chunk, [15]."""
+    """Return [15]: nan, posinf, neginf, zero, min, max, s, c, q, qc, m2, exponent, subnormal, finite count, mean of a chunk."""
     wide = accumulator(x.device)
     v = _values(x, wide)
     nan, pos, neg = v.isnan(), v == torch.inf, v == -torch.inf
@@ -158,22 +158,22 @@ def _chunk_partials(x: Tensor, flags: int) -> Tensor:
         s, c, exponent = clean.sum(), zero, zero
         q, qc = torch.dot(clean, clean) if wide != torch.float64 else clean.square().sum(), zero
     mean = torch.where(n_good > 0, (s + c) / n_good, 0.0)
-    m2, sublow = zero, zero
+    m2, subnormal = zero, zero
     if flags & STD:
         off = (clean - mean).where(good, 0.0)
         drift = off.sum()
         m2 = torch.where(n_good > 0, (off.square().sum() - drift * drift / n_good).clamp_min(0), 0.0)
     tiny = SMALLEST_NORMAL.get(_COMPONENT.get(x.dtype, x.dtype))
-    if flags & SUBLOW and tiny is not None:
-        sublow = ((clean.abs() < tiny) & (clean != 0)).sum().to(wide)
+    if flags & SUBNORMAL and tiny is not None:
+        subnormal = ((clean.abs() < tiny) & (clean != 0)).sum().to(wide)
     low, high = v.where(~nan, torch.inf).amin() + 0.0, v.where(~nan, -torch.inf).amax() + 0.0
     counts = [m.sum().to(wide) for m in (nan, pos, neg, v == 0)]
-    return torch.stack([*counts, low, high, s, c, q, qc, m2, exponent, sublow, n_good, mean])
+    return torch.stack([*counts, low, high, s, c, q, qc, m2, exponent, subnormal, n_good, mean])
 
 
 def _merge_parts(parts: Tensor, count: int, wants_std: bool) -> Tensor:
     """Merge chunk partials [k, 15] of one tensor into its row [12]."""
-    nan, pos, neg, zero, low, high, s, c, q, qc, m2, exponent, sublow, good, mean = parts.unbind(1)
+    nan, pos, neg, zero, low, high, s, c, q, qc, m2, exponent, subnormal, good, mean = parts.unbind(1)
     total, lost = compensated_sum(s)
     total_sum = torch.where(total.isfinite(), total + (lost + c.sum()), total)
     shared = torch.where(q > 0, exponent, -torch.inf).amax()
@@ -193,7 +193,7 @@ def _merge_parts(parts: Tensor, count: int, wants_std: bool) -> Tensor:
             squares + (squares_lost + (qc * scale * scale).sum()),
             spread,
             shared,
-            sublow.sum(),
+            subnormal.sum(),
         ]
     )
 

@@ -48,10 +48,10 @@ class DeviceRows:
         self._n += 1
         return self._n - 1
 
-    def together(self, on: bool) -> None:
+    def batched(self, on: bool) -> None:
         """Say that what is added from now on stays as it is until this is called with False: it may be reduced then."""
         if self._kernels is not None:
-            self._kernels.together(on)
+            self._kernels.batched(on)
 
     def _crc32(self, t: Tensor) -> Tensor | int:
         return crc32_on_host(t) if self._device.type == "cpu" else crc32_register(t)

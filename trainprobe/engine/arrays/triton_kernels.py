@@ -23,8 +23,8 @@ from trainprobe.engine.stats import partials
 
 COLUMNS = tl.constexpr(14)
 WIDTH = tl.constexpr(18)  # numbers a part: those of torch_reduce._chunk_partials, the fingerprint, and halves of integer sums
-STATS, CHECKSUM, STD, SUBLOW, ROW = (
-    tl.constexpr(x) for x in (partials.STATS, partials.CHECKSUM, partials.STD, partials.SUBLOW, partials.WIDTH)
+STATS, CHECKSUM, STD, SUBNORMAL, ROW = (
+    tl.constexpr(x) for x in (partials.STATS, partials.CHECKSUM, partials.STD, partials.SUBNORMAL, partials.WIDTH)
 )
 COMPENSATED, EXACT = tl.constexpr(2), tl.constexpr(3)  # sorts of dtypes; 0: float32 holds the values, 1: float64 does
 
@@ -59,7 +59,7 @@ def _told(x, inside, nan, pos, neg, zero, low, high):
 
 
 @triton.jit
-def _write_counts(numbers, nan, pos, neg, zero, low, high, sublow):
+def _write_counts(numbers, nan, pos, neg, zero, low, high, subnormal):
     """Write the counts and the extremes of a part; return how many elements are not finite."""
     n, p, m = tl.sum(nan, 0), tl.sum(pos, 0), tl.sum(neg, 0)
     tl.store(numbers, n.to(tl.float64))
@@ -68,7 +68,7 @@ def _write_counts(numbers, nan, pos, neg, zero, low, high, sublow):
     tl.store(numbers + 3, tl.sum(zero, 0).to(tl.float64))
     tl.store(numbers + 4, tl.min(low, 0).to(tl.float64))
     tl.store(numbers + 5, tl.max(high, 0).to(tl.float64))
-    tl.store(numbers + 12, tl.sum(sublow, 0).to(tl.float64))
+    tl.store(numbers + 12, tl.sum(subnormal, 0).to(tl.float64))
     return (n + p + m).to(tl.int64)
 
 
@@ -109,7 +109,7 @@ def _chunk(
     """Reduce the elements from start to stop in one sweep, and write the part."""
     lanes = tl.arange(0, 1 << levels).to(tl.int64)
     nan = tl.zeros([1 << levels], tl.int32)
-    pos, neg, zero, sublow, exponent = nan, nan, nan, nan, nan - 600
+    pos, neg, zero, subnormal, exponent = nan, nan, nan, nan, nan - 600
     low = tl.full([1 << levels], float("inf"), tl.float32 if sort == 0 else tl.float64)
     high = -low
     s = tl.zeros([1 << levels], tl.float64)
@@ -124,8 +124,8 @@ def _chunk(
             total += share(word, second, lanes, at, inside, size)
         if STATS & flags:
             nan, pos, neg, zero, low, high, kept = _told(x, inside, nan, pos, neg, zero, low, high)
-            if SUBLOW & flags:
-                sublow += ((tl.abs(kept) < tiny) & (kept != 0)).to(tl.int32)
+            if SUBNORMAL & flags:
+                subnormal += ((tl.abs(kept) < tiny) & (kept != 0)).to(tl.int32)
             if sort == COMPENSATED:
                 s, lost = two_sum(s, kept)
                 c += lost
@@ -141,7 +141,7 @@ def _chunk(
     if CHECKSUM & flags:
         tl.store(integers + 15, tl.sum(total, 0).to(tl.int64, bitcast=True))
     if STATS & flags:
-        odd = _write_counts(numbers, nan, pos, neg, zero, low, high, sublow)
+        odd = _write_counts(numbers, nan, pos, neg, zero, low, high, subnormal)
         good = (stop - start - odd).to(tl.float64)
         total_sum = _write_sums(numbers, s, c, q, qc, exponent, sort)
         mean = tl.where(good > 0, total_sum / tl.maximum(good, 1.0), 0.0)
@@ -305,7 +305,7 @@ def _write_row(row, part, count, blocks, sort: tl.constexpr, flags: tl.constexpr
     if STD & flags:
         tl.store(row + 9, _spread(part, total, blocks, levels))
     tl.store(row + 10, shared_all)
-    if SUBLOW & flags:
+    if SUBNORMAL & flags:
         tl.store(row + 11, _added(part, 12, blocks, levels))
 
 

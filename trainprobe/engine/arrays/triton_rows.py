@@ -24,10 +24,10 @@ from torch import Tensor
 
 from trainprobe.engine.arrays.torch_checksum import mix
 from trainprobe.engine.arrays.torch_reduce import REDUCED, SMALLEST_NORMAL, write_row
-from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, STD, SUBLOW
+from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, STD, SUBNORMAL
 
 DEVICES = {"cuda"}
-TAKEN = STATS | CHECKSUM | STD | SUBLOW
+TAKEN = STATS | CHECKSUM | STD | SUBNORMAL
 _LEVELS, _MERGE_LEVELS = (10, 10, 8, 10), 7  # 2^this lanes a program, by the sort of a dtype; compensated lanes hold more each
 _LEAST, _MOST, _PARTS = 1 << 14, 1 << 18, 1 << 13  # elements a chunk; chunks a tensor, before chunks grow
 _TOGETHER, _HELD = 512, 32 << 20  # tensors and bytes that wait for one launch
@@ -221,7 +221,7 @@ class TritonRows:
 
     def __init__(self, trust: Trust) -> None:
         self._trust = trust
-        self._together = False
+        self._batched = False
         self._waiting: dict[Key, list[tuple[Tensor, int, Tensor, Job]]] = {}
         self._held = 0
         self._trials: list[tuple[Key, Tensor]] = []
@@ -234,7 +234,7 @@ class TritonRows:
         job = job_of(t, row.data_ptr()) if self._trust.proven(key) else None
         if job is None:
             return False
-        if not self._together:
+        if not self._batched:
             return self._launch([job], key)
         self._waiting.setdefault(key, []).append((t, flags, row, job))
         self._held += t.numel() * t.element_size()
@@ -242,9 +242,9 @@ class TritonRows:
             self._flush()
         return True
 
-    def together(self, on: bool) -> None:
+    def batched(self, on: bool) -> None:
         """Say that what is added from now on stays as it is until this is called with False: it may be reduced then."""
-        self._together = on
+        self._batched = on
         if not on:
             self._flush()
 
@@ -270,7 +270,7 @@ class TritonRows:
 
     def blocks(self) -> list[Tensor]:
         """Reduce what waits; return what has to be brought to the host, the rows of what was tried."""
-        self.together(False)
+        self.batched(False)
         return [block for _, block in self._trials]
 
     def settle(self, brought: Iterator[npt.NDArray[Any]]) -> None:

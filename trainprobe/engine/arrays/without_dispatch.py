@@ -19,7 +19,7 @@ def in_a_transform() -> bool:
     return _C._functorch.peek_interpreter_stack() is not None
 
 
-def apart(*, within_transforms: bool = False) -> AbstractContextManager[Any]:
+def without_dispatch(*, within_transforms: bool = False) -> AbstractContextManager[Any]:
     """Return a context in which no mode, tensor class, trace or transform of the program sees what is computed.
 
     A transform of `torch.func` would also refuse that rows are written, a fake mode would give no numbers, and what is made in
@@ -29,11 +29,11 @@ def apart(*, within_transforms: bool = False) -> AbstractContextManager[Any]:
     transforms = not within_transforms and in_a_transform()
     if not (modes or inference or transforms) and tracing is None:
         return DisableTorchFunction()
-    return _apart(bool(modes), inference, transforms, tracing)
+    return _without_modes(bool(modes), inference, transforms, tracing)
 
 
 @contextmanager
-def _apart(modes: bool, inference: bool, transforms: bool, tracing: Any) -> Generator[None]:
+def _without_modes(modes: bool, inference: bool, transforms: bool, tracing: Any) -> Generator[None]:
     without_modes = _python_dispatch._disable_current_modes() if modes else _NOTHING  # pyright: ignore[reportPrivateUsage]
     ordinary = torch.inference_mode(False) if inference else _NOTHING
     with DisableTorchFunction(), _outside_transforms() if transforms else _NOTHING, without_modes, ordinary:

@@ -20,7 +20,7 @@ from torch.autograd import _get_sequence_nr  # pyright: ignore[reportPrivateImpo
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-from trainprobe.engine.arrays.without_dispatch import apart
+from trainprobe.engine.arrays.without_dispatch import without_dispatch
 
 sequence_number: Callable[[], int] = _get_sequence_nr
 
@@ -46,7 +46,7 @@ def edge_of(t: Any) -> Edge | None:
         return node, t.output_nr
     if not t.is_leaf or is_lazy(t):  # an accumulator that is made for a parameter without a shape refuses its gradient
         return None
-    with apart(within_transforms=True):
+    with without_dispatch(within_transforms=True):
         try:
             edge = get_gradient_edge(t)  # it makes a view
         except RuntimeError:  # which sparse and nested leaves do not have
@@ -57,7 +57,7 @@ def edge_of(t: Any) -> Edge | None:
 
 def plus(total: Any, gradient: Any) -> Any:
     """Return the sum of two gradients, out of place and in their own dtype; no part of any graph."""
-    with apart(within_transforms=True):
+    with without_dispatch(within_transforms=True):
         if not torch.is_grad_enabled():  # as mostly in a backward pass: to switch it off takes longer than the sum
             return total + gradient
         with torch.no_grad():

@@ -221,7 +221,7 @@ class ParameterStateTap:
         due = self._due()
         plain = self._plain if source is self._plain else None
         # another source may fill one buffer after the other; what the plain one gives stays
-        with DisableTorchFunction(), nullcontext() if plain is None else tape.together():
+        with DisableTorchFunction(), nullcontext() if plain is None else tape.batched():
             for part in source.parts(name) if plain is None else plain.parts(name, self._asked(due)):
                 asked = self._known.get((part.name, part.slot)) or self._learn(part.name, part.slot)
                 if asked.update and "update" in due:
@@ -298,11 +298,11 @@ class ParameterStateTap:
         with torch.no_grad(), DisableTorchFunction():
             return {} if source is None else pieces_of(source.parts("after_step"))
 
-    def carried_pieces(self, tape: Tape) -> HeldPieces:
-        """Return the same pieces, to be read once the step of this tape is harvested."""
+    def deferred_pieces(self, tape: Tape) -> HeldPieces:
+        """Return the same pieces, to be read once the step of this tape is drained."""
         source = self.source or self._plain
         with torch.no_grad(), DisableTorchFunction():
-            return HeldPieces(() if source is None else source.parts("after_step"), tape.carry)
+            return HeldPieces(() if source is None else source.parts("after_step"), tape.defer)
 
     def _due(self) -> frozenset[str]:
         """Return what this step is one of the steps for: sorts of tensors, and "update"."""

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainprobe.engine.arrays.without_dispatch import apart
+from trainprobe.engine.arrays.without_dispatch import without_dispatch
 
 
 def random_state() -> tuple[Any, ...]:
     """Return the states of the default generators: of the host, and of the current accelerator where one is in use."""
-    with apart():  # within a transform of `torch.func` the state would be a tensor without memory
+    with without_dispatch():  # within a transform of `torch.func` the state would be a tensor without memory
         states = [torch.get_rng_state()]
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             states.append(torch.cuda.get_rng_state())
@@ -24,7 +24,7 @@ def random_state() -> tuple[Any, ...]:
 
 def put_back(states: tuple[Any, ...]) -> None:
     """Set the default generators to what `random_state` returned."""
-    with apart():
+    with without_dispatch():
         torch.set_rng_state(states[0])
         if len(states) > 1:
             torch.cuda.set_rng_state(states[1])
@@ -47,7 +47,7 @@ def random_fingerprints() -> dict[str, int]:
 
 def _bytes() -> list[memoryview]:
     states = random_state()
-    with apart():
+    with without_dispatch():
         return [memoryview(state.numpy()) for state in states]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainprobe.engine.arrays.torch_checksum import fingerprint_at
 from trainprobe.engine.arrays.torch_rows import to_host
 from trainprobe.engine.core.facts import Piece
-from trainprobe.engine.core.library import Carried
+from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.shards import Shard, mesh_shard
 from trainprobe.engine.core.sources import Part
 
@@ -27,16 +27,16 @@ _CHUNK = 1 << 20  # elements whose places are worked out at a time
 class HeldPieces:
     """Every piece of a tensor that is cut, its share still on its device; tensors that are whole are left out.
 
-    carry: takes a small tensor that is to be brought to the host.
+    defer: takes a small tensor that is to be brought to the host.
     """
 
-    def __init__(self, parts: Iterable[Part], carry: Callable[[Tensor], Carried]) -> None:
-        self._about: list[tuple[tuple[str, str], Shard, Carried]] = []
+    def __init__(self, parts: Iterable[Part], defer: Callable[[Tensor], Deferred]) -> None:
+        self._about: list[tuple[tuple[str, str], Shard, Deferred]] = []
         for part in parts:
             shard = part.shard or mesh_shard(part.tensor)
             local = getattr(part.tensor, "_local_tensor", part.tensor)
             if shard is not None and _is_cut(shard) and local.numel() == math.prod(shard.shape):
-                self._about.append(((part.name, part.slot), shard, carry(share_of(local, shard))))
+                self._about.append(((part.name, part.slot), shard, defer(share_of(local, shard))))
 
     def read(self) -> dict[tuple[str, str], Piece]:
         """Return (parameter, slot) → piece, of those whose shares have come to the host."""
@@ -49,14 +49,14 @@ class HeldPieces:
 
 def pieces_of(parts: Iterable[Part]) -> dict[tuple[str, str], Piece]:
     """Return (parameter, slot) → piece of every tensor that is cut, now: reads each device once."""
-    carried: list[Carried] = []
+    deferred: list[Deferred] = []
 
-    def carry(share: Tensor) -> Carried:
-        carried.append(Carried(share))
-        return carried[-1]
+    def defer(share: Tensor) -> Deferred:
+        deferred.append(Deferred(share))
+        return deferred[-1]
 
-    held = HeldPieces(parts, carry)
-    for share, numbers in zip(carried, to_host([share.tensor for share in carried]), strict=True):
+    held = HeldPieces(parts, defer)
+    for share, numbers in zip(deferred, to_host([share.tensor for share in deferred]), strict=True):
         share.numbers = numbers
     return held.read()
 

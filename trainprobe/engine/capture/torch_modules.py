@@ -178,7 +178,7 @@ class ModuleTap:
         self.stack.clear()
         self._arrived.clear()
         tape.looks_again = not self._saves  # where values are saved, each parameter would be saved once a micro-batch
-        self._watch.begin(tape, tape.eye, tape.calls, self._arrived)
+        self._watch.begin(tape, tape.native, tape.calls, self._arrived)
         self.install()
         if self.wanted.backward:
             node_hooks.hold(self)

@@ -120,7 +120,7 @@ class OpTap:
             take_off(self._mode)  # where a fault ended a step inside a torch call, torch put the mode back after that
         self._tape = tape
         self._repeated.begin(tape)
-        self._watch.begin(tape, tape.eye, tape.calls)
+        self._watch.begin(tape, tape.native, tape.calls)
         self._mode = _Mode(self._watch)
         autograd: Any = torch.autograd
         self._engine = Replaced(autograd, "_engine_run_backward", self._with_mode(autograd._engine_run_backward))

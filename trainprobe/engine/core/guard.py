@@ -25,20 +25,20 @@ _LONGEST = 300  # characters of an exception's own text
 class Guard:
     """Runs the tool's own code; after the first fault every further call is a no-op.
 
-    apart: returns a context in which the program's modes do not see what the tool computes; the tool's code runs inside it.
+    without_dispatch: returns the context in which the tool's code runs; the program's modes do not see what it computes.
     """
 
     def __init__(
         self,
         on_error: str = "continue",
         tell: Callable[[Finding], None] | None = None,
-        apart: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        without_dispatch: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.raising = on_error == "raise"
         self.tripped: Finding | None = None
         self.farewell = "trainprobe disabled itself, the training goes on unobserved"
         self._tell = tell
-        self._apart = apart
+        self._without_dispatch = without_dispatch
         self._on_trip: list[Callable[[], None]] = []
         self.parts: dict[str, PartGuard] = {}
 
@@ -51,7 +51,7 @@ class Guard:
         if self.tripped is not None:
             return None
         try:
-            with self._apart():  # in this frame: call stacks leave out as many frames of the tool as there are here
+            with self._without_dispatch():  # in this frame: call stacks leave out as many frames of the tool as there are here
                 return call(*args, **kwargs)
         except StopTraining:
             raise
@@ -91,7 +91,7 @@ class Guard:
 
     def keep_on(self, call: Callable[..., Any], *args: Any) -> None:
         """Run `call` also once the tool is disabled: what other ranks wait for. A later fault changes nothing more."""
-        with self._apart():
+        with self._without_dispatch():
             self.undo(call, *args)
 
     def set_up(self, call: Callable[..., Any], *args: Any) -> None:
@@ -151,7 +151,7 @@ class PartGuard(Guard):
     """
 
     def __init__(self, whole: Guard, name: str) -> None:
-        super().__init__(apart=whole._apart)
+        super().__init__(without_dispatch=whole._without_dispatch)
         self.raising = whole.raising
         self.tripped = whole.tripped
         self._whole = whole

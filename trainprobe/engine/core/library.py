@@ -1,4 +1,4 @@
-"""What the tape needs to know of a tensor library, and what it hands over to be brought to the host."""
+"""What the tape needs from a tensor library, and the small tensors whose transfer to the host it defers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ F64 = npt.NDArray[np.float64]
 Reading = Callable[[npt.NDArray[Any]], Sequence[tuple[F64 | None, F64]]]
 
 
-class Carried:
-    """A small tensor that rides to the host with the rows of its step.
+class Deferred:
+    """A small tensor that is transferred to the host together with the rows of its step.
 
-    numbers: its elements, flat and of the tensor's own dtype, once the step is harvested; None before, or where none came.
+    numbers: its elements, flat and of the tensor's own dtype, once the step is drained; None before, or if none came.
     """
 
     __slots__ = ("numbers", "tensor")
@@ -26,22 +26,22 @@ class Carried:
         self.numbers: npt.NDArray[Any] | None = None
 
 
-class Strip(Protocol):
-    """The rows of partials on the devices (see engine.arrays)."""
+class StatsRows(Protocol):
+    """A row buffer: partials of tensors, a row each, on the devices that hold the tensors (see engine.arrays)."""
 
     def add(self, t: Any) -> int:
         """Reduce a tensor into a new row and return its number, or -1 when it has no statistics."""
         ...
 
-    def together(self, on: bool) -> None:
-        """Say that what is added from now on stays as it is until this is called with False: it may be reduced then."""
+    def batched(self, on: bool) -> None:
+        """Announce that tensors added from now on stay unchanged until this is called with False; they may be reduced then."""
         ...
 
     def blocks(self) -> list[Any]:
-        """Return what is on devices and has to be brought to the host before `harvest`."""
+        """Return what is on devices and has to be brought to the host before `drain`."""
         ...
 
-    def harvest(
+    def drain(
         self, brought: Sequence[npt.NDArray[Any]] | None = None
     ) -> tuple[F64, npt.NDArray[np.uint64] | None, list[int] | None]:
         """Hand over all rows and start anew. brought: the blocks on the host; None brings them, in one transfer a device."""
@@ -51,8 +51,8 @@ class Strip(Protocol):
         """Return (partials as bytes, fingerprint) of a row now, or None while it is on a device."""
         ...
 
-    def harvest_extras(self) -> Sequence[Any]:
-        """Return what else was computed for each row; called after `harvest`, and only where extras are wanted."""
+    def drain_extras(self) -> Sequence[Any]:
+        """Return what else was computed for each row; called after `drain`, and only where extras are wanted."""
         ...
 
 
@@ -63,12 +63,12 @@ class Library(Protocol):
     extras: Sequence[str]
     dtype_text: Mapping[Any, str]
 
-    def strip(self, flags: int) -> Strip:
-        """Return an empty strip."""
+    def stats_rows(self, flags: int) -> StatsRows:
+        """Return an empty row buffer."""
         ...
 
-    def native_rows(self, strip: Any) -> Any:
-        """Return the compiled rows of a strip, or None where each tensor must pass through the strip's own `add`."""
+    def native_rows(self, stats_rows: Any) -> Any:
+        """Return the compiled part of a row buffer, or None where each tensor must pass through its own `add`."""
         ...
 
     def native_code(self, dtype: Any) -> int:
@@ -79,7 +79,7 @@ class Library(Protocol):
         """Turn what an extra ("histogram", "quantiles") computed for a tensor of this dtype into what `StepData` holds."""
         ...
 
-    def bring(self, tensors: Sequence[Any]) -> list[npt.NDArray[Any]]:
+    def to_host(self, tensors: Sequence[Any]) -> list[npt.NDArray[Any]]:
         """Bring small tensors to the host, in one transfer a device, each flattened and of its own dtype."""
         ...
 
@@ -87,7 +87,7 @@ class Library(Protocol):
         """Tell whether x is a tensor of this library, wrapped kinds included."""
         ...
 
-    def unnoticed(self) -> AbstractContextManager[Any]:
+    def without_dispatch(self) -> AbstractContextManager[Any]:
         """Return a context in which looking at a tensor of the program's own class runs none of that class's code."""
         ...
 

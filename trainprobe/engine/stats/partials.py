@@ -9,7 +9,7 @@ them. Columns, in order: see `PARTIALS`. Non-finite elements are counted apart, 
 * m2: sum of squared deviations from the mean of the finite elements, 0 unless std was wanted
 * exponent: true sum of squares = sumsq · 4^exponent, non-zero only where float64 squares could leave the range: 600 when
   the largest magnitude is above 2^480, -600 when it is below 2^-480
-* sublow: finite non-zero elements below the dtype's smallest normal number (subnormal), 0 unless wanted
+* subnormal: finite non-zero elements below the dtype's smallest normal number, 0 unless wanted
 
 Complex elements enter by their magnitude; bool as 0 and 1.
 """
@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 # The layout of a row, and the flags of what is wanted of a tensor. All kernels take them from here, those in C at their build.
-PARTIALS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "sum", "sumsq", "m2", "exponent", "sublow")
+PARTIALS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "sum", "sumsq", "m2", "exponent", "subnormal")
 WIDTH = len(PARTIALS)
-STATS, CHECKSUM, STD, CRC32, SUBLOW = 1, 2, 4, 8, 16
+STATS, CHECKSUM, STD, CRC32, SUBNORMAL = 1, 2, 4, 8, 16
 _AT = {name: i for i, name in enumerate(PARTIALS)}
 F64 = npt.NDArray[np.float64]
 
@@ -116,7 +116,7 @@ STATISTICS: dict[str, Any] = {
     "nan": lambda p: column(p, "nan"),
     "inf": lambda p: column(p, "posinf") + column(p, "neginf"),
     "zero": lambda p: column(p, "zero"),
-    "sublow": lambda p: column(p, "sublow"),
+    "sublow": lambda p: column(p, "subnormal"),
     "count": lambda p: column(p, "count"),
 }
 

@@ -1,4 +1,4 @@
-"""The trail of a step: what it has brought so far, written as it comes into memory that may outlive the process.
+"""The journal of a step: what it has brought so far, written as it comes into memory that may outlive the process.
 
     used, step, left out     uint64, int64, uint64: bytes of records; the step; records for which there was no room
     record                   its whole length (uint32), a letter, and what the letter says:
@@ -35,11 +35,11 @@ _TREES = ("args", "kwargs", "out", "params")
 _NONE = -(1 << 63)
 
 
-class Trail(Protocol):
+class StepJournal(Protocol):
     """What is told of a step. Everything is dropped between `end` and the next `begin`, and after `close`."""
 
     def begin(self, step: int, about: bytes) -> None:
-        """A step begins. about: JSON of what all of it has in common (see `read_trail`)."""
+        """A step begins. about: JSON of what all of it has in common (see `read_journal`)."""
         ...
 
     def end(self) -> None:
@@ -71,10 +71,10 @@ class Trail(Protocol):
         ...
 
 
-def open_trail(memory: memoryview) -> Trail:
-    """Return a trail in this memory, uint8 [n]."""
+def open_journal(memory: memoryview) -> StepJournal:
+    """Return a journal in this memory, uint8 [n]."""
     held = np.frombuffer(memory, np.uint8)
-    return recording.Trail(held.__array_interface__["data"][0], held.size, held)
+    return recording.StepJournal(held.__array_interface__["data"][0], held.size, held)
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class _Cursor:
 
 
 class _Reader:
-    """What the records of a trail say, one after the other."""
+    """What the records of a journal say, one after the other."""
 
     def __init__(self) -> None:
         self.about: dict[str, Any] = {}
@@ -192,8 +192,8 @@ class _Reader:
         return self._value(c) if letter == "w" else {"t": True, "f": False}.get(letter)
 
 
-def read_trail(data: bytes | memoryview) -> tuple[StepData, Call | None] | None:
-    """Return (the step in progress, the call that was seen last) of a trail, uint8 [n]; None where no step was in progress.
+def read_journal(data: bytes | memoryview) -> tuple[StepData, Call | None] | None:
+    """Return (the step in progress, the call that was seen last) of a journal, uint8 [n]; None where no step was in progress.
 
     The step is marked incomplete; its calls are in the order in which they began. Its notes say what had no room.
     """

@@ -30,7 +30,7 @@ from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.tensor_files import SavedTensor
-from trainprobe.engine.storage.sinks import BatchSink, CountingSink, PieceSink, Sink, TensorSink, WarningSink
+from trainprobe.engine.storage.sinks import BatchSink, ChunkSink, CountingSink, Sink, TensorSink, WarningSink
 from trainprobe.errors import OutputError, PlanError, UsageError
 
 EXIT_SECONDS = 60.0
@@ -95,7 +95,7 @@ class Writer:
         # asked once, because a protocol takes long to answer
         self._gathering = {name: sink for name, sink in sinks.items() if isinstance(sink, BatchSink)}
         self._tensors = {name: sink for name, sink in sinks.items() if isinstance(sink, TensorSink)}
-        self._pieces = {name: sink for name, sink in sinks.items() if isinstance(sink, PieceSink)}
+        self._chunks = {name: sink for name, sink in sinks.items() if isinstance(sink, ChunkSink)}
         self._warning_sinks = {name: sink for name, sink in sinks.items() if isinstance(sink, WarningSink)}
         self._counting = {name: sink for name, sink in sinks.items() if isinstance(sink, CountingSink)}
         self.tensors_wanted = bool(self._tensors)
@@ -143,10 +143,10 @@ class Writer:
         if self.tensors_wanted:
             self._put(_Job("tensor", (step, key, data), int(getattr(data, "nbytes", 0)), 0, step))
 
-    def submit_piece(self, step: int, piece: Any) -> None:
+    def submit_chunk(self, step: int, chunk: Any) -> None:
         """Hand over many values of a step at once, as the compiled tape gathers them. Waits while too many bytes are queued."""
         if self.tensors_wanted:
-            self._put(_Job("piece", (step, piece), piece.nbytes, 0, step))
+            self._put(_Job("chunk", (step, chunk), chunk.nbytes, 0, step))
 
     def submit_findings(self, findings: Sequence[Finding]) -> None:
         """Hand over findings for the sinks that keep them."""
@@ -272,8 +272,8 @@ class Writer:
     def _carry_out(self, job: _Job) -> None:
         if job.verb == "tensor":
             self._store(*job.arguments)
-        elif job.verb == "piece":
-            self._store_piece(*job.arguments)
+        elif job.verb == "chunk":
+            self._store_chunk(*job.arguments)
         elif job.verb == "write":
             self._write(*job.arguments)
         elif job.verb == "flush":
@@ -309,12 +309,12 @@ class Writer:
                 more |= self._guarded(name, sink.tensor, step, step, saved) is True
         self.tensors_wanted = more
 
-    def _store_piece(self, step: int, piece: Any) -> None:
+    def _store_chunk(self, step: int, chunk: Any) -> None:
         more = False
-        for name, sink in self._pieces.items():
-            more |= self._guarded(name, sink.piece, step, step, piece) is True
+        for name, sink in self._chunks.items():
+            more |= self._guarded(name, sink.chunk, step, step, chunk) is True
         for name, sink in self._tensors.items():
-            for saved in SavedTensor.all_of(piece) if name not in self._pieces else ():
+            for saved in SavedTensor.all_of(chunk) if name not in self._chunks else ():
                 more |= self._guarded(name, sink.tensor, step, step, saved) is True
         self.tensors_wanted = more
 

@@ -2,7 +2,7 @@
 
 Each step goes into a `Ring` before the next one begins, on the training's own thread (about a millisecond for 1,600 values):
 whatever ends the process then, be it `kill -9` or a fault in C, the last steps are in the file, and beside them the `Position`
-in the step in progress and its `Trail`: what that step has brought so far. `LastWords` adds the stacks at a fatal signal.
+in the step in progress and its `StepJournal`: what that step has brought so far. `LastWords` adds the stacks at a fatal signal.
 A grave finding, or an error, writes the box out as `black_box.jsonl`; a run that ends well leaves nothing behind.
 """
 
@@ -23,7 +23,7 @@ from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.storage.dumps.header import place_text
 from trainprobe.engine.storage.dumps.layout import log_folder
 from trainprobe.engine.storage.dumps.record_log import encode
-from trainprobe.engine.storage.step_journal import Trail, open_trail
+from trainprobe.engine.storage.step_journal import StepJournal, open_journal
 from trainprobe.monitor.black_box.last_words import FAULT_FILE, TERMINATED_FILE, LastWords
 from trainprobe.monitor.black_box.plan import GRAVITY, BlackBoxPlan
 from trainprobe.monitor.black_box.ring import Ring, read_ring
@@ -41,7 +41,7 @@ class BlackBox:
     """See the module text. A sink too: the writer's thread tells it findings, and when all of a step is written.
 
     position: of this process. about: what its steps have in common beside
-    the place (see `engine.storage.step_journal.read_trail`).
+    the place (see `engine.storage.step_journal.read_journal`).
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class BlackBox:
         _set_aside(self.folder)
         self._ring = Ring(self.folder / RING_FILE, plan.steps + LAG, plan.max_bytes)
         self.position.keep_in(self._ring.room_for_position())
-        self._trail = open_trail(self._ring.room_for_trail())
+        self._journal = open_journal(self._ring.room_for_journal())
         self._about = orjson.dumps({"place": place_text(place), **(about or {})})
         self._words = LastWords(self.folder)
         _open.add(self)
@@ -76,14 +76,14 @@ class BlackBox:
                 f"`trainprobe black-box {output}`\n"
             )
 
-    def follow(self, step: int) -> Trail:
+    def follow(self, step: int) -> StepJournal:
         """Return what is to be told of a step that begins; it is in the file as it comes."""
-        self._trail.begin(step, self._about)
-        return self._trail
+        self._journal.begin(step, self._about)
+        return self._journal
 
     def unfollow(self) -> None:
         """Forget what the step in progress has brought."""
-        self._trail.end()
+        self._journal.end()
 
     def hold(self, step_data: StepData, facts: Facts) -> None:
         """Store a step with what its data do not hold: batch ids, random state. It is in the file when this returns."""
@@ -97,7 +97,7 @@ class BlackBox:
                 step_data, calls=[], values=[], partials=step_data.partials[:0], checksums=None, stacks=(), notes=_TOO_LARGE
             )
             self._ring.put(_piece(facts, encode(thin)))
-        self._trail.end()
+        self._journal.end()
 
     def write(self, step_data: StepData) -> None:
         """Write the box out when something about this step asks for it."""
@@ -140,7 +140,7 @@ class BlackBox:
         _open.discard(self)
         self._left = True
         self.position.keep_in(None)
-        self._trail.close()
+        self._journal.close()
 
     def _write_out(self, why: str, upto: int | None = None) -> None:
         path = self.folder / BOX_FILE

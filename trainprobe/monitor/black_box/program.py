@@ -9,7 +9,7 @@ from trainprobe.engine.core.position import BETWEEN, Position
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.probe import Probe
 from trainprobe.engine.program import Program, Schedule
-from trainprobe.engine.storage.step_journal import Trail
+from trainprobe.engine.storage.step_journal import StepJournal
 from trainprobe.errors import StopTraining
 from trainprobe.monitor.black_box.box import BlackBox
 from trainprobe.monitor.black_box.plan import BlackBoxPlan
@@ -19,7 +19,7 @@ class BlackBoxProgram(Program):
     """See the module text.
 
     plan: the `black_box` section of a plan. about: what all steps have in common (see
-    `engine.storage.step_journal.read_trail`). facts:
+    `engine.storage.step_journal.read_journal`). facts:
     returns what a step's record lacks, its batches and the random state, as a step ends.
     """
 
@@ -46,7 +46,7 @@ class BlackBoxProgram(Program):
         """Tell the box that the training is in a step."""
         self.position.begins(step)
 
-    def trail(self, step: int) -> Trail | None:
+    def journal(self, step: int) -> StepJournal | None:
         """Return what tells the box of the step in progress."""
         return self.box.follow(step) if self.box is not None else None
 

@@ -1,8 +1,8 @@
 """A file of a fixed size that holds the last pieces written to it, readable at any moment, also after the writer was killed.
 
-    header     MAGIC, number of slots, bytes of a slot, bytes of the trail
+    header     MAGIC, number of slots, bytes of a slot, bytes of the journal
     position   where the process is in its training (engine.core.position)
-    trail      what the step in progress has brought so far (engine.storage.step_journal), a quarter of the file
+    journal    what the step in progress has brought so far (engine.storage.step_journal), a quarter of the file
     slot       sequence number from 1 (0: empty), length (top bit: not compressed), CRC-32, then the piece, compressed by zlib
                where it would not fit otherwise
 
@@ -23,9 +23,9 @@ from trainprobe.engine.core.position import BYTES, Where, read_position
 from trainprobe.errors import FormatError, OutputError
 
 MAGIC = b"TPBOX\0\0\3"
-_HEADER = struct.Struct("<8sQQQ")  # MAGIC, slots, bytes of a slot, bytes of the trail
-_TRAIL = _HEADER.size + BYTES  # where the trail begins
-_SHARE = 4  # of the file, for the trail
+_HEADER = struct.Struct("<8sQQQ")  # MAGIC, slots, bytes of a slot, bytes of the journal
+_JOURNAL = _HEADER.size + BYTES  # where the journal begins
+_SHARE = 4  # of the file, for the journal
 _SLOT = struct.Struct("<QQQ")
 _PLAIN = 1 << 63
 
@@ -38,8 +38,8 @@ class Ring:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.slots = slots
-        trail = max_bytes // _SHARE & ~7
-        self._first = _TRAIL + trail
+        journal = max_bytes // _SHARE & ~7
+        self._first = _JOURNAL + journal
         self.slot_bytes = (max_bytes - self._first) // slots
         size = self._first + self.slot_bytes * slots
         path.unlink(missing_ok=True)
@@ -55,7 +55,7 @@ class Ring:
                     f"the black box {path} needs {size} bytes: {error}; make room, or lower `max_bytes` of `black_box`"
                 ) from error
             self._map = mmap.mmap(file.fileno(), size)
-        self._map[: _HEADER.size] = _HEADER.pack(MAGIC, slots, self.slot_bytes, trail)
+        self._map[: _HEADER.size] = _HEADER.pack(MAGIC, slots, self.slot_bytes, journal)
         draft.replace(path)
         self._sequence = 0
 
@@ -74,11 +74,11 @@ class Ring:
 
     def room_for_position(self) -> memoryview:
         """Return the part of the file that is for the position, uint8 [BYTES]; to be let go of before `close`."""
-        return memoryview(self._map)[_HEADER.size : _TRAIL]
+        return memoryview(self._map)[_HEADER.size : _JOURNAL]
 
-    def room_for_trail(self) -> memoryview:
-        """Return the part of the file that is for the trail of a step, uint8 [n]; to be let go of before `close`."""
-        return memoryview(self._map)[_TRAIL : self._first]
+    def room_for_journal(self) -> memoryview:
+        """Return the part of the file that is for the journal of a step, uint8 [n]; to be let go of before `close`."""
+        return memoryview(self._map)[_JOURNAL : self._first]
 
     def close(self) -> None:
         """Let go of the file; it stays."""
@@ -88,10 +88,10 @@ class Ring:
 def read_ring(path: Path) -> list[bytes]:
     """Return the pieces of a ring, oldest first, torn ones left out. Raises FormatError for a file that is no ring."""
     data = _whole(path)
-    _, slots, size, trail = _HEADER.unpack_from(data)
+    _, slots, size, journal = _HEADER.unpack_from(data)
     found: list[tuple[int, bytes]] = []
     for i in range(slots):
-        at = _TRAIL + trail + i * size
+        at = _JOURNAL + journal + i * size
         sequence, length, crc = _SLOT.unpack_from(data, at)
         plain, length = bool(length & _PLAIN), length & ~_PLAIN
         packed = data[at + _SLOT.size : at + _SLOT.size + length]
@@ -102,21 +102,23 @@ def read_ring(path: Path) -> list[bytes]:
 
 def read_where(path: Path) -> Where:
     """Return where the process was when it wrote to a ring last. Raises FormatError for a file that is no ring."""
-    return read_position(_whole(path)[_HEADER.size : _TRAIL])
+    return read_position(_whole(path)[_HEADER.size : _JOURNAL])
 
 
-def read_trail_bytes(path: Path) -> memoryview:
-    """Return the journal of a ring for `step_journal.read_trail`. Raises FormatError for a file that is no ring."""
+def read_journal_bytes(path: Path) -> memoryview:
+    """Return the journal of a ring for `step_journal.read_journal`. Raises FormatError for a file that is no ring."""
     data = _whole(path)
-    return memoryview(data)[_TRAIL : _TRAIL + _HEADER.unpack_from(data)[3]]
+    return memoryview(data)[_JOURNAL : _JOURNAL + _HEADER.unpack_from(data)[3]]
 
 
 def _whole(path: Path) -> mmap.mmap | bytes:
     with path.open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
-    if len(data) < _TRAIL or data[:8] != MAGIC:
+    if len(data) < _JOURNAL or data[:8] != MAGIC:
         raise FormatError(f"{path} is not a black box of this format (its first bytes are {data[:8]!r})")
-    _, slots, size, trail = _HEADER.unpack_from(data)
-    if len(data) != _TRAIL + trail + slots * size:
-        raise FormatError(f"{path} has {len(data)} bytes where its header says {_TRAIL + trail + slots * size}: it was cut off")
+    _, slots, size, journal = _HEADER.unpack_from(data)
+    if len(data) != _JOURNAL + journal + slots * size:
+        raise FormatError(
+            f"{path} has {len(data)} bytes where its header says {_JOURNAL + journal + slots * size}: it was cut off"
+        )
     return data

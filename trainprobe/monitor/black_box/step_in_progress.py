@@ -8,16 +8,16 @@ from typing import Any
 import orjson
 
 from trainprobe.engine.storage.dumps.record_log import encode
-from trainprobe.engine.storage.step_journal import read_trail
-from trainprobe.monitor.black_box.ring import read_trail_bytes
+from trainprobe.engine.storage.step_journal import read_journal
+from trainprobe.monitor.black_box.ring import read_journal_bytes
 
 
 def step_in_progress(ring: Path) -> dict[str, Any] | None:
-    """Return {"facts": {"batches": …, "seen_last": a call}, "reel": …} of the step that a ring's trail tells of, or None.
+    """Return {"facts": {"batches": …, "seen_last": a call}, "reel": …} of the step that a ring's journal tells of, or None.
 
     Raises FormatError for a file that is no ring.
     """
-    found = read_trail(read_trail_bytes(ring))
+    found = read_journal(read_journal_bytes(ring))
     if found is None:
         return None
     step_data, last = found

@@ -1,14 +1,14 @@
-/* Copies of tensor values on the host, gathered in pieces on their way to the writer: one hand-over for hundreds of small values, and
+/* Copies of tensor values on the host, gathered in chunks on their way to the writer: one hand-over for hundreds of small values, and
    memory that is used again, since fresh pages cost as much as the copy (see engine/tape.py). */
 #include <string.h>
 
 #include "objects.h"
 
-#define FIRST ((size_t)1 << 20)   /* bytes of the first piece of a run, where all else is small */
-#define LARGEST ((size_t)8 << 20) /* bytes of a piece, and up to which a value is gathered */
-#define SPARE 16                  /* pieces of the largest size that are kept for the next */
+#define FIRST ((size_t)1 << 20)   /* bytes of the first chunk of a run, where all else is small */
+#define LARGEST ((size_t)8 << 20) /* bytes of a chunk, and up to which a value is gathered */
+#define SPARE 16                  /* chunks of the largest size that are kept for the next */
 #define ALIGN 8
-#define PAGE 4096 /* a piece begins at one, so that the disk can read it where it lies (see engine/storage/dumps/direct_file.py) */
+#define PAGE 4096 /* a chunk begins at one, so that the disk can read it where it lies (see engine/storage/dumps/direct_file.py) */
 
 typedef struct {
     PyObject *key, *dtype, *shape; /* dtype: as in Value.dtype */
@@ -17,28 +17,28 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *bytes; /* they hold the piece, from `skipped` on; what lies behind `used` is not part of it */
+    PyObject *bytes; /* they hold the chunk, from `skipped` on; what lies behind `used` is not part of it */
     PyObject *names; /* dtype → its name in a safetensors header */
     Entry *entries;
     Py_ssize_t n, room;
     size_t skipped, used, size;
-} Piece;
+} Chunk;
 
 struct Arena {
     PyObject_HEAD
     PyObject *names, *submit;
-    Piece *piece;
-    size_t next; /* bytes of the next piece */
+    Chunk *chunk;
+    size_t next; /* bytes of the next chunk */
 };
 
-static PyTypeObject *arena_type, *piece_type;
+static PyTypeObject *arena_type, *chunk_type;
 static PyObject *spare[SPARE];
 static int spares;
 
-/* ---- a piece ---------------------------------------------------------------------------------------------------------------- */
+/* ---- a chunk ---------------------------------------------------------------------------------------------------------------- */
 
-static Piece *piece_new(PyObject *names, size_t size) {
-    Piece *self = (Piece *)PyType_GenericAlloc(piece_type, 0);
+static Chunk *chunk_new(PyObject *names, size_t size) {
+    Chunk *self = (Chunk *)PyType_GenericAlloc(chunk_type, 0);
     if (!self) return NULL;
     self->names = Py_NewRef(names), self->size = size;
     self->bytes = size == LARGEST && spares ? spare[--spares] : PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(size + PAGE - 1));
@@ -50,7 +50,7 @@ static Piece *piece_new(PyObject *names, size_t size) {
     return self;
 }
 
-static Entry *piece_entry(Piece *self) {
+static Entry *chunk_entry(Chunk *self) {
     if (self->n == self->room) {
         Py_ssize_t room = self->room ? self->room * 2 : 256;
         Entry *entries = PyMem_Realloc(self->entries, (size_t)room * sizeof *entries);
@@ -60,7 +60,7 @@ static Entry *piece_entry(Piece *self) {
     return &self->entries[self->n++];
 }
 
-static void piece_free(Piece *self) {
+static void chunk_free(Chunk *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     for (Py_ssize_t i = 0; i < self->n; i++) {
         Py_DECREF(self->entries[i].key);
@@ -76,7 +76,7 @@ static void piece_free(Piece *self) {
     Py_DECREF(type);
 }
 
-static PyObject *piece_data(Piece *self, void *unused) {
+static PyObject *chunk_data(Chunk *self, void *unused) {
     (void)unused;
     PyObject *whole = PyMemoryView_FromObject(self->bytes), *from = PyLong_FromSize_t(self->skipped), *to = PyLong_FromSize_t(self->skipped + self->used);
     PyObject *range = from && to ? PySlice_New(from, to, NULL) : NULL, *view = whole && range ? PyObject_GetItem(whole, range) : NULL;
@@ -84,19 +84,19 @@ static PyObject *piece_data(Piece *self, void *unused) {
     return view;
 }
 
-static PyObject *piece_nbytes(Piece *self, void *unused) {
+static PyObject *chunk_nbytes(Chunk *self, void *unused) {
     (void)unused;
     return PyLong_FromSize_t(self->used);
 }
 
-static PyObject *piece_keys(Piece *self, PyObject *unused) {
+static PyObject *chunk_keys(Chunk *self, PyObject *unused) {
     (void)unused;
     PyObject *keys = PyList_New(self->n);
     for (Py_ssize_t i = 0; keys && i < self->n; i++) PyList_SetItem(keys, i, Py_NewRef(self->entries[i].key));
     return keys;
 }
 
-static PyObject *piece_items(Piece *self, PyObject *unused) {
+static PyObject *chunk_items(Chunk *self, PyObject *unused) {
     (void)unused;
     PyObject *items = PyList_New(self->n);
     for (Py_ssize_t i = 0; items && i < self->n; i++) {
@@ -120,7 +120,7 @@ static int add_text(char **text, size_t *used, size_t *room, const char *more, s
     return 0;
 }
 
-static int entry_head(const Piece *self, const Entry *e, PyObject *quote, PyObject **key, PyObject **name, PyObject **shape) {
+static int entry_head(const Chunk *self, const Entry *e, PyObject *quote, PyObject **key, PyObject **name, PyObject **shape) {
     *name = PyDict_GetItemWithError(self->names, e->dtype);
     *key = call_one(quote, e->key);
     *shape = PySequence_List(e->shape);
@@ -128,7 +128,7 @@ static int entry_head(const Piece *self, const Entry *e, PyObject *quote, PyObje
 }
 
 /* Write `"key":{"dtype":…,"shape":[…],"data_offsets":[…]}`, and an entry for the bytes that align what comes behind. */
-static int entry_text(const Piece *self, Py_ssize_t i, size_t base, PyObject *quote, PyObject *padding, char **text, size_t *used, size_t *room) {
+static int entry_text(const Chunk *self, Py_ssize_t i, size_t base, PyObject *quote, PyObject *padding, char **text, size_t *used, size_t *room) {
     const Entry *e = &self->entries[i];
     PyObject *key, *name, *shape, *line = NULL;
     size_t from = base + e->offset, to = from + e->size, end = i + 1 < self->n ? base + self->entries[i + 1].offset : base + self->used;
@@ -148,7 +148,7 @@ static int entry_text(const Piece *self, Py_ssize_t i, size_t base, PyObject *qu
     return failed;
 }
 
-static PyObject *piece_header(Piece *self, PyObject *args) {
+static PyObject *chunk_header(Chunk *self, PyObject *args) {
     Py_ssize_t base;
     PyObject *quote, *padding, *answer = NULL;
     if (!PyArg_ParseTuple(args, "nOU", &base, &quote, &padding)) return NULL;
@@ -161,22 +161,22 @@ static PyObject *piece_header(Piece *self, PyObject *args) {
     return answer;
 }
 
-static PyGetSetDef piece_getset[] = {{"data", (getter)piece_data, NULL, "The bytes of all values, a memoryview.", NULL},
-                                     {"nbytes", (getter)piece_nbytes, NULL, "How many bytes they are.", NULL},
+static PyGetSetDef chunk_getset[] = {{"data", (getter)chunk_data, NULL, "The bytes of all values, a memoryview.", NULL},
+                                     {"nbytes", (getter)chunk_nbytes, NULL, "How many bytes they are.", NULL},
                                      {NULL, NULL, NULL, NULL, NULL}};
-static PyMethodDef piece_methods[] = {
-    {"keys", (PyCFunction)piece_keys, METH_NOARGS, "keys() -> the keys of the values, in order."},
-    {"items", (PyCFunction)piece_items, METH_NOARGS, "items() -> [(key, dtype, shape, offset, bytes), …]."},
-    {"header", (PyCFunction)piece_header, METH_VARARGS,
+static PyMethodDef chunk_methods[] = {
+    {"keys", (PyCFunction)chunk_keys, METH_NOARGS, "keys() -> the keys of the values, in order."},
+    {"items", (PyCFunction)chunk_items, METH_NOARGS, "items() -> [(key, dtype, shape, offset, bytes), …]."},
+    {"header", (PyCFunction)chunk_header, METH_VARARGS,
      "header(base, quote, padding) -> their entries of a safetensors header, as they lie in a file from byte `base` of its data on."},
     {NULL, NULL, 0, NULL}};
-static PyType_Slot piece_slots[] = {{Py_tp_dealloc, piece_free},
-                                    {Py_tp_getset, piece_getset},
-                                    {Py_tp_methods, piece_methods},
+static PyType_Slot chunk_slots[] = {{Py_tp_dealloc, chunk_free},
+                                    {Py_tp_getset, chunk_getset},
+                                    {Py_tp_methods, chunk_methods},
                                     {Py_tp_doc, "Values of a step, one behind the other, each at a multiple of eight bytes."},
                                     {0, NULL}};
-static PyType_Spec piece_spec = {"trainprobe._native.Piece", sizeof(Piece), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                                 piece_slots};
+static PyType_Spec chunk_spec = {"trainprobe._native.Chunk", sizeof(Chunk), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                 chunk_slots};
 
 /* ---- copying ---------------------------------------------------------------------------------------------------------------- */
 
@@ -195,12 +195,12 @@ static char *copy_axis(const Dims *dims, int axis, const char *from, char *to, s
 }
 
 int arena_flush(Arena *self) {
-    Piece *piece = self->piece;
-    if (!piece) return 0;
-    self->piece = NULL;
-    self->next = piece->used * 2 < FIRST ? FIRST : LARGEST;
-    PyObject *done = call_one(self->submit, (PyObject *)piece);
-    Py_DECREF((PyObject *)piece);
+    Chunk *chunk = self->chunk;
+    if (!chunk) return 0;
+    self->chunk = NULL;
+    self->next = chunk->used * 2 < FIRST ? FIRST : LARGEST;
+    PyObject *done = call_one(self->submit, (PyObject *)chunk);
+    Py_DECREF((PyObject *)chunk);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
@@ -211,16 +211,16 @@ int arena_keep(Arena *self, PyObject *key, PyObject *dtype, PyObject *shape, con
     if (taken > LARGEST || !PyUnicode_Check(key)) return 0;
     int named = PyDict_Contains(self->names, dtype);
     if (named <= 0) return named;
-    if (self->piece && self->piece->used + taken > self->piece->size && arena_flush(self)) return -1;
-    if (!self->piece && !(self->piece = piece_new(self->names, taken > self->next ? LARGEST : self->next))) return -1;
-    Piece *piece = self->piece;
-    Entry *entry = piece_entry(piece);
+    if (self->chunk && self->chunk->used + taken > self->chunk->size && arena_flush(self)) return -1;
+    if (!self->chunk && !(self->chunk = chunk_new(self->names, taken > self->next ? LARGEST : self->next))) return -1;
+    Chunk *chunk = self->chunk;
+    Entry *entry = chunk_entry(chunk);
     if (!entry) return -1;
-    char *to = PyBytes_AsString(piece->bytes) + piece->skipped + piece->used;
-    *entry = (Entry){Py_NewRef(key), Py_NewRef(dtype), Py_NewRef(shape), piece->used, size};
+    char *to = PyBytes_AsString(chunk->bytes) + chunk->skipped + chunk->used;
+    *entry = (Entry){Py_NewRef(key), Py_NewRef(dtype), Py_NewRef(shape), chunk->used, size};
     copy_axis(&job->memory, 0, job->data, to, item);
     memset(to + size, 0, taken - size);
-    piece->used += taken;
+    chunk->used += taken;
     return 1;
 }
 
@@ -256,7 +256,7 @@ static void arena_free(Arena *self) {
     PyObject_GC_UnTrack(self);
     arena_clear(self);
     Py_CLEAR(self->names);
-    Py_XDECREF((PyObject *)self->piece);
+    Py_XDECREF((PyObject *)self->chunk);
     while (spares) Py_DECREF(spare[--spares]); /* a run is over: its memory is given back */
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
@@ -264,7 +264,7 @@ static void arena_free(Arena *self) {
 
 static PyObject *drop(Arena *self, PyObject *unused) {
     (void)unused;
-    Py_CLEAR(self->piece);
+    Py_CLEAR(self->chunk);
     return Py_NewRef(Py_None);
 }
 
@@ -273,14 +273,14 @@ static PyMethodDef arena_methods[] = {{"flush", (PyCFunction)flush, METH_NOARGS,
                                       {NULL, NULL, 0, NULL}};
 static PyType_Slot arena_slots[] = {{Py_tp_new, arena_new},           {Py_tp_dealloc, arena_free}, {Py_tp_traverse, arena_traverse},
                                     {Py_tp_clear, arena_clear},       {Py_tp_methods, arena_methods},
-                                    {Py_tp_doc, "Arena(names, submit): gathers values and gives pieces of them to submit."}, {0, NULL}};
+                                    {Py_tp_doc, "Arena(names, submit): gathers values and gives chunks of them to submit."}, {0, NULL}};
 static PyType_Spec arena_spec = {"trainprobe._native.Arena", sizeof(Arena), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, arena_slots};
 
 int arena_check(PyObject *x) { return Py_TYPE(x) == arena_type; }
 
 int arena_fill(PyObject *module) {
-    piece_type = (PyTypeObject *)PyType_FromSpec(&piece_spec);
+    chunk_type = (PyTypeObject *)PyType_FromSpec(&chunk_spec);
     arena_type = (PyTypeObject *)PyType_FromSpec(&arena_spec);
-    if (!piece_type || !arena_type) return -1;
+    if (!chunk_type || !arena_type) return -1;
     return PyModule_AddObjectRef(module, "Arena", (PyObject *)arena_type);
 }

@@ -30,7 +30,7 @@ static int place_plainly(Backward *b, int side, const Edges *edges) {
     return 0;
 }
 
-/* Places of what is nested, named or given twice: as `taps.module_gradients.places` has them. */
+/* Places of what is nested, named or given twice: as `engine.capture.module_gradients.places` has them. */
 static int place_oddly(ModuleWatch *self, Backward *b, int side, const Edges *edges) {
     PyObject *texts = PyList_New(edges->n), *answer, *slots, *merged;
     for (Py_ssize_t i = 0; texts && i < edges->n; i++) {
@@ -87,8 +87,8 @@ static int begin(Backward *b) {
 }
 
 static PyObject *with_note(Backward *b, PyObject *value, PyObject *note) { /* takes over value */
-    Tape *eye = value && note && Py_TYPE(value) == value_type && b->watch ? b->watch->eye : NULL;
-    PyObject *noted = eye ? tape_noted(eye, value, note) : Py_XNewRef(value);
+    Tape *native = value && note && Py_TYPE(value) == value_type && b->watch ? b->watch->native : NULL;
+    PyObject *noted = native ? tape_noted(native, value, note) : Py_XNewRef(value);
     Py_XDECREF(value);
     return noted;
 }
@@ -104,7 +104,7 @@ static PyObject *merged_value(Backward *b, PyObject *value, Py_ssize_t i, PyObje
         Py_ssize_t place = PyLong_AsSsize_t(PyList_GetItem(others, k));
         Value *other = (Value *)with_note(b, Py_NewRef(value), note);
         if (!other) goto failed;
-        other->row = -1, other->epoch = 0; /* no twin in the trail either */
+        other->row = -1, other->epoch = 0; /* no twin in the journal either */
         Py_XDECREF(other->requires_grad);
         other->requires_grad = Py_NewRef(Py_False);
         Py_CLEAR(other->tensor);
@@ -119,7 +119,7 @@ failed:
 
 int backward_take(Backward *b, int side, Py_ssize_t i, PyObject *gradient, int untouched) {
     ModuleWatch *self = b->watch;
-    if (!self || !self->eye || gradient == Py_None) return 0;
+    if (!self || !self->native || gradient == Py_None) return 0;
     if (i < 0 || i >= b->n[side]) return PyErr_Format(PyExc_IndexError, "no place %zd", i), -1;
     PyObject *micro = self->backward_micro;
     self->backward_micro = Py_XNewRef(b->forward->micro);
@@ -136,7 +136,7 @@ int backward_take(Backward *b, int side, Py_ssize_t i, PyObject *gradient, int u
         Py_XDECREF(place);
         if (!at) return -1;
     }
-    PyObject *value = with_note(b, tape_tree(self->eye, gradient, b->flags, at, 0), untouched ? self->untouched : NULL);
+    PyObject *value = with_note(b, tape_tree(self->native, gradient, b->flags, at, 0), untouched ? self->untouched : NULL);
     Py_XDECREF(at);
     if (value && side && b->merged) value = merged_value(b, value, i, where);
     if (value && slot->path) {
@@ -146,7 +146,7 @@ int backward_take(Backward *b, int side, Py_ssize_t i, PyObject *gradient, int u
         value = named;
     }
     if (!value || PyList_SetItem(where, slot->index, value)) return -1;
-    if (self->eye) tape_told(self->eye, b->call, side ? OUT : ARGS);
+    if (self->native) tape_report(self->native, b->call, side ? OUT : ARGS);
     return 0;
 }
 

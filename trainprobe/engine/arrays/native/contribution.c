@@ -1,4 +1,4 @@
-/* The sum of what the consumers of one input send back, handed on when the last one has sent (see `Contribution` in taps/gradients.py). */
+/* The sum of what the consumers of one input send back, handed on when the last one has sent (see `Contribution` in engine/capture/gradients.py). */
 #include "module_watch.h"
 
 typedef struct {

@@ -1,4 +1,4 @@
-/* The gradient edges of all tensors in an argument or result (see `collect_edges` in taps/module_gradients.py). */
+/* The gradient edges of all tensors in an argument or result (see `collect_edges` in engine/capture/module_gradients.py). */
 #include <string.h>
 
 #include "module_watch.h"

@@ -1,5 +1,5 @@
 /* Who consumes which edge of the autograd graph: each node is visited once a step, and held only while the
-   outermost module runs. Why it is done this way is written in taps/gradients.py. */
+   outermost module runs. Why it is done this way is written in engine/capture/gradients.py. */
 #include "objects.h"
 
 typedef struct {
@@ -231,8 +231,8 @@ static void graph_free(Graph *self) {
 }
 
 static PyMethodDef graph_methods[] = {
-    {"visit", (PyCFunction)visit, METH_VARARGS, "visit(roots, floor): see taps.gradients.Graph.visit."},
-    {"consumers", (PyCFunction)consumers, METH_VARARGS, "consumers(edge, floor): see taps.gradients.Graph.consumers."},
+    {"visit", (PyCFunction)visit, METH_VARARGS, "visit(roots, floor): see engine.capture.graph.Graph.visit."},
+    {"consumers", (PyCFunction)consumers, METH_VARARGS, "consumers(edge, floor): see engine.capture.graph.Graph.consumers."},
     {"clear", (PyCFunction)clear, METH_NOARGS, "clear(): let go of the nodes."},
     {NULL, NULL, 0, NULL}};
 

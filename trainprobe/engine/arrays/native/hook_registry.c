@@ -1,6 +1,6 @@
 /* Torch enters a hook on an autograd node by a Python function of its own, which makes a handle with a weak reference for whoever wants
    to remove the hook again: 5 microseconds. Hooks of this extension leave with their node. What stands here takes that function's place
-   while steps are collected (see taps/node_hooks.py), enters ours alone, and passes everything else on. */
+   while steps are collected (see engine/capture/node_hooks.py), enters ours alone, and passes everything else on. */
 #include "objects.h"
 
 typedef struct {
@@ -58,7 +58,7 @@ static PyType_Slot registrar_slots[] = {{Py_tp_new, registrar_new},
                                         {0, NULL}};
 static PyType_Spec registrar_spec = {"trainprobe._native.Registrar", sizeof(Registrar), 0, Py_TPFLAGS_DEFAULT, registrar_slots};
 
-int registering_fill(PyObject *module) {
+int hook_registry_fill(PyObject *module) {
     PyObject *collections = PyImport_ImportModule("collections");
     ordered_dict = collections ? PyObject_GetAttrString(collections, "OrderedDict") : NULL;
     Py_XDECREF(collections);

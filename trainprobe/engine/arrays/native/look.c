@@ -65,20 +65,20 @@ static const Dtype *dtype_of(Tape *self, PyObject *t, uint32_t kind) {
 }
 
 static Slot *slot_of(Tape *self, long kinds) {
-    for (int i = 0; i < STRIPS && self->slots[i].strip; i++)
+    for (int i = 0; i < ROW_SLOTS && self->slots[i].stats_rows; i++)
         if (self->slots[i].kinds == kinds) return &self->slots[i];
     PyObject *number = PyLong_FromLong(kinds);
-    PyObject *told = number ? call_one(self->open_strip, number) : NULL; /* (strip, native rows or None, list) */
+    PyObject *told = number ? call_one(self->open_rows, number) : NULL; /* (row buffer, its native part or None, list) */
     Py_XDECREF(number);
     if (!told) return NULL;
     int at = 0;
-    while (at < STRIPS - 1 && self->slots[at].strip) at++;
+    while (at < ROW_SLOTS - 1 && self->slots[at].stats_rows) at++;
     Slot *slot = &self->slots[at];
-    Py_XDECREF(slot->strip), Py_XDECREF(slot->rows), Py_XDECREF(slot->owned);
+    Py_XDECREF(slot->stats_rows), Py_XDECREF(slot->rows), Py_XDECREF(slot->owned);
     slot->kinds = kinds;
-    slot->strip = Py_NewRef(PyTuple_GetItem(told, 0));
+    slot->stats_rows = Py_NewRef(PyTuple_GetItem(told, 0));
     PyObject *rows = PyTuple_GetItem(told, 1);
-    slot->rows = Py_TYPE(rows) == strip_type ? (Strip *)Py_NewRef(rows) : NULL;
+    slot->rows = Py_TYPE(rows) == stats_rows_type ? (StatsRows *)Py_NewRef(rows) : NULL;
     slot->owned = Py_NewRef(PyTuple_GetItem(told, 2));
     Py_DECREF(told);
     return slot;
@@ -122,12 +122,12 @@ static PyObject *by_python(PyObject *function, PyObject *t, long flags) {
 }
 
 /* The row of its numbers, read or known from another view of the same memory; -1 when it was dropped, -2 with an exception set. */
-static Py_ssize_t row_of(Tape *self, PyObject *t, long long version, const Job *job, Strip *rows) {
+static Py_ssize_t row_of(Tape *self, PyObject *t, long long version, const Job *job, StatsRows *rows) {
     PyObject *root = self->reuse && version >= 0 ? views_root(t, job) : NULL;
-    if (!root) return strip_reduce(rows, job);
+    if (!root) return stats_rows_reduce(rows, job);
     Py_ssize_t row = views_find(&self->views, root, version, job, rows);
-    if (row >= 0) self->reused++, row = strip_repeat(rows, row);
-    else if ((row = strip_reduce(rows, job)) >= 0 && views_note(&self->views, root, version, job, rows, row)) row = -2;
+    if (row >= 0) self->reused++, row = stats_rows_repeat(rows, row);
+    else if ((row = stats_rows_reduce(rows, job)) >= 0 && views_note(&self->views, root, version, job, rows, row)) row = -2;
     Py_DECREF(root);
     return row;
 }
@@ -138,7 +138,7 @@ static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, lo
     Slot *slot = dtype ? slot_of(self, flags & 255) : NULL;
     Job job;
     if (!slot || !slot->rows || job_of(t, at, dtype->code, flags & 255, &job) != 1) return NULL;
-    Strip *rows = (Strip *)Py_NewRef((PyObject *)slot->rows); /* held: a large tensor is reduced while other threads run */
+    StatsRows *rows = (StatsRows *)Py_NewRef((PyObject *)slot->rows); /* held: a large tensor is reduced while other threads run */
     PyObject *text = dtype->text, *owned = Py_NewRef(slot->owned), *grad = tensor_attribute(t, REQUIRES_GRAD);
     Value *value = grad ? (Value *)PyType_GenericAlloc(value_type, 0) : NULL;
     if (value) {
@@ -150,8 +150,8 @@ static Value *reduced(Tape *self, PyObject *t, PyObject *shape, Geometry *at, lo
         if (value->row == -2 || PyList_Append(owned, (PyObject *)value)) {
             Py_DECREF(value);
             value = NULL;
-        } else if (self->trail && value->row >= 0) {
-            trail_value(self->trail, value, rows->partials + value->row * COLUMNS, rows->checksums[value->row]);
+        } else if (self->journal && value->row >= 0) {
+            journal_value(self->journal, value, rows->partials + value->row * COLUMNS, rows->checksums[value->row]);
         }
     }
     Py_XDECREF(grad);
@@ -217,7 +217,7 @@ int tape_gather(Tape *self, PyObject *t, Value *value, PyObject *path) {
     return fits == 1 ? arena_keep((Arena *)self->arena, path, value->dtype, value->shape, &job) : fits;
 }
 
-int looking_fill(PyObject *module) {
+int look_fill(PyObject *module) {
     (void)module;
     n_dtype = PyUnicode_InternFromString("dtype");
     return n_dtype ? 0 : -1;

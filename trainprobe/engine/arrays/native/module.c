@@ -1,4 +1,4 @@
-/* The Python face: a Strip of rows that grow in C, and a few functions about the machine. Limited API of Python 3.10. */
+/* The Python face: the type StatsRows, a row buffer that grows in C, and a few functions about the machine. Limited API of Python 3.10. */
 #include <string.h>
 
 #include "objects.h"
@@ -11,7 +11,7 @@
 #define TOGETHER (1024 * 1024) /* bytes from which the pool helps */
 #define LEAST_ROWS 256
 
-PyTypeObject *strip_type;
+PyTypeObject *stats_rows_type;
 
 static void reduce_alone(const Job *job, Part *out) {
     int64_t blocks = (job->n + BLOCK * CHUNK - 1) / (BLOCK * CHUNK);
@@ -55,9 +55,9 @@ void reduce(const Job *job, Part *out) {
 #endif
 }
 
-static Py_ssize_t expected = LEAST_ROWS; /* as many rows as the latest strip had, so that the next one need not grow */
+static Py_ssize_t expected = LEAST_ROWS; /* as many rows as the latest buffer had, so that the next one need not grow */
 
-static int grow(Strip *self) {
+static int grow(StatsRows *self) {
     Py_ssize_t room = self->room ? self->room * 2 : expected;
     Py_ssize_t sizes[2] = {room * COLUMNS * (Py_ssize_t)sizeof(double), room * (Py_ssize_t)sizeof(uint64_t)};
     uint32_t *crcs = PyMem_Realloc(self->crcs, (size_t)room * sizeof(uint32_t));
@@ -104,7 +104,7 @@ static int read_layout(Job *job, PyObject *shape, PyObject *strides) {
     return 0;
 }
 
-Py_ssize_t strip_reduce(Strip *self, const Job *job) {
+Py_ssize_t stats_rows_reduce(StatsRows *self, const Job *job) {
     Part part;
     if (self->rows == self->room && grow(self)) return -2;
     Py_ssize_t row = self->rows++;
@@ -124,14 +124,14 @@ Py_ssize_t strip_reduce(Strip *self, const Job *job) {
     return row;
 }
 
-Py_ssize_t strip_repeat(Strip *self, Py_ssize_t row) {
+Py_ssize_t stats_rows_repeat(StatsRows *self, Py_ssize_t row) {
     if (self->rows == self->room && grow(self)) return -2;
     memcpy(self->partials + self->rows * COLUMNS, self->partials + row * COLUMNS, COLUMNS * sizeof(double));
     self->checksums[self->rows] = self->checksums[row], self->crcs[self->rows] = self->crcs[row];
     return self->rows++;
 }
 
-static PyObject *strip_blank(Strip *self, PyObject *unused) {
+static PyObject *stats_rows_blank(StatsRows *self, PyObject *unused) {
     (void)unused;
     if (self->rows == self->room && grow(self)) return NULL;
     Py_ssize_t row = self->rows++;
@@ -140,7 +140,7 @@ static PyObject *strip_blank(Strip *self, PyObject *unused) {
     return PyLong_FromSsize_t(row);
 }
 
-static PyObject *strip_add(Strip *self, PyObject *const *args, Py_ssize_t nargs) {
+static PyObject *stats_rows_add(StatsRows *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 5) return PyErr_Format(PyExc_TypeError, "add takes data_ptr, dtype, shape, strides, flags; got %zd", nargs);
     Job job;
     job.data = PyLong_AsVoidPtr(args[0]);
@@ -150,11 +150,11 @@ static PyObject *strip_add(Strip *self, PyObject *const *args, Py_ssize_t nargs)
     if (job.dtype < 0 || job.dtype >= DTYPES) return PyErr_Format(PyExc_ValueError, "unknown dtype code %d", job.dtype);
     if (read_layout(&job, args[2], args[3])) return NULL;
     if (!job.data && job.n) return PyErr_Format(PyExc_ValueError, "no data behind %lld elements", (long long)job.n);
-    Py_ssize_t row = strip_reduce(self, &job);
+    Py_ssize_t row = stats_rows_reduce(self, &job);
     return row == -2 ? NULL : PyLong_FromSsize_t(row);
 }
 
-static PyObject *strip_take(Strip *self, PyObject *unused) {
+static PyObject *stats_rows_take(StatsRows *self, PyObject *unused) {
     (void)unused;
     PyObject *crcs = PyList_New(self->has_crc ? self->rows : 0), *answer = NULL;
     for (Py_ssize_t i = 0; crcs && self->has_crc && i < self->rows; i++) {
@@ -176,9 +176,9 @@ static PyObject *strip_take(Strip *self, PyObject *unused) {
     return answer;
 }
 
-static Py_ssize_t strip_length(Strip *self) { return self->rows; }
+static Py_ssize_t stats_rows_length(StatsRows *self) { return self->rows; }
 
-static void strip_free(Strip *self) {
+static void stats_rows_free(StatsRows *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     Py_XDECREF(self->tables[0]);
     Py_XDECREF(self->tables[1]);
@@ -187,23 +187,23 @@ static void strip_free(Strip *self) {
     Py_DECREF(type);
 }
 
-static PyMethodDef strip_methods[] = {
-    {"add", (PyCFunction)(void (*)(void))strip_add, METH_FASTCALL,
+static PyMethodDef stats_rows_methods[] = {
+    {"add", (PyCFunction)(void (*)(void))stats_rows_add, METH_FASTCALL,
      "add(data_ptr, dtype, shape, strides, flags) -> row\n\nReduce one tensor. shape and strides (in elements) are tuples, or shape "
      "is the number of contiguous elements and strides None."},
-    {"blank", (PyCFunction)strip_blank, METH_NOARGS, "blank() -> row\n\nLeave a row of zeros for what is reduced elsewhere."},
-    {"take", (PyCFunction)strip_take, METH_NOARGS,
+    {"blank", (PyCFunction)stats_rows_blank, METH_NOARGS, "blank() -> row\n\nLeave a row of zeros for what is reduced elsewhere."},
+    {"take", (PyCFunction)stats_rows_take, METH_NOARGS,
      "take() -> (partials, checksums, crcs)\n\nHand over the rows and start anew: bytearrays of float64 [rows, 12] and uint64 [rows], and "
      "a list of ints, empty when no CRC was asked for."},
     {NULL, NULL, 0, NULL}};
 
-static PyType_Slot strip_slots[] = {{Py_tp_methods, strip_methods},
-                                    {Py_tp_dealloc, strip_free},
-                                    {Py_sq_length, strip_length},
+static PyType_Slot stats_rows_slots[] = {{Py_tp_methods, stats_rows_methods},
+                                    {Py_tp_dealloc, stats_rows_free},
+                                    {Py_sq_length, stats_rows_length},
                                     {Py_tp_doc, "Rows of partials of tensors, in the order in which they were added."},
                                     {0, NULL}};
 
-static PyType_Spec strip_spec = {"trainprobe._native.Strip", sizeof(Strip), 0, Py_TPFLAGS_DEFAULT, strip_slots};
+static PyType_Spec stats_rows_spec = {"trainprobe._native.StatsRows", sizeof(StatsRows), 0, Py_TPFLAGS_DEFAULT, stats_rows_slots};
 
 static PyObject *set_threads(PyObject *self, PyObject *n) {
     (void)self;
@@ -263,19 +263,19 @@ static const char *const dtype_names[DTYPES] = {
     "float8_e8m0fnu"};
 
 static int fill(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&strip_spec), *codes = PyDict_New();
-    int failed = !type || !codes || PyModule_AddObjectRef(module, "Strip", type) || PyModule_AddObjectRef(module, "DTYPES", codes);
+    PyObject *type = PyType_FromSpec(&stats_rows_spec), *codes = PyDict_New();
+    int failed = !type || !codes || PyModule_AddObjectRef(module, "StatsRows", type) || PyModule_AddObjectRef(module, "DTYPES", codes);
     for (int code = 0; !failed && code < DTYPES; code++) {
         PyObject *value = PyLong_FromLong(code);
         failed = !value || PyDict_SetItemString(codes, dtype_names[code], value);
         Py_XDECREF(value);
     }
-    strip_type = (PyTypeObject *)type; /* held for ever */
+    stats_rows_type = (PyTypeObject *)type; /* held for ever */
     Py_XDECREF(codes);
-    int (*const fill[])(PyObject *) = {objects_fill, attributes_fill, geometry_fill, looking_fill, tape_fill, stacks_fill,
-                                       questions_fill, ops_fill, graph_fill,
+    int (*const fill[])(PyObject *) = {objects_fill, attributes_fill, geometry_fill, look_fill, tape_fill, stacks_fill,
+                                       torch_state_fill, ops_fill, graph_fill,
                                        modules_fill, backward_fill, parameters_fill, node_hooks_fill, contribution_fill, arena_fill,
-                                       registering_fill, trail_fill, structure_fill};
+                                       hook_registry_fill, journal_fill, structure_fill};
     for (size_t i = 0; !failed && i < sizeof fill / sizeof *fill; i++) failed = fill[i](module);
     return failed ? -1 : 0;
 }

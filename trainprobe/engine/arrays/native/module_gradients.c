@@ -1,4 +1,4 @@
-/* Gradients at the outputs and inputs of a module call, by hooks on autograd nodes that exist anyway (see taps/gradients.py for how they
+/* Gradients at the outputs and inputs of a module call, by hooks on autograd nodes that exist anyway (see engine/capture/gradients.py for how they
    are found): what is wanted of which node once the call has returned. */
 #include <string.h>
 

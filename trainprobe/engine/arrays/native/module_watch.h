@@ -30,7 +30,7 @@ typedef struct {
     PyObject *gradient_calls; /* name of a module → its latest call of the gradients of parameters */
     Call *gradient_call;      /* the latest that took a gradient; calls hold it. NULL: none */
     PyObject *backward_micro; /* the micro-batch whose gradients passed last: under 1F1B it is not the one that ran forward last */
-    Tape *eye;
+    Tape *native;
     MicroGate gate;
     PyTypeObject *plain[2];
     Hooks hooks;  /* of the step; while the outermost module runs, the graph has each as the mark of its node */

@@ -1,4 +1,4 @@
-/* The module calls of a step (see taps/torch_modules.py): inputs, parameters and outputs of each
+/* The module calls of a step (see engine/capture/torch_modules.py): inputs, parameters and outputs of each
    call, and what watches its gradients (module_gradients.c) and those of parameters (parameter_gradients.c). */
 #include "module_watch.h"
 
@@ -55,7 +55,7 @@ static Call *new_call(ModuleWatch *self, const ModuleInfo *info, int again, Call
 static PyObject *looked(ModuleWatch *self, const ModuleInfo *info, Call *call, PyObject *x, const char *place) {
     PyObject *at = info->flags & SAVE ? joined_name(info->name, info->cls, call->phase, call->call, place) : NULL;
     if (info->flags & SAVE && !at) return NULL;
-    PyObject *tree = tape_tree(self->eye, x, info->flags, at, 0);
+    PyObject *tree = tape_tree(self->native, x, info->flags, at, 0);
     Py_XDECREF(at);
     return tree;
 }
@@ -66,7 +66,7 @@ static PyObject *look_at_parameters(ModuleWatch *self, const ModuleInfo *info, C
         PyObject *pair = PyTuple_GetItem(info->parameters, i), *name = PyTuple_GetItem(pair, 0), *at = NULL, *tree = NULL;
         if (info->flags & SAVE)
             at = PyUnicode_FromFormat("Module.%U.%U.%U.%zd.parameters.%U", info->name, info->cls, call->phase, call->call, name);
-        if (!PyErr_Occurred()) tree = tape_held(self->eye, PyTuple_GetItem(pair, 1), info->flags, at);
+        if (!PyErr_Occurred()) tree = tape_held(self->native, PyTuple_GetItem(pair, 1), info->flags, at);
         Py_XDECREF(at);
         if (!tree || PyDict_SetItem(trees, name, tree)) Py_CLEAR(trees);
         Py_XDECREF(tree);
@@ -109,7 +109,7 @@ static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *args, Py
             failed = *flow < 0 || (*flow && (edges_of(self, args, NULL, -1, edges, 0) || edges_of(self, kwargs, NULL, -1, edges, 0)));
         }
         failed = failed || PyList_Append(self->calls, (PyObject *)call);
-        if (!failed) tape_told(self->eye, call, ARGS | KWARGS | PARAMS);
+        if (!failed) tape_report(self->native, call, ARGS | KWARGS | PARAMS);
     }
     if (failed || PyList_Append(self->stack, (PyObject *)call)) {
         Py_XDECREF((PyObject *)call);
@@ -120,7 +120,7 @@ static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *args, Py
 
 /* flow: whether gradients flowed when the module was entered; where they did not, they may since. */
 static int leave(ModuleWatch *self, const ModuleInfo *info, Call *call, long long floor, Edges *edges, int flow, PyObject *out) {
-    if (!self->eye || !info->selected) return 0;
+    if (!self->native || !info->selected) return 0;
     int wanted = micro_is_wanted(&self->gate, call->micro);
     if (wanted <= 0) return wanted;
     if (self->forward && self->outputs && !(call->phase == t_recompute && !self->recompute)) {
@@ -128,9 +128,9 @@ static int leave(ModuleWatch *self, const ModuleInfo *info, Call *call, long lon
         if (!tree) return -1;
         Py_XDECREF(call->out);
         call->out = tree;
-        if (self->eye) tape_told(self->eye, call, OUT);
+        if (self->native) tape_report(self->native, call, OUT);
     }
-    if (!self->backward || !self->eye) return 0;
+    if (!self->backward || !self->native) return 0;
     if (!flow) flow = gradients_flow(self);
     return flow <= 0 ? flow : watch_gradients(self, info, call, floor, edges, out);
 }
@@ -148,7 +148,7 @@ static PyObject *call_original(PyObject *original, PyObject *module, PyObject *a
 
 /* Whether this call is to be recorded: not after a fault, not for a compiler, and not on a thread that is neither the training's nor autograd's. */
 static int recording(ModuleWatch *self) {
-    if (!self->eye) return 0;
+    if (!self->native) return 0;
     PyObject *tripped = PyObject_GetAttr(self->guard, t_tripped);
     int on = tripped == Py_None;
     Py_XDECREF(tripped);
@@ -226,7 +226,7 @@ static PyObject *watch_end(ModuleWatch *self, PyObject *unused) {
     hooks_forget(self);
     self->gradient_call = NULL;
     if (self->graph) graph_forget(self->graph);
-    PyObject **held[] = {&self->tape, (PyObject **)&self->eye, &self->calls, &self->forwards, &self->arrived, &self->backward_micro,
+    PyObject **held[] = {&self->tape, (PyObject **)&self->native, &self->calls, &self->forwards, &self->arrived, &self->backward_micro,
                          &self->gradient_calls, &self->gate.micro};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);
     PyErr_Restore(type, error, trace);
@@ -234,11 +234,11 @@ static PyObject *watch_end(ModuleWatch *self, PyObject *unused) {
 }
 
 static PyObject *watch_begin(ModuleWatch *self, PyObject *args) {
-    PyObject *tape, *eye, *calls, *arrived;
+    PyObject *tape, *native, *calls, *arrived;
     if (!torch_known()) return PyErr_Format(PyExc_RuntimeError, "learn_torch must be called first");
-    if (!PyArg_ParseTuple(args, "OO!O!O!", &tape, tape_type, &eye, &PyList_Type, &calls, &PyDict_Type, &arrived)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO!O!O!", &tape, tape_type, &native, &PyList_Type, &calls, &PyDict_Type, &arrived)) return NULL;
     Py_XDECREF(watch_end(self, NULL));
-    self->tape = Py_NewRef(tape), self->eye = (Tape *)Py_NewRef(eye), self->calls = Py_NewRef(calls), self->arrived = Py_NewRef(arrived);
+    self->tape = Py_NewRef(tape), self->native = (Tape *)Py_NewRef(native), self->calls = Py_NewRef(calls), self->arrived = Py_NewRef(arrived);
     self->forwards = PyDict_New(), self->gradient_calls = PyDict_New(), self->open = PyList_New(0);
     self->thread = PyThread_get_thread_ident();
     return self->forwards && self->gradient_calls && self->open ? Py_NewRef(Py_None) : NULL;
@@ -284,7 +284,7 @@ static int watch_traverse(ModuleWatch *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)self));
     for (int i = 0; i < HELD; i++) Py_VISIT(*places[i]);
     Py_VISIT(self->tape);
-    Py_VISIT((PyObject *)self->eye);
+    Py_VISIT((PyObject *)self->native);
     Py_VISIT(self->calls);
     return 0;
 }
@@ -315,7 +315,7 @@ static PyMethodDef watch_methods[] = {
     {"parameter_hook", (PyCFunction)(void (*)(void))parameter_hook_new, METH_FASTCALL,
      "parameter_hook(info, name, key): a pre-hook for the gradient accumulator of a parameter."},
     {"parameter", (PyCFunction)(void (*)(void))parameter_take, METH_FASTCALL, "parameter(info, name, key, gradient): record one gradient."},
-    {"begin", (PyCFunction)watch_begin, METH_VARARGS, "begin(tape, eye, calls, arrived): record onto this tape."},
+    {"begin", (PyCFunction)watch_begin, METH_VARARGS, "begin(tape, native, calls, arrived): record onto this tape."},
     {"end", (PyCFunction)watch_end, METH_NOARGS, "end(): let go of the tape, the graph and the hooks; calls are passed on."},
     {NULL, NULL, 0, NULL}};
 

@@ -1,13 +1,13 @@
-/* The tape's eye, as the files see it that it is made of: seen_table.c (which tensors were looked at already), views.c (which memory), look.c (one
+/* The native tape, in the files that it is made of: seen_table.c (which tensors were looked at already), views.c (which memory), look.c (one
    tensor), pytree.c (trees of arguments) and tape.c (the type). */
-#ifndef TRAINPROBE_EYE_H
-#define TRAINPROBE_EYE_H
+#ifndef TRAINPROBE_NATIVE_TAPE_H
+#define TRAINPROBE_NATIVE_TAPE_H
 
 #include "objects.h"
 
 #define KINDS 0xFFFF
 #define CUT 16
-#define STRIPS 8
+#define ROW_SLOTS 8
 #define DTYPES_KNOWN 64
 
 typedef struct {
@@ -18,8 +18,8 @@ typedef struct {
 
 typedef struct {
     long kinds;
-    PyObject *strip; /* the Python strip, NULL where the slot is free */
-    Strip *rows;     /* its native rows, NULL where it has none */
+    PyObject *stats_rows; /* the Python row buffer, NULL where the slot is free */
+    StatsRows *rows;     /* its native rows, NULL where it has none */
     PyObject *owned; /* list of Values */
 } Slot;
 
@@ -49,7 +49,7 @@ typedef struct {
 
 typedef struct {
     PyObject *root; /* a weak reference to the tensor whose memory it is; NULL: none */
-    Strip *rows;    /* where its numbers are: in this row while the rows were taken so often */
+    StatsRows *rows;    /* where its numbers are: in this row while the rows were taken so often */
     Py_ssize_t row;
     uint64_t taken, sample;
     const char *data;
@@ -67,15 +67,15 @@ typedef struct {
 struct Tape {
     PyObject_HEAD
     PyTypeObject *plain[2]; /* NULL where every tensor is left to Python */
-    PyObject *open_strip, *slow, *special, *rare, *keep, *describe;
+    PyObject *open_rows, *slow, *special, *rare, *keep, *describe;
     PyObject *arena; /* NULL: each value passes through `keep` */
-    PyObject *trail; /* is told what is looked at, or NULL */
+    PyObject *journal; /* records what is looked at, or NULL */
     PyObject *noted; /* list of (twin with a note of its own, value), or NULL */
     int reuse, dtypes_known;
     int entered; /* containers of the tree that is looked at */
     Dtype dtypes[DTYPES_KNOWN];
     Shapes shapes;
-    Slot slots[STRIPS];
+    Slot slots[ROW_SLOTS];
     SeenTable seen;
     Views views;
     Py_ssize_t reused;
@@ -90,8 +90,8 @@ void seen_clear(SeenTable *table);
 
 /* views.c */
 PyObject *views_root(PyObject *t, const Job *job); /* the tensor whose memory it is; a new reference, or NULL: not to be remembered */
-Py_ssize_t views_find(const Views *self, PyObject *root, long long version, const Job *job, const Strip *rows); /* its row, or -1 */
-int views_note(Views *self, PyObject *root, long long version, const Job *job, Strip *rows, Py_ssize_t row);    /* -1: an exception is set */
+Py_ssize_t views_find(const Views *self, PyObject *root, long long version, const Job *job, const StatsRows *rows); /* its row, or -1 */
+int views_note(Views *self, PyObject *root, long long version, const Job *job, StatsRows *rows, Py_ssize_t row);    /* -1: an exception is set */
 void views_clear(Views *self);
 
 /* look.c. held: somebody else keeps the tensor for the rest of the step, so that a reference of the tape's own keeps nothing alive. */

@@ -109,7 +109,7 @@ static PyObject *hook_called(NodeHook *hook, PyObject *args, PyObject *kwargs) {
     ModuleWatch *self = hook->watch;
     Py_ssize_t n = PyTuple_Size(args);
     (void)kwargs;
-    if (!self || !self->eye || n < 1 || n > 2) return Py_NewRef(Py_None);
+    if (!self || !self->native || n < 1 || n > 2) return Py_NewRef(Py_None);
     Py_INCREF((PyObject *)self);
     Py_INCREF((PyObject *)hook);
     PyObject *off = modes_off();

@@ -23,17 +23,17 @@ typedef struct {
     double *partials;
     uint64_t *checksums;
     uint32_t *crcs;
-} Strip;
+} StatsRows;
 
-Py_ssize_t strip_reduce(Strip *self, const Job *job); /* row, -1 when it was dropped, -2 with an exception set */
-Py_ssize_t strip_repeat(Strip *self, Py_ssize_t row);        /* a row with the numbers of that one; -2 with an exception set */
+Py_ssize_t stats_rows_reduce(StatsRows *self, const Job *job); /* row, -1 when it was dropped, -2 with an exception set */
+Py_ssize_t stats_rows_repeat(StatsRows *self, Py_ssize_t row);        /* a row with the numbers of that one; -2 with an exception set */
 
 /* Neither is tracked by the garbage collector: a value refers to texts and a shape, a call to values and to calls before it. */
 typedef struct {
     PyObject_HEAD
     Py_ssize_t row;
     PyObject *type, *dtype, *shape, *device, *requires_grad, *note, *tensor, *extra;
-    uint64_t epoch; /* of the step in whose trail it was written */
+    uint64_t epoch; /* of the step in whose journal it was written */
 } Value;
 
 typedef struct {
@@ -53,7 +53,7 @@ typedef struct {
 
 int is_info(PyObject *x); /* 0 with an exception set where it is none */
 
-extern PyTypeObject *info_type, *strip_type, *value_type, *call_type, *tape_type, *stacks_type, *node_hook_type, *op_hook_type;
+extern PyTypeObject *info_type, *stats_rows_type, *value_type, *call_type, *tape_type, *stacks_type, *node_hook_type, *op_hook_type;
 
 typedef struct Tape Tape;
 
@@ -127,7 +127,7 @@ int tape_enter(Tape *self);        /* whether one more container of this tree ma
 /* The same for a tensor that somebody holds for the rest of the step: it is remembered by a reference, which is less than a weak one. */
 PyObject *tape_held(Tape *self, PyObject *t, long flags, PyObject *path);
 
-/* A twin of a value with a note of its own, whose row is set with the value's when the step is harvested. A new reference. */
+/* A twin of a value with a note of its own, whose row is set with the value's when the step is drained. A new reference. */
 PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note);
 
 int tape_is_plain(const Tape *self, PyObject *x); /* a tensor that needs no describing */
@@ -139,13 +139,13 @@ int arena_keep(Arena *self, PyObject *key, PyObject *dtype, PyObject *shape, con
 
 void tape_touched(Tape *self, PyObject *t);
 
-/* The trail of a step (step_journal.c): fields are those trees of the call that have come or changed. */
+/* The journal of a step (step_journal.c): fields are those trees of the call that have come or changed. */
 enum { ARGS = 1, KWARGS = 2, OUT = 4, PARAMS = 8 };
-int trail_check(PyObject *x);
-void trail_value(PyObject *trail, Value *v, const double *row, uint64_t checksum);
-void trail_twin(PyObject *trail, Value *twin, const Value *v);
-void trail_call(PyObject *trail, Call *c, int fields);
-void tape_told(Tape *self, Call *c, int fields); /* does so where the tape has a trail */
+int journal_check(PyObject *x);
+void journal_value(PyObject *journal, Value *v, const double *row, uint64_t checksum);
+void journal_twin(PyObject *journal, Value *twin, const Value *v);
+void journal_call(PyObject *journal, Call *c, int fields);
+void tape_report(Tape *self, Call *c, int fields); /* does so where the tape has a journal */
 
 /* The graph of the forward that is running (graph.c). */
 PyObject *graph_new_empty(void);
@@ -206,10 +206,10 @@ Py_ssize_t stacks_capture(PyObject *stacks, Py_ssize_t base, const void *stop, i
 int objects_fill(PyObject *module);
 int attributes_fill(PyObject *module);
 int geometry_fill(PyObject *module);
-int looking_fill(PyObject *module);
+int look_fill(PyObject *module);
 int tape_fill(PyObject *module);
 int stacks_fill(PyObject *module);
-int questions_fill(PyObject *module);
+int torch_state_fill(PyObject *module);
 int ops_fill(PyObject *module);
 int graph_fill(PyObject *module);
 int modules_fill(PyObject *module);
@@ -218,8 +218,8 @@ int parameters_fill(PyObject *module);
 int node_hooks_fill(PyObject *module);
 int contribution_fill(PyObject *module);
 int arena_fill(PyObject *module);
-int trail_fill(PyObject *module);
-int registering_fill(PyObject *module);
+int journal_fill(PyObject *module);
+int hook_registry_fill(PyObject *module);
 int structure_fill(PyObject *module);
 
 #endif

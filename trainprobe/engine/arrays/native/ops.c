@@ -1,4 +1,4 @@
-/* The torch calls of a step (see taps/torch_ops.py): what goes in, what comes out, and the
+/* The torch calls of a step (see engine/capture/torch_ops.py): what goes in, what comes out, and the
    gradients that pass the autograd node of each call. */
 #include "objects.h"
 
@@ -8,7 +8,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *names, *learn, *fault, *repeats, *stacks, *inside, *parent;
     PyObject *tape, *calls, *counts; /* of the step that is being collected, NULL otherwise */
-    Tape *eye;
+    Tape *native;
     MicroGate gate;
     OpHook **hooks;
     Py_ssize_t n_hooks, room;
@@ -46,14 +46,14 @@ static int look_at_inputs(OpWatch *self, Call *call, long flags, PyObject *args,
     if (self->inputs) {
         PyObject *at = flags & SAVE ? joined(call->name, call->call, call->phase, ".input") : NULL;
         if (flags & SAVE && !at) return -1;
-        call->args = tape_tree(self->eye, args, flags, at, 0);
+        call->args = tape_tree(self->native, args, flags, at, 0);
         Py_XDECREF(at);
         if (!call->args) return -1;
     }
     if (self->kwargs && kwargs && kwargs != Py_None && PyDict_Size(kwargs) > 0) {
         PyObject *at = flags & SAVE ? joined(call->name, call->call, call->phase, ".kwargs") : NULL;
         if (flags & SAVE && !at) return -1;
-        call->kwargs = tape_tree(self->eye, kwargs, flags, at, 0);
+        call->kwargs = tape_tree(self->native, kwargs, flags, at, 0);
         Py_XDECREF(at);
         if (!call->kwargs) return -1;
     }
@@ -90,8 +90,8 @@ static Call *before(OpWatch *self, PyObject *name, long flags, PyObject *args, P
         ((!recompute || self->recompute) && self->calls && PyList_Append(self->calls, (PyObject *)call))) {
         Py_DECREF((PyObject *)call);
         call = NULL;
-    } else if ((!recompute || self->recompute) && self->eye) {
-        tape_told(self->eye, call, ARGS | KWARGS);
+    } else if ((!recompute || self->recompute) && self->native) {
+        tape_report(self->native, call, ARGS | KWARGS);
     }
 done:
     Py_XDECREF(again);
@@ -113,7 +113,7 @@ static int keep_hook(OpWatch *self, OpHook *hook) {
 static int watch_node(OpWatch *self, PyObject *t, long long floor, Call *call, long flags, OpHook **hook, PyObject *made) {
     int tensor = is_tensor(t);
     if (tensor <= 0) return tensor;
-    PyObject *off = tape_is_plain(self->eye, t) ? NULL : functions_off(), *node = PyErr_Occurred() ? NULL : node_behind(t);
+    PyObject *off = tape_is_plain(self->native, t) ? NULL : functions_off(), *node = PyErr_Occurred() ? NULL : node_behind(t);
     modes_on(off);
     if (!node) return PyErr_Occurred() ? -1 : 0;
     long long number = sequence_of(node);
@@ -140,34 +140,34 @@ static int watch_node(OpWatch *self, PyObject *t, long long floor, Call *call, l
 
 /* What an op may have written without a trace: its arguments at the positions whose bits are set, all tensors of its lists
    (`_fused_adamw_`), and what it was given by keyword. */
-static void forget_written(Tape *eye, long written, PyObject *args, PyObject *kwargs) {
+static void forget_written(Tape *native, long written, PyObject *args, PyObject *kwargs) {
     PyObject *name, *value;
     Py_ssize_t at = 0, n = PyTuple_Check(args) ? PyTuple_Size(args) : 0;
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *x = PyTuple_GetItem(args, i);
         int tuple = PyTuple_CheckExact(x), list = PyList_CheckExact(x);
-        if (i < 32 && written >> i & 1) tape_touched(eye, x);
+        if (i < 32 && written >> i & 1) tape_touched(native, x);
         for (Py_ssize_t k = 0; (tuple || list) && k < (tuple ? PyTuple_Size(x) : PyList_Size(x)); k++)
-            tape_touched(eye, tuple ? PyTuple_GetItem(x, k) : PyList_GetItem(x, k));
+            tape_touched(native, tuple ? PyTuple_GetItem(x, k) : PyList_GetItem(x, k));
     }
-    while (PyDict_Check(kwargs) && PyDict_Next(kwargs, &at, &name, &value)) tape_touched(eye, value);
+    while (PyDict_Check(kwargs) && PyDict_Next(kwargs, &at, &name, &value)) tape_touched(native, value);
 }
 
 static int after(OpWatch *self, PyObject *spec, long flags, Call *call, long long floor, PyObject *args, PyObject *kwargs, PyObject *out) {
-    if (!self->eye) return 0; /* the step has ended meanwhile */
+    if (!self->native) return 0; /* the step has ended meanwhile */
     long written = PyLong_AsLong(PyTuple_GetItem(spec, 2));
-    if (written > 0) forget_written(self->eye, written, args, kwargs);
+    if (written > 0) forget_written(self->native, written, args, kwargs);
     if (self->forward && self->outputs && PyTuple_GetItem(spec, 3) != Py_True) {
         PyObject *at = flags & SAVE ? joined(call->name, call->call, call->phase, ".output") : NULL;
         if (flags & SAVE && !at) return -1;
-        PyObject *tree = tape_tree(self->eye, out, flags, at, 0);
+        PyObject *tree = tape_tree(self->native, out, flags, at, 0);
         Py_XDECREF(at);
         if (!tree) return -1;
         Py_XDECREF(call->out);
         call->out = tree;
-        if (self->eye && (call->phase == t_forward || self->recompute)) tape_told(self->eye, call, OUT);
+        if (self->native && (call->phase == t_forward || self->recompute)) tape_report(self->native, call, OUT);
     }
-    if (!self->backward || !self->eye) return 0;
+    if (!self->backward || !self->native) return 0;
     OpHook *hook = NULL;
     int failed = 0;
     if (PyTuple_Check(out) || PyList_Check(out)) {
@@ -214,7 +214,7 @@ static PyObject *handle(OpWatch *self, PyObject *const *args, Py_ssize_t nargs) 
     if (nargs < 4) return PyErr_Format(PyExc_TypeError, "handle takes mode, func, types, args, kwargs; got %zd", nargs);
     args++;
     PyObject *func = args[0], *kwargs = nargs > 4 ? args[3] : Py_None, *out;
-    PyObject *spec = self->eye ? PyDict_GetItemWithError(self->names, func) : Py_None;
+    PyObject *spec = self->native ? PyDict_GetItemWithError(self->names, func) : Py_None;
     Py_XINCREF(spec);
     self->depth++;
     if (!spec) {
@@ -242,11 +242,11 @@ static int join(OpWatch *self, OpHook *hook, PyObject **side, PyObject *gradient
         PyObject_GC_UnTrack(*side); /* a tree has no cycles: the collector need not walk it */
     }
     Py_ssize_t first = PyList_Size(*side), n = PyTuple_Size(gradients);
-    for (Py_ssize_t i = 0; i < n && self->eye; i++) {
+    for (Py_ssize_t i = 0; i < n && self->native; i++) {
         PyObject *at = NULL, *tree = NULL;
         if (hook->flags & SAVE)
             at = PyUnicode_FromFormat("%U.%zd.%U.%s.%zd", hook->forward->name, hook->forward->call, t_backward, place, first + i);
-        if (at || !(hook->flags & SAVE)) tree = tape_tree(self->eye, PyTuple_GetItem(gradients, i), hook->flags, at, 0);
+        if (at || !(hook->flags & SAVE)) tree = tape_tree(self->native, PyTuple_GetItem(gradients, i), hook->flags, at, 0);
         int failed = !tree || PyList_Append(*side, tree);
         Py_XDECREF(at), Py_XDECREF(tree);
         if (failed) return -1;
@@ -262,14 +262,14 @@ static int record(OpWatch *self, OpHook *hook, PyObject *sent, PyObject *receive
     }
     if (join(self, hook, &hook->call->args, received, "input")) return -1;
     if (hook->watch && join(self, hook, &hook->call->out, sent, "output")) return -1;
-    if (hook->watch && self->eye) tape_told(self->eye, hook->call, ARGS | OUT);
+    if (hook->watch && self->native) tape_report(self->native, hook->call, ARGS | OUT);
     return 0;
 }
 
 static PyObject *hook_called(OpHook *hook, PyObject *args, PyObject *kwargs) {
     OpWatch *self = hook->watch;
     (void)kwargs;
-    if (!self || !self->eye || PyTuple_Size(args) != 2) return Py_NewRef(Py_None);
+    if (!self || !self->native || PyTuple_Size(args) != 2) return Py_NewRef(Py_None);
     Py_INCREF((PyObject *)self);
     Py_INCREF((PyObject *)hook);
     PyObject *off = modes_off();
@@ -310,7 +310,7 @@ static PyObject *watch_end(OpWatch *self, PyObject *unused) {
     }
     PyMem_Free(hooks);
     Py_CLEAR(self->tape);
-    Py_CLEAR(self->eye);
+    Py_CLEAR(self->native);
     Py_CLEAR(self->calls);
     Py_CLEAR(self->counts);
     Py_CLEAR(self->gate.micro);
@@ -318,11 +318,11 @@ static PyObject *watch_end(OpWatch *self, PyObject *unused) {
 }
 
 static PyObject *watch_begin(OpWatch *self, PyObject *args) {
-    PyObject *tape, *eye, *calls;
+    PyObject *tape, *native, *calls;
     if (!torch_known()) return PyErr_Format(PyExc_RuntimeError, "learn_torch must be called first");
-    if (!PyArg_ParseTuple(args, "OO!O!", &tape, tape_type, &eye, &PyList_Type, &calls)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO!O!", &tape, tape_type, &native, &PyList_Type, &calls)) return NULL;
     Py_XDECREF(watch_end(self, NULL));
-    self->tape = Py_NewRef(tape), self->eye = (Tape *)Py_NewRef(eye), self->calls = Py_NewRef(calls);
+    self->tape = Py_NewRef(tape), self->native = (Tape *)Py_NewRef(native), self->calls = Py_NewRef(calls);
     self->counts = PyDict_New();
     return self->counts ? Py_NewRef(Py_None) : NULL;
 }
@@ -350,7 +350,7 @@ static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static int watch_traverse(OpWatch *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)self));
     PyObject *held[] = {self->names, self->learn, self->fault, self->repeats, self->gate.function, self->inside,
-                        self->parent, self->tape, (PyObject *)self->eye, self->calls};
+                        self->parent, self->tape, (PyObject *)self->native, self->calls};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_VISIT(held[i]);
     return 0;
 }
@@ -377,7 +377,7 @@ static PyMemberDef watch_members[] = {{"parent", T_OBJECT, offsetof(OpWatch, par
 
 static PyMethodDef watch_methods[] = {
     {"handle", (PyCFunction)(void (*)(void))handle, METH_FASTCALL, "handle(mode, func, types, args, kwargs): what a mode's __torch_function__ does."},
-    {"begin", (PyCFunction)watch_begin, METH_VARARGS, "begin(tape, eye, calls): record onto this tape."},
+    {"begin", (PyCFunction)watch_begin, METH_VARARGS, "begin(tape, native, calls): record onto this tape."},
     {"end", (PyCFunction)watch_end, METH_NOARGS, "end(): let go of the tape and of the hooks on autograd nodes; calls are passed on."},
     {NULL, NULL, 0, NULL}};
 

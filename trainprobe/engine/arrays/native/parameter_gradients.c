@@ -1,5 +1,5 @@
 /* Gradients of parameters, as they reach their accumulators: one call a module and number of arrival (see
-   taps/torch_modules.py). */
+   engine/capture/torch_modules.py). */
 #include "module_watch.h"
 
 static PyObject *t_parameter, *t_backward, *t_micro;
@@ -48,9 +48,9 @@ static int record_gradient(ModuleWatch *self, const ModuleInfo *info, PyObject *
         PyObject *at = NULL, *tree = NULL;
         if (call && info->flags & SAVE)
             at = PyUnicode_FromFormat("Module.%U.%U.parameters_grad.%zd.%U", info->name, info->cls, number, name);
-        if (call && !PyErr_Occurred()) tree = tape_tree(self->eye, gradient, info->flags, at, 0);
+        if (call && !PyErr_Occurred()) tree = tape_tree(self->native, gradient, info->flags, at, 0);
         failed = !tree || PyDict_SetItem(call->params, name, tree);
-        if (!failed && self->eye) tape_told(self->eye, call, PARAMS);
+        if (!failed && self->native) tape_report(self->native, call, PARAMS);
         Py_XDECREF(at);
         Py_XDECREF(tree);
         Py_XDECREF((PyObject *)call);
@@ -60,7 +60,7 @@ static int record_gradient(ModuleWatch *self, const ModuleInfo *info, PyObject *
 }
 
 static int take_gradient(ModuleWatch *self, PyObject *about, PyObject *name, PyObject *key, PyObject *gradient) {
-    if (!self->eye || gradient == Py_None) return 0;
+    if (!self->native || gradient == Py_None) return 0;
     PyObject *off = modes_off();
     int failed = PyErr_Occurred() || record_gradient(self, (const ModuleInfo *)about, name, key, gradient);
     modes_on(off);

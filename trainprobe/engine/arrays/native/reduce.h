@@ -18,7 +18,7 @@
 #define NEAR 1024
 #define FAR 8192
 
-/* COLUMNS of a row, and the flags of what is wanted of a tensor (STATS, CHECKSUM, STD, CRC32, SUBLOW), come from engine/stats/partials.py:
+/* COLUMNS of a row, and the flags of what is wanted of a tensor (STATS, CHECKSUM, STD, CRC32, SUBNORMAL), come from engine/stats/partials.py:
    setup.py defines them. */
 #ifndef COLUMNS
 #error "build with setup.py, which defines the layout of a row"
@@ -34,7 +34,7 @@ typedef __int128 int128;
 
 /* sum is s + c, sum of squares (q + qc) * 4^exponent; integer_sum is exact and used for 64-bit integers. */
 typedef struct {
-    double count, nan, posinf, neginf, zero, min, max, s, c, q, qc, m2, sublow;
+    double count, nan, posinf, neginf, zero, min, max, s, c, q, qc, m2, subnormal;
     int128 integer_sum;
     uint64_t checksum;
     uint32_t crc;
@@ -66,8 +66,8 @@ typedef struct {
     void (*clean_f64)(const double *x, double *out, int64_t n, Part *p);
     double (*m2_f32)(const float *x, int64_t n, double mean); /* all x finite */
     double (*m2_f64)(const double *x, int64_t n, double mean);
-    double (*sublow_f32)(const float *x, int64_t n, float tiny);
-    double (*sublow_f64)(const double *x, int64_t n, double tiny);
+    double (*subnormal_f32)(const float *x, int64_t n, float tiny);
+    double (*subnormal_f64)(const double *x, int64_t n, double tiny);
     uint64_t (*products)(const uint32_t *x, int64_t n, const uint32_t *low, const uint32_t *high, uint64_t key);
     uint64_t (*row_products)(const uint32_t *x, int64_t rows, int64_t left, uint64_t row);
     void (*keys)(uint64_t place, uint64_t step, int64_t n, uint32_t *low, uint32_t *high);

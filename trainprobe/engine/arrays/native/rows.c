@@ -109,7 +109,7 @@ void part_merge(Part *a, const Part *b, int flags, uint64_t bytes_of_b) {
     }
     if (flags & STATS) {
         a->count += b->count, a->nan += b->nan, a->posinf += b->posinf, a->neginf += b->neginf;
-        a->zero += b->zero, a->sublow += b->sublow;
+        a->zero += b->zero, a->subnormal += b->subnormal;
         if (b->min < a->min) a->min = b->min;
         if (b->max > a->max) a->max = b->max;
         two_sum(&a->s, &a->c, b->s);
@@ -124,7 +124,7 @@ void part_merge(Part *a, const Part *b, int flags, uint64_t bytes_of_b) {
 static void stats_single(const float *x, int64_t n, int64_t left, int dtype, int flags, Part *p) {
     float clean[CHUNK];
     kernels.stats_f32(x, n, left, p);
-    if (flags & SUBLOW) p->sublow = kernels.sublow_f32(x, n, (float)smallest_normal[dtype]);
+    if (flags & SUBNORMAL) p->subnormal = kernels.subnormal_f32(x, n, (float)smallest_normal[dtype]);
     if (!(p->q <= DBL_MAX)) {
         Part finite_part;
         kernels.clean_f32(x, clean, n, p);
@@ -144,7 +144,7 @@ static void stats_double(const double *x, int64_t n, int dtype, int flags, Part 
     double clean[CHUNK];
     int64_t bad;
     kernels.stats_f64(x, n, 1.0, &bad, p);
-    if (flags & SUBLOW) p->sublow = kernels.sublow_f64(x, n, smallest_normal[dtype]);
+    if (flags & SUBNORMAL) p->subnormal = kernels.subnormal_f64(x, n, smallest_normal[dtype]);
     Part again = *p;
     if (bad) {
         kernels.clean_f64(x, clean, n, p);
@@ -302,6 +302,6 @@ void part_finish(const Part *p, const Job *job, double *row) {
     else sum *= k;
     /* + 0.0: a minimum or maximum of zero has no sign, because which of the two zeros came first is no property of a set */
     double values[COLUMNS] = {p->count * k, p->nan * k, p->posinf * k, p->neginf * k, p->zero * k, p->min + 0.0, p->max + 0.0, sum,
-                              (p->q + p->qc) * k, p->m2 * k, p->exponent, p->sublow * k};
+                              (p->q + p->qc) * k, p->m2 * k, p->exponent, p->subnormal * k};
     memcpy(row, values, sizeof values);
 }

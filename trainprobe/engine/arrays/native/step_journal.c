@@ -1,4 +1,4 @@
-/* The trail of a step: what it has brought so far, written as it comes into memory that outlives the process (see engine/storage/step_journal.py,
+/* The journal of a step: what it has brought so far, written as it comes into memory that outlives the process (see engine/storage/step_journal.py,
    which reads it and says what the records mean). */
 #include <string.h>
 
@@ -15,20 +15,20 @@ typedef struct {
     uint64_t epoch; /* of the step: what carries it was written; 0 between two steps */
     int full;       /* what does not fit is left out from there on */
     PyObject *owner; /* of the memory */
-} Trail;
+} StepJournal;
 
-static PyTypeObject *trail_type;
+static PyTypeObject *journal_type;
 static PyObject *n_type;
 
 /* ---- one record ----------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    Trail *trail;
+    StepJournal *journal;
     char *start, *at, *end;
     int bad;
 } Pen;
 
-static Pen record(Trail *self, char kind) {
+static Pen record(StepJournal *self, char kind) {
     Pen p = {self, self->base + HEAD + self->used, NULL, self->base + self->room, self->full};
     if (!p.bad && p.end - p.start < 5) p.bad = 1;
     p.at = p.start + 5;
@@ -70,7 +70,7 @@ static void write_text(Pen *p, PyObject *x) { /* NULL, or what is no text: empty
 
 /* The record counts from now on: its bytes are there before the number that says so. */
 static void finish(Pen *p) {
-    Trail *self = p->trail;
+    StepJournal *self = p->journal;
     if (p->bad) {
         self->full = 1;
         self->left_out++;
@@ -109,7 +109,7 @@ static void write_tree(Pen *p, PyObject *x, int depth) {
         write_byte(p, 'n');
     } else if (kind == value_type) {
         Value *v = (Value *)x;
-        if (v->epoch == p->trail->epoch) {
+        if (v->epoch == p->journal->epoch) {
             write_byte(p, 'v'), write_id(p, v);
         } else {
             write_byte(p, 'w'), describe(p, v, NULL, 0);
@@ -146,10 +146,10 @@ static void write_tree(Pen *p, PyObject *x, int depth) {
 
 /* ---- what the other parts tell --------------------------------------------------------------------------------------------- */
 
-int trail_check(PyObject *x) { return Py_TYPE(x) == trail_type; }
+int journal_check(PyObject *x) { return Py_TYPE(x) == journal_type; }
 
-void trail_value(PyObject *trail, Value *v, const double *row, uint64_t checksum) {
-    Trail *self = (Trail *)trail;
+void journal_value(PyObject *journal, Value *v, const double *row, uint64_t checksum) {
+    StepJournal *self = (StepJournal *)journal;
     if (!self->epoch) return;
     Pen p = record(self, 'V');
     describe(&p, v, row, checksum);
@@ -157,8 +157,8 @@ void trail_value(PyObject *trail, Value *v, const double *row, uint64_t checksum
     v->epoch = self->epoch;
 }
 
-void trail_twin(PyObject *trail, Value *twin, const Value *v) {
-    Trail *self = (Trail *)trail;
+void journal_twin(PyObject *journal, Value *twin, const Value *v) {
+    StepJournal *self = (StepJournal *)journal;
     if (!self->epoch || v->epoch != self->epoch) return;
     Pen p = record(self, 'T');
     write_id(&p, twin), write_id(&p, v), write_text(&p, twin->note);
@@ -166,7 +166,7 @@ void trail_twin(PyObject *trail, Value *twin, const Value *v) {
     twin->epoch = self->epoch;
 }
 
-static void write_call(Trail *self, Call *c) {
+static void write_call(StepJournal *self, Call *c) {
     Pen p = record(self, 'C');
     int inside = c->parent && Py_TYPE(c->parent) == call_type;
     long long micro = c->micro && PyLong_Check(c->micro) ? PyLong_AsLongLong(c->micro) : INT64_MIN;
@@ -179,8 +179,8 @@ static void write_call(Trail *self, Call *c) {
     c->epoch = self->epoch;
 }
 
-void trail_call(PyObject *trail, Call *c, int fields) {
-    Trail *self = (Trail *)trail;
+void journal_call(PyObject *journal, Call *c, int fields) {
+    StepJournal *self = (StepJournal *)journal;
     if (!self->epoch) return;
     if (c->epoch != self->epoch) write_call(self, c);
     PyObject *trees[] = {c->args, c->kwargs, c->out, c->params};
@@ -194,7 +194,7 @@ void trail_call(PyObject *trail, Call *c, int fields) {
 
 /* ---- the type -------------------------------------------------------------------------------------------------------------- */
 
-static PyObject *begin(Trail *self, PyObject *args) {
+static PyObject *begin(StepJournal *self, PyObject *args) {
     static uint64_t steps; /* the upper bit keeps apart from the numbers of logs (text.c) */
     long long step;
     const char *about;
@@ -213,21 +213,21 @@ static PyObject *begin(Trail *self, PyObject *args) {
     return Py_NewRef(Py_None);
 }
 
-static PyObject *end(Trail *self, PyObject *unused) {
+static PyObject *end(StepJournal *self, PyObject *unused) {
     (void)unused;
     self->used = 0, self->epoch = 0;
     if (self->base) __atomic_store_n((uint64_t *)self->base, 0, __ATOMIC_RELEASE);
     return Py_NewRef(Py_None);
 }
 
-static PyObject *let_go(Trail *self, PyObject *unused) {
+static PyObject *let_go(StepJournal *self, PyObject *unused) {
     (void)unused;
     self->base = NULL, self->epoch = 0;
     Py_CLEAR(self->owner);
     return Py_NewRef(Py_None);
 }
 
-static PyObject *value(Trail *self, PyObject *args) {
+static PyObject *value(StepJournal *self, PyObject *args) {
     PyObject *v;
     const char *row = NULL;
     Py_ssize_t size = 0;
@@ -236,24 +236,24 @@ static PyObject *value(Trail *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!z#K", value_type, &v, &row, &size, &checksum)) return NULL;
     if (row && size != sizeof numbers) return PyErr_Format(PyExc_ValueError, "a row of partials has %zd bytes, not %zd", sizeof numbers, size);
     if (row) memcpy(numbers, row, sizeof numbers);
-    trail_value((PyObject *)self, (Value *)v, row ? numbers : NULL, checksum);
+    journal_value((PyObject *)self, (Value *)v, row ? numbers : NULL, checksum);
     return Py_NewRef(Py_None);
 }
 
-static PyObject *twin(Trail *self, PyObject *args) {
+static PyObject *twin(StepJournal *self, PyObject *args) {
     PyObject *other, *v;
     if (!PyArg_ParseTuple(args, "O!O!", value_type, &other, value_type, &v)) return NULL;
-    trail_twin((PyObject *)self, (Value *)other, (Value *)v);
+    journal_twin((PyObject *)self, (Value *)other, (Value *)v);
     return Py_NewRef(Py_None);
 }
 
-static PyObject *call(Trail *self, PyObject *c) {
+static PyObject *call(StepJournal *self, PyObject *c) {
     if (Py_TYPE(c) != call_type) return PyErr_Format(PyExc_TypeError, "call takes a Call");
-    trail_call((PyObject *)self, (Call *)c, ARGS | KWARGS | OUT | PARAMS);
+    journal_call((PyObject *)self, (Call *)c, ARGS | KWARGS | OUT | PARAMS);
     return Py_NewRef(Py_None);
 }
 
-static PyObject *scalar(Trail *self, PyObject *args) {
+static PyObject *scalar(StepJournal *self, PyObject *args) {
     PyObject *name, *x;
     if (!PyArg_ParseTuple(args, "UO", &name, &x)) return NULL;
     if (!self->epoch) return Py_NewRef(Py_None);
@@ -263,7 +263,7 @@ static PyObject *scalar(Trail *self, PyObject *args) {
     return Py_NewRef(Py_None);
 }
 
-static PyObject *batch(Trail *self, PyObject *number) {
+static PyObject *batch(StepJournal *self, PyObject *number) {
     uint64_t fingerprint = PyLong_AsUnsignedLongLongMask(number);
     if (PyErr_Occurred()) return NULL;
     if (!self->epoch) return Py_NewRef(Py_None);
@@ -273,43 +273,43 @@ static PyObject *batch(Trail *self, PyObject *number) {
     return Py_NewRef(Py_None);
 }
 
-/* row_of(strip, row) -> (its partials as bytes, its fingerprint) */
+/* row_of(rows, row) -> (its partials as bytes, its fingerprint) */
 static PyObject *row_of(PyObject *module, PyObject *args) {
-    PyObject *strip;
+    PyObject *stats_rows;
     Py_ssize_t row;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!n", strip_type, &strip, &row)) return NULL;
-    Strip *rows = (Strip *)strip;
+    if (!PyArg_ParseTuple(args, "O!n", stats_rows_type, &stats_rows, &row)) return NULL;
+    StatsRows *rows = (StatsRows *)stats_rows;
     if (row < 0 || row >= rows->rows) return PyErr_Format(PyExc_IndexError, "no row %zd", row);
     return Py_BuildValue("y#K", (char *)(rows->partials + row * COLUMNS), (Py_ssize_t)(COLUMNS * sizeof(double)),
                          (unsigned long long)rows->checksums[row]);
 }
 
-static PyObject *trail_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *journal_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *address, *owner;
     Py_ssize_t room;
     if (kwargs || !PyArg_ParseTuple(args, "OnO", &address, &room, &owner)) return NULL;
     char *base = PyLong_AsVoidPtr(address);
     if (PyErr_Occurred()) return NULL;
-    if (!base || (uintptr_t)base % 8 || room < HEAD) return PyErr_Format(PyExc_ValueError, "a trail needs aligned memory of at least %d bytes", HEAD);
-    Trail *self = (Trail *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!base || (uintptr_t)base % 8 || room < HEAD) return PyErr_Format(PyExc_ValueError, "a journal needs aligned memory of at least %d bytes", HEAD);
+    StepJournal *self = (StepJournal *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!self) return NULL;
     self->base = base, self->room = (uint64_t)room, self->owner = Py_NewRef(owner);
     memset(base, 0, HEAD);
     return (PyObject *)self;
 }
 
-static void trail_free(Trail *self) {
+static void journal_free(StepJournal *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     Py_XDECREF(self->owner);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
 
-static PyMethodDef trail_methods[] = {
+static PyMethodDef journal_methods[] = {
     {"begin", (PyCFunction)begin, METH_VARARGS, "begin(step, about): a step begins."},
     {"end", (PyCFunction)end, METH_NOARGS, "end(): the step is kept elsewhere."},
-    {"close", (PyCFunction)let_go, METH_NOARGS, "close(): let go of the memory; what is told afterwards is dropped."},
+    {"close", (PyCFunction)let_go, METH_NOARGS, "close(): let go of the memory; what comes afterwards is dropped."},
     {"value", (PyCFunction)value, METH_VARARGS, "value(value, row, checksum): a value was looked at; row: bytes, None while it is on a device."},
     {"twin", (PyCFunction)twin, METH_VARARGS, "twin(twin, value): the same value with a note of its own."},
     {"call", (PyCFunction)call, METH_O, "call(call): a call as it is now."},
@@ -317,20 +317,20 @@ static PyMethodDef trail_methods[] = {
     {"batch", (PyCFunction)batch, METH_O, "batch(fingerprint): what the model was called with."},
     {NULL, NULL, 0, NULL}};
 
-static PyType_Slot trail_slots[] = {{Py_tp_new, trail_new},
-                                    {Py_tp_dealloc, trail_free},
-                                    {Py_tp_methods, trail_methods},
-                                    {Py_tp_doc, "Trail(address, size, owner): see engine.storage.step_journal.Trail."},
+static PyType_Slot journal_slots[] = {{Py_tp_new, journal_new},
+                                    {Py_tp_dealloc, journal_free},
+                                    {Py_tp_methods, journal_methods},
+                                    {Py_tp_doc, "StepJournal(address, size, owner): see engine.storage.step_journal.StepJournal."},
                                     {0, NULL}};
-static PyType_Spec trail_spec = {"trainprobe._native.Trail", sizeof(Trail), 0, Py_TPFLAGS_DEFAULT, trail_slots};
+static PyType_Spec journal_spec = {"trainprobe._native.StepJournal", sizeof(StepJournal), 0, Py_TPFLAGS_DEFAULT, journal_slots};
 
 static PyMethodDef functions[] = {
-    {"row_of", row_of, METH_VARARGS, "row_of(strip, row) -> (partials as bytes, checksum)"},
+    {"row_of", row_of, METH_VARARGS, "row_of(rows, row) -> (partials as bytes, checksum)"},
     {NULL, NULL, 0, NULL}};
 
-int trail_fill(PyObject *module) {
+int journal_fill(PyObject *module) {
     n_type = PyUnicode_InternFromString("type");
-    trail_type = (PyTypeObject *)PyType_FromSpec(&trail_spec);
-    if (!n_type || !trail_type || PyModule_AddFunctions(module, functions)) return -1;
-    return PyModule_AddObjectRef(module, "Trail", (PyObject *)trail_type);
+    journal_type = (PyTypeObject *)PyType_FromSpec(&journal_spec);
+    if (!n_type || !journal_type || PyModule_AddFunctions(module, functions)) return -1;
+    return PyModule_AddObjectRef(module, "StepJournal", (PyObject *)journal_type);
 }

@@ -226,13 +226,13 @@ static void F(clean_f64)(const double *restrict x, double *restrict out, int64_t
 M2(m2_f32, float, F(half_vf), WIDEN_F(v))
 M2(m2_f64, double, F(vd), v)
 
-static double F(sublow_f32)(const float *restrict x, int64_t n, float tiny) {
+static double F(subnormal_f32)(const float *restrict x, int64_t n, float tiny) {
     int32_t found = 0;
     for (int64_t i = 0; i < n; i++) found += (fabsf(x[i]) < tiny) & (x[i] != 0);
     return found;
 }
 
-static double F(sublow_f64)(const double *restrict x, int64_t n, double tiny) {
+static double F(subnormal_f64)(const double *restrict x, int64_t n, double tiny) {
     int64_t found = 0;
     for (int64_t i = 0; i < n; i++) found += (fabs(x[i]) < tiny) & (x[i] != 0);
     return (double)found;
@@ -363,7 +363,7 @@ EXACT_SUM(sum_u64, uint64_t)
 
 static const Kernels F(table) = {
     .stats_f32 = F(stats_f32), .stats_f64 = F(stats_f64), .clean_f32 = F(clean_f32), .clean_f64 = F(clean_f64),
-    .m2_f32 = F(m2_f32), .m2_f64 = F(m2_f64), .sublow_f32 = F(sublow_f32), .sublow_f64 = F(sublow_f64),
+    .m2_f32 = F(m2_f32), .m2_f64 = F(m2_f64), .subnormal_f32 = F(subnormal_f32), .subnormal_f64 = F(subnormal_f64),
     .products = F(products), .row_products = F(row_products), .keys = F(keys), .to_words = {[1] = F(words_1), [2] = F(words_2)},
     .to_f32 = {
         [D_BOOL] = F(from_bool), [D_U8] = F(from_u8), [D_I8] = F(from_i8), [D_U16] = F(from_u16), [D_I16] = F(from_i16),

@@ -1,4 +1,4 @@
-/* The tape's eye: each distinct tensor value looked at once, trees of arguments turned into trees of Values (see engine/tape.py, whose
+/* The native tape: each distinct tensor value looked at once, trees of arguments turned into trees of Values (see engine/tape.py, whose
    Python methods of the same names do the same). How it looks stands in look.c, seen_table.c and pytree.c. */
 #include "native_tape.h"
 
@@ -32,12 +32,12 @@ PyObject *tape_noted(Tape *self, PyObject *value, PyObject *note) {
     if (pair && !self->noted) self->noted = PyList_New(0);
     if (!pair || !self->noted || PyList_Append(self->noted, pair)) Py_CLEAR(twin);
     Py_XDECREF(pair);
-    if (twin && self->trail && Py_TYPE(value) == value_type) trail_twin(self->trail, (Value *)twin, (Value *)value);
+    if (twin && self->journal && Py_TYPE(value) == value_type) journal_twin(self->journal, (Value *)twin, (Value *)value);
     return twin;
 }
 
-void tape_told(Tape *self, Call *c, int fields) {
-    if (self->trail) trail_call(self->trail, c, fields);
+void tape_report(Tape *self, Call *c, int fields) {
+    if (self->journal) journal_call(self->journal, c, fields);
 }
 
 static PyObject *touched(Tape *self, PyObject *t) {
@@ -57,8 +57,8 @@ static PyObject *reset(Tape *self, PyObject *unused) {
     seen_clear(&self->seen);
     views_clear(&self->views);
     Py_CLEAR(self->noted);
-    for (int i = 0; i < STRIPS; i++) {
-        Py_CLEAR(self->slots[i].strip);
+    for (int i = 0; i < ROW_SLOTS; i++) {
+        Py_CLEAR(self->slots[i].stats_rows);
         Py_CLEAR(self->slots[i].rows);
         Py_CLEAR(self->slots[i].owned);
     }
@@ -73,10 +73,10 @@ static PyObject *gather_into(Tape *self, PyObject *arena) {
     return Py_NewRef(Py_None);
 }
 
-static PyObject *leave_trail(Tape *self, PyObject *trail) {
-    if (!trail_check(trail)) return PyErr_Format(PyExc_TypeError, "leave_trail takes a Trail");
-    PyObject *before = self->trail;
-    self->trail = Py_NewRef(trail);
+static PyObject *record_into(Tape *self, PyObject *journal) {
+    if (!journal_check(journal)) return PyErr_Format(PyExc_TypeError, "record_into takes a StepJournal");
+    PyObject *before = self->journal;
+    self->journal = Py_NewRef(journal);
     Py_XDECREF(before);
     return Py_NewRef(Py_None);
 }
@@ -96,25 +96,25 @@ static PyObject *tape_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         attributes_learn(self->plain);
         tape_know(self);
     }
-    self->open_strip = Py_NewRef(functions[0]), self->slow = Py_NewRef(functions[1]), self->special = Py_NewRef(functions[2]);
+    self->open_rows = Py_NewRef(functions[0]), self->slow = Py_NewRef(functions[1]), self->special = Py_NewRef(functions[2]);
     self->rare = Py_NewRef(functions[3]), self->keep = Py_NewRef(functions[4]), self->describe = Py_NewRef(functions[5]);
     return (PyObject *)self;
 }
 
 static void let_go(Tape *self) { /* of the functions, which hold the Python tape, which holds this */
-    Py_CLEAR(self->open_strip);
+    Py_CLEAR(self->open_rows);
     Py_CLEAR(self->slow);
     Py_CLEAR(self->special);
     Py_CLEAR(self->rare);
     Py_CLEAR(self->keep);
     Py_CLEAR(self->describe);
     Py_CLEAR(self->arena);
-    Py_CLEAR(self->trail);
+    Py_CLEAR(self->journal);
 }
 
 static int tape_traverse(Tape *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)self));
-    Py_VISIT(self->open_strip);
+    Py_VISIT(self->open_rows);
     Py_VISIT(self->slow);
     Py_VISIT(self->special);
     Py_VISIT(self->rare);
@@ -122,8 +122,8 @@ static int tape_traverse(Tape *self, visitproc visit, void *arg) {
     Py_VISIT(self->describe);
     Py_VISIT(self->arena);
     Py_VISIT(self->noted);
-    for (int i = 0; i < STRIPS; i++) {
-        Py_VISIT(self->slots[i].strip);
+    for (int i = 0; i < ROW_SLOTS; i++) {
+        Py_VISIT(self->slots[i].stats_rows);
         Py_VISIT(self->slots[i].owned);
     }
     return 0;
@@ -163,8 +163,8 @@ static PyMethodDef tape_methods[] = {
     {"enter", (PyCFunction)enter, METH_NOARGS, "enter(): whether one more container of this tree may be looked into."},
     {"forget_all", (PyCFunction)forget_all, METH_NOARGS, "forget_all(): see engine.tape.Tape.forget_all."},
     {"gather_into", (PyCFunction)gather_into, METH_O, "gather_into(arena): small values that are saved are copied there."},
-    {"leave_trail", (PyCFunction)leave_trail, METH_O, "leave_trail(trail): it is told what is looked at."},
-    {"reset", (PyCFunction)reset, METH_NOARGS, "reset(): let go of all that was seen and of the strips."},
+    {"record_into", (PyCFunction)record_into, METH_O, "record_into(journal): also record there what is looked at."},
+    {"reset", (PyCFunction)reset, METH_NOARGS, "reset(): let go of all that was seen and of the rows."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot tape_slots[] = {{Py_tp_new, tape_new},
@@ -173,14 +173,14 @@ static PyType_Slot tape_slots[] = {{Py_tp_new, tape_new},
                                    {Py_tp_clear, tape_clear},
                                    {Py_tp_members, tape_members},
                                    {Py_tp_methods, tape_methods},
-                                   {Py_tp_doc, "Eye((Tensor, Parameter) or (), reuse, open_strip, slow, special, rare, keep, dtype): with (), every tensor is\n"
+                                   {Py_tp_doc, "Eye((Tensor, Parameter) or (), reuse, open_rows, slow, special, rare, keep, dtype): with (), every tensor is\n"
                                                "left to special."},
                                    {0, NULL}};
 
-static PyType_Spec tape_spec = {"trainprobe._native.Eye", sizeof(Tape), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tape_slots};
+static PyType_Spec tape_spec = {"trainprobe._native.NativeTape", sizeof(Tape), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, tape_slots};
 
 int tape_fill(PyObject *module) {
     n_with_note = PyUnicode_InternFromString("with_note");
     tape_type = (PyTypeObject *)PyType_FromSpec(&tape_spec);
-    return n_with_note && tape_type ? PyModule_AddObjectRef(module, "Eye", (PyObject *)tape_type) : -1;
+    return n_with_note && tape_type ? PyModule_AddObjectRef(module, "NativeTape", (PyObject *)tape_type) : -1;
 }

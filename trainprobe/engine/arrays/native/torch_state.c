@@ -84,7 +84,7 @@ static PyMethodDef functions[] = {
      "learn_torch(graph_task_id, sequence_nr, Tensor, len_function_stack, DisableTorchFunction, vars(torch.compiler), DLPack's table)"},
     {NULL, NULL, 0, NULL}};
 
-int questions_fill(PyObject *module) {
+int torch_state_fill(PyObject *module) {
     struct {
         PyObject **at;
         const char *text;

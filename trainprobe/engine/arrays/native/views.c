@@ -40,7 +40,7 @@ static int same_elements(const View *view, const Job *job) {
 
 static void let_go(View *view) {
     Py_CLEAR(view->root);
-    Strip *rows = view->rows;
+    StatsRows *rows = view->rows;
     view->rows = NULL;
     Py_XDECREF((PyObject *)rows);
 }
@@ -61,7 +61,7 @@ PyObject *views_root(PyObject *t, const Job *job) {
     return Py_NewRef(t);
 }
 
-Py_ssize_t views_find(const Views *self, PyObject *root, long long version, const Job *job, const Strip *rows) {
+Py_ssize_t views_find(const Views *self, PyObject *root, long long version, const Job *job, const StatsRows *rows) {
     for (int i = 0; self->items && i < VIEWS; i++) { /* the latest first */
         const View *view = &self->items[(self->next + VIEWS - 1 - i) % VIEWS];
         if (!view->root || view->rows != rows || view->taken != rows->taken || view->version != version || !same_elements(view, job)) continue;
@@ -70,14 +70,14 @@ Py_ssize_t views_find(const Views *self, PyObject *root, long long version, cons
     return -1;
 }
 
-int views_note(Views *self, PyObject *root, long long version, const Job *job, Strip *rows, Py_ssize_t row) {
+int views_note(Views *self, PyObject *root, long long version, const Job *job, StatsRows *rows, Py_ssize_t row) {
     if (!self->items && !(self->items = PyMem_Calloc(VIEWS, sizeof *self->items))) return PyErr_NoMemory(), -1;
     PyObject *known = PyWeakref_NewRef(root, NULL);
     if (!known) return -1;
     View *view = &self->items[self->next];
     let_go(view);
     self->next = (self->next + 1) % VIEWS;
-    view->root = known, view->rows = (Strip *)Py_NewRef((PyObject *)rows), view->row = row, view->taken = rows->taken;
+    view->root = known, view->rows = (StatsRows *)Py_NewRef((PyObject *)rows), view->row = row, view->taken = rows->taken;
     view->version = version, view->data = job->data, view->dtype = job->dtype, view->repeats = job->repeats;
     view->memory = axes_of(&job->memory), view->place = axes_of(&job->place);
     view->sample = sample_of(job);

@@ -228,7 +228,7 @@ class AuditTap:
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         if self.saves.awaits and self._loaded is None:
-            self._loaded = self._states.carried_pieces(self._tape)
+            self._loaded = self._states.deferred_pieces(self._tape)
         self.unclipped([p for group in optimizer.param_groups for p in group["params"]])
         if self._plain():
             self._observers.before_update(self._tape)
@@ -391,7 +391,7 @@ class AuditTap:
         trained = {names.get(id(p)) for model in self._models for p in model.parameters() if p.requires_grad}
         values = [(key, value) for key, value in self._states.held(tape) if key[0] in trained]
         values += [((name, "buffer"), tape.value(b, STATS | CHECKSUM)) for name, b in saved_buffers(self._models)]
-        sums = tape.harvest(-1, Place(), framework="", level="off", task="statistics").checksums
+        sums = tape.drain(-1, Place(), framework="", level="off", task="statistics").checksums
         return {} if sums is None else {key: int(sums[value.row]) for key, value in values if value.row >= 0}
 
     def _used_groups(self) -> tuple[Group, ...]:

@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from trainprobe.engine.capture.random_state import put_back, random_state
 from trainprobe.engine.core.facts import Projection
-from trainprobe.engine.core.library import Carried
+from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.tape import Tape
 
 DeclaredLoss = Callable[[Any], Any]
@@ -37,12 +37,12 @@ class StandIn:
 
 
 class DeclaredGradient:
-    """Inner products of the applied gradient with that of the declared loss, kept on the device until the step is harvested."""
+    """Inner products of the applied gradient with that of the declared loss, kept on the device until the step is drained."""
 
     def __init__(self) -> None:
         self.loss: DeclaredLoss | None = None
         self.started: tuple[Any, ...] | None = None
-        self._products: list[tuple[str, Carried]] = []
+        self._products: list[tuple[str, Deferred]] = []
         self._tape: Tape | None = None
 
     def begin(self, tape: Tape) -> None:
@@ -72,8 +72,8 @@ class DeclaredGradient:
             for (name, p), declared in zip(chosen, cast("Sequence[Any]", found), strict=True):
                 a = p.grad.detach().double().reshape(-1)
                 d = torch.zeros_like(a) if declared is None else declared.double().reshape(-1)
-                self._products.append((name, self._tape.carry(torch.stack([a @ a, d @ d, a @ d]))))
+                self._products.append((name, self._tape.defer(torch.stack([a @ a, d @ d, a @ d]))))
 
     def take(self) -> tuple[Projection, ...]:
-        """Return the inner products, once the step is harvested."""
+        """Return the inner products, once the step is drained."""
         return tuple(Projection(name, *row.numbers.tolist()) for name, row in self._products if row.numbers is not None)

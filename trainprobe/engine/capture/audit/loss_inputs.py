@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainprobe.engine.arrays.without_dispatch import apart, in_a_transform
+from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
 from trainprobe.engine.capture.audit.class_shares import class_shares
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.containers import children
 from trainprobe.engine.core.facts import LossCall
 from trainprobe.engine.core.guard import Guard, attempt
-from trainprobe.engine.core.library import Carried
+from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.tape import Tape
 
 SHIFTS = (-1, 0, 1, 2)
@@ -50,8 +50,8 @@ class LossInputs:
         self._replaced: list[Replaced] = []
         self._forwards = 0
         self._given: Mapping[str, Tensor] = {}
-        self._seen: list[tuple[LossCall, tuple[str, ...], Carried]] = []
-        self._ungraded: list[tuple[LossCall, tuple[str, ...], Carried]] = []
+        self._seen: list[tuple[LossCall, tuple[str, ...], Deferred]] = []
+        self._ungraded: list[tuple[LossCall, tuple[str, ...], Deferred]] = []
 
     def begin(self, tape: Tape) -> None:
         """Look at the calls of a step."""
@@ -117,29 +117,29 @@ class LossInputs:
         assert self._tape is not None
         x, y = args[0].detach(), args[1].detach()
         reduction = _reduction(kind, args, kwargs)
-        with apart(), torch.no_grad():
+        with without_dispatch(), torch.no_grad():
             found = {"value": out.detach() if out.numel() == 1 else x.new_full((), float("nan"), dtype=torch.float32)}
             found |= _about(kind, x, y, args, kwargs, self._given)
             shares = _shares(kind, x, y, args)
-            numbers = torch.cat((together(found.values(), x.device), *shares))
+            numbers = torch.cat((stacked(found.values(), x.device), *shares))
         rows = self._given["tokens"].shape[0] if "tokens" in self._given else 0
         shapes, smoothing = (_shape(x), _shape(y)), float(args[5]) if kind == "cross_entropy" and len(args) > 5 else 0.0
         forward = self._forwards - 1
         call = LossCall(kind, reduction, forward, self._backwards(), y.numel(), shapes, rows, smoothing=smoothing)
-        self._seen.append((call, tuple(found), self._tape.carry(numbers)))
+        self._seen.append((call, tuple(found), self._tape.defer(numbers)))
 
     def _look_at_result(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> None:
         """Keep how large the result is that no gradient flows through, and whether the target varies."""
         if self._tape is None or kind not in _DIFFERENCES or not args[1].numel() or args[1].is_complex():
             return
         x, y = args[0], args[1]
-        with apart(), torch.no_grad():
-            numbers = together((out.abs().amax(), *torch.aminmax(y)), out.device)
+        with without_dispatch(), torch.no_grad():
+            numbers = stacked((out.abs().amax(), *torch.aminmax(y)), out.device)
         call = LossCall(kind, _reduction(kind, args, kwargs), -1, self._backwards(), y.numel(), (_shape(x), _shape(y)))
-        self._ungraded.append((call, ("apart", "target_low", "target_high"), self._tape.carry(numbers)))
+        self._ungraded.append((call, ("apart", "target_low", "target_high"), self._tape.defer(numbers)))
 
 
-def together(numbers: Iterable[Tensor], device: torch.device) -> Tensor:
+def stacked(numbers: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return single numbers as one tensor, to be carried to the host: float64 where the device has it."""
     return torch.stack([number.reshape(()).to(device=device, dtype=wide_on(device)) for number in numbers])
 
@@ -149,13 +149,13 @@ def wide_on(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
-def _read(seen: Sequence[tuple[LossCall, tuple[str, ...], Carried]]) -> tuple[LossCall, ...]:
-    return tuple(_with_numbers(call, names, carried) for call, names, carried in seen if carried.numbers is not None)
+def _read(seen: Sequence[tuple[LossCall, tuple[str, ...], Deferred]]) -> tuple[LossCall, ...]:
+    return tuple(_with_numbers(call, names, deferred) for call, names, deferred in seen if deferred.numbers is not None)
 
 
-def _with_numbers(call: LossCall, names: tuple[str, ...], carried: Carried) -> LossCall:
-    assert carried.numbers is not None
-    numbers, classes = carried.numbers[: len(names)], carried.numbers[len(names) :]
+def _with_numbers(call: LossCall, names: tuple[str, ...], deferred: Deferred) -> LossCall:
+    assert deferred.numbers is not None
+    numbers, classes = deferred.numbers[: len(names)], deferred.numbers[len(names) :]
     return replace(call, numbers=dict(zip(names, map(float, numbers), strict=True)), classes=tuple(map(float, classes)))
 
 
@@ -185,7 +185,7 @@ def _about(
 
 
 def _shares(kind: str, x: Tensor, y: Tensor, args: Sequence[Any]) -> Sequence[Tensor]:
-    """Return what is counted of each class, if the targets are indices of classes, in the dtype of `together`."""
+    """Return what is counted of each class, if the targets are indices of classes, in the dtype of `stacked`."""
     if kind not in ("cross_entropy", "nll_loss") or y.is_floating_point():
         return ()
     shares = class_shares(x, y, _ignored(args), logarithms=kind == "nll_loss")

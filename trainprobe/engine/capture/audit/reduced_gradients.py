@@ -1,7 +1,7 @@
 """Gradients as backward hands them over and as they are used, each as one number: what reduction makes of them is then known.
 
 The number is ⟨g, r⟩ with rᵢ = sin(i / φ), i the place in the tensor: linear in g, and the same weights on every rank. It stays
-on the device until the step is harvested. No random number is drawn.
+on the device until the step is drained. No random number is drawn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunction
 from trainprobe.engine.capture.unreduced import UnreducedTap
 from trainprobe.engine.core.facts import Reduction
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.library import Carried
+from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.tape import Tape
 
 _STEP = 0.6180339887498949
@@ -34,7 +34,7 @@ class ReducedGradients:
         self._names = names
         self._tap = UnreducedTap(guard, self._arrived, wanted)
         self._sums: dict[int, Tensor] = {}
-        self._told: list[tuple[str, Carried]] = []
+        self._told: list[tuple[str, Deferred]] = []
         self._tape: Tape | None = None
 
     def open(self, model: Any) -> None:
@@ -61,10 +61,10 @@ class ReducedGradients:
                 arrived = self._sums.pop(id(p), None)
                 if arrived is not None and type(p.grad) is Tensor and p.grad.dtype in (torch.float32, torch.float64):
                     row = [arrived, self._number(p.grad), torch.linalg.vector_norm(p.grad, dtype=torch.float64)]
-                    self._told.append((names[id(p)], tape.carry(torch.stack(row))))
+                    self._told.append((names[id(p)], tape.defer(torch.stack(row))))
 
     def take(self) -> tuple[Reduction, ...]:
-        """Return what was seen, once the step is harvested."""
+        """Return what was seen, once the step is drained."""
         told, self._told = self._told, []
         return tuple(Reduction(name, *row.numbers.tolist()) for name, row in told if row.numbers is not None)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.core.facts import Rerun
-from trainprobe.engine.core.library import Carried
+from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.sources import is_partial
 from trainprobe.engine.tape import Tape
 
@@ -78,7 +78,7 @@ def rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule | None:
 
 class UpdateRerun:
     """Runs updates again. `before` and `after` stand around an optimizer's step; numbers stay on the device until the
-    step is harvested.
+    step is drained.
 
     names: id of parameter → recorded name. at_address: name of the parameter that lies at an address, of the pieces of a flat
     buffer that an optimizer steps.
@@ -88,7 +88,7 @@ class UpdateRerun:
         self._names = names
         self._at_address = at_address
         self._expected: list[tuple[str, Any, Tensor, Tensor, Tensor]] = []
-        self._told: list[tuple[str, Any, Carried]] = []
+        self._told: list[tuple[str, Any, Deferred]] = []
         self._tape: Tape | None = None
         self._turn = 0
 
@@ -126,11 +126,11 @@ class UpdateRerun:
                 if error.numel() and self._tape is not None:
                     worst, at = (error / floor).reshape(-1).max(0)
                     told = [worst, (held.double() - was).norm(), change.norm(), at.double()]
-                    self._told.append((name, held, self._tape.carry(torch.stack(told))))
+                    self._told.append((name, held, self._tape.defer(torch.stack(told))))
         self._expected = []
 
     def take(self) -> tuple[Rerun, ...]:
-        """Return what was found, once the step is harvested."""
+        """Return what was found, once the step is drained."""
         told, self._told = self._told, []
         found: list[Rerun] = []
         for name, p, row in told:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainprobe.engine.capture.features.feature import Quiet, apart, whole
+from trainprobe.engine.capture.features.feature import Quiet, whole, without_autograd
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.tape import Tape
@@ -108,7 +108,7 @@ class AttentionFeature(Quiet):
 
     def _look(self, look: Callable[..., None], name: str, module: Any, args: Any, kwargs: Any) -> None:
         if self._tape is not None:
-            with apart():
+            with without_autograd():
                 look(name, module, *args, **kwargs)
 
     def _attend(

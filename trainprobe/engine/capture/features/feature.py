@@ -107,7 +107,7 @@ class FeatureTap:
         self._inside.clear()
         self._learn()
         due = [k for k in self._kinds if self._collected % k.every == 0 and self._guard_of(k).tripped is None]
-        with apart():
+        with without_autograd():
             for kind in due:
                 self._due += (kind,)
                 self._guard_of(kind).within(kind.begin, tape, self._models)
@@ -143,7 +143,7 @@ class FeatureTap:
     def stepping(self) -> None:
         """Look at gradients before the first update of a step."""
         if self._tape is not None:
-            with apart():
+            with without_autograd():
                 for kind in self._due:
                     self._spared("the gradients", kind.stepping)
 
@@ -200,12 +200,12 @@ class FeatureTap:
             del self._inside[depth:]
 
     def _before(self, entry: Entry, module: Any, args: Any, kwargs: Any) -> list[tuple[FeatureKind, Any]]:
-        with apart():
+        with without_autograd():
             kinds = [kind for kind in entry[1] if kind in self._due]
             return [(k, self._spared(entry[0], k.before, entry[0], module, args, kwargs)) for k in kinds]
 
     def _after(self, entry: Entry, module: Any, told: list[tuple[FeatureKind, Any]], out: Any) -> None:
-        with apart():
+        with without_autograd():
             for kind, seen in told:
                 self._spared(entry[0], kind.after, entry[0], module, seen, out)
 
@@ -222,7 +222,7 @@ def part_of_feature(kind: type) -> str:
     return f"the feature {kind.__name__}"
 
 
-class apart:  # noqa: N801 - used like a function
+class without_autograd:  # noqa: N801 - used like a function
     """Work beside the training: without gradients, torch-function modes, or a lower precision that autocast would choose.
 
     Not made by `contextlib`: it is entered some hundred times a step.

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
-from trainprobe.engine.arrays.without_dispatch import apart
-from trainprobe.engine.capture.audit.loss_inputs import together
+from trainprobe.engine.arrays.without_dispatch import without_dispatch
+from trainprobe.engine.capture.audit.loss_inputs import stacked
 from trainprobe.engine.capture.features.feature import whole
 from trainprobe.engine.core.facts import InputScale, PaddingMask, SequenceInput
-from trainprobe.engine.core.library import Carried
+from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.tape import Tape
 
 _MASKS = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask")  # True: hidden
@@ -34,8 +34,8 @@ class ModuleInputs:
         self._padded: dict[tuple[int, ...], tuple[Tensor, int]] = {}  # shape → the last tokens of it and the one that pads
         self._called: set[tuple[int, ...]] = set()  # the first two dimensions of what the model was called with
         self._sequences: dict[str, SequenceInput] = {}
-        self._masks: dict[tuple[str, str], Carried] = {}
-        self._scales: dict[str, Carried] = {}
+        self._masks: dict[tuple[str, str], Deferred] = {}
+        self._scales: dict[str, Deferred] = {}
         self._once: dict[str, None] = {}
         self._again: dict[str, None] = {}
         self.has_one_output = False  # whether a linear layer with a single output ran in this step
@@ -91,12 +91,12 @@ class ModuleInputs:
 
     def masks(self) -> tuple[PaddingMask, ...]:
         """Return what masks of padding hide, once the step has crossed to the host."""
-        numbers = {key: carried.numbers for key, carried in self._masks.items()}
+        numbers = {key: deferred.numbers for key, deferred in self._masks.items()}
         return tuple(PaddingMask(*key, int(n[0]), int(n[1])) for key, n in numbers.items() if n is not None)
 
     def scales(self) -> tuple[InputScale, ...]:
         """Return how large the inputs of the model are, once the step has crossed to the host."""
-        numbers = {name: carried.numbers for name, carried in self._scales.items()}
+        numbers = {name: deferred.numbers for name, deferred in self._scales.items()}
         return tuple(InputScale(name, float(n[0]), float(n[1]), int(n[2])) for name, n in numbers.items() if n is not None)
 
     # ---- single looks --------------------------------------------------------------------------------------------
@@ -116,16 +116,16 @@ class ModuleInputs:
         """Count the rows that have padding and other tokens, and those of them that are hidden the wrong way round."""
         if self._tape is None or (name, argument) in self._masks or tokens.device != hidden.device:
             return
-        with apart(), torch.no_grad():
+        with without_dispatch(), torch.no_grad():
             padding = tokens == pads
             mixed = padding.any(1) & ~padding.all(1)
             inverted = mixed & (hidden == ~padding).all(1)
-            self._masks[name, argument] = self._tape.carry(together((mixed.sum(), inverted.sum()), hidden.device))
+            self._masks[name, argument] = self._tape.defer(stacked((mixed.sum(), inverted.sum()), hidden.device))
 
     def _look_at_scale(self, name: str, t: Tensor) -> None:
         if self._tape is None:
             return
-        with apart(), torch.no_grad():
+        with without_dispatch(), torch.no_grad():
             seen = t.narrow(0, 0, min(_LOOKED_AT, t.shape[0]))
             if seen.numel() > _WIDEST:
                 return
@@ -134,7 +134,7 @@ class ModuleInputs:
             low, high = torch.aminmax(parts)
             off = torch.maximum((parts - parts.round()).abs().amax(), -low)
             between = ((parts > 0.5) & (parts < high - 0.5)).sum()
-            self._scales[name] = self._tape.carry(together((high / _SQUARE, off, between), t.device))
+            self._scales[name] = self._tape.defer(stacked((high / _SQUARE, off, between), t.device))
 
 
 def _masks(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

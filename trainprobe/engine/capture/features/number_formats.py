@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_exponents import CountedMagnitudes, OnHost, Spread
-from trainprobe.engine.capture.features.feature import Quiet, apart, tensors_of, whole
+from trainprobe.engine.capture.features.feature import Quiet, tensors_of, whole, without_autograd
 from trainprobe.engine.capture.gradients import edge_of
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.stats.histogram import exponent_range
@@ -109,7 +109,7 @@ class FormatFeature(Quiet):
 
     def _arrived(self, name: str, slot: str, place: int, gradients: Any) -> None:
         if self._tape is not None and gradients[place] is not None:
-            with apart():
+            with without_autograd():
                 self._guard.run(self._look, name, slot, gradients[place])
 
     def _look(self, name: str, slot: str, t: Any) -> None:
@@ -125,20 +125,20 @@ class FormatFeature(Quiet):
         if told is None:
             shares = [f"{lost}_{form}.{slot}" for form in self._formats for lost in ("underflow", "overflow")]
             told = self._told[slot] = (*shares, *([f"exponents.{slot}"] if self._exponents else []))
-        self._tape.feature(name, told, counted.carried, counted.add(t))
+        self._tape.feature(name, told, counted.deferred, counted.add(t))
 
 
 class CountedFormats:
     """What formats lose of the tensors of one step, device and dtype: one row of counts for each, one block for all.
 
-    dtype: float32, or float64 for tensors of that dtype. `carried` is the block, to be read with what `add` returns.
+    dtype: float32, or float64 for tensors of that dtype. `deferred` is the block, to be read with what `add` returns.
     """
 
     def __init__(
         self, tape: Tape, device: torch.device, dtype: torch.dtype, formats: Sequence[str], scale: Scale, exponents: bool
     ) -> None:
-        self.carried = tape.carry()
-        self._largest = tape.carry()
+        self.deferred = tape.defer()
+        self._largest = tape.defer()
         self._formats = [FORMATS[name] for name in formats]
         self._exponents = exponents
         self._dtype = np.dtype(str(dtype).rpartition(".")[2])
@@ -156,7 +156,7 @@ class CountedFormats:
 
     def finish(self) -> None:
         """Have the counts carried to the host."""
-        self.carried.tensor, self._largest.tensor = self._magnitudes.counts(), self._magnitudes.largest()
+        self.deferred.tensor, self._largest.tensor = self._magnitudes.counts(), self._magnitudes.largest()
 
     def _past(self, x: Any, largest: Any, spread: Spread) -> Iterable[Any]:
         """Yield for each format which magnitudes do not underflow, and which overflow; of tensors, or of arrays on the host."""
@@ -198,7 +198,7 @@ def on_host(device: torch.device) -> bool:
 
 
 def _finish(counted: Iterable[CountedFormats]) -> None:
-    with apart():
+    with without_autograd():
         for each in counted:
             each.finish()
 

@@ -26,6 +26,7 @@ _TREES = ("args", "kwargs", "out", "params")
 _VALUE = ("type", "dtype", "shape", "device", "requires_grad")
 _SPARSE = ("note", "tensor", "extra")
 _COUNTS = frozenset({"count", "nan", "posinf", "neginf", "zero", "exponent", "sublow"})
+_COLUMNS = ["sublow" if name == "subnormal" else name for name in PARTIALS]  # as files of this format call them
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ def _described(thing: Any) -> Any:
 
 def _partials(partials: npt.NDArray[np.float64]) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    for i, name in enumerate(PARTIALS):
+    for i, name in enumerate(_COLUMNS):
         column = partials[:, i]
         if not column.any():
             continue
@@ -227,7 +228,7 @@ def decode(line: bytes) -> StepData:
     values = _read_values(text)
     calls = _read_calls(text["calls"], values)
     partials = np.zeros((int(text["rows"]), len(PARTIALS)))
-    for i, name in enumerate(PARTIALS):
+    for i, name in enumerate(_COLUMNS):
         if name in text["partials"]:
             partials[:, i] = [read_number(x) for x in text["partials"][name]]
     checksums, crc32 = text.get("checksums"), text.get("crc32")

@@ -81,10 +81,10 @@ class SavedTensor:
         return cls(key, dtype or str(data.dtype), tuple(data.shape), data.data)
 
     @classmethod
-    def all_of(cls, piece: Any) -> Iterator[SavedTensor]:
-        """Yield the values of a piece that the compiled tape gathered."""
-        data = piece.data
-        for key, dtype, shape, offset, size in piece.items():
+    def all_of(cls, chunk: Any) -> Iterator[SavedTensor]:
+        """Yield the values of a chunk that the compiled tape gathered."""
+        data = chunk.data
+        for key, dtype, shape, offset, size in chunk.items():
             yield cls(key, dtype, tuple(shape), data[offset : offset + size])
 
 
@@ -145,17 +145,17 @@ class SafetensorsFile:
             self._append(saved.key, name, list(saved.shape), saved.data)
         return self._end - before
 
-    def add_piece(self, piece: Any) -> int:
-        """Append all values of a piece (see `SavedTensor.all_of`); return how many bytes the file grew."""
-        keys = piece.keys()
+    def add_chunk(self, chunk: Any) -> int:
+        """Append all values of a chunk (see `SavedTensor.all_of`); return how many bytes the file grew."""
+        keys = chunk.keys()
         if not self._keys.isdisjoint(keys) or len(set(keys)) < len(keys):
-            return sum(map(self.add, SavedTensor.all_of(piece)))
+            return sum(map(self.add, SavedTensor.all_of(chunk)))
         before = self._end
         self._align(_ALIGN if self._file is None else BLOCK)
         self._keys.update(keys)
-        self._entries.append(piece.header(self._end, _quote, PADDING))
-        self._write(piece.data)
-        self._end += piece.nbytes
+        self._entries.append(chunk.header(self._end, _quote, PADDING))
+        self._write(chunk.data)
+        self._end += chunk.nbytes
         return self._end - before
 
     def _align(self, to: int = _ALIGN) -> None:

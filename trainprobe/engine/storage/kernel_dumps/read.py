@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.engine.arrays.numpy_rows import NumpyStrip
+from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows
 from trainprobe.engine.core.records import Call, Phase, Place, Value
 from trainprobe.engine.core.step_data import StoredStepData
 from trainprobe.engine.stats.partials import PARTIALS, STATS, finish
@@ -41,12 +41,12 @@ class _Rows:
 
     def __init__(self) -> None:
         self.values: list[Value] = []
-        self._strip = NumpyStrip(STATS)
+        self._rows = NumpyStatsRows(STATS)
         self._told: dict[int, Mapping[str, float]] = {}
-        self._reduced: dict[int, int] = {}  # row → row of the strip
+        self._reduced: dict[int, int] = {}  # row → row of its partials
 
     def reduced(self, array: npt.NDArray[Any], tensor: StoredTensor, extra: Mapping[str, Any]) -> Value:
-        row = self._strip.add(array, tensor.dtype if array.dtype.kind in "uV" else array.dtype.name)
+        row = self._rows.add(array, tensor.dtype if array.dtype.kind in "uV" else array.dtype.name)
         note = None if row >= 0 else f"{tensor.dtype} has no statistics"
         if row >= 0:
             self._reduced[len(self._reduced) + len(self._told)] = row
@@ -68,14 +68,14 @@ class _Rows:
 
     def columns(self) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, npt.NDArray[np.bool_]], npt.NDArray[np.float64]]:
         """Return statistic → [rows], where it is absent, and (unknown) partials of all rows."""
-        partials, _, _ = self._strip.harvest()
+        partials, _, _ = self._rows.drain()
         numbers = finish(partials, WANTED)
         rows = len(self._reduced) + len(self._told)
         finished = {name: np.full(rows, np.nan) for name in WANTED}
         absent = {name: np.ones(rows, bool) for name in WANTED}
         for name in WANTED:
-            for row, of_strip in self._reduced.items():
-                finished[name][row], absent[name][row] = numbers[name][of_strip], False
+            for row, at in self._reduced.items():
+                finished[name][row], absent[name][row] = numbers[name][at], False
             for row, told in self._told.items():
                 if name in told:
                     finished[name][row], absent[name][row] = told[name], False

@@ -219,7 +219,7 @@ class _Table:
         if (wants := asked("std")).any():
             found["std"] = spread(finish(partials, ("std",))["std"], wants)
         if (wants := asked("sublow")).any():
-            found["subnormal"] = spread(column(partials, "sublow").astype(np.int64), wants)
+            found["subnormal"] = spread(column(partials, "subnormal").astype(np.int64), wants)
         if any(step_data.checksums is not None for _, step_data, _ in self._steps):
             sums = np.concatenate([_sums_of(step_data, rows) for _, step_data, rows in self._steps])
             taken = np.repeat([step_data.checksums is not None for _, step_data, _ in self._steps], lengths)

@@ -39,11 +39,11 @@ class TensorSink(Protocol):
 
 
 @runtime_checkable
-class PieceSink(Protocol):
+class ChunkSink(Protocol):
     """A tensor sink that takes many values at once."""
 
-    def piece(self, step: int, piece: Any) -> bool:
-        """Store the values of a piece (see `SavedTensor.all_of`); return whether more are wanted."""
+    def chunk(self, step: int, chunk: Any) -> bool:
+        """Store the values of a chunk (see `SavedTensor.all_of`); return whether more are wanted."""
         ...
 
 

@@ -70,17 +70,17 @@ class DumpSink:
         self._stored.add(saved.key)
         return True
 
-    def piece(self, step: int, piece: Any) -> bool:
+    def chunk(self, step: int, chunk: Any) -> bool:
         """Store many values of a step; return False once the size budget is used up."""
         if (
             self._full
             or self._plan.tensor_format != "safetensors"
-            or self._over(piece.nbytes)
-            or not self._stored.isdisjoint(piece.keys())
+            or self._over(chunk.nbytes)
+            or not self._stored.isdisjoint(chunk.keys())
         ):
-            return all(self.tensor(step, saved) for saved in SavedTensor.all_of(piece))
-        self._bytes += self._open_files(step).add_piece(piece)
-        self._stored.update(piece.keys())
+            return all(self.tensor(step, saved) for saved in SavedTensor.all_of(chunk))
+        self._bytes += self._open_files(step).add_chunk(chunk)
+        self._stored.update(chunk.keys())
         return True
 
     def _over(self, more: int) -> bool:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.arrays.without_dispatch import apart
+from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.library import Carried
+from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.tape import Tape
 
 _ROWS = 32  # of each matrix that are looked at, spread over it
@@ -24,11 +24,11 @@ class EqualRows(Observer):
         super().__init__(guard, audited)
         self._looked = False
         self._names: list[str] = []
-        self._carried: list[Carried] = []
+        self._deferred: list[Deferred] = []
 
     def begin(self) -> None:
         """Forget the last step."""
-        self._names, self._carried, self._looked = [], [], False
+        self._names, self._deferred, self._looked = [], [], False
 
     def before_update(self, tape: Tape) -> None:
         """Compare the first row of each matrix, and of its gradient, with others of it, once in a step."""
@@ -37,15 +37,15 @@ class EqualRows(Observer):
         names, self._looked = self._audited.names(), True
         chosen = {id(p): p for model in self._audited.models() for p in model.parameters() if id(p) in names and _is_matrix(p)}
         self._names = [names[key] for key in chosen]
-        with apart(), torch.no_grad():
+        with without_dispatch(), torch.no_grad():
             for p in chosen.values():
                 equal = _spread(p.detach(), _OF_WEIGHTS) & _spread(p.grad, _OF_GRADIENTS)
-                self._carried.append(tape.carry(equal.float().reshape(1)))
+                self._deferred.append(tape.defer(equal.float().reshape(1)))
 
     def facts(self) -> Mapping[str, Any]:
         """Return the parameters whose rows are all equal."""
-        pairs = zip(self._names, self._carried, strict=True)
-        found = tuple(name for name, carried in pairs if carried.numbers is not None and float(carried.numbers[0]) == 1)
+        pairs = zip(self._names, self._deferred, strict=True)
+        found = tuple(name for name, deferred in pairs if deferred.numbers is not None and float(deferred.numbers[0]) == 1)
         self.begin()
         return {"equal_rows": found}
 

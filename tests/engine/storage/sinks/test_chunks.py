@@ -18,14 +18,14 @@ from trainprobe.engine.tape import SAVE, Tape
 
 
 def gathered(values: list[torch.Tensor]) -> list:
-    """Return the pieces into which the tape gathers these values, `x.0`, `x.1` and so on."""
-    pieces: list = []
-    arena = recording.Arena(SAFETENSORS_NAMES, pieces.append)
+    """Return the chunks into which the tape gathers these values, `x.0`, `x.1` and so on."""
+    chunks: list = []
+    arena = recording.Arena(SAFETENSORS_NAMES, chunks.append)
     tape = Tape(TorchLibrary(), lambda *_: pytest.fail("a value was not gathered"), arena=arena)
     for i, value in enumerate(values):
         tape.tree(value, SAVE, f"x.{i}")
     arena.flush()
-    return pieces
+    return chunks
 
 
 def some_values(number: int, count: int = 16) -> list[torch.Tensor]:
@@ -38,30 +38,30 @@ def bytes_of(values: list[torch.Tensor]) -> list[bytes]:
     return [value.numpy().tobytes() for value in values]
 
 
-def test_each_piece_begins_at_a_block_and_goes_to_disk_as_it_lies(tmp_path):
+def test_each_chunk_begins_at_a_block_and_goes_to_disk_as_it_lies(tmp_path):
     values = some_values(0)
-    pieces = gathered(values)
-    assert len(pieces) > 3
-    assert [np.frombuffer(piece.data, np.uint8).ctypes.data % BLOCK for piece in pieces] == [0] * len(pieces)
+    chunks = gathered(values)
+    assert len(chunks) > 3
+    assert [np.frombuffer(chunk.data, np.uint8).ctypes.data % BLOCK for chunk in chunks] == [0] * len(chunks)
     file = SafetensorsFile(tmp_path / "x", held=0)
-    assert sum(map(file.add_piece, pieces)) >= sum(value.nbytes for value in values)
+    assert sum(map(file.add_chunk, chunks)) >= sum(value.nbytes for value in values)
     file.finish()
     with safe_open(tmp_path / "x", "pt") as found:
         assert all(torch.equal(found.get_tensor(f"x.{i}"), value) for i, value in enumerate(values))
     with (tmp_path / "x").open("rb") as found:
         room = int.from_bytes(found.read(8), "little")
         header = json.loads(found.read(room))
-    begins = [8 + room + header[piece.keys()[0]]["data_offsets"][0] for piece in pieces]
-    assert [begin % BLOCK for begin in begins] == [0] * len(pieces)
+    begins = [8 + room + header[chunk.keys()[0]]["data_offsets"][0] for chunk in chunks]
+    assert [begin % BLOCK for begin in begins] == [0] * len(chunks)
 
 
-def test_memory_of_a_piece_is_not_used_again_while_somebody_looks_at_it():
+def test_memory_of_a_chunk_is_not_used_again_while_somebody_looks_at_it():
     seen, expected = [], []
     for number in range(6):
         values = some_values(number, 6)
-        for piece in gathered(values):
+        for chunk in gathered(values):
             if number % 2:  # of the others nothing is kept, so that their memory may be taken
-                seen += [piece.data[offset : offset + size] for _, _, _, offset, size in piece.items()]
+                seen += [chunk.data[offset : offset + size] for _, _, _, offset, size in chunk.items()]
         expected += bytes_of(values) if number % 2 else []
         gc.collect()
     assert [bytes(view) for view in seen] == expected

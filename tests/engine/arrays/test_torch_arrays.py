@@ -1,4 +1,4 @@
-"""The strip of rows: order, devices, tensors without statistics, threads, forks and what it leaves alone."""
+"""The row buffer: order, devices, tensors without statistics, threads, forks and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainprobe.engine.arrays.torch_arrays import (
     CRC32,
     STATS,
     STD,
-    SUBLOW,
-    TorchStrip,
+    SUBNORMAL,
+    TorchStatsRows,
     copy_out,
     local_of,
     native_in_use,
@@ -28,38 +28,38 @@ native_only = pytest.mark.skipif(not native_in_use(), reason="the extension is n
 EVERYTHING = STATS | CHECKSUM | STD | CRC32
 
 
-def harvest(t: torch.Tensor, flags: int = EVERYTHING) -> tuple[bytes, list[int], list[int]]:
-    strip = TorchStrip(flags)
-    strip.add(t)
-    partials, sums, crcs = strip.harvest()
+def drain(t: torch.Tensor, flags: int = EVERYTHING) -> tuple[bytes, list[int], list[int]]:
+    stats_rows = TorchStatsRows(flags)
+    stats_rows.add(t)
+    partials, sums, crcs = stats_rows.drain()
     assert sums is not None and crcs is not None
     return partials.tobytes(), sums.tolist(), crcs
 
 
 @pytest.mark.parametrize("native", IMPLEMENTATIONS)
 def test_rows_are_numbered_in_the_order_of_adding(native: bool) -> None:
-    strip = TorchStrip(STATS, native=native)
-    assert [strip.add(torch.full((3,), float(i))) for i in range(1200)] == list(range(1200))
-    assert len(strip) == 1200
-    assert strip.harvest()[0][:, 7].tolist() == [3.0 * i for i in range(1200)]
+    stats_rows = TorchStatsRows(STATS, native=native)
+    assert [stats_rows.add(torch.full((3,), float(i))) for i in range(1200)] == list(range(1200))
+    assert len(stats_rows) == 1200
+    assert stats_rows.drain()[0][:, 7].tolist() == [3.0 * i for i in range(1200)]
 
 
 @pytest.mark.parametrize("native", IMPLEMENTATIONS)
-def test_a_harvest_starts_anew(native: bool) -> None:
-    strip = TorchStrip(STATS, native=native)
-    strip.add(torch.ones(2))
-    strip.harvest()
-    assert strip.harvest()[0].shape == (0, 12)
-    assert strip.add(torch.ones(4)) == 0
-    assert strip.harvest()[0][0, 0] == 4
+def test_draining_starts_anew(native: bool) -> None:
+    stats_rows = TorchStatsRows(STATS, native=native)
+    stats_rows.add(torch.ones(2))
+    stats_rows.drain()
+    assert stats_rows.drain()[0].shape == (0, 12)
+    assert stats_rows.add(torch.ones(4)) == 0
+    assert stats_rows.drain()[0][0, 0] == 4
 
 
 def test_rows_by_the_kernel_and_by_torch_stand_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    strip = TorchStrip(STATS | CHECKSUM)
-    strip.add(torch.tensor([1.0]))
-    strip._add_by_torch(torch.tensor([2.0]))
-    strip.add(torch.tensor([3.0]))
-    partials, sums, crcs = strip.harvest()
+    stats_rows = TorchStatsRows(STATS | CHECKSUM)
+    stats_rows.add(torch.tensor([1.0]))
+    stats_rows._add_by_torch(torch.tensor([2.0]))
+    stats_rows.add(torch.tensor([3.0]))
+    partials, sums, crcs = stats_rows.drain()
     assert partials[:, 7].tolist() == [1, 2, 3]
     assert crcs is None and sums is not None and len(set(sums.tolist())) == 3
 
@@ -85,10 +85,10 @@ def test_rows_by_the_kernel_and_by_torch_stand_in_one_order(monkeypatch: pytest.
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_tensor_without_statistics_is_refused_with_the_reason(native: bool, make: object, why: str) -> None:
-    strip, t = TorchStrip(EVERYTHING, native=native), make()  # type: ignore[operator]
-    assert strip.add(t) == -1
-    assert why in strip.refusal(t)
-    assert len(strip) == 0
+    stats_rows, t = TorchStatsRows(EVERYTHING, native=native), make()  # type: ignore[operator]
+    assert stats_rows.add(t) == -1
+    assert why in stats_rows.refusal(t)
+    assert len(stats_rows) == 0
 
 
 def _freed() -> torch.Tensor:
@@ -102,8 +102,8 @@ def test_torch_func_wrappers_are_refused_by_name(native: bool) -> None:
     said: list[tuple[int, str]] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        strip = TorchStrip(STATS, native=native)
-        said.append((strip.add(x), strip.refusal(x)))
+        stats_rows = TorchStatsRows(STATS, native=native)
+        said.append((stats_rows.add(x), stats_rows.refusal(x)))
         return x.sum()
 
     torch.vmap(look)(torch.ones(3, 2))
@@ -133,7 +133,7 @@ def test_a_subclass_with_its_own_data_is_reduced_as_it_is() -> None:
 
     t = torch.ones(3).as_subclass(Tagged)
     inner, kind, _, _ = local_of(t)
-    assert inner is t and kind.endswith("Tagged") and TorchStrip(STATS).add(t) == 0
+    assert inner is t and kind.endswith("Tagged") and TorchStatsRows(STATS).add(t) == 0
 
 
 @pytest.mark.parametrize("native", IMPLEMENTATIONS)
@@ -141,7 +141,7 @@ def test_adding_changes_neither_the_tensor_nor_the_graph_nor_the_random_state(na
     x = torch.randn(40, 50, requires_grad=True)
     y = (x * 2).t()
     bits, version, state, node = y.detach().clone(), y._version, torch.get_rng_state(), y.grad_fn
-    TorchStrip(EVERYTHING, native=native).add(y)
+    TorchStatsRows(EVERYTHING, native=native).add(y)
     assert torch.equal(y, bits) and y._version == version and y.grad_fn is node
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -156,13 +156,13 @@ def test_numbers_do_not_depend_on_the_instruction_set(dtype: torch.dtype, name: 
     before = native.instruction_set()
     if dtype.is_floating_point and dtype.itemsize > 1:
         wide[::7, ::5], wide[::11, ::3] = float("nan"), float("inf")
-    first = [harvest(t, EVERYTHING | SUBLOW) for t in several]
+    first = [drain(t, EVERYTHING | SUBNORMAL) for t in several]
     try:
         native.use(name)
     except ValueError:
         pytest.skip(f"this machine has no {name}")
     try:
-        assert [harvest(t, EVERYTHING | SUBLOW) for t in several] == first
+        assert [drain(t, EVERYTHING | SUBNORMAL) for t in several] == first
     finally:
         native.use(before)
 
@@ -177,14 +177,14 @@ def test_numbers_do_not_depend_on_the_number_of_threads(make: object) -> None:
         answers = []
         for n in (1, 2, 5):
             native.set_threads(n)
-            answers.append(harvest(t))
+            answers.append(drain(t))
     finally:
         native.set_threads(before)
     assert answers[0] == answers[1] == answers[2]
 
 
 def _child(queue: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
-    queue.put(harvest(torch.arange(500_000, dtype=torch.float32))[1:])
+    queue.put(drain(torch.arange(500_000, dtype=torch.float32))[1:])
 
 
 @native_only
@@ -194,7 +194,7 @@ def test_a_forked_child_reduces_with_threads_of_its_own() -> None:
     before = native.get_threads()
     native.set_threads(2)
     try:
-        want = harvest(torch.arange(500_000, dtype=torch.float32))[1:]
+        want = drain(torch.arange(500_000, dtype=torch.float32))[1:]
         context = multiprocessing.get_context("fork")
         queue = context.Queue()
         child = context.Process(target=_child, args=(queue,))
@@ -207,7 +207,7 @@ def test_a_forked_child_reduces_with_threads_of_its_own() -> None:
 
 
 @native_only
-def test_strips_of_several_python_threads_do_not_disturb_each_other() -> None:
+def test_row_buffers_of_several_python_threads_do_not_disturb_each_other() -> None:
     native = torch_arrays._native
     before = native.get_threads()
     native.set_threads(2)
@@ -215,10 +215,10 @@ def test_strips_of_several_python_threads_do_not_disturb_each_other() -> None:
     sums: dict[int, list[float]] = {}
 
     def work(i: int) -> None:
-        strip = TorchStrip(STATS)
+        stats_rows = TorchStatsRows(STATS)
         for _ in range(10):
-            strip.add(tensors[i])
-        sums[i] = strip.harvest()[0][:, 7].tolist()
+            stats_rows.add(tensors[i])
+        sums[i] = stats_rows.drain()[0][:, 7].tolist()
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Records a step of each case of the zoo and prints, as JSON, what its trail says just before it ends and what its data say."""
+"""Records a step of each case of the zoo; prints, as JSON, its journal just before it ends and its step data."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests import zoo
 from tests.lockstep import one_step, seed_all
 from trainprobe.engine.core.records import Call, StepData
 from trainprobe.engine.core.step_data import parent_name
-from trainprobe.engine.storage.step_journal import read_trail
-from trainprobe.monitor.black_box.ring import read_trail_bytes
+from trainprobe.engine.storage.step_journal import read_journal
+from trainprobe.monitor.black_box.ring import read_journal_bytes
 
 MONITOR = {"activations": True, "activation_gradients": True, "parameters": True, "optimizer_state": True, "update": True}
 
@@ -44,7 +44,7 @@ def told(step_data: StepData) -> dict[str, Any]:
 
 
 def record(name: str, level: str, native: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the trail of a step says of it, and what its collected step does."""
+    """Return what the journal of a step says of it, and what its collected step does."""
     case = zoo.load(name)
     seed_all()
     model = case.build()
@@ -55,7 +55,7 @@ def record(name: str, level: str, native: bool) -> tuple[dict[str, Any], dict[st
             probe.begin_step()
             one_step(case, model, optimizer, step)
             probe.note("loss", torch.tensor(2.5))
-            found = read_trail(read_trail_bytes(Path(folder) / "rank0" / "black_box.ring"))
+            found = read_journal(read_journal_bytes(Path(folder) / "rank0" / "black_box.ring"))
             step_data = probe.end_step()
         assert step_data is not None and found is not None
         return told(found[0]), told(step_data)
