@@ -7,7 +7,7 @@ import torch
 
 import trainprobe
 from trainprobe import PrecisionDebugger
-from trainprobe.engine.core.console import FEW, Console
+from trainprobe.engine.core.console import PRINTED_PER_RULE, Console
 from trainprobe.engine.core.records import Finding, Place, Site
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.run_folder import read_findings, read_frames
@@ -86,7 +86,7 @@ def test_a_rule_that_finds_much_is_printed_a_few_times_and_counted_at_the_end(ca
     for i in range(20):
         console.report(Finding("spike", "warning", "a jump", i, Place(0, 1), Site("parameter", f"layers.{i}.weight", "grad")))
     said = capfd.readouterr().err.splitlines()
-    assert len(said) == FEW + 1
+    assert len(said) == PRINTED_PER_RULE + 1
     assert said[-1] == "trainprobe: further findings of spike are written to the log and not printed here"
 
 

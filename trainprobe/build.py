@@ -25,7 +25,7 @@ from trainprobe.engine.capture.features.weight_spectra import WeightSpectra
 from trainprobe.engine.capture.loss_scaling import LossScalingTap
 from trainprobe.engine.capture.module_buffers import BufferTap
 from trainprobe.engine.capture.optimizer_steps import OptimizerStepTap
-from trainprobe.engine.capture.parameter_states import ParameterStateTap, StatesWanted
+from trainprobe.engine.capture.parameter_states import ParameterStateTap, StatesRequest
 from trainprobe.engine.capture.requests import flags_of, modules_of_plan, ops_of_plan
 from trainprobe.engine.capture.saved import SavedTap
 from trainprobe.engine.capture.torch_modules import ModuleTap
@@ -294,11 +294,11 @@ def features_of_monitor(plan: Features, guard: Guard, naming: ModuleTap) -> Feat
     return FeatureTap(kinds, guard_of(guard, FeatureTap), known, inside)
 
 
-def states_of_monitor(monitor: MonitorPlan | None) -> StatesWanted:
+def states_of_monitor(monitor: MonitorPlan | None) -> StatesRequest:
     """Return what the monitor wants of parameters, gradients and optimizer state; without one, nothing."""
     if monitor is None:
-        return StatesWanted(no_flags, no_flags, no_flags)
-    return StatesWanted(
+        return StatesRequest(no_flags, no_flags, no_flags)
+    return StatesRequest(
         value=flags_where(monitor.parameters),
         gradient=flags_where(monitor.gradients),
         state=flags_where(monitor.optimizer_state),

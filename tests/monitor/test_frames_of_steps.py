@@ -50,7 +50,7 @@ def test_known_layouts_are_those_of_a_walk(tmp_path):
             assert [by_layout.series[t] for t in known.at] == [by_walk.series[t] for t in walked.at]
             assert [by_layout.addresses[s] for s in known.addresses] == [by_walk.addresses[s] for s in walked.addresses]
             np.testing.assert_array_equal(known.values, walked.values)
-            np.testing.assert_array_equal(known.bad, walked.bad)
+            np.testing.assert_array_equal(known.health, walked.health)
     assert len(layouts) < 6  # steps that are alike have one layout
 
 

@@ -150,9 +150,9 @@ class Tape:
 
     def _look(self, t: Any, flags: int) -> Value:
         """Look at a tensor that the compiled kernel does not reduce."""
-        return attempt(self._reduce, t, flags, t, otherwise=partial(self.unseen, t))
+        return attempt(self._reduce, t, flags, t, otherwise=partial(self.unreadable, t))
 
-    def unseen(self, t: Any, fault: Exception) -> Value:
+    def unreadable(self, t: Any, fault: Exception) -> Value:
         """Return the value of a tensor that could not be looked at: a note that says why, and no numbers."""
         return Value(-1, "unknown", (), type=_class_text(type(t)), note=f"not looked at: {fault_text(fault)}")
 
@@ -199,7 +199,7 @@ class Tape:
         return value
 
     def _special(self, t: Any, flags: int) -> Value:
-        return attempt(self._described, t, flags, otherwise=partial(self.unseen, t))
+        return attempt(self._described, t, flags, otherwise=partial(self.unreadable, t))
 
     def _described(self, t: Any, flags: int) -> Value:
         with self.library.without_dispatch():

@@ -147,7 +147,7 @@ def loss_scale(engine: Any) -> float:
 
 
 def _partitioned_piece(optimizer: Any, p: Any, replicas: tuple[str, ...]) -> Piece | None:
-    """ZeRO 1 and 2, and the optimizer of bfloat16 with float32 accumulation: a stretch of a flat tensor a group."""
+    """ZeRO 1 and 2, and the optimizer of bfloat16 with float32 accumulation: a slice of a flat tensor per group."""
     mapping = p._hp_mapping
     if mapping is None:
         return None
@@ -166,7 +166,7 @@ def _partitioned_piece(optimizer: Any, p: Any, replicas: tuple[str, ...]) -> Pie
 
 
 def _stage3_piece(optimizer: Any, p: Any) -> Piece | None:
-    """ZeRO 3: a stretch of a flat tensor a sub-group, padded at the end of the parameter."""
+    """ZeRO 3: a slice of a flat tensor per sub-group, padded at the end of the parameter."""
     key = optimizer.get_param_id(p)
     if key not in optimizer.grad_position:
         return None  # frozen

@@ -20,7 +20,7 @@ from trainprobe.engine.capture.mindspore.cells import COMPILED, CellTap, is_grap
 from trainprobe.engine.capture.mindspore.gathering import gathering
 from trainprobe.engine.capture.mindspore.ops import PrimitiveTap, ops_are_seen
 from trainprobe.engine.capture.mindspore.saved import SavedTensors
-from trainprobe.engine.capture.mindspore.states import CellStateTap, ValuesWanted
+from trainprobe.engine.capture.mindspore.states import CellStateTap, ValuesRequest
 from trainprobe.engine.capture.mindspore.tape import HostTape
 from trainprobe.engine.capture.requests import flags_of, modules_of_plan, ops_of_plan
 from trainprobe.engine.core.gathering import Gathering
@@ -267,10 +267,10 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None = None) -> tuple[Cel
     return parts, schedules(plan, parts)
 
 
-def _states_of_monitor(monitor: MonitorPlan | None) -> ValuesWanted:
+def _states_of_monitor(monitor: MonitorPlan | None) -> ValuesRequest:
     if monitor is None:
-        return ValuesWanted(no_flags, no_flags, no_flags, no_flags)
-    return ValuesWanted(
+        return ValuesRequest(no_flags, no_flags, no_flags, no_flags)
+    return ValuesRequest(
         value=flags_where(monitor.parameters),
         gradient=flags_where(monitor.gradients) if monitor.gradients.reduced else no_flags,
         state=flags_where(monitor.optimizer_state),

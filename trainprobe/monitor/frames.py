@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -122,8 +123,15 @@ class SeriesTable:
         return len(self.series)
 
 
-# How bad a value is: nothing wrong, minus infinity alone (as in an attention mask), an infinity, a NaN.
-FINE, MASKED, INFINITE, NOT_A_NUMBER = 0, 1, 2, 3
+class Health(IntEnum):
+    """The worst element of a value. Minus infinity alone is what an attention mask holds, so it is not yet an infinity."""
+
+    FINITE = 0
+    MINUS_INFINITY = 1
+    INFINITE = 2
+    NAN = 3
+
+
 STATISTICS = ("norm", "absmax", "mean")
 U8 = npt.NDArray[np.uint8]
 
@@ -133,7 +141,7 @@ class Frame:
     """One collected step of one rank.
 
     at: series numbers [n] in execution order, scalars last. values: float64 [n]. addresses: address numbers [m] in execution
-    order, scalars last. bad: for each of these addresses FINE, MASKED, INFINITE or NOT_A_NUMBER. scalars: name → value.
+    order, scalars last. health: for each of these addresses the `Health` of its value. scalars: name → value.
     """
 
     step: int
@@ -142,7 +150,7 @@ class Frame:
     at: I64
     values: F64
     addresses: I64
-    bad: U8
+    health: U8
     scalars: Mapping[str, float] = field(default_factory=dict[str, float])
     complete: bool = True
 
@@ -165,19 +173,21 @@ def frame_of_step(step_data: StepData, table: SeriesTable) -> Frame:
         there[:, -1] = taken  # of a value whose checksum was not asked for, there is none
         at, values = at[there.reshape(-1)], values[there.reshape(-1)]
     counts = (column(partials, name) for name in ("neginf", "posinf", "nan"))
-    bad = np.full(len(partials), FINE, np.uint8) if all_finite(partials) else badness(*counts)
+    health = np.full(len(partials), Health.FINITE, np.uint8) if all_finite(partials) else health_of(*counts)
     single = [f for f in step_data.features if f.edges is None]
     if single:
         more = table.of_features(tuple((f.name, f.slot, f.call, f.numbers.size) for f in single), single)
         at, values = np.concatenate([at, more]), np.concatenate([values, *(f.numbers for f in single)])
     return with_scalars(
-        step_data.step, step_data.place, table, (at, values, addresses, bad), step_data.scalars, step_data.complete
+        step_data.step, step_data.place, table, (at, values, addresses, health), step_data.scalars, step_data.complete
     )
 
 
-def badness(neginf: Numbers, posinf: Numbers, nan: Numbers) -> U8:
-    """Return how bad each value is, uint8 [n], by how many of its elements are -inf, +inf and NaN, [n] each."""
-    return np.where(nan > 0, NOT_A_NUMBER, np.where(posinf > 0, INFINITE, np.where(neginf > 0, MASKED, FINE))).astype(np.uint8)
+def health_of(neginf: Numbers, posinf: Numbers, nan: Numbers) -> U8:
+    """Return the `Health` of each value, uint8 [n], from how many of its elements are -inf, +inf and NaN, [n] each."""
+    return np.where(
+        nan > 0, Health.NAN, np.where(posinf > 0, Health.INFINITE, np.where(neginf > 0, Health.MINUS_INFINITY, Health.FINITE))
+    ).astype(np.uint8)
 
 
 def _with_features(table: SeriesTable, at: I64, values: F64, features: Sequence[tuple[Address, float]]) -> tuple[I64, F64]:
@@ -213,7 +223,7 @@ def frame_of_records(step: int, place: Place, records: Iterable[Record], table: 
     at: list[int] = []
     values: list[float] = []
     addresses: list[int] = []
-    bad: list[int] = []
+    health: list[int] = []
     scalars: dict[str, float] = {}
     features: list[tuple[Address, float]] = []
     for record in _as_they_arose(records):
@@ -232,12 +242,12 @@ def frame_of_records(step: int, place: Place, records: Iterable[Record], table: 
             address(phase, site.kind, site.name, site.call, site.slot), dimensions_of(record.shape), record.dtype
         )
         addresses.append(where)
-        bad.append(_badness(numbers))
+        health.append(_health_of_record(numbers))
         for statistic, value in _watched(numbers).items():
             at.append(table.series_at(where, statistic))
             values.append(value)
     both = _with_features(table, np.array(at, np.int64), np.array(values, np.float64), features)
-    flat = (*both, np.array(addresses, np.int64), np.array(bad, np.uint8))
+    flat = (*both, np.array(addresses, np.int64), np.array(health, np.uint8))
     return with_scalars(step, place, table, flat, scalars, complete)
 
 
@@ -270,26 +280,28 @@ def _watched(numbers: Mapping[str, float | int]) -> dict[str, float]:
     return out
 
 
-def _badness(numbers: Mapping[str, float | int]) -> int:
+def _health_of_record(numbers: Mapping[str, float | int]) -> int:
     both = numbers.get("min") == -math.inf and numbers.get("max") == math.inf  # the mean of which is NaN
     told = [float(numbers[name]) for name in ("max", "min", "mean", "norm", "absmax", "value") if name in numbers]
     told = [x for x in told if not (both and math.isnan(x))]
     if numbers.get("nan") or any(math.isnan(x) for x in told):
-        return NOT_A_NUMBER
+        return Health.NAN
     if not (numbers.get("inf") or any(math.isinf(x) for x in told)):
-        return FINE
+        return Health.FINITE
     only_below = numbers.get("min") == -math.inf and numbers.get("max", math.inf) != math.inf
-    return MASKED if only_below else INFINITE
+    return Health.MINUS_INFINITY if only_below else Health.INFINITE
 
 
 def with_scalars(
     step: int, place: Place, table: SeriesTable, flat: tuple[I64, F64, I64, U8], scalars: Mapping[str, float], complete: bool
 ) -> Frame:
-    """Return the frame of these values, the scalars last. flat: `at`, `values`, `addresses` and `bad` of the frame."""
-    at, values, addresses, bad = flat
+    """Return the frame of these values, the scalars last. flat: `at`, `values`, `addresses` and `health` of the frame."""
+    at, values, addresses, health = flat
     extra = [table.address(Address("step", "scalar", name, 0, "value")) for name in scalars]
     numbers = np.array(list(scalars.values()), dtype=np.float64)
-    worse = np.where(np.isnan(numbers), NOT_A_NUMBER, np.where(np.isinf(numbers), INFINITE, FINE)).astype(np.uint8)
+    worse = np.where(np.isnan(numbers), Health.NAN, np.where(np.isinf(numbers), Health.INFINITE, Health.FINITE)).astype(
+        np.uint8
+    )
     return Frame(
         step,
         place,
@@ -297,7 +309,7 @@ def with_scalars(
         table.same(np.concatenate([at, np.array([table.series_at(s, "value") for s in extra], dtype=np.int64)])),
         np.concatenate([values, numbers]),
         np.concatenate([addresses, np.array(extra, dtype=np.int64)]),
-        np.concatenate([bad, worse]),
+        np.concatenate([health, worse]),
         dict(scalars),
         complete,
     )

@@ -23,8 +23,8 @@ from trainprobe.monitor.frames import (
     Bools,
     Frame,
     SeriesTable,
-    badness,
     dimensions_of,
+    health_of,
     with_scalars,
 )
 
@@ -84,7 +84,7 @@ class _Segment:
         self._has_address = ~np.any([rows for kind, rows in self._kind.items() if kind != "feature"], axis=0)
         self._is_value = (_numbers(table["count"], 0) > 0) & self._has_address & ~self._kind["feature"]
         self._addresses = self._number_addresses()
-        self._bad = badness(*(_numbers(table[name], 0) for name in ("neginf", "posinf", "nan")))
+        self._health = health_of(*(_numbers(table[name], 0) for name in ("neginf", "posinf", "nan")))
         self._statistics = _statistics(table)
         self._taken = table["checksum"].is_valid().to_numpy()
 
@@ -127,7 +127,7 @@ class _Segment:
         more, numbers = self._features(self._of(rows, self._kind["feature"]))
         at, values = np.concatenate([at, more]), np.concatenate([values, numbers])
         about = orjson.loads(self._table["detail"][int(self._of(rows, self._kind["step"])[0])].as_py())
-        flat = (at, values, self._addresses[here], self._bad[here])
+        flat = (at, values, self._addresses[here], self._health[here])
         return with_scalars(step, read_place(about["place"]), known, flat, self._scalars(rows), about["complete"])
 
     def _of(self, rows: slice, mask: Bools) -> I64:

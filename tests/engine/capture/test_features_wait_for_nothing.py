@@ -10,7 +10,7 @@ from trainprobe.engine.capture.features.dead_units import dead_share
 from trainprobe.engine.capture.features.number_formats import CountedFormats
 from trainprobe.engine.capture.features.routers import chosen, similarity
 from trainprobe.engine.capture.features.weight_spectra import FIRST, spectrum
-from trainprobe.engine.stats.exponents import Binades
+from trainprobe.engine.stats.exponents import ExponentBins
 from trainprobe.engine.stats.low_precision import FORMATS
 from trainprobe.engine.tape import Tape
 
@@ -40,7 +40,7 @@ def test_formats(scale, dtype):
     for shape in ((50, 70), (3,), (1 << 11, 1 << 10)):
         counted.add(empty(*shape, dtype=torch.bfloat16))
     counted.finish()
-    assert counted.deferred.tensor.shape == (3, Binades(str(dtype).rpartition(".")[2], 2 * len(FORMATS)).bins)
+    assert counted.deferred.tensor.shape == (3, ExponentBins(str(dtype).rpartition(".")[2], 2 * len(FORMATS)).bins)
 
 
 def test_exponents_and_dead_units():

@@ -381,20 +381,20 @@ def test_few_large_steps_wait_and_many_small_ones(monkeypatch):
     sink = Slow()
     writer = Writer({"slow": sink})
     waits = writer._room
-    for step in range(writer_module.FEW):
+    for step in range(writer_module.FEW_STEPS):
         assert waits(0)
         writer.submit(large_step(step))
     assert not waits(0)
     sink.gate.set()
     assert writer.flush()
-    assert [step_data.step for step_data in sink.collected_steps] == list(range(writer_module.FEW))
+    assert [step_data.step for step_data in sink.collected_steps] == list(range(writer_module.FEW_STEPS))
     writer.close()
     writer = Writer({"slow": sink})
-    for step in range(3 * writer_module.FEW - 1):
+    for step in range(3 * writer_module.FEW_STEPS - 1):
         assert writer._room(0)
         writer.submit(small_step(step))
     writer.close()
-    assert len(sink.collected_steps) == 4 * writer_module.FEW - 1
+    assert len(sink.collected_steps) == 4 * writer_module.FEW_STEPS - 1
 
 
 def large_step(step):

@@ -84,7 +84,7 @@ def test_gradients_before_the_reduction_are_each_ranks_own_and_whole(pair, kind,
 @pytest.mark.proves("PyTorch", "FSDP1", ranks=2)
 @kinds
 def test_pieces_tell_their_place_in_the_original_parameter(pair, kind):
-    """The stretches of the ranks lie end to end and are the whole parameter, for values, gradients and states alike."""
+    """The slices of the ranks lie end to end and are the whole parameter, for values, gradients and states alike."""
     from trainprobe.engine.storage.dumps.log import read_log
 
     found: dict[tuple[str, str], list[tuple[int, int, int]]] = {}

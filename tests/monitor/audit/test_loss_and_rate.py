@@ -9,7 +9,7 @@ from torch import nn
 import trainprobe
 from trainprobe.engine.core.facts import Base, ModelFacts, Progress, StepFacts
 from trainprobe.engine.core.records import Place
-from trainprobe.monitor.audit.evidence import Evidence, Past, Streak, Tensors
+from trainprobe.monitor.audit.evidence import Evidence, History, Streak, Tensors
 from trainprobe.monitor.audit.plan import validate
 from trainprobe.monitor.audit.relations import reached_rate, schedulers_stepped
 
@@ -208,18 +208,18 @@ def test_a_group_that_a_schedule_by_hand_leaves_out_is_found(tmp_path, how):
     assert how != "the last alone" or any("group 0 has stood at 0.02" in message for message in messages)
 
 
-def evidence(rate, *, base=1e-3, unstepped=True, progress, step=70, past=None):
+def evidence(rate, *, base=1e-3, unstepped=True, progress, step=70, history=None):
     """Return evidence of a step that updated at a rate."""
     model = ModelFacts()
     facts = StepFacts(
         model, model, updates=1, rates=(rate,), bases=(Base(0, base, unstepped),), progress=progress, ordinal=step
     )
-    return Evidence(step, Place(), facts, Tensors(), validate(True), past=past or standing(rate))
+    return Evidence(step, Place(), facts, Tensors(), validate(True), history=history or standing(rate))
 
 
 def standing(rate, looks=5, peak=None):
-    """Return a past in which a rate stood at so many audited steps."""
-    return Past(streaks={("rate", "0"): Streak(rate, looks, 0)}, peaks=(rate if peak is None else peak,))
+    """Return a history in which a rate stood at so many audited steps."""
+    return History(streaks={("rate", "0"): Streak(rate, looks, 0)}, peaks=(rate if peak is None else peak,))
 
 
 def test_a_scheduler_that_is_never_stepped_is_found_once_an_epoch_has_ended():
@@ -233,8 +233,8 @@ def test_a_scheduler_that_is_never_stepped_is_found_once_an_epoch_has_ended():
         evidence(5e-5, progress=Progress(0)),  # the first epoch, whose scheduler is stepped once an epoch
         evidence(1e-3, progress=Progress(2)),  # a rate that begins at its base: nothing is known of the first epochs
         evidence(5e-5, progress=Progress(1), unstepped=False),
-        evidence(5e-5, progress=Progress(1), past=standing(4e-5)),  # set by hand
-        evidence(5e-5, progress=Progress(1), past=standing(5e-5, looks=2)),
+        evidence(5e-5, progress=Progress(1), history=standing(4e-5)),  # set by hand
+        evidence(5e-5, progress=Progress(1), history=standing(5e-5, looks=2)),
     ],
 )
 def test_schedulers_that_may_rest_are_no_finding(healthy):
@@ -242,17 +242,17 @@ def test_schedulers_that_may_rest_are_no_finding(healthy):
 
 
 def test_a_warm_up_that_is_longer_than_the_training_is_found():
-    assert len(reached_rate.check(evidence(5e-5, progress=Progress(0, 100), past=standing(2e-5)))) == 1
+    assert len(reached_rate.check(evidence(5e-5, progress=Progress(0, 100), history=standing(2e-5)))) == 1
 
 
 @pytest.mark.parametrize(
     "healthy",
     [
-        evidence(5e-5, progress=Progress(0, 200), past=standing(2e-5)),  # before the half
-        evidence(5e-5, progress=Progress(5, 0), past=standing(2e-5)),  # nobody says how long it is
-        evidence(5e-4, progress=Progress(0, 100), past=standing(2e-4)),
-        evidence(5e-5, progress=Progress(0, 100), past=standing(6e-5, peak=1e-3)),  # decays
-        evidence(5e-5, base=float("nan"), progress=Progress(0, 100), past=standing(2e-5)),
+        evidence(5e-5, progress=Progress(0, 200), history=standing(2e-5)),  # before the half
+        evidence(5e-5, progress=Progress(5, 0), history=standing(2e-5)),  # nobody says how long it is
+        evidence(5e-4, progress=Progress(0, 100), history=standing(2e-4)),
+        evidence(5e-5, progress=Progress(0, 100), history=standing(6e-5, peak=1e-3)),  # decays
+        evidence(5e-5, base=float("nan"), progress=Progress(0, 100), history=standing(2e-5)),
     ],
 )
 def test_rates_that_were_reached_or_may_still_be_are_no_finding(healthy):

@@ -40,7 +40,7 @@ class RandomCalls:
 
     def __init__(self, patches: Patches, guard: Guard) -> None:
         self.active = False
-        self.unseen: set[str] = set()  # types whose methods this interpreter does not let be replaced
+        self.sealed: set[str] = set()  # types whose methods this interpreter does not let be replaced
         self.ended = ""  # why calls were no longer counted, where that was before the end
         self.window = SETUP
         self.ended_in: int | None = None  # the window in which that was
@@ -59,7 +59,7 @@ class RandomCalls:
         self.active = True
         for full, owner, name, describe in random_functions():
             if not self._patches.replace(owner, name, functools.partial(self._wrapper, full, describe)):
-                self.unseen.add(full.rpartition(".")[0])
+                self.sealed.add(full.rpartition(".")[0])
         self._patches.replace(torch.jit, "script", self._scripting)
         self._patches.replace(torch, "compile", self._compiling)
         self._patches.spread()

@@ -267,7 +267,7 @@ class Recorder:
     def _finish_content(self, writer: PackWriter) -> None:
         if self._random.ended:
             writer.note(self._random.ended)
-        for kind in sorted(self._random.unseen):
+        for kind in sorted(self._random.sealed):
             writer.note(f"calls of the methods of {kind} were not counted: this Python does not let them be replaced")
         if "hyperparameters" in self.settings.captures:
             writer.put("hyperparameters", self._hyperparameters())

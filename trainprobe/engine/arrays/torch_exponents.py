@@ -16,24 +16,26 @@ from torch import Tensor
 
 from trainprobe.engine.arrays.torch_extras import tally
 from trainprobe.engine.arrays.torch_reduce import accumulator
-from trainprobe.engine.stats.exponents import Binades
+from trainprobe.engine.stats.exponents import ExponentBins
 
 _ROOM, _ROOM_ON_HOST = 1 << 20, 1 << 16  # elements: what keeps an accelerator busy, and what a processor's cache holds
 Spread = Callable[[Any], Any]
-Past = Callable[[Any, Any, Spread], Iterable[Any]]
+Exceeding = Callable[[Any, Any, Spread], Iterable[Any]]
 
 
 class CountedMagnitudes:
     """Tensors of one device; on the host `OnHost` is faster.
 
-    dtype: float32, or float64 for tensors of that dtype. limits: how many there are. past: given magnitudes [n] of some
+    dtype: float32, or float64 for tensors of that dtype. limits: how many there are. exceeding: given magnitudes [n] of some
     tensors, the largest finite magnitude of each of those [rows] where `largest` asks for it, and a function that spreads
-    [rows] over [n], returns for each limit which magnitudes are past it, bool [n].
+    [rows] over [n], returns for each limit which magnitudes are at or above it, bool [n].
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, limits: int, past: Past, largest: bool = False) -> None:
-        self.told = Binades(str(dtype).rpartition(".")[2], limits)
-        self._past = past
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, limits: int, exceeding: Exceeding, largest: bool = False
+    ) -> None:
+        self.bins = ExponentBins(str(dtype).rpartition(".")[2], limits)
+        self._exceeding = exceeding
         self._largest: list[Tensor] | None = [] if largest else None
         self._rows = 0
         self._room = torch.empty(_ROOM_ON_HOST if device.type == "cpu" else _ROOM, dtype=dtype, device=device)
@@ -96,7 +98,7 @@ class CountedMagnitudes:
 
     def _count(self, x: Tensor, lengths: list[int], largest: Tensor | None) -> Tensor:
         """Count the elements of tensors that lie one after the other, [rows, bins]; x may be written to."""
-        bins, rows, n, device = self.told.bins, len(lengths), x.numel(), x.device
+        bins, rows, n, device = self.bins.bins, len(lengths), x.numel(), x.device
         repeats = torch.tensor(lengths).to(device, non_blocking=True)
 
         def spread(numbers: Tensor) -> Tensor:
@@ -104,9 +106,9 @@ class CountedMagnitudes:
 
         x = x.abs_().nan_to_num_(nan=0.0, posinf=torch.inf)
         passed = torch.zeros(n, dtype=torch.uint8, device=device)
-        for past in self._past(x, largest, spread):
-            passed.add_(past.view(torch.uint8))
-        at = binades_of(x, self.told).add_(passed)
+        for above in self._exceeding(x, largest, spread):
+            passed.add_(above.view(torch.uint8))
+        at = exponent_bins_of(x, self.bins).add_(passed)
         if rows > 1:
             at.add_(spread(torch.arange(0, rows * bins, bins).to(device, non_blocking=True)))
         return tally(at, rows * bins).view(rows, bins)
@@ -136,20 +138,20 @@ class OnHost(CountedMagnitudes):
             array[np.isnan(array)] = 0.0
         passed = np.zeros(array.size, np.uint8)
         numbers = None if largest is None else largest.numpy()
-        for past in self._past(array, numbers, lambda each: np.repeat(each, lengths)):
-            passed += past.view(np.uint8)
-        at = self.told.binades(array)
+        for above in self._exceeding(array, numbers, lambda each: np.repeat(each, lengths)):
+            passed += above.view(np.uint8)
+        at = self.bins.exponents(array)
         at += passed
-        bins, rows = self.told.bins, len(lengths)
+        bins, rows = self.bins.bins, len(lengths)
         begins = np.arange(rows, dtype=np.int16 if rows * bins < 1 << 15 else np.int32) * bins
         return tally(torch.from_numpy(at + np.repeat(begins, lengths)), rows * bins).view(rows, bins)
 
 
-def binades_of(x: Tensor, told: Binades) -> Tensor:
-    """Return the number of the binade of magnitudes without NaN, float32 or float64 [n], as int64 [n]."""
+def exponent_bins_of(x: Tensor, bins: ExponentBins) -> Tensor:
+    """Return the exponent numbers of magnitudes without NaN, float32 or float64 [n], as int64 [n]."""
     if x.dtype == torch.float32 and accumulator(x.device) == torch.float64:
         bits = x.double().view(torch.int64)  # where no number of float32 is subnormal
-        return bits.bitwise_right_shift_(52).sub_(1022 + told.lowest).clamp_(0, told.last)
+        return bits.bitwise_right_shift_(52).sub_(1022 + bins.lowest).clamp_(0, bins.last)
     finite = x < torch.inf
-    exponent = torch.frexp(x.where(finite, 0.0))[1].to(torch.int64) - told.lowest
-    return torch.where(finite, torch.where(x == 0, 0, exponent), told.last)
+    exponent = torch.frexp(x.where(finite, 0.0))[1].to(torch.int64) - bins.lowest
+    return torch.where(finite, torch.where(x == 0, 0, exponent), bins.last)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainprobe.engine.core.gathering import Gathering, Words
+from trainprobe.engine.core.gathering import Gathering, Payload
 
 
 def gathering() -> Gathering:
@@ -21,7 +21,7 @@ def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _all_gather(words: Words) -> list[Words]:
+def _all_gather(words: Payload) -> list[Payload]:
     device = _device()
     mine = torch.from_numpy(words.view(np.int64)).to(device)
     received = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

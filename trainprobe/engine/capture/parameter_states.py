@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunction
 from trainprobe.engine.capture.saved_pieces import HeldPieces, pieces_of
 from trainprobe.engine.capture.turns import Turns
 from trainprobe.engine.core.facts import Piece
-from trainprobe.engine.core.flat_parameters import Stretch, handles_of, stretches_of
+from trainprobe.engine.core.flat_parameters import FlatSlice, flat_slices_of, handles_of
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.records import Call, StepData, Value
 from trainprobe.engine.core.shards import Shard
@@ -25,7 +25,7 @@ from trainprobe.engine.tape import Tape
 
 
 @dataclass(frozen=True, slots=True)
-class StatesWanted:
+class StatesRequest:
     """What is wanted of parameters: flags by name (0 for one that is not selected), for each sort of tensor.
 
     without: slots that are not wanted at all, such as "grad_unreduced". update: the change that the step makes, which needs a
@@ -76,7 +76,7 @@ class ParameterStateTap:
     wanted of everything, whatever the plan selects (the audit's).
     """
 
-    def __init__(self, wanted: StatesWanted, names: Callable[[], dict[int, str]]) -> None:
+    def __init__(self, wanted: StatesRequest, names: Callable[[], dict[int, str]]) -> None:
         self.source: Source | None = None
         self.more = 0
         self._wanted = wanted
@@ -109,7 +109,7 @@ class ParameterStateTap:
         self._plain = PlainSource(names, list(parameters.values()), optimizers, *_flattened(self._models, names))
         self._anywhere = None
 
-    def change(self, wanted: StatesWanted) -> None:
+    def change(self, wanted: StatesRequest) -> None:
         """Take these from the next step on."""
         self._wanted = wanted
         self._known.clear()
@@ -161,16 +161,16 @@ class ParameterStateTap:
         if tape is None or plain is None:
             return
         with torch.no_grad(), DisableTorchFunction():
-            stretches = plain.flat.get(id(p))
-            if stretches is not None:
-                found = [(stretch.name, stretch.whole(gradient)) for stretch in stretches]
+            slices = plain.flat.get(id(p))
+            if slices is not None:
+                found = [(flat_slice.name, flat_slice.whole(gradient)) for flat_slice in slices]
             elif id(p) in plain.names:
                 found = [(plain.names[id(p)], gradient if per_micro or p.grad is None else p.grad + gradient)]
             else:
                 return
             for name, own in found:
                 if flags := self._wanted.gradient(name):
-                    part = Part(name, "grad_unreduced", own, micro=tape.micro if per_micro or stretches is not None else 0)
+                    part = Part(name, "grad_unreduced", own, micro=tape.micro if per_micro or slices is not None else 0)
                     self._divide(self._keep(tape, "unreduced", part, part.slot, flags), part.slot, self._scale)
 
     def reported_norm(self, norm: Any, limit: float = float("inf")) -> None:
@@ -312,8 +312,8 @@ class ParameterStateTap:
     def _asked(self, due: frozenset[str]) -> frozenset[str]:
         """Return the sorts of tensors that are wanted of any parameter now; more need not be found."""
         if self._anywhere is None and self._plain is not None:
-            stretches = [stretch.name for held in self._plain.stretches.values() for stretch in held]
-            names = dict.fromkeys([*self._plain.names.values(), *stretches])
+            slices = [flat_slice.name for held in self._plain.slices.values() for flat_slice in held]
+            names = dict.fromkeys([*self._plain.names.values(), *slices])
             known = [self._learn(name, slot) for name in names for slot in ("value", "grad", "")]
             self._anywhere = frozenset(asked.sort for asked in known if asked.flags), any(asked.update for asked in known)
         sorts, updates = self._anywhere or (SORTS, False)
@@ -337,7 +337,7 @@ class ParameterStateTap:
             if moment == "before_step":
                 self._before[key] = inner.detach().clone()
                 return
-            change = attempt(_difference, inner, self._before.pop(key), otherwise=partial(tape.unseen, inner))
+            change = attempt(_difference, inner, self._before.pop(key), otherwise=partial(tape.unreadable, inner))
         slot = "update" if part.slot == "value" else "main_update"
         call = self._calls.get((moment, part.name, 0)) or self._new_call(tape, moment, part.name, 0)
         call.params[slot] = change if isinstance(change, Value) else tape.tree(change, flags)
@@ -359,13 +359,13 @@ def _difference(after: Any, before: Any) -> Any:
     return after.detach() - before
 
 
-def _flattened(models: list[Any], names: dict[int, str]) -> tuple[dict[int, list[Stretch]], dict[int, list[Stretch]]]:
-    """Return the stretches of flattened parameters by what the optimizer steps, and by the flat parameter."""
-    stepped, flat = dict[int, list[Stretch]](), dict[int, list[Stretch]]()
+def _flattened(models: list[Any], names: dict[int, str]) -> tuple[dict[int, list[FlatSlice]], dict[int, list[FlatSlice]]]:
+    """Return the slices of flattened parameters by what the optimizer steps, and by the flat parameter."""
+    stepped, flat = dict[int, list[FlatSlice]](), dict[int, list[FlatSlice]]()
     for handle in handles_of(models):
-        own = flat[id(handle.flat_param)] = list(stretches_of(handle, names))
-        for stretch in own:
-            stepped.setdefault(id(stretch.owner), []).append(stretch)
+        own = flat[id(handle.flat_param)] = list(flat_slices_of(handle, names))
+        for flat_slice in own:
+            stepped.setdefault(id(flat_slice.owner), []).append(flat_slice)
     return stepped, flat
 
 

@@ -20,8 +20,8 @@ from trainprobe.engine.capture import node_hooks
 from trainprobe.engine.capture.gradients import edge_of, plus
 from trainprobe.engine.capture.module_gradients import UNTOUCHED, Edges, odd_edges, places
 from trainprobe.engine.capture.native_torch import learned
-from trainprobe.engine.capture.patching import substituted
-from trainprobe.engine.capture.patching.outline import Outline
+from trainprobe.engine.capture.patching import functional_call
+from trainprobe.engine.capture.patching.model_structure import ModelStructure
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.requests import ModuleRequest
 from trainprobe.engine.core.flat_parameters import is_flattened
@@ -87,8 +87,8 @@ class ModuleTap:
         self._models: list[Any] = []
         self._tape: Tape | None = None
         self._original: Replaced | None = None
-        self._substituted: Replaced | None = None
-        self._outline: Outline | None = None
+        self._functional_call: Replaced | None = None
+        self._structure: ModelStructure | None = None
         self._saves = False  # whether values of modules are saved
         self._accumulators: list[tuple[Any, Any]] = []
         self._arrived: dict[int, int] = {}  # id of parameter → gradients that arrived this step
@@ -136,7 +136,7 @@ class ModuleTap:
             handle.remove()
         self._accumulators.clear()
         self._saves = False
-        self._outline = Outline(module for model in self._models for module in model.modules())
+        self._structure = ModelStructure(module for model in self._models for module in model.modules())
         for chunk, model in enumerate(self._models):
             prefix = str(chunk) if len(self._models) > 1 else ""
             modules = list(model.named_modules())
@@ -159,7 +159,7 @@ class ModuleTap:
 
     def names(self) -> dict[int, str]:
         """Return id of parameter → name, as the model is now: another dict where it is made of something else than before."""
-        if self._outline is not None and not self._outline.holds():
+        if self._structure is not None and not self._structure.holds():
             self.scan()
         return self.parameter_names
 
@@ -194,15 +194,15 @@ class ModuleTap:
         self._original = Replaced(
             torch.nn.Module, "_call_impl", _shim(self.known, torch.nn.Module._call_impl, run), traced=True
         )
-        if self._substituted is None:
-            self._substituted = substituted.follow(self.known, _as_it_runs, self._guard)
+        if self._functional_call is None:
+            self._functional_call = functional_call.follow(self.known, _as_it_runs, self._guard)
 
     def uninstall(self) -> None:
         """Put the original call back."""
-        for replaced in (self._original, self._substituted):
+        for replaced in (self._original, self._functional_call):
             if replaced is not None:
                 replaced.back()
-        self._original = self._substituted = None
+        self._original = self._functional_call = None
 
     def pause(self) -> None:
         """Take no forward calls for a while."""

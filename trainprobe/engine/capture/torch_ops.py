@@ -29,7 +29,7 @@ from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.plan.catalog import OpName, op_name
 from trainprobe.engine.tape import Tape
 
-_Wanted = tuple[OpName, int]
+_Request = tuple[OpName, int]
 # What is written through the memory that these hand out leaves no trace in the tensor's version counter.
 _HAND_OUT_MEMORY: tuple[Any, ...] = (torch.Tensor.data.__get__, torch.Tensor.numpy)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -49,7 +49,7 @@ class OpTap:
         self._stacks = stacks
         self._inside: list[Call] = modules.stack if modules is not None else []
         self._module_code = modules.code if modules is not None else 0
-        self._names: dict[Any, _Wanted | None] = {}
+        self._names: dict[Any, _Request | None] = {}
         self._tape: Tape | None = None
         self._mode: _Mode | None = None
         self._on = False
@@ -217,7 +217,7 @@ class OpTap:
 
     # ---- one call ----------------------------------------------------------------------------------------------
 
-    def wanted(self, func: Any) -> _Wanted | None:
+    def wanted(self, func: Any) -> _Request | None:
         """Return name and flags of a callable that is to be recorded, None for one that is not; remembered for ever.
 
         What hands out a tensor's memory is not remembered but comes here each time, and has all tensors looked at anew from

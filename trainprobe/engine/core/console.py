@@ -15,7 +15,7 @@ from pathlib import Path
 from trainprobe.engine.core.findings import Cause, cause_of, sentence
 from trainprobe.engine.core.records import Finding
 
-FEW = 5  # findings of one rule that are printed; further ones are in the log
+PRINTED_PER_RULE = 5  # findings of one rule that are printed; further ones are in the log
 _OF_ALL_RANKS = frozenset({"plan"})  # what every rank finds alike: printed by one rank
 _PRINTED_THERE = frozenset({"guard", "writer"})  # faults of the tool, which these print themselves
 
@@ -43,7 +43,7 @@ class Console:
             return
         self._printed.add(cause_of(finding))
         self._times[finding.rule] += 1
-        if self._times[finding.rule] > FEW:
+        if self._times[finding.rule] > PRINTED_PER_RULE:
             self.line(f"further findings of {finding.rule} are written to the log and not printed here")
             self.silent = {*self.silent, finding.rule}
         elif self._is_first_rank(finding):

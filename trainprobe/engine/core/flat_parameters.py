@@ -1,7 +1,7 @@
-"""Parameters that PyTorch's first `FullyShardedDataParallel` keeps: stretches of one flat parameter for each wrapped module.
+"""Parameters that PyTorch's first `FullyShardedDataParallel` keeps: slices of one flat parameter for each wrapped module.
 
-Each rank holds a piece of the flat parameter, and with it a stretch of some of the original parameters. With `use_orig_params`
-the optimizer steps views of those stretches, without it the flat piece as a whole. Nothing here communicates or gathers.
+Each rank holds a piece of the flat parameter, and with it a slice of some of the original parameters. With `use_orig_params`
+the optimizer steps views of those slices, without it the flat piece as a whole. Nothing here communicates or gathers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FLAT = "_flat_param"  # the short name under which a module holds its flat param
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class FlatSlice:
     """What this process holds of one original parameter.
 
     name: its logical name. owner: the tensor that the optimizer steps. start: the first element in it, None where all of it
@@ -58,7 +58,7 @@ def handles_of(models: Iterable[Any]) -> list[Any]:
     return [handle for handle in dict.fromkeys(found) if hasattr(getattr(handle, "flat_param", None), "_shard_param_infos")]
 
 
-def stretches_of(handle: Any, names: Mapping[int, str]) -> Iterator[Stretch]:
+def flat_slices_of(handle: Any, names: Mapping[int, str]) -> Iterator[FlatSlice]:
     """Yield the original parameters of a flat one in their order; those without a name are left out.
 
     names: id of parameter → logical name, where that of a flat parameter is its module's with `_flat_param` behind.
@@ -78,4 +78,4 @@ def stretches_of(handle: Any, names: Mapping[int, str]) -> Iterator[Stretch]:
         else:
             shard = Shard((0,) * len(shape), shape, shape, ("dp",))
         start = int(held.offset_in_shard or 0) if owner is flat else None
-        yield Stretch(name, owner, start, here, shard, slice(end - count, end), shape)
+        yield FlatSlice(name, owner, start, here, shard, slice(end - count, end), shape)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-Words = npt.NDArray[np.uint64]
+Payload = npt.NDArray[np.uint64]
 _SLACK = 64  # words that the room for a message is larger than the largest message so far
 
 
@@ -18,29 +18,29 @@ class Gathering:
     messages travel with the same length. It is agreed upon at the first call, and again when some rank says that it needs more.
     """
 
-    def __init__(self, ranks: Callable[[], int], all_gather: Callable[[Words], list[Words]]) -> None:
+    def __init__(self, ranks: Callable[[], int], all_gather: Callable[[Payload], list[Payload]]) -> None:
         self._ranks = ranks
         self._all_gather = all_gather
         self._room = 0
 
-    def gather(self, words: Sequence[int] | Words) -> list[Words]:
+    def gather(self, words: Sequence[int] | Payload) -> list[Payload]:
         """Return the message of every rank, uint64 [words of that rank], in the order of ranks; waits for all of them."""
         message = np.asarray(words, dtype=np.uint64)
         if self._ranks() == 1:
             return [message]
         if not self._room:
             self._agree(message.size)
-        told = self._exchange(message)
-        if max(int(row[0]) for row in told) + 1 > self._room:
+        received = self._exchange(message)
+        if max(int(row[0]) for row in received) + 1 > self._room:
             self._agree(message.size)
-            told = self._exchange(message)
-        return [row[1 : 1 + int(row[0])] for row in told]
+            received = self._exchange(message)
+        return [row[1 : 1 + int(row[0])] for row in received]
 
     def _agree(self, need: int) -> None:
         sizes = self._all_gather(np.array([need], dtype=np.uint64))
         self._room = max(int(size[0]) for size in sizes) + 1 + _SLACK
 
-    def _exchange(self, message: Words) -> list[Words]:
+    def _exchange(self, message: Payload) -> list[Payload]:
         sent = np.zeros(self._room, dtype=np.uint64)
         sent[0] = message.size
         fits = min(message.size, self._room - 1)

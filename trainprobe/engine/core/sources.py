@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
-from trainprobe.engine.core.flat_parameters import Stretch
+from trainprobe.engine.core.flat_parameters import FlatSlice
 from trainprobe.engine.core.shards import Shard, mesh_shard
 
 SORTS = frozenset({"value", "gradient", "state"})
@@ -63,8 +63,8 @@ class Source(Protocol):
 class PlainSource:
     """A PyTorch model and optimizer as they are: p, p.grad and optimizer.state[p].
 
-    DTensor shards are handed on as they are. Of parameters that `FullyShardedDataParallel` flattened, the stretches that this
-    process holds. names: id of parameter → logical name. stretches: id of what the optimizer steps → those stretches.
+    DTensor shards are handed on as they are. Of parameters that `FullyShardedDataParallel` flattened, the slices that this
+    process holds. names: id of parameter → logical name. slices: id of what the optimizer steps → those slices.
     flat: id of a flat parameter → all of its own. others: ids of what other optimizers step, which is left out. Where
     optimizers step copies of another dtype, these and their state are told as those of the parameters (see `masters`).
     """
@@ -72,8 +72,8 @@ class PlainSource:
     names: Mapping[int, str]
     parameters: list[Any]
     optimizers: list[Any] = field(default_factory=list[Any])
-    stretches: Mapping[int, list[Stretch]] = field(default_factory=dict[int, list[Stretch]])
-    flat: Mapping[int, list[Stretch]] = field(default_factory=dict[int, list[Stretch]])
+    slices: Mapping[int, list[FlatSlice]] = field(default_factory=dict[int, list[FlatSlice]])
+    flat: Mapping[int, list[FlatSlice]] = field(default_factory=dict[int, list[FlatSlice]])
     others: set[int] = field(default_factory=set[int])
     _masters: tuple[Any, dict[int, Any]] = field(default=((), {}), init=False, repr=False)
 
@@ -101,7 +101,7 @@ class PlainSource:
         values, gradients = "value" in sorts, moment == "before_step" and "gradient" in sorts
         states, masters = self.states() if "state" in sorts else [], self.masters()
         for p in self.stepped() if values or gradients or states else ():
-            name = "" if id(p) in self.stretches else self.names[id(p)]  # empty for one that is flattened
+            name = "" if id(p) in self.slices else self.names[id(p)]  # empty for one that is flattened
             if name and values:
                 yield Part(name, "value", p, mesh_shard(p) if _spread(type(p)) else None)
             elif values:
@@ -152,17 +152,17 @@ class PlainSource:
             yield from self._pieces(p, "grad_unreduced" if is_partial(p.grad) else slot, p.grad)
 
     def _pieces(self, p: Any, slot: str, tensor: Any) -> Iterable[Part]:
-        stretches = self.stretches.get(id(p))
-        if stretches is None:
+        slices = self.slices.get(id(p))
+        if slices is None:
             return (Part(self.names[id(p)], slot, tensor),)
-        return self._stretched(p, slot, tensor, stretches)
+        return self._sliced(p, slot, tensor, slices)
 
-    def _stretched(self, p: Any, slot: str, tensor: Any, stretches: list[Stretch]) -> Iterator[Part]:
-        for stretch in stretches:
-            if stretch.count and tensor.shape == p.shape:
-                yield Part(stretch.name, slot, stretch.of(tensor), stretch.shard)
-            elif stretch.count and (stretch.start is None or not tensor.dim()):  # kept whole, or a count of steps
-                yield Part(stretch.name, slot, tensor)
+    def _sliced(self, p: Any, slot: str, tensor: Any, slices: list[FlatSlice]) -> Iterator[Part]:
+        for flat_slice in slices:
+            if flat_slice.count and tensor.shape == p.shape:
+                yield Part(flat_slice.name, slot, flat_slice.of(tensor), flat_slice.shard)
+            elif flat_slice.count and (flat_slice.start is None or not tensor.dim()):  # kept whole, or a count of steps
+                yield Part(flat_slice.name, slot, tensor)
 
     def scalars(self) -> Mapping[str, float]:
         """Return the learning rate of each parameter group."""

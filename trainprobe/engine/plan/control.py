@@ -13,7 +13,7 @@ from trainprobe.engine.plan.file import read_plan_file
 from trainprobe.engine.storage.safe_files import SMALL, read_bounded
 from trainprobe.errors import FormatError, PlanError
 
-Words = npt.NDArray[np.uint64]
+Payload = npt.NDArray[np.uint64]
 FILE = "control.yaml"
 
 
@@ -25,7 +25,7 @@ class ControlFile:
     gather: brings every rank's message to every rank: one small collective at a step at which the file is looked at.
     """
 
-    def __init__(self, folder: Path, every: int, rank: int, gather: Callable[[Sequence[int] | Words], list[Words]]) -> None:
+    def __init__(self, folder: Path, every: int, rank: int, gather: Callable[[Sequence[int] | Payload], list[Payload]]) -> None:
         self._path = folder / FILE
         self._every = every
         self._rank = rank
@@ -62,10 +62,10 @@ class ControlFile:
         return text
 
 
-def _words(text: bytes) -> Words:
+def _words(text: bytes) -> Payload:
     padded = text + b"\0" * (-len(text) % 8)
     return np.concatenate([np.array([len(text)], np.uint64), np.frombuffer(padded, np.uint64)])
 
 
-def _text(words: Words) -> bytes:
+def _text(words: Payload) -> bytes:
     return words[1:].tobytes()[: int(words[0])]

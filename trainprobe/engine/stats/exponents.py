@@ -1,6 +1,6 @@
 """Magnitudes counted in bins between powers of two and a few limits, and what such counts tell.
 
-With e the number of the binade of x (0 of zero and NaN, 1 from the smallest power of two on, the last one of infinity) and k
+With e the exponent number of x (0 of zero and NaN, 1 from the smallest power of two on, the last one of infinity) and k
 the number of limits L with x >= L, the bin of x is e + k. Neither falls as x grows, so the numbers below a limit, or below a
 power of two, fill the bins up to one that is known beforehand: one count of all elements tells every limit and every exponent
 exactly.
@@ -22,7 +22,7 @@ I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Binades:
+class ExponentBins:
     """The bins of numbers of a dtype ("float32", "float64") between its powers of two and `limits` more."""
 
     dtype: str
@@ -35,7 +35,7 @@ class Binades:
 
     @property
     def last(self) -> int:
-        """The number of the binade of infinity."""
+        """The exponent number of infinity."""
         return exponent_range(self.dtype)[1] - self.lowest + 2
 
     @property
@@ -43,8 +43,8 @@ class Binades:
         """How many bins there are."""
         return self.last + 1 + self.limits
 
-    def binades(self, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the numbers of the binades of magnitudes without NaN, of the dtype, as integers [n]."""
+    def exponents(self, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the exponent numbers of magnitudes without NaN, of the dtype, as integers [n]."""
         if self.dtype == "float32":
             bits = x.view(np.int32)
             if (bits - 1).view(np.uint32).min(initial=_SUBNORMAL) >= _SUBNORMAL:  # zeros wrap round: none is subnormal
@@ -57,25 +57,25 @@ class Binades:
         return at
 
     def powers(self) -> F64:
-        """Return the powers of two at which binades begin, that of infinity last, [last]."""
+        """Return the powers of two at which the exponents begin, that of infinity last, [last]."""
         with np.errstate(over="ignore"):  # of float64 the last one is infinity itself
             return np.ldexp(1.0, np.arange(self.lowest, self.lowest + self.last))
 
     def below(self, counts: I64, limits: F64) -> tuple[I64, I64]:
-        """Return how many numbers are below each limit, [rows, limits], and how many are in each binade, [rows, last - 1].
+        """Return how many numbers are below each limit, [rows, limits], and how many are with each exponent, [rows, last - 1].
 
         counts: int64 [rows, bins]. limits: positive, [rows, limits] or for all rows [1, limits], in any order.
         """
         powers = self.powers()
         marks = np.concatenate([limits, np.broadcast_to(powers, (len(limits), powers.size))], axis=1)
-        cut = self._binade(marks) + (limits[:, None, :] < marks[:, :, None]).sum(-1)
-        cut[:, self.limits :] -= 1  # what is below a power of two ends with the binade before
+        cut = self._exponent(marks) + (limits[:, None, :] < marks[:, :, None]).sum(-1)
+        cut[:, self.limits :] -= 1  # what is below a power of two ends with the exponent before
         total = np.take_along_axis(counts.cumsum(1), np.broadcast_to(cut, (len(counts), cut.shape[1])), 1)
         return total[:, : self.limits], np.diff(total[:, self.limits :], axis=1)
 
-    def _binade(self, x: F64) -> I64:
-        binade = np.frexp(np.where(np.isfinite(x), x, 1.0))[1].astype(np.int64) - self.lowest
-        return np.where(np.isfinite(x), binade, self.last)
+    def _exponent(self, x: F64) -> I64:
+        exponent = np.frexp(np.where(np.isfinite(x), x, 1.0))[1].astype(np.int64) - self.lowest
+        return np.where(np.isfinite(x), exponent, self.last)
 
 
 def first_past(limit: float, scale: npt.NDArray[Any], *, itself: bool) -> npt.NDArray[Any]:

@@ -38,7 +38,7 @@ WAKE_INTERVAL_S = 0.1  # seconds
 BATCH_WINDOW = 1.0  # seconds
 BATCH_ROWS = 1 << 14  # where more rows than that are gathered, they are written at once
 MANY_ROWS = 1 << 15  # where more rows than that wait, or tensors, there is room for few steps
-FEW = 8
+FEW_STEPS = 8
 
 
 class _Job(NamedTuple):
@@ -78,7 +78,7 @@ class Writer:
 
     sinks: name → sink. on_error: "raise" makes the next call here raise the fault of a sink. tell: is given each finding of the
     writer, on the writer's thread. max_steps, max_bytes: how much may wait (tensors count by their bytes, one larger
-    than the bound may wait alone; of large collected steps, and with tensors, no more than FEW).
+    than the bound may wait alone; of large collected steps, and with tensors, no more than FEW_STEPS).
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Writer:
         return self._collected_steps < self._most_steps() and (self._bytes == 0 or self._bytes + size <= self._max_bytes)
 
     def _most_steps(self) -> int:
-        return self._max_steps if self._rows < MANY_ROWS and not self._bytes else min(FEW, self._max_steps)
+        return self._max_steps if self._rows < MANY_ROWS and not self._bytes else min(FEW_STEPS, self._max_steps)
 
     def _alive(self) -> bool:
         return self._thread.is_alive()

@@ -14,10 +14,10 @@ from typing import Any
 
 from trainprobe.engine.core.facts import SavedTensors, StepFacts
 from trainprobe.engine.core.findings import Cause, Count, cause_of, counted_all
-from trainprobe.engine.core.gathering import Words
+from trainprobe.engine.core.gathering import Payload
 from trainprobe.engine.core.guard import Part, simply
 from trainprobe.engine.core.records import Finding, Place, StepData
-from trainprobe.monitor.audit.evidence import Evidence, Past, Tensors, tensors_of
+from trainprobe.monitor.audit.evidence import Evidence, History, Tensors, tensors_of
 from trainprobe.monitor.audit.history import handed_over, learned, stepped_here
 from trainprobe.monitor.audit.messages import Rows, decode, digest, encode, key_of, out_of_service
 from trainprobe.monitor.audit.peers import Peer, Share
@@ -39,7 +39,7 @@ from trainprobe.monitor.scalar_names import scalar
 _REMEMBERED = 32  # steps whose batches are remembered
 _STEADY = 3  # audited steps in a row after which a gradient is expected
 _GRAVITY = {"info": 0, "warning": 1, "error": 2}
-Gather = Callable[[Words], list[Words]]
+Gather = Callable[[Payload], list[Payload]]
 
 
 class Audit:
@@ -65,7 +65,7 @@ class Audit:
         self._resumed: SavedTensors | None = None  # what was loaded, until its schedule has been looked at
         self._relaid: Relaid | None = None  # what was loaded in another layout, until the ranks have compared it
         self.everyone: Callable[[], Mapping[int, Sequence[SavedTensors]]] = dict  # on rank 0: rank → what it saved
-        self._past = Past()
+        self._history = History()
         self._memory: dict[str, Any] = {}  # by the names of the relations that remember something
         self._answered = -1  # the last step at which this rank took part in the collective
         self._violated: dict[str, list[Finding]] = {}  # relations that did not hold when they were last checked
@@ -147,7 +147,7 @@ class Audit:
             resumed=self._resumed,
             relaid=self._relaid,
             stalled=self._count_stalled(facts),
-            past=self._past,
+            history=self._history,
             memory=dict(self._memory),
             assumed=self.assumed,
             own_loop=self.own_loop,
@@ -159,8 +159,8 @@ class Audit:
         evidence = replace(draft, peers=peers, replicated=replicated)
         evidence = replace(evidence, norms=_norms(evidence))
         if peers:
-            evidence = replace(evidence, past=replace(evidence.past, handed_over=handed_over(evidence)))
-        self._past = learned(evidence)
+            evidence = replace(evidence, history=replace(evidence.history, handed_over=handed_over(evidence)))
+        self._history = learned(evidence)
         self._memory |= {
             name: self.part(_part_of(name), remember, evidence) for name, remember in _functions(self.plan, "remember").items()
         }

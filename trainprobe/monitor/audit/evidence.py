@@ -120,7 +120,7 @@ class Streak:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class History:
     """What the audited steps before have shown of this training, as far as several relations need it.
 
     What one relation alone needs of them is in `Evidence.memory`. handed_over: parameters that the optimizers of some ranks of
@@ -146,9 +146,10 @@ class Evidence:
     where it is known. ever_reached, always_reached: parameters that had a gradient at an audited step before, and at each of at
     least three. resumed: the save that was loaded before this step, or before no scheduler was seen since. relaid: what was
     loaded in another layout than it was saved in, until the ranks have compared it. stalled: audited steps in a row, this one
-    included, that ran backward and did not update, after at least three that did. past: what several relations learned of the
-    audited steps before; memory: what each relation remembered of them, by its name. assumed: nobody said along which axes the
-    ranks stand; all are taken for data parallel. own_loop: the loop is the user's own, and no trainer's.
+    included, that ran backward and did not update, after at least three that did. history: what several relations learned
+    from the audited steps before; memory: what each relation remembers of them, by its name. assumed: the position of the
+    ranks on the parallel axes was not given; all are taken for data parallel. own_loop: the loop is the user's own, not a
+    trainer's.
     """
 
     step: int
@@ -167,7 +168,7 @@ class Evidence:
     resumed: SavedTensors | None = None
     relaid: Relaid | None = None
     stalled: int = 0
-    past: Past = field(default_factory=Past)
+    history: History = field(default_factory=History)
     memory: Mapping[str, Any] = field(default_factory=dict[str, Any])
     assumed: bool = False
     own_loop: bool = False
@@ -196,7 +197,7 @@ class Evidence:
     def streak(self, kind: str, name: str) -> Streak | None:
         """Return the streak that a thing is in with this step; None where it is not known now."""
         now = streaks_now(self).get((kind, name))
-        return None if now is None else _prolonged(self.past.streaks.get((kind, name)), now, self.facts.ordinal)
+        return None if now is None else _prolonged(self.history.streaks.get((kind, name)), now, self.facts.ordinal)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -282,7 +283,7 @@ def streaks_now(evidence: Evidence) -> dict[tuple[str, str], float | bool]:
 
 def streaks_with(evidence: Evidence) -> dict[tuple[str, str], Streak]:
     """Return all streaks with this step; without an update they stay what they were."""
-    known, at = evidence.past.streaks, evidence.facts.ordinal
+    known, at = evidence.history.streaks, evidence.facts.ordinal
     if not evidence.facts.updates:
         return dict(known)
     return {key: _prolonged(known.get(key), value, at) for key, value in streaks_now(evidence).items()}

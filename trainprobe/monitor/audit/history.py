@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainprobe.monitor.audit.evidence import Evidence, Past, along, resting, streaks_with
+from trainprobe.monitor.audit.evidence import Evidence, History, along, resting, streaks_with
 from trainprobe.monitor.audit.messages import key_of
 
 STEADY = 3  # audited steps in a row after which something is expected to stay as it is
 
 
-def learned(evidence: Evidence) -> Past:
+def learned(evidence: Evidence) -> History:
     """Return what is known of the training after this step."""
-    return replace(evidence.past, driven=_driven(evidence), streaks=streaks_with(evidence), peaks=_peaks(evidence))
+    return replace(evidence.history, driven=_driven(evidence), streaks=streaks_with(evidence), peaks=_peaks(evidence))
 
 
 def _peaks(evidence: Evidence) -> tuple[float, ...]:
-    rates, peaks = evidence.facts.rates, evidence.past.peaks
+    rates, peaks = evidence.facts.rates, evidence.history.peaks
     return tuple(map(max, rates, peaks)) if len(rates) == len(peaks) else rates or peaks
 
 
@@ -40,7 +40,7 @@ def stepped_here(evidence: Evidence) -> dict[int, tuple[int, float]]:
 
 
 def _driven(evidence: Evidence) -> dict[str, int]:
-    before, seen, driven = evidence.before, evidence.tensors, dict(evidence.past.driven)
+    before, seen, driven = evidence.before, evidence.tensors, dict(evidence.history.driven)
     if before is None:
         return driven
     moved: dict[str, bool] = {}

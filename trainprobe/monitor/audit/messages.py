@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from trainprobe.engine.core.gathering import Words
+from trainprobe.engine.core.gathering import Payload
 from trainprobe.engine.core.topology import AXES as _AXES
 from trainprobe.monitor.audit.peers import Peer, Share
 
@@ -50,7 +50,7 @@ def digest(text: str) -> int:
     return key_of(text, "digest")
 
 
-def encode(peer: Peer, step: int) -> Words:
+def encode(peer: Peer, step: int) -> Payload:
     """Return a rank's message."""
     head = [peer.rank, step, len(peer.batches), len(peer.rows), len(peer.projections), len(peer.gradients)]
     head += [_bits(peer.numbers.get(name, float("nan"))) for name in NUMBERS]
@@ -66,7 +66,7 @@ def encode(peer: Peer, step: int) -> Words:
     return np.array([*head, *peer.batches, *rows, *told, *shares], dtype=np.uint64)
 
 
-def decode(words: Words) -> tuple[Peer, int]:
+def decode(words: Payload) -> tuple[Peer, int]:
     """Return what `encode` was given: the peer, and the step that it is at."""
     flat = [int(word) for word in words]
     rank, step, batches, rows, projections, gradients = flat[: len(_COUNTS)]
@@ -87,7 +87,7 @@ def decode(words: Words) -> tuple[Peer, int]:
     return Peer(rank, axes, numbers, marks, told, table, products, shares), step
 
 
-def out_of_service(rank: int, step: int) -> Words:
+def out_of_service(rank: int, step: int) -> Payload:
     """Return the message of a rank whose audit has stopped: the others must not wait for it in vain."""
     return encode(Peer(rank, {}, {}, {"out": 1}, (), {}, {}), step)
 

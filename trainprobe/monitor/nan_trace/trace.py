@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from trainprobe.engine.core.addresses import Address
-from trainprobe.monitor.frames import INFINITE, NOT_A_NUMBER, Bools
+from trainprobe.monitor.frames import Bools, Health
 from trainprobe.monitor.nan_trace.steps import RankStep
 from trainprobe.monitor.rules.nonfinite import find_origin, is_given, that_matter
 
@@ -73,7 +73,7 @@ def _of_step(traces: Sequence[RankTrace], before: Sequence[RankStep]) -> RunTrac
     first = _first(traces)
     if first.kind == "given" and first.address.kind == "parameter":
         step = first.at.frame.step - 1
-        updates = [_trace(here, here.frame.bad >= INFINITE) for here in before if here.frame.step == step]
+        updates = [_trace(here, here.frame.health >= Health.INFINITE) for here in before if here.frame.step == step]
         made = [trace for trace in updates if trace is not None and trace.kind == "made"]
         if made:
             first = _first(made)
@@ -86,7 +86,7 @@ def trace_rank(here: RankStep) -> RankTrace | None:
     In a dump of kernels every NaN and infinity matters: it may hold a few kernels of the step alone, so that what became of a
     value cannot be followed.
     """
-    return _trace(here, here.frame.bad >= INFINITE if here.kernels else that_matter(here.frame))
+    return _trace(here, here.frame.health >= Health.INFINITE if here.kernels else that_matter(here.frame))
 
 
 def _trace(here: RankStep, matters: Bools) -> RankTrace | None:
@@ -95,10 +95,10 @@ def _trace(here: RankStep, matters: Bools) -> RankTrace | None:
     address, how = find_origin(here.frame, matters)
     number = here.frame.table.address(address)
     places = np.flatnonzero(here.frame.addresses == number)
-    worst = here.frame.bad[places].max(initial=INFINITE)
+    worst = here.frame.health[places].max(initial=Health.INFINITE)
     kind: Kind = "handed" if address.kind == "collective" else "given" if is_given(address) else "made"
     return RankTrace(
-        here, address, kind, how, "NaN" if worst == NOT_A_NUMBER else "infinity", int(places[0]) if places.size else 0
+        here, address, kind, how, "NaN" if worst == Health.NAN else "infinity", int(places[0]) if places.size else 0
     )
 
 
@@ -111,7 +111,7 @@ def _first(traces: Sequence[RankTrace]) -> RankTrace:
 def reached(trace: RankTrace) -> list[Address]:
     """Return which later results of the same step are bad, in order: of modules (or ops), loss, gradients, weights."""
     frame = trace.at.frame
-    bad = frame.bad >= INFINITE
+    bad = frame.health >= Health.INFINITE
     addresses = [frame.table.addresses[number] for number in frame.addresses[bad].tolist()]
     behind = addresses[addresses.index(trace.address) + 1 :] if trace.address in addresses else addresses
     modules = any(address.kind == "module" for address in behind)

@@ -23,7 +23,7 @@ import numpy as np
 
 from trainprobe.engine.core.addresses import Address
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.frames import INFINITE, MASKED, NOT_A_NUMBER, Bools, Frame
+from trainprobe.monitor.frames import Bools, Frame, Health
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions, Severity
 from trainprobe.monitor.scalar_names import role_of, scalar
@@ -52,7 +52,7 @@ class Options(RuleOptions):
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Name the origin when a step has the first non-finite value after a finite step."""
-    bad = frame.bad >= INFINITE
+    bad = frame.health >= Health.INFINITE
     if bad.any() and _stays_inside(frame, bad):
         memory.numbers["bad"] = 0.0
         new = _not_known(frame, memory, bad, learn=True)
@@ -79,7 +79,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
 
 def that_matter(frame: Frame) -> Bools:
     """Return which values of a step are not finite and reach something, or may: constants and masks do not count."""
-    bad = frame.bad >= INFINITE
+    bad = frame.health >= Health.INFINITE
     return np.zeros_like(bad) if _stays_inside(frame, bad) else _of_interest(frame, Memory(), bad)
 
 
@@ -159,7 +159,7 @@ def _loss_is_bad(frame: Frame) -> bool:
 def _note(frame: Frame, bad: Bools) -> Finding:
     """Return the note on values that do not matter."""
     address = frame.table.addresses[int(frame.addresses[np.flatnonzero(bad)[0]])]
-    what = "NaN" if frame.bad[bad].max() == NOT_A_NUMBER else "infinity"
+    what = "NaN" if frame.health[bad].max() == Health.NAN else "infinity"
     text = (
         f"step {frame.step} has {what} in {describe(address)}, and no result of a module, no gradient, no parameter and no "
         "loss has it: it is taken for a constant, a mask or memory that nobody had filled yet"
@@ -169,8 +169,8 @@ def _note(frame: Frame, bad: Bools) -> Finding:
 
 def _finding(frame: Frame, bad: Bools, severity: Severity, after: str) -> Finding:
     address, how = find_origin(frame, bad)
-    worst = frame.bad[frame.addresses == frame.table.address(address)].max(initial=INFINITE)
-    what = "NaN" if worst == NOT_A_NUMBER else "infinity"
+    worst = frame.health[frame.addresses == frame.table.address(address)].max(initial=Health.INFINITE)
+    what = "NaN" if worst == Health.NAN else "infinity"
     text = f"the first {what} of step {frame.step} is in {describe(address)}: {how}{after}"
     return Finding(
         rule="nonfinite",
@@ -205,7 +205,7 @@ def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Address, str
     The frame must hold a value that is not finite. chosen: which of its values are to be taken for such, by default all.
     """
     addresses = [frame.table.addresses[s] for s in frame.addresses.tolist()]
-    bad = (frame.bad >= INFINITE if chosen is None else chosen).tolist()
+    bad = (frame.health >= Health.INFINITE if chosen is None else chosen).tolist()
     first_bad = next(address for address, b in zip(addresses, bad, strict=True) if b)
     paired = list(zip(addresses, bad, strict=True))
     ordered = [(entered, result) for result, entered_bad, entered in _calls(addresses, bad) if not entered_bad]
@@ -231,7 +231,7 @@ def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Address, str
 
 def _minus_infinity_before(frame: Frame, addresses: list[Address], origin: Address) -> Address | None:
     """Return the op that made the minus infinity which `origin` is given, unless that is a mask: the logarithm of a zero."""
-    masked = (frame.bad == MASKED).tolist()
+    masked = (frame.health == Health.MINUS_INFINITY).tolist()
     given = [b for address, b in zip(addresses, masked, strict=True) if _owner(address) == _owner(origin) and _enters(address)]
     if origin.kind != "op" or not any(given):
         return None

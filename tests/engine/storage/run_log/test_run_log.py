@@ -56,7 +56,7 @@ def assert_same_frames(ours, theirs) -> None:
         assert [a.table.dimensions[i] for i in a.addresses] == [b.table.dimensions[i] for i in b.addresses]
         assert [a.table.short[i] for i in a.addresses] == [b.table.short[i] for i in b.addresses]
         np.testing.assert_array_equal(a.values, b.values)
-        np.testing.assert_array_equal(a.bad, b.bad)
+        np.testing.assert_array_equal(a.health, b.health)
         assert (a.step, a.place, a.complete) == (b.step, b.place, b.complete)
         assert str(dict(a.scalars)) == str(dict(b.scalars))  # text, because NaN may be among them
 

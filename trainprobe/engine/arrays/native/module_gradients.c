@@ -26,7 +26,7 @@ static int touch(Touched *touched, PyObject *node, NodeHook *hook) {
     return 0;
 }
 
-static int want(ModuleWatch *self, Touched *touched, PyObject *node, Wanted wanted) { /* takes over the contribution */
+static int want(ModuleWatch *self, Touched *touched, PyObject *node, HookRequest wanted) { /* takes over the contribution */
     NodeHook *hook = node_hook_of(self, node, wanted);
     return hook ? touch(touched, node, hook) : -1;
 }
@@ -36,7 +36,7 @@ static int watch_outputs(ModuleWatch *self, Touched *touched, Backward *b, const
         const EdgeAt *e = &found->items[i];
         int untouched = 0;
         for (Py_ssize_t k = 0; k < inputs->n; k++) untouched |= inputs->items[k].node == e->node && inputs->items[k].slot == e->slot;
-        if (want(self, touched, e->node, (Wanted){RECEIVED, untouched, e->slot, i, b, NULL})) return -1;
+        if (want(self, touched, e->node, (HookRequest){RECEIVED, untouched, e->slot, i, b, NULL})) return -1;
     }
     return 0;
 }
@@ -55,10 +55,10 @@ static int watch_input(ModuleWatch *self, Touched *touched, Backward *b, long lo
     if (graph_consumers(self->graph, e->node, e->slot, floor, &to)) return -1;
     int failed = to.n > 1 && !(sum = contribution_of(self, b, to.n, i));
     for (Py_ssize_t k = 0; !failed && k < to.n; k++)
-        failed = want(self, touched, to.items[k].node, (Wanted){SENT, 0, to.items[k].input, i, b, Py_XNewRef(sum)});
+        failed = want(self, touched, to.items[k].node, (HookRequest){SENT, 0, to.items[k].input, i, b, Py_XNewRef(sum)});
     for (Py_ssize_t k = 0; !failed && to.n == 0 && k < found->n; k++) {
         if (found->items[k].node != e->node || found->items[k].slot != e->slot) continue;
-        failed = want(self, touched, e->node, (Wanted){SHARED, 1, e->slot, i, b, NULL});
+        failed = want(self, touched, e->node, (HookRequest){SHARED, 1, e->slot, i, b, NULL});
     }
     Py_XDECREF(sum);
     consumers_free(&to);

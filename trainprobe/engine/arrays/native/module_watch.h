@@ -74,9 +74,9 @@ typedef struct {
     Py_ssize_t slot, place; /* slot of the node; number of the module's output or input */
     Backward *backward;
     PyObject *contribution; /* takes it first, where it is one part of several; NULL otherwise */
-} Wanted;
+} HookRequest;
 
-NodeHook *node_hook_of(ModuleWatch *self, PyObject *node, Wanted wanted); /* takes over the contribution; not a new reference */
+NodeHook *node_hook_of(ModuleWatch *self, PyObject *node, HookRequest wanted); /* takes over the contribution; not a new reference */
 int node_hook_attach(NodeHook *hook, PyObject *node);                     /* once all is known that is wanted of the node */
 void hooks_forget(ModuleWatch *self);
 void hooks_drop(Hooks *hooks);

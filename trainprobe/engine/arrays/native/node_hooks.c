@@ -5,7 +5,7 @@
 struct NodeHook {
     PyObject_HEAD
     ModuleWatch *watch; /* not held; NULL once the step has ended */
-    Wanted *wanted;
+    HookRequest *wanted;
     Py_ssize_t n, room;
     int before, behind; /* how the node is hooked */
     PyObject *entry;    /* what it is entered with, (hooks, None), which a later step uses again; the hooks hold this hook */
@@ -14,10 +14,10 @@ struct NodeHook {
 PyTypeObject *node_hook_type;
 
 /* Takes over the contribution. */
-static int hook_wants(NodeHook *hook, Wanted wanted) {
+static int hook_wants(NodeHook *hook, HookRequest wanted) {
     if (hook->n == hook->room) {
         Py_ssize_t room = hook->room ? hook->room * 2 : 4;
-        Wanted *all = PyMem_Realloc(hook->wanted, (size_t)room * sizeof *all);
+        HookRequest *all = PyMem_Realloc(hook->wanted, (size_t)room * sizeof *all);
         if (!all) {
             Py_XDECREF(wanted.contribution);
             return PyErr_NoMemory(), -1;
@@ -83,7 +83,7 @@ static NodeHook *hook_of(ModuleWatch *self, PyObject *node) {
     return *mark = hook;
 }
 
-static int take_one(Wanted w, PyObject *gradient) { /* a copy: more may be wanted of the hook meanwhile */
+static int take_one(HookRequest w, PyObject *gradient) { /* a copy: more may be wanted of the hook meanwhile */
     if (!gradient) return -1;
     PyObject *taker = Py_NewRef(w.contribution ? w.contribution : (PyObject *)w.backward);
     int failed = w.contribution ? contribution_add(taker, gradient)
@@ -123,7 +123,7 @@ static PyObject *hook_called(NodeHook *hook, PyObject *args, PyObject *kwargs) {
 
 /* Become inert, and let go of what was wanted. */
 static void hook_forget(NodeHook *hook) {
-    Wanted *wanted = hook->wanted;
+    HookRequest *wanted = hook->wanted;
     Py_ssize_t n = hook->n;
     hook->watch = NULL, hook->n = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
@@ -168,7 +168,7 @@ static PyType_Spec hook_spec = {"trainprobe._native.NodeHook", sizeof(NodeHook),
 
 /* ---- what is wanted of a node ------------------------------------------------------------------------------------------------ */
 
-NodeHook *node_hook_of(ModuleWatch *self, PyObject *node, Wanted wanted) {
+NodeHook *node_hook_of(ModuleWatch *self, PyObject *node, HookRequest wanted) {
     NodeHook *hook = hook_of(self, node);
     if (!hook) Py_XDECREF(wanted.contribution);
     return hook && !hook_wants(hook, wanted) ? hook : NULL;

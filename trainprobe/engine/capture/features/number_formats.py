@@ -51,7 +51,7 @@ class FormatFeature(Quiet):
         self._scale: Scale = scale
         self._exponents = exponents
         self._counted: dict[tuple[Any, torch.dtype], CountedFormats] = {}
-        self._told: dict[str, tuple[str, ...]] = {}  # slot of a value → slots of what is told of it
+        self._result_slots: dict[str, tuple[str, ...]] = {}  # slot of a value → slots of its results
         self._handles: list[Any] = []
         self._stepped = False
 
@@ -121,11 +121,11 @@ class FormatFeature(Quiet):
             counted = self._counted[t.device, dtype] = CountedFormats(
                 self._tape, t.device, dtype, self._formats, self._scale, self._exponents
             )
-        told = self._told.get(slot)
-        if told is None:
+        results = self._result_slots.get(slot)
+        if results is None:
             shares = [f"{lost}_{form}.{slot}" for form in self._formats for lost in ("underflow", "overflow")]
-            told = self._told[slot] = (*shares, *([f"exponents.{slot}"] if self._exponents else []))
-        self._tape.feature(name, told, counted.deferred, counted.add(t))
+            results = self._result_slots[slot] = (*shares, *([f"exponents.{slot}"] if self._exponents else []))
+        self._tape.feature(name, results, counted.deferred, counted.add(t))
 
 
 class CountedFormats:
@@ -144,7 +144,7 @@ class CountedFormats:
         self._dtype = np.dtype(str(dtype).rpartition(".")[2])
         self._limits = None if scale == "amax" else limits_under(tuple(formats), float(scale), self._dtype.name)
         kind = OnHost if on_host(device) else CountedMagnitudes
-        self._magnitudes = kind(device, dtype, 2 * len(self._formats), self._past, self._limits is None)
+        self._magnitudes = kind(device, dtype, 2 * len(self._formats), self._exceeding, self._limits is None)
         self._texts = tape.library.dtype_text
         self._read: tuple[F64, list[tuple[F64, F64]]] | None = None
         self._dtypes: list[str] = []
@@ -152,44 +152,44 @@ class CountedFormats:
     def add(self, t: Tensor) -> Callable[[npt.NDArray[Any]], Sequence[tuple[F64 | None, F64]]]:
         """Count a tensor; return how to read what is told of it."""
         self._dtypes.append(self._texts[t.dtype])
-        return partial(self._told_of, self._magnitudes.add(t))
+        return partial(self._results_of, self._magnitudes.add(t))
 
     def finish(self) -> None:
         """Have the counts carried to the host."""
         self.deferred.tensor, self._largest.tensor = self._magnitudes.counts(), self._magnitudes.largest()
 
-    def _past(self, x: Any, largest: Any, spread: Spread) -> Iterable[Any]:
+    def _exceeding(self, x: Any, largest: Any, spread: Spread) -> Iterable[Any]:
         """Yield for each format which magnitudes do not underflow, and which overflow; of tensors, or of arrays on the host."""
         if self._limits is not None:
             yield from (x >= limit for limit in self._limits[0].tolist())
         else:
-            for told in self._formats:
-                scaled = x * spread(_scale_of(largest, told))
-                yield scaled > told.smallest / 2
-                yield scaled > told.middle if told.even else scaled >= told.middle
+            for form in self._formats:
+                scaled = x * spread(_scale_of(largest, form))
+                yield scaled > form.smallest / 2
+                yield scaled > form.middle if form.even else scaled >= form.middle
 
-    def _told_of(self, row: int, numbers: npt.NDArray[Any]) -> list[tuple[F64 | None, F64]]:
+    def _results_of(self, row: int, numbers: npt.NDArray[Any]) -> list[tuple[F64 | None, F64]]:
         if self._read is None:
             self._read = self._read_all(numbers)
         shares, exponents = self._read
-        told: list[tuple[F64 | None, F64]] = [(None, share) for share in shares[row]]
-        return [*told, exponents[row]] if self._exponents else told
+        results: list[tuple[F64 | None, F64]] = [(None, share) for share in shares[row]]
+        return [*results, exponents[row]] if self._exponents else results
 
     def _read_all(self, numbers: npt.NDArray[Any]) -> tuple[F64, list[tuple[F64, F64]]]:
         """Return the shares [rows, 2 · formats, 1] and for each row (edges, counts) of its exponents."""
-        told = self._magnitudes.told
-        counts = numbers.reshape(-1, told.bins)
+        bins = self._magnitudes.bins
+        counts = numbers.reshape(-1, bins.bins)
         limits = self._limits
         if limits is None:
             assert self._largest.numbers is not None
             limits = np.concatenate([limits_of([f], amax_scale(self._largest.numbers, f)) for f in self._formats], axis=1)
-        below, powers = told.below(counts, limits.astype(np.float64))
+        below, powers = bins.below(counts, limits.astype(np.float64))
         size = counts.sum(1, keepdims=True)
         shares = np.empty(below.shape)
         shares[:, 0::2] = (below[:, 0::2] - counts[:, :1]) / size
         shares[:, 1::2] = (size - below[:, 1::2]) / size
-        lowest = [exponent_range(dtype)[0] - told.lowest for dtype in self._dtypes]
-        return shares[:, :, None], _trimmed(told.powers(), powers.astype(np.float64), np.array(lowest))
+        lowest = [exponent_range(dtype)[0] - bins.lowest for dtype in self._dtypes]
+        return shares[:, :, None], _trimmed(bins.powers(), powers.astype(np.float64), np.array(lowest))
 
 
 def on_host(device: torch.device) -> bool:
@@ -203,18 +203,18 @@ def _finish(counted: Iterable[CountedFormats]) -> None:
             each.finish()
 
 
-def _scale_of(largest: Any, told: Format) -> Any:
+def _scale_of(largest: Any, form: Format) -> Any:
     """Return the scale "amax" of tensors whose largest finite magnitudes these are: `amax_scale`, or the same on the device."""
     if not isinstance(largest, Tensor):
-        return amax_scale(largest, told)
-    factor = (told.largest / largest).clamp_max(torch.finfo(largest.dtype).max)
+        return amax_scale(largest, form)
+    factor = (form.largest / largest).clamp_max(torch.finfo(largest.dtype).max)
     return torch.where(largest > 0, factor, 1.0)
 
 
 def _trimmed(edges: F64, counts: F64, lowest: npt.NDArray[np.int64]) -> list[tuple[F64, F64]]:
     """Return (edges [n + 1], counts [n]) of each row of magnitudes per power of two, from the smallest to the largest there is.
 
-    edges: [bins + 1]. counts: [rows, bins]. lowest: [rows], the bin that is told of a row without any.
+    edges: [bins + 1]. counts: [rows, bins]. lowest: [rows], the bin that is reported for a row without any.
     """
     there = counts > 0
     some = there.any(1)

@@ -87,7 +87,7 @@ class CellInfo:
     repeats: bool  # a cell around it, or itself, is recomputed in backward
 
 
-class CellOutline:
+class CellStructure:
     """Remembers what models are made of: cells and parameters, by identity and by name, and which cells are recomputed."""
 
     def __init__(self, models: Sequence[Any]) -> None:
@@ -120,7 +120,7 @@ class CellTap:
         self.notes: dict[str, None] = {}
         self._guard = guard
         self._models: list[Any] = []
-        self._outline: CellOutline | None = None
+        self._structure: CellStructure | None = None
         self.stack: list[Call] = []  # the calls that are running, outermost first
         self._tape: Tape | None = None
         self._original: Replaced | None = None
@@ -141,13 +141,13 @@ class CellTap:
 
     def names(self) -> dict[int, str]:
         """Return id of parameter → name, as the model is now: another dict where it is made of something else than before."""
-        if self._outline is not None and not self._outline.holds():
+        if self._structure is not None and not self._structure.holds():
             self._scan()
         return self.parameter_names
 
     def _scan(self) -> None:
         self.known.clear()
-        self._outline = CellOutline(self._models)
+        self._structure = CellStructure(self._models)
         found = {id(p): (path, p) for model in self._models for path, p in model.parameters_and_names()}
         often = Counter(p.name for _, p in found.values())
         self.parameter_names = {key: path if often[p.name] > 1 else str(p.name) for key, (path, p) in found.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mindspore
 import numpy as np
 
-from trainprobe.engine.core.gathering import Gathering, Words
+from trainprobe.engine.core.gathering import Gathering, Payload
 
 
 def gathering() -> Gathering:
@@ -18,7 +18,7 @@ def ranks() -> int:
     return mindspore.communication.get_group_size() if mindspore.communication.GlobalComm.INITED else 1
 
 
-def _all_gather(words: Words) -> list[Words]:
+def _all_gather(words: Payload) -> list[Payload]:
     """Gather words as int32: MindSpore's own AllGather keeps no more than 32 bits of an int64 on a CPU."""
     told = mindspore.ops.AllGather()(mindspore.Tensor(words.view(np.int32)))
     return [np.ascontiguousarray(row).view(np.uint64) for row in told.asnumpy().reshape(ranks(), -1)]

@@ -28,7 +28,7 @@ STANDARD = {
 
 
 @dataclass(frozen=True, slots=True)
-class ValuesWanted:
+class ValuesRequest:
     """What is wanted of parameters: tape flags by name, for each sort of tensor; `every` as in a plan's monitor section."""
 
     value: Callable[[str], int]
@@ -89,7 +89,7 @@ class CellStateTap:
     """
 
     def __init__(
-        self, wanted: ValuesWanted, names: Callable[[], Mapping[int, str]], optimizers: Callable[[], Sequence[Any]]
+        self, wanted: ValuesRequest, names: Callable[[], Mapping[int, str]], optimizers: Callable[[], Sequence[Any]]
     ) -> None:
         self.names, self.optimizers = names, optimizers
         self._wanted = wanted

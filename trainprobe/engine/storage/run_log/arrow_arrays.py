@@ -38,7 +38,7 @@ def lists(n: int, known: Mapping[int, Any]) -> pa.Array:
     return pa.Array.from_buffers(kind, n, [_bits(valid), offsets], children=[numbers(pa.float64(), np.concatenate(arrays))])
 
 
-class Words:
+class StringDictionary:
     """The distinct strings of one column, numbered as they come; null is number -1."""
 
     def __init__(self) -> None:

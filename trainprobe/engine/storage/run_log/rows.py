@@ -20,7 +20,7 @@ from trainprobe.engine.stats.partials import column
 from trainprobe.engine.storage.dumps.header import place_text
 from trainprobe.engine.storage.dumps.record_log import structure
 from trainprobe.engine.storage.run_log import arrow_arrays
-from trainprobe.engine.storage.run_log.arrow_arrays import Words
+from trainprobe.engine.storage.run_log.arrow_arrays import StringDictionary
 from trainprobe.engine.storage.run_log.schema import COLUMNS, SCHEMA, WORDS, kind_in_words
 
 I64 = npt.NDArray[np.int64]
@@ -56,7 +56,7 @@ class Rows:
     """Turns collected steps into record batches with the columns of the run log."""
 
     def __init__(self) -> None:
-        self._words = {name: Words() for name in WORDS}
+        self._words = {name: StringDictionary() for name in WORDS}
         self._written: set[str] = set()
         self._time = 0
 
@@ -182,7 +182,7 @@ class _Table:
             if step_data.histograms and row in step_data.histograms:
                 self._lists["edges"][at], self._lists["numbers"][at] = step_data.histograms[row]
 
-    def arrays(self, words: Mapping[str, Words]) -> list[pa.Array]:
+    def arrays(self, words: Mapping[str, StringDictionary]) -> list[pa.Array]:
         """Return the columns in the order of the schema."""
         step, time, rank = np.ascontiguousarray(self.common.T)
         numbers = {**self._numbers(), "value": (self._value, self._has_value)}

@@ -44,7 +44,7 @@ def check(evidence: Evidence) -> list[Finding]:
                 drawn.append(name)
             continue
         judged += 1
-        elsewhere = name in evidence.past.handed_over and name not in groups
+        elsewhere = name in evidence.history.handed_over and name not in groups
         if before == after and _should_move(evidence, name, rates[name]) and not elsewhere and not _may_rest(groups.get(name)):
             stuck.append(name)
     found: list[Finding] = []
@@ -103,7 +103,7 @@ def check(evidence: Evidence) -> list[Finding]:
 def _no_longer_driven(evidence: Evidence) -> list[Finding]:
     """Find parameters that nothing trains, that had moved at each audited step before, and that stand still."""
     before, seen = evidence.before, evidence.tensors
-    known = [name for name, times in evidence.past.driven.items() if times >= STEADY and (name, "value") in seen]
+    known = [name for name, times in evidence.history.driven.items() if times >= STEADY and (name, "value") in seen]
     if before is None or not evidence.facts.updates or not before.facts.updates:
         return []
     still = [name for name in known if before.tensors.checksum(name, "value_after") == seen.checksum(name, "value")]

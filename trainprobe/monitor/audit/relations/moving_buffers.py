@@ -21,7 +21,7 @@ _LOOKS = 5
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find buffers that stand still."""
-    facts, known = evidence.facts, evidence.past.streaks
+    facts, known = evidence.facts, evidence.history.streaks
     if not facts.updates or evidence.before is None:
         return []
     moved = [name for (kind, name), streak in known.items() if kind == "moves" and streak.value and streak.count >= _LOOKS]

@@ -47,7 +47,7 @@ def check(evidence: Evidence) -> list[Finding]:
 
 
 def _is_judged(evidence: Evidence, name: str) -> bool:
-    known = evidence.past.streaks.get(("unreached", name))
+    known = evidence.history.streaks.get(("unreached", name))
     if known is None or known.count + 1 < _LOOKS or name in evidence.ever_reached:
         return False
     return evidence.facts.called.get(name.rpartition(".")[0] or "root") is False

@@ -40,7 +40,7 @@ def _hidden(evidence: Evidence) -> list[Finding]:
 
 def _lost(evidence: Evidence) -> list[Finding]:
     trainable = [p for p in evidence.model.parameters if p.trainable]
-    lost = [p for p in trainable if p.owned is False and p.name not in evidence.mastered | evidence.past.handed_over]
+    lost = [p for p in trainable if p.owned is False and p.name not in evidence.mastered | evidence.history.handed_over]
     strays = set(evidence.model.strays)
     stale = [p for p in lost if (p.shape, p.dtype) in strays]
     if not lost or not evidence.facts.updates or (len(lost) == len(trainable) and not stale):

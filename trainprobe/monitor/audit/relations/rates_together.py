@@ -70,4 +70,4 @@ def remember(evidence: Evidence) -> tuple[int, ...]:
 
 def _first(evidence: Evidence) -> int:
     """Return the first step at which any rate that is in use now was seen to stand."""
-    return min((s.since for (kind, _), s in evidence.past.streaks.items() if kind == "rate"), default=evidence.facts.ordinal)
+    return min((s.since for (kind, _), s in evidence.history.streaks.items() if kind == "rate"), default=evidence.facts.ordinal)

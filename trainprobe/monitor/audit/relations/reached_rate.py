@@ -20,7 +20,7 @@ _PART, _LOW = 0.5, 0.1
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first group whose rate is still far from its base."""
-    facts, peaks = evidence.facts, evidence.past.peaks
+    facts, peaks = evidence.facts, evidence.history.peaks
     planned = facts.progress.updates
     if not 0 < _PART * planned <= evidence.step or not len(facts.bases) == len(facts.rates) == len(peaks) or not facts.updates:
         return []

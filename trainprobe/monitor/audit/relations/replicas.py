@@ -38,7 +38,7 @@ def check(evidence: Evidence) -> list[Finding]:
     """Find the first thing that differs between replicas; what follows from it is not told."""
     if len(evidence.peers) < 2:
         return []
-    own_step = evidence.past.handed_over  # which its owner alone clips and uses
+    own_step = evidence.history.handed_over  # which its owner alone clips and uses
     any_unclipped = any(evidence.tensors.with_slot("grad_unclipped"))
     states = sorted({slot for _, slot in evidence.tensors.rows if slot not in NOT_STATE and not slot.endswith("_after")})
     for slot in ("value", "main_value", *states, "grad_unclipped", "grad"):

@@ -21,7 +21,7 @@ _LOOKS, _SPAN, _FAR = 4, 20, 1e-3
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first group whose rate has come to its end early."""
-    facts, peaks = evidence.facts, evidence.past.peaks
+    facts, peaks = evidence.facts, evidence.history.peaks
     if len(peaks) != len(facts.rates) or not facts.updates:
         return []
     for group, (rate, peak) in enumerate(zip(facts.rates, peaks, strict=True)):

@@ -24,7 +24,7 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     seen = evidence.tensors
     names = [name for name in seen.with_slot("value_after") if copied_over(evidence, name, "value_after")]
-    names = [name for name in names if name not in evidence.past.handed_over]  # one rank steps it, and hands it over later
+    names = [name for name in names if name not in evidence.history.handed_over]  # one rank steps it, and hands it over later
     apart = [name for name in names if differs(evidence, name, "value_after")]
     before = [slot for slot in {slot for _, slot in seen.rows} if not slot.endswith("_after")]
     if not apart or any((name, slot) in seen and differs(evidence, name, slot) for name in apart for slot in before):

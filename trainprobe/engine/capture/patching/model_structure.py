@@ -8,7 +8,7 @@ from operator import is_
 from typing import Any
 
 
-class Outline:
+class ModelStructure:
     """Remembers the members of modules by identity. Nothing is read of a tensor but whether it wants a gradient.
 
     Parameters that FSDP2 shards are left out: it exchanges them for the whole ones and back while a step runs.
