@@ -231,7 +231,7 @@ class Faults:
     def __init__(self, guard, name, at=-1):
         self.calls, self.at, self.part = 0, at, guard.of(name)
         self.within, self.part.within = self.part.within, self
-        self.apart, self.part._apart = self.part._apart, self.enter
+        self.before, self.part._without_dispatch = self.part._without_dispatch, self.enter
 
     def __call__(self, call, *args, **kwargs):
         """Stand in for `within`."""
@@ -243,7 +243,7 @@ class Faults:
         self.calls += 1
         if self.calls == self.at + 1:
             breaks()
-        return self.apart()
+        return self.before()
 
 
 @pytest.fixture(scope="module")
