@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainprobe.ckpt_compare.compare import compare, logical
-from trainprobe.ckpt_compare.conclusion import Conclusion, conclude
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.tolerance import selected
+from trainprobe.ckpt_compare.verdict import Verdict, verdict_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Answer:
     sentence: str
 
 
-def judged(a: Path, b: Path, only: Sequence[str] = ()) -> Conclusion:
+def judged(a: Path, b: Path, only: Sequence[str] = ()) -> Verdict:
     """Compare two checkpoints as the command does; only: its patterns of tensors."""
     sides = logical(open_checkpoint(a), open_checkpoint(b))
     left, right = (selected(side, only, ()) for side in sides)
-    return conclude(compare(left, right))
+    return verdict_of(compare(left, right))

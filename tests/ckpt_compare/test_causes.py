@@ -7,7 +7,7 @@ import pytest
 
 from tests.ckpt_compare.memory import checkpoint, tensor
 from trainprobe.ckpt_compare.compare import compare
-from trainprobe.ckpt_compare.conclusion import conclude
+from trainprobe.ckpt_compare.verdict import verdict_of
 
 HEADS, GROUPS, DIM, HIDDEN = 4, 2, 6, 24
 
@@ -142,7 +142,7 @@ PLANTED = {
 
 def judged(a, b):
     sides = (checkpoint(*(tensor(k, v) for k, v in held.items())) for held in (a, b))
-    return conclude(compare(*sides))
+    return verdict_of(compare(*sides))
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda f: f.__name__)
@@ -168,7 +168,7 @@ def test_masters_that_are_rounded_weights_are_named():
         checkpoint(*(tensor(k, v) for k, v in a.items()), *(tensor(k, v, slot="master") for k, v in masters.items()))
         for masters in (a, short)
     ]
-    found = conclude(compare(*sides))
+    found = verdict_of(compare(*sides))
     said = f"differ: the masters of B are bfloat16 numbers in {len(a)} tensors: its weights were loaded without its optimizer"
     assert found.sentence.startswith(said)
 
@@ -180,7 +180,7 @@ def test_moments_that_hold_each_other_s_values_are_named():
         for moments in ({"exp_avg": a, "exp_avg_sq": b}, {"exp_avg": b, "exp_avg_sq": a})
     ]
     said = f"differ: exp_avg and exp_avg_sq are exchanged in {len(a)} parameters; "
-    assert conclude(compare(*sides)).sentence.startswith(said)
+    assert verdict_of(compare(*sides)).sentence.startswith(said)
 
 
 def test_an_update_of_low_rank_is_not_seen_in_a_few_elements_or_in_any_update():

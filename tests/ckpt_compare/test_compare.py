@@ -5,23 +5,23 @@ import pytest
 
 from tests.ckpt_compare.memory import checkpoint, tensor
 from trainprobe.ckpt_compare.compare import compare
-from trainprobe.ckpt_compare.conclusion import conclude
 from trainprobe.ckpt_compare.pieces import Problem
+from trainprobe.ckpt_compare.verdict import verdict_of
 
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((8, 6)).astype(np.float32)
 
 
 def code(a, b, *args, **kwargs):
-    return conclude(compare(a, b, *args, **kwargs)).code
+    return verdict_of(compare(a, b, *args, **kwargs)).code
 
 
 def sentence(a, b, *args):
-    return conclude(compare(a, b, *args)).sentence
+    return verdict_of(compare(a, b, *args)).sentence
 
 
 def details(a, b, *args):
-    return "\n".join(conclude(compare(a, b, *args)).details)
+    return "\n".join(verdict_of(compare(a, b, *args)).details)
 
 
 def layers(n=4, seed=0):

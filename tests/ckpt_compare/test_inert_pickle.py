@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from trainprobe.ckpt_compare.compare import compare
-from trainprobe.ckpt_compare.conclusion import conclude
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.storage import inert_pickle, remarks, torch_archive
 from trainprobe.ckpt_compare.storage.inert_pickle import Thing, read_pickle
+from trainprobe.ckpt_compare.verdict import verdict_of
 from trainprobe.errors import FormatError
 
 
@@ -74,7 +74,7 @@ def test_a_crafted_torch_file_is_read_with_a_warning_that_names_what_it_would_ru
     assert list(found.tensors) == ["w"]
     assert not found.problems
     assert re.search(r"evil\.pt names (posix|nt)\.system, which would run code", found.warnings[0])
-    assert conclude(compare(found, found)).details[0].startswith("A: warning: ")
+    assert verdict_of(compare(found, found)).details[0].startswith("A: warning: ")
 
 
 def test_a_crafted_file_in_the_layout_before_torch_1_6_is_read_with_a_warning(tmp_path, trap):
@@ -97,7 +97,7 @@ def test_a_tensor_that_depends_on_code_is_refused_by_name_and_the_others_are_rea
     said = {p.where.rpartition(" ")[2]: p.message for p in found.problems}
     assert "depends on posix.system, which would run code" in said["model.bad"]
     assert "would be the result of posix.system" in said["worse"]
-    assert conclude(compare(found, found)).code == 3
+    assert verdict_of(compare(found, found)).code == 3
 
 
 def test_the_old_instance_opcodes_build_inert_objects(trap):

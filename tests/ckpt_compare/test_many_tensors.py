@@ -18,7 +18,7 @@ from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.storage.pickle_fetches import fetched
 from trainprobe.ckpt_compare.storage.pickle_machine import Machine
 from trainprobe.ckpt_compare.storage.torch_zip import Places, TorchZip
-from trainprobe.ckpt_compare.work import merged
+from trainprobe.ckpt_compare.tasks import merged
 from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.errors import FormatError
 

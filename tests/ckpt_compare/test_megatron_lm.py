@@ -22,8 +22,8 @@ import torch
 from tests.ckpt_compare.verdicts import compared, judged, kinds
 from tests.ckpt_compare.writers.launch import launch
 from trainprobe.ckpt_compare.check import check
-from trainprobe.ckpt_compare.conclusion import conclude
 from trainprobe.ckpt_compare.formats import open_checkpoint, recognise
+from trainprobe.ckpt_compare.verdict import verdict_of
 
 SAVED = Path(__file__).parent / "data" / "megatron_lm"
 FILE = SAVED / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
@@ -82,7 +82,7 @@ def test_what_megatron_lm_writes_now_is_read_whole(written_now):
     assert recognise(written_now / "torch") == "megatron_legacy"
     for other in ("tp1", "tp2"):  # the same training: nothing in it is random
         found = compared(written_now / "torch", written_now / other, ("weights", "optimizer", "iteration"))
-        assert conclude(found).code == 0, other
+        assert verdict_of(found).code == 0, other
         assert kinds(found) == {"weights": 21, "optimizer": 42}
     checked = check(compared(written_now / "dp2", written_now / "dp2").a)
     assert (checked.code, checked.masters) == (0, 21)
@@ -174,7 +174,7 @@ def test_one_changed_moment_is_found(tmp_path):
 def test_two_tensor_ranks_hold_what_one_holds(distributed):
     """Weights and moments, the vocabulary padded to 62 rows on one side and to 64 on the other."""
     found = compared(distributed / "tp1", distributed / "tp2", ("weights", "optimizer", "iteration"))
-    assert conclude(found).code == 0
+    assert verdict_of(found).code == 0
     assert (found.a.layout.get("tp"), found.b.layout["tp"]) == (1, 2)
     assert kinds(found) == {"weights": 3 + 2 * 9, "optimizer": 2 * (3 + 2 * 9)}
 
@@ -187,7 +187,7 @@ def test_the_default_distributed_optimizer_is_mapped(distributed):
         b"fully_reshardable",
     ]
     found = compared(distributed / "dp2", distributed / "full2", ("weights", "optimizer", "iteration"))
-    assert conclude(found).code == 0
+    assert verdict_of(found).code == 0
     assert kinds(found) == {"weights": 21, "optimizer": 63}
     checked = check(found.a)
     assert (checked.code, checked.masters) == (0, 21)

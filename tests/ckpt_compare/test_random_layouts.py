@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.ckpt_compare.memory import checkpoint, tensor
 from trainprobe.ckpt_compare.compare import compare
-from trainprobe.ckpt_compare.work import Outcome, run
+from trainprobe.ckpt_compare.tasks import Outcome, run
 from trainprobe.engine.compare.difference import Difference
 
 

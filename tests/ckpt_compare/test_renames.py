@@ -5,7 +5,7 @@ import pytest
 
 from tests.ckpt_compare.memory import checkpoint, tensor
 from trainprobe.ckpt_compare.compare import compare
-from trainprobe.ckpt_compare.conclusion import conclude
+from trainprobe.ckpt_compare.verdict import verdict_of
 
 NEW = {"attention.output.dense": "attention.o_proj", "attention.key": "attention.k_proj", "output.dense": "mlp.fc2"}
 
@@ -30,7 +30,7 @@ def newer(held, first=0):
 
 def judged(a, b):
     found = compare(*(checkpoint(*(tensor(k, v) for k, v in held.items())) for held in (a, b)))
-    return conclude(found), found
+    return verdict_of(found), found
 
 
 def exchange(held, one, other):
@@ -40,9 +40,9 @@ def exchange(held, one, other):
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_same_layers_under_other_names_are_identical(first):
-    conclusion, found = judged(model(), newer(model(), first))
+    verdict, found = judged(model(), newer(model(), first))
     assert (
-        conclusion.sentence
+        verdict.sentence
         == "identical: 13 weights tensors (776 elements) hold the same values in both, 12 of them under other names"
     )
     assert len(found.renamed) == 12
@@ -51,17 +51,17 @@ def test_the_same_layers_under_other_names_are_identical(first):
 def test_layers_that_are_exchanged_as_well_are_not_identical():
     b = model()
     exchange(b, 0, 2)
-    conclusion, _ = judged(model(), newer(b))
-    assert conclusion.code == 2
-    assert conclusion.sentence.startswith("differ: layers 0 and 2 are exchanged; 6 of 13 tensors")
+    verdict, _ = judged(model(), newer(b))
+    assert verdict.code == 2
+    assert verdict.sentence.startswith("differ: layers 0 and 2 are exchanged; 6 of 13 tensors")
 
 
 def test_a_renamed_tensor_that_differs_is_a_difference_and_not_a_missing_one():
     b = model()
     b["encoder.layer.1.output.dense.weight"][2, 5] += 1
-    conclusion, found = judged(model(), newer(b))
-    assert conclusion.code == 2
-    assert "1 of 13 tensors; worst is encoder.layer.1.output.dense.weight: " in conclusion.sentence
+    verdict, found = judged(model(), newer(b))
+    assert verdict.code == 2
+    assert "1 of 13 tensors; worst is encoder.layer.1.output.dense.weight: " in verdict.sentence
     row = next(r for r in found.rows if r.verdict == "differ")
     assert row.note.startswith("named model.layers.1.mlp.fc2.weight in B")
     assert row.native_b == "model.layers.1.mlp.fc2.weight"
@@ -69,11 +69,11 @@ def test_a_renamed_tensor_that_differs_is_a_difference_and_not_a_missing_one():
 
 def test_a_kind_that_holds_nothing_equal_is_paired_only_where_no_other_is_left():
     b = {k: v * 2 if ".output.dense" in k and "attention" not in k else v for k, v in model().items()}
-    conclusion, _ = judged(model(), newer(b))
-    assert conclusion.sentence.startswith(
+    verdict, _ = judged(model(), newer(b))
+    assert verdict.sentence.startswith(
         "differ: 4 tensors, such as encoder.layer.0.output.dense.weight, are 2 times as large in B"
     )
     b = {k: v if k == "cls_token" or ".key." in k else v + 1 for k, v in model().items()}
-    conclusion, _ = judged(model(), newer(b))
-    assert conclusion.code == 3
-    assert "8 tensors are only in A, 8 tensors are only in B" in conclusion.sentence
+    verdict, _ = judged(model(), newer(b))
+    assert verdict.code == 3
+    assert "8 tensors are only in A, 8 tensors are only in B" in verdict.sentence

@@ -7,9 +7,9 @@ import tracemalloc
 from pathlib import Path
 
 from trainprobe.ckpt_compare.compare import compare, logical
-from trainprobe.ckpt_compare.conclusion import Conclusion, conclude
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.results import Comparison
+from trainprobe.ckpt_compare.verdict import Verdict, verdict_of
 
 
 def compared(a: Path | str, b: Path | str, what=("weights", "optimizer")) -> Comparison:
@@ -17,9 +17,9 @@ def compared(a: Path | str, b: Path | str, what=("weights", "optimizer")) -> Com
     return compare(*logical(open_checkpoint(a), open_checkpoint(b)), what)
 
 
-def judged(a: Path | str, b: Path | str, what=("weights", "optimizer")) -> Conclusion:
+def judged(a: Path | str, b: Path | str, what=("weights", "optimizer")) -> Verdict:
     """Judge two checkpoints on disk."""
-    return conclude(compared(a, b, what))
+    return verdict_of(compared(a, b, what))
 
 
 def kinds(found: Comparison) -> dict[str, int]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.config_check.table import PAGE, page
 from trainprobe import ConfigChecker
-from trainprobe.config_check.capture.strip import unpadded_fingerprints
+from trainprobe.config_check.capture.fingerprints import unpadded_fingerprints
 from trainprobe.config_check.capture.switch_table import switches
 from trainprobe.config_check.capture.switches import read_switches
 from trainprobe.config_check.pack_reader import read_pack

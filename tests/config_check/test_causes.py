@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.config_check.made_packs import compare, entry, rank_pack
-from trainprobe.config_check.capture.strip import unpadded_fingerprints
+from trainprobe.config_check.capture.fingerprints import unpadded_fingerprints
 from trainprobe.config_check.pack import RankPack
 
 BATCHES = [[[float(i), i + 0.5], [i + 0.25, -i]] for i in range(1, 6)]

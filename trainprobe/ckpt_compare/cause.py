@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.ckpt_compare.cover import cover
+from trainprobe.ckpt_compare.coverage import coverage_of
 from trainprobe.ckpt_compare.masters import rounded
 from trainprobe.ckpt_compare.pieces import LogicalTensor
-from trainprobe.ckpt_compare.work import release
+from trainprobe.ckpt_compare.tasks import release
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.number_formats import decode, number_format
 from trainprobe.errors import FormatError
@@ -31,7 +31,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Odd:
+class Mismatch:
     """A tensor that differs: its key, both sides, and what was measured."""
 
     key: str
@@ -65,7 +65,7 @@ def dense(tensor: LogicalTensor) -> Values | None:
     """Return the values of a whole tensor; None for one that is too large, incomplete or cannot be read."""
     if not tensor.pieces or tensor.count * 8 > LARGEST:
         return None
-    held = cover(tensor)
+    held = coverage_of(tensor)
     if held.uncovered:
         return None
     values = np.empty(tensor.shape)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from trainprobe.ckpt_compare.cause import MOST, Cause, Odd, comparable, count, listed
+from trainprobe.ckpt_compare.cause import MOST, Cause, Mismatch, comparable, count, listed
 from trainprobe.ckpt_compare.pairing import Move
 from trainprobe.ckpt_compare.pieces import LogicalTensor
 from trainprobe.ckpt_compare.value_causes import (
@@ -36,21 +36,21 @@ _PARTS = {  # what the parts of a module are called in other families
 _ROTARY = re.compile(r".*\.attention\.[qk]\.(weight|bias)$")
 
 
-def find_causes(odd: Sequence[Odd], moves: Sequence[Move], every: Collection[str]) -> tuple[Cause, ...]:
+def find_causes(mismatches: Sequence[Mismatch], moves: Sequence[Move], every: Collection[str]) -> tuple[Cause, ...]:
     """Return the causes that were found, those that explain the most tensors first. every: the keys of all tensors."""
-    found = [*_layers(moves, every), *_experts(moves), *_parts(moves), *_transposed(moves), *exchanged_moments(odd)]
-    found += [*zeros(odd), *factors(odd), *centred_norms(odd)]
-    rest = _unexplained(odd, found)
+    found = [*_layers(moves, every), *_experts(moves), *_parts(moves), *_transposed(moves), *exchanged_moments(mismatches)]
+    found += [*zeros(mismatches), *factors(mismatches), *centred_norms(mismatches)]
+    rest = _unexplained(mismatches, found)
     found += [*masters(rest), *_fused(rest), *_rows(rest)]
-    rest = _unexplained(odd, found)
+    rest = _unexplained(mismatches, found)
     found += [*roundings(rest), *updates(rest)]
-    found += [] if found else layers_alone(odd, every)
+    found += [] if found else layers_alone(mismatches, every)
     return tuple(sorted(found, key=lambda cause: -len(cause.keys)))
 
 
-def _unexplained(odd: Sequence[Odd], causes: Sequence[Cause]) -> list[Odd]:
+def _unexplained(mismatches: Sequence[Mismatch], causes: Sequence[Cause]) -> list[Mismatch]:
     explained = {key for cause in causes for key in cause.keys}
-    return [o for o in odd if o.key not in explained]
+    return [o for o in mismatches if o.key not in explained]
 
 
 def _moved(moves: Iterable[Move], numbered: re.Pattern[str]) -> dict[str, dict[tuple[int, int], set[str]]]:
@@ -143,10 +143,10 @@ def _transposed(moves: Sequence[Move]) -> Iterator[Cause]:
         yield Cause(f"{count(keys)} transposed in B", keys)
 
 
-def _fused(odd: Sequence[Odd]) -> Iterator[Cause]:
+def _fused(mismatches: Sequence[Mismatch]) -> Iterator[Cause]:
     """Find attention whose q, k and v hold each other's rows: fused in another order than was assumed."""
-    by_layer: dict[str, dict[str, Odd]] = {}
-    for o in odd:
+    by_layer: dict[str, dict[str, Mismatch]] = {}
+    for o in mismatches:
         match = re.fullmatch(r"(.*\.attention)\.([qkv])\.weight", o.key)
         if match:
             by_layer.setdefault(match[1], {})[match[2]] = o
@@ -159,11 +159,11 @@ def _fused(odd: Sequence[Odd]) -> Iterator[Cause]:
         yield Cause(f"{text} ({len(keys)} tensors)", frozenset(keys))
 
 
-def _rows(odd: Sequence[Odd]) -> Iterator[Cause]:
+def _rows(mismatches: Sequence[Mismatch]) -> Iterator[Cause]:
     """Find matrices that hold the same rows in another order."""
     found: dict[str, set[str]] = {}
     seen: Counter[str] = Counter()
-    for o in odd:
+    for o in mismatches:
         kind = re.sub(r"\d+", "*", o.key)
         seen[kind] += 1
         if not o.a.slot and o.a.shape and seen[kind] <= MOST and o.a.shape == o.b.shape and _same_rows([o.a], [o.b]):
@@ -172,7 +172,7 @@ def _rows(odd: Sequence[Odd]) -> Iterator[Cause]:
         yield Cause(f"{count(keys)} {order}", frozenset(keys))
 
 
-def _order(o: Odd) -> str:
+def _order(o: Mismatch) -> str:
     if _ROTARY.fullmatch(o.key):
         rows, sides = o.a.shape[0], comparable(o.a, o.b)
         for dim in (d for d in range(4, min(rows, 1024) + 1, 2) if rows % d == 0):
@@ -201,7 +201,7 @@ def _same_rows(a: Sequence[LogicalTensor], b: Sequence[LogicalTensor]) -> bool:
     return left == right and len(left) > 1
 
 
-def headline(causes: Sequence[Cause], odd: Mapping[str, object]) -> str:
+def headline(causes: Sequence[Cause], mismatches: Mapping[str, object]) -> str:
     """Return what to say first: the causes that together explain at least half of what differs, at most three of them."""
     said: list[str] = []
     explained: set[str] = set()
@@ -209,4 +209,4 @@ def headline(causes: Sequence[Cause], odd: Mapping[str, object]) -> str:
         if cause.keys - explained:
             said.append(cause.sentence)
             explained |= cause.keys
-    return "; ".join(said) if 2 * len(explained & set(odd)) >= len(odd) else ""
+    return "; ".join(said) if 2 * len(explained & set(mismatches)) >= len(mismatches) else ""

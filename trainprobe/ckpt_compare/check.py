@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainprobe.ckpt_compare.cover import Part, cover
+from trainprobe.ckpt_compare.coverage import Part, coverage_of
 from trainprobe.ckpt_compare.masters import agreement
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor
-from trainprobe.ckpt_compare.work import Outcome, release, run, tasks_of
+from trainprobe.ckpt_compare.tasks import Outcome, release, run, tasks_of
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.measure import blocks
 from trainprobe.engine.compare.number_formats import decode
@@ -83,7 +83,7 @@ def check(checkpoint: Checkpoint, threads: int | None = None) -> Checked:
 
 def _values(tensor: LogicalTensor) -> list[Fault]:
     """Count what is not finite, and what nobody holds."""
-    held = cover(tensor)
+    held = coverage_of(tensor)
     faults: list[Fault] = []
     if held.uncovered:
         gaps = ", ".join(map(str, held.gaps()))
@@ -93,10 +93,10 @@ def _values(tensor: LogicalTensor) -> list[Fault]:
     for part in held.parts:
         try:
             for values in _decoded(part):
-                strange = ~np.isfinite(values)
-                if strange.any():
+                nonfinite = ~np.isfinite(values)
+                if nonfinite.any():
                     nans = int(np.isnan(values).sum())
-                    nan, infinite, where = nan + nans, infinite + int(strange.sum()) - nans, where or part.piece.where
+                    nan, infinite, where = nan + nans, infinite + int(nonfinite.sum()) - nans, where or part.piece.where
         except FormatError as error:
             faults.append(Fault(tensor.key, str(error), missing=True))
         release(part.piece.source)
@@ -117,7 +117,7 @@ def _decoded(part: Part) -> Iterator[np.ndarray]:
 
 def _copies(tensors: Sequence[LogicalTensor], threads: int | None) -> list[Fault]:
     """Compare the copies of a tensor that several ranks hold."""
-    pairs = [(t, copy) for t in tensors for copy in cover(t).copies]
+    pairs = [(t, copy) for t in tensors for copy in coverage_of(t).copies]
     outcomes = run([task for i, (_, copy) in enumerate(pairs) for task in tasks_of(i, copy)], threads)
     merged: dict[int, Difference] = {}
     for outcome in outcomes:
@@ -144,8 +144,8 @@ def _master(weight: LogicalTensor, master: LogicalTensor) -> tuple[bool, list[Fa
         return False, [Fault(master.key, str(error), missing=True)]
     if seen is None or seen.equal == seen.count:
         return seen is not None, []
-    odd = seen.count - seen.equal
-    text = f"rounded to {weight.format.name}, {odd:,} of {seen.count:,} master weights are not the weight"
+    unequal = seen.count - seen.equal
+    text = f"rounded to {weight.format.name}, {unequal:,} of {seen.count:,} master weights are not the weight"
     return True, [Fault(master.key, text)]
 
 

@@ -20,14 +20,14 @@ from trainprobe.ckpt_compare import formats, report
 from trainprobe.ckpt_compare.check import Checked, summary
 from trainprobe.ckpt_compare.check import check as check_all
 from trainprobe.ckpt_compare.compare import compare, logical
-from trainprobe.ckpt_compare.conclusion import conclude
-from trainprobe.ckpt_compare.cover import cover
+from trainprobe.ckpt_compare.coverage import coverage_of
+from trainprobe.ckpt_compare.distributed import place, run_distributed, run_on_ray
 from trainprobe.ckpt_compare.fingerprints import tensor_fingerprint
 from trainprobe.ckpt_compare.names import to_logical
 from trainprobe.ckpt_compare.pieces import KINDS, Checkpoint, LogicalTensor, What
+from trainprobe.ckpt_compare.tasks import Advance
 from trainprobe.ckpt_compare.tolerance import selected, tolerated, unmatched
-from trainprobe.ckpt_compare.work import Advance
-from trainprobe.ckpt_compare.world import place, run_in_world, run_on_ray
+from trainprobe.ckpt_compare.verdict import verdict_of
 from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.errors import UsageError, did_you_mean
 
@@ -80,26 +80,26 @@ def ckpt_compare(
     if not (left.tensors or right.tensors) and (only or ignore):
         raise typer.BadParameter("--only and --ignore leave no tensor; `trainprobe ckpt-show` lists the names")
     with uncollected(), _progress(left, right, chosen, quiet) as advance:
-        runner = run_on_ray if ray else run_in_world
+        runner = run_on_ray if ray else run_distributed
         found = compare(left, right, chosen, threads=threads, copies=copies, advance=advance, runner=runner)
     found = replace(tolerated(found, atol, rtol), notes=(*notes, *found.notes))
-    conclusion = conclude(found)
+    verdict = verdict_of(found)
     if place()[0] > 0:
-        return conclusion.code  # in a torchrun world rank 0 speaks for all
+        return verdict.code  # in a torchrun world rank 0 speaks for all
     if json is not None:
-        report.write_json(found, json, conclusion)
+        report.write_json(found, json, verdict)
     if csv is not None:
         report.write_csv(found, csv)
     if html is not None:
         from trainprobe.ckpt_compare.page import write_page
 
-        write_page(found, conclusion, html)
+        write_page(found, verdict, html)
     console = report.wide_console()
     if quiet:
-        console.print(conclusion.sentence, markup=False, highlight=False, soft_wrap=True)
+        console.print(verdict.sentence, markup=False, highlight=False, soft_wrap=True)
     else:
-        report.show(found, conclusion, console, every=every)
-    return conclusion.code
+        report.show(found, verdict, console, every=every)
+    return verdict.code
 
 
 def _check_patterns(only: Sequence[str], ignore: Sequence[str], sides: Sequence[Checkpoint]) -> list[str]:
@@ -193,7 +193,7 @@ def _show_check(checked: Checked, console: Console) -> None:
 
 
 def _described(tensor: LogicalTensor, fingerprint: bool) -> dict[str, Any]:
-    held = cover(tensor)
+    held = coverage_of(tensor)
     found: dict[str, Any] = {
         "shape": list(tensor.shape), "dtype": tensor.format.name if tensor.stored else None, "pieces": len(held.parts),
         "copies": len(held.copies), "missing": held.uncovered, "native": tensor.native or tensor.name,

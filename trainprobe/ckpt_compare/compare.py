@@ -11,16 +11,16 @@ from functools import lru_cache
 from itertools import chain, islice
 from typing import Any
 
-from trainprobe.ckpt_compare.cause import Odd
+from trainprobe.ckpt_compare.cause import Mismatch
 from trainprobe.ckpt_compare.causes import find_causes
-from trainprobe.ckpt_compare.cover import Cover, Part, cover, overlaps
+from trainprobe.ckpt_compare.coverage import Coverage, Part, coverage_of, overlaps
 from trainprobe.ckpt_compare.pairing import Move, align, explain_moves, find_aliases, hold_the_same
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Rectangle, What, origin
 from trainprobe.ckpt_compare.renames import follow_renames, under_names_of_a
 from trainprobe.ckpt_compare.results import Comparison, Fault, Row, RowVerdict
 from trainprobe.ckpt_compare.state import compare_state
+from trainprobe.ckpt_compare.tasks import Advance, Outcome, Runner, Task, run, tasks_of
 from trainprobe.ckpt_compare.vocabulary import padding_reason
-from trainprobe.ckpt_compare.work import Advance, Outcome, Runner, Task, run, tasks_of
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.engine.compare.verdict import judge
@@ -85,11 +85,11 @@ def compare(
         renamed = (*renamed, *followed)
     state = compare_state(a.state, b.state)
     compared: tuple[What, ...] = tuple(dict.fromkeys([*kinds, *(r.what for r in state if r.a is not None and r.b is not None)]))
-    lone = _lone(a, b, what)
-    odd = [Odd(r.key, r.a, r.b, r.difference) for r in rows if r.verdict == "differ" and r.a and r.b]
-    causes = find_causes(odd, moves, [r.key for r in rows] if odd else ())
+    one_sided = _one_sided(a, b, what)
+    mismatches = [Mismatch(r.key, r.a, r.b, r.difference) for r in rows if r.verdict == "differ" and r.a and r.b]
+    causes = find_causes(mismatches, moves, [r.key for r in rows] if mismatches else ())
     return Comparison(
-        a, b, tuple(rows), tuple(faults), state, moves, compared, tuple(what), tuple(notes), lone, renamed, causes
+        a, b, tuple(rows), tuple(faults), state, moves, compared, tuple(what), tuple(notes), one_sided, renamed, causes
     )
 
 
@@ -97,13 +97,13 @@ def _measured(
     pairs: Mapping[str, _Pair], copies: bool, measure: Callable[[Sequence[Task]], Sequence[Outcome]]
 ) -> tuple[list[Row], list[Fault]]:
     """Return a row for each pair, and the copies inside one checkpoint that disagree."""
-    covers = {key: (cover(p.a), cover(p.b)) for key, p in pairs.items()}
-    jobs, tasks = _tasks(pairs, covers, copies)
+    coverages = {key: (coverage_of(p.a), coverage_of(p.b)) for key, p in pairs.items()}
+    jobs, tasks = _tasks(pairs, coverages, copies)
     results, faults = _collected(jobs, measure(tasks))
-    return [_row(key, pairs[key], covers[key], results[key]) for key in pairs], faults
+    return [_row(key, pairs[key], coverages[key], results[key]) for key in pairs], faults
 
 
-def _lone(a: Checkpoint, b: Checkpoint, what: Sequence[What]) -> tuple[str, ...]:
+def _one_sided(a: Checkpoint, b: Checkpoint, what: Sequence[What]) -> tuple[str, ...]:
     """Say which kinds of content that were asked for, and are no tensors, only one side holds."""
     asked = [kind for kind in what if kind not in ("weights", "optimizer")]
     return tuple(
@@ -126,8 +126,8 @@ def _common_content(a: Checkpoint, b: Checkpoint, what: Sequence[What], notes: l
         elif any(kind in h for h in held):
             notes.append(f"{kind}: only in {'A' if kind in held[0] else 'B'}, not compared")
     slots = [{t.slot for t in c.tensors.values()} for c in (a, b)]
-    lone = sorted((slots[0] ^ slots[1]) - {""}) if "optimizer" in kinds else []
-    notes += [f"optimizer {slot}: only in {'A' if slot in slots[0] else 'B'}, not compared" for slot in lone]
+    one_sided = sorted((slots[0] ^ slots[1]) - {""}) if "optimizer" in kinds else []
+    notes += [f"optimizer {slot}: only in {'A' if slot in slots[0] else 'B'}, not compared" for slot in one_sided]
     return kinds, slots[0] & slots[1]
 
 
@@ -174,13 +174,15 @@ def _shared(
     """Return which tensors that one side lacks are copies of which ones that both sides hold."""
     found: dict[str, str] = {}
     for mine, others, config in ((left, right, configs[1]), (right, left, configs[0])):
-        lone = {k: t for k, t in mine.items() if k not in others and not (config.get("tied") is False and k.startswith(_HEADS))}
-        if lone:
-            equal = find_aliases(lone, {k: t for k, t in mine.items() if k in others})
+        one_sided = {
+            k: t for k, t in mine.items() if k not in others and not (config.get("tied") is False and k.startswith(_HEADS))
+        }
+        if one_sided:
+            equal = find_aliases(one_sided, {k: t for k, t in mine.items() if k in others})
             found |= {k: owner for k, owner in equal.items() if _may_share(mine[k], mine[owner])}
-        for key in lone:
+        for key in one_sided:
             own = mine.get(_embedding_of(key))
-            if own is not None and config.get("tied") is not True and not hold_the_same(own, lone[key]):
+            if own is not None and config.get("tied") is not True and not hold_the_same(own, one_sided[key]):
                 found[key] = UNTIED
     return found
 
@@ -235,13 +237,13 @@ class _Result:
 
 
 def _tasks(
-    pairs: Mapping[str, _Pair], covers: Mapping[str, tuple[Cover, Cover]], copies: bool
+    pairs: Mapping[str, _Pair], coverages: Mapping[str, tuple[Coverage, Coverage]], copies: bool
 ) -> tuple[list[tuple[str, str, str]], list[Task]]:
     """Return what is to be measured: every pair, and the copies inside each side, cut into tasks."""
     jobs: list[tuple[str, str, str]] = []  # key, side ("": the comparison itself), which copies
     tasks: list[Task] = []
     for key, pair in pairs.items():
-        ca, cb = covers[key]
+        ca, cb = coverages[key]
         jobs.append((key, "", ""))
         for overlap in overlaps(_clipped(ca.parts, pair.box), _clipped(cb.parts, pair.box)):
             tasks += tasks_of(len(jobs) - 1, overlap)
@@ -271,7 +273,7 @@ def _collected(jobs: Sequence[tuple[str, str, str]], outcomes: Iterable[Outcome]
                     side, which,
                     f"{key}: copies disagree in {d.changed} of {d.count} elements, by up to {d.max_abs:.3g} "
                     f"at {list(d.at or ())}",
-                    grave=False,
+                    severe=False,
                 )
             )  # fmt: skip
     return results, faults
@@ -306,13 +308,13 @@ def _clipped(parts: Sequence[Part], box: Rectangle) -> list[Part]:
     return [Part(part.piece, common) for part, common in cut if common is not None]
 
 
-def _row(key: str, pair: _Pair, covers: tuple[Cover, Cover], result: _Result) -> Row:
+def _row(key: str, pair: _Pair, coverages: tuple[Coverage, Coverage], result: _Result) -> Row:
     """Judge one pair: incomplete when not every element was held by both sides, else by its difference."""
     d = _lean(result.difference)
-    row = Row(key, "identical", pair.a, pair.b, d, pair.note, _located(covers, d))
+    row = Row(key, "identical", pair.a, pair.b, d, pair.note, _located(coverages, d))
     if result.failures or d.count < pair.box.count:
         return replace(
-            row, verdict="incomplete", note="; ".join(dict.fromkeys([*result.failures, *_holes(covers, pair.box, d)]))
+            row, verdict="incomplete", note="; ".join(dict.fromkeys([*result.failures, *_holes(coverages, pair.box, d)]))
         )
     verdict = judge(d, row.floor, stored=True)
     if verdict == "identical" and not pair.rest:
@@ -332,9 +334,9 @@ def _equal(count: int, nan_a: int, nan_b: int) -> Difference:
     return Difference(count, 0, nan_a, nan_b)
 
 
-def _holes(covers: tuple[Cover, Cover], box: Rectangle, d: Difference) -> list[str]:
+def _holes(coverages: tuple[Coverage, Coverage], box: Rectangle, d: Difference) -> list[str]:
     said: list[str] = []
-    for side, held in zip("AB", covers, strict=True):
+    for side, held in zip("AB", coverages, strict=True):
         if held.beyond:
             piece = held.beyond[0]
             said.append(
@@ -346,12 +348,12 @@ def _holes(covers: tuple[Cover, Cover], box: Rectangle, d: Difference) -> list[s
     return said or [f"{box.count - d.count} of {box.count} elements could not be compared"]
 
 
-def _located(covers: tuple[Cover, Cover], d: Difference) -> str:
+def _located(coverages: tuple[Coverage, Coverage], d: Difference) -> str:
     """Say in which files the largest difference stands."""
     if d.at is None:
         return ""
     point = Rectangle(d.at, (1,) * len(d.at))
-    held = [next((p.piece.where for p in c.parts if p.box.intersect(point)), "") for c in covers]
+    held = [next((p.piece.where for p in c.parts if p.box.intersect(point)), "") for c in coverages]
     return " / ".join(dict.fromkeys(held))
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainprobe.ckpt_compare.cover import cover
+from trainprobe.ckpt_compare.coverage import coverage_of
 from trainprobe.ckpt_compare.pieces import LogicalTensor
-from trainprobe.ckpt_compare.work import release
+from trainprobe.ckpt_compare.tasks import release
 from trainprobe.engine.compare.measure import blocks
 from trainprobe.engine.stats.checksum import MASK, shard_fingerprint
 
 
 def tensor_fingerprint(tensor: LogicalTensor) -> int | None:
     """Return the 64-bit fingerprint of a logical tensor, or None when not all of its elements are there."""
-    held = cover(tensor)
+    held = coverage_of(tensor)
     if held.uncovered:
         return None
     total = 0

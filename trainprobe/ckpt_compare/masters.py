@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainprobe.ckpt_compare.cover import Overlap, cover, overlaps
+from trainprobe.ckpt_compare.coverage import Overlap, coverage_of, overlaps
 from trainprobe.ckpt_compare.pieces import Array, LogicalTensor, Rectangle, gather
-from trainprobe.ckpt_compare.work import release
+from trainprobe.ckpt_compare.tasks import release
 from trainprobe.engine.compare.number_formats import NumberFormat, decode
 from trainprobe.errors import FormatError
 
@@ -62,7 +62,7 @@ def agreement(weight: LogicalTensor, master: LogicalTensor, most: int | None = S
         return None
     total = Agreement()
     first: float | None = None
-    for overlap in overlaps(cover(weight).parts, cover(master).parts):
+    for overlap in overlaps(coverage_of(weight).parts, coverage_of(master).parts):
         box = overlap.box if most is None else _beginning(overlap.box, most)
         mine, theirs = overlap.a.load(box), overlap.b.load(box)
         near = rounded(theirs, master.format, weight.format)
@@ -101,15 +101,15 @@ def strangers(masters: Iterable[LogicalTensor], weights: Mapping[str, LogicalTen
             yield master.name, seen
 
 
-def not_placed(odd: Mapping[str, Agreement | None]) -> str:
+def not_placed(mismatches: Mapping[str, Agreement | None]) -> str:
     """Say that the states of some parameters are left out, and what was seen of the first."""
-    name, seen = next(iter(odd.items()))
+    name, seen = next(iter(mismatches.items()))
     why = "there is no master weight to check that with"
     if seen is not None:
         why = f"its master weights, rounded, are the weights in {seen.equal} of {seen.count} elements"
     return (
-        f"the states of {len(odd)} parameters are not placed, such as those of {name}: where the order of the parameters puts "
-        f"them, {why}"
+        f"the states of {len(mismatches)} parameters are not placed, such as those of {name}: where the order of the "
+        f"parameters puts them, {why}"
     )
 
 
@@ -121,5 +121,5 @@ def without_strangers(
     For states that were stored without names. States of parameters without a master are kept: nothing can be checked.
     """
     masters = gather(t for t in states if t.slot == "master").values()
-    odd = {name: seen for name, seen in strangers(masters, weights) if seen is not None}
-    return [t for t in states if t.name not in odd], not_placed(odd) if odd else ""
+    mismatches = {name: seen for name, seen in strangers(masters, weights) if seen is not None}
+    return [t for t in states if t.name not in mismatches], not_placed(mismatches) if mismatches else ""

@@ -174,20 +174,20 @@ def _best(
         placed = _placed(chunk, buffer, ranks, config)
         if placed is not None:
             masters = gather(t for t in placed if t.slot == "master")
-            odd = dict(strangers(masters.values(), weights)) if masters else dict.fromkeys(t.name for t in placed)
-            if best is None or len(odd) < len(best[1]):
-                best = placed, odd
-            if not odd:
+            mismatches = dict(strangers(masters.values(), weights)) if masters else dict.fromkeys(t.name for t in placed)
+            if best is None or len(mismatches) < len(best[1]):
+                best = placed, mismatches
+            if not mismatches:
                 break
     if best is None:
         sizes = [b.tensor.shape[0] for b in buffer if b.slot == buffer[0].slot]
         text = f"buckets of {sizes} elements are not filled by the {len(orders[0])} parameters that this rank should hold"
         problems.append(Problem(where, text))
         return []
-    placed, odd = best
-    if odd:
-        problems.append(Problem(where, not_placed(odd)))
-    return [t for t in placed if t.name not in odd]
+    placed, mismatches = best
+    if mismatches:
+        problems.append(Problem(where, not_placed(mismatches)))
+    return [t for t in placed if t.name not in mismatches]
 
 
 def _placed(

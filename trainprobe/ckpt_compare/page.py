@@ -12,9 +12,9 @@ from typing import Any
 
 import orjson
 
-from trainprobe.ckpt_compare.conclusion import Conclusion, by_error
 from trainprobe.ckpt_compare.report import entry
 from trainprobe.ckpt_compare.results import Comparison, Row
+from trainprobe.ckpt_compare.verdict import Verdict, by_error
 from trainprobe.errors import OutputError
 
 _LAYER = re.compile(r"(?<![A-Za-z_])(?P<n>\d+)(?=\.)")
@@ -22,18 +22,18 @@ _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 WORDS = ("identical", "equal within rounding", "differ", "not comparable or incomplete")
 
 
-def write_page(c: Comparison, conclusion: Conclusion, path: Path) -> None:
+def write_page(c: Comparison, verdict: Verdict, path: Path) -> None:
     """Write the page; it needs no network and no other file."""
     template = resources.files("trainprobe.ckpt_compare").joinpath("page.html").read_text(encoding="utf-8")
-    data = orjson.dumps(page_data(c, conclusion), default=str).decode().replace("<", "\\u003c")
-    title = html.escape(f"{Path(c.a.path).name} and {Path(c.b.path).name}: {WORDS[conclusion.code]}")
+    data = orjson.dumps(page_data(c, verdict), default=str).decode().replace("<", "\\u003c")
+    title = html.escape(f"{Path(c.a.path).name} and {Path(c.b.path).name}: {WORDS[verdict.code]}")
     try:
         path.write_text(template.replace("{{title}}", title).replace("{{data}}", data), encoding="utf-8")
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error}") from error
 
 
-def page_data(c: Comparison, conclusion: Conclusion) -> dict[str, Any]:
+def page_data(c: Comparison, verdict: Verdict) -> dict[str, Any]:
     """Return what the page shows, as plain values."""
     sides = [
         {"path": s.path, "format": s.format, "layout": " ".join(f"{k}{v}" for k, v in s.layout.items() if v > 1)}
@@ -42,7 +42,7 @@ def page_data(c: Comparison, conclusion: Conclusion) -> dict[str, Any]:
     rows = [_plain(r) for r in by_error(c.rows)]
     state = [{"what": s.what, "path": s.path, "a": repr(s.a), "b": repr(s.b), "note": s.note} for s in c.state if not s.equal]
     return {
-        "code": conclusion.code, "sentence": conclusion.sentence, "details": conclusion.details, "sides": sides, "rows": rows,
+        "code": verdict.code, "sentence": verdict.sentence, "details": verdict.details, "sides": sides, "rows": rows,
         "state": state, "maps": [m for slot in _slots(c.rows) if (m := heatmap(c.rows, slot)) is not None],
     }  # fmt: skip
 

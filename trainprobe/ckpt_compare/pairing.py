@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.ckpt_compare.cover import cover, overlaps
+from trainprobe.ckpt_compare.coverage import coverage_of, overlaps
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor
+from trainprobe.ckpt_compare.tasks import release, run, tasks_of
 from trainprobe.ckpt_compare.transforms import turn
-from trainprobe.ckpt_compare.work import release, run, tasks_of
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.number_formats import NumberFormat, decode
 from trainprobe.engine.compare.verdict import judge, noise_floor
@@ -84,10 +84,12 @@ def _without(c: Checkpoint, prefix: str) -> Checkpoint:
     return replace(c, tensors={t.key: t for t in renamed})
 
 
-def explain_moves(odd: set[str], left: Mapping[str, LogicalTensor], right: Mapping[str, LogicalTensor]) -> tuple[Move, ...]:
+def explain_moves(
+    unpaired: set[str], left: Mapping[str, LogicalTensor], right: Mapping[str, LogicalTensor]
+) -> tuple[Move, ...]:
     """Search, among tensors that differ or have no partner, for pairs that hold the same under different keys."""
-    a = {k: t for k, t in left.items() if k in odd}
-    b = {k: t for k, t in right.items() if k in odd}
+    a = {k: t for k, t in left.items() if k in unpaired}
+    b = {k: t for k, t in right.items() if k in unpaired}
     if not a or not b or max(len(a), len(b)) > MOST:
         return ()
     shelves = _shelves(a)
@@ -105,18 +107,18 @@ def explain_moves(odd: set[str], left: Mapping[str, LogicalTensor], right: Mappi
     return tuple(moves)
 
 
-def find_aliases(lone: Mapping[str, LogicalTensor], common: Mapping[str, LogicalTensor]) -> dict[str, str]:
+def find_aliases(unpaired: Mapping[str, LogicalTensor], common: Mapping[str, LogicalTensor]) -> dict[str, str]:
     """Return, for tensors that only one checkpoint names, which of its common ones hold the same values.
 
     Both are mappings of the same checkpoint: a parameter that a model uses twice (a head that is the embedding) stands in some
     files under both names and in others under one.
     """
-    if not lone or len(lone) > MOST:
+    if not unpaired or len(unpaired) > MOST:
         return {}
-    shapes = {(t.shape, t.slot) for t in lone.values()}
+    shapes = {(t.shape, t.slot) for t in unpaired.values()}
     shelves = _shelves({k: t for k, t in common.items() if (t.shape, t.slot) in shapes})
     found: dict[str, str] = {}
-    for key, tensor in lone.items():
+    for key, tensor in unpaired.items():
         same = ((other, _same(common[other], tensor)) for other, turned in _candidates(tensor, shelves) if not turned)
         owner = next((other for other, d in same if d is not None and not d.changed), None)
         if owner is not None:
@@ -154,7 +156,7 @@ def _candidates(tensor: LogicalTensor, shelves: Mapping[tuple[Any, ...], _Shelf]
 def _same(a: LogicalTensor, b: LogicalTensor) -> Difference | None:
     """Return the difference of all elements if they agree within the rounding of the stored formats."""
     total = Difference()
-    for outcome in run([t for o in overlaps(cover(a).parts, cover(b).parts) for t in tasks_of(0, o)]):
+    for outcome in run([t for o in overlaps(coverage_of(a).parts, coverage_of(b).parts) for t in tasks_of(0, o)]):
         if outcome.failure:
             return None
         total = total.merge(outcome.difference)
@@ -181,7 +183,7 @@ def sample(tensor: LogicalTensor) -> Sample | None:
     places = _places(tensor.shape)
     values = np.full(len(places), np.nan)
     missing = np.ones(len(places), bool)
-    for part in cover(tensor).parts:
+    for part in coverage_of(tensor).parts:
         inside = np.all((places >= part.box.offset) & (places < part.box.end), axis=1) & missing
         if inside.any():
             local = places[inside] - np.array(part.piece.offset, dtype=np.int64)

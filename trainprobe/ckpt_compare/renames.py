@@ -21,20 +21,20 @@ Numbers = tuple[int, ...]
 
 def follow_renames(left: Mapping[str, LogicalTensor], right: Mapping[str, LogicalTensor]) -> dict[str, str]:
     """Return key in B → key in A for tensors whose kind of parameter has another name in B, wherever they stand."""
-    lone_a, lone_b = {k for k in left if k not in right}, {k for k in right if k not in left}
-    if len(lone_a) < 2 or len(lone_b) < 2:
+    only_a, only_b = {k for k in left if k not in right}, {k for k in right if k not in left}
+    if len(only_a) < 2 or len(only_b) < 2:
         return {}
-    moves = explain_moves(lone_a | lone_b, {k: left[k] for k in lone_a}, {k: right[k] for k in lone_b})
+    moves = explain_moves(only_a | only_b, {k: left[k] for k in only_a}, {k: right[k] for k in only_b})
     kinds = _kinds(moves)
     known = [pair for pair, numbers in kinds.items() if _permuted_or_in_place(numbers)]
     named_a, named_b = ({pair[side] for pair in kinds} for side in (0, 1))
-    rest_a, rest_b = _by_kind(lone_a, named_a), _by_kind(lone_b, named_b)
+    rest_a, rest_b = _by_kind(only_a, named_a), _by_kind(only_b, named_b)
     known += list(_by_elimination(rest_a, rest_b, left, right)) if known else []
     return {
         by_numbers[numbers]: a_key
         for kind, other in known
-        for numbers, a_key in _members(lone_a, kind).items()
-        if numbers in (by_numbers := _members(lone_b, other)) and left[a_key].shape == right[by_numbers[numbers]].shape
+        for numbers, a_key in _members(only_a, kind).items()
+        if numbers in (by_numbers := _members(only_b, other)) and left[a_key].shape == right[by_numbers[numbers]].shape
     }
 
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainprobe.ckpt_compare.conclusion import TOLERATED, Conclusion, by_error, relative
 from trainprobe.ckpt_compare.results import INCOMPLETE, Comparison, Row
+from trainprobe.ckpt_compare.verdict import TOLERATED, Verdict, by_error, relative
 from trainprobe.errors import OutputError
 
 COLUMNS = (
@@ -61,20 +61,20 @@ def entry(row: Row) -> dict[str, Any]:
     }
 
 
-def write_json(c: Comparison, path: Path, conclusion: Conclusion) -> None:
+def write_json(c: Comparison, path: Path, verdict: Verdict) -> None:
     """Write `{name: {l2, cos, numel, shape, …}}`, one entry a logical tensor, and the verdict under `SUMMARY`."""
-    held: dict[str, Any] = {SUMMARY: summary(c, conclusion)} | {r.key: entry(r) for r in c.rows}
+    held: dict[str, Any] = {SUMMARY: summary(c, verdict)} | {r.key: entry(r) for r in c.rows}
     _write(path, orjson.dumps(held, option=orjson.OPT_INDENT_2))
 
 
-def summary(c: Comparison, conclusion: Conclusion) -> dict[str, Any]:
+def summary(c: Comparison, verdict: Verdict) -> dict[str, Any]:
     """Return the whole comparison in a few plain values: for CI, which should not read sentences."""
     return {
-        "verdict": VERDICTS[conclusion.code],
-        "exit_code": conclusion.code,
-        "sentence": conclusion.sentence,
+        "verdict": VERDICTS[verdict.code],
+        "exit_code": verdict.code,
+        "sentence": verdict.sentence,
         "checkpoints": {side: {"path": one.path, "format": one.format} for side, one in (("A", c.a), ("B", c.b))},
-        "details": list(conclusion.details),
+        "details": list(verdict.details),
         "causes": [{"sentence": cause.sentence, "tensors": sorted(cause.keys)} for cause in c.causes],
         "moves": [{"a": m.a_key, "b": m.b_key, "transposed": m.turned} for m in c.moves],
         "renamed": [{"a": m.a_key, "b": m.b_key, "transposed": m.turned} for m in c.renamed],
@@ -149,31 +149,31 @@ def wide_console() -> Console:
     return console if console.width >= WIDTH else Console(width=WIDTH)
 
 
-def show(c: Comparison, conclusion: Conclusion, console: Console, most: int = 20, every: bool = False) -> None:
+def show(c: Comparison, verdict: Verdict, console: Console, most: int = 20, every: bool = False) -> None:
     """Print the verdict, what explains it, and a table of what is not identical."""
-    style = ("bold green", "bold cyan", "bold red", "bold yellow")[conclusion.code]
-    console.print(Text(conclusion.sentence, style=style), soft_wrap=True)
+    style = ("bold green", "bold cyan", "bold red", "bold yellow")[verdict.code]
+    console.print(Text(verdict.sentence, style=style), soft_wrap=True)
     for side, checkpoint in (("A", c.a), ("B", c.b)):
         layout = " ".join(f"{k}{v}" for k, v in checkpoint.layout.items() if v > 1)
         console.print(
             Text(f"  {side}  {checkpoint.path}  {checkpoint.format}{f', {layout}' if layout else ''}", style="dim"),
             soft_wrap=True,
         )
-    for line in conclusion.details[:most]:
+    for line in verdict.details[:most]:
         console.print(Text(f"  • {line}"), soft_wrap=True)
-    if len(conclusion.details) > most:
-        console.print(Text(f"  • … and {len(conclusion.details) - most} more (--json, --html list all)"))
-    odd = [r for r in c.rows if r.verdict in ("differ", "rounding")]
-    if odd:
-        console.print(_table(odd, most, every))
+    if len(verdict.details) > most:
+        console.print(Text(f"  • … and {len(verdict.details) - most} more (--json, --html list all)"))
+    mismatches = [r for r in c.rows if r.verdict in ("differ", "rounding")]
+    if mismatches:
+        console.print(_table(mismatches, most, every))
 
 
-def _table(odd: Sequence[Row], most: int, every: bool) -> Table:
+def _table(mismatches: Sequence[Row], most: int, every: bool) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("tensor" if every else "kind of tensor", no_wrap=True)
     for head in ("n", "rel. error", "max |a−b|", "ulp", "changed", "verdict", "dtypes"):
         table.add_column(head, justify="left" if head in ("dtypes", "verdict") else "right", no_wrap=True)
-    found = [Kind(r.key, (r,)) for r in by_error(odd)] if every else kinds(odd)
+    found = [Kind(r.key, (r,)) for r in by_error(mismatches)] if every else kinds(mismatches)
     for kind in found if every else found[:most]:
         table.add_row(*_cells(kind))
     if not every and len(found) > most:

@@ -90,14 +90,14 @@ class Fault:
     side: str
     where: str
     message: str
-    grave: bool = True  # False: copies of one tensor disagree, yet everything could be compared
+    severe: bool = True  # False: copies of one tensor disagree, yet everything could be compared
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """All that was found. `compared`: which kinds of content both sides hold and that were looked at.
 
-    `lone`: kinds beside tensors that count and that only one side holds. `renamed`: tensors that hold the same under names that
+    `one_sided`: kinds other than tensors that only one side holds. `renamed`: tensors with equal content under names that
     only one side has; they are rows, too.
     """
 
@@ -110,6 +110,6 @@ class Comparison:
     compared: tuple[What, ...]
     counted: tuple[What, ...]
     notes: tuple[str, ...] = ()
-    lone: tuple[str, ...] = ()
+    one_sided: tuple[str, ...] = ()
     renamed: tuple[Move, ...] = ()
     causes: tuple[Cause, ...] = ()

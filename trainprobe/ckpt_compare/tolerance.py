@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from trainprobe.ckpt_compare.conclusion import TOLERATED
 from trainprobe.ckpt_compare.pieces import Checkpoint
 from trainprobe.ckpt_compare.results import Comparison, Row
+from trainprobe.ckpt_compare.verdict import TOLERATED
 
 
 def selected(checkpoint: Checkpoint, only: Sequence[str], ignore: Sequence[str]) -> Checkpoint:
@@ -47,8 +47,8 @@ def tolerated(found: Comparison, atol: float, rtol: float) -> Comparison:
     if not (atol or rtol):
         return found
     rows = tuple(_tolerated(row, atol, rtol) for row in found.rows)
-    odd = {row.key for row in rows if row.verdict == "differ"}
-    return replace(found, rows=rows, causes=tuple(cause for cause in found.causes if cause.keys & odd))
+    mismatches = {row.key for row in rows if row.verdict == "differ"}
+    return replace(found, rows=rows, causes=tuple(cause for cause in found.causes if cause.keys & mismatches))
 
 
 def _tolerated(row: Row, atol: float, rtol: float) -> Row:

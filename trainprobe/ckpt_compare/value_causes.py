@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from trainprobe.ckpt_compare.cause import MOST, Cause, Odd, Values, comparable, count, dense, listed
+from trainprobe.ckpt_compare.cause import MOST, Cause, Mismatch, Values, comparable, count, dense, listed
 from trainprobe.ckpt_compare.masters import rounded
 from trainprobe.ckpt_compare.pieces import LogicalTensor
 from trainprobe.engine.compare.number_formats import decode, number_format
@@ -19,10 +19,10 @@ LARGEST_RANK = 64  # of an update that is looked for
 LEAST_WIDTH = 16  # of a matrix of which a low rank says something: one step of a tiny layer has a low rank too
 
 
-def factors(odd: Sequence[Odd]) -> Iterator[Cause]:
+def factors(mismatches: Sequence[Mismatch]) -> Iterator[Cause]:
     """Find tensors that are a multiple of those of the other side: the same factor, rounded to three digits."""
     by_factor: dict[str, set[str]] = {}
-    for o in odd:
+    for o in mismatches:
         d = o.difference
         if min(d.square_a, d.square_b) > 0 and d.count > 1 and not (d.misplaced or d.nan_a or d.nan_b):
             factor = d.dot / d.square_a
@@ -30,20 +30,20 @@ def factors(odd: Sequence[Odd]) -> Iterator[Cause]:
             if abs(factor - 1) > 0.01 and left <= 1e-4 * d.square_b and abs(factor) > 1e-12:
                 by_factor.setdefault(f"{factor:.3g}", set()).add(o.key)
     for factor, keys in by_factor.items():
-        if len(keys) > 1 or len(odd) == 1:
+        if len(keys) > 1 or len(mismatches) == 1:
             yield Cause(f"{count(keys)} {factor} times as large in B as in A", frozenset(keys))
 
 
-def centred_norms(odd: Sequence[Odd]) -> Iterator[Cause]:
+def centred_norms(mismatches: Sequence[Mismatch]) -> Iterator[Cause]:
     """Find norms whose weights are one apart: zero-centred in one checkpoint and not in the other."""
-    apart = {o.key: _one_apart(o) for o in odd if len(o.a.shape) == 1 and "norm" in o.key.lower()}
+    apart = {o.key: _one_apart(o) for o in mismatches if len(o.a.shape) == 1 and "norm" in o.key.lower()}
     for side in ("A", "B"):
         keys = {key for key, lower in apart.items() if lower == side}
         if keys:
             yield Cause(f"{count(keys)} zero-centred in {side}: one less than in the other", frozenset(keys))
 
 
-def _one_apart(o: Odd) -> str:
+def _one_apart(o: Mismatch) -> str:
     """Return the side whose values are all one less than those of the other; nothing where that is not so."""
     d = o.difference
     if d.misplaced or not d.count or abs(d.max_abs - 1) > 0.02 or abs(d.square_d / d.count - 1) > 0.02:
@@ -54,9 +54,9 @@ def _one_apart(o: Odd) -> str:
     return "A" if np.all(b > a) else "B" if np.all(a > b) else ""
 
 
-def masters(odd: Sequence[Odd]) -> Iterator[Cause]:
+def masters(mismatches: Sequence[Mismatch]) -> Iterator[Cause]:
     """Find masters of one side that are 16-bit numbers: taken from the weights, and not from the optimizer."""
-    masters = [o for o in odd if o.a.slot == "master"]
+    masters = [o for o in mismatches if o.a.slot == "master"]
     for side in ("A", "B"):
         keys: dict[str, set[str]] = {}
         for o in masters:
@@ -83,10 +83,10 @@ def _short(tensor: LogicalTensor) -> str:
         return "float16" if np.array_equal(raw.astype(np.float16).astype(np.float32), raw) else ""
 
 
-def zeros(odd: Sequence[Odd]) -> Iterator[Cause]:
+def zeros(mismatches: Sequence[Mismatch]) -> Iterator[Cause]:
     """Find tensors that are all zeros on one side only: moments of an optimizer that was made anew, an untrained adapter."""
     for side in ("A", "B"):
-        found = [o for o in odd if _zero_side(o) == side]
+        found = [o for o in mismatches if _zero_side(o) == side]
         if found:
             slots = Counter(o.a.slot for o in found)
             kinds = " and ".join(f"{n} {slot or 'weight'}" for slot, n in slots.items())
@@ -95,18 +95,18 @@ def zeros(odd: Sequence[Odd]) -> Iterator[Cause]:
             yield Cause(one if len(found) == 1 else many, frozenset(o.key for o in found))
 
 
-def _zero_side(o: Odd) -> str:
+def _zero_side(o: Mismatch) -> str:
     d = o.difference
     if (d.square_a == 0.0) == (d.square_b == 0.0) or d.nan_a or d.nan_b:
         return ""
     return "A" if d.square_a == 0.0 else "B"
 
 
-def exchanged_moments(odd: Sequence[Odd]) -> Iterator[Cause]:
+def exchanged_moments(mismatches: Sequence[Mismatch]) -> Iterator[Cause]:
     """Find parameters whose exp_avg and exp_avg_sq hold each other's values."""
-    by_key = {o.key: o for o in odd}
+    by_key = {o.key: o for o in mismatches}
     keys: set[str] = set()
-    for o in odd:
+    for o in mismatches:
         other = by_key.get(f"{o.a.name}#exp_avg_sq") if o.a.slot == "exp_avg" else None
         if other is not None and _equal(o.a, other.b) and _equal(other.a, o.b):
             keys |= {o.key, other.key}
@@ -119,22 +119,22 @@ def _equal(a: LogicalTensor, b: LogicalTensor) -> bool:
     return sides is not None and np.array_equal(*sides)
 
 
-def roundings(odd: Sequence[Odd]) -> Iterator[Cause]:
+def roundings(mismatches: Sequence[Mismatch]) -> Iterator[Cause]:
     """Find tensors that one side holds rounded to a 16-bit format, though it stores them in a finer one."""
     for side in ("A", "B"):
         for name in ("bfloat16", "float16"):
-            found = list(_of_kinds(odd, lambda o, s=side, n=name: _is_rounded(o, s, n)))
+            found = list(_of_kinds(mismatches, lambda o, s=side, n=name: _is_rounded(o, s, n)))
             if found:
                 finer = (found[0].a if side == "A" else found[0].b).format.name
                 text = f"{count(o.key for o in found)} rounded to {name} in {side} (stored as {finer})"
                 yield Cause(text, frozenset(o.key for o in found))
 
 
-def _of_kinds(odd: Iterable[Odd], fits: Callable[[Odd], bool]) -> Iterator[Odd]:
+def _of_kinds(mismatches: Iterable[Mismatch], fits: Callable[[Mismatch], bool]) -> Iterator[Mismatch]:
     """Yield the tensors that fit; kinds of which the first one does not, and tensors behind the first `MOST`, are left out."""
     seen: Counter[str] = Counter()
     apart: set[str] = set()
-    for o in odd:
+    for o in mismatches:
         kind = re.sub(r"\d+", "*", o.key)
         seen[kind] += 1
         if kind in apart or seen[kind] > MOST:
@@ -145,7 +145,7 @@ def _of_kinds(odd: Iterable[Odd], fits: Callable[[Odd], bool]) -> Iterator[Odd]:
             apart.add(kind)
 
 
-def _is_rounded(o: Odd, side: str, name: str) -> bool:
+def _is_rounded(o: Mismatch, side: str, name: str) -> bool:
     exact, other = (o.b, o.a) if side == "A" else (o.a, o.b)
     if exact.format.name != "float32" or other.format.name == name or o.difference.misplaced or exact.shape != other.shape:
         return False
@@ -165,16 +165,16 @@ def _round(values: Values, name: str) -> Values:
         return decode(rounded(values.astype(np.float32), number_format("float32"), fmt), fmt).astype(np.float64)
 
 
-def updates(odd: Sequence[Odd]) -> Iterator[Cause]:
+def updates(mismatches: Sequence[Mismatch]) -> Iterator[Cause]:
     """Find matrices that differ by a matrix of low rank, the same in all of them: an adapter that was merged."""
     ranks: dict[str, int] = {}
 
-    def fits(o: Odd) -> bool:
+    def fits(o: Mismatch) -> bool:
         rank = update_rank(o)
         ranks.update({o.key: rank} if rank else {})
         return rank > 0
 
-    for _ in _of_kinds(odd, fits):
+    for _ in _of_kinds(mismatches, fits):
         pass
     for rank in sorted(set(ranks.values())):
         keys = [key for key, r in ranks.items() if r == rank]
@@ -183,7 +183,7 @@ def updates(odd: Sequence[Odd]) -> Iterator[Cause]:
         yield Cause(f"{names} {verb} by a matrix of rank {rank}, as a merged adapter (LoRA) leaves", frozenset(keys))
 
 
-def update_rank(o: Odd) -> int:
+def update_rank(o: Mismatch) -> int:
     """Return the rank of B - A where it is low and nearly all elements differ; 0 where it is not."""
     shape = o.a.shape
     if len(shape) != 2 or min(shape) < LEAST_WIDTH or o.b.shape != shape or 2 * o.difference.changed < o.difference.count:
@@ -208,20 +208,20 @@ def update_rank(o: Odd) -> int:
     return int(fits[0]) + 1 if len(fits) else 0
 
 
-def layers_alone(odd: Sequence[Odd], every: Collection[str]) -> Iterator[Cause]:
+def layers_alone(mismatches: Sequence[Mismatch], every: Collection[str]) -> Iterator[Cause]:
     """Find layers of which most tensors differ while no other tensor does: they were not loaded, or come from elsewhere."""
-    places = [LAYER.search(o.key) for o in odd]
+    places = [LAYER.search(o.key) for o in mismatches]
     stems = {m.string[: m.start()] for m in places if m}
-    if len(odd) < 2 or None in places or len(stems) != 1:
+    if len(mismatches) < 2 or None in places or len(stems) != 1:
         return
     stem = stems.pop()
     numbers = {int(m[1]) for m in places if m}
     held = [(key, int(m[1])) for key in every if (m := LAYER.search(key)) and key[: m.start()] == stem]
     inside = [key for key, number in held if number in numbers]
-    if 2 * len(numbers) > len({number for _, number in held}) or 2 * len(odd) < len(inside):
+    if 2 * len(numbers) > len({number for _, number in held}) or 2 * len(mismatches) < len(inside):
         return
     which = f"layer {min(numbers)}" if len(numbers) == 1 else f"layers {listed(sorted(numbers))}"
     where = f" of {stem.rstrip('.')}" if stem else ""
     verb, its = ("differs", "its") if len(numbers) == 1 else ("differ", "their")
-    text = f"only {which}{where} {verb} ({len(odd)} of {its} {len(inside)} tensors)"
-    yield Cause(text, frozenset(o.key for o in odd))
+    text = f"only {which}{where} {verb} ({len(mismatches)} of {its} {len(inside)} tensors)"
+    yield Cause(text, frozenset(o.key for o in mismatches))

@@ -37,9 +37,9 @@ def decide(
 
     Findings of severity info never dump or stop.
     """
-    grave = [f for f in findings if f.severity != "info" and f.rule in rules]
-    dump = any("dump" in rules[f.rule].actions for f in grave) and dumps_so_far < actions.dump_limit
-    stopper = next((f for f in grave if "stop" in rules[f.rule].actions), None)
+    severe = [f for f in findings if f.severity != "info" and f.rule in rules]
+    dump = any("dump" in rules[f.rule].actions for f in severe) and dumps_so_far < actions.dump_limit
+    stopper = next((f for f in severe if "stop" in rules[f.rule].actions), None)
     stop = None
     if stopper is not None:
         stop = StopTraining(f"rule {stopper.rule!r} at step {stopper.step}: {stopper.message}")

@@ -77,9 +77,9 @@ def open(path: Path) -> Checkpoint:
         for local in found:
             moved += place(local, file.ranks, config)
         steps.update(counts)
-    states, odd = without_strangers(moved, gather(tensors))
-    if odd:
-        problems.append(Problem(str(folder), odd))
+    states, misplaced = without_strangers(moved, gather(tensors))
+    if misplaced:
+        problems.append(Problem(str(folder), misplaced))
     tensors += states
     state = plain_sections(files[0].content) if files else {}
     state["rng"] = {k: v for f in files for k, v in _rng(f).items()}
@@ -105,12 +105,14 @@ def _read_ranks(folder: Path, problems: list[Problem]) -> tuple[list[RankFile], 
             problems.append(Problem(str(file), str(error)))
     args = next((namespace(c["args"]) for _, _, c in read if c.get("args") is not None), {})
     # one number after the tensor rank is the pipeline rank, or the expert rank where there is no pipeline
-    lone_is_expert = (args.get("expert_model_parallel_size") or 1) > 1 and (args.get("pipeline_model_parallel_size") or 1) == 1
+    single_number_is_expert = (args.get("expert_model_parallel_size") or 1) > 1 and (
+        args.get("pipeline_model_parallel_size") or 1
+    ) == 1
     size = max((at[0] for _, at, _ in read), default=0) + 1
     tp = args.get("tensor_model_parallel_size") or size
     found: list[RankFile] = []
     for sub, (t, first, second, two), content in read:
-        pp, ep = (first, second) if two or not lone_is_expert else (0, first)
+        pp, ep = (first, second) if two or not single_number_is_expert else (0, first)
         etp = int(args.get("expert_tensor_parallel_size") or tp) if args.get("num_experts") else tp
         ranks = Ranks(t, tp, pp, ep, args.get("expert_model_parallel_size") or 1, 0 if etp == tp else etp)
         found.append(RankFile(sub, ranks, content))

@@ -51,7 +51,7 @@ def _knows(file: Path) -> bool:
 
 
 def _files(path: Path) -> dict[str, Path]:
-    """Return rank ("" for a lone file) → its newest checkpoint file."""
+    """Return rank ("" for a single file) → its newest checkpoint file."""
     if path.is_file():
         return {"": path}
     ranks = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainprobe.config_check.capture.strip import Strip
+from trainprobe.config_check.capture.fingerprints import TensorFingerprints
 
 _DEEPEST = 8
 
@@ -21,15 +21,15 @@ def capture_inputs(
     call: what is called, for the names of its positional arguments. tokens: so many first elements of each integer tensor
     are stored as they are.
     """
-    strip = Strip()
+    tensors = TensorFingerprints()
     scalars: dict[str, Any] = {}
     for name, value in leaves(named_arguments(call, args, kwargs)):
         if isinstance(value, torch.Tensor):
-            strip.add(name, value, samples=True, tokens=tokens)
+            tensors.add(name, value, samples=True, tokens=tokens)
         elif isinstance(value, bool | int | float | str) or value is None:
             scalars[name] = value
-    strip.seal()
-    return lambda: {"step": step, "tensors": strip.content(), "scalars": scalars}
+    tensors.seal()
+    return lambda: {"step": step, "tensors": tensors.content(), "scalars": scalars}
 
 
 def named_arguments(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainprobe.config_check.capture.strip import Strip
+from trainprobe.config_check.capture.fingerprints import TensorFingerprints
 from trainprobe.engine.core.naming import count_outer_wrappers, logical_name
 
 
@@ -16,11 +16,11 @@ def capture_weights(models: list[Any], step: int) -> Callable[[], dict[str, Any]
 
     models: the model, or its chunks (virtual pipeline stages). Of a sharded parameter the part on this rank is taken.
     """
-    strip = Strip()
+    tensors = TensorFingerprints()
     for name, kind, tensor in named_tensors(models):
         piece = getattr(tensor, "ds_tensor", None)
         if piece is not None and tensor.numel() == 0:  # released by ZeRO-3: this rank's piece is what exists
-            strip.add(
+            tensors.add(
                 name,
                 _without_padding(tensor),
                 kind=kind,
@@ -29,9 +29,9 @@ def capture_weights(models: list[Any], step: int) -> Callable[[], dict[str, Any]
                 part="this rank's of ZeRO-3",
             )
         else:
-            strip.add(name, tensor, kind=kind, **_trained(tensor))
-    strip.seal()
-    return lambda: {"step": step, "parameters": strip.content()}
+            tensors.add(name, tensor, kind=kind, **_trained(tensor))
+    tensors.seal()
+    return lambda: {"step": step, "parameters": tensors.content()}
 
 
 def _trained(tensor: Any) -> dict[str, bool]:

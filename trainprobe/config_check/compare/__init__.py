@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainprobe.config_check.compare.dataset import compare_dataset
 from trainprobe.config_check.compare.environment import compare_environment
-from trainprobe.config_check.compare.first_line import first_line
+from trainprobe.config_check.compare.headline import headline
 from trainprobe.config_check.compare.hyperparameters import compare_hyperparameters
 from trainprobe.config_check.compare.packages import compare_packages
 from trainprobe.config_check.compare.randomness import compare_randomness
@@ -32,7 +32,7 @@ def compare_packs(bench: Pack, cmp: Pack) -> Comparison:
         checks[0] = Check(
             checks[0].name, checks[0].columns, checks[0].rows, (*checks[0].findings, *incomplete), checks[0].compared
         )
-    sentence, consequences = first_line(checks)
+    sentence, consequences = headline(checks)
     return Comparison(bench.path, cmp.path, tuple(checks), sentence, consequences, _notes(bench, cmp))
 
 

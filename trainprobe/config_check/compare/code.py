@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from trainprobe.config_check.compare.first_line import CODE
-from trainprobe.config_check.compare.sides import BENCH, CMP
+from trainprobe.config_check.compare.headline import CODE
+from trainprobe.config_check.compare.pair import BENCH, CMP
 from trainprobe.config_check.compare.verdicts import Finding
 
 Functions = Mapping[str, str]
@@ -57,17 +57,17 @@ def _differing(left: dict[str, Functions], right: dict[str, Functions]) -> Itera
 def _pairs(left: dict[str, Functions], right: dict[str, Functions]) -> list[tuple[str | None, str | None]]:
     """Pair files by name, then by equal content, then the two scripts, which may be called something else."""
     pairs: list[tuple[str | None, str | None]] = [(n, n) for n in left if n in right]
-    lone_a, lone_b = [n for n in left if n not in right], [n for n in right if n not in left]
+    only_a, only_b = [n for n in left if n not in right], [n for n in right if n not in left]
     scripts = next(iter(left)), next(iter(right))
-    for name in list(lone_a):
-        other = next((n for n in lone_b if right[n] == left[name]), None)
-        if other is None and name == scripts[0] and scripts[1] in lone_b:
+    for name in list(only_a):
+        other = next((n for n in only_b if right[n] == left[name]), None)
+        if other is None and name == scripts[0] and scripts[1] in only_b:
             other = scripts[1]
         if other is not None:
             pairs.append((name, other))
-            lone_a.remove(name)
-            lone_b.remove(other)
-    return [*pairs, *((n, None) for n in lone_a), *((None, n) for n in lone_b)]
+            only_a.remove(name)
+            only_b.remove(other)
+    return [*pairs, *((n, None) for n in only_a), *((None, n) for n in only_b)]
 
 
 def code_finding(rows: list[tuple[str, str, str]], where: str) -> Finding:

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainprobe.config_check.compare.data_story import explain, samples
 from trainprobe.config_check.compare.entries import Batch, batch_key, describe, same_tensor
-from trainprobe.config_check.compare.sides import absent, rank_findings, rank_pairs
+from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.values import same
 from trainprobe.config_check.compare.verdicts import Check, Finding, Level, counted, number_ranges, shown, which_ranks
 from trainprobe.config_check.pack import Pack
@@ -127,10 +127,10 @@ def _count_finding(rank: int, left: Mapping[int, Any], right: Mapping[int, Any])
 def _rows(rank: int, micro: int, a: Batch, b: Batch, rows: list[tuple[Any, ...]]) -> bool:
     """Add a row a tensor; tell whether any differs."""
     different = False
-    lone_a, lone_b = [n for n in a if n not in b], [n for n in b if n not in a]
-    if len(lone_a) == len(lone_b):  # the same arguments under other names, as another tool or wrapper calls them
-        b = {**b, **{x: b[y] for x, y in zip(lone_a, lone_b, strict=True)}}
-        b = {name: entry for name, entry in b.items() if name not in lone_b}
+    only_a, only_b = [n for n in a if n not in b], [n for n in b if n not in a]
+    if len(only_a) == len(only_b):  # the same arguments under other names, as another tool or wrapper calls them
+        b = {**b, **{x: b[y] for x, y in zip(only_a, only_b, strict=True)}}
+        b = {name: entry for name, entry in b.items() if name not in only_b}
     for name in [*a, *(n for n in b if n not in a)]:
         left, right = a.get(name), b.get(name)
         equal = left is not None and right is not None and same_tensor(left, right)

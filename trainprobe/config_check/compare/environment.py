@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainprobe.config_check.capture.environment import OWN, effect_of, what_it_does
-from trainprobe.config_check.compare.sides import absent, rank_findings, rank_pairs
+from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.values import same
 from trainprobe.config_check.compare.verdicts import Check, Finding, Level, shown, which_ranks
 from trainprobe.config_check.names import load_names

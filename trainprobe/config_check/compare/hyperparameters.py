@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainprobe.config_check.compare.model_state import state_findings
-from trainprobe.config_check.compare.sides import BENCH, CMP, absent, rank_findings, rank_pairs
+from trainprobe.config_check.compare.pair import BENCH, CMP, absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.step_schedule import schedule_findings
 from trainprobe.config_check.compare.values import meaning, same
 from trainprobe.config_check.compare.verdicts import Check, Finding, Level, counted, shown, which_ranks
@@ -149,15 +149,17 @@ def _differences(left: dict[Any, _Item], right: dict[Any, _Item], same_size: boo
         a, b = left.get(place), right.get(place)
         matched_by = "name"
         if a is None or b is None:
-            lone, others = (a, settings[1]) if a is not None else (b, settings[0])
-            assert lone is not None
+            one_sided, others = (a, settings[1]) if a is not None else (b, settings[0])
+            assert one_sided is not None
             setting = (
-                names.setting(lone.key) if lone.kind not in ("model", *_OF_OBJECTS) or len(left) * len(right) == 0 else None
+                names.setting(one_sided.key)
+                if one_sided.kind not in ("model", *_OF_OBJECTS) or len(left) * len(right) == 0
+                else None
             )
             counterparts = others.get(setting[0], []) if setting else []
             if counterparts:
-                other = next((o for o in counterparts if same(o.value, lone.value)), counterparts[0])
-                a, b = (lone, other) if a is not None else (other, lone)
+                other = next((o for o in counterparts if same(o.value, one_sided.value)), counterparts[0])
+                a, b = (one_sided, other) if a is not None else (other, one_sided)
                 matched_by = "table of names"
         if a is not None and b is not None:
             if same(a.value, b.value) or (id(a) in matched and id(b) in matched):
@@ -247,7 +249,7 @@ def _is_module(d: _Difference) -> bool:
 
 
 def _structure(gathered: Mapping[str, tuple[_Difference, list[int]]], ranks: list[int]) -> list[Finding]:
-    """Say how the modules of the models differ: settings of the same class together, then classes, then lone modules."""
+    """Report how the modules differ: settings of the same class together, then classes, then modules of one side alone."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for d, where in gathered.values():
         if not _is_module(d):
@@ -293,23 +295,23 @@ def _parsed_arguments(text: str) -> dict[str, str]:
     return found
 
 
-def _value_text(lone: Finding) -> str:
+def _value_text(one_sided: Finding) -> str:
     """Return `max_norm 1` of a finding about a setting that one side has."""
-    return f"{lone.topic.rsplit(' ', 1)[-1]} {lone.text.partition(': ')[2]}"
+    return f"{one_sided.topic.rsplit(' ', 1)[-1]} {one_sided.text.partition(': ')[2]}"
 
 
 def _shortened(findings: list[Finding]) -> tuple[Finding, ...]:
     """Say settings that only one side has once a source, and no more than a line can hold."""
     kept: list[Finding] = []
-    lone: dict[tuple[str, str], list[Finding]] = {}
+    one_sided: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         if finding.topic.startswith("lone "):
             kind = finding.topic.split(" ")[1]
             side = BENCH if f"only in {BENCH}:" in finding.text else CMP
-            lone.setdefault((kind, side), []).append(finding)
+            one_sided.setdefault((kind, side), []).append(finding)
         else:
             kept.append(finding)
-    for (kind, side), group in lone.items():
+    for (kind, side), group in one_sided.items():
         whole = kind in _OF_OBJECTS and any(f.topic.rsplit(" ", 1)[-1] in _LEADING for f in group)
         if len(group) <= 2 and not whole:
             kept += group

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainprobe.config_check.compare.sides import BENCH, CMP
+from trainprobe.config_check.compare.pair import BENCH, CMP
 from trainprobe.config_check.compare.verdicts import Finding, shown
 
 _MOST_SAID = 3
@@ -22,8 +22,8 @@ def state_findings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Finding]:
     for key, (topic, say) in _KINDS.items():
         mine, theirs = dict(left.get(key, {})), dict(right.get(key, {}))
         for side, one, other in ((BENCH, mine, theirs), (CMP, theirs, mine)):
-            if lone := [name for name in one if name not in other]:
-                found.append(Finding("error", f"{say(lone, one[lone[0]])} only in {side}", topic))
+            if one_sided := [name for name in one if name not in other]:
+                found.append(Finding("error", f"{say(one_sided, one[one_sided[0]])} only in {side}", topic))
         found += [
             Finding("error", f"{_NAMES[key]} of {name} differs: {shown(mine[name])} and {shown(theirs[name])}", topic)
             for name in [n for n in mine if n in theirs and mine[n] != theirs[n]][:_MOST_SAID]

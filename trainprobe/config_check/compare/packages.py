@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainprobe.config_check.compare.code import code_finding, code_rows, without_packages
-from trainprobe.config_check.compare.sides import absent, rank_findings, rank_pairs
+from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.verdicts import Check, Finding, Level, which_ranks
 from trainprobe.config_check.names import load_names
 from trainprobe.config_check.pack import Pack

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainprobe.config_check.capture.switch_table import switches
-from trainprobe.config_check.compare.sides import absent, rank_findings, rank_pairs
+from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.values import same
 from trainprobe.config_check.compare.verdicts import Check, Finding, Level, counted, shown, which_ranks
 from trainprobe.config_check.names import load_names

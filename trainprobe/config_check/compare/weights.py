@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainprobe.config_check.compare.entries import STATISTICS, describe, same_tensor
-from trainprobe.config_check.compare.sides import BENCH, CMP, absent, common_ranks, rank_findings
+from trainprobe.config_check.compare.pair import BENCH, CMP, absent, common_ranks, rank_findings
 from trainprobe.config_check.compare.values import close
 from trainprobe.config_check.compare.verdicts import Check, Finding, counted, shown, which_ranks
 from trainprobe.config_check.pack import Pack
@@ -33,7 +33,7 @@ class _Sorted:
 
     rows: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
     different: dict[int, dict[int, list[str]]] = field(default_factory=dict[int, dict[int, list[str]]])
-    lone: dict[tuple[str, str], list[int]] = field(default_factory=dict[tuple[str, str], list[int]])
+    one_sided: dict[tuple[str, str], list[int]] = field(default_factory=dict[tuple[str, str], list[int]])
     renamed: dict[tuple[str, str], list[int]] = field(default_factory=dict[tuple[str, str], list[int]])
     gradients: dict[tuple[str, bool], list[int]] = field(default_factory=dict[tuple[str, bool], list[int]])
 
@@ -54,7 +54,7 @@ def compare_weights(bench: Pack, cmp: Pack) -> Check:
             text = f"weights of rank {rank} were captured at {counted(len(left), 'micro-step')} and {len(right)}"
             findings.append(Finding("warning", text, "captured weights", ("captured micro-steps",)))
     findings += _differing(found.different, bench, cmp, ranks)
-    findings += _lone(found.lone, ranks)
+    findings += _one_sided(found.one_sided, ranks)
     findings += _gradients(found.gradients, ranks)
     if found.renamed:
         (old, new), *_ = found.renamed
@@ -72,7 +72,7 @@ def _sort(found: _Sorted, micro: int, rank: int, a: Entries, b: Entries, roundin
         left, right = a.get(name), b.get(other) if other is not None else b.get(name) if name not in a else None
         equal = False
         if left is None or right is None:
-            found.lone.setdefault((name, BENCH if right is None else CMP), []).append(rank)
+            found.one_sided.setdefault((name, BENCH if right is None else CMP), []).append(rank)
         else:
             if left.get("requires_grad", None) is not None and right.get("requires_grad") == (not left["requires_grad"]):
                 where = found.gradients.setdefault((name, left["requires_grad"]), [])
@@ -171,12 +171,12 @@ def _gradients(found: Mapping[tuple[str, bool], list[int]], ranks: list[int]) ->
     return findings
 
 
-def _lone(lone: Mapping[tuple[str, str], list[int]], ranks: list[int]) -> list[Finding]:
+def _one_sided(one_sided: Mapping[tuple[str, str], list[int]], ranks: list[int]) -> list[Finding]:
     found: list[Finding] = []
     for side in (BENCH, CMP):
-        names = [name for name, s in lone if s == side]
+        names = [name for name, s in one_sided if s == side]
         if names:
-            where = which_ranks(sorted({r for (_, s), rs in lone.items() if s == side for r in rs}), ranks)
+            where = which_ranks(sorted({r for (_, s), rs in one_sided.items() if s == side for r in rs}), ranks)
             text = (
                 f"weight {names[0]} is only in {side}"
                 if len(names) == 1

@@ -22,7 +22,6 @@ from trainprobe.monitor.audit.history import handed_over, learned, stepped_here
 from trainprobe.monitor.audit.messages import Rows, decode, digest, encode, key_of, out_of_service
 from trainprobe.monitor.audit.peers import Peer, Share
 from trainprobe.monitor.audit.plan import AuditPlan
-from trainprobe.monitor.audit.relaid import Relaid, as_pieces, is_relaid, rows_of, what_was_loaded
 from trainprobe.monitor.audit.relations import load_relation
 from trainprobe.monitor.audit.relations.replicated_buffers import is_shared
 from trainprobe.monitor.audit.relations.reported_loss import differentiated
@@ -34,6 +33,7 @@ from trainprobe.monitor.audit.replication import (
     replicas_at_first,
     with_known_shares,
 )
+from trainprobe.monitor.audit.resharded import Resharded, as_pieces, is_resharded, rows_of, what_was_loaded
 from trainprobe.monitor.scalar_names import scalar
 
 _REMEMBERED = 32  # steps whose batches are remembered
@@ -63,7 +63,7 @@ class Audit:
         self._moving, self._stalled = 0, 0  # audited steps that updated, and those in a row since that did not
         self._reached: dict[str, int] = {}  # parameter → audited steps in a row at which it had a gradient; -1 once it had none
         self._resumed: SavedTensors | None = None  # what was loaded, until its schedule has been looked at
-        self._relaid: Relaid | None = None  # what was loaded in another layout, until the ranks have compared it
+        self._resharded: Resharded | None = None  # what was loaded in another layout, until the ranks have compared it
         self.everyone: Callable[[], Mapping[int, Sequence[SavedTensors]]] = dict  # on rank 0: rank → what it saved
         self._history = History()
         self._memory: dict[str, Any] = {}  # by the names of the relations that remember something
@@ -79,7 +79,7 @@ class Audit:
         if not step_data.complete or not ("audit" in step_data.programs or due):
             return []
         facts = self._take(step_data)
-        if facts.loaded is not None or facts.saved or self._resumed or self._relaid:  # whenever something was loaded
+        if facts.loaded is not None or facts.saved or self._resumed or self._resharded:  # whenever something was loaded
             due = (*due, *(name for name in ("resumed", "saved_and_loaded") if self.plan.interval(name) and name not in due))
         if not due:
             return []
@@ -128,11 +128,11 @@ class Audit:
         """Gather all that the relations may look at, and remember it for the next step."""
         tensors = tensors_of(step_data)
         if facts.loaded is not None:
-            self._relaid = self._take_relaid(facts, tensors, step_data)
+            self._resharded = self._take_resharded(facts, tensors, step_data)
         if facts.saved:
             self._resumed = came_back(facts.saved, tensors)
-        if self._relaid is not None and self._relaid.schedules is None and facts.schedules:
-            self._relaid = replace(self._relaid, schedules=() if self._resumed is not None else facts.schedules)
+        if self._resharded is not None and self._resharded.schedules is None and facts.schedules:
+            self._resharded = replace(self._resharded, schedules=() if self._resumed is not None else facts.schedules)
         draft = Evidence(
             step_data.step,
             step_data.place,
@@ -145,7 +145,7 @@ class Audit:
             ever_reached=frozenset(self._reached),
             always_reached=frozenset(name for name, times in self._reached.items() if times >= _STEADY),
             resumed=self._resumed,
-            relaid=self._relaid,
+            resharded=self._resharded,
             stalled=self._count_stalled(facts),
             history=self._history,
             memory=dict(self._memory),
@@ -178,21 +178,23 @@ class Audit:
         told = [self.part(_part_of(name), tells, draft) or {} for name, tells in _functions(self.plan, "tells").items()]
         return {key: row for rows in told for key, row in rows.items()}
 
-    def _take_relaid(self, facts: StepFacts, tensors: Tensors, step_data: StepData) -> Relaid | None:
+    def _take_resharded(self, facts: StepFacts, tensors: Tensors, step_data: StepData) -> Resharded | None:
         """Return what was loaded before this step, where ranks or cuts are others than when this rank saved."""
         pieces, world = as_pieces(held(tensors), facts.loaded or {}), step_data.place.world_size
         own = facts.saved[-1] if facts.saved else None
-        cut = is_relaid(own, pieces)
+        cut = is_resharded(own, pieces)
         if not cut and own is not None and own.world == world:
             return None
-        return Relaid(step_data.step, pieces, cut, self.everyone(), not self._compares(world), facts.batches)
+        return Resharded(step_data.step, pieces, cut, self.everyone(), not self._compares(world), facts.batches)
 
     def _forget_load(self, evidence: Evidence) -> None:
         """Let go of what was loaded once it has been judged; of its schedules only when one was seen."""
-        relaid, seen = evidence.relaid, bool(evidence.facts.schedules)
-        if relaid is not None and relaid.judgeable(evidence.peers):
-            self._resumed = self._resumed or (what_was_loaded(relaid, evidence.peers) if relaid.schedules is None else None)
-            self._relaid = None
+        resharded, seen = evidence.resharded, bool(evidence.facts.schedules)
+        if resharded is not None and resharded.judgeable(evidence.peers):
+            self._resumed = self._resumed or (
+                what_was_loaded(resharded, evidence.peers) if resharded.schedules is None else None
+            )
+            self._resharded = None
         self._resumed = None if seen else self._resumed
 
     def _count_stalled(self, facts: StepFacts) -> int:
@@ -297,7 +299,7 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]], told: Ro
         "drawn": int(facts.drawn),
         "whole_numbers": int(facts.whole_numbers),
     }
-    rows |= rows_of(draft.relaid) if draft.relaid is not None else {}
+    rows |= rows_of(draft.resharded) if draft.resharded is not None else {}
     axes = {axis: index for axis, (index, _) in place.axes.items()}
     products = {key_of(p.name, "both"): p.both for p in facts.projections}
     products |= {key_of(r.name, "arrived"): r.arrived for r in facts.reductions}

@@ -14,7 +14,7 @@ from trainprobe.engine.core.records import Finding, Place, Site, StepData
 from trainprobe.engine.stats import finish
 from trainprobe.engine.stats.partials import column
 from trainprobe.monitor.audit.peers import Key, Peer
-from trainprobe.monitor.audit.relaid import Relaid
+from trainprobe.monitor.audit.resharded import Resharded
 from trainprobe.monitor.scalar_names import role_of
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Evidence:
     empty where ranks were not compared. replicated: parameter, "buffer NAME" or "begun NAME" → axes over which its value is
     replicated; `over` answers for each tensor. norms: logical norm of all gradients, over all ranks, "unclipped" and "clipped",
     where it is known. ever_reached, always_reached: parameters that had a gradient at an audited step before, and at each of at
-    least three. resumed: the save that was loaded before this step, or before no scheduler was seen since. relaid: what was
+    least three. resumed: the save that was loaded before this step, or before no scheduler was seen since. resharded: what was
     loaded in another layout than it was saved in, until the ranks have compared it. stalled: audited steps in a row, this one
     included, that ran backward and did not update, after at least three that did. history: what several relations learned
     from the audited steps before; memory: what each relation remembers of them, by its name. assumed: the position of the
@@ -166,7 +166,7 @@ class Evidence:
     ever_reached: frozenset[str] = frozenset()
     always_reached: frozenset[str] = frozenset()
     resumed: SavedTensors | None = None
-    relaid: Relaid | None = None
+    resharded: Resharded | None = None
     stalled: int = 0
     history: History = field(default_factory=History)
     memory: Mapping[str, Any] = field(default_factory=dict[str, Any])

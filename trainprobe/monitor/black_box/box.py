@@ -3,7 +3,7 @@
 Each step goes into a `Ring` before the next one begins, on the training's own thread (about a millisecond for 1,600 values):
 whatever ends the process then, be it `kill -9` or a fault in C, the last steps are in the file, and beside them the `Position`
 in the step in progress and its `StepJournal`: what that step has brought so far. `LastWords` adds the stacks at a fatal signal.
-A grave finding, or an error, writes the box out as `black_box.jsonl`; a run that ends well leaves nothing behind.
+A severe finding, or an error, writes the box out as `black_box.jsonl`; a run that ends well leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ class BlackBox:
             self._pending = None
 
     def findings(self, findings: Sequence[Finding]) -> None:
-        """Keep findings; a grave one has the box written out when the step that it is about has come."""
+        """Keep findings; a severe one has the box written out when the step that it is about has come."""
         for finding in findings:
             self._found = [*self._found[-99:], finding]
-            if self.grave(finding) and self._pending is None and finding.rule not in ("writer", "plan"):
+            if self.severe(finding) and self._pending is None and finding.rule not in ("writer", "plan"):
                 self._pending = f"{finding.rule} at step {finding.step}"
 
-    def grave(self, finding: Finding) -> bool:
+    def severe(self, finding: Finding) -> bool:
         """Tell whether a finding is reason enough."""
         return GRAVITY[finding.severity] >= GRAVITY[self.plan.severity]
 

@@ -24,7 +24,7 @@ class BlackBoxPlan(BaseModel):
     """How large the file of a rank is, as a number or as "64 MiB", taken from the disk at the start; a step that does not fit
     its share is kept without its tensors' numbers."""
     severity: Literal["info", "warning", "error"] = "error"
-    """A finding as grave as this writes the box out."""
+    """A finding at least as severe as this writes the box out."""
     dump_steps: Annotated[int, Field(strict=True, ge=0)] = 1
     """How many of the following steps are collected in full then."""
 

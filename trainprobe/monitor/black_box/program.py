@@ -57,8 +57,8 @@ class BlackBoxProgram(Program):
         return ()
 
     def decide(self, found: Sequence[Finding]) -> tuple[int, StopTraining | None]:
-        """Have the steps after a grave finding collected in full, once."""
-        if self._asked or self.box is None or not any(map(self.box.grave, found)):
+        """Have the steps after a severe finding collected in full, once."""
+        if self._asked or self.box is None or not any(map(self.box.severe, found)):
             return 0, None
         self._asked = True
         return self.plan.dump_steps, None

@@ -66,7 +66,7 @@ def _judged(survey: Survey, first: list[Mapping[str, Any]], count: int) -> Findi
     catalog = survey.catalog
     frames = RunLog(catalog.files[rank].folder).frames([("step", ">=", step), ("step", "<=", step + TRIES)])
     rules = make_rules(["nonfinite"])
-    found = next((f for f in _grave_first(judge_frames(frames, rules))), None)
+    found = next((f for f in _most_severe_first(judge_frames(frames, rules))), None)
     place = catalog.places[rank]
     told = found.message if found is not None else f"step {step} has values that are not finite"
     if len(first) > 1:
@@ -83,5 +83,5 @@ def _judged(survey: Survey, first: list[Mapping[str, Any]], count: int) -> Findi
     return replace(made, message=f"{head}: {told}", step=step, place=place, next=advice or made.next, ranks=ranks, count=1)
 
 
-def _grave_first(findings: Iterable[Finding]) -> list[Finding]:
+def _most_severe_first(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda f: (f.severity == "info", f.step or 0))

@@ -44,7 +44,7 @@ class RuleOptions(BaseModel):
     names: Patterns = ("**",)
     """Patterns of the modules, parameters and scalars that are judged; a leading `!` excludes."""
     severity: Severity = "warning"
-    """How grave a finding of this rule is."""
+    """The severity of findings of this rule."""
     actions: Actions = ("log",)
     """What a finding does: log, alert (console, webhook, callback), dump (the next steps in full), stop (end the run)."""
 

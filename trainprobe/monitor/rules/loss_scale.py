@@ -22,7 +22,7 @@ class Options(RuleOptions):
     """Settings of the rule `loss_scale`."""
 
     severity: Severity = "error"
-    """How grave a finding of this rule is."""
+    """The severity of findings of this rule."""
     halvings: int = 6
     """How many halvings within the window make a collapse."""
     window: int = 64

@@ -45,7 +45,7 @@ class Options(RuleOptions):
     """Settings of the rule `nonfinite`."""
 
     severity: Severity = "error"
-    """How grave a finding of this rule is."""
+    """The severity of findings of this rule."""
     scaler_patience: int = 3
     """So many steps in a row may have infinite gradients at a loss scale above 1; at the start, above 65536, any number."""
 
@@ -66,15 +66,15 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     scaled = _only_gradients_under_a_scale(frame, bad)
     told = memory.numbers.get("told", 0.0) if before else 0.0
     tried = memory.numbers.get("tried", 0.0) if before else 0.0
-    grave = not scaled or tried >= options.scaler_patience
+    severe = not scaled or tried >= options.scaler_patience
     searching = scaled and _scale(frame) > _HIGHEST and not memory.numbers.get("settled", 0.0)
     memory.numbers["tried"] = tried + (not searching)
-    level = 2.0 if grave else 1.0
+    level = 2.0 if severe else 1.0
     memory.numbers["told"] = max(told, level)
     if told >= level:
         return []
     after = "; the loss scaler skips such a step and lowers the scale" if scaled else ""
-    return [_finding(frame, bad, options.severity if grave else "info", after)]
+    return [_finding(frame, bad, options.severity if severe else "info", after)]
 
 
 def that_matter(frame: Frame) -> Bools:

@@ -24,7 +24,7 @@ class Options(RuleOptions):
     """Settings of the rule `plateau`."""
 
     severity: Severity = "info"
-    """How grave a finding of this rule is."""
+    """The severity of findings of this rule."""
     window: int = 2000
     """How many collected losses are looked at."""
     least: float = 0.002

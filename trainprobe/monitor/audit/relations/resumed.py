@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from trainprobe.engine.core.facts import SavedTensors, Schedule
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
-from trainprobe.monitor.audit.relaid import Relaid, data_of_save, first_data, what_was_loaded
+from trainprobe.monitor.audit.resharded import Resharded, data_of_save, first_data, what_was_loaded
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host"})
@@ -32,27 +32,27 @@ STAGE = "state"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find schedules and data that begin again."""
-    saved, relaid = evidence.resumed, evidence.relaid
+    saved, resharded = evidence.resumed, evidence.resharded
     found: list[Finding] = []
     if saved is not None:
         found += _schedule(evidence, saved, evidence.facts.schedules)
-        found += [*_data(evidence, saved), *_scale(evidence, saved), *_randoms(evidence, saved)] if relaid is None else []
-    if relaid is not None and relaid.judgeable(evidence.peers):
-        found += _over_layouts(evidence, relaid)
+        found += [*_data(evidence, saved), *_scale(evidence, saved), *_randoms(evidence, saved)] if resharded is None else []
+    if resharded is not None and resharded.judgeable(evidence.peers):
+        found += _over_layouts(evidence, resharded)
     return found
 
 
-def _over_layouts(evidence: Evidence, relaid: Relaid) -> list[Finding]:
+def _over_layouts(evidence: Evidence, resharded: Resharded) -> list[Finding]:
     """Judge on rank 0, which has read what was saved, what all ranks did first."""
-    saved = what_was_loaded(relaid, evidence.peers)
+    saved = what_was_loaded(resharded, evidence.peers)
     if saved is None:
         return []
-    found = _schedule(evidence, saved, relaid.schedules or ())
-    known = data_of_save(relaid, saved)
+    found = _schedule(evidence, saved, resharded.schedules or ())
+    known = data_of_save(resharded, saved)
     if len(known) < 3 or len(frozenset().union(*(data for _, data in known))) < sum(len(data) for _, data in known):
         return found
     step, data = known[0]
-    return [*found, *_begins_again(evidence, relaid.step, step)] if data & first_data(relaid, evidence.peers) else found
+    return [*found, *_begins_again(evidence, resharded.step, step)] if data & first_data(resharded, evidence.peers) else found
 
 
 def _schedule(evidence: Evidence, saved: SavedTensors, schedules: Sequence[Schedule]) -> list[Finding]:

@@ -5,7 +5,7 @@ bit for bit under the name that it had; and the first forward with the buffers t
 is follows from the tensors: one of which at least a quarter is there again, at whatever place (of Adam's training the weights
 are a third); where there is none (a fresh start, another checkpoint) nothing is judged. Fingerprints are taken when an
 optimizer's state dict is, and lie beside the output for the process that resumes. Where tensors were cut in another way when
-they were saved, or by another number of ranks, logical tensors are compared (see `relaid`), by rank 0 when the ranks next
+they were saved, or by another number of ranks, logical tensors are compared (see `resharded`), by rank 0 when the ranks next
 compare anything; what is missing for that is told. Tolerance zero. Usually caused by state that is matched by position and
 not by name, by tensors that were left out or cast on the way, or by weights that are initialised after they were loaded.
 """
@@ -18,7 +18,7 @@ from trainprobe.engine.core.facts import SavedTensors
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, Tensors, and_more
 from trainprobe.monitor.audit.peers import Key
-from trainprobe.monitor.audit.relaid import ENOUGH, Relaid, in_common, match, newest, saves_of_all
+from trainprobe.monitor.audit.resharded import ENOUGH, Resharded, in_common, match, newest, saves_of_all
 
 COST = frozenset({"fingerprints"})
 EVERY = 10
@@ -27,8 +27,8 @@ STAGE = "state"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find tensors that did not come back, or came back at another place."""
-    if evidence.relaid is not None and evidence.relaid.cut:
-        return _over_layouts(evidence, evidence.relaid)
+    if evidence.resharded is not None and evidence.resharded.cut:
+        return _over_layouts(evidence, evidence.resharded)
     saved = evidence.resumed
     if saved is None or not evidence.facts.saved:
         return []
@@ -83,24 +83,24 @@ def held(seen: Tensors) -> dict[Key, int]:
     return {key: checksum for key in seen.rows if (checksum := seen.checksum(*key)) is not None and not _is_new(key)}
 
 
-def _over_layouts(evidence: Evidence, relaid: Relaid) -> list[Finding]:
+def _over_layouts(evidence: Evidence, resharded: Resharded) -> list[Finding]:
     """Compare logical tensors, once the ranks have told theirs; rank 0, which has read what was saved, does it for all."""
-    if not relaid.saves or not relaid.judgeable(evidence.peers):
+    if not resharded.saves or not resharded.judgeable(evidence.peers):
         return []
     if evidence.place.world_size > 1 and not evidence.peers:
         return _unjudged(
             evidence, "the ranks are not compared: set `ranks: true` in the plan's `audit`, and collect on all ranks"
         )
-    saves = saves_of_all(relaid)
+    saves = saves_of_all(resharded)
     if not saves:
-        (step, world), there = newest(relaid)
+        (step, world), there = newest(resharded)
         why = f"of the {world} ranks that saved at step {step}, {there} left their fingerprints under this output"
         return _unjudged(evidence, f"{why}: have all ranks write to one folder that they share")
-    best = match(saves, relaid, evidence.peers)
+    best = match(saves, resharded, evidence.peers)
     if best is None:
         return _unjudged(evidence, "the pieces that the ranks told of do not make up whole tensors")
     step, world = best.moment
-    when = f"at step {step} by {world} rank{'s' * (world > 1)} and loaded before step {relaid.step}"
+    when = f"at step {step} by {world} rank{'s' * (world > 1)} and loaded before step {resharded.step}"
     return _compare(evidence, best.saved, best.now, when) if best.share >= ENOUGH else []
 
 

@@ -18,7 +18,7 @@ from trainprobe.engine.core.facts import Piece
 from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.core.sources import Part
 from trainprobe.engine.stats.checksum import fingerprint, shard_fingerprint
-from trainprobe.monitor.audit.relaid import logical
+from trainprobe.monitor.audit.resharded import logical
 
 SCRIPT = str(Path(__file__).with_name("train_relaid.py"))
 SAVES = ("fsdp", "ddp")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from trainprobe.ckpt_compare.cover import Overlap, Part
+from trainprobe.ckpt_compare.coverage import Overlap, Part
 from trainprobe.ckpt_compare.pieces import Rectangle, Reshaped, Source, Turned, Window
 from trainprobe.ckpt_compare.storage.mapped import Mapped, forget_pages
 from trainprobe.engine.compare.difference import Difference

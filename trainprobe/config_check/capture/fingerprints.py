@@ -19,11 +19,11 @@ MOST_PADDED_ROWS = 512  # samples of a batch among which padding is looked for
 LARGEST_ROWS = 1 << 22  # elements of a batch whose samples get one
 
 
-class Strip:
+class TensorFingerprints:
     """Takes tensors under names; `content` waits for the device and may be called on another thread."""
 
     def __init__(self) -> None:
-        self._strip = TorchStatsRows(STATS | CHECKSUM)
+        self._stats = TorchStatsRows(STATS | CHECKSUM)
         self._entries: dict[str, dict[str, Any]] = {}
         self._rows: dict[str, int] = {}
         self._samples: dict[str, Tensor] = {}
@@ -38,9 +38,9 @@ class Strip:
         inner, _, extra, note = local_of(tensor.detach())
         if extra:
             entry |= {"shard": extra, "local_shape": list(inner.shape) if inner is not None else None}
-        row = -1 if inner is None else self._strip.add(inner)
+        row = -1 if inner is None else self._stats.add(inner)
         if row < 0 or inner is None:
-            entry["note"] = note or (self._strip.refusal(inner) if inner is not None else "cannot be read")
+            entry["note"] = note or (self._stats.refusal(inner) if inner is not None else "cannot be read")
             return
         self._rows[name] = row
         if samples and inner.dim() > 0 and 0 < inner.shape[0] <= MOST_ROWS and 0 < inner.numel() <= LARGEST_ROWS:
@@ -65,7 +65,7 @@ class Strip:
         """Return name → shape, dtype, checksum (16 hexadecimal digits), min, max, mean, norm."""
         if self._ready is not None:
             self._ready.synchronize()
-        partials, sums, _ = self._strip.drain()
+        partials, sums, _ = self._stats.drain()
         numbers = finish(partials, STATISTICS)
         for name, row in self._rows.items():
             self._entries[name]["checksum"] = f"{int(sums[row]) if sums is not None else 0:016x}"

@@ -30,7 +30,7 @@ class Overlap:
 
 
 @dataclass(frozen=True, slots=True)
-class Cover:
+class Coverage:
     """parts: disjoint; copies: boxes that a second piece holds as well (a from the cover, b the copy).
 
     Uncovered: elements nobody holds.
@@ -50,11 +50,11 @@ class Cover:
         return left[:most]
 
 
-def cover(tensor: LogicalTensor) -> Cover:
+def coverage_of(tensor: LogicalTensor) -> Coverage:
     """Choose for each element of a tensor the piece that answers for it; the first one in reading order wins."""
     outer, pieces = Rectangle(origin(len(tensor.shape)), tensor.shape), tensor.pieces
     if len(pieces) == 1 and tensor.count and pieces[0].rectangle == outer:
-        return Cover(tensor.shape, (Part(pieces[0], outer),), (), 0, ())
+        return Coverage(tensor.shape, (Part(pieces[0], outer),), (), 0, ())
     parts: list[Part] = []
     copies: list[Overlap] = []
     active: list[Part] = []
@@ -75,7 +75,7 @@ def cover(tensor: LogicalTensor) -> Cover:
         parts += fresh
         active += fresh
     missing = tensor.count - sum(p.box.count for p in parts)
-    return Cover(tensor.shape, tuple(parts), tuple(copies), missing, tuple(beyond))
+    return Coverage(tensor.shape, tuple(parts), tuple(copies), missing, tuple(beyond))
 
 
 def overlaps(a: Sequence[Part], b: Sequence[Part]) -> Iterator[Overlap]:

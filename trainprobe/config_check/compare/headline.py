@@ -79,7 +79,7 @@ def _depth(finding: Finding) -> int:
     return next((depth for topic, depth in _DEPTHS.items() if finding.topic.startswith(topic)), -1)
 
 
-def first_line(checks: Sequence[Check]) -> tuple[str, str]:
+def headline(checks: Sequence[Check]) -> tuple[str, str]:
     """Return the sentence, and a second one about what follows (or an empty text)."""
     causes, consequences = causes_and_consequences(checks)
     if not causes:

@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 
 from tests.ckpt_compare.writers.launch import free_port
 from trainprobe.ckpt_compare.compare import compare
+from trainprobe.ckpt_compare.distributed import run_on_ray
 from trainprobe.ckpt_compare.formats import open_checkpoint
-from trainprobe.ckpt_compare.world import run_on_ray
 
 RNG = np.random.default_rng(0)
 

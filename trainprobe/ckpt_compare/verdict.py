@@ -26,7 +26,7 @@ SAID = 6  # named examples in a list
 
 
 @dataclass(frozen=True, slots=True)
-class Conclusion:
+class Verdict:
     """Exit code, the verdict as a sentence, and further sentences in order of weight."""
 
     code: int
@@ -34,28 +34,28 @@ class Conclusion:
     details: tuple[str, ...]
 
 
-def conclude(c: Comparison) -> Conclusion:
+def verdict_of(c: Comparison) -> Verdict:
     """Judge a whole comparison."""
     differ = [r for r in c.rows if r.verdict == "differ"]
     lost = [r for r in c.rows if r.verdict in INCOMPLETE]
     rounding = [r for r in c.rows if r.verdict == "rounding"]
     state = [s for s in c.state if s.what in c.counted and not s.equal]
-    grave = [f for f in c.faults if f.grave]
-    copies = [f for f in c.faults if not f.grave]
+    severe = [f for f in c.faults if f.severe]
+    copies = [f for f in c.faults if not f.severe]
     details = tuple(_details(c, lost))
     if differ or copies or state:
-        return Conclusion(DIFFER, _differ_sentence(c, differ, len(copies), state), details)
+        return Verdict(DIFFER, _differ_sentence(c, differ, len(copies), state), details)
     frameworks = {"mindspore" if side.format == "mindspore" else "torch" for side in (c.a, c.b)}
     alike = c.a.family == c.b.family and len(frameworks) == 1  # `gamma` of MindSpore is `weight` of torch
-    strange = c.renamed if alike and 2 * len(c.renamed) <= len(c.rows) else ()
-    if strange and not (lost or grave or c.lone):
-        return Conclusion(INCOMPLETE_CODE, _renamed_sentence(c, strange), details)
-    if lost or grave or c.lone or not any(r.verdict in ("identical", "rounding") for r in c.rows):
-        return Conclusion(INCOMPLETE_CODE, _incomplete_sentence(c, lost, grave), details)
+    renamed = c.renamed if alike and 2 * len(c.renamed) <= len(c.rows) else ()
+    if renamed and not (lost or severe or c.one_sided):
+        return Verdict(INCOMPLETE_CODE, _renamed_sentence(c, renamed), details)
+    if lost or severe or c.one_sided or not any(r.verdict in ("identical", "rounding") for r in c.rows):
+        return Verdict(INCOMPLETE_CODE, _incomplete_sentence(c, lost, severe), details)
     if rounding:
-        return Conclusion(ROUNDING, _rounding_sentence(c, rounding), details)
+        return Verdict(ROUNDING, _rounding_sentence(c, rounding), details)
     names = f", {len(c.renamed)} of them under other names" if c.renamed else ""
-    return Conclusion(IDENTICAL, f"identical: {_census(c.rows)} hold the same values in both{names}", details)
+    return Verdict(IDENTICAL, f"identical: {_census(c.rows)} hold the same values in both{names}", details)
 
 
 def relative(row: Row) -> float:
@@ -107,18 +107,18 @@ def _share(row: Row) -> str:
     return f"{np.count_nonzero(apart):,} of {d.count:,} elements beyond rounding"
 
 
-def _incomplete_sentence(c: Comparison, lost: Sequence[Row], grave: Sequence[Fault]) -> str:
+def _incomplete_sentence(c: Comparison, lost: Sequence[Row], severe: Sequence[Fault]) -> str:
     if not c.rows:
         return "not comparable: the two checkpoints have no kind of content in common"
-    if not lost and not grave and c.lone:
-        return f"incomplete: all compared tensors agree, but {', '.join(c.lone)}"
+    if not lost and not severe and c.one_sided:
+        return f"incomplete: all compared tensors agree, but {', '.join(c.one_sided)}"
     counts = Counter(r.verdict for r in lost)
     cause = headline(c.causes, {r.key: r for r in lost})
     missing = ", ".join([*([cause] if cause else []), *(_lost(v, n) for v, n in counts.items())])
     example = f", such as {lost[0].key}" if lost and not cause else ""
     agree = sum(r.verdict in ("identical", "rounding") for r in c.rows)
     word = "incomplete" if agree else "not comparable"
-    said = [*_adapters(c), *([_fault(grave)] if grave else []), *([missing + example] if missing else [])]
+    said = [*_adapters(c), *([_fault(severe)] if severe else []), *([missing + example] if missing else [])]
     return f"{word}: {'; '.join(said)}; {agree} of {len(c.rows)} tensors agree"
 
 
@@ -133,12 +133,12 @@ def _adapters(c: Comparison) -> list[str]:
     return [f"{side} is an adapter (LoRA) alone and {other} {'also holds its' if held else 'is a'} model ({advice})"]
 
 
-def _fault(grave: Sequence[Fault]) -> str:
+def _fault(severe: Sequence[Fault]) -> str:
     """Return the first file or part that cannot be read, in words, and how many others there are."""
-    first = grave[0]
+    first = severe[0]
     name = Path(first.where).name or first.where
     first_said = first.message if name in first.message else f"{name} {first.message}"
-    others = f" (and {len(grave) - 1} more files or parts that cannot be read)" if len(grave) > 1 else ""
+    others = f" (and {len(severe) - 1} more files or parts that cannot be read)" if len(severe) > 1 else ""
     return f"in {first.side} {first_said}{others}"
 
 
@@ -188,7 +188,7 @@ def _details(c: Comparison, lost: Sequence[Row]) -> list[str]:
         said.append(f"… and {len(lost) - SAID} more tensors that are missing or incomplete")
     said += _renamed(c.renamed)
     said += _state_sentences(c)
-    said += [*c.lone, *c.notes]
+    said += [*c.one_sided, *c.notes]
     for side, checkpoint in (("A", c.a), ("B", c.b)):
         said += [f"{side}: {note}" for note in checkpoint.notes]
     return said
@@ -202,14 +202,14 @@ def _renamed(moves: Sequence[Move]) -> list[str]:
 def _state_sentences(c: Comparison) -> list[str]:
     said: list[str] = []
     for what in KINDS:
-        odd = [s for s in c.state if s.what == what and not s.equal]
+        unequal = [s for s in c.state if s.what == what and not s.equal]
         total = sum(1 for s in c.state if s.what == what)
-        moved = [f"rng: {note}" for note in dict.fromkeys(s.note for s in odd if s.note)]
+        moved = [f"rng: {note}" for note in dict.fromkeys(s.note for s in unequal if s.note)]
         said += moved
         if what in ("iteration", "optimizer") or what in c.counted:
-            said += [f"{what}: {s.path} is {s.a!r} in A, {s.b!r} in B" for s in odd[:SAID]]
-            if len(odd) > SAID:
-                said.append(f"{what}: … and {len(odd) - SAID} more of {total} values")
-        elif odd and not moved:
-            said.append(f"{what}: {len(odd)} of {total} values are not the same (--what {what} counts and lists them)")
+            said += [f"{what}: {s.path} is {s.a!r} in A, {s.b!r} in B" for s in unequal[:SAID]]
+            if len(unequal) > SAID:
+                said.append(f"{what}: … and {len(unequal) - SAID} more of {total} values")
+        elif unequal and not moved:
+            said.append(f"{what}: {len(unequal)} of {total} values are not the same (--what {what} counts and lists them)")
     return said

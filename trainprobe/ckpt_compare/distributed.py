@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trainprobe.ckpt_compare.work import Advance, Outcome, Task, perform, run
+from trainprobe.ckpt_compare.tasks import Advance, Outcome, Task, perform, run
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.errors import CompareError, MissingExtra
 
@@ -29,7 +29,7 @@ def place(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
     return int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
 
 
-def run_in_world(tasks: Sequence[Task], threads: int | None = None, advance: Advance | None = None) -> list[Outcome]:
+def run_distributed(tasks: Sequence[Task], threads: int | None = None, advance: Advance | None = None) -> list[Outcome]:
     """Measure this process's share of the tasks and return the outcomes of all, in the order of the tasks."""
     rank, size = place()
     if size == 1:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainprobe.config_check.compare.verdicts import Check, Finding, number_ranges
 from trainprobe.config_check.pack import Pack, RankPack
 
-Sides = tuple[str, str]
+Pair = tuple[str, str]
 BENCH, CMP = "bench", "cmp"
 
 

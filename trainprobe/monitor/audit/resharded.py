@@ -23,7 +23,7 @@ _SHARE, _PLACE, _DATA = "share that was loaded", "place that was loaded", "first
 
 
 @dataclass(frozen=True, slots=True)
-class Relaid:
+class Resharded:
     """What this rank held before the first update after a load, where ranks or cuts are others than when it was saved.
 
     step: of that update. pieces: a tensor that is whole is the piece at place 0. cut: something is cut in another way. saves:
@@ -58,7 +58,7 @@ def as_pieces(whole: Mapping[Key, int], cut: Mapping[Key, Piece]) -> dict[Key, P
     return {key: cut.get(key, Piece(0, 0, 0, fingerprint)) for key, fingerprint in whole.items()}
 
 
-def is_relaid(saved: SavedTensors | None, now: Mapping[Key, Piece]) -> bool:
+def is_resharded(saved: SavedTensors | None, now: Mapping[Key, Piece]) -> bool:
     """Tell whether something is cut in another way now than when it was saved; True for a rank that saved nothing."""
     if saved is None:
         return True
@@ -66,20 +66,20 @@ def is_relaid(saved: SavedTensors | None, now: Mapping[Key, Piece]) -> bool:
     return any(piece.place != before[key].place for key, piece in now.items() if key in before)
 
 
-def rows_of(relaid: Relaid) -> dict[int, tuple[int, float]]:
+def rows_of(resharded: Resharded) -> dict[int, tuple[int, float]]:
     """Return what a rank tells of it, as rows of its message."""
     rows: dict[int, tuple[int, float]] = {}
-    for (name, slot), piece in relaid.pieces.items():
+    for (name, slot), piece in resharded.pieces.items():
         rows[key_of(name, f"{slot} {_SHARE}")] = (piece.share, float(piece.count))
         rows[key_of(name, f"{slot} {_PLACE}")] = (piece.place, float(piece.whole))
-    for number, batch in enumerate(relaid.batches):
+    for number, batch in enumerate(resharded.batches):
         rows[key_of(str(number), _DATA)] = (batch, 0.0)
     return rows
 
 
-def first_data(relaid: Relaid, peers: Sequence[Peer]) -> frozenset[int]:
+def first_data(resharded: Resharded, peers: Sequence[Peer]) -> frozenset[int]:
     """Return the fingerprints of all data of the first update after the load, over the ranks that told."""
-    told = set(relaid.batches)
+    told = set(resharded.batches)
     for peer in peers:
         number = 0
         while (row := peer.rows.get(key_of(str(number), _DATA))) is not None:
@@ -88,13 +88,13 @@ def first_data(relaid: Relaid, peers: Sequence[Peer]) -> frozenset[int]:
     return frozenset(told)
 
 
-def loaded(keys: Iterable[Key], relaid: Relaid, peers: Sequence[Peer]) -> dict[Key, int | None]:
+def loaded(keys: Iterable[Key], resharded: Resharded, peers: Sequence[Peer]) -> dict[Key, int | None]:
     """Return the logical fingerprints of these tensors, as `logical` does; those that nobody holds are left out.
 
     peers: the ranks that told; none: this one holds all.
     """
     if not peers:
-        return {key: logical([piece]) for key, piece in relaid.pieces.items()}
+        return {key: logical([piece]) for key, piece in resharded.pieces.items()}
     told: dict[Key, list[Piece]] = {}
     for name, slot in keys:
         share, place = key_of(name, f"{slot} {_SHARE}"), key_of(name, f"{slot} {_PLACE}")
@@ -104,11 +104,11 @@ def loaded(keys: Iterable[Key], relaid: Relaid, peers: Sequence[Peer]) -> dict[K
     return {key: logical(pieces) for key, pieces in told.items()}
 
 
-def saves_of_all(relaid: Relaid) -> dict[Moment, dict[Key, int | None]]:
+def saves_of_all(resharded: Resharded) -> dict[Moment, dict[Key, int | None]]:
     """Return (step, ranks) → logical fingerprints, as `logical` does, of each save of which all ranks left theirs."""
     found: dict[Moment, dict[Key, int | None]] = {}
-    for step, world in {(saved.step, saved.world) for saves in relaid.saves.values() for saved in saves}:
-        of_ranks = [_saved_at((step, world), relaid.saves.get(rank, ())) for rank in range(world)]
+    for step, world in {(saved.step, saved.world) for saves in resharded.saves.values() for saved in saves}:
+        of_ranks = [_saved_at((step, world), resharded.saves.get(rank, ())) for rank in range(world)]
         if None in of_ranks:
             continue
         told: dict[Key, list[Piece]] = {}
@@ -119,25 +119,25 @@ def saves_of_all(relaid: Relaid) -> dict[Moment, dict[Key, int | None]]:
     return found
 
 
-def match(saves: Mapping[Moment, Mapping[Key, int | None]], relaid: Relaid, peers: Sequence[Peer]) -> Match | None:
+def match(saves: Mapping[Moment, Mapping[Key, int | None]], resharded: Resharded, peers: Sequence[Peer]) -> Match | None:
     """Return the save of `saves_of_all` that most is there of again; None where no tensor can be judged."""
-    found = loaded({key for saved in saves.values() for key in saved}, relaid, peers)
+    found = loaded({key for saved in saves.values() for key in saved}, resharded, peers)
     now = {key: fingerprint for key, fingerprint in found.items() if fingerprint is not None}
     judged = {moment: _judgeable(saved, found) for moment, saved in saves.items()}
     matches = [Match(moment, saved, now, in_common(saved, now)) for moment, saved in judged.items() if saved]
     return max(matches, key=lambda m: m.share, default=None)
 
 
-def what_was_loaded(relaid: Relaid, peers: Sequence[Peer]) -> SavedTensors | None:
+def what_was_loaded(resharded: Resharded, peers: Sequence[Peer]) -> SavedTensors | None:
     """Return rank 0's part of the save that was loaded; None where that cannot be told, as on all other ranks."""
-    best = match(saves_of_all(relaid), relaid, peers) if relaid.saves else None
-    return None if best is None or best.share < ENOUGH else _saved_at(best.moment, relaid.saves[0])
+    best = match(saves_of_all(resharded), resharded, peers) if resharded.saves else None
+    return None if best is None or best.share < ENOUGH else _saved_at(best.moment, resharded.saves[0])
 
 
-def data_of_save(relaid: Relaid, saved: SavedTensors) -> list[tuple[int, frozenset[int]]]:
+def data_of_save(resharded: Resharded, saved: SavedTensors) -> list[tuple[int, frozenset[int]]]:
     """Return (step, fingerprints of its data on all ranks) of each step whose data was remembered when this was saved."""
     seen: dict[int, set[int]] = {}
-    for saves in relaid.saves.values():
+    for saves in resharded.saves.values():
         of_rank = _saved_at((saved.step, saved.world), saves)
         for step, batches in of_rank.batches if of_rank is not None else ():
             seen.setdefault(step, set()).update(batches)
@@ -165,10 +165,10 @@ def in_common(saved: Mapping[Key, int], now: Mapping[Key, int]) -> float:
     return sum(fingerprint in present for fingerprint in single) / len(single) if single else 0.0
 
 
-def newest(relaid: Relaid) -> tuple[Moment, int]:
+def newest(resharded: Resharded) -> tuple[Moment, int]:
     """Return the last save that is known of, (step, ranks), and how many ranks left their fingerprints of it."""
-    moment = max((saved.step, saved.world) for saves in relaid.saves.values() for saved in saves)
-    return moment, sum(_saved_at(moment, saves) is not None for saves in relaid.saves.values())
+    moment = max((saved.step, saved.world) for saves in resharded.saves.values() for saved in saves)
+    return moment, sum(_saved_at(moment, saves) is not None for saves in resharded.saves.values())
 
 
 def _saved_at(moment: Moment, saves: Sequence[SavedTensors]) -> SavedTensors | None:
