@@ -1,6 +1,6 @@
 """Print how dump-compare judges healthy pairs and planted differences.
 
-`python -m benchmarks.dump_compare [healthy|planted] [--only TEXT] [--plan NAME] [--folder DIR]`
+`python -m benchmarks.dump_compare [healthy|foreign|planted] [--only TEXT] [--plan NAME] [--folder DIR]`
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.dump_compare import foreign as foreign_models
 from benchmarks.dump_compare.healthy import PAIRS, PLANS
 from benchmarks.dump_compare.planted import PLANTS
 from benchmarks.dump_compare.runs import train
@@ -34,6 +35,23 @@ def healthy(only: str, plans: list[str], folder: Path) -> None:
             codes[found.code] += 1
             print(f"{found.code} {name} [{plan}] {dict(found.counts)}\n    {found.sentence}", flush=True)
     print(f"healthy pairs by exit code: {dict(codes)}")
+
+
+def foreign(only: str, plans: list[str], folder: Path) -> None:
+    """Print a line a healthy pair of a model that nobody here wrote, and plan."""
+    codes: Counter[int] = Counter()
+    for name, family, ways in foreign_models.pairs():
+        if only not in name:
+            continue
+        for plan in plans:
+            a, b = (
+                foreign_models.train(folder / name / plan / side, family, way, **PLANS[plan])
+                for side, way in zip("ab", ways, strict=True)
+            )
+            found = judged(a, b)
+            codes[found.code] += 1
+            print(f"{found.code} {name} [{plan}] {dict(found.counts)}\n    {found.sentence}", flush=True)
+    print(f"healthy pairs of models that nobody here wrote, by exit code: {dict(codes)}")
 
 
 def planted(only: str, plans: list[str], folder: Path) -> None:
@@ -75,14 +93,14 @@ def place_of(found: Conclusion) -> tuple[str, int]:
 def main() -> None:
     """Run what was asked for."""
     asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("what", nargs="?", choices=["healthy", "planted", "both"], default="both")
+    asked.add_argument("what", nargs="?", choices=["healthy", "foreign", "planted", "all"], default="all")
     asked.add_argument("--only", default="", help="cases whose name holds this")
     asked.add_argument("--plan", choices=[*PLANS], action="append", help="plans to record with; all of them without it")
     asked.add_argument("--folder", type=Path, help="keep the dumps here")
     options = asked.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        for which in (healthy, planted):
-            if options.what in (which.__name__, "both"):
+        for which in (healthy, foreign, planted):
+            if options.what in (which.__name__, "all"):
                 which(options.only, options.plan or [*PLANS], options.folder or Path(scratch))
 
 

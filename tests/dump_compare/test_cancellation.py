@@ -64,7 +64,7 @@ def test_norms_of_terms_are_those_of_all_terms(tmp_path, level):
     side = Side(tmp_path / "step0/rank0")
     terms = Terms(side.step_data.calls, side)
     found = {
-        f"{entry_name(call).removeprefix('Module.')} {slot}": terms.of(call, slot)
+        f"{entry_name(call).removeprefix('Module.')} {slot}": terms.of(call, slot)[0]
         for call in side.step_data.calls
         for slot in ("output", "weight", "bias", "grad_input.0", "grad_input.1", "grad_input.2")
     }

@@ -6,20 +6,28 @@ The distance is the relative l2, ‖a − b‖₂ / max(‖a‖₂, ‖b‖₂).
   Cauchy-Schwarz), for n elements: the largest of them is `low`.
 * Independent errors of the elements change a norm by 1/√n of their own norm, and an extreme by about one of them: the upper
   end `high` is an estimate, not a bound, √n·|‖a‖ − ‖b‖| and √n times the change of an extreme.
+
+All values of a step are looked at together, as columns: a step has hundreds of thousands of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, eq
 from typing import Any, Literal
 
-from trainprobe.dump_compare.dump_side import Side
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.dump_compare.dump_side import STATISTICS, Columns, Side, column_of
 from trainprobe.engine.compare import measure
 from trainprobe.engine.core.records import Value
 
 Evidence = Literal["bits", "values", "statistics", "shape", "nothing", "absent", "replicas"]
+F64 = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +42,86 @@ class Apart:
 
 _ABOUT = 10.0  # times: copies that are apart by less explain no distance of the sides
 SAME = Apart(0.0, 0.0, "bits")
+_ODD = Apart(math.inf, math.inf, "statistics", "NaN or infinities on one side alone")
+_OTHER_BITS = Apart(0.0, math.inf, "bits", "the bits differ, and there are no statistics that say how far")
+_NOTHING = Apart(0.0, math.inf, "nothing", "neither dump holds anything to compare")
+_OTHER_ORDER = Apart(
+    0.0,
+    math.inf,
+    "bits",
+    "the bits differ, the statistics do not: the same numbers in another order, or zeros of another sign?",
+)
+_FIXED = (SAME, Apart(0.0, 0.0, "statistics"), _ODD, _OTHER_BITS, _NOTHING, _OTHER_ORDER)  # by the numbers below
+_IS_SAME, _IS_ALIKE, _IS_ODD, _HAS_OTHER_BITS, _IS_UNKNOWN, _HAS_OTHER_ORDER, _IS_MEASURED = range(7)
 
 
 def apart(a: Side, left: Value, b: Side, right: Value) -> Apart:
-    """Return how far two values are apart; the best evidence that both sides have decides.
+    """Return how far two values are apart (see apart_all)."""
+    return apart_all(a, [left], b, [right])[0]
 
-    Where ranks of one side hold copies of a value that are not alike, about as far apart as the sides or further, that is what
-    is wrong.
+
+def apart_all(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -> list[Apart]:
+    """Return how far the values of two sides are apart, pair by pair; the best evidence that both sides have decides.
+
+    What is told by the same few words is one object. Where ranks of one side hold copies of a value that are not alike, about
+    as far apart as the sides or further, that is what is wrong.
     """
-    far = _apart(a, left, b, right)
+    alike = np.fromiter(map(eq, map(attrgetter("shape"), left), map(attrgetter("shape"), right)), bool, len(left))
+    sizes = _sizes(left)
+    same_bits = _same_bits(a.columns(left), b.columns(right), np.fromiter(_same_formats(left, right), bool, len(left)))
+    told, low, high = _by_columns(a.columns(left), b.columns(right), sizes, same_bits)
+    told[(same_bits > 0) | (sizes == 0)] = _IS_SAME  # of a tensor without elements there is nothing to differ
+    measured = told == _IS_MEASURED
+    found: list[Apart] = list(map(_FIXED.__getitem__, np.where(measured, 0, told).tolist()))
+    for i, one_low, one_high in zip(
+        np.flatnonzero(measured).tolist(), low[measured].tolist(), high[measured].tolist(), strict=True
+    ):
+        found[i] = Apart(one_low, one_high, "statistics")
+    for i in np.flatnonzero(~alike).tolist():
+        x, y = left[i], right[i]
+        if tuple(x.shape) != tuple(y.shape):
+            found[i] = Apart(math.inf, math.inf, "shape", f"shapes {list(x.shape)} and {list(y.shape)}")
+    for i in _stored(left, right, alike & (told != _IS_SAME)):
+        exact = _by_elements(a.array(left[i]), b.array(right[i]))
+        found[i] = found[i] if exact is None else exact
+    if a.has_copies or b.has_copies:
+        found = [_with_copies(far, a, x, b, y) for far, x, y in zip(found, left, right, strict=True)]
+    return found
+
+
+def _sizes(values: Sequence[Value]) -> F64:
+    """Return how many elements values have."""
+    known: dict[tuple[int, ...], int] = {shape: math.prod(shape) for shape in {tuple(value.shape) for value in values}}
+    return np.fromiter((known[tuple(value.shape)] for value in values), float, len(values))
+
+
+def _same_formats(left: Sequence[Value], right: Sequence[Value]) -> Iterator[bool]:
+    known: dict[tuple[str, str], bool] = {}
+    for pair in zip(map(attrgetter("dtype"), left), map(attrgetter("dtype"), right), strict=True):
+        if pair not in known:
+            known[pair] = format_name(pair[0]) == format_name(pair[1])
+        yield known[pair]
+
+
+def format_name(dtype: str) -> str:
+    """Return a number format as every tool calls it: `float32`."""
+    return dtype.rpartition(".")[2].lower()
+
+
+def _stored(left: Sequence[Value], right: Sequence[Value], among: Bools) -> Iterator[int]:
+    """Yield the places of pairs of which both dumps store elements."""
+    return (i for i in np.flatnonzero(among).tolist() if left[i].tensor is not None and right[i].tensor is not None)
+
+
+def _by_elements(x: npt.NDArray[Any] | None, y: npt.NDArray[Any] | None) -> Apart | None:
+    if x is None or y is None or x.shape != y.shape:
+        return None
+    found = measure(x, y)
+    far = math.inf if found.misplaced else found.relative_l2
+    return Apart(far, far, "values", "NaN or infinities on one side alone" if found.misplaced else "")
+
+
+def _with_copies(far: Apart, a: Side, left: Value, b: Side, right: Value) -> Apart:
     copies = [found for side, value in ((a, left), (b, right)) if (found := side.disagreement(value)) is not None]
     worst = max(copies, key=lambda found: found.low, default=None)
     if worst is None or (math.isfinite(far.low) and _ABOUT * worst.low < far.low):
@@ -50,65 +129,63 @@ def apart(a: Side, left: Value, b: Side, right: Value) -> Apart:
     return Apart(max(far.low, worst.low), max(far.high, worst.high), "replicas", worst.note)
 
 
-def _apart(a: Side, left: Value, b: Side, right: Value) -> Apart:
-    if tuple(left.shape) != tuple(right.shape):
-        return Apart(math.inf, math.inf, "shape", f"shapes {list(left.shape)} and {list(right.shape)}")
-    same_bits = _same_bits(a.bits(left), b.bits(right)) if dtype(left) == dtype(right) else None
-    if same_bits or 0 in left.shape:  # of a tensor without elements there are no statistics, and nothing to differ
-        return SAME
-    x, y = a.array(left), b.array(right)
-    if x is not None and y is not None and x.shape == y.shape:
-        found = measure(x, y)
-        far = math.inf if found.misplaced else found.relative_l2
-        return Apart(far, far, "values", "NaN or infinities on one side alone" if found.misplaced else "")
-    return by_statistics(a.numbers(left), b.numbers(right), math.prod(left.shape), same_bits)
-
-
-def dtype(value: Value) -> str:
-    """Return the number format of a value as every tool calls it: `float32`."""
-    return value.dtype.rpartition(".")[2].lower()
-
-
-def _same_bits(a: Mapping[str, int], b: Mapping[str, int]) -> bool | None:
-    """Return whether the bits agree, None where the sides have no fingerprint of one kind."""
-    kind = next((kind for kind in ("checksum", "crc32") if kind in a and kind in b), None)
-    return None if kind is None else a[kind] == b[kind]
+def _same_bits(a: Columns, b: Columns, same_formats: Bools) -> npt.NDArray[np.int8]:
+    """Return 1 where the bits agree, 0 where they do not, -1 where the sides have no fingerprint of one kind."""
+    found = np.full(len(same_formats), -1, np.int8)
+    for kind in ("checksum", "crc32"):
+        if kind in a.bits and kind in b.bits:
+            (x, in_a), (y, in_b) = a.bits[kind], b.bits[kind]
+            told = same_formats & (found < 0) & in_a & in_b
+            found[told] = x[told] == y[told]
+    return found
 
 
 def by_statistics(a: Mapping[str, float], b: Mapping[str, float], n: int, same_bits: bool | None) -> Apart:
     """Return what norm, max, min and mean of two tensors of n elements say. same_bits: what is known of their bits."""
-    names = [name for name in ("norm", "max", "min", "mean") if name in a and name in b]
-    if not names:
-        if same_bits is False:
-            return Apart(0.0, math.inf, "bits", "the bits differ, and there are no statistics that say how far")
-        return Apart(0.0, math.inf, "nothing", "neither dump holds anything to compare")
-    if any(_odd(a[name]) != _odd(b[name]) for name in names):
-        return Apart(math.inf, math.inf, "statistics", "NaN or infinities on one side alone")
-    change = {name: abs(a[name] - b[name]) for name in names if not _odd(a[name])}
-    if not any(change.values()):
-        if same_bits is False:
-            return Apart(
-                0.0,
-                math.inf,
-                "bits",
-                "the bits differ, the statistics do not: the same numbers in another order, or zeros of another sign?",
-            )
-        return Apart(0.0, 0.0, "statistics")
-    root = math.sqrt(max(1, n))
-    extreme = max(change.get("max", 0.0), change.get("min", 0.0))
-    mean, norm = root * change.get("mean", 0.0), change.get("norm", 0.0)
-    scale = _scale(a, b, root)
-    low = max(norm, extreme, mean) / scale
-    return Apart(low, max(low, root * max(norm, extreme) / scale), "statistics")
+    bits = np.array([-1 if same_bits is None else int(same_bits)], np.int8)
+    x, y = (Columns({name: column_of([numbers.get(name)]) for name in STATISTICS}, {}) for numbers in (a, b))
+    told, low, high = _by_columns(x, y, np.array([float(n)]), bits)
+    return Apart(float(low[0]), float(high[0]), "statistics") if told[0] == _IS_MEASURED else _FIXED[told[0]]
 
 
-def _scale(a: Mapping[str, float], b: Mapping[str, float], root: float) -> float:
+def _by_columns(a: Columns, b: Columns, sizes: F64, same_bits: npt.NDArray[np.int8]) -> tuple[npt.NDArray[np.int64], F64, F64]:
+    """Return what tells each distance, and where statistics measure it, its lower and upper end."""
+    n = len(sizes)
+    change = {name: np.zeros(n) for name in STATISTICS}
+    known, odd = np.zeros(n, bool), np.zeros(n, bool)
+    with np.errstate(all="ignore"):
+        for name in STATISTICS:
+            (x, in_a), (y, in_b) = a.statistics[name], b.statistics[name]
+            both = in_a & in_b
+            known |= both
+            odd |= both & ~_alike_where_not_finite(x, y)
+            change[name][:] = np.where(both & np.isfinite(x), np.abs(x - y), 0.0)
+        root = np.sqrt(np.maximum(1.0, sizes))
+        extreme = np.maximum(change["max"], change["min"])
+        most = np.maximum(np.maximum(change["norm"], extreme), root * change["mean"])
+        scale = _scale(a, b, root)
+        low = most / scale
+        high = np.maximum(low, root * np.maximum(change["norm"], extreme) / scale)
+    changed = np.zeros(n, bool)
+    for each in change.values():
+        changed |= each != 0
+    told = np.where(changed, _IS_MEASURED, np.where(same_bits == 0, _HAS_OTHER_ORDER, _IS_ALIKE))
+    told[odd] = _IS_ODD
+    told[~known] = np.where(same_bits[~known] == 0, _HAS_OTHER_BITS, _IS_UNKNOWN)
+    return told, low, high
+
+
+def _alike_where_not_finite(x: F64, y: F64) -> Bools:
+    """Return where two numbers are both finite, or the same infinity, or both NaN."""
+    return (np.isfinite(x) & np.isfinite(y)) | (x == y) | (np.isnan(x) & np.isnan(y))
+
+
+def _scale(a: Columns, b: Columns, root: F64) -> F64:
     """Return the larger norm; where there is none, that of elements all as large as the largest."""
-    norms = [side["norm"] for side in (a, b) if math.isfinite(side.get("norm", math.nan))]
-    extremes = [abs(side.get(name, 0.0)) for side in (a, b) for name in ("max", "min")]
-    return max(norms) if norms and max(norms) > 0 else root * max((x for x in extremes if math.isfinite(x)), default=0.0) or 1.0
-
-
-def _odd(x: Any) -> Any:
-    """Return what a number is where it is not finite, else None: two NaNs are alike here."""
-    return None if math.isfinite(x) else str(x)
+    norms, extremes = np.zeros(len(root)), np.zeros(len(root))
+    for side in (a, b):
+        for name, largest in (("norm", norms), ("max", extremes), ("min", extremes)):
+            x, there = side.statistics[name]
+            np.maximum(largest, np.where(there & np.isfinite(x), np.abs(x), 0.0), out=largest)
+    scale = np.where(norms > 0, norms, root * extremes)
+    return np.where(scale == 0, 1.0, scale)

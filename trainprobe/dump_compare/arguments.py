@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import slots
 
 _CLOSE = 1e-3  # relative: floats that may be the same number, computed twice
@@ -18,6 +18,8 @@ def other_argument(left: Call, right: Call) -> tuple[str, tuple[str, float]]:
     of these the one that is furthest apart, as text, and its relative distance.
     """
     close = "", 0.0
+    if _has_tensors_alone(left) or _has_tensors_alone(right):
+        return "", close
     mine, theirs = plain_arguments(left), plain_arguments(right)
     for at in [at for at in mine if at in theirs and repr(mine[at]) != repr(theirs[at])]:
         x, y = mine[at], theirs[at]
@@ -55,6 +57,11 @@ def given_alone(left: Call, right: Call) -> str:
 def plain_arguments(call: Call) -> dict[str, Any]:
     """Return the numbers, booleans and texts that a call is given, by place ("argument 1") or keyword."""
     return {**dict(_plain(call.args, "argument")), **dict(_plain(call.kwargs, ""))}
+
+
+def _has_tensors_alone(call: Call) -> bool:
+    """Return whether a call is given tensors, one after the other, and nothing else: most are."""
+    return not call.kwargs and isinstance(call.args, list) and set(map(type, call.args)) <= {Value}
 
 
 def _plain(tree: Any, at: str) -> Iterator[tuple[str, Any]]:

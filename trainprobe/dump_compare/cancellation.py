@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import lru_cache
 
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.engine.core.records import Call, Value
@@ -44,22 +45,22 @@ class Terms:
             elif call.phase == "forward" and call.kind in ("module", "op"):
                 self._forward[call.kind, call.name, call.call] = call
 
-    def norm(self, call: Call, slot: str) -> float:
-        """Return the l2 norm of a value of a call, 0 where the dump does not say."""
-        return next((self._norm(value) for at, value in slots(call) if at == slot), 0.0)
-
-    def of(self, call: Call, slot: str) -> float:
-        """Return the norm of the terms that were summed to get the value at `slot`, 0 where that is not known."""
-        result = next((value for at, value in slots(call) if at == slot), None)
+    def of(self, call: Call, slot: str) -> tuple[float, float]:
+        """Return the norm of the terms that were summed to get the value at `slot`, and of the value; 0 where not known."""
+        values = slots(call)
+        result = next((value for at, value in values if at == slot), None)
         if result is None:
-            return 0.0
+            return 0.0, 0.0
+        return self._summed(call, slot, result, values), self._norm(result)
+
+    def _summed(self, call: Call, slot: str, result: Value, values: Sequence[tuple[str, Value]]) -> float:
         if call.kind in ("parameter", "state"):
             return self._of_parameter(call, slot, result)
         if call.phase == "backward":
-            given = [value for at, value in slots(call) if at.startswith("grad_output")]
+            given = [value for at, value in values if at.startswith("grad_output")]
             forward = self._forward.get((call.kind, call.name, call.call))
             return self._of_gradient(_kind_of(call), given, _given(forward), result)
-        return self._of_result(_kind_of(call), _given(call), result)
+        return self._of_result(_kind_of(call), _given_of(values), result)
 
     def _of_result(self, kind: str, given: Sequence[Value], result: Value) -> float:
         if kind.startswith(_PRODUCTS):
@@ -112,14 +113,25 @@ class Terms:
 
 
 def _size(value: Value) -> int:
-    return math.prod(value.shape)
+    return _product_of(value.shape)
+
+
+_product_of = lru_cache(maxsize=4096)(math.prod)
 
 
 def _kind_of(call: Call) -> str:
     """Return what a call does, by the name of the op or of the module's class: `linear`, `conv2d`, `batchnorm2d`."""
-    if call.kind == "op":
-        return call.name.rpartition(".")[2].strip("_") if "foreach" not in call.name else call.name.rpartition(".")[2]
-    name = call.cls.lower()
+    return _kind_of_op(call.name) if call.kind == "op" else _kind_of_module(call.cls)
+
+
+@lru_cache(maxsize=4096)
+def _kind_of_op(name: str) -> str:
+    return name.rpartition(".")[2].strip("_") if "foreach" not in name else name.rpartition(".")[2]
+
+
+@lru_cache(maxsize=4096)
+def _kind_of_module(cls: str) -> str:
+    name = cls.lower()
     return next((norm for norm in _PROJECTIONS if norm.replace("_", "") in name), name)
 
 
@@ -127,7 +139,11 @@ def _given(call: Call | None) -> list[Value]:
     """Return the tensors that a forward was given, its weights included."""
     if call is None:
         return []
-    return [value for at, value in slots(call) if at.partition(".")[0] in ("input", "kwargs", "parameters")]
+    return _given_of(slots(call))
+
+
+def _given_of(values: Sequence[tuple[str, Value]]) -> list[Value]:
+    return [value for at, value in values if at.startswith(("input", "kwargs", "parameters"))]
 
 
 def _others(given: Sequence[Value], result: Value) -> list[Value]:
@@ -143,6 +159,6 @@ def cancelled(pairs: Iterator[tuple[Call, str, Terms]]) -> float:
     pairs: the call, slot and norms of either side. The smaller of both sides' terms and the larger of both results count, so
     that a result which is zero on one side alone is no cancellation.
     """
-    both = [(terms.of(call, slot), terms.norm(call, slot)) for call, slot, terms in pairs]
+    both = [terms.of(call, slot) for call, slot, terms in pairs]
     summed, result = min(terms for terms, _ in both), max(norm for _, norm in both)
     return max(1.0, summed / result) if result > 0 else 1.0

@@ -10,7 +10,8 @@ from typing import Any
 
 from trainprobe.dump_compare.apart import Apart
 from trainprobe.dump_compare.arguments import given_alone
-from trainprobe.dump_compare.judge import Distance, Judged, Outcome, enclosing
+from trainprobe.dump_compare.distances import Distance
+from trainprobe.dump_compare.judge import Judged, Outcome, enclosing
 from trainprobe.dump_compare.pairing import RankPair
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call
@@ -114,7 +115,8 @@ def _place(judged: Judged) -> int:
 
 def _first_result(calls: Sequence[Judged]) -> int:
     """Return the place of the first call whose results are apart, of nested ones the innermost; of none, that of the end."""
-    apart = [judged for judged in calls if any(value.result and _is_apart(value.apart) for value in judged.values)]
+    differ = (judged for judged in calls if judged.outcome != "identical")
+    apart = [judged for judged in differ if any(value.result and _is_apart(value.apart) for value in judged.values)]
     outer = {id(call) for judged in apart for call in enclosing(judged.pair.a)}
     return min((judged.pair.place for judged in apart if id(judged.pair.a) not in outer), default=len(calls))
 
@@ -128,6 +130,8 @@ def given_another(judged: Judged, counts: Callable[[Call, Distance], bool] | Non
 
     counts: which values to look at, all of them where it is None.
     """
+    if judged.given == 0:
+        return None
     given = (value for value in judged.values if not value.result and value.another)
     return next((value for value in given if counts is None or counts(judged.call, value)), None)
 
@@ -229,9 +233,8 @@ def _about_unread(ranks: Sequence[Compared]) -> list[str]:
 
 def _about_rounding(ranks: Sequence[Compared]) -> list[str]:
     """Return who says what rounding explains: a third run, or a model of it."""
-    apart = [
-        value for rank in ranks for judged in rank.calls for value in judged.values if value.result and _is_apart(value.apart)
-    ]
+    differ = [judged for rank in ranks for judged in rank.calls if judged.outcome != "identical"]
+    apart = [value for judged in differ for value in judged.values if value.result and _is_apart(value.apart)]
     measured = sum(value.floor > 0 for value in apart)
     if not apart:
         return []

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +18,85 @@ from trainprobe.engine.core.step_data import numbers_of_rows
 from trainprobe.engine.storage.dumps import open_tensors, read
 from trainprobe.errors import FormatError, UnsafeFile
 
+STATISTICS: tuple[str, ...] = ("norm", "max", "min", "mean")
 _BITS = ("checksum", "crc32")
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What dumps say of some values, as columns: statistic, or kind of fingerprint → (numbers, where there is one)."""
+
+    statistics: Mapping[str, tuple[npt.NDArray[np.float64], Bools]]
+    bits: Mapping[str, tuple[npt.NDArray[np.uint64], Bools]]
 
 
 class Side:
-    """What the dump in a rank's folder says of its values. unread: why stored values could not be read."""
+    """What the dump in a rank's folder says of its values. unread: why stored values could not be read.
+
+    has_copies: whether this is several ranks, of which some may hold copies of a value (see `disagreement`).
+    """
+
+    has_copies = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.step_data = read(folder)
-        columns = numbers_of_rows(self.step_data)
-        self._statistics = [(name, column) for name, column in columns.items() if name not in _BITS]
-        self._fingerprints = [(name, columns[name]) for name in _BITS if name in columns]
         self._store = open_tensors(folder)
         self.unread: list[str] = []
 
     def numbers(self, value: Value) -> Mapping[str, float]:
         """Return the statistics of a value by name, without those that are absent."""
-        return _of_row(self._statistics, value.row)
+        return _of_row(self._by_row[0], value.row)
 
     def bits(self, value: Value) -> Mapping[str, int]:
         """Return the fingerprints of a value's bits by kind: "checksum" (64 bits), "crc32"."""
-        return _of_row(self._fingerprints, value.row)
+        return _of_row(self._by_row[1], value.row)
+
+    @cached_property
+    def _by_row(self) -> tuple[list[tuple[str, list[Any]]], list[tuple[str, list[Any]]]]:
+        columns = numbers_of_rows(self.step_data)
+        statistics = [(name, column) for name, column in columns.items() if name not in _BITS]
+        return statistics, [(name, columns[name]) for name in _BITS if name in columns]
+
+    def columns(self, values: Sequence[Value]) -> Columns:
+        """Return what the dump says of these values."""
+        rows = np.fromiter(map(attrgetter("row"), values), np.int64, len(values))
+        whole = self._columns
+        return Columns(
+            {name: (x[rows], there[rows]) for name, (x, there) in whole.statistics.items()},
+            {name: (x[rows], there[rows]) for name, (x, there) in whole.bits.items()},
+        )
+
+    @cached_property
+    def _columns(self) -> Columns:
+        """All rows, and behind them one of which nothing is known: the row of values that could not be reduced is -1."""
+        step_data, count = self.step_data, len(self.step_data.partials)
+        nothing = np.zeros(count + 1), np.zeros(count + 1, bool)
+        statistics = dict.fromkeys(STATISTICS, nothing)
+        for name in STATISTICS:
+            if name in step_data.finished:
+                statistics[name] = (
+                    np.append(step_data.finished[name], 0.0),
+                    ~np.append(step_data.absent.get(name, nothing[1][:count]), True),
+                )
+        bits: dict[str, tuple[npt.NDArray[np.uint64], Bools]] = {}
+        if step_data.checksums is not None:
+            gone = step_data.absent.get("checksum", nothing[1][:count])
+            bits["checksum"] = np.append(step_data.checksums, np.uint64(0)), ~np.append(gone, True)
+        if step_data.crc32:
+            bits["crc32"] = np.zeros(count + 1, np.uint64), np.zeros(count + 1, bool)
+            rows = np.fromiter(step_data.crc32, np.int64, len(step_data.crc32))
+            bits["crc32"][0][rows] = [int(text, 16) % (1 << 64) for text in step_data.crc32.values()]
+            bits["crc32"][1][rows] = True
+        return Columns(statistics, bits)
 
     def norm(self, value: Value) -> float:
         """Return the l2 norm of a value from its statistics or else its elements; NaN where the dump has neither."""
-        numbers = self.numbers(value)
-        if "norm" in numbers:
-            return numbers["norm"]
-        array = self.array(value)
-        return math.nan if array is None else float(np.linalg.norm(np.asarray(array, np.float64)))
+        norms, there = self._columns.statistics["norm"]
+        if there[value.row]:
+            return float(norms[value.row])
+        return norm_of(self.array(value))
 
     def array(self, value: Value) -> npt.NDArray[Any] | None:
         """Return the elements of a value where the dump stores all of them. Raises UnsafeFile where a name leads elsewhere."""
@@ -62,6 +114,30 @@ class Side:
     def disagreement(self, value: Value) -> Any:
         """Return how far copies of a value are apart that several ranks hold: None, as this is one rank."""
         return None
+
+
+def norm_of(array: npt.NDArray[Any] | None) -> float:
+    """Return the l2 norm of an array; NaN where there is none."""
+    return math.nan if array is None else float(np.linalg.norm(np.asarray(array, np.float64)))
+
+
+def column_of(numbers: Sequence[float | None]) -> tuple[npt.NDArray[np.float64], Bools]:
+    """Return numbers as a column, and where there is one."""
+    return np.array([math.nan if x is None else x for x in numbers]), np.array([x is not None for x in numbers], bool)
+
+
+def gathered(side: Side, values: Sequence[Value]) -> Columns:
+    """Return what a side says of values that it is asked for one by one."""
+    told = [side.numbers(value) for value in values]
+    bits = [side.bits(value) for value in values]
+    kinds = {kind for each in bits for kind in each if kind in _BITS}
+    return Columns(
+        {name: column_of([each.get(name) for each in told]) for name in STATISTICS},
+        {
+            kind: (np.array([each.get(kind, 0) for each in bits], np.uint64), np.array([kind in each for each in bits], bool))
+            for kind in kinds
+        },
+    )
 
 
 def _of_row(columns: Sequence[tuple[str, list[Any]]], row: int) -> dict[str, Any]:

@@ -26,21 +26,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
 
-from trainprobe.dump_compare.apart import SAME, Apart, apart, dtype
 from trainprobe.dump_compare.arguments import other_argument
 from trainprobe.dump_compare.cancellation import Terms, cancelled
+from trainprobe.dump_compare.distances import SLACK, Distance, Measured, measure_calls
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
-from trainprobe.engine.compare.number_formats import FORMATS, coarser
-from trainprobe.engine.core.records import Call, Value
-from trainprobe.engine.core.step_data import owner, slots
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.step_data import owner
 
 Outcome = Literal["identical", "rounding", "carried", "suspicious", "bug", "missing", "unknown"]
 _GRAVITY: tuple[Outcome, ...] = ("identical", "rounding", "carried", "suspicious", "bug")
-SLACK = 10.0  # times the noise, before a difference is worth a look
 # what is smallest may become largest in these
 _QUOTIENTS = ("addcdiv", "div", "true_divide", "reciprocal", "rsqrt", "_fused_adam")
 # what is almost equal may be told apart otherwise in these
@@ -64,39 +62,6 @@ _CHOICES = (
     ),
     *("round", "floor", "ceil", "trunc", "sign", "floor_divide", "__floordiv__", "remainder", "long", "int", "multinomial"),
 )
-_RESULTS = {"output", "grad_input"}  # first parts of the slots of what a call gives; the others are what it is given
-
-
-@dataclass(frozen=True, slots=True)
-class Distance:
-    """How far one value of a call is apart.
-
-    slot: its place in the call, `input.0`, `output`, `grad_input.1`, `weight`. result: whether the call gives it, or is given
-    it. epsilon: gap of the coarser of both formats, 0 of whole numbers. formats: both number formats, where they are two.
-    cancelled: norm of the terms that were summed to get a result, over its own; 1 where nothing cancels or it does not matter.
-    floor: what rounding does to a result as a third run measured it, 0 where none did. from_truth: distances of A and of B from
-    a run in higher precision.
-    """
-
-    slot: str
-    apart: Apart
-    result: bool
-    epsilon: float
-    formats: str = ""
-    cancelled: float = 1.0
-    floor: float = 0.0
-    from_truth: tuple[float, float] | None = None
-
-    @property
-    def low(self) -> float:
-        """Return the lower end of the distance, relative to what was summed to get the value; as it is beside a floor."""
-        return self.apart.low / (1.0 if self.floor else self.cancelled)
-
-    @property
-    def another(self) -> bool:
-        """Return whether the two are not the same stored numbers, in whatever format."""
-        unknown = self.apart.evidence == "bits" and math.isinf(self.apart.high)
-        return unknown or self.apart.low > SLACK * self.epsilon
 
 
 @dataclass(slots=True)
@@ -137,14 +102,8 @@ def judge_calls(
     pairs: Sequence[CallPair], a: Side, b: Side, measure: Callable[[Sequence[Judged]], None] | None = None
 ) -> list[Judged]:
     """Return what became of each call, in order. measure: sets what a third run says of the results (see references)."""
-    judged = [_measured(pair, a, b) for pair in pairs]
-    by_call = {id(one.pair.a): one for one in judged if one.pair.a is not None}
-    for one in judged:  # a module rounds as coarsely as what runs within it (bfloat16 under autocast), and is given its weights
-        weights = max((value.apart.high for value in one.values if value.slot.startswith("parameters")), default=0.0)
-        for call in enclosing(one.pair.a):
-            if id(call) in by_call:
-                outer = by_call[id(call)]
-                outer.own, outer.given = max(outer.own, one.own), max(outer.given, weights)
+    judged = [_with_distances(*found) for found in zip(pairs, measure_calls(pairs, a, b), strict=True)]
+    _round_as_what_runs_within(judged)
     if measure is not None:
         measure(judged)
     _see_cancellation(judged, a, b)
@@ -153,6 +112,18 @@ def judge_calls(
         if one.pair.a is not None and one.pair.b is not None:
             one.outcome = _outcome(one)
     return judged
+
+
+def _round_as_what_runs_within(judged: Sequence[Judged]) -> None:
+    """Let a module round as coarsely as what runs within it (bfloat16 under autocast), and be given the weights of that."""
+    by_call = {id(one.pair.a): one for one in judged if one.pair.a is not None}
+    for one in judged:
+        given = [value.apart.high for value in one.values if value.apart.high and value.slot.startswith("parameters")]
+        weights = max(given, default=0.0)
+        for call in enclosing(one.pair.a):
+            outer = by_call.get(id(call))
+            if outer is not None and (one.own > outer.own or weights > outer.given):
+                outer.own, outer.given = max(outer.own, one.own), max(outer.given, weights)
 
 
 def _explain(judged: Sequence[Judged]) -> None:
@@ -169,17 +140,21 @@ def _explain(judged: Sequence[Judged]) -> None:
         if one.computed[1] > SLACK * noise:
             one.argument = one.computed[0]
         of_parameters = call.kind in ("parameter", "state")
-        keys = [_module_of(owner(call), arrived)] if of_parameters else [_key(call), _key(call)[:2]]
+        key = _module_of(owner(call), arrived) if of_parameters else (call.kind, call.name, call.call)
         if call.phase == "backward":
-            one.given = max(one.given, arrived.get(keys[0], 0.0))
+            one.given = max(one.given, arrived.get(key, 0.0))
         if not of_parameters:
-            arrived |= {key: max(one.given, arrived.get(key, 0.0)) for key in keys}
+            for each in (key, key[:2]):
+                if one.given >= arrived.get(each, 0.0):
+                    arrived[each] = one.given
         if call.kind == "op" and _may_jump(one, noise):
             one.given = math.inf
-        noise = max([noise, *(value.low for value in one.values if value.result and value.low < math.inf)])
+        for value in one.values:
+            if value.apart.low > 0 and value.result and noise < value.low < math.inf:
+                noise = value.low
 
 
-def _module_of(name: str, arrived: Mapping[Hashable, float]) -> Hashable:
+def _module_of(name: str, arrived: Mapping[Hashable, float]) -> tuple[Any, ...]:
     """Return the key of the module that used the parameters of a module: this one, or the first around it that was called."""
     while ("module", name) not in arrived and "." in name:
         name = name.rpartition(".")[0]
@@ -191,55 +166,62 @@ def _may_jump(one: Judged, noise: float) -> bool:
 
     Of booleans there are no statistics but their extremes, which hardly ever differ: they count as given while anything is.
     """
-    last = one.call.name.rpartition(".")[2]
-    chooses = last.rstrip("_") in _CHOICES or last in _CHOICES
-    if not chooses and not last.startswith(_QUOTIENTS):
+    jumps, chooses = _is_a_jump(one.call.name)
+    if not jumps:
         return False
     unseen = any(not value.result and value.epsilon == 0 and value.apart.evidence == "statistics" for value in one.values)
     return one.given > 0 or (chooses and unseen and noise > 0)
 
 
+@lru_cache(maxsize=4096)
+def _is_a_jump(name: str) -> tuple[bool, bool]:
+    """Return whether an op makes much of little, as quotients and choices do, and whether it is a choice."""
+    last = name.rpartition(".")[2]
+    chooses = last.rstrip("_") in _CHOICES or last in _CHOICES
+    return chooses or last.startswith(_QUOTIENTS), chooses
+
+
 def _see_cancellation(judged: Sequence[Judged], a: Side, b: Side) -> None:
     """Find the terms of the results that are further apart than their own norm explains."""
-    terms = Terms(a.step_data.calls, a), Terms(b.step_data.calls, b)
+    terms: tuple[Terms, Terms] | None = None
     for one in judged:
         mine, theirs = one.pair.a, one.pair.b
         if mine is None or theirs is None:
             continue
         for i, value in enumerate(one.values):
             if value.result and value.epsilon and not value.floor and SLACK * one.own < value.apart.low < math.inf:
+                terms = terms or (Terms(a.step_data.calls, a), Terms(b.step_data.calls, b))
                 sides = ((call, value.slot, side) for call, side in zip((mine, theirs), terms, strict=True))
-                one.values[i] = replace(value, cancelled=cancelled(sides))
+                times = cancelled(sides)
+                if times != 1:
+                    one.values[i] = replace(value, cancelled=times)
 
 
 def enclosing(call: Call | None) -> Iterator[Call]:
     """Yield the calls that a call runs within, from the inside."""
     seen: set[int] = set()
-    while call is not None and isinstance(call.parent, Call) and id(call.parent) not in seen:
-        call = call.parent
-        seen.add(id(call))
-        yield call
+    around = None if call is None else call.parent
+    while isinstance(around, Call) and id(around) not in seen:
+        yield around
+        seen.add(id(around))
+        around = around.parent
 
 
-def _measured(pair: CallPair, a: Side, b: Side) -> Judged:
+def _with_distances(pair: CallPair, measured: Measured) -> Judged:
     if pair.a is None or pair.b is None:
         return Judged(pair)
-    values = list(_distances(pair.a, a, pair.b, b))
     argument, computed = other_argument(pair.a, pair.b)
-    given = max([computed[1], *(value.apart.high for value in values if not value.result)])
-    longest = math.sqrt(_longest_sum(pair.a))
-    own = max((value.epsilon + _sum_epsilon(value.epsilon) * longest for value in values if value.epsilon), default=0.0)
-    return Judged(pair, values=values, given=given, own=own, argument=argument, computed=computed)
-
-
-def _key(call: Call) -> tuple[str, str, int]:
-    return call.kind, call.name, call.call
+    given = max([computed[1], *[value.apart.high for value in measured.values if not value.result]])
+    return Judged(pair, "missing", measured.values, given, measured.own, argument, computed)
 
 
 def _outcome(one: Judged) -> Outcome:
     results = [value for value in one.values if value.result]
-    if not any(value.apart.high for value in one.values) and any(value.formats for value in one.values):
-        return "rounding"
+    if not any(value.apart.high for value in one.values):
+        if any(value.formats for value in one.values):
+            return "rounding"
+        if results:
+            return "identical"
     if not results:  # nothing comes out, or nothing was recorded of it: what arrives is told where it comes from
         unknown = any(value.apart.evidence == "nothing" for value in one.values)
         return "bug" if one.argument else "unknown" if unknown else "carried" if one.given > 0 else "identical"
@@ -265,61 +247,3 @@ def _of_result(one: Judged, value: Distance) -> Outcome:
     if ratio <= SLACK:
         return "carried"
     return "suspicious" if one.given > 0 and ratio <= SLACK * SLACK else "bug"
-
-
-def _distances(left: Call, a: Side, right: Call, b: Side) -> Iterator[Distance]:
-    for slot, x, y in _together(dict(slots(left)), dict(slots(right))):
-        result = left.kind in ("parameter", "saved") or (left.kind == "state" and slot == "grad") or _is_result(slot)
-        if x is None or y is None:
-            if result:
-                yield Distance(slot, Apart(0.0, math.inf, "absent", f"in {'B' if x is None else 'A'} alone"), True, 0.0)
-            continue
-        far = SAME if _is_filled_later(left, slot) else apart(a, x, b, y)
-        formats = "" if dtype(x) == dtype(y) else f"{dtype(x)} in A and {dtype(y)} in B"
-        yield Distance(slot, far, result, _epsilon(x, y), formats)
-
-
-def _is_filled_later(call: Call, slot: str) -> bool:
-    """Return whether what a tensor held before the call says nothing: `torch.empty` and its kin."""
-    return call.kind == "op" and call.name.rpartition(".")[2].startswith(("empty", "new_empty")) and slot.startswith("output")
-
-
-def _together(a: Mapping[str, Value], b: Mapping[str, Value]) -> Iterator[tuple[str, Value | None, Value | None]]:
-    """Yield values of the same slot; those that are left over in order, as one tool's third argument is another's keyword.
-
-    What has no partner then comes with None.
-    """
-    yield from ((slot, value, b[slot]) for slot, value in a.items() if slot in b)
-    for results in (False, True):
-        mine = [item for item in a.items() if item[0] not in b and _is_result(item[0]) == results]
-        theirs = [item for item in b.items() if item[0] not in a and _is_result(item[0]) == results]
-        none = (None, None)
-        for (slot, value), (other_slot, other) in zip_longest(mine, theirs, fillvalue=none):
-            yield slot or other_slot or "", value, other
-
-
-def _is_result(slot: str) -> bool:
-    return slot.partition(".")[0] in _RESULTS
-
-
-def _epsilon(x: Value, y: Value) -> float:
-    formats = [FORMATS.get(value.dtype.rpartition(".")[2].lower()) for value in (x, y)]
-    if formats[0] is None or formats[1] is None:
-        return 0.0
-    rough = coarser(formats[0], formats[1])
-    return 0.0 if rough.mantissa is None else rough.epsilon
-
-
-def _sum_epsilon(epsilon: float) -> float:
-    """Return the rounding of what sums are taken in: float64 for float64, float32 for all else."""
-    return 2.0**-52 if epsilon < 2.0**-23 else 2.0**-23
-
-
-def _longest_sum(call: Call) -> int:
-    """Return how many terms a sum in this call may have, told by shapes: rows, columns, or all that vanishes."""
-    shapes = [value.shape for _, value in slots(call)]
-    sizes = [math.prod(shape) for shape in shapes]
-    rows = [size // shape[-1] for shape, size in zip(shapes, sizes, strict=True) if shape and shape[-1]]
-    vanishing = max(sizes, default=1) // max(1, min((size for size in sizes if size), default=1))
-    widest = max((max(shape, default=1) for shape in shapes), default=1)
-    return max(1, widest, *rows, vanishing if min(sizes, default=0) <= 1 else 1)

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from trainprobe.dump_compare.distances import Distance
 from trainprobe.dump_compare.dump_side import Side
-from trainprobe.dump_compare.judge import Distance, Judged, Outcome
+from trainprobe.dump_compare.judge import Judged, Outcome
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import entry_name, slots
 from trainprobe.engine.storage.sheet_cells import append, defused, new_book

@@ -16,8 +16,9 @@ from typing import Any
 
 import orjson
 
+from trainprobe.dump_compare.distances import Distance
 from trainprobe.dump_compare.dump_side import Side
-from trainprobe.dump_compare.judge import Distance, Judged, Outcome
+from trainprobe.dump_compare.judge import Judged, Outcome
 from trainprobe.dump_compare.page.tree import build_tree
 from trainprobe.dump_compare.pairing import RankPair
 from trainprobe.dump_compare.sheet import classic_name

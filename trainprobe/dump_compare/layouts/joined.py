@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from trainprobe.dump_compare.apart import Apart, apart
-from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.dump_side import Columns, Side, gathered, norm_of
 from trainprobe.dump_compare.layouts.rectangles import Box
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import StoredStepData
@@ -85,6 +85,7 @@ class JoinedSide(Side):
     Values are those that `add` returned; nothing of a tensor is kept, and no two tensors are in memory at once.
     """
 
+    has_copies: ClassVar[bool] = True
     calls: list[Call] = field(default_factory=list[Call])
     _rows: list[_Row] = field(default_factory=list[_Row])
 
@@ -118,6 +119,15 @@ class JoinedSide(Side):
             return {"mean": math.fsum(sums) / math.prod(join.shape)} if sums else {}
         scaled = {name: [w * each[name] for w, each in zip(weights, told, strict=True)] for name in names}
         return {name: _together(name, numbers, sizes) for name, numbers in scaled.items()}
+
+    def columns(self, values: Sequence[Value]) -> Columns:
+        """Return the statistics and fingerprints of these values."""
+        return gathered(self, values)
+
+    def norm(self, value: Value) -> float:
+        """Return the l2 norm of a value, NaN where the dumps have neither statistics nor elements that it follows from."""
+        numbers = self.numbers(value)
+        return numbers["norm"] if "norm" in numbers else norm_of(self.array(value))
 
     def bits(self, value: Value) -> Mapping[str, int]:
         """Return the fingerprints of the only part, or one made of those of all parts, which compares equal splits."""

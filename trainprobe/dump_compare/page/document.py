@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainprobe.dump_compare.arguments import plain_arguments
+from trainprobe.dump_compare.distances import Distance
 from trainprobe.dump_compare.dump_side import Side
-from trainprobe.dump_compare.judge import Distance, Judged
+from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.page.histograms import histogram
 from trainprobe.dump_compare.page.tree import Node, build_tree
 from trainprobe.engine.core.records import Call, Opaque, Value

@@ -106,7 +106,7 @@ class Value:
         self.tensor = tensor
         self.extra = extra  # DTensor placements and mesh, and the like
 
-    def with_note(self, note: str) -> Value:
+    def with_note(self, note: str | None) -> Value:
         """Return the same value with a note of its own; other places that refer to it keep theirs."""
         twin = copy(self)
         twin.note = note

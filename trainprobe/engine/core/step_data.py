@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -74,19 +75,21 @@ def owner(call: Call) -> str:
     return call.name if call.kind != "state" else call.name.rpartition(".")[0] or ROOT
 
 
-def slots(call: Call) -> Iterator[tuple[str, Value]]:
-    """Yield (slot, value) for each tensor value of a call, in order. The only element of a list of outputs has no number."""
+def slots(call: Call) -> list[tuple[str, Value]]:
+    """Return (slot, value) of each tensor value of a call, in order. The only element of a list of outputs has no number."""
+    found: list[tuple[str, Value]] = []
     if call.kind == "saved":
-        yield from leaves(call.args, "grad" if call.phase == "backward" else "value")
-        return
-    if call.kind in ("parameter", "state"):
+        _add_leaves(call.args, "grad" if call.phase == "backward" else "value", found)
+    elif call.kind in ("parameter", "state"):
         for short, tree in (call.params or {}).items():
-            yield from leaves(unwrap(tree), short)
-        return
-    for side, first in BACKWARD if call.phase == "backward" else FORWARD:
-        tree = getattr(call, side)
-        if tree is not None:
-            yield from leaves(unwrap(tree) if first == "output" else tree if isinstance(tree, (list, dict)) else [tree], first)
+            _add_leaves(unwrap(tree), short, found)
+    else:
+        for side, first in BACKWARD if call.phase == "backward" else FORWARD:
+            tree = getattr(call, side)
+            if tree is not None:
+                whole = unwrap(tree) if first == "output" else tree if isinstance(tree, (list, dict)) else [tree]
+                _add_leaves(whole, first, found)
+    return found
 
 
 def unwrap(tree: Any) -> Any:
@@ -94,16 +97,31 @@ def unwrap(tree: Any) -> Any:
     return tree[0] if isinstance(tree, list) and len(tree) == 1 else tree  # pyright: ignore[reportUnknownVariableType]
 
 
-def leaves(tree: Any, path: str) -> Iterator[tuple[str, Value]]:
-    """Yield (path, value) for each Value in a tree of lists and dicts, depth first."""
+def leaves(tree: Any, path: str) -> list[tuple[str, Value]]:
+    """Return (path, value) of each Value in a tree of lists and dicts, depth first."""
+    found: list[tuple[str, Value]] = []
+    _add_leaves(tree, path, found)
+    return found
+
+
+def _add_leaves(tree: Any, path: str, found: list[tuple[str, Value]]) -> None:
     if isinstance(tree, Value):
-        yield path, tree
+        found.append((path, tree))
     elif isinstance(tree, list):
         for i, item in enumerate(tree):
-            yield from leaves(item, f"{path}.{i}")
+            if isinstance(item, Value):
+                found.append((_within(path, i), item))
+            elif isinstance(item, (list, dict)):
+                _add_leaves(item, _within(path, i), found)
     elif isinstance(tree, dict):
         for key, item in tree.items():
-            yield from leaves(item, f"{path}.{key}")
+            _add_leaves(item, f"{path}.{key}", found)
+
+
+@lru_cache(maxsize=4096)
+def _within(path: str, place: int) -> str:
+    """Return the slot of an element of a list, as one object for all calls."""
+    return f"{path}.{place}"
 
 
 def iterate_records(step_data: StepData) -> Iterator[Record]:

@@ -18,13 +18,16 @@ def parse_entry(name: str) -> Call | None:
 
     Older files number neither the gradients of parameters nor distinguish collectives: such are 0, and told by prefix.
     """
-    if m := _MODULE.fullmatch(name):
+    last = name.rpartition(".")[2]
+    if last in ("forward", "backward"):
+        if m := _OP.fullmatch(name):
+            kind = "collective" if name.startswith(_COLLECTIVES) else "op"
+            return Call(kind, m[1], int(m[2]), "backward" if m[3] == "backward" else "forward")
+    elif last == "debug":
+        if m := _SAVED.fullmatch(name):
+            return Call("saved", m[1], int(m[3]), "backward" if m[2] else "forward")
+    elif m := _MODULE.fullmatch(name):
         return Call("module", m[1], int(m[4]), "backward" if m[3] == "backward" else "forward", cls=m[2])
-    if m := _GRADIENTS.fullmatch(name):
+    elif m := _GRADIENTS.fullmatch(name):
         return Call("parameter", m[1], int(m[3] or 0), "backward", cls=m[2])
-    if m := _SAVED.fullmatch(name):
-        return Call("saved", m[1], int(m[3]), "backward" if m[2] else "forward")
-    if m := _OP.fullmatch(name):
-        kind = "collective" if name.startswith(_COLLECTIVES) else "op"
-        return Call(kind, m[1], int(m[2]), "backward" if m[3] == "backward" else "forward")
     return None

@@ -15,11 +15,11 @@ from typing import Any
 import orjson
 
 from trainprobe.engine.core.records import Call, Place
-from trainprobe.engine.core.step_data import StoredStepData
+from trainprobe.engine.core.step_data import StoredStepData, slots
 from trainprobe.engine.storage.dumps.entries import parse_entry
 from trainprobe.engine.storage.dumps.header import read_place, read_scalars, spread
 from trainprobe.engine.storage.dumps.layout import CONSTRUCT_FILE, DEBUG_FILE, DUMP_FILE, HEADER, STACK_FILE, find_ranks
-from trainprobe.engine.storage.dumps.leaves import Leaves
+from trainprobe.engine.storage.dumps.leaves import Leaves, NoNumber
 from trainprobe.engine.storage.kernel_dumps.file_names import holds_kernels, parse_name
 from trainprobe.engine.storage.kernel_dumps.read import read_kernels
 from trainprobe.errors import FormatError
@@ -93,7 +93,8 @@ def _read_rank(path: Path) -> StoredStepData:
     calls: list[Call] = []
     by_name: dict[str, Call] = {}
     notes = [str(note) for note in head.get("notes", ())]
-    for name, entry in data.items():
+    for name in list(data):
+        entry = data.pop(name)  # what was read is let go, so that the file's content and the step are not both in memory
         call = parse_entry(name)
         if call is None:
             notes.append(f"entry {name!r} has no form that is known and was left out")
@@ -107,6 +108,10 @@ def _read_rank(path: Path) -> StoredStepData:
     try:
         states = list(_states(head, leaves))
         return _assemble(path, top, head, calls, by_name, leaves, notes, states)
+    except NoNumber as error:
+        named = ((name, value.row) for name, call in by_name.items() for _, value in slots(call))
+        name = next((name for name, row in named if row == error.row), HEADER)
+        raise FormatError(f"{path}: entry {name!r} cannot be read: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise FormatError(f"{path}: its header cannot be read: {error}") from None
 
