@@ -1,4 +1,4 @@
-"""Healthy pairs of models that nobody here wrote: families of Hugging Face transformers, built from small configurations, and torch's own.
+"""Healthy pairs of models that nobody here wrote: families of Hugging Face transformers, made small, and modules of torch.
 
 Each is trained for two steps of two micro-batches in two ways that may differ by rounding alone. None may be called a bug.
 """
@@ -109,9 +109,9 @@ def _config(family: str) -> Any:
             config = t.ViTConfig(**{**_SMALL, **_NO_DROPOUT}, image_size=16, patch_size=4, num_labels=7)
         case "whisper":
             config = t.WhisperConfig(
-                vocab_size=WORDS, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-                encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8, max_source_positions=12, max_target_positions=24, dropout=0.0,
-                pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+                vocab_size=WORDS, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, dropout=0.0,
+                decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8, max_source_positions=12,
+                max_target_positions=24, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
             )  # fmt: skip
         case "llama" | "qwen2":
             config = {"llama": t.LlamaConfig, "qwen2": t.Qwen2Config}[family](**_SMALL, num_key_value_heads=2)
@@ -168,7 +168,7 @@ def loss_of(run: Any, family: str, batch: dict[str, Tensor]) -> Tensor:
     return run(**batch).loss
 
 
-def train(output: Path, family: str, way: Way, **plan: Any) -> Path:
+def train(output: Path, family: str, way: Way, steps: int = 2, **plan: Any) -> Path:
     """Train with the probe and return the folder of the dump."""
     before = torch.get_num_threads()
     torch.set_num_threads(way.threads)
@@ -179,7 +179,7 @@ def train(output: Path, family: str, way: Way, **plan: Any) -> Path:
         run = torch.compile(model) if way.compiled else model
         data = batches(family, way.dtype)
         with trainprobe.watch(model, optimizer, output=output, console=False, **plan) as probe:
-            for _ in range(2):
+            for _ in range(steps):
                 with probe.step():
                     optimizer.zero_grad()
                     for _ in range(2):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from tests.distributed.launch import launch
 from tests.dump_compare import train_layouts
 from trainprobe.cli import main
+from trainprobe.dump_compare.dump_side import Columns, gathered
 from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
 from trainprobe.dump_compare.layouts.splits import joins
 from trainprobe.engine.core.records import Value
@@ -115,6 +118,11 @@ class _Known:
     step_data: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(step=0, place=None, framework="", level="", task="", partials=np.zeros((0, 1)))
     )
+
+    has_copies: ClassVar[bool] = False
+
+    def columns(self, values: Sequence[Value]) -> Columns:
+        return gathered(self, values)
 
     def numbers(self, value: Value) -> dict[str, float]:
         x = self.elements

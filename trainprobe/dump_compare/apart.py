@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from trainprobe.dump_compare.dump_side import STATISTICS, Columns, Side, column_of
 from trainprobe.engine.compare import measure
+from trainprobe.engine.compare.number_formats import LOWEST
 from trainprobe.engine.core.records import Value
 
 Evidence = Literal["bits", "values", "statistics", "shape", "nothing", "absent", "replicas"]
@@ -51,8 +52,13 @@ _OTHER_ORDER = Apart(
     "bits",
     "the bits differ, the statistics do not: the same numbers in another order, or zeros of another sign?",
 )
-_FIXED = (SAME, Apart(0.0, 0.0, "statistics"), _ODD, _OTHER_BITS, _NOTHING, _OTHER_ORDER)  # by the numbers below
-_IS_SAME, _IS_ALIKE, _IS_ODD, _HAS_OTHER_BITS, _IS_UNKNOWN, _HAS_OTHER_ORDER, _IS_MEASURED = range(7)
+ALIKE = Apart(0.0, 0.0, "statistics")
+MASKED = Apart(
+    0.0, math.inf, "statistics", "most of the norm is that of a mask, so that the statistics tell little of the rest"
+)
+_FIXED = (SAME, ALIKE, _ODD, _OTHER_BITS, _NOTHING, _OTHER_ORDER, MASKED)  # by the numbers below
+_IS_SAME, _IS_ALIKE, _IS_ODD, _HAS_OTHER_BITS, _IS_UNKNOWN, _HAS_OTHER_ORDER, _IS_MASKED, _IS_MEASURED = range(8)
+_FILL, _ABOVE, _SAME_FILL = 1e4, 1e3, 0.01  # how large a mask's number is at least, how many times all else, and how equal
 
 
 def apart(a: Side, left: Value, b: Side, right: Value) -> Apart:
@@ -171,8 +177,38 @@ def _by_columns(a: Columns, b: Columns, sizes: F64, same_bits: npt.NDArray[np.in
         changed |= each != 0
     told = np.where(changed, _IS_MEASURED, np.where(same_bits == 0, _HAS_OTHER_ORDER, _IS_ALIKE))
     told[odd] = _IS_ODD
+    _look_beside_masks(a, b, change["max"], root, told, low, high, same_bits)
     told[~known] = np.where(same_bits[~known] == 0, _HAS_OTHER_BITS, _IS_UNKNOWN)
     return told, low, high
+
+
+def _look_beside_masks(
+    a: Columns,
+    b: Columns,
+    change: F64,
+    root: F64,
+    told: npt.NDArray[np.int64],
+    low: F64,
+    high: F64,
+    same_bits: npt.NDArray[np.int8],
+) -> None:
+    """Tell what was filled with one very low number by the largest of the others, as norm and mean are those of the mask.
+
+    The number may be the lowest of two formats, of which the norm of one may be infinite. change: of the largest numbers.
+    """
+    (x, in_a), (y, in_b) = a.statistics["min"], b.statistics["min"]
+    (p, _), (q, _) = a.statistics["max"], b.statistics["max"]
+    with np.errstate(all="ignore"):
+        rest = np.maximum(np.abs(p), np.abs(q))
+        filled = in_a & in_b & (np.maximum(x, y) < -np.maximum(_FILL, _ABOVE * rest)) & np.isfinite(x) & np.isfinite(y)
+        filled &= (np.abs(x - y) <= _SAME_FILL * np.abs(y)) | (np.isin(x, LOWEST) & np.isin(y, LOWEST))
+        beside = np.where(rest > 0, rest, 1.0)
+        far = change / beside
+    unseen = (told == _IS_ALIKE) & (same_bits < 0)
+    told[filled & (change == 0) & (unseen | (told == _IS_MEASURED) | (told == _IS_ODD))] = _IS_MASKED
+    measured = filled & (change > 0)
+    told[measured] = _IS_MEASURED
+    low[measured], high[measured] = (far / root)[measured], far[measured]
 
 
 def _alike_where_not_finite(x: F64, y: F64) -> Bools:

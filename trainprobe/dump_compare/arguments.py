@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from trainprobe.engine.compare.number_formats import LIMITS
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import slots
 
@@ -15,7 +16,8 @@ def other_argument(left: Call, right: Call) -> tuple[str, tuple[str, float]]:
     """Return the first plain argument that is another on the two sides, as text or "", and the floats that are almost the same.
 
     Two floats within a thousandth of each other may have been computed in the training, from tensors that differ by rounding:
-    of these the one that is furthest apart, as text, and its relative distance.
+    of these the one that is furthest apart, as text, and its relative distance. The same limit of two number formats (the
+    lowest number, with which masks are filled) is no other argument: it only has a distance.
     """
     close = "", 0.0
     if _has_tensors_alone(left) or _has_tensors_alone(right):
@@ -24,12 +26,20 @@ def other_argument(left: Call, right: Call) -> tuple[str, tuple[str, float]]:
     for at in [at for at in mine if at in theirs and repr(mine[at]) != repr(theirs[at])]:
         x, y = mine[at], theirs[at]
         far = abs(x - y) / max(abs(x), abs(y)) if isinstance(x, float) and isinstance(y, float) and x != y else 1.0
+        if _is_one_limit(x, y):
+            close = max(close, ("", far), key=lambda found: found[1])
+            continue
         said = f"{at} is {x!r} in A and {y!r} in B"
         if not far <= _CLOSE:
             return said, close
         if far > close[1]:
             close = said, far
     return "", close
+
+
+def _is_one_limit(x: Any, y: Any) -> bool:
+    """Return whether two floats are the same limit (lowest, largest, smallest normal, epsilon) of two number formats."""
+    return isinstance(x, float) and isinstance(y, float) and LIMITS.get(x, "") == LIMITS.get(y)
 
 
 def given_alone(left: Call, right: Call) -> str:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
-from trainprobe.dump_compare.apart import SAME, Apart, apart_all, format_name
+from trainprobe.dump_compare.apart import ALIKE, MASKED, SAME, Apart, apart_all, format_name
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.engine.compare.number_formats import FORMATS, coarser
@@ -17,6 +17,9 @@ from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import slots
 
 SLACK = 10.0  # times the noise, before a difference is worth a look
+Paired = tuple[str, Value | None, Value | None]  # slot, value of A, value of B
+_ELSEWHERE = "are one tensor: at input"  # in the note of engine.capture.module_gradients
+_WRITES = frozenset(["__setitem__", "copy_", "fill_", "zero_"])
 _EMPTY = ("empty", "new_empty")
 _RESULTS = {"output", "grad_input"}  # first parts of the slots of what a call gives; the others are what it is given
 
@@ -127,8 +130,10 @@ def _measured(pair: CallPair, matched: _Matched, found: Iterator[Apart], known: 
                 measured.values.append(Distance(slot, away, True, 0.0))
             continue
         far = next(found)
-        if far.high and _is_filled_later(pair.a, slot):
+        if far.high and _is_overwritten(pair.a, slot):
             far = SAME
+        if result and far is MASKED:
+            far = ALIKE  # of a result as little is known as there is; of what a call is given, doubt is for the call
         epsilon, formats = known.of_formats(x, y)
         measured.values.append(known.distance(slot, far, result, epsilon, formats))
         if epsilon:
@@ -149,16 +154,41 @@ def _matched(pair: CallPair) -> _Matched:
         together = [(slot, x, y) for (slot, x), (_, y) in zip(left, right, strict=True)]
     else:
         together = _together(dict(left), dict(right))
+    if pair.a.kind == "op" and pair.a.phase == "backward":
+        together = _of_the_same_nodes(list(together))
+    together = [each for each in together if not _is_told_elsewhere(each)]
     values = [(slot, x, y, of_kind or (of_state and slot == "grad") or is_result(slot)) for slot, x, y in together]
     return _Matched(values, shapes)
 
 
-def _is_filled_later(call: Call, slot: str) -> bool:
-    """Return whether what a tensor held before the call says nothing: `torch.empty` and its kin."""
-    return "empty" in call.name and call.kind == "op" and call.name.rpartition(".")[2].startswith(_EMPTY) and is_result(slot)
+def _is_told_elsewhere(paired: Paired) -> bool:
+    """Return whether both dumps say that a gradient stands at another input, as both inputs are one tensor."""
+    return all(value is not None and value.row < 0 and _ELSEWHERE in (value.note or "") for value in paired[1:])
 
 
-def _together(a: Mapping[str, Value], b: Mapping[str, Value]) -> Iterator[tuple[str, Value | None, Value | None]]:
+def _of_the_same_nodes(together: list[Paired]) -> list[Paired]:
+    """Return the values of an op's backward, without gradients that are those at two autograd nodes.
+
+    A gradient has the shape of what it belongs to. Where two shapes are not alike, the op ran as another kernel does, attention
+    for one, and what was recorded is the gradient within it.
+    """
+    other = any(
+        is_result(slot) and x is not None and y is not None and tuple(x.shape) != tuple(y.shape) for slot, x, y in together
+    )
+    return [each for each in together if not is_result(each[0])] if other else together
+
+
+def _is_overwritten(call: Call, slot: str) -> bool:
+    """Return whether the numbers of a value say nothing of a call, as memory that nobody has filled yet may stand there.
+
+    That is what `torch.empty` and its kin give, and what a tensor holds before it is written to. What else it held was compared
+    where it was made, and is compared where it is used.
+    """
+    last = call.name.rpartition(".")[2] if call.kind == "op" else ""
+    return (last in _WRITES and slot == "input.0") or (last.startswith(_EMPTY) and is_result(slot))
+
+
+def _together(a: Mapping[str, Value], b: Mapping[str, Value]) -> Iterator[Paired]:
     """Yield values of the same slot; those that are left over in order, as one tool's third argument is another's keyword.
 
     What has no partner then comes with None.

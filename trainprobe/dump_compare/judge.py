@@ -142,7 +142,7 @@ def _explain(judged: Sequence[Judged]) -> None:
         of_parameters = call.kind in ("parameter", "state")
         key = _module_of(owner(call), arrived) if of_parameters else (call.kind, call.name, call.call)
         if call.phase == "backward":
-            one.given = max(one.given, arrived.get(key, 0.0))
+            one.given = max(one.given, arrived.get(key, noise if of_parameters else 0.0))  # tied weights: of a module unknown
         if not of_parameters:
             for each in (key, key[:2]):
                 if one.given >= arrived.get(each, 0.0):

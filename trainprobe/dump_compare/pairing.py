@@ -10,11 +10,13 @@ from typing import Any
 
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.step_data import slots
 from trainprobe.engine.storage.dumps.layout import DUMP_FILE, LOG_FILE, find_dumps, has_run_log, holds_dump
 from trainprobe.errors import CompareError, FormatError
 
 # what an operator is called by tools that wrap it → by torch, whose function mode sees it
 _OPERATORS = {"truediv": "div", "rdiv": "rtruediv", "mod": "remainder", "radd": "add", "rmul": "mul"}
+_MOVES = frozenset(["reshape", "view", "transpose", "permute", "contiguous", "expand", "repeat", "flatten", "unflatten"])
 _METHODS = frozenset(["add", "sub", "mul", "div", "remainder", "matmul", "pow", "neg", "abs", "gt", "lt", "ge", "le", "ne"])
 
 
@@ -143,9 +145,8 @@ def _key(call: Call, rename: Callable[[str], str] = str) -> Hashable:
 def _pair_ops(a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str]) -> dict[int, Call]:
     """Return place in A of each op → its partner."""
     mine, theirs = ([i for i, call in enumerate(side) if call.kind == "op" and call.phase != "backward"] for side in (a, b))
-    aligned = [
-        (mine[i], theirs[j]) for i, j in _aligned([_op_key(a[i], rename) for i in mine], [_op_key(b[j]) for j in theirs])
-    ]
+    keys = [_op_key(a[i], rename) for i in mine], [_op_key(b[j]) for j in theirs]
+    aligned = [(mine[i], theirs[j]) for i, j in _aligned_by_shapes([a[i] for i in mine], [b[j] for j in theirs], *keys)]
     partner = {i: b[j] for i, j in aligned}
     number = {(a[i].name, a[i].call): (b[j].name, b[j].call) for i, j in aligned}
     forwards = [{(side[i].name, side[i].call) for i in of_side} for side, of_side in ((a, mine), (b, theirs))]
@@ -162,7 +163,14 @@ def _pair_ops(a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str]
 def _op_key(call: Call, rename: Callable[[str], str] = str) -> Hashable:
     parent = call.parent
     within = rename(parent.name) if isinstance(parent, Call) and parent.kind == "module" else None
-    return operator(call.name), call.phase, None if within == ROOT else within
+    name = operator(call.name)
+    moved = _first_shape(call) if name.rpartition(".")[2] in _MOVES else None
+    return name, call.phase, None if within == ROOT else within, moved
+
+
+def _first_shape(call: Call) -> Hashable:
+    """Return the shape of what an op is given first: one that only moves data belongs to none that is given another shape."""
+    return next((tuple(value.shape) for _, value in slots(call)), None)
 
 
 def operator(name: str) -> str:
@@ -176,6 +184,32 @@ def operator(name: str) -> str:
         return f"{owner}.{in_place}_"
     plain = _OPERATORS.get(inner, inner)
     return f"{owner}.{plain}" if plain in _METHODS else f"{owner}.__{plain}__"
+
+
+def _aligned_by_shapes(
+    a: Sequence[Call], b: Sequence[Call], names_a: Sequence[Hashable], names_b: Sequence[Hashable]
+) -> Iterator[tuple[int, int]]:
+    """Yield pairs of places of equal names, in order. Where the names part, ops of equal shapes too belong together first.
+
+    So an op that one side runs more often, a reshape in attention that is not fused, finds no partner of another shape while
+    there is one of its own.
+    """
+    if names_a == names_b:
+        yield from ((i, i) for i in range(len(names_a)))
+        return
+    shapes = [[(name, _shapes(call)) for name, call in zip(*side, strict=True)] for side in ((names_a, a), (names_b, b))]
+    sure = [*_aligned(*shapes), (len(a), len(b))]
+    before = (-1, -1)
+    for i, j in sure:
+        between = names_a[before[0] + 1 : i], names_b[before[1] + 1 : j]
+        yield from ((before[0] + 1 + p, before[1] + 1 + q) for p, q in _aligned(*between))
+        if i < len(a):
+            yield i, j
+        before = i, j
+
+
+def _shapes(call: Call) -> Hashable:
+    return tuple([tuple(value.shape) for _, value in slots(call)])
 
 
 def _aligned(a: Sequence[Hashable], b: Sequence[Hashable]) -> Iterator[tuple[int, int]]:

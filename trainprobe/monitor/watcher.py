@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from trainprobe.engine.core.findings import Count, counted_all, merged, ranks_of, recount
+from trainprobe.engine.core.findings import Count, counted_all, merged, ranks_of, recount, spans
 from trainprobe.engine.core.guard import Part, simply
 from trainprobe.engine.core.records import Finding, StepData
 from trainprobe.engine.storage.safe_files import LARGEST_STATE, read_bounded, set_aside, write_whole
@@ -149,27 +149,46 @@ def judge_frames(frames: Iterable[Frame], rules: Mapping[str, RuleOptions]) -> l
 def causes(findings: Iterable[Finding]) -> list[Finding]:
     """Return one finding a cause, causes before consequences.
 
-    A NaN that other ranks see only once gradients have been exchanged is that of the rank where it arose earlier in the step.
+    A NaN that a collective handed to a rank, or that the rank sees only once gradients have been exchanged, is that of the rank
+    that made it in the same step, as `trainprobe nan-trace` reports it.
     """
+    ordered = in_order(merged(findings))
+    ordered.sort(key=lambda f: (f.step is None, f.step or 0, _is_handed_over(f)))  # behind what may have made it
     found: list[Finding] = []
+    reached: dict[int, set[int]] = {}  # where in `found` a non-finite value's origin is → the ranks that it reached
     born: dict[int | None, int] = {}  # step → where in `found` the origin of its non-finite values is
-    for finding in in_order(merged(findings)):
+    for finding in ordered:
         origin = born.get(finding.step) if finding.rule == "nonfinite" else None
         if origin is not None and _came_from(finding, found[origin]):
-            ranks = tuple(sorted({*ranks_of(found[origin]), *ranks_of(finding)}))
-            found[origin] = replace(found[origin], ranks=ranks)
+            reached.setdefault(origin, set()).update(ranks_of(finding))
             continue
         if finding.rule == "nonfinite":
             born.setdefault(finding.step, len(found))
         found.append(finding)
-    return found
+    return [_reaching(finding, reached.get(i, set())) for i, finding in enumerate(found)]
+
+
+def _is_handed_over(finding: Finding) -> bool:
+    """Tell whether a collective gave a rank what is not finite, and the rank had given it finite values."""
+    return finding.rule == "nonfinite" and finding.site is not None and finding.site.kind == "collective"
 
 
 def _came_from(finding: Finding, origin: Finding) -> bool:
-    """Tell whether a non-finite value was seen after the exchange of gradients, and `origin` before it on another rank."""
+    """Tell whether a non-finite value was handed over, or seen after the exchange of gradients, and `origin` made elsewhere."""
     exchanged = STAGES.index("whole gradient")
     elsewhere = not {*ranks_of(finding)} & {*ranks_of(origin)}
-    return elsewhere and _stage(origin)[0] < exchanged <= _stage(finding)[0] and origin.severity == finding.severity
+    later = _stage(origin)[0] < exchanged <= _stage(finding)[0]
+    handed = _is_handed_over(finding) and not _is_handed_over(origin)
+    return elsewhere and (later or handed) and origin.severity == finding.severity
+
+
+def _reaching(finding: Finding, ranks: Set[int]) -> Finding:
+    """Return the finding of the ranks that made a non-finite value, with those that it reached."""
+    if not ranks:
+        return finding
+    made, reached = (f"rank{'s' if len(each) > 1 else ''} {spans(sorted(each))}" for each in (ranks_of(finding), ranks))
+    message = f"{finding.message}; {made} made it, and it reached {reached}"
+    return replace(finding, ranks=tuple(sorted({*ranks_of(finding), *ranks})), message=message)
 
 
 def in_order(findings: Sequence[Finding]) -> list[Finding]:

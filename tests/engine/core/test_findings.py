@@ -103,7 +103,7 @@ def test_a_nan_that_came_with_the_exchange_of_gradients_is_that_of_the_rank_wher
     arrived = [at(8, rank, "nonfinite", replace(GRAD, name=f"layers.{rank}.weight")) for rank in (0, 2)]
     later = at(20, 0, "nonfinite", replace(GRAD, name="layers.5.weight"))
     (first, second) = causes([*arrived, later, born])
-    assert (first.message, first.ranks) == (born.message, (0, 1, 2))
+    assert (first.message, first.ranks) == (f"{born.message}; rank 1 made it, and it reached ranks 0, 2", (0, 1, 2))
     assert second == later
     own = at(8, 0, "nonfinite", Site("module", "layers.0", "output"))
     assert len(causes([own, born])) == 2  # each rank has one of its own

@@ -135,12 +135,28 @@ def test_the_rank_that_made_it_is_named_and_what_handed_it_to_the_other(tmp_path
     assert (code, told["step"], told["first"]["rank"], told["first"]["at"]["name"]) == (1, 3, 1, "Torch.log")
     assert "rank 0: handed over in step 3 by Distributed.all_reduce.0.forward" in text
     assert told["first"]["entry"].endswith("in blocks.1")
+    _judge_and_report_say_the_same(tmp_path / "mix", told, capsys)
     code, told, text = traced(tmp_path / "L0", capsys)
     assert (code, told["step"], told["first"]["rank"], told["first"]["at"]["name"]) == (1, 3, 1, "blocks.1")
     assert "rank 0: from step 4 on, with what step 3 left behind" in text
     code, told, text = traced(tmp_path / "mix" / "step3" / "rank0", capsys)
     assert (code, told["first"]["origin"]) == (1, "handed")
     assert "record all ranks" in text
+
+
+def _judge_and_report_say_the_same(run, told, capsys):
+    """One finding: the op, the step and the rank that made it; the rank that was handed it is named as such."""
+    assert main(["judge", str(run), "--json"]) == 1
+    (finding,) = [found for line in capsys.readouterr().out.splitlines() if (found := json.loads(line))["rule"] == "nonfinite"]
+    assert (finding["step"], finding["place"]["rank"]) == (told["step"], told["first"]["rank"])
+    assert finding["site"]["name"] == told["first"]["at"]["name"]
+    assert finding["message"].endswith("rank 1 made it, and it reached rank 0")
+    page = run.with_suffix(".html")
+    assert main(["report", str(run), "-o", str(page)]) == 0
+    capsys.readouterr()
+    shown = page.read_text()
+    assert "rank 1 made it, and it reached rank 0" in shown
+    assert "another rank handed it over" not in shown
 
 
 def test_steps_that_only_the_monitor_saw_are_looked_at_too(tmp_path, capsys):

@@ -7,6 +7,7 @@ the `NumberFormat` that says what they mean. Everything here is exact: decoding 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -68,6 +69,19 @@ _ALL = (
     NumberFormat("bool", "u1"),
 )
 FORMATS: dict[str, NumberFormat] = {f.name: f for f in _ALL}
+_LARGEST = {  # of the formats that masks are filled with
+    "float64": sys.float_info.max,
+    "float32": 2.0**128 * (1 - 2.0**-24),
+    "float16": 65504.0,
+    "bfloat16": 2.0**128 * (1 - 2.0**-8),
+}
+LOWEST = [-largest for largest in _LARGEST.values()]
+LIMITS = {  # a number that is a limit of a format → which: the same limits of two formats are one thing in a program
+    number: name
+    for fmt in _ALL
+    if (largest := _LARGEST.get(fmt.name)) is not None
+    for number, name in ((largest, "largest"), (-largest, "lowest"), (fmt.smallest, "smallest"), (fmt.epsilon, "epsilon"))
+}
 _ITEMSIZES = {f.storage: np.dtype(f.storage).itemsize for f in _ALL}
 
 
