@@ -18,6 +18,8 @@ from trainprobe.engine.capture.mindspore.audit import CellAuditTap
 from trainprobe.engine.capture.mindspore.calls import KnownCalls, OptimizerTap
 from trainprobe.engine.capture.mindspore.cells import COMPILED, CellTap, is_graph_mode, wait
 from trainprobe.engine.capture.mindspore.gathering import gathering
+from trainprobe.engine.capture.mindspore.graph_callback import GraphCallbacks
+from trainprobe.engine.capture.mindspore.graph_cells import IN_A_GRAPH, GraphCellTap
 from trainprobe.engine.capture.mindspore.ops import PrimitiveTap, ops_are_seen
 from trainprobe.engine.capture.mindspore.saved import SavedTensors
 from trainprobe.engine.capture.mindspore.states import CellStateTap, ValuesRequest
@@ -26,7 +28,7 @@ from trainprobe.engine.capture.requests import flags_of, modules_of_plan, ops_of
 from trainprobe.engine.core.gathering import Gathering
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.position import Position
-from trainprobe.engine.core.records import Finding, Place
+from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
@@ -148,6 +150,12 @@ class MindSporeProbe(Probe):
             self.report_limits()
         return super().begin_step(number)
 
+    def end_step(self, *, complete: bool = True) -> StepData | None:
+        """End the step; see `Probe.end_step`. Waits for a graph that runs: what goes wrong there is the training's error."""
+        if self.tape is not None and complete:
+            wait()
+        return super().end_step(complete=complete)
+
     def train_with(self, cell: Any) -> None:
         """Tell which cell trains: in graph mode its arguments are the data; MindFormers' holds the cell that clips."""
         self._trains = cell, getattr(cell, "optimizer", None)
@@ -159,17 +167,24 @@ class MindSporeProbe(Probe):
         if self._capture is not None:
             self._capture.watch(cell)
 
+    def close(self) -> None:
+        """Write everything that is pending."""
+        super().close()
+        if isinstance(self.cells.naming, GraphCellTap):
+            self.cells.naming.callbacks.remove()
+
     def report_limits(self) -> None:
         """Keep as findings what cannot be judged or seen here: one a relation of the plan's audit, and one of the graph."""
         plan = self.cells.audit_plan
-        why = {**NOT_JUDGED, **(NOT_JUDGED_IN_A_GRAPH if is_graph_mode() else {})}
+        why = {**NOT_JUDGED, **(NOT_JUDGED_IN_A_GRAPH if is_graph_mode() and not self.plan.graph_callbacks else {})}
         if self.cells.clipping is not None and self.cells.clipping.cells:
             why.pop("clipping", None)
         for relation in relation_names() if plan is not None else ():
             if plan is not None and relation in why and plan.interval(relation):
                 self.report(Finding(relation, "info", f"{relation} is not judged under MindSpore: {why[relation]}"))
-        if self.hidden_by_a_graph():
-            self.report(Finding("mindspore", "info", COMPILED))
+        hidden = self.hidden_by_a_graph()
+        if hidden:
+            self.report(Finding("mindspore", "info", hidden))
 
     def hidden_by_a_graph(self) -> str:
         """Return what graph mode hides of what the plan asks for, as a sentence; empty for nothing."""
@@ -177,7 +192,9 @@ class MindSporeProbe(Probe):
         asked = any((self.cells.modules, self.cells.ops)) or (
             monitor is not None and (monitor.gradients.on or monitor.activations.on or monitor.activation_gradients.on)
         )
-        return COMPILED if asked and is_graph_mode() else ""
+        if not asked or not is_graph_mode():
+            return ""
+        return IN_A_GRAPH if isinstance(self.cells.naming, GraphCellTap) else COMPILED
 
     def _gathering(self) -> Gathering:
         return gathering()
@@ -228,15 +245,20 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None = None) -> tuple[Cel
     monitor = monitor_plan(plan.monitor) if plan.monitor else None
     asked = dumps_when_asked(plan, monitor)
     level = ("mix" if ops_are_seen() else "L0") if asked else plan.level
-    modules = CellTap(modules_of_plan(plan, cuts), own(CellTap), stacks) if level in ("L0", "mix") else None
-    watched = CellTap(modules_of_monitor(monitor), own(CellTap)) if monitor is not None else None
-    naming = modules or watched or CellTap(modules_of_monitor(None), own(CellTap))
+    of_modules, of_monitor = modules_of_plan(plan, cuts), modules_of_monitor(monitor)
+    backward = (monitor is not None and of_monitor.backward) or (level in ("L0", "mix") and of_modules.backward)
+    cell_tap = partial(GraphCellTap, callbacks=GraphCallbacks(backward)) if plan.graph_callbacks else CellTap
+    modules = cell_tap(of_modules, own(CellTap), stacks) if level in ("L0", "mix") else None
+    watched = cell_tap(of_monitor, own(CellTap)) if monitor is not None else None
+    naming = modules or watched or cell_tap(of_monitor, own(CellTap))
     audit = audit_plan(plan.audit) if plan.audit else None
     states = (
         CellStateTap(_states_of_monitor(monitor), naming.names, lambda: parts.stepping.cells)
         if monitor is not None or audit is not None
         else None
     )
+    if isinstance(naming, GraphCellTap) and states is not None:
+        naming.handed = states.handed
     saved = SavedTensors(flags_of(plan.base_detail, cuts), own(SavedTensors))
     parts = CellParts(
         guard=guard,
@@ -260,7 +282,7 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None = None) -> tuple[Cel
     if audit is not None or (monitor is not None and monitor.gradients.on and monitor.gradients.unclipped):
         parts.clipping = KnownCalls(own(KnownCalls), parts.clips)
     if audit is not None and states is not None:
-        parts.audit_plan, parts.audit = audit, CellAuditTap(own(CellAuditTap), states)
+        parts.audit_plan, parts.audit = audit, CellAuditTap(own(CellAuditTap), states, plan.graph_callbacks)
     own(OptimizerTap).carries(part_of(CellStateTap))  # without the one, the other would say what is not true
     own(CellStateTap).carries(AUDIT)
     own(KnownCalls).carries(AUDIT)

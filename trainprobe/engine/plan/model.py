@@ -245,6 +245,9 @@ class Plan(_Section):
     """Look at each value once and refer to it afterwards; switch off only to examine the tool."""
     native: Flag = True
     """Use the compiled kernels where they exist; the results are the same without."""
+    graph_callbacks: Flag = False
+    """In MindSpore's graph mode on a CPU: compile callbacks into the graph, so that cells and gradients are recorded there too
+    (docs/mindspore.md). Nothing else needs them."""
     monitor: SubPlan = None
     """Settings of the monitor; true for its defaults."""
     audit: SubPlan = None

@@ -1,7 +1,7 @@
 """Gathers, for each audited step of a MindSpore training, the facts that the relations of the audit are about.
 
 What is not called from Python in graph mode is learned otherwise: the number of updates from the optimizer's own count, the
-data from the arguments of the cell that trains. Parameter groups are told in PyNative mode only, where gradients are seen.
+data from the arguments of the cell that trains. Parameter groups are told where gradients are seen.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CellAuditTap:
     """Listens while a step is audited; `take` returns the facts once the step has crossed to the host.
 
     run: answers about the run; it is set before `open`. training_cell: the cell that trains, whose arguments are the data in
-    graph mode. declared: a loss can be declared to a PyTorch training only.
+    graph mode. sees_gradients: a graph hands them over too. declared: a loss can be declared to a PyTorch training only.
     """
 
     part = AUDIT
@@ -43,7 +43,8 @@ class CellAuditTap:
     declared = None
     awaits = False  # MindSpore tells nobody when a checkpoint is loaded
 
-    def __init__(self, guard: Guard, states: CellStateTap) -> None:
+    def __init__(self, guard: Guard, states: CellStateTap, sees_gradients: bool = False) -> None:
+        self.sees_gradients = sees_gradients
         self.training_cell: Any = None
         self._states = states
         self._calls = KnownCalls(guard, self._called)
@@ -102,7 +103,7 @@ class CellAuditTap:
         self._stepped |= held
         if is_graph_mode():
             self._updates -= _counted(optimizers)
-        else:
+        if not is_graph_mode() or self.sees_gradients:
             self._groups += [group for o in optimizers for group in _groups(o, rates[id(o)], self._states.names())]
 
     def after_update(self, optimizers: Sequence[Any]) -> None:
@@ -199,7 +200,7 @@ def _groups(optimizer: Any, rates: Sequence[float], names: Mapping[int, str]) ->
         options["weight_decay"] = 1.0 if getattr(optimizer, "exec_weight_decay", True) else 0.0
     scaled = getattr(optimizer, "need_scale", False)
     by_rate: dict[float, list[str]] = {}
-    for i, p in enumerate(optimizer.parameters):
+    for i, p in enumerate(optimizer.parameters if rates else ()):
         by_rate.setdefault(rates[i if len(rates) > 1 else 0], []).append(names.get(id(p), str(p.name)))
     for rate, of in by_rate.items():
         yield Group("" if scaled else kind, frozenset(of), {"lr": rate, **options})

@@ -1,0 +1,179 @@
+"""What goes in and out of each MindSpore cell inside a compiled graph, on a CPU (`graph_callbacks` of a plan).
+
+Callbacks are compiled into the graph (see `graph_callback`), so they have to stand there before the first step, and stay in the
+graph; they do nothing in a step that is not collected. They come in the order of the program, on a thread of MindSpore; the
+probe waits for the graph before it does anything with the step. The gradient at an input is that of this cell alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from trainprobe.engine.arrays.mindspore_library import HostArray
+from trainprobe.engine.capture.mindspore.cells import CellInfo, CellTap, is_graph_mode
+from trainprobe.engine.capture.mindspore.graph_callback import ALONE, UNKNOWN, GraphCallbacks
+from trainprobe.engine.capture.requests import ModuleRequest
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.naming import ROOT
+from trainprobe.engine.core.records import Call
+from trainprobe.engine.core.stacks import Stacks
+from trainprobe.engine.tape import Tape
+
+IN_A_GRAPH = (
+    "inside the graph cells are seen and operators are not; keyword arguments of cells, and tensors inside containers of their "
+    "arguments and results, are not recorded; `parameters_grad` is what the optimizer is handed"
+)
+TOO_LATE = (
+    "no callback of the graph was called: MindSpore had compiled the model before the probe was opened. "
+    "Open the probe before the first step"
+)
+_PLACES = {"input": "args", "output": "out", "grad_output": "args", "grad_input": "out"}  # of a forward or backward call
+
+
+class GraphCellTap(CellTap):
+    """See the module text. In PyNative mode it is a CellTap.
+
+    callbacks: what stands in the cells, for this tap and others. handed: gets (optimizer, number of parameter, gradient).
+    """
+
+    handed: Callable[[Any, int, HostArray], None] | None = None
+
+    def __init__(self, wanted: ModuleRequest, guard: Guard, stacks: Stacks | None = None, *, callbacks: GraphCallbacks) -> None:
+        super().__init__(wanted, guard, stacks)
+        self.callbacks = callbacks
+        self._fired: Counter[tuple[str, str, int]] = Counter()
+        self._calls: dict[tuple[str, int, str], Call] = {}
+        self._numbers: dict[tuple[str, str, int, int], int] = {}  # cell, part, place, number since the graph was made → in step
+        self._held: dict[str, dict[str, Any]] = {}  # name of cell → its parameters' values in this step
+
+    def open(self, model: Any, optimizer: Any = None) -> None:
+        """Name the cells, and put callbacks into those that are recorded, and into the optimizers."""
+        super().open(model, optimizer)
+        if is_graph_mode():
+            given = optimizer if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
+            self._guard.run(self._insert, given)
+
+    def _insert(self, optimizers: list[Any]) -> None:
+        cells = {id(cell): cell for model in self._models for _, cell in model.cells_and_names()}
+        self.callbacks.recomputed = any(info.repeats for info in self.known.values())
+        for key, info in self.known.items():
+            if info.selected and key in cells:
+                self.callbacks.cell(cells[key], partial(self._guard.run, self._arrives, info))
+        for one in optimizers:
+            if self.handed is not None or self._wants_gradients:
+                self.callbacks.optimizer(one, partial(self._guard.run, self._handed, one))
+
+    @property
+    def _wants_gradients(self) -> bool:
+        return self.wanted.backward and "parameter_gradients" in self.wanted.data
+
+    def begin(self, tape: Tape) -> None:
+        """Take what the graph tells."""
+        super().begin(tape)
+        for kept in (self._fired, self._calls, self._numbers, self._held):
+            kept.clear()
+        if self.callbacks:
+            self.notes[IN_A_GRAPH] = None
+            self._guard.run(self._hold_parameters)
+
+    def end(self, again: bool = False) -> None:
+        """Take nothing more; the graph has run, as MindSporeProbe.end_step waits for it."""
+        if self._tape is not None and self.callbacks and not self._called and any(i.selected for i in self.known.values()):
+            self.notes[TOO_LATE] = None
+        super().end(again)
+
+    def _hold_parameters(self) -> None:
+        """Look at the parameters now: a graph that runs holds them."""
+        tape, wanted = self._tape, self.wanted
+        if tape is None or not wanted.forward or "parameters" not in wanted.data or not is_graph_mode():
+            return
+        for info in self.known.values():
+            if info.selected and info.parameters:
+                at = self._path(info, Call("module", info.name, 0, "forward"))
+                self._held[info.name] = {n: tape.tree(p, info.flags, at and f"{at}.parameters.{n}") for n, p in info.parameters}
+
+    def _arrives(self, info: CellInfo, part: str, i: int, told: int, array: HostArray) -> None:
+        """Record a tensor of a cell's call. told: the number of the call, for one place of a cell, since the graph was made."""
+        tape = self._tape
+        backward = part.startswith("grad")
+        if tape is None or (not self.wanted.backward if backward else self._paused):
+            return
+        key = (info.name, part.removeprefix("grad_"), i)
+        if backward:
+            number, i = self._number_of_gradient(key, told), max(i, 0)
+            if number is None:
+                return  # its forward was not collected
+        else:
+            number = self._numbers[(*key, told)] = self._fired[key]
+            self._fired[key] += 1
+        call = self._calls.get((info.name, number, "backward" if backward else "forward"))
+        if call is None:
+            call = self._begins(info, number, backward)
+        what = "input" if _PLACES[part] == "args" else "output"
+        if what not in self.wanted.data or not self.wanted.micro(call.micro or 0) or not (backward or self.wanted.forward):
+            return
+        at = self._path(info, call)
+        if i == ALONE:
+            call.out = tape.tree(array, info.flags, at and f"{at}.output")
+            tape.told(call)
+            return
+        places = getattr(call, _PLACES[part])
+        if places is None:
+            places = []
+            setattr(call, _PLACES[part], places)
+        places += [None] * (i + 1 - len(places))
+        places[i] = tape.tree(array, info.flags, at and f"{at}.{what}.{i}")
+        tape.told(call)
+
+    def _number_of_gradient(self, key: tuple[str, str, int], told: int) -> int | None:
+        """Return the number of the call that a gradient is of; where it is not told, backward is reverse."""
+        if told != UNKNOWN:
+            return self._numbers.get((*key, told))
+        back = (key[0], f"grad_{key[1]}", key[2])
+        self._fired[back] += 1
+        return max(self._fired[key] - self._fired[back], 0)
+
+    def _begins(self, info: CellInfo, number: int, backward: bool) -> Call:
+        tape = self._tape
+        assert tape is not None
+        phase = "backward" if backward else "forward"
+        first = self._calls.get((info.name, number, "forward")) if backward else None
+        if not backward:
+            self._called += 1
+            self._forwards[info.name] = number + 1
+        parent = first.parent if first is not None else self._around(info.name)
+        if parent is None and not backward:
+            tape.forward_begins(info.name)
+        micro = tape.micro if first is None or first.micro is None else first.micro
+        call = Call("module", info.name, number, phase, cls=info.cls, micro=micro, parent=parent)
+        self._calls[info.name, number, phase] = call
+        if not backward and info.name in self._held:
+            call.params = self._held[info.name]
+        if self.wanted.micro(micro):
+            tape.calls.append(call)
+            tape.told(call)
+        return call
+
+    def _around(self, name: str) -> Call | None:
+        """Return the latest call of the nearest cell that holds this one."""
+        path = name
+        while path:
+            path = path.rpartition(".")[0]
+            above = path or ROOT
+            if above != name and above in self._forwards:
+                return self._calls.get((above, self._forwards[above] - 1, "forward"))
+        return None
+
+    def _handed(self, optimizer: Any, part: str, i: int, told: int, gradient: HostArray) -> None:
+        """Record a gradient that an optimizer is handed, as the parameter's."""
+        if self.handed is not None:
+            self.handed(optimizer, i, gradient)
+        p = optimizer.parameters[i]
+        for info in self.known.values() if self._wants_gradients else ():
+            for short, own in info.parameters if info.selected else ():
+                if own is p:
+                    self._parameter(info, short, id(p), gradient)
+                    return
