@@ -84,7 +84,7 @@ class PrecisionDebugger:
         self._functions: Any = None
         self._written_at_exit: Any = None
         self._dumped: Any = None
-        self._tokens: TokenRange | None = None
+        self._tokens: Any = None
         for note in plan.notes:
             self._say(note)
         PrecisionDebugger._only = self
@@ -94,6 +94,10 @@ class PrecisionDebugger:
     def _probe_kind(cls) -> type[Probe]:
         """Return the class of the probe: another framework has its own."""
         return Probe
+
+    def _token_range(self, model: Any, first: int, last: int) -> Any:
+        """Have only these forward passes of a model recorded, until `close` of what is returned."""
+        return TokenRange(model, first, last, self.probe.resume, self.probe.pause)
 
     @classmethod
     def instance(cls) -> PrecisionDebugger:
@@ -137,7 +141,7 @@ class PrecisionDebugger:
             self.probe.resume()
         if within is not None:
             first = next(iter(self._model)) if isinstance(self._model, list | tuple) else self._model
-            self._tokens = TokenRange(first, *within, self.probe.resume, self.probe.pause)
+            self._tokens = self._token_range(first, *within)
 
     @classmethod
     def stop(cls) -> None:

@@ -11,15 +11,19 @@ if TYPE_CHECKING:
     from trainprobe.integrations.mindspore_front import MsprobeStep as MsprobeStep
     from trainprobe.integrations.mindspore_front import PrecisionDebugger as PrecisionDebugger
     from trainprobe.integrations.mindspore_front import seed_all as seed_all
+    from trainprobe.integrations.mindspore_save import save as save
+    from trainprobe.integrations.mindspore_save import save_grad as save_grad
+    from trainprobe.integrations.mindspore_save import step as step
 
 _FRONT = "trainprobe.integrations.mindspore_front"
-_NAMES: dict[str, str] = dict.fromkeys(("MsprobeInitStep", "MsprobeStep", "PrecisionDebugger", "seed_all"), _FRONT)
+_SAVE = "trainprobe.integrations.mindspore_save"
+_NAMES: dict[str, str] = {
+    **dict.fromkeys(("MsprobeInitStep", "MsprobeStep", "PrecisionDebugger", "seed_all"), _FRONT),
+    **dict.fromkeys(("save", "save_grad", "step"), _SAVE),
+}
 _CALLBACK = "ProbeCallback of trainprobe.integrations.mindformers watches a training of a Model"
 _INSTEAD = {
     "TrainerMon": f"{_CALLBACK}; the same JSON can be its plan",
-    "save": "inside a graph no Python runs: in PyNative mode PrecisionDebugger.save records a value",
-    "save_grad": "inside a graph no Python runs: in PyNative mode PrecisionDebugger.save records the gradient of a value too",
-    "step": f"{_CALLBACK} and counts its steps",
 }
 
 

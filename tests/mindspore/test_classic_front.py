@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mindspore as ms
@@ -11,9 +13,10 @@ import numpy as np
 import pytest
 from mindspore import nn
 
-from tests.mindspore.tiny import BATCH, PYNATIVE, Data, Loss, Net, train
+from tests.mindspore.tiny import BATCH, GRAPH, PYNATIVE, Data, Loss, Net, train
 from trainprobe.errors import UsageError
-from trainprobe.mindspore import MsprobeInitStep, MsprobeStep, PrecisionDebugger, seed_all
+from trainprobe.integrations import mindspore_save
+from trainprobe.mindspore import MsprobeInitStep, MsprobeStep, PrecisionDebugger, save, save_grad, seed_all, step
 
 
 @pytest.fixture
@@ -92,12 +95,125 @@ def test_seed_all_repeats_random_numbers_and_removes_dropout_on_request(monkeypa
         seed_all(-1)
 
 
+def test_a_function_of_the_program_is_one_op_until_it_is_restored(config, tmp_path):
+    debugger = PrecisionDebugger(config(level="L1", step=[0, 1]))
+    own = ModuleType("own")
+    own.scaled = lambda x, by: ms.ops.relu(x * by)  # type: ignore[attr-defined]
+    original = own.scaled
+    debugger.register_custom_api(own, "scaled", "Mine")
+    x = ms.Tensor([-1.0, 2.0], ms.float32)
+    for _ in range(2):
+        debugger.start(Net())
+        gradient = ms.grad(lambda x: own.scaled(x, by=3.0).sum())(x)
+        debugger.stop()
+        debugger.step()
+        debugger.restore_custom_api(own, "scaled")
+    PrecisionDebugger.close()
+    assert own.scaled is original and gradient.asnumpy().tolist() == [0.0, 3.0]
+    entry = entries(tmp_path, 0)["Mine.scaled.0.forward"]
+    assert entry["input_args"][0]["Min"] == -1.0 and entry["input_kwargs"]["by"]["value"] == 3.0
+    assert entry["output"][0]["Max"] == 6.0
+    assert not any("Mul" in name or "ReLU" in name for name in entries(tmp_path, 0) if "forward" in name)
+    assert any("ReLU" in name for name in entries(tmp_path, 1)) and "Mine.scaled.0.forward" not in entries(tmp_path, 1)
+    with pytest.raises(UsageError, match="has no function 'none'"):
+        PrecisionDebugger(config(level="L1")).register_custom_api(own, "none")
+
+
+def test_a_range_of_tokens_chooses_forward_passes(config, tmp_path):
+    ms.set_context(mode=PYNATIVE)
+    net, x = Net(), ms.Tensor(Data().x[:BATCH])
+    debugger = PrecisionDebugger(config(step=[0]))
+    debugger.start(net, token_range=[1, 2])
+    for _ in range(4):
+        net(x)
+    debugger.stop()
+    debugger.step()
+    PrecisionDebugger.close()
+    assert [name for name in entries(tmp_path, 0) if name.startswith("Cell.head.")] == [
+        f"Cell.head.Dense.forward.{i}" for i in (0, 1)
+    ]
+    assert "construct" not in vars(net)
+
+
+class Saves(nn.Cell):
+    """Saves with a function that is handed (name, data), and gradients with another that returns the tensor."""
+
+    def __init__(self, keep: Any, keep_gradient: Any) -> None:
+        super().__init__()
+        self.layer = nn.Dense(3, 2)
+        self.keep, self.keep_gradient = keep, keep_gradient
+
+    def construct(self, x: Any) -> Any:
+        h = self.layer(x)
+        self.keep("values", {"h": h, "more": [x, None], "half": h.astype(ms.bfloat16)})
+        h = self.keep_gradient("h", h)
+        return ms.ops.ReduceMean()(h * h)
+
+
+@pytest.mark.parametrize("mode", [PYNATIVE, GRAPH], ids=["pynative", "graph"])
+def test_save_writes_what_tensor_dump_of_mindspore_writes(mode, tmp_path):
+    """The oracle is the operator with which mindstudio-probe saves: on a CPU it runs in PyNative mode alone."""
+    folders = {name: str(tmp_path / name) for name in ("ours", "theirs")}
+    dump = ms.ops.TensorDump()
+
+    def theirs(name: str, data: Any) -> None:
+        for key, value in (("h", data["h"]), ("more.0", data["more"][0]), ("half", data["half"].float())):
+            dump(f"{folders['theirs']}/{{step}}/{{rank}}/{name}.{key}", value)
+
+    def their_gradient(name: str, data: Any) -> Any:
+        def seen(gradient: Any) -> Any:
+            dump(f"{folders['theirs']}/{{step}}/{{rank}}/{name}_grad", gradient)
+            return gradient
+
+        return ms.ops.InsertGradientOf(seen)(data)
+
+    def ours(name: Any, data: Any) -> None:
+        save(folders["ours"], name, data)
+
+    def our_gradient(name: Any, data: Any) -> Any:
+        return save_grad(folders["ours"], name, data)
+
+    def bits(mode: int, keep: Any, keep_gradient: Any) -> list[bytes]:
+        ms.set_context(mode=mode)
+        seed_all(7)
+        net = Saves(keep, keep_gradient)
+        x = ms.Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))
+        loss, gradients = ms.value_and_grad(net, None, net.trainable_params())(x)
+        return [t.asnumpy().tobytes() for t in (loss, *gradients)]
+
+    first = mindspore_save._Steps.done
+    on = bits(mode, ours, our_gradient)
+    assert on == bits(PYNATIVE, theirs, their_gradient)
+    step()
+    assert mindspore_save._Steps.done == first + 1
+    ms.hal.synchronize()
+    written = [found(tmp_path / "ours" / f"step{first}/rank0"), found(tmp_path / "theirs/step0/rank0")]
+    assert sorted(written[0]) == sorted(written[1]) != []
+    assert [written[0][name] for name in sorted(written[0])] == [written[1][name] for name in sorted(written[1])]
+
+
+def found(folder: Path) -> dict[str, bytes]:
+    """Return name without the number that is counted → dtype, shape and bits; waits for what is written meanwhile."""
+    for _ in range(100):
+        files = sorted(folder.glob("*.npy"))
+        if len(files) == 4:
+            break
+        time.sleep(0.05)
+    arrays = {path.stem.rpartition("_")[0]: np.load(path) for path in files}
+    return {name: f"{a.dtype} {a.shape} ".encode() + a.tobytes() for name, a in arrays.items()}
+
+
+def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="the name of no file"):
+        save(str(tmp_path), "../x", ms.Tensor([1.0]))
+    with pytest.raises(TypeError, match="give it a tensor"):
+        save(str(tmp_path), "x", 3)
+
+
 def test_what_cannot_be_had_is_a_sentence(config, capsys):
+    ms.set_context(mode=GRAPH)
     debugger = PrecisionDebugger(config())
     debugger.start(Net(), token_range=[0, 1])
-    debugger.register_custom_api(ms.ops, "relu")
-    told = capsys.readouterr().err
-    assert "start(token_range=): under MindSpore" in told
-    assert "register_custom_api('relu'): under MindSpore" in told
+    assert "start(token_range=): in graph mode" in capsys.readouterr().err
     with pytest.raises(ImportError, match="the same JSON can be its plan"):
         from trainprobe.mindspore import TrainerMon  # noqa: F401

@@ -14,6 +14,8 @@ With the high-level `Model`, `Model.train(..., callbacks=[MsprobeStep(debugger)]
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import mindspore
@@ -21,6 +23,9 @@ from mindspore import nn
 from mindspore.train import Callback
 
 from trainprobe import debugger
+from trainprobe.engine.capture.mindspore.calls import KnownCalls
+from trainprobe.engine.capture.mindspore.cells import is_graph_mode
+from trainprobe.engine.core.guard import Guard
 from trainprobe.integrations.mindspore_probe import MindSporeProbe
 from trainprobe.integrations.python_seed import seed_python
 
@@ -34,26 +39,37 @@ class PrecisionDebugger(debugger.PrecisionDebugger):
     def _probe_kind(cls) -> type[MindSporeProbe]:
         return MindSporeProbe
 
-    @classmethod
-    def start(
-        cls, model: Any = None, token_range: Any = None, rank_id: int | None = None, scheduled_tokens: Any = None
+    def _token_range(self, model: Any, first: int, last: int) -> Any:
+        if is_graph_mode():
+            self._say("start(token_range=): in graph mode every forward of the model is recorded")
+            return None
+        return CellTokenRange(model, first, last, self.probe.resume, self.probe.pause, self.probe.guard)
+
+
+class CellTokenRange:
+    """Counts the calls of a cell from 0 on; `resume` is called before the first of the range and `pause` behind the last."""
+
+    def __init__(
+        self, model: Any, first: int, last: int, resume: Callable[[], None], pause: Callable[[], None], guard: Guard
     ) -> None:
-        """Begin collecting, if this step is selected.
+        numbers = count()
 
-        model: a cell or a list of cells. token_range: not used, which is printed.
-        """
-        if token_range is not None:
-            cls.instance()._say("start(token_range=): under MindSpore every forward of the model is recorded")
-        super().start(model, None, rank_id, scheduled_tokens)
+        def before(cell: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            number = next(numbers)
+            if number == first:
+                resume()
+            elif number == last + 1:
+                pause()
 
-    @classmethod
-    def register_custom_api(cls, module: Any, api_name: str, api_prefix: str | None = None) -> None:
-        """Say, once, that a function is not recorded as one op under MindSpore; the primitives that it calls are."""
-        cls.instance()._say(f"register_custom_api({api_name!r}): under MindSpore the primitives that it calls are recorded")
+        self._calls = KnownCalls(guard, before)
+        self._calls.know([model])
+        self._calls.begin()
+        if first:
+            pause()
 
-    @classmethod
-    def restore_custom_api(cls, module: Any, api_name: str) -> None:
-        """Do nothing: no function was replaced."""
+    def close(self) -> None:
+        """Count no more."""
+        self._calls.end()
 
 
 class MsprobeStep(Callback):  # pyright: ignore[reportUntypedBaseClass]

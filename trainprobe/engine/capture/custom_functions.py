@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from trainprobe.engine.capture.torch_ops import OpTap
 from trainprobe.engine.plan.catalog import OpName
 from trainprobe.errors import UsageError
+
+
+class Ops(Protocol):
+    """A tap of operators."""
+
+    def know(self, func: Any, name: OpName) -> None:
+        """Record calls of a function under this name, where the plan selects it."""
+        ...
+
+    def call(self, func: Any, args: Any, kwargs: Any, otherwise: Any) -> Any:
+        """Call a function that was made known as an op; where no calls are taken, call `otherwise` instead."""
+        ...
 
 
 class CustomFunctions:
@@ -17,7 +28,7 @@ class CustomFunctions:
     What runs inside such a function is not recorded by itself: the function is the op.
     """
 
-    def __init__(self, ops: OpTap | None) -> None:
+    def __init__(self, ops: Ops | None) -> None:
         self._ops = ops
         self._originals: dict[tuple[int, str], Callable[..., Any]] = {}
 

@@ -63,6 +63,11 @@ def _forward(part: str, i: int, seen: Seen) -> Any:
     return _operator(run, told, 1)
 
 
+def array_callback(tell: Callable[[HostArray], None]) -> Any:
+    """Return an operator that hands a tensor to Python when it runs, in a graph or outside of one."""
+    return _forward("", 0, lambda part, i, number, array: tell(array))
+
+
 class _Passed(nn.Cell):  # pyright: ignore[reportUntypedBaseClass]
     """Passes a tensor on. The gradient that arrives there is told, with the number that the forward operator returned."""
 

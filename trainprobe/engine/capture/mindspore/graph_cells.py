@@ -23,8 +23,8 @@ from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.tape import Tape
 
 IN_A_GRAPH = (
-    "inside the graph cells are seen and operators are not; keyword arguments of cells, and tensors inside containers of their "
-    "arguments and results, are not recorded; `parameters_grad` is what the optimizer is handed"
+    "inside the graph cells are seen and operators are not; keyword arguments of cells, tensors inside containers of their "
+    "arguments and results, and results beyond the eighth are not recorded; `parameters_grad` is what the optimizer is handed"
 )
 TOO_LATE = (
     "no callback of the graph was called: MindSpore had compiled the model before the probe was opened. "

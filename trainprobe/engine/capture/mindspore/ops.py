@@ -12,6 +12,7 @@ model, and are left out.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,11 @@ from trainprobe.engine.capture.requests import OpRequest
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.stacks import Stacks
+from trainprobe.engine.plan.catalog import OpName
 from trainprobe.engine.tape import SAVE, Tape
 
 _DIFFERENTIATES: Any = type(_pynative_executor).grad.__code__  # what calls from here is backward, not the model
-_NO_CALCULATION = frozenset({"typeof"})
+_NO_CALCULATION = frozenset({"Primitive.typeof"})
 _Mode: Any = getattr(mindspore, "MsDispatchMode", None)  # from MindSpore 2.9 on
 
 
@@ -47,6 +49,7 @@ class PrimitiveTap:
         self._stack = stack
         self._stacks = stacks
         self._flags: dict[str, int | None] = {}
+        self._names: dict[Any, str] = {}  # a program's own function → the op that it is
         self._tape: Tape | None = None
         self._mode: Any = None
         self._handles: list[Any] = []
@@ -84,14 +87,28 @@ class PrimitiveTap:
         if self._tape is None or self.asleep or self._guard.tripped is not None or sys._getframe(2).f_code is _DIFFERENTIATES:
             return func(*args, **kwargs)
         given = args[2] if len(args) == 3 and isinstance(args[1], str) and isinstance(args[2], tuple) else args
-        flags = self._guard.run(self._flags_of, func.name)
+        return self._record(f"Primitive.{func.name}", given, kwargs, lambda: func(*args, **kwargs))
+
+    def know(self, func: Any, name: OpName) -> None:
+        """Record calls of a Python function under this name, where the plan selects it."""
+        self._names[func] = name.name
+
+    def call(self, func: Any, args: Any, kwargs: Any, otherwise: Any) -> Any:
+        """Call a function that was made known as one op; what it runs is not recorded."""
+        if self._tape is None or self.asleep or self._guard.tripped is not None:
+            return otherwise(*args, **kwargs)
+        return self._record(self._names[func], args, kwargs, lambda: otherwise(*args, **kwargs))
+
+    def _record(self, name: str, given: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        """Run an op, and record it if it is wanted."""
+        flags = self._guard.run(self._flags_of, name)
         if flags is None:
-            return func(*args, **kwargs)
+            return run()
         self.asleep = True  # what reading a tensor runs is no op of the training
         try:
             wait()
-            call = self._guard.run(self._before, func.name, flags, given, kwargs)
-            out = func(*args, **kwargs)
+            call = self._guard.run(self._before, name, flags, given, kwargs)
+            out = run()
             if call is not None:
                 wait()
                 self._guard.run(self._after, call, flags, out)
@@ -99,15 +116,14 @@ class PrimitiveTap:
         finally:
             self.asleep = False
 
-    def _flags_of(self, primitive: str) -> int | None:
-        """Return the flags of a primitive that is wanted, None for one that is not."""
-        if primitive not in self._flags:
-            name = f"Primitive.{primitive}"
-            wanted = primitive not in _NO_CALCULATION and self._wanted.selected(name)
-            self._flags[primitive] = self._wanted.flags(name) if wanted else None
-        return self._flags[primitive]
+    def _flags_of(self, name: str) -> int | None:
+        """Return the flags of an op that is wanted, None for one that is not."""
+        if name not in self._flags:
+            wanted = name not in _NO_CALCULATION and self._wanted.selected(name)
+            self._flags[name] = self._wanted.flags(name) if wanted else None
+        return self._flags[name]
 
-    def _before(self, primitive: str, flags: int, given: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def _before(self, name: str, flags: int, given: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         tape, wanted = self._tape, self._wanted
         assert tape is not None
         parent: Call | str | None = self._stack[-1] if self._stack else self.parent
@@ -115,7 +131,7 @@ class PrimitiveTap:
         micro = parent.micro if isinstance(parent, Call) else tape.micro
         if not wanted.micro(micro or 0) or (again and not wanted.recompute):
             return None
-        name, phase = f"Primitive.{primitive}", "recompute" if again else "forward"
+        phase = "recompute" if again else "forward"
         taken = self._stacks.capture(-1, 0) if self._stacks is not None else -1
         call = Call("op", name, tape.count(name, phase), phase, micro=micro, parent=parent, stack=taken)
         at = f"{name}.{call.call}.{phase}" if flags & SAVE else None
