@@ -47,7 +47,7 @@ from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
-from trainprobe.monitor.wanted import flags_where, intervals_of, modules_of_monitor, no_flags
+from trainprobe.monitor.requests import flags_where, intervals_of, modules_of_monitor, no_flags
 from trainprobe.schedules import Parts, dumps_when_asked, guard_of, schedules
 
 # a tap, and the part that would say what is not true without it
@@ -126,7 +126,7 @@ def compose(
         if audit is not None:
             parts.audit_plan = audit
             parts.audit = AuditTap(guard_of(guard, AuditTap), states, lambda: naming.parameter_names, naming.scan)
-            parts.audit.aside = partial(_aside, parts)
+            parts.audit.pause_others = partial(_pause_for_audit, parts)
     _collect(parts, plan, guard)
     parts.stepping = OptimizerStepTap(
         guard_of(guard, OptimizerStepTap),
@@ -135,7 +135,7 @@ def compose(
         partial(_trial, parts),
     )
     for tap, needed_by in _NEEDED:
-        guard_of(guard, tap).carries(needed_by)
+        guard_of(guard, tap).is_needed_by(needed_by)
     return parts, schedules(plan, parts)
 
 
@@ -223,7 +223,7 @@ def _before(parts: TorchParts, with_ops: bool, optimizer: Any) -> None:
     if parts.ops is not None:
         parts.ops.parent = "optimizer"
         if not with_ops:
-            parts.rests.begin("the optimizer", [parts.ops])
+            parts.pauses.begin("the optimizer", [parts.ops])
 
 
 def _after(parts: TorchParts, optimizer: Any) -> None:
@@ -232,16 +232,16 @@ def _after(parts: TorchParts, optimizer: Any) -> None:
         parts.position.is_in(UPDATED)
     if parts.ops is not None:
         parts.ops.parent = None
-        parts.rests.end("the optimizer", [parts.ops])
+        parts.pauses.end("the optimizer", [parts.ops])
     if parts.states is not None and parts.states.source is None:
         parts.let(parts.states.moment, "after_step")
     if parts.audit is not None:
         parts.let(parts.audit.after_update)
 
 
-def _aside(parts: TorchParts, begins: bool) -> None:
+def _pause_for_audit(parts: TorchParts, begins: bool) -> None:
     """Have all that records rest while the audit runs the model itself."""
-    (parts.rests.begin if begins else parts.rests.end)("the audit", [parts.ops, parts.modules, parts.collectives])
+    (parts.pauses.begin if begins else parts.pauses.end)("the audit", [parts.ops, parts.modules, parts.collectives])
     _rest(parts, "the audit", begins)
 
 
@@ -252,9 +252,9 @@ def _trial(parts: TorchParts, begins: bool) -> None:
 
 def _rest(parts: TorchParts, whom: str, begins: bool) -> None:
     """Have all that the monitor has installed for forward calls rest, or take them again."""
-    (parts.rests.begin if begins else parts.rests.end)(whom, [parts.watched, parts.exchanged, parts.batches, parts.features])
+    (parts.pauses.begin if begins else parts.pauses.end)(whom, [parts.watched, parts.exchanged, parts.batches, parts.features])
     if parts.unreduced is not None:
-        parts.unreduced.resting = begins
+        parts.unreduced.paused = begins
 
 
 # ---- what a plan wants, in the words of the taps -----------------------------------------------------------------------

@@ -222,7 +222,7 @@ class PrecisionDebugger:
             parts, probe = self.probe.parts, self.probe
             wanted = modules_of_plan(self.plan, parts.cuts)
             others = [parts.ops, parts.collectives]
-            self._dumped = DumpedModules(others, parts.rests, wanted, probe.guard, lambda: probe.tape)
+            self._dumped = DumpedModules(others, parts.pauses, wanted, probe.guard, lambda: probe.tape)
         self.probe.guard.run(self._dumped.begin, module, module_name)
 
     @classmethod

@@ -78,7 +78,7 @@ class OpProbe(Probe):
 
         if self._online is not None:
             self._online.start(place)
-        return Writer({PART: self.held}, place=place, on_error=self.plan.on_error, tell=self.findings.append)
+        return Writer({PART: self.held}, place=place, on_error=self.plan.on_error, report=self.findings.append)
 
     def end_step(self, *, complete: bool = True) -> StepData | None:
         """End the step; what a server has judged since the last one is reported. Raises StopTraining as the plan says."""

@@ -49,7 +49,7 @@ class Parts:
     audit_plan: AuditPlan | None = None
     cuts: list[Detail] = field(default_factory=list[Detail])
     dumps_when_asked: bool = False
-    rests: Pauses = field(default_factory=Pauses)
+    pauses: Pauses = field(default_factory=Pauses)
 
     def let(self, call: Callable[..., Any], *args: Any) -> Any:
         """Call a method of a tap, whose fault costs that tap alone. For code that runs within `Guard.run`."""

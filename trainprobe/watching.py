@@ -80,7 +80,7 @@ class Probe(EngineProbe):
             stacks=stacks,
             framework=self.framework,
             notes=[self.parts.notes],
-            rests=self.parts.rests,
+            pauses=self.parts.pauses,
         )
         if self.black_box is not None:
             self._follow(self.black_box.position)
@@ -265,7 +265,7 @@ class Probe(EngineProbe):
         if self.audit is not None:
             self.audit.audit.own_loop = True
 
-    def tell_once(self, finding: Finding) -> None:
+    def report_once(self, finding: Finding) -> None:
         """Report a finding, unless one with this message was reported before."""
         self.reporter.report_once(finding)
 
@@ -438,7 +438,7 @@ def watch(model: Any, optimizer: Any = None, plan: PlanSource = None, **override
         from trainprobe.integrations.loop_checks import LoopChecks, wrong_optimizers
 
         for finding in probe.guard.run(lambda *given: list(wrong_optimizers(*given)), model, optimizer) or ():
-            probe.tell_once(finding)
+            probe.report_once(finding)
         del optimizer  # one that the training replaces is not kept
         checks = LoopChecks(model, probe.guard)
         try:

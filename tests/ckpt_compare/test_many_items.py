@@ -12,9 +12,9 @@ from tests.ckpt_compare.memory import dense
 from tests.ckpt_compare.verdicts import bytes_held, judged
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.ckpt_compare.storage import dcp_metadata, torch_archive
-from trainprobe.ckpt_compare.storage.alike_archives import recognised
 from trainprobe.ckpt_compare.storage.inert_pickle import Stateful, read_pickle
 from trainprobe.ckpt_compare.storage.mapped import mapping
+from trainprobe.ckpt_compare.storage.similar_archives import recognised
 from trainprobe.errors import FormatError
 
 FORMATS = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]

@@ -25,7 +25,7 @@ from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback
 
 from trainprobe.integrations.mindformers import ProbeCallback
-from trainprobe.integrations.mindspore_place import told_place
+from trainprobe.integrations.mindspore_place import declared_place
 
 WORDS, LENGTH, BATCH = 64, 8, 2
 
@@ -117,7 +117,7 @@ def main(folder: str, mode: str) -> None:
         told["equal"] = told["equal"] and listed.held == bare.held
         os.environ |= {"RANK_ID": "5", "RANK_SIZE": "8"}
         config = LlamaConfig(parallel_config={"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2})
-        place = told_place(SimpleNamespace(config=config))
+        place = declared_place(SimpleNamespace(config=config))
         told["axes"] = None if place is None else place.axes
     told["held"] = hashlib.sha256("".join(on.held).encode()).hexdigest()
     print("\n" + json.dumps({**told, "numbers": on.numbers, "parameters": len(on.held)}), flush=True)

@@ -112,7 +112,7 @@ def run(mode: int, output: Path, plan: dict[str, Any], inside: Callable[[Any, An
     slots: set[str] = set()
     probe_class = probe_class_of(net)
     with probe_class(whole) as probe:
-        probe.console.say = lines.append
+        probe.console.write_line = lines.append
         probe.open(net, optimizer)
         for _ in range(2):
             probe.begin_step()

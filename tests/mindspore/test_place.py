@@ -11,7 +11,7 @@ import pytest
 from mindspore.parallel import Layout
 
 from trainprobe.integrations import mindspore_place
-from trainprobe.integrations.mindspore_place import axes_of, told_place
+from trainprobe.integrations.mindspore_place import axes_of, declared_place
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2, "cp": 2, "tp": 2}, {"dp": 4, "tp": 2}, {"tp": 8}, {"dp": 8}])
@@ -43,22 +43,22 @@ def rank_five_of_eight(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_configuration_of_a_model_comes_before_mindspores_settings(rank_five_of_eight: Any) -> None:
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", pipeline_stages=2)
     config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel=2, model_parallel=2, pipeline_stage=2))
-    told = told_place(SimpleNamespace(config=config))
+    told = declared_place(SimpleNamespace(config=config))
     assert told is not None
     assert told.axes == {"dp": (0, 2), "tp": (1, 2), "pp": (1, 2)}
     mcore = SimpleNamespace(tensor_model_parallel_size=4, pipeline_model_parallel_size=2)
-    told = told_place(SimpleNamespace(config=mcore))
+    told = declared_place(SimpleNamespace(config=mcore))
     assert told is not None
     assert told.axes == {"tp": (1, 4), "pp": (1, 2)}
-    told = told_place(object())
+    told = declared_place(object())
     assert told is not None
     assert told.axes == {"dp": (1, 4), "pp": (1, 2)}
 
 
 def test_data_parallel_mode_tells_and_no_mode_tells_nothing(rank_five_of_eight: Any) -> None:
     assert rank_five_of_eight.axes == {"dp": (5, 8)}
-    assert told_place(object()) is None
+    assert declared_place(object()) is None
     ms.set_auto_parallel_context(parallel_mode="data_parallel")
-    told = told_place(object())
+    told = declared_place(object())
     assert told is not None
     assert told.axes == {"dp": (5, 8)}

@@ -59,7 +59,7 @@ class Probe:
         stacks: Stacks | None = None,
         framework: str = "pytorch",
         notes: Sequence[Callable[[], Sequence[str]]] = (),
-        rests: Pauses | None = None,
+        pauses: Pauses | None = None,
     ) -> None:
         self.plan = plan
         self.guard = guard
@@ -72,7 +72,7 @@ class Probe:
         self.begun = 0  # how many steps began: numbers of steps may leave some out
         self.closed = False
         self.programs = tuple(programs)
-        self.scheduler = Scheduler(self.programs, guard, rests or Pauses())
+        self.scheduler = Scheduler(self.programs, guard, pauses or Pauses())
         self.new_tape = new_tape
         self._running = Scheduled()
         self._find_place = find_place
@@ -86,7 +86,7 @@ class Probe:
         self._first_step: int | None = None
         self._unmatched_selections = UnmatchedSelections(plan)
         self._defined: dict[str, tuple[Program, ...]] = {}  # by the name of an event
-        guard._tell = self.report
+        guard._on_finding = self.report
         guard.on_trip(self._remove)
         for program in self.programs:
             program.attached(self)
@@ -314,7 +314,7 @@ class Probe:
 
     def _begin_micro(self, number: Any) -> None:
         if self.tape is not None:
-            self.tape.micro, self.tape.micro_told = int(number), True
+            self.tape.micro, self.tape.micro_given = int(number), True
 
     def _note(self, tape: Tape, name: Any, value: Any) -> None:
         why = attempt(tape.note, name, value, otherwise=fault_text)

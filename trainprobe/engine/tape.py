@@ -76,7 +76,7 @@ class Tape:
         self._deferred: list[Deferred] = []
         self._features: list[tuple[Deferred, str, Sequence[str], int, int, Reading | None]] = []
         self.micro = 0
-        self.micro_told = False
+        self.micro_given = False
         self.looks_again = False  # at every forward of the outermost module, at what was seen before it
         self._save = save
         self._plain = library.plain
@@ -133,7 +133,7 @@ class Tape:
 
         Since the forward before, the program may have written to parameters without a trace (`p.data.clamp_`).
         """
-        if not self.micro_told:
+        if not self.micro_given:
             self.micro = self.count(name, "outermost forward")
         if self.looks_again:
             self.forget_all()

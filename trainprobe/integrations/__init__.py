@@ -29,15 +29,15 @@ def default_plan() -> dict[str, Any]:
     }
 
 
-def say_what_is_watched(probe: Probe, say: Callable[[str], Any] | None = None) -> str:
-    """Say in one line what is watched, where it is written and what it costs, and return it; rank 0 alone says it.
+def announce(probe: Probe, write_line: Callable[[str], Any] | None = None) -> str:
+    """Print and return one line: what is watched, where it is written and what it costs. Only rank 0 prints it.
 
-    say: the framework's way of printing a line.
+    write_line: the framework's way of printing a line.
     """
     if probe.place.rank != 0:
         return ""
     line = describe(probe)
-    (say or _to_standard_error)(line)
+    (write_line or _to_standard_error)(line)
     return line
 
 

@@ -56,7 +56,7 @@ def environment_for(run: Run) -> dict[str, str]:
     }
 
 
-def put_beside(folder: Path) -> tuple[Path, Path | None]:
+def free_folder(folder: Path) -> tuple[Path, Path | None]:
     """Return a folder that holds no run, `folder` or the first free `folder.2`, `folder.3` …, and the one before it."""
     earlier, free, number = None, folder, 1
     while _holds_run(free):
@@ -70,7 +70,7 @@ def _holds_run(folder: Path) -> bool:
 
 
 def resumed_output(output: Path) -> Path:
-    """Return where a training that is resumed goes on: the earlier run, where `output` was put beside one."""
+    """Return where a training that is resumed goes on: the earlier run, where `output` was written beside one."""
     earlier = os.environ.get(EARLIER)
     return Path(earlier) if earlier and output == Path(os.environ.get(OUTPUT, "")) else output
 

@@ -22,7 +22,7 @@ from torch._C import DisableTorchFunction
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.errors import StopTraining, UsageError
-from trainprobe.integrations import default_plan, say_what_is_watched
+from trainprobe.integrations import announce, default_plan
 from trainprobe.integrations.auto_attach import called_from
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.deepspeed_source import DeepSpeedSource, loss_scale, tensors_of
@@ -57,7 +57,7 @@ def attach(engine: Any, plan: PlanSource = None, **overrides: Any) -> Any:
         probe.close()
         raise
     atexit.register(probe.close)
-    say_what_is_watched(probe)
+    announce(probe)
     return engine
 
 

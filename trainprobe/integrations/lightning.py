@@ -75,7 +75,7 @@ class PlainCallback:
             first=0,
             place=_place(trainer) if engine is None else place_of(engine),
             rename=None if engine is None else renaming(engine.module),
-            say=_log().warning,
+            write_line=_log().warning,
             follow=partial(follow, engine=engine),
             progress=lambda: Progress(trainer.current_epoch, max(trainer.max_steps or 0, 0)),
         )
@@ -100,7 +100,7 @@ class PlainCallback:
             handle.remove()
         self._hooks.clear()
         self.session.end(complete=complete, error=error)
-        self._tell()
+        self._report_findings()
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class PlainCallback:
         stop = self.session.step_ends() is not None
         for name, value in self.session.scalars().items():
             pl_module.log(name, value, on_step=True, on_epoch=False)
-        self._tell(trainer)
+        self._report_findings(trainer)
         if self.session.may_stop and trainer.strategy.reduce_boolean_decision(stop, all=False):
             trainer.should_stop = True
 
@@ -161,7 +161,7 @@ class PlainCallback:
         """Take what the rules remembered; it is used when training starts."""
         self.session.inherited = state_dict
 
-    def _tell(self, trainer: Any = None) -> None:
+    def _report_findings(self, trainer: Any = None) -> None:
         for finding in self.session.fresh_findings():
             for logger in trainer.loggers if trainer is not None and trainer.is_global_zero else ():
                 add_text = getattr(logger.experiment, "add_text", None)

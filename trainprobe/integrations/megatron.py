@@ -24,7 +24,7 @@ from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.records import Place
 from trainprobe.errors import MissingExtra, StopTraining
-from trainprobe.integrations import default_plan, say_what_is_watched
+from trainprobe.integrations import announce, default_plan
 from trainprobe.integrations.megatron_layout import bare, held_parameters, parallel_axes, renaming
 from trainprobe.integrations.megatron_source import MegatronSource, loss_scaler
 from trainprobe.integrations.session import agreed
@@ -104,7 +104,7 @@ def attach(
     except BaseException:
         probe.close()
         raise
-    say_what_is_watched(probe)
+    announce(probe)
     return probe
 
 

@@ -27,7 +27,7 @@ from trainprobe.engine.capture.mindspore.cells import is_graph_mode, wait
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.records import Finding, Place
 from trainprobe.errors import StopTraining
-from trainprobe.integrations.mindspore_place import place_of_process, told_place
+from trainprobe.integrations.mindspore_place import declared_place, place_of_process
 from trainprobe.integrations.mindspore_probe import MindSporeProbe, agreed, number_of
 from trainprobe.integrations.session import Session
 from trainprobe.watching import PlanSource
@@ -115,7 +115,7 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         if isinstance(model, list | tuple) and len(model) == 1:
             model = model[0]
         optimizers = [] if optimizer is None else [optimizer]
-        self.session.begin(model, optimizers, step=step, place=self._place(model), say=_say)
+        self.session.begin(model, optimizers, step=step, place=self._place(model), write_line=_say)
         probe = self.session.probe
         if not isinstance(probe, MindSporeProbe):
             return
@@ -127,7 +127,7 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
     def _place(self, model: Any) -> Place | None:
         """Return where this process stands, if it was told or is configured."""
         here = place_of_process()
-        return told_place(model) if self._axes is None else Place(here.rank, here.world_size, dict(self._axes))
+        return declared_place(model) if self._axes is None else Place(here.rank, here.world_size, dict(self._axes))
 
     def _end(self, complete: bool = True, error: BaseException | None = None) -> None:
         self.session.end(complete=complete, error=error)

@@ -37,7 +37,7 @@ def place_of_process() -> Place:
     return Place(rank=rank, world_size=world, axes={"dp": (rank, world)} if world > 1 else {})
 
 
-def told_place(model: Any) -> Place | None:
+def declared_place(model: Any) -> Place | None:
     """Return the place with its axes as the training is configured; None where no configuration tells them."""
     here = place_of_process()
     if here.world_size == 1:

@@ -41,7 +41,7 @@ from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.audit.relations import relation_names
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
-from trainprobe.monitor.wanted import flags_where, intervals_of, modules_of_monitor, no_flags
+from trainprobe.monitor.requests import flags_where, intervals_of, modules_of_monitor, no_flags
 from trainprobe.schedules import Parts, dumps_when_asked, guard_of, schedules
 from trainprobe.watching import Probe
 
@@ -283,9 +283,9 @@ def compose(plan: Plan, guard: Guard, stacks: Stacks | None = None) -> tuple[Cel
         parts.clipping = KnownCalls(own(KnownCalls), parts.clips)
     if audit is not None and states is not None:
         parts.audit_plan, parts.audit = audit, CellAuditTap(own(CellAuditTap), states, plan.graph_callbacks)
-    own(OptimizerTap).carries(part_of(CellStateTap))  # without the one, the other would say what is not true
-    own(CellStateTap).carries(AUDIT)
-    own(KnownCalls).carries(AUDIT)
+    own(OptimizerTap).is_needed_by(part_of(CellStateTap))  # without the one, the other would say what is not true
+    own(CellStateTap).is_needed_by(AUDIT)
+    own(KnownCalls).is_needed_by(AUDIT)
     return parts, schedules(plan, parts)
 
 

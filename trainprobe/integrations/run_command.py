@@ -13,7 +13,7 @@ from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import Plan
 from trainprobe.errors import UsageError
 from trainprobe.integrations import default_plan
-from trainprobe.integrations.auto_attach import Run, environment_for, put_beside
+from trainprobe.integrations.auto_attach import Run, environment_for, free_folder
 
 NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES", "PET_NNODES")
 
@@ -66,7 +66,7 @@ def _run(path: Path | None, plan: Plan, command: list[str]) -> Run:
     folder = plan.output
     if (path is not None and plan.on_existing != "refuse") or _has_several_nodes(command):
         return Run(path, folder)
-    beside, earlier = put_beside(folder)
+    beside, earlier = free_folder(folder)
     if earlier is not None:
         sys.stderr.write(
             f"trainprobe: {earlier} holds an earlier run: this one is written to {beside}, unless it resumes that one from a "

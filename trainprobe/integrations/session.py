@@ -19,12 +19,12 @@ from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.stats import finish
 from trainprobe.errors import StopTraining
-from trainprobe.integrations import default_plan, say_what_is_watched
+from trainprobe.integrations import announce, default_plan
 from trainprobe.integrations.auto_attach import resumed_output
 from trainprobe.monitor.watcher import Watcher, keep_state, resume_state
 from trainprobe.watching import PlanSource, Probe
 
-Say = Callable[[str], Any]
+WriteLine = Callable[[str], Any]
 Follow = Callable[[Probe], Any]
 KEPT = 5  # files of rule states that each rank keeps
 
@@ -65,16 +65,16 @@ class Session:
         first: int = 1,
         place: Place | None = None,
         rename: Rename | None = None,
-        say: Say | None = None,
+        write_line: WriteLine | None = None,
         follow: Follow | None = None,
         progress: Callable[[], Progress] | None = None,
     ) -> None:
         """Training begins. Raises what `Probe.open` raises.
 
         step: the number of its first step. first: what that is in a new run; a higher one goes on with an earlier run.
-        rename: gives modules their names over all ranks. say: prints a line: what is watched at the start, each finding, the
-        outcome at the end. follow: lets the open probe take what an engine holds that trains by its own rules, and returns what
-        has `end()`, or None. progress: tells how far the training is, and is asked at audited steps.
+        rename: gives modules their names over all ranks. write_line: prints a line (what is watched at the start, each
+        finding, the outcome at the end). follow: attaches the open probe to an engine that trains by its own rules; returns
+        an object with `end()`, or None. progress: returns how far the training is; called at audited steps.
         """
         if self.probe is not None and self._model is model and self._last is None:
             return  # the callback was added twice: each event comes twice
@@ -85,8 +85,8 @@ class Session:
         if self._trainings or step > first:  # what this run or the one that it resumes wrote stays
             plan = load_plan(plan, on_existing="continue")
         probe = self.probe_kind(plan, place=place, rename=rename)
-        if say is not None:
-            probe.console.say = say
+        if write_line is not None:
+            probe.console.write_line = write_line
         probe.open(model, list(optimizers))
         if progress is not None and probe.parts.audit is not None:
             probe.parts.audit.progress = progress
@@ -97,7 +97,7 @@ class Session:
         self._seen = 0
         self._trainings += 1
         self.findings = probe.findings
-        say_what_is_watched(probe, say)
+        announce(probe, write_line)
         atexit.register(self.end, complete=False)
 
     def end(self, *, complete: bool = True, error: BaseException | None = None) -> None:

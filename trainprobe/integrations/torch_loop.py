@@ -107,7 +107,7 @@ class TorchLoop:
         self._owned = {id(module) for module in model.modules()}
         self._parameters = {id(p): p for p in model.parameters()}
         optimizers = [getattr(wrapper, "optimizer", wrapper) for wrapper in optimizers]  # Accelerate wraps the one that steps
-        self.session.begin(model, optimizers, step=self._number, first=first, say=_log.warning)
+        self.session.begin(model, optimizers, step=self._number, first=first, write_line=_log.warning)
         atexit.unregister(self.close)
         atexit.register(self.close)  # before the session's own, which knows nothing of a step that waits for its end
 

@@ -69,7 +69,7 @@ class ProbeCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             step=state.global_step + 1,
             place=_place(self.trainer) if engine is None else place_of(engine),
             rename=None if engine is None else renaming(engine.module),
-            say=_log.warning,
+            write_line=_log.warning,
             follow=partial(follow, engine=engine),
             progress=lambda: Progress(int(state.epoch or 0), max(state.max_steps, 0)),
         )

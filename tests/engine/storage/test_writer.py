@@ -166,7 +166,7 @@ def test_a_flush_that_takes_too_long_says_so():
 def test_a_sink_that_fails_is_given_up_and_the_finding_says_what_was_lost():
     full, memory = Full(), MemorySink(kept=100)
     said: list[Finding] = []
-    writer = Writer({"full": full, "memory": memory}, tell=said.append, place=Place(3))
+    writer = Writer({"full": full, "memory": memory}, report=said.append, place=Place(3))
     for step in range(6):
         writer.submit(small_step(step))
     writer.close()

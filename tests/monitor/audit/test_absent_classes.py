@@ -133,7 +133,7 @@ def test_a_class_that_is_a_target_on_another_rank_is_no_finding():
         return at(39)
 
     def message(evidence):
-        rows = absent_classes.tells(evidence)
+        rows = absent_classes.shares(evidence)
         return decode(encode(Peer(evidence.place.rank, {"dp": evidence.place.rank}, {}, {}, (), rows, {}, {}), 39))[0]
 
     def judged(*lacking):

@@ -13,7 +13,7 @@ import torch
 
 from tests.distributed.launch import launch
 from tests.monitor.audit.train_relaid import LOST, SAVED, SWAPPED
-from trainprobe.engine.capture.saved_pieces import pieces_of, share_of
+from trainprobe.engine.capture.saved_shards import shards_of, share_of
 from trainprobe.engine.core.facts import Piece
 from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.core.sources import Part
@@ -152,11 +152,11 @@ def test_pieces_of_any_cut_make_up_one_fingerprint_and_others_make_none():
             t = whole.reshape(-1)[shard.offset[0] :][: shard.shape[0]] if flat else whole
             t = t if flat else t[tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.shape, strict=True))]
             parts.append(Part(f"on {shard.offset}", "value", t, shard))
-        pieces = list(pieces_of(parts).values())
+        pieces = list(shards_of(parts).values())
         assert logical(pieces) == logical([*pieces, pieces[0]]) == fingerprint(whole.numpy())
         assert logical(pieces[:1]) is None
         first = pieces[0]
         assert logical([*pieces, Piece(first.place, first.count, first.whole, first.share ^ 1)]) is None
     rows = whole[:4].numpy()
-    assert pieces_of([Part("w", "value", whole[:4], cuts[0][0])])["w", "value"].share == shard_fingerprint(rows, (0, 0), (6, 7))
-    assert pieces_of([Part("w", "value", whole, Shard((0, 0), (6, 7), (6, 7)))]) == {}
+    assert shards_of([Part("w", "value", whole[:4], cuts[0][0])])["w", "value"].share == shard_fingerprint(rows, (0, 0), (6, 7))
+    assert shards_of([Part("w", "value", whole, Shard((0, 0), (6, 7), (6, 7)))]) == {}

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from trainprobe.ckpt_compare.pieces import Point
-from trainprobe.ckpt_compare.storage.alike_archives import recognised, remember
 from trainprobe.ckpt_compare.storage.inert_pickle import DtypeName, read_pickle, read_pickle_at
 from trainprobe.ckpt_compare.storage.inert_pickle import leaves as leaves
 from trainprobe.ckpt_compare.storage.mapped import HeldArray, MappedArray, extent, mapping
+from trainprobe.ckpt_compare.storage.similar_archives import recognised, remember
 from trainprobe.ckpt_compare.storage.torch_zip import Places, TorchZip
 from trainprobe.engine.compare.number_formats import number_format
 from trainprobe.errors import FormatError

@@ -24,10 +24,10 @@ class DumpedModules:
     """
 
     def __init__(
-        self, others: Sequence[Tap | None], rests: Pauses, wanted: ModuleRequest, guard: Guard, tape: Callable[[], Tape | None]
+        self, others: Sequence[Tap | None], pauses: Pauses, wanted: ModuleRequest, guard: Guard, tape: Callable[[], Tape | None]
     ) -> None:
         self._others = others
-        self._rests = rests
+        self._pauses = pauses
         self._wanted = wanted
         self._guard = guard
         self._tape = tape
@@ -42,7 +42,7 @@ class DumpedModules:
         if tape is None:
             return
         self.end()
-        self._rests.begin(WHOM, self._others)
+        self._pauses.begin(WHOM, self._others)
         tap = self._current = self._taps.setdefault((id(module), name), self._tap_of(module, name))
         if self._begun.get(tap) is tape:
             tap.resume()
@@ -55,7 +55,7 @@ class DumpedModules:
         tap, self._current = self._current, None
         if tap is not None:
             tap.pause()
-            self._rests.end(WHOM, self._others)
+            self._pauses.end(WHOM, self._others)
 
     def step_ends(self) -> None:
         """Let go of the modules of this step."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.capture.saved_pieces import HeldPieces, pieces_of
+from trainprobe.engine.capture.saved_shards import HeldShards, shards_of
 from trainprobe.engine.capture.turns import Turns
 from trainprobe.engine.core.facts import Piece
 from trainprobe.engine.core.flat_parameters import FlatSlice, flat_slices_of, handles_of
@@ -296,13 +296,13 @@ class ParameterStateTap:
         """Return the pieces that the source holds now of tensors that are cut, gradients left out."""
         source = self.source or self._plain
         with torch.no_grad(), DisableTorchFunction():
-            return {} if source is None else pieces_of(source.parts("after_step"))
+            return {} if source is None else shards_of(source.parts("after_step"))
 
-    def deferred_pieces(self, tape: Tape) -> HeldPieces:
+    def deferred_shards(self, tape: Tape) -> HeldShards:
         """Return the same pieces, to be read once the step of this tape is drained."""
         source = self.source or self._plain
         with torch.no_grad(), DisableTorchFunction():
-            return HeldPieces(() if source is None else source.parts("after_step"), tape.defer)
+            return HeldShards(() if source is None else source.parts("after_step"), tape.defer)
 
     def _due(self) -> frozenset[str]:
         """Return what this step is one of the steps for: sorts of tensors, and "update"."""

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from trainprobe.compiled import recording
 from trainprobe.engine.capture import node_hooks
 from trainprobe.engine.capture.native_torch import learned
-from trainprobe.engine.capture.patching.compiled_regions import forget, keep_apart
+from trainprobe.engine.capture.patching.compiled_regions import forget, register
 from trainprobe.engine.capture.patching.function_modes import is_on, put_on, take_off
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.repeated_ops import RepeatedOps
@@ -126,7 +126,7 @@ class OpTap:
         self._engine = Replaced(autograd, "_engine_run_backward", self._with_mode(autograd._engine_run_backward))
         asked = self._without_mode(torch.overrides.has_torch_function)
         self._question = Replaced(torch.overrides, "has_torch_function", asked, traced=True)
-        keep_apart(self)
+        register(self)
         node_hooks.hold(self)
         self.switch(True)
 
@@ -136,11 +136,11 @@ class OpTap:
             self._on = on
             put_on(self._mode) if on else take_off(self._mode)
 
-    def step_aside(self) -> bool:
+    def suspend(self) -> bool:
         """Take the mode away from compiled code; False where it is not on."""
         return self._mode is not None and take_off(self._mode)
 
-    def step_back(self) -> None:
+    def restore(self) -> None:
         """Put the mode on again."""
         if self._mode is not None and self._on:
             put_on(self._mode)

@@ -24,7 +24,7 @@ class UnreducedTap:
     """Calls `arrives(parameter, gradient)` for each gradient of a backward, before it is added to `parameter.grad`.
 
     wanted: whether to look at all in this step. per_micro: count the micro-batches of a step by the model's forwards, unless
-    somebody else tells them. resting: gradients that arrive now are nothing of the training.
+    somebody else tells them. paused: gradients that arrive now are not part of the training.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class UnreducedTap:
         self._per_micro = per_micro
         self._forwards = 0
         self._tape: Tape | None = None
-        self.resting = False
+        self.paused = False
         self._models: list[Any] = []
         self._hooked: list[tuple[Any, Any]] = []  # accumulators are held, because a parameter holds its own only weakly
 
@@ -46,7 +46,7 @@ class UnreducedTap:
 
     def begin(self, tape: Tape) -> None:
         """Hook the accumulators."""
-        self.resting = False
+        self.paused = False
         if not self._wanted():
             return
         if self._per_micro:
@@ -78,7 +78,7 @@ class UnreducedTap:
 
     def _forward(self, model: Any, args: Any) -> None:
         tape = self._tape
-        if tape is None or tape.micro_told or not (model.training and torch.is_grad_enabled()):
+        if tape is None or tape.micro_given or not (model.training and torch.is_grad_enabled()):
             return
         if _current_graph_task_id() == -1:  # else it is computed again in a backward
             tape.micro = self._forwards
@@ -88,5 +88,5 @@ class UnreducedTap:
         self._arrived(p, gradients[0])
 
     def _arrived(self, p: Any, gradient: Any) -> None:
-        if gradient is not None and not self.resting:
+        if gradient is not None and not self.paused:
             self._guard.run(self._arrives, p, gradient)

@@ -29,7 +29,7 @@ class Console:
 
     def __init__(self, on: bool = True) -> None:
         self.on = on
-        self.say: Callable[[str], object] = _to_standard_error
+        self.write_line: Callable[[str], object] = _to_standard_error
         self.speaks = True
         self.silent: Collection[str] = ()
         self.markers: Path | None = None
@@ -54,7 +54,7 @@ class Console:
     def line(self, text: str) -> None:
         """Print a line of the tool; nothing in a process that was forked from the training's."""
         if self.on and os.getpid() == self._pid:
-            self.say(f"trainprobe: {text}")
+            self.write_line(f"trainprobe: {text}")
 
     def _is_for_people(self, finding: Finding) -> bool:
         if not self.on or finding.severity == "info" or finding.rule in _PRINTED_THERE or finding.rule in self.silent:

@@ -31,13 +31,13 @@ class Guard:
     def __init__(
         self,
         on_error: str = "continue",
-        tell: Callable[[Finding], None] | None = None,
+        report: Callable[[Finding], None] | None = None,
         without_dispatch: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.raising = on_error == "raise"
         self.tripped: Finding | None = None
         self.farewell = "trainprobe disabled itself, the training goes on unobserved"
-        self._tell = tell
+        self._on_finding = report
         self._without_dispatch = without_dispatch
         self._on_trip: list[Callable[[], None]] = []
         self.parts: dict[str, PartGuard] = {}
@@ -140,8 +140,8 @@ class Guard:
             sys.stderr.write(f"trainprobe: something may still be installed: {left}\n")
 
     def _report(self, finding: Finding) -> None:
-        if self._tell is not None:
-            attempt(self._tell, finding, otherwise=fault_text)
+        if self._on_finding is not None:
+            attempt(self._on_finding, finding, otherwise=fault_text)
 
 
 class PartGuard(Guard):
@@ -156,7 +156,7 @@ class PartGuard(Guard):
         self.tripped = whole.tripped
         self._whole = whole
         self._name = name
-        self._carried: list[PartGuard] = []
+        self._dependents: list[PartGuard] = []
 
     def of(self, name: str) -> PartGuard:
         """Return the guard of another part of the same tool."""
@@ -166,9 +166,9 @@ class PartGuard(Guard):
         """Return whether another part of the same tool has failed."""
         return self._whole.leaves_out(name)
 
-    def carries(self, name: str) -> None:
+    def is_needed_by(self, name: str) -> None:
         """Remember that another part cannot do without this one: it is left out with it."""
-        self._carried.append(self.of(name))
+        self._dependents.append(self.of(name))
 
     def trip(self, fault: BaseException) -> None:
         """Leave the part out because of `fault`, say so once, and undo what it has installed."""
@@ -189,7 +189,7 @@ class PartGuard(Guard):
         """Return this part and the parts that still run and cannot do without it."""
         found: list[PartGuard] = [self]
         for part in found:
-            found += [other for other in part._carried if other.tripped is None and other not in found]
+            found += [other for other in part._dependents if other.tripped is None and other not in found]
         return found
 
 

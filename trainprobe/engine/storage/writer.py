@@ -76,8 +76,8 @@ def flush_all() -> None:
 class Writer:
     """Hands collected steps, tensors and findings to the sinks on a thread of its own.
 
-    sinks: name → sink. on_error: "raise" makes the next call here raise the fault of a sink. tell: is given each finding of the
-    writer, on the writer's thread. max_steps, max_bytes: how much may wait (tensors count by their bytes, one larger
+    sinks: name → sink. on_error: "raise" makes the next call here raise the fault of a sink. report: receives each finding of
+    the writer, on the writer's thread. max_steps, max_bytes: how much may wait (tensors count by their bytes, one larger
     than the bound may wait alone; of large collected steps, and with tensors, no more than FEW_STEPS).
     """
 
@@ -87,7 +87,7 @@ class Writer:
         *,
         place: Place | None = None,
         on_error: str = "continue",
-        tell: Callable[[Finding], None] | None = None,
+        report: Callable[[Finding], None] | None = None,
         max_steps: int = 32,
         max_bytes: int = 256 << 20,
     ) -> None:
@@ -101,7 +101,7 @@ class Writer:
         self.tensors_wanted = bool(self._tensors)
         self._place = place
         self._raise = on_error == "raise"
-        self._tell = tell
+        self._on_finding = report
         self._max_steps = max_steps
         self._max_bytes = max_bytes
         self._guards = {name: _SinkGuard() for name in sinks}
@@ -190,7 +190,7 @@ class Writer:
         self._thread.join(timeout)
         if self._thread.is_alive():
             waiting = len(self._jobs)
-            self._say(
+            self._report(
                 "error",
                 f"{waiting} pieces of data still waited to be written after {timeout:.0f} s: they are lost",
                 None,
@@ -337,7 +337,7 @@ class Writer:
         kind = "" if isinstance(fault, OSError) else f"{type(fault).__name__}: "
         what = f"step {step} and what comes after it are lost to it" if step >= 0 else "what it wrote last may be lost"
         message = f"the writer {name!r} failed and is given up: {what}; the training goes on: {kind}{fault}"
-        self._say("error", message, step if step >= 0 else None)
+        self._report("error", message, step if step >= 0 else None)
 
     def _collect(self, name: str) -> None:
         sink = self._warning_sinks.get(name)
@@ -348,13 +348,13 @@ class Writer:
     def _summarise(self) -> None:
         for name, steps in self._lost.items():
             if len(steps) > 1:
-                self._say(
+                self._report(
                     "error",
                     f"the writer {name!r} failed and lost {len(steps)} steps, {steps[0]} to {steps[-1]}",
                     steps[0],
                 )
 
-    def _say(self, severity: Any, message: str, step: int | None) -> None:
+    def _report(self, severity: Any, message: str, step: int | None) -> None:
         self._keep(Finding("writer", severity, message, step=step, place=self._place))
 
     def _keep(self, finding: Finding) -> None:
@@ -365,8 +365,8 @@ class Writer:
         for name, sink in self.sinks.items():
             if threading.current_thread() is self._thread and self._guards[name].tripped is None:
                 self._guards[name].run(sink.findings, (finding,))
-        if self._tell is not None:
-            self._tell(finding)
+        if self._on_finding is not None:
+            self._on_finding(finding)
 
 
 def _on_host(key: str, data: Any) -> SavedTensor:
@@ -374,7 +374,7 @@ def _on_host(key: str, data: Any) -> SavedTensor:
 
 
 def open_writer(
-    plan: Plan, place: Place, tell: Callable[[Finding], None] | None = None, more: Mapping[str, Sink] | None = None
+    plan: Plan, place: Place, report: Callable[[Finding], None] | None = None, more: Mapping[str, Sink] | None = None
 ) -> Writer:
     """Open the sinks that a plan names and a writer for them and for `more`, which are there already.
 
@@ -394,7 +394,7 @@ def open_writer(
         if isinstance(error, OutputError):
             raise
         raise OutputError(f"{plan.output} cannot be written: {error}; choose another `output`") from error
-    return Writer({**sinks, **(more or {})}, place=place, on_error=plan.on_error, tell=tell)
+    return Writer({**sinks, **(more or {})}, place=place, on_error=plan.on_error, report=report)
 
 
 def _opener(name: str) -> Callable[[Path, Plan, Place], Sink]:

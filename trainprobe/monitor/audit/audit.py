@@ -173,9 +173,9 @@ class Audit:
             self.last = replace(self.last, step=evidence.step, facts=facts, tensors=Tensors(), scalars=evidence.scalars)
         return evidence
 
-    def _tells(self, draft: Evidence) -> Rows:
+    def _shared_rows(self, draft: Evidence) -> Rows:
         """Return what the relations of the plan tell the other ranks."""
-        told = [self.part(_part_of(name), tells, draft) or {} for name, tells in _functions(self.plan, "tells").items()]
+        told = [self.part(_part_of(name), shares, draft) or {} for name, shares in _functions(self.plan, "shares").items()]
         return {key: row for rows in told for key, row in rows.items()}
 
     def _take_resharded(self, facts: StepFacts, tensors: Tensors, step_data: StepData) -> Resharded | None:
@@ -220,7 +220,8 @@ class Audit:
         assert self.gather is not None
         self._answered = draft.step
         told = [
-            decode(words) for words in self.gather(encode(_message(draft, self._replicated, self._tells(draft)), draft.step))
+            decode(words)
+            for words in self.gather(encode(_message(draft, self._replicated, self._shared_rows(draft)), draft.step))
         ]
         if any(peer.marks["out"] or step != draft.step for peer, step in told):
             return ()

@@ -295,7 +295,7 @@ def _prolonged(known: Streak | None, value: float | bool, at: int) -> Streak:
     return Streak(value, known.count + 1, known.since)
 
 
-def resting(evidence: Evidence) -> frozenset[str]:
+def untrained_parameters(evidence: Evidence) -> frozenset[str]:
     """Return the parameters that nothing here trains: frozen ones that no optimizer holds."""
     return frozenset(p.name for p in evidence.model.parameters if not p.trainable and p.owned is False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainprobe.monitor.audit.evidence import Evidence, History, along, resting, streaks_with
+from trainprobe.monitor.audit.evidence import Evidence, History, along, streaks_with, untrained_parameters
 from trainprobe.monitor.audit.messages import key_of
 
 STEADY = 3  # audited steps in a row after which something is expected to stay as it is
@@ -44,7 +44,7 @@ def _driven(evidence: Evidence) -> dict[str, int]:
     if before is None:
         return driven
     moved: dict[str, bool] = {}
-    for name in resting(evidence):
+    for name in untrained_parameters(evidence):
         was, now = before.tensors.checksum(name, "value_after"), seen.checksum(name, "value")
         if was is None or now is None or driven.get(name, 0) < 0:
             continue

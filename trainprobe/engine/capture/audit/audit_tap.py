@@ -31,7 +31,7 @@ from trainprobe.engine.capture.audit.waiting_gradients import waiting_gradients
 from trainprobe.engine.capture.parameter_states import ParameterStateTap
 from trainprobe.engine.capture.patching.step_hooks import StepListener
 from trainprobe.engine.capture.random_state import random_fingerprint
-from trainprobe.engine.capture.saved_pieces import HeldPieces
+from trainprobe.engine.capture.saved_shards import HeldShards
 from trainprobe.engine.core.facts import (
     Base,
     Clip,
@@ -87,8 +87,8 @@ class AuditTap:
         self.saves.settings = self._settings
         self.saves.world = lambda: self.run.world_size
         self.saves.loaded = lambda: self.run.loaded()
-        self._loaded: HeldPieces | None = None
-        self.aside: Callable[[bool], None] = lambda begins: None  # told when the audit begins and ends to run the model
+        self._loaded: HeldShards | None = None
+        self.pause_others: Callable[[bool], None] = lambda begins: None  # told when the audit begins and ends to run the model
         self._states = states
         self._names = names
         self._rescan = rescan
@@ -213,11 +213,11 @@ class AuditTap:
             names = self._names()
             pairs = [(names[id(p)], p) for p in inner.parameters() if id(p) in names and p.requires_grad]
             self._calls.asleep = True
-            self.aside(True)
+            self.pause_others(True)
             try:
                 self._let(self.declared.compare, inner, pairs)
             finally:
-                self.aside(False)
+                self.pause_others(False)
                 self._calls.asleep = False
 
     def before_update(self, optimizer: Any) -> None:
@@ -228,7 +228,7 @@ class AuditTap:
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         if self.saves.awaits and self._loaded is None:
-            self._loaded = self._states.deferred_pieces(self._tape)
+            self._loaded = self._states.deferred_shards(self._tape)
         self.unclipped([p for group in optimizer.param_groups for p in group["params"]])
         if self._plain():
             self._observers.before_update(self._tape)

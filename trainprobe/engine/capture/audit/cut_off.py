@@ -50,12 +50,12 @@ class CutOff:
         def function(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             if not function.ended and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
-                self._guard.run(self._tell, told, args, result)
+                self._guard.run(self._notify, told, args, result)
             return result
 
         return function
 
-    def _tell(self, told: Callable[[Any, Any], None], args: Any, result: Any) -> None:
+    def _notify(self, told: Callable[[Any, Any], None], args: Any, result: Any) -> None:
         if isinstance(result, Tensor) and self.any_of(args):
             told(args, result)
 

@@ -129,7 +129,7 @@ class AttentionFeature(Quiet):
         logits = attention_logits(
             query, key, attn_mask, causal=is_causal, scale=scale, rows=self._rows, sequences=self._sequences
         )
-        self._tell(name, logits)
+        self._record(name, logits)
 
     def _softmax(
         self, name: str, module: Any, input: Any, dim: Any = None, *args: Any, dtype: Any = None, **kwargs: Any
@@ -138,9 +138,9 @@ class AttentionFeature(Quiet):
             input, dim = input.unflatten(0, (-1, module.num_heads)), 3 if dim == 2 else dim
         if not whole(input) or input.dim() != 4 or dim not in (-1, 3) or not input.is_floating_point():
             return
-        self._tell(name, sampled(input, self._rows, self._sequences))
+        self._record(name, sampled(input, self._rows, self._sequences))
 
-    def _tell(self, name: str, logits: Tensor) -> None:
+    def _record(self, name: str, logits: Tensor) -> None:
         assert self._tape is not None
         self._seen = True
         for slot, numbers in zip(("attention_entropy", "attention_logit", "attention_peak"), of_logits(logits), strict=True):

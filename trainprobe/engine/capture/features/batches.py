@@ -76,7 +76,7 @@ class BatchTap:
                 trains = torch.is_grad_enabled() and module.training and _current_graph_task_id() == -1
                 if trains:
                     self._guard.run(self._take, args, kwargs)
-                    self._tell(module)
+                    self._record(module)
                 out = original(module, *args, **kwargs)
                 if trains and self.position is not None:
                     self.position.is_in(AFTER_FORWARD)
@@ -86,9 +86,9 @@ class BatchTap:
 
         return call
 
-    def _tell(self, module: Any) -> None:
+    def _record(self, module: Any) -> None:
         if self.position is not None and self._tape is not None:
-            micro = self._tape.micro if self._tape.micro_told else self._forwards[id(module)]
+            micro = self._tape.micro if self._tape.micro_given else self._forwards[id(module)]
             self._forwards[id(module)] += 1
             self.position.forward(micro)
 

@@ -84,7 +84,7 @@ class FeatureTap:
         self._collected = -1
         self._thread = 0
         self._replaced: Replaced | None = None
-        self._rests = False
+        self._paused = False
         self._odd: dict[str, None] = {}  # notes of what could not be looked at
         for kind in self._kinds:
             self._guard_of(kind).on_trip(partial(self._drop, kind))
@@ -125,16 +125,16 @@ class FeatureTap:
 
     def pause(self) -> None:
         """Take no forward calls for a while."""
-        if self._replaced is not None and not self._rests:
+        if self._replaced is not None and not self._paused:
             self._replaced.back()
-            self._rests = True
+            self._paused = True
             for kind in self._due:
                 self._guard_of(kind).undo(kind.sleep, True)
 
     def resume(self) -> None:
         """Take forward calls again."""
-        if self._due and (self._replaced is None or self._rests):
-            self._rests = False
+        if self._due and (self._replaced is None or self._paused):
+            self._paused = False
             if self._replaced is None or not self._replaced.wake():
                 self._replaced = Replaced(torch.nn.Module, "_call_impl", self._watched(torch.nn.Module._call_impl), traced=True)
             for kind in self._due:

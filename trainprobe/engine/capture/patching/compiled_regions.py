@@ -12,34 +12,34 @@ from threading import get_ident
 from typing import Any, Protocol
 
 
-class StepsAside(Protocol):
+class Suspendable(Protocol):
     """What compiled code would meet: a replaced function, a mode."""
 
-    def step_aside(self) -> bool:
+    def suspend(self) -> bool:
         """Go away for a while; False where there is nothing that could be taken away."""
         ...
 
-    def step_back(self) -> None:
-        """Stand again where `step_aside` left."""
+    def restore(self) -> None:
+        """Stand again where `suspend` left."""
         ...
 
 
-def keep_apart(thing: StepsAside) -> None:
+def register(thing: Suspendable) -> None:
     """Have a thing step aside from compiled code, on the thread that calls this and those of its backward."""
     if _ours is None:
         _begin()
     _things[thing] = None
 
 
-def forget(thing: StepsAside) -> None:
+def forget(thing: Suspendable) -> None:
     """End that, because the thing is gone."""
     _things.pop(thing, None)
     if not _things and _entered is None:
         _end()
 
 
-_things: dict[StepsAside, None] = {}  # oldest first
-_away: list[StepsAside] = []
+_things: dict[Suspendable, None] = {}  # oldest first
+_away: list[Suspendable] = []
 _entered: Any = None  # the frame of Dynamo's wrapper whose call is running
 _thread = 0
 _ours: Any = None
@@ -86,13 +86,13 @@ def _enter(wrapper: Any) -> None:
     if get_ident() != _thread and sys.modules["torch"]._C._current_graph_task_id() == -1:
         return
     _entered = wrapper
-    _away[:] = [thing for thing in reversed(_things) if thing.step_aside()]
+    _away[:] = [thing for thing in reversed(_things) if thing.suspend()]
 
 
 def _leave() -> None:
     global _entered
     _entered = None
     while _away:
-        _away.pop().step_back()
+        _away.pop().restore()
     if not _things:
         _end()

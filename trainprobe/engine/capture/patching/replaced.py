@@ -25,7 +25,7 @@ class Replaced:
         self._traced = traced
         setattr(owner, name, ours)
         if traced:
-            compiled_regions.keep_apart(self)
+            compiled_regions.register(self)
 
     def back(self) -> None:
         """Put back what was there; safe to call twice."""
@@ -51,18 +51,18 @@ class Replaced:
             return False
         self._ours.ended = False
         if self._traced:
-            compiled_regions.keep_apart(self)
+            compiled_regions.register(self)
         return True
 
-    def step_aside(self) -> bool:
+    def suspend(self) -> bool:
         """Put back what was there for a while; False where somebody else's function stands over ours."""
         if vars(self._owner).get(self._name) is not self._ours:
             return False
         self._place(self._ours.below)
         return True
 
-    def step_back(self) -> None:
-        """Stand in the place again that `step_aside` left; one that was put `back` meanwhile stays away."""
+    def restore(self) -> None:
+        """Stand in the place again that `suspend` left; one that was put `back` meanwhile stays away."""
         if not self._ours.ended:
             self._ours.below = vars(self._owner).get(self._name, _INHERITED)
             setattr(self._owner, self._name, self._ours)

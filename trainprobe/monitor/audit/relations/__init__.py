@@ -13,8 +13,8 @@ and may hold
 
     remember  what `check` has to know of this audited step at the next one: remember(evidence) -> Any. It is given to both as
               `evidence.remembered(NAME, otherwise)`
-    tells     what this rank tells the others where ranks are compared: tells(evidence) -> {key: (fingerprint, number)}, with
-              keys by `messages.key_of`. It arrives as `Peer.rows`
+    shares    what this rank sends to the others where ranks are compared: shares(evidence) -> {key: (fingerprint, number)},
+              with keys by `messages.key_of`. It arrives as `Peer.rows`
 
 Other packages bring relations through the entry point group `trainprobe.relations`.
 """

@@ -79,7 +79,7 @@ def remember(evidence: Evidence) -> ClassShares | None:
     return observed(evidence.remembered("absent_classes", None), evidence.facts)
 
 
-def tells(evidence: Evidence) -> Rows:
+def shares(evidence: Evidence) -> Rows:
     """Return that this rank has such a loss, and the classes that were never a target of it."""
     shares = remember(evidence)
     if shares is None or not _is_a_list(shares):

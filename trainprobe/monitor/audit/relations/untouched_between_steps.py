@@ -15,7 +15,7 @@ was, that is said.
 from __future__ import annotations
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more, resting
+from trainprobe.monitor.audit.evidence import Evidence, and_more, untrained_parameters
 
 COST = frozenset({"fingerprints"})
 EVERY = 10
@@ -68,7 +68,7 @@ def check(evidence: Evidence) -> list[Finding]:
 def _of_others(evidence: Evidence) -> frozenset[str]:
     """Return the parameters that other ranks step and hand over, and frozen ones that something has moved before."""
     here = frozenset(name for group in evidence.facts.groups for name in group.names)
-    rests = resting(evidence)
+    rests = untrained_parameters(evidence)
     return (evidence.history.handed_over - here) | {name for name in rests if evidence.history.driven.get(name, 0) >= 0}
 
 

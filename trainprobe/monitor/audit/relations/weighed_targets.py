@@ -51,7 +51,7 @@ def check(evidence: Evidence) -> list[Finding]:
     return _over_ranks(evidence)
 
 
-def tells(evidence: Evidence) -> Rows:
+def shares(evidence: Evidence) -> Rows:
     """Return how many targets of this rank's step count, and what the loss of each was multiplied by.
 
     Nothing unless the micro-batches are ragged and all targets have one weight.

@@ -1,4 +1,4 @@
-"""What the monitor wants of modules and of values, in the words of the taps of any framework."""
+"""The values and module calls that the monitor requests, for the taps of any framework."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainprobe.monitor.plan import Collect, MonitorPlan
 
 
 def modules_of_monitor(monitor: MonitorPlan | None) -> ModuleRequest:
-    """Return what the monitor wants of modules: inputs, outputs, and their gradients; without a monitor, nothing."""
+    """Return what the monitor requests of modules: inputs, outputs and their gradients; nothing without a monitor."""
     if monitor is None:
         return ModuleRequest(no_flags, lambda name: False, frozenset())
     chosen = [Names(kind.names) for kind in (monitor.activations, monitor.activation_gradients) if kind.on]

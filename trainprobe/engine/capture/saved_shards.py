@@ -24,7 +24,7 @@ from trainprobe.engine.core.sources import Part
 _CHUNK = 1 << 20  # elements whose places are worked out at a time
 
 
-class HeldPieces:
+class HeldShards:
     """Every piece of a tensor that is cut, its share still on its device; tensors that are whole are left out.
 
     defer: takes a small tensor that is to be brought to the host.
@@ -47,7 +47,7 @@ class HeldPieces:
         }
 
 
-def pieces_of(parts: Iterable[Part]) -> dict[tuple[str, str], Piece]:
+def shards_of(parts: Iterable[Part]) -> dict[tuple[str, str], Piece]:
     """Return (parameter, slot) → piece of every tensor that is cut, now: reads each device once."""
     deferred: list[Deferred] = []
 
@@ -55,7 +55,7 @@ def pieces_of(parts: Iterable[Part]) -> dict[tuple[str, str], Piece]:
         deferred.append(Deferred(share))
         return deferred[-1]
 
-    held = HeldPieces(parts, defer)
+    held = HeldShards(parts, defer)
     for share, numbers in zip(deferred, to_host([share.tensor for share in deferred]), strict=True):
         share.numbers = numbers
     return held.read()
