@@ -118,7 +118,7 @@ def test_a_step_that_never_came_and_an_op_that_never_ran_are_said_when_the_block
     assert end.startswith("trainprobe: 3 steps, 2 of them watched, nothing judged")
     assert all(line.startswith("trainprobe: the plan's ") for line in said)
     assert "did you mean" in "".join(line for line in said if "lienar" in line)
-    assert "500 never came" in "".join(said)
+    assert "500 was never reached" in "".join(said)
 
 
 def test_steps_in_which_nothing_was_seen_are_said_once(capfd, tmp_path):
@@ -138,7 +138,7 @@ def test_a_run_that_fails_is_told_of_its_plan_too(capfd, tmp_path):
     ):
         train(probe, model)
         raise RuntimeError("broke")
-    assert "9 never came" in capfd.readouterr().err
+    assert "9 was never reached" in capfd.readouterr().err
 
 
 def test_a_debugger_says_it_when_it_is_closed(capfd, tmp_path):
@@ -149,7 +149,7 @@ def test_a_debugger_says_it_when_it_is_closed(capfd, tmp_path):
     debugger.stop()
     debugger.step()
     PrecisionDebugger.close()
-    assert "7 never came" in capfd.readouterr().err
+    assert "7 was never reached" in capfd.readouterr().err
 
 
 def test_a_plan_that_came_true_is_worth_the_line_at_the_end_alone(capfd, tmp_path):

@@ -124,7 +124,7 @@ def test_a_step_that_never_comes_is_told_at_the_end(tmp_path):
         for step in range(3):
             with probe.step():
                 one_step(case, model, optimizer, step)
-    assert ["50" in finding.message for finding in probe.findings if "never came" in finding.message] == [True]
+    assert ["50" in finding.message for finding in probe.findings if "never reached" in finding.message] == [True]
 
 
 def test_an_op_pattern_that_matches_nothing_is_told_at_the_end(tmp_path):

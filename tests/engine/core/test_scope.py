@@ -47,7 +47,7 @@ def test_at_level_mix_an_entry_selects_what_ran_inside_a_module(tmp_path):
 
 def test_an_entry_that_is_part_of_no_name_is_reported(tmp_path):
     _, findings = recorded(tmp_path, level="L0", entries=["fc", "attention"])
-    assert [f.message for f in findings] == ["the plan's entries 'attention' is part of no call's name in any collected step"]
+    assert [f.message for f in findings] == ["the plan's entries 'attention' occurs in no call name of any collected step"]
 
 
 def test_a_scope_keeps_the_modules_that_end_within_it(tmp_path):

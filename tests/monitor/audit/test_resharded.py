@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import launch
-from tests.monitor.audit.train_relaid import LOST, SAVED, SWAPPED
+from tests.monitor.audit.train_resharded import LOST, SAVED, SWAPPED
 from trainprobe.engine.capture.saved_shards import shards_of, share_of
 from trainprobe.engine.core.facts import Piece
 from trainprobe.engine.core.shards import Shard
@@ -20,7 +20,7 @@ from trainprobe.engine.core.sources import Part
 from trainprobe.engine.stats.checksum import fingerprint, shard_fingerprint
 from trainprobe.monitor.audit.resharded import logical
 
-SCRIPT = str(Path(__file__).with_name("train_relaid.py"))
+SCRIPT = str(Path(__file__).with_name("train_resharded.py"))
 SAVES = ("fsdp", "ddp")
 FAULTS = {
     1: {"fsdp-plain": "healthy swapped moment unshared schedule data", "ddp-plain": "healthy data"},

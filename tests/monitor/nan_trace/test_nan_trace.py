@@ -156,7 +156,7 @@ def _judge_and_report_say_the_same(run, told, capsys):
     capsys.readouterr()
     shown = page.read_text()
     assert "rank 1 made it, and it reached rank 0" in shown
-    assert "another rank handed it over" not in shown
+    assert "it came from another rank" not in shown
 
 
 def test_steps_that_only_the_monitor_saw_are_looked_at_too(tmp_path, capsys):

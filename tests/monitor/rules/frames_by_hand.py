@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from trainprobe.engine.core.records import Place, Record, Site, Step
 from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_records
 from trainprobe.monitor.plan import make_rules
@@ -40,3 +42,15 @@ class Bench:
 
 def grads(norms: Mapping[str, float]) -> list[tuple]:
     return [value("backward", "parameter", name, "grad", norm=norm) for name, norm in norms.items()]
+
+
+def weight(name, norm, shape=(4, 4)):
+    return value("forward", "parameter", name, "value", shape, norm=norm, absmax=norm / 2, mean=norm / 9)
+
+
+def output(name, norm, zeros=0.0):
+    return value("forward", "module", name, "output", norm=norm, zero=zeros * 100, count=100)
+
+
+def noisy(rng, level=1.0):
+    return float(level * np.exp(rng.normal(0, 0.1)))

@@ -42,7 +42,7 @@ def within(calls: Sequence[Call], first: str, last: str, framework: str = "pytor
     try:
         end = names.index(last, begin) + 1
     except ValueError:
-        end, missing = len(calls), f"scope: {last!r} was not called after {first!r}: the stretch goes on to the end of the step"
+        end, missing = len(calls), f"scope: {last!r} was not called after {first!r}: the scope extends to the end of the step"
     while end < len(calls) and calls[end].kind == "parameter" and calls[end].name == calls[end - 1].name:
         end += 1
     inside = list(calls[begin:end])

@@ -75,11 +75,13 @@ class UnmatchedSelections:
             yield _warning(f"no rank of the plan's rank {list(plan.rank)} is there: the run has {there}")
         pending = () if plan.level in ("off", "debug") else plan.pending_steps(last_step, first_step)
         if pending:
-            yield _warning(f"the plan's step {', '.join(pending)} never came: the run had steps {first_step} to {last_step}")
+            yield _warning(
+                f"the plan's step {', '.join(pending)} was never reached: the run had steps {first_step} to {last_step}"
+            )
 
     def _patterns(self) -> Iterator[Finding]:
         for text in (text for text, seen in self._entries.items() if not seen):
-            yield _warning(f"the plan's entries {text!r} is part of no call's name in any collected step")
+            yield _warning(f"the plan's entries {text!r} occurs in no call name of any collected step")
         level = self._plan.level
         asked = [("ops", "op", self._ops)] if level in ("L1", "mix") else []
         if level in ("L0", "L1", "mix"):

@@ -162,7 +162,7 @@ def _note(frame: Frame, bad: Bools) -> Finding:
     what = "NaN" if frame.health[bad].max() == Health.NAN else "infinity"
     text = (
         f"step {frame.step} has {what} in {describe(address)}, and no result of a module, no gradient, no parameter and no "
-        "loss has it: it is taken for a constant, a mask or memory that nobody had filled yet"
+        "loss has it: it is assumed to be a constant, a mask or uninitialised memory"
     )
     return Finding("nonfinite", "info", text, frame.step, frame.place, address.site(), what, "finite")
 
@@ -220,12 +220,15 @@ def find_origin(frame: Frame, chosen: Bools | None = None) -> tuple[Address, str
     if between is not None:
         return between
     if not ordered:
-        return first_bad, "it was there when the step first looked, so it came in with the data or from an earlier step"
+        return (
+            first_bad,
+            "the first recorded value of the step already had it, so it came in with the data or from an earlier step",
+        )
     inner = _innermost(ordered[0][1], [result for _, result in ordered])
     if (lowest := _minus_infinity_before(frame, addresses, inner)) is not None:
-        return lowest, "its inputs were finite and it gave minus infinity, of which what comes next makes the rest"
+        return lowest, "its inputs were finite and it returned minus infinity, which the following operations spread"
     if inner.kind == "op" and inner.phase == "forward" and addresses.index(inner) > _ends(addresses):
-        return inner, "it arose behind the backward pass, before the update: in clipping or what the optimizer prepares"
+        return inner, "it arose between the backward pass and the update: in clipping, or in what the optimizer prepares"
     return inner, _how(inner, next(entered for entered, result in ordered if result == inner), addresses)
 
 
@@ -322,7 +325,7 @@ def _is_recorded(forward: Iterable[Address]) -> bool:
 
 def _how(address: Address, entered: bool, addresses: list[Address]) -> str:
     if address.kind == "collective":
-        return "what this rank gave was finite, so that another rank handed it over"
+        return "what this rank gave was finite, so it came from another rank"
     if address.kind == "scalar":
         return "everything else that was collected in this step is finite"
     if address.phase == "optimizer":

@@ -173,7 +173,7 @@ static PyType_Slot tape_slots[] = {{Py_tp_new, tape_new},
                                    {Py_tp_clear, tape_clear},
                                    {Py_tp_members, tape_members},
                                    {Py_tp_methods, tape_methods},
-                                   {Py_tp_doc, "Eye((Tensor, Parameter) or (), reuse, open_rows, slow, special, rare, keep, dtype): with (), every tensor is\n"
+                                   {Py_tp_doc, "NativeTape((Tensor, Parameter) or (), reuse, open_rows, slow, special, rare, keep, dtype): with (), every tensor is\n"
                                                "left to special."},
                                    {0, NULL}};
 

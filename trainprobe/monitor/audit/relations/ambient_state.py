@@ -27,7 +27,7 @@ def check(evidence: Evidence) -> list[Finding]:
         was = before.get(name, now)
         if was != now:
             step = evidence.before.step if evidence.before is not None else 0
-            text = f"{name} at the update is {now} and was {was} at step {step}: something set it and did not put it back"
+            text = f"{name} at the update is {now} and was {was} at step {step}: something set it and did not restore it"
             hint = "look for what sets it between these steps (an evaluation, a callback, an import), and restore it there"
             return [_finding(evidence, name, text, now, was, hint)]
     now = evidence.facts.ambient.get("autocast", "off")

@@ -31,8 +31,8 @@ def _too_late(evidence: Evidence) -> list[Finding]:
     if late is None or not evidence.facts.updates:
         return []
     text = (
-        f"gradients of norm {late.norm:.6g} were clipped to {late.limit:g} behind the update that used them: "
-        "the update was made with what was not clipped"
+        f"gradients of norm {late.norm:.6g} were clipped to {late.limit:g} after the update that used them: "
+        "the update was made with unclipped gradients"
     )
     hint = "clip between the backward pass and optimizer.step()"
     return [

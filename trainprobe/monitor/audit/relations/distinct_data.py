@@ -37,7 +37,7 @@ def check(evidence: Evidence) -> list[Finding]:
 def _same_epochs(evidence: Evidence) -> list[Finding]:
     if not evidence.facts.same_epochs:
         return []
-    text = "a new epoch has the order of the one before: the DistributedSampler shuffles, and was not told of the new epoch"
+    text = "a new epoch has the order of the one before: the DistributedSampler shuffles, and was not given the new epoch"
     return [_alike(evidence, text, severity="warning", next="call sampler.set_epoch(epoch) before each epoch")]
 
 
@@ -48,9 +48,7 @@ def _stale(evidence: Evidence) -> list[Finding]:
     again = next((i for i, fingerprint in enumerate(now) if fingerprint in earlier or fingerprint in now[:i]), None)
     if not stage or again is None or evidence.facts.whole_numbers:
         return []
-    text = (
-        f"pipeline stage {stage} ran micro-batch {again} of step {evidence.step} on activations that it had been handed before"
-    )
+    text = f"pipeline stage {stage} ran micro-batch {again} of step {evidence.step} on activations that it had received before"
     return [_alike(evidence, text, next="receive into a buffer of its own, and wait for it before the forward")]
 
 
@@ -73,8 +71,8 @@ def _over(evidence: Evidence, axis: str) -> list[Finding]:
     hint = "give each rank its own part: a DistributedSampler, or a seed that holds the rank"
     if not evidence.assumed:
         return [_alike(evidence, text, next=hint)]
-    text += ". The ranks are taken for data parallel, as nobody said what they share"
-    hint += "; or say where each rank stands: trainprobe.watch(..., place=Place(rank, world, {'tp': (rank, world)}))"
+    text += ". The ranks are assumed to be data parallel, because nothing says which data they share"
+    hint += "; or give the position of each rank: trainprobe.watch(..., place=Place(rank, world, {'tp': (rank, world)}))"
     return [_alike(evidence, text, severity="warning", next=hint)]
 
 

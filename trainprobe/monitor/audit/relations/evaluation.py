@@ -35,7 +35,8 @@ def _judge(evidence: Evidence, seen: Evaluation) -> list[Finding]:
         text = f"{len(seen.live)} modules are in training mode in an evaluation: {and_more(list(seen.live))}"
         return [_finding(evidence, text, seen.live, "training mode", "evaluation mode")]
     if seen.random:
-        text = f"{and_more(list(seen.random))} draws random numbers in an evaluation; no dropout does, so it is taken for meant"
+        drawn = and_more(list(seen.random))
+        text = f"{drawn} draws random numbers in an evaluation; no dropout does, so it is assumed to be intended"
         return [_finding(evidence, text, seen.random, "random numbers drawn", "none drawn", "info")]
     return []
 

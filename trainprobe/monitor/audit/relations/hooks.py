@@ -24,7 +24,7 @@ def check(evidence: Evidence) -> list[Finding]:
     name, function = hooked[0]
     more = f" (and {len(hooked) - 1} more)" if len(hooked) > 1 else ""
     known = {alias: p.name for p in evidence.model.parameters for alias in p.names}
-    text = f"the hook {function} is registered more than once on {name}{more}: what it does is done twice"
+    text = f"the hook {function} is registered more than once on {name}{more}: its effect is applied twice"
     return [
         evidence.finding(
             "hooks",

@@ -70,7 +70,7 @@ def _too_often(evidence: Evidence, schedule: Schedule) -> Finding | None:
         return None
     text = (
         f"{schedule.kind} was stepped {schedule.advances} times for {updates} update{'s' * (updates > 1)} of its optimizer "
-        f"and stands at {schedule.position}: the learning rate runs ahead of its schedule"
+        f"and is at position {schedule.position}: the learning rate runs ahead of its schedule"
     )
     changed = schedule.kind in _known(evidence).paced
     if not changed:
@@ -86,9 +86,9 @@ def _before_the_optimizer(evidence: Evidence, schedule: Schedule) -> Finding | N
         return None
     text = (
         f"{schedule.kind} advanced {advances} times between the updates of steps {before.step} and {evidence.step}: it is "
-        "stepped before the optimizer now, so that a rate of the schedule is never used"
+        "stepped before the optimizer now, so one rate of the schedule is never used"
     )
-    return _finding(evidence, text, advances, most, "step the scheduler behind the optimizer, as at the steps before")
+    return _finding(evidence, text, advances, most, "step the scheduler after the optimizer, as at the steps before")
 
 
 def _not_declared(evidence: Evidence, schedule: Schedule) -> Finding | None:

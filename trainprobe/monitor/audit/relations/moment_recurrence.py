@@ -63,7 +63,7 @@ def _no_longer_followed(evidence: Evidence) -> list[Finding]:
             f"{key[1]} of {and_more(names, len(equations.names))} is no longer {rule}, as at each audited step before: it is "
             f"off by {off.max():.3g} times its noise floor"
         )
-        hint = "look for what writes to the optimizer's state beside its rule, such as an operation in place on a view of it"
+        hint = "look for what else writes to the optimizer's state, such as an in-place operation on a view of it"
         return [evidence.finding("moment_recurrence", text, names[0], key[1], floor=BROKEN, next=hint, names=names)]
     return []
 

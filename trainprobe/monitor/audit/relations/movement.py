@@ -80,7 +80,7 @@ def check(evidence: Evidence) -> list[Finding]:
     if evidence.stalled == _STALLED:
         name = next((p.name for p in evidence.model.parameters if p.trainable), "")
         text = (
-            f"{_STALLED} audited steps in a row ran backward and made no update, as every step did before: {name} stands still"
+            f"{_STALLED} audited steps in a row ran backward and made no update, unlike every step before: {name} does not move"
         )
         hint = "look at the loss scaler: update() lowers a scale that overflows; and at what decides that a step is skipped"
         found.append(evidence.finding("movement", text, name, measured="no update", expected="an update", next=hint))
@@ -109,7 +109,8 @@ def _no_longer_driven(evidence: Evidence) -> list[Finding]:
     still = [name for name in known if before.tensors.checksum(name, "value_after") == seen.checksum(name, "value")]
     if not still or 2 * len(still) <= len(known):
         return []
-    text = f"{and_more(still, len(known))} was moved beside the optimizer at each audited step before, and stands still now"
+    moved = and_more(still, len(known))
+    text = f"{moved} was moved by something other than the optimizer at each earlier audited step, and no longer moves"
     hint = "a moving average of the weights must follow the model that is trained"
     return [
         evidence.finding(

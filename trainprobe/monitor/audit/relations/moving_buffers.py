@@ -29,7 +29,7 @@ def check(evidence: Evidence) -> list[Finding]:
     if not stopped:
         return []
     text = (
-        f"{and_more(stopped, len(moved))} moved at each audited step until {evidence.before.step} and stands still at this one"
+        f"{and_more(stopped, len(moved))} moved at each audited step until {evidence.before.step} and did not move at this one"
     )
     hint = "look for a changed momentum, a buffer that was assigned anew, or a forward that no longer updates it"
     return [

@@ -59,5 +59,5 @@ def _finding(evidence: Evidence, text: str, names: list[str], severity: str) -> 
         expected="a gradient",
         severity=severity,
         names=names,
-        next="look for detach, no_grad or an unused output behind this module; or take it out of the optimizer",
+        next="look for detach, no_grad or an unused output after this module, or remove it from the optimizer",
     )

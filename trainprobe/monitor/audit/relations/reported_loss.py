@@ -154,9 +154,9 @@ def _scales_apart(evidence: Evidence, losses: Sequence[float], reported: float) 
 def _scale_changed(evidence: Evidence, total: float, reported: float) -> Finding:
     text = (
         f"the loss scale changed between the {len(evidence.facts.differentiated)} backward passes of the step: unscaling "
-        "divides all of their gradients by one scale, so that they do not weigh the same"
+        "divides all of their gradients by one scale, so they have different weights"
     )
-    return _finding(evidence, text, total, reported, "call scaler.update() once a step, behind scaler.step()")
+    return _finding(evidence, text, total, reported, "call scaler.update() once per step, after scaler.step()")
 
 
 def _missed_the_scaler(evidence: Evidence, unscaled: Sequence[int], total: float, reported: float) -> Finding:
@@ -164,7 +164,7 @@ def _missed_the_scaler(evidence: Evidence, unscaled: Sequence[int], total: float
     which = ", ".join(map(str, unscaled))
     text = (
         f"backward pass {which} of {len(evidence.facts.differentiated)} began from a loss that was not multiplied by the loss "
-        f"scale {scale:g}: unscaling divides its gradient all the same, so that it counts for nothing"
+        f"scale {scale:g}: unscaling divides its gradient nevertheless, so it has almost no weight"
     )
     return _finding(evidence, text, total, reported, "call scaler.scale(loss) on every loss before backward")
 

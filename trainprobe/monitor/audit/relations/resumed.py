@@ -66,7 +66,7 @@ def _schedule(evidence: Evidence, saved: SavedTensors, schedules: Sequence[Sched
             f"the schedule {again}: {schedule.kind} stands at {stands} after the load, and stood at {stood} when it was "
             f"saved at step {saved.step}"
         )
-        hint = "save and load the scheduler with the optimizer, and do not step it to where it stands already"
+        hint = "save and load the scheduler with the optimizer, and do not step it again to the position that it already has"
         return [
             evidence.finding("resumed", text, "lr", measured=float(stands), expected=float(stood), kind="scalar", next=hint)
         ]
@@ -136,7 +136,7 @@ def _data(evidence: Evidence, saved: SavedTensors) -> list[Finding]:
 
 def _begins_again(evidence: Evidence, step: int, first: int) -> list[Finding]:
     text = f"the data begins again: step {step} after the load trains on what step {first} trained on"
-    hint = "save where the data iterator stands, or skip what was seen"
+    hint = "save the position of the data iterator, or skip what was already seen"
     return [
         evidence.finding(
             "resumed",

@@ -35,7 +35,7 @@ def check(evidence: Evidence) -> list[Finding]:
             f"parameter group {i} has been updated at the rate {rate:.4g} for {passed} steps, over the end of {epochs} "
             f"epoch{'s' * (epochs > 1)}: a scheduler was made for its optimizer (base rate {base.rate:.4g}) and was not stepped"
         )
-        hint = "call scheduler.step() behind optimizer.step(); in manual optimization the trainer does not"
+        hint = "call scheduler.step() after optimizer.step(); in manual optimization the trainer does not"
         return [
             evidence.finding(
                 "schedulers_stepped",

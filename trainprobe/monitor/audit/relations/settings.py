@@ -86,7 +86,7 @@ def _finding(evidence: Evidence, changed: list[Setting], was: Any, value: Any, w
             expected=str(was),
             kind="scalar",
             severity="warning",
-            next="look for what writes to optimizer.param_groups behind the schedule",
+            next="look for what writes to optimizer.param_groups after the schedule",
             names=names,
         )
     ]

@@ -27,7 +27,7 @@ def check(evidence: Evidence) -> list[Finding]:
         f"a copy of the model that is evaluated follows its weights, but not its running statistics: {and_more(stale)} of the "
         "copy stood still while those of the model moved, so that the average is normalised with old numbers"
     )
-    hint = "copy the buffers with the parameters (timm's ModelEma, AveragedModel), or work them out again before evaluating"
+    hint = "copy the buffers with the parameters (timm's ModelEma, AveragedModel), or recompute them before evaluating"
     return [
         evidence.finding(
             "stale_copies",

@@ -46,7 +46,7 @@ def _changed(evidence: Evidence) -> list[Finding]:
         return [_told(evidence, thawed, text, "warning", "add it to the optimizer with add_param_group")]
     if not frozen:
         return []
-    return [_told(evidence, frozen, "required a gradient at set-up and does not any more", "warning")]
+    return [_told(evidence, frozen, "required a gradient at set-up and no longer does", "warning")]
 
 
 def _takes_turns(evidence: Evidence, parameter: ParameterFact) -> bool:
@@ -62,7 +62,7 @@ def _takes_turns(evidence: Evidence, parameter: ParameterFact) -> bool:
 
 def _told(evidence: Evidence, wrong: list[ParameterFact], text: str, severity: str, hint: str = "") -> Finding:
     first, of = wrong[0], len(evidence.model.parameters)
-    hint = hint or "look for requires_grad_; if it is meant, name what is trained: `audit: {trainable: [...]}`"
+    hint = hint or "look for requires_grad_; if this is intended, name what is trained: `audit: {trainable: [...]}`"
     measured, expected = ("requires a gradient", "frozen") if first.trainable else ("frozen", "requires a gradient")
     text = f"{and_more([p.name for p in wrong], of)} {text}"
     return evidence.finding(

@@ -49,7 +49,7 @@ def check(evidence: Evidence) -> list[Finding]:
         hint = "report the value that this step computed; look for a variable that is assigned once, or a cached batch"
         if role_of(name) is None:
             text += ", on which it depends"
-            hint = "look at what it is computed of: two operands that are the same tensor, or an old value that is taken anew"
+            hint = "look at what it is computed from: two operands that are the same tensor, or an old value that is used again"
         return [
             evidence.finding(
                 "unchanging_scalars",

@@ -42,7 +42,7 @@ def check(evidence: Evidence) -> list[Finding]:
             measured=first.moved,
             expected=first.change,
             floor=1.0,
-            next="step this parameter with foreach=False, fused=False and compare; look for writes beside the optimizer",
+            next="step this parameter with foreach=False, fused=False and compare; look for other writes to it",
             names=named,
         )
     ]

@@ -1,7 +1,7 @@
 """One rank of a training that is saved in one layout and goes on in another, through torch.distributed.checkpoint.
 
-train_relaid.py FOLDER save LAYOUT…             train to step 3 and save, each layout into FOLDER/LAYOUT
-train_relaid.py FOLDER load FROM-LAYOUT-FAULT…  load what FROM saved, go on in LAYOUT to step 11; writes
+train_resharded.py FOLDER save LAYOUT…             train to step 3 and save, each layout into FOLDER/LAYOUT
+train_resharded.py FOLDER load FROM-LAYOUT-FAULT…  load what FROM saved, go on in LAYOUT to step 11; writes
                                                 FROM-LAYOUT-FAULT.RANKS.RANK.json
 
 Layouts: fsdp, columns (shards of the second dimension), ddp, plain. Faults: healthy, swapped (pieces, or two tensors, at each
