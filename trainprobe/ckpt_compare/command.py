@@ -31,11 +31,11 @@ from trainprobe.ckpt_compare.verdict import verdict_of
 from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.errors import UsageError, did_you_mean
 
-Heads = Annotated[int | None, typer.Option(help="attention heads, where no checkpoint states them")]
+Heads = Annotated[int | None, typer.Option(help="attention heads, if no checkpoint states them")]
 Groups = Annotated[int | None, typer.Option(help="query groups (key/value heads)")]
 HeadDim = Annotated[int | None, typer.Option(help="width of one attention head")]
-Vocab = Annotated[int | None, typer.Option(help="entries of the vocabulary: rows behind them are padding")]
-Maps = Annotated[list[Path] | None, typer.Option("--names", help="further name maps (YAML), asked before the built-in ones")]
+Vocab = Annotated[int | None, typer.Option(help="entries of the vocabulary: rows after them are padding")]
+Maps = Annotated[list[Path] | None, typer.Option("--names", help="further name maps (YAML), used before the built-in ones")]
 
 
 def ckpt_compare(
@@ -43,22 +43,22 @@ def ckpt_compare(
     b: Annotated[Path, typer.Argument(help="the other one, in any known format and layout")],
     what: Annotated[str, typer.Option(help=f"what counts, comma-separated: {', '.join(KINDS)}")] = "weights,optimizer",
     json: Annotated[Path | None, typer.Option(help="write {name: {l2, cos, numel, shape, …}} here")] = None,
-    csv: Annotated[Path | None, typer.Option(help="write one line a tensor here")] = None,
+    csv: Annotated[Path | None, typer.Option(help="write one line per tensor here")] = None,
     html: Annotated[
         Path | None, typer.Option(help="write one self-contained page with a layer × parameter heatmap here")
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="list each tensor rather than each kind of tensor")] = False,
+    every: Annotated[bool, typer.Option("--all", help="list every tensor instead of every kind of tensor")] = False,
     names: Maps = None,
     heads: Heads = None,
     groups: Groups = None,
     head_dim: HeadDim = None,
     vocab: Vocab = None,
-    format_a: Annotated[str | None, typer.Option(help="format of A, where recognising it fails")] = None,
-    format_b: Annotated[str | None, typer.Option(help="format of B, where recognising it fails")] = None,
-    threads: Annotated[int | None, typer.Option(help="threads, by default one a core")] = None,
+    format_a: Annotated[str | None, typer.Option(help="format of A, if it is not recognised")] = None,
+    format_b: Annotated[str | None, typer.Option(help="format of B, if it is not recognised")] = None,
+    threads: Annotated[int | None, typer.Option(help="threads; by default one per core")] = None,
     copies: Annotated[bool, typer.Option(help="also compare the copies of a tensor inside each checkpoint")] = True,
     ray: Annotated[bool, typer.Option("--ray", help="measure on a Ray cluster whose machines see the same paths")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the verdict alone")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the verdict")] = False,
     only: Annotated[
         list[str] | None, typer.Option(help="compare tensors whose name matches this pattern (`layers.0.*`)")
     ] = None,

@@ -61,7 +61,7 @@ def dump_compare(
     schema: Annotated[
         bool, typer.Option("--schema", help="print the JSON schema of --json", is_eager=True, callback=_print_schema)
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the verdict alone")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the verdict")] = False,
 ) -> int:
     """Find where two runs part. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""
     renamed = _renaming(rename or ())

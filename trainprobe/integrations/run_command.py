@@ -37,8 +37,8 @@ def run(
     """Run `script.py ARGS`, or any command that starts Python such as `torchrun … script.py`, watched as the plan says.
 
     The program takes the place of this process, so signals and exit codes are its own. Processes that it starts are watched
-    too. Where the folder holds an earlier run, a new one is written beside it (`probe_out.2`), and a training that is resumed
-    from a checkpoint goes on in it; a plan that says `on_existing: continue` or `replace` is followed.
+    too. If the folder holds an earlier run, a new one is written next to it (`probe_out.2`), and a training that is resumed
+    from a checkpoint continues in the earlier one; a plan that says `on_existing: continue` or `replace` is followed.
     """
     left = list(words or [])
     if plan is None and left and left[0] != "--" and not left[0].endswith(".py"):

@@ -23,7 +23,7 @@ def csv2tb(
     folder: Annotated[Path, typer.Argument(help="folder with metric CSV files, or one file", metavar="DIR")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="by default DIR/tensorboard")] = None,
 ) -> int:
-    """Write the metrics in DIR as event files, one folder a rank."""
+    """Write the metrics in DIR as event files, one folder per rank."""
     if not folder.exists():
         raise FormatError(f"{folder} does not exist: name the folder with the metric CSV files, or one file")
     target = output or (folder if folder.is_dir() else folder.parent) / "tensorboard"

@@ -39,21 +39,21 @@ def judge(
     folder: Annotated[Path, typer.Argument(help="folder that the run wrote to, or its URL", metavar="DIR", parser=as_given)],
     rules: Annotated[
         str | None,
-        typer.Option("--rules", help="only these: names between commas, or a YAML file of rules and their settings"),
+        typer.Option("--rules", help="only these rules: names separated by commas, or a YAML file of rules and their settings"),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="one JSON object a finding, with its origin")] = False,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object per finding, with its origin")] = False,
     fleet: Annotated[
-        bool, typer.Option("--fleet", help="all ranks at once: who left its replicas, when, in what tensor")
+        bool, typer.Option("--fleet", help="all ranks at once: which rank left its replicas, when, and in which tensor")
     ] = False,
     ray: Annotated[bool, typer.Option("--ray", help="--fleet on a Ray cluster whose machines see the same paths")] = False,
     schema: Annotated[
         bool, typer.Option("--schema", help="print the JSON schema of a finding", is_eager=True, callback=_print_schema)
     ] = False,
 ) -> int:
-    """Show what the run in DIR found, the audit included, and what the rules find in its record now.
+    """Show the findings of the run in DIR, those of the audit included, and what the rules find in its log now.
 
     Exit code: 0 nothing to worry about, 1 there is a warning or an error, 3 there is nothing to judge, or with --fleet nothing
-    was found and no rank has a replica to be compared with.
+    was found and no rank has a replica to compare with.
     """
     folder = run_folder(folder)
     if fleet:

@@ -38,9 +38,9 @@ def runs(
     folder: Annotated[
         Path, typer.Argument(help="folder with runs, or the folder of one, or its URL", metavar="DIR", parser=as_given)
     ] = Path(),
-    json: Annotated[bool, typer.Option("--json", help="one JSON object a run")] = False,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object per run")] = False,
     compact: Annotated[
-        bool, typer.Option("--compact", help="first store once what data-parallel replicas hold alike, in closed segments")
+        bool, typer.Option("--compact", help="first store once what data-parallel replicas have in common, in closed segments")
     ] = False,
 ) -> int:
     """List the runs in DIR and in the folders under it: format, ranks, steps, size, findings."""

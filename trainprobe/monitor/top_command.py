@@ -147,10 +147,10 @@ def _bar(group: F64, low: float, high: float) -> str:
 
 def top(
     folder: Annotated[Path, typer.Argument(help="folder that the run writes to, or its URL", metavar="DIR", parser=as_given)],
-    once: Annotated[bool, typer.Option("--once", help="print one frame and end")] = False,
-    seconds: Annotated[float, typer.Option("--every", help="seconds between two looks", min=0.1)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="print one frame and exit")] = False,
+    seconds: Annotated[float, typer.Option("--every", help="seconds between two updates", min=0.1)] = 2.0,
 ) -> int:
-    """Show the run in DIR as it goes on: last step, loss, gradient norm, what stands out, findings. Ctrl-C ends it."""
+    """Show the run in DIR live: last step, loss, gradient norm, outliers, findings. Ctrl-C ends it."""
     folder = run_folder(folder)
     console = Console(highlight=False)
     view, tail = View(folder), Tail(folder)

@@ -41,7 +41,7 @@ def op_check(
     ] = None,
     device: Annotated[str, typer.Option(help="where --condition runs the calls, such as cuda:0 or npu:0")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's own number", min=0)] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the verdict alone")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the verdict")] = False,
 ) -> int:
     """Judge each recorded operator call against a float64 reference of its own inputs.
 

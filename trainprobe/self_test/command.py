@@ -28,7 +28,7 @@ def self_test(
     device: Annotated[str, typer.Option("--device", "-d", help="cpu, cuda or npu")] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="a few seconds: small tensors, no training frameworks")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="the zip file to write")] = None,
-    limit: Annotated[int, typer.Option(help="seconds after which a device that does not answer is given up")] = 1200,
+    limit: Annotated[int, typer.Option(help="seconds after which to give up on a device that does not answer")] = 1200,
 ) -> int:
     """Verify the whole tool on a device, and write one zip file to send back. Exit code: 0 what ran passed, 1 something failed.
 

@@ -24,7 +24,7 @@ def migrate(
         Path | None, typer.Option("--output", "-o", help="write the plan here instead of to the terminal")
     ] = None,
 ) -> int:
-    """Write a plan that records what CONFIG does. What means something else, or cannot be had, stands in its comments."""
+    """Write a plan that records what CONFIG records. Comments in it say what means something else or is not available."""
     text = plan_text(config)
     if output is None:
         typer.echo(text, nl=False)
