@@ -63,7 +63,7 @@ class SeriesTable:
         self._features: dict[tuple[tuple[str, str, int, int], ...], I64] = {}
 
     def address(self, address: Address, dimensions: int = 0, dtype: str = "") -> int:
-        """Return the number of a address."""
+        """Return the number of an address."""
         found = self._address_at.get(address)
         if found is None:
             found = self._address_at[address] = len(self.addresses)
