@@ -1,6 +1,6 @@
 """Print how dump-compare judges healthy pairs and planted differences.
 
-`python -m benchmarks.dump_compare [healthy|foreign|planted] [--only TEXT] [--plan NAME] [--folder DIR]`
+`python -m benchmarks.dump_compare [healthy|foreign|planted|hostile] [--only TEXT] [--plan NAME] [--folder DIR]`
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from pathlib import Path
 
 from benchmarks.dump_compare import foreign as foreign_models
 from benchmarks.dump_compare.healthy import PAIRS, PLANS
+from benchmarks.dump_compare.hostile import MUTATIONS, mutate
 from benchmarks.dump_compare.planted import PLANTS
-from benchmarks.dump_compare.runs import train
+from benchmarks.dump_compare.runs import Way, train
 from trainprobe.dump_compare.command import compare_rank
 from trainprobe.dump_compare.conclude import Conclusion, conclude
 from trainprobe.dump_compare.pairing import pair_ranks
 from trainprobe.engine.core.step_data import entry_name
+
+SEEDS = 40  # of each mutation
 
 
 def healthy(only: str, plans: list[str], folder: Path) -> None:
@@ -45,7 +48,7 @@ def foreign(only: str, plans: list[str], folder: Path) -> None:
             continue
         for plan in plans:
             a, b = (
-                foreign_models.train(folder / name / plan / side, family, way, **PLANS[plan])
+                foreign_models.train(folder / name / plan / side, family, way, 2, **PLANS[plan])
                 for side, way in zip("ab", ways, strict=True)
             )
             found = judged(a, b)
@@ -75,6 +78,20 @@ def planted(only: str, plans: list[str], folder: Path) -> None:
     print("planted differences named first: " + ", ".join(f"{right[plan]} of {whole[plan]} [{plan}]" for plan in whole))
 
 
+def hostile(only: str, plans: list[str], folder: Path) -> None:
+    """Print how many mutations of a dump are refused or compared, and each that should not have been called identical."""
+    answers: Counter[str] = Counter()
+    for plan in plans:
+        dump = train(folder / f"to be changed ({plan})", "conv", Way(), step=[0], **PLANS[plan])
+        for name in MUTATIONS:
+            for seed in range(SEEDS if only in name else 0):
+                outcome = mutate(dump, folder / "changed", name, seed)
+                answers[outcome.answer if len(outcome.answer) == 1 else "refused"] += 1
+                if outcome.wrong:
+                    print(f"WRONG {outcome}", flush=True)
+    print(f"mutations by exit code: {dict(answers)}")
+
+
 def judged(a: Path, b: Path) -> Conclusion:
     """Return the conclusion of two dumps."""
     pairs, missing = pair_ranks(a, b)
@@ -93,13 +110,13 @@ def place_of(found: Conclusion) -> tuple[str, int]:
 def main() -> None:
     """Run what was asked for."""
     asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("what", nargs="?", choices=["healthy", "foreign", "planted", "all"], default="all")
+    asked.add_argument("what", nargs="?", choices=["healthy", "foreign", "planted", "hostile", "all"], default="all")
     asked.add_argument("--only", default="", help="cases whose name holds this")
     asked.add_argument("--plan", choices=[*PLANS], action="append", help="plans to record with; all of them without it")
     asked.add_argument("--folder", type=Path, help="keep the dumps here")
     options = asked.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        for which in (healthy, foreign, planted):
+        for which in (healthy, foreign, planted, hostile):
             if options.what in (which.__name__, "all"):
                 which(options.only, options.plan or [*PLANS], options.folder or Path(scratch))
 

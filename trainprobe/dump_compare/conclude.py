@@ -67,9 +67,11 @@ def conclude(ranks: Sequence[Compared], missing: Sequence[str]) -> Conclusion:
             f"{counts['unknown']} of {whole} calls cannot be compared: both dumps need statistics, or fingerprints of one kind"
         )
         return Conclusion(3, said, details, None, counts)
-    if missing or alone:
+    unread = any(rank.unread for rank in ranks)
+    if missing or alone or unread:
         agrees = _ROUNDING if counts["rounding"] + counts["carried"] else "all that both dumps hold agrees"
-        return Conclusion(3, f"{agrees}, but parts of one have no partner in the other", details, None, counts)
+        lacking = "stored values cannot be read" if unread else "parts of one have no partner in the other"
+        return Conclusion(3, f"{agrees}, but {lacking}", details, None, counts)
     if counts["rounding"] or counts["carried"]:
         return Conclusion(1, f"{_ROUNDING}: {whole} calls", details, None, counts)
     return Conclusion(0, f"all {whole} calls agree in all that the dumps hold of them", details, None, counts)

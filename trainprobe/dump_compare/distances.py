@@ -167,7 +167,7 @@ def _is_told_elsewhere(paired: Paired) -> bool:
 
 
 def _of_the_same_nodes(together: list[Paired]) -> list[Paired]:
-    """Return the values of an op's backward, without gradients that are those at two autograd nodes.
+    """Return the values of an op's backward; gradients that are those at two autograd nodes are without their partners.
 
     A gradient has the shape of what it belongs to. Where two shapes are not alike, the op ran as another kernel does, attention
     for one, and what was recorded is the gradient within it.
@@ -175,7 +175,7 @@ def _of_the_same_nodes(together: list[Paired]) -> list[Paired]:
     other = any(
         is_result(slot) and x is not None and y is not None and tuple(x.shape) != tuple(y.shape) for slot, x, y in together
     )
-    return [each for each in together if not is_result(each[0])] if other else together
+    return [(slot, x, None if is_result(slot) else y) for slot, x, y in together] if other else together
 
 
 def _is_overwritten(call: Call, slot: str) -> bool:

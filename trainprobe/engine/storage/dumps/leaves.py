@@ -138,6 +138,9 @@ class Leaves:
     def _value(self, form: _Form, leaf: dict[str, Any]) -> Value:
         numbers = form.numbers(leaf)
         kind, dtype, shape, requires_grad, note, tensor, md5, checksum = form.about(leaf)
+        for key, text in (("note", note), ("data_name", tensor)):
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{key} is {text!r}, which is no text")
         bare = numbers == self._nothing
         if bare and isinstance(md5, (int, float)):
             number, md5, bare = float(md5), None, False  # in xor mode a scalar's value stands in place of its bits
