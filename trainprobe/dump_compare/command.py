@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import track
 
 from trainprobe.dump_compare import report
 from trainprobe.dump_compare.conclude import Compared, Conclusion, conclude
@@ -21,6 +23,7 @@ from trainprobe.dump_compare.pairing import RankPair, find_rank, pair_calls, pai
 from trainprobe.dump_compare.references import measure_condition, measure_floor, measure_truth
 from trainprobe.dump_compare.result_schema import schema_text
 from trainprobe.dump_compare.sheet import sheet_path, write_sheet
+from trainprobe.dump_compare.spread import Run, on_ray, suitable, without_agreeing
 from trainprobe.dump_compare.vis_db import vis_of_rank, write_vis_db
 from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.errors import UsageError
@@ -61,17 +64,21 @@ def dump_compare(
     schema: Annotated[
         bool, typer.Option("--schema", help="print the JSON schema of --json", is_eager=True, callback=_print_schema)
     ] = False,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="compare the ranks on a Ray cluster whose machines see the same paths")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the verdict")] = False,
 ) -> int:
     """Find where two runs part. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""
-    renamed = _renaming(rename or ())
+    renamed = Renaming.of(rename or ())
     if xlsx and sheets is None:
         raise UsageError("--xlsx needs --sheets DIR, the folder that the sheets are written to")
     suffix = ".xlsx" if xlsx else ".csv"
     wanted: tuple[tuple[str, Path | None, Maker], ...] = (("page", html, page_of_rank), ("vis", vis, vis_of_rank))
     make = {name: maker for name, path, maker in wanted if path is not None}
     at = None if sheets is None else lambda pair: sheet_path(sheets, pair.step, pair.rank, suffix)
-    ranks, conclusion = compare_dumps(a, b, renamed, at, floor, high_precision, make)
+    run = on_ray if ray else None
+    ranks, conclusion = compare_dumps(a, b, renamed, at, floor, high_precision, make, run, all_calls=bool(json or make))
     if json is not None:
         report.write_json(ranks, conclusion, json)
     if html is not None:
@@ -95,19 +102,52 @@ def compare_dumps(
     floor: Path | None = None,
     high_precision: Path | None = None,
     make: Mapping[str, Maker] | None = None,
+    run: Run[_Task, Compared] | None = None,
+    all_calls: bool = True,
 ) -> tuple[list[Compared], Conclusion]:
     """Compare two dumps, rank by rank, or as one model each where their layouts differ.
 
-    sheet: returns where the sheet of a rank and step is written. Others: as for `compare_rank`. Raises FormatError where there
-    is no dump, CompareError where nothing belongs together, UsageError for what another layout does not allow.
+    sheet: returns where the sheet of a rank and step is written. run: carries out the comparisons of the ranks, in this process
+    or in others; chosen by the size of the dumps where it is None. all_calls: whether calls that agree are wanted too. Others
+    are as for `compare_rank`. Raises FormatError where there is no dump, CompareError where nothing belongs together, and
+    UsageError for what another layout does not allow.
     """
     ranks, missing = compare_other_layouts(a, b, rename, make or {})
     if ranks:
         _refuse_of_layouts({"--sheets": sheet, "--floor": floor, "--high-precision": high_precision})
     else:
         pairs, missing = pair_ranks(a, b)
-        ranks = [compare_rank(pair, rename, sheet and sheet(pair), floor, high_precision, make) for pair in pairs]
+        tasks = [_Task(pair, rename, sheet and sheet(pair), floor, high_precision, make, all_calls) for pair in pairs]
+        run = run or suitable([folder for pair in pairs for folder in (pair.a, pair.b)])
+        ranks = list(_with_progress(run(_carry_out, tasks), len(tasks)))
     return ranks, conclude(ranks, missing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One rank and step that is to be compared; fields as for `compare_rank`."""
+
+    pair: RankPair
+    rename: Callable[[str], str]
+    sheet: Path | None
+    floor: Path | None
+    high_precision: Path | None
+    make: Mapping[str, Maker] | None
+    all_calls: bool
+
+
+def _carry_out(task: _Task) -> Compared:
+    compared = compare_rank(task.pair, task.rename, task.sheet, task.floor, task.high_precision, task.make)
+    return compared if task.all_calls else without_agreeing(compared)
+
+
+def _with_progress(ranks: Iterator[Compared], count: int) -> Iterator[Compared]:
+    """Yield ranks as they are compared, behind a bar on the terminal where there are several."""
+    console = Console(stderr=True)
+    if count < 2 or not console.is_terminal:
+        yield from ranks
+        return
+    yield from track(ranks, "comparing ranks and steps", count, console=console, transient=True)
 
 
 def _refuse_of_layouts(given: Mapping[str, object]) -> None:
@@ -157,20 +197,28 @@ def compare_rank(
     return Compared(pair, judged, sides[0].step_data.framework, [*sides[0].unread, *sides[1].unread], notes, made)
 
 
-def _renaming(rules: Sequence[str]) -> Callable[[str], str]:
-    compiled: list[tuple[re.Pattern[str], str]] = []
-    for rule in rules:
-        pattern, equals, text = rule.partition("=")
-        if not equals:
-            raise UsageError(f"--rename {rule!r} has no '=': write PATTERN=TEXT, such as '^module\\.='")
-        try:
-            compiled.append((re.compile(pattern), text))
-        except re.error as error:
-            raise UsageError(f"--rename {rule!r} is no regular expression: {error}") from None
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """Changes names of A: each pattern in turn."""
 
-    def renamed(name: str) -> str:
-        for pattern, text in compiled:
+    rules: tuple[tuple[re.Pattern[str], str], ...]
+
+    @staticmethod
+    def of(rules: Sequence[str]) -> Renaming:
+        """Read PATTERN=TEXT. Raises UsageError."""
+        compiled: list[tuple[re.Pattern[str], str]] = []
+        for rule in rules:
+            pattern, equals, text = rule.partition("=")
+            if not equals:
+                raise UsageError(f"--rename {rule!r} has no '=': write PATTERN=TEXT, such as '^module\\.='")
+            try:
+                compiled.append((re.compile(pattern), text))
+            except re.error as error:
+                raise UsageError(f"--rename {rule!r} is no regular expression: {error}") from None
+        return Renaming(tuple(compiled))
+
+    def __call__(self, name: str) -> str:
+        """Return the name as B has it."""
+        for pattern, text in self.rules:
             name = pattern.sub(text, name)
         return name
-
-    return renamed

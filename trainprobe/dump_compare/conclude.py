@@ -26,6 +26,7 @@ class Compared:
     """One rank of one step. framework: that of A, as entries are named. unread: why stored values could not be read.
 
     notes: what a third run lacks, or what was left out. made: what else was asked for of it, by name (see compare_rank).
+    agreeing: how many calls agree and are not among `calls` (see spread).
     joined: whether these are calls of all ranks of two layouts, joined; `at` then names A's lowest rank and the steps' folders.
     """
 
@@ -36,6 +37,7 @@ class Compared:
     notes: Sequence[str] = ()
     made: dict[str, Any] = field(default_factory=dict[str, Any])
     joined: bool = False
+    agreeing: Mapping[Outcome, int] = field(default_factory=dict[Outcome, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class Conclusion:
 def conclude(ranks: Sequence[Compared], missing: Sequence[str]) -> Conclusion:
     """Return what to say of all ranks and steps. missing: steps and ranks that only one side has."""
     counts: Counter[Outcome] = Counter(judged.outcome for rank in ranks for judged in rank.calls)
+    for rank in ranks:
+        counts.update(rank.agreeing)
     whole = sum(counts.values())
     alone = [(rank, judged) for rank in ranks for judged in rank.calls if judged.outcome == "missing"]
     details = [*missing, *_about_missing(alone), *_about_formats(ranks), *_about_unread(ranks)]
@@ -115,12 +119,12 @@ def _place(judged: Judged) -> int:
     return judged.pair.place
 
 
-def _first_result(calls: Sequence[Judged]) -> int:
+def _first_result(calls: Sequence[Judged]) -> float:
     """Return the place of the first call whose results are apart, of nested ones the innermost; of none, that of the end."""
     differ = (judged for judged in calls if judged.outcome != "identical")
     apart = [judged for judged in differ if any(value.result and _is_apart(value.apart) for value in judged.values)]
     outer = {id(call) for judged in apart for call in enclosing(judged.pair.a)}
-    return min((judged.pair.place for judged in apart if id(judged.pair.a) not in outer), default=len(calls))
+    return min((judged.pair.place for judged in apart if id(judged.pair.a) not in outer), default=math.inf)
 
 
 def _is_apart(far: Apart) -> bool:

@@ -1,0 +1,102 @@
+"""Compares many ranks and steps at once: one after the other, on the cores of this machine, or on a Ray cluster.
+
+What comes back from another process is what the conclusion needs: calls that agree in everything are counted and left behind,
+unless all calls are wanted.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainprobe.dump_compare.conclude import Compared
+from trainprobe.dump_compare.judge import Judged, Outcome
+from trainprobe.engine.core.records import Call, Value
+from trainprobe.errors import MissingExtra
+
+Given = TypeVar("Given")
+Got = TypeVar("Got")
+Run = Callable[[Callable[[Given], Got], Sequence[Given]], Iterator[Got]]
+WORTH_PROCESSES = 64 << 20  # bytes of dump.json files that are worth starting processes for
+_CALL = ("args", "kwargs", "out", "params", "node")
+
+
+def in_turn(function: Callable[[Given], Got], tasks: Sequence[Given]) -> Iterator[Got]:
+    """Carry out tasks in this process."""
+    return map(function, tasks)
+
+
+def on_cores(function: Callable[[Given], Got], tasks: Sequence[Given]) -> Iterator[Got]:
+    """Carry out tasks in a process a core, and yield their results in the order of the tasks."""
+    with ProcessPoolExecutor(min(len(tasks), cores()), mp_context=get_context("spawn")) as pool:
+        yield from pool.map(function, tasks)
+
+
+def on_ray(function: Callable[[Given], Got], tasks: Sequence[Given]) -> Iterator[Got]:
+    """Carry out tasks on a Ray cluster and yield their results in the order of the tasks. Raises MissingExtra without Ray."""
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtra("ray", "ray", "--ray") from error
+    if not ray.is_initialized():
+        ray.init(ignore_reinit_error=True, log_to_driver=False)
+    remote = ray.remote(function)
+    for found in [remote.remote(task) for task in tasks]:
+        yield ray.get(found)
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def suitable(folders: Sequence[Path]) -> Run[Any, Any]:
+    """Return how to compare what is in these folders of ranks: processes where there are several pairs and much to read."""
+    size = sum(path.stat().st_size for folder in folders for path in folder.glob("*.json"))
+    return on_cores if len(folders) > 2 and cores() > 1 and size >= WORTH_PROCESSES else in_turn
+
+
+def without_agreeing(compared: Compared) -> Compared:
+    """Return a rank without the calls that agree in everything, which are counted."""
+    kept = [judged for judged in compared.calls if _says_something(judged)]
+    counts: Counter[Outcome] = Counter(judged.outcome for judged in compared.calls)
+    counts.subtract(judged.outcome for judged in kept)
+    return replace(compared, calls=kept, agreeing=+counts)
+
+
+def _says_something(judged: Judged) -> bool:
+    agrees = judged.outcome == "identical" and judged.given == 0 and not judged.argument
+    return not agrees or any(value.formats for value in judged.values)
+
+
+def _value(row: int, dtype: str, shape: tuple[int, ...], others: dict[str, Any]) -> Value:
+    return Value(row, dtype, shape, **others)
+
+
+def _take_value_apart(value: Value) -> tuple[Any, ...]:
+    names = ("type", "device", "requires_grad", "note", "tensor", "extra")
+    return _value, (value.row, value.dtype, value.shape, {name: getattr(value, name) for name in names})
+
+
+def _call(about: tuple[Any, ...], others: dict[str, Any], content: dict[str, Any]) -> Call:
+    call = Call(*about, **others)
+    for name, tree in content.items():
+        setattr(call, name, tree)
+    return call
+
+
+def _take_call_apart(call: Call) -> tuple[Any, ...]:
+    others = {name: getattr(call, name) for name in ("cls", "micro", "parent", "stack")}
+    content = {name: tree for name in _CALL if (tree := getattr(call, name)) is not None}
+    return _call, ((call.kind, call.name, call.call, call.phase), others, content)
+
+
+copyreg.pickle(Value, _take_value_apart)  # between processes of our own
+copyreg.pickle(Call, _take_call_apart)
