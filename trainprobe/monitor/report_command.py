@@ -9,13 +9,16 @@ import typer
 from rich.console import Console
 
 from trainprobe.engine.core.findings import in_folder
+from trainprobe.errors import UsageError
 from trainprobe.monitor.findings_of_run import of_rules
 from trainprobe.monitor.history import History
 from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.remote_run import as_given, is_copy, origin, run_folder
 from trainprobe.monitor.report import write_page
 from trainprobe.monitor.report.from_run import collect_histories, view_of
+from trainprobe.monitor.report.run_view import RunView
 from trainprobe.monitor.run_folder import read_findings, read_frames
+from trainprobe.monitor.two_runs import add_run, departures, first_departure
 from trainprobe.monitor.watcher import judge_frames
 
 
@@ -26,6 +29,14 @@ def report(
     ] = None,
     title: Annotated[str | None, typer.Option("--title", help="by default the folder's name")] = None,
     judge: Annotated[bool, typer.Option("--judge", help="apply the rules now instead of showing what the run found")] = False,
+    beside: Annotated[
+        Path | None,
+        typer.Option(help="another run: where the two part, its curves, and maps of how far they are apart", parser=as_given),
+    ] = None,
+    floor: Annotated[
+        Path | None,
+        typer.Option(help="with --beside: one of the two runs again, which measures what rounding does", parser=as_given),
+    ] = None,
     fleet: Annotated[
         bool, typer.Option("--fleet", help="all ranks at once: which differ from their replicas, and when")
     ] = False,
@@ -33,8 +44,10 @@ def report(
 ) -> int:
     """Write one self-contained HTML page of the run in DIR."""
     folder = run_folder(folder)
-    beside = Path() if is_copy(folder) else folder if folder.is_dir() else folder.parent
-    target = output or beside / "report.html"
+    if floor is not None and beside is None:
+        raise UsageError("--floor needs --beside OTHER, the run that DIR is compared with")
+    home = Path() if is_copy(folder) else folder if folder.is_dir() else folder.parent
+    target = output or home / "report.html"
     if fleet:
         from trainprobe.monitor.fleet.command import report_all_ranks
 
@@ -48,6 +61,30 @@ def report(
     by = ["the run itself"] if recorded and not judge else []
     by += ["rules applied when this page was written"] if judged else []
     meta = {"findings by": ", ".join(by)}
-    page = write_page(view_of(title or folder.resolve().name, histories, findings, meta), target)
-    Console(highlight=False, soft_wrap=True).print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", markup=False)
+    view = view_of(title or folder.resolve().name, histories, findings, meta)
+    console = Console(highlight=False, soft_wrap=True)
+    if beside is not None:
+        view = _with_another_run(view, histories, run_folder(beside), floor and run_folder(floor), console)
+    page = write_page(view, target)
+    console.print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", markup=False)
     return 0
+
+
+def _with_another_run(
+    view: RunView, histories: dict[int, History], other: Path, floor: Path | None, console: Console
+) -> RunView:
+    """Return the page with another run on it, and print where the two part."""
+    name = other.resolve().name
+    there, third = _histories(other), _histories(floor) if floor is not None else None
+    found = departures(histories, there, third)
+    first = first_departure(found, name, third is not None)
+    sentence = first.message if first is not None else f"no series differs from {name} by more than rounding explains"
+    console.print(sentence, markup=False)
+    return add_run(view, view_of(name, there, [], {}), name, found, first)
+
+
+def _histories(folder: Path) -> dict[int, History]:
+    histories: dict[int, History] = {}
+    for _ in collect_histories(read_frames(folder), histories):
+        pass
+    return histories
