@@ -42,13 +42,13 @@ def their_dump(folder: Path, step: int = 0, **config) -> Path:
     return found.rename(found.with_name("rank0"))
 
 
-def compared(folder: Path, ours: Path, theirs: Path) -> list[dict[str, str]]:
-    """Run the other tool's comparison; return the rows of tensors that it found on both sides."""
+def compared(folder: Path, ours: Path, theirs: Path, kind: str = "torch.") -> list[dict[str, str]]:
+    """Run the other tool's comparison; return the rows of tensors (or another kind) that it found on both sides."""
     paths = ["-tp", str(ours / "dump.json"), "-gp", str(theirs / "dump.json"), "-o", str(folder / "out")]
     run(str(PEER), "-m", "msprobe.msprobe", "compare", *paths)
     with next((folder / "out").glob("*.csv")).open(encoding="utf-8-sig") as file:
         rows = [row for row in csv.DictReader(file) if row["Bench Name"] != "N/A"]
-    return [row for row in rows if row["NPU Dtype"].startswith("torch.")]
+    return [row for row in rows if row["NPU Dtype"].startswith(kind)]
 
 
 def test_statistics_written_here_are_read_and_compared_there(tmp_path):
@@ -90,6 +90,20 @@ def test_our_sheet_of_two_of_their_dumps_has_the_numbers_of_theirs(how, tmp_path
                 {text, mine[column]}
             ):
                 assert _equal(text, mine[column]), (row["NPU Name"], column, text, mine[column])
+
+
+def test_our_sheet_has_rows_of_plain_arguments_as_theirs_has(tmp_path):
+    """Numbers, booleans and texts, every cell; of None, slices and other objects there are no rows here."""
+    dumps = [our_dump(tmp_path / side, level="mix") for side in "ab"]
+    main(["dump-compare", *map(str, dumps), "-q", "--sheets", str(tmp_path / "sheets")])
+    with next((tmp_path / "sheets").glob("*.csv")).open(encoding="utf-8-sig") as file:
+        mine = {row["NPU Name"]: row for row in csv.DictReader(file)}
+    theirs = compared(tmp_path, *dumps, kind="<class")
+    plain = {row["NPU Name"]: row for row in theirs if row["NPU Dtype"] != "<class 'NoneType'>" and row["NPU Name"] in mine}
+    numbers = [row for row in theirs if row["NPU Dtype"] in ("<class 'int'>", "<class 'float'>", "<class 'bool'>")]
+    assert len(numbers) > 8
+    assert all(row["NPU Name"] in mine for row in numbers)
+    assert {name: {key: mine[name][key] for key in row} for name, row in plain.items()} == plain
 
 
 def _equal(text: str, mine: str) -> bool:

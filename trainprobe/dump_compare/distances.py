@@ -121,8 +121,7 @@ class _Known:
 def _measured(pair: CallPair, matched: _Matched, found: Iterator[Apart], known: _Known) -> Measured:
     if pair.a is None or pair.b is None:
         return Measured()
-    measured = Measured()
-    longest = -1.0
+    measured, coarsest = Measured(), 0.0
     for slot, x, y, result in matched.values:
         if x is None or y is None:
             if result:
@@ -130,17 +129,21 @@ def _measured(pair: CallPair, matched: _Matched, found: Iterator[Apart], known: 
                 measured.values.append(Distance(slot, away, True, 0.0))
             continue
         far = next(found)
-        if far.high and _is_overwritten(pair.a, slot):
-            far = SAME
-        if result and far is MASKED:
-            far = ALIKE  # of a result as little is known as there is; of what a call is given, doubt is for the call
+        if far.high:
+            far = _of_the_call(far, pair.a, slot, result)
         epsilon, formats = known.of_formats(x, y)
         measured.values.append(known.distance(slot, far, result, epsilon, formats))
-        if epsilon:
-            if longest < 0:
-                longest = known.root_of_longest_sum(matched.shapes)
-            measured.own = max(measured.own, epsilon + _sum_epsilon(epsilon) * longest)
+        coarsest = max(coarsest, epsilon)
+    if coarsest:
+        measured.own = coarsest + _sum_epsilon(coarsest) * known.root_of_longest_sum(matched.shapes)
     return measured
+
+
+def _of_the_call(far: Apart, call: Call, slot: str, result: bool) -> Apart:
+    """Return what a distance says of a call."""
+    if _is_overwritten(call, slot):
+        return SAME
+    return ALIKE if result and far is MASKED else far  # little is known of a result; of what is given, doubt is for the call
 
 
 def _matched(pair: CallPair) -> _Matched:
@@ -156,7 +159,8 @@ def _matched(pair: CallPair) -> _Matched:
         together = _together(dict(left), dict(right))
     if pair.a.kind == "op" and pair.a.phase == "backward":
         together = _of_the_same_nodes(list(together))
-    together = [each for each in together if not _is_told_elsewhere(each)]
+    if any([value.row < 0 for _, value in left]):  # noqa: C419
+        together = [each for each in together if not _is_told_elsewhere(each)]
     values = [(slot, x, y, of_kind or (of_state and slot == "grad") or is_result(slot)) for slot, x, y in together]
     return _Matched(values, shapes)
 

@@ -102,8 +102,12 @@ def _write_xlsx(heads: Sequence[str], rows: Iterator[list[Any]], path: Path) -> 
 def _rows(one: Judged, a: Side, b: Side, mode: Mode) -> Iterator[list[Any]]:
     left, right = (dict(slots(call)) if call is not None else {} for call in (one.pair.a, one.pair.b))
     distances = {value.slot: value for value in one.values}
-    names = list(dict.fromkeys([*left, *right]))
+    plain = [_given(call) if mode != "md5" else {} for call in (one.pair.a, one.pair.b)]
+    names = list(dict.fromkeys([*plain[0], *left, *plain[1], *right]))
     for i, slot in enumerate(names):
+        if slot not in left and slot not in right:
+            yield _row_of_plain(one, slot, plain, (a, b), mode, i == 0)
+            continue
         x, y = left.get(slot), right.get(slot)
         distance = distances.get(slot)
         yield [*_about(one, slot, x, y, a, b), *_numbers(x, y, a, b, mode), *_tail(one, distance, x, y, a, i == 0, mode)]
@@ -117,6 +121,64 @@ def classic_name(call: Call, slot: str, framework: str) -> str:
     if first in ("input", "output", "grad_output", "grad_input", "kwargs"):
         return f"{entry}.{kind}.{rest or 0}"
     return f"{entry}.{slot}"
+
+
+def _given(call: Call | None) -> dict[str, Any]:
+    """Return what a forward call is given by slots, in order: values of tensors, and numbers, booleans and texts."""
+    found: dict[str, Any] = {}
+
+    def walk(tree: Any, path: str) -> None:
+        if isinstance(tree, (Value, bool, int, float, str)):
+            found[path] = tree
+        elif isinstance(tree, (list, dict)):
+            for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+                walk(item, f"{path}.{key}")
+
+    if call is not None and call.phase != "backward" and call.kind in ("op", "module", "collective"):
+        walk(call.args, "input")
+        walk(call.kwargs, "kwargs")
+    return found
+
+
+def _row_of_plain(
+    one: Judged, slot: str, plain: Sequence[dict[str, Any]], sides: tuple[Side, Side], mode: Mode, first: bool
+) -> list[Any]:
+    """Return the row of a plain argument: what it is stands in the places of the statistics, as mindstudio-probe writes it."""
+    there = [slot in each for each in plain]
+    values = [each.get(slot) for each in plain]
+    calls = one.pair.a, one.pair.b
+    names = [
+        classic_name(call, slot, side.step_data.framework) if has and call is not None else NONE
+        for call, side, has in zip(calls, sides, there, strict=True)
+    ]
+    about = [[str(type(x)) if has else NONE, "[]" if has else NONE] for x, has in zip(values, there, strict=True)]
+    same = repr(values[0]) == repr(values[1])
+    far = [0] * 8 if same else [NONE] * 8
+    numbers = [UNSUPPORTED] * len(_ERRORS) if mode == "tensor" else far
+    own = [
+        (_cell(x) if isinstance(x, float) else x) if has else NONE
+        for x, has in zip(values, there, strict=True)
+        for _ in range(4)
+    ]
+    result = "pass" if same else "error" if all(there) else "unmatched"
+    lone = f"there is no such argument in {'A' if not there[0] else 'B'}"
+    says = [] if same else [f"{values[0]!r} and {values[1]!r}"] if all(there) else [lone]
+    kinds = [about[0][0], about[1][0], about[0][1], about[1][1], NONE, NONE]
+    tail = [
+        True,
+        result,
+        orjson.dumps(says).decode(),
+        _stack(one, sides[0], first),
+        *([str([NONE, NONE])] if mode == "tensor" else []),
+    ]
+    return [*names, *kinds, *numbers, *own, *tail, one.outcome, NONE, _cell(one.given), _cell(one.own)]
+
+
+def _stack(one: Judged, a: Side, first: bool) -> str:
+    """Return where the program calls it, in the first row of a call."""
+    call = one.pair.a
+    known = first and call is not None and 0 <= call.stack < len(a.step_data.stacks)
+    return str([str(frame) for frame in a.step_data.stacks[call.stack]]) if known and call is not None else NONE
 
 
 def _about(one: Judged, slot: str, x: Value | None, y: Value | None, a: Side, b: Side) -> list[Any]:
@@ -195,14 +257,11 @@ def _tail(
     one: Judged, distance: Distance | None, x: Value | None, y: Value | None, a: Side, first: bool, mode: Mode
 ) -> list[Any]:
     result, says = _result(one, distance, x, y)
-    call = one.pair.a
-    known = first and call is not None and 0 <= call.stack < len(a.step_data.stacks)
-    stack = [str(frame) for frame in a.step_data.stacks[call.stack]] if known and call is not None else NONE
     same = x is not None and y is not None and x.requires_grad == y.requires_grad
     stored = [NONE if v is None or v.tensor is None else v.tensor for v in (x, y)]
     apart = NONE if distance is None else _cell(distance.apart.low)
     return [
-        *(same, result, orjson.dumps(says).decode(), str(stack)),
+        *(same, result, orjson.dumps(says).decode(), _stack(one, a, first)),
         *([str(stored)] if mode == "tensor" else []),
         *(one.outcome, apart, _cell(one.given), _cell(one.own)),
     ]
