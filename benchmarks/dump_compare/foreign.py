@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 import trainprobe
@@ -77,7 +77,7 @@ class Recurrent(nn.Module):
 
 
 def _config(family: str) -> Any:
-    t: Any = transformers
+    t: Any = import_module("transformers")
     match family:
         case "gpt2":
             config = t.GPT2Config(
@@ -122,7 +122,7 @@ def _config(family: str) -> Any:
 
 
 def _model_class(family: str) -> Any:
-    t: Any = transformers
+    t: Any = import_module("transformers")
     special = {
         "bert": t.BertForMaskedLM,
         "t5": t.T5ForConditionalGeneration,
