@@ -311,6 +311,7 @@ COMMANDS = {
     "dump-compare": "yes, also across frameworks",
     "op-check DUMP": "no: operators are judged against references of torch; each primitive is listed as not checked",
     "rollout-compare": 'yes: `SingleSave(folder, fmk="mindspore")`',
+    "kernel-dump": "yes, of graph mode: MindSpore writes the dump, with settings that `kernel-dump configure` makes of a plan",
     "run PLAN -- SCRIPT": "yes, of a `Model` and of MindFormers' PyNative Trainer",
     "floor": "`--way repeat` and `threads`; `perturb` moves weights of torch's optimizers only",
     "demo": "no: it trains with PyTorch",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +20,25 @@ from trainprobe.engine.storage.dumps.layout import find_dumps
 def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the dumps of three runs."""
     folder = tmp_path_factory.mktemp("dumps")
-    told = [run("run_graph_dump", str(folder / name), *how, cwd=folder) for name, how in RUNS.items()]
+    told = []
+    for name, (how, plan) in RUNS.items():
+        (folder / f"{name}_plan.json").write_text(json.dumps({"output": str(folder / name), "task": "tensor", **plan}))
+        settings = folder / f"{name}.json"
+        words = ["kernel-dump", "configure", str(folder / f"{name}_plan.json"), "-o", str(settings), "--device", "cpu"]
+        assert main(words) == 0
+        told.append(run("run_graph_dump", str(settings), *how, cwd=folder))
     assert float(told[0]["losses"][1]) < float(told[0]["losses"][0])
+    assert told[0] == told[1] == told[3]
     return folder
 
 
-RUNS: dict[str, tuple[str, ...]] = {"one": (), "other": (), "bad": ("inf",)}
+WHOLE = {"step": ["0-1"]}
+RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "one": ((), WHOLE),
+    "other": ((), WHOLE),
+    "bad": (("inf",), WHOLE),
+    "chosen": ((), {"step": [1], "ops": ["Kernel.MatMul"], "data": ["output"]}),
+}
 
 
 def test_the_kernels_are_those_that_the_model_launches(dumps: Path) -> None:
@@ -58,3 +73,11 @@ def test_two_equal_runs_agree_and_an_infinity_is_traced_to_the_batch(dumps: Path
     told = capsys.readouterr().out
     assert "Kernel.MatMul.0.forward, input.0, in block.up" in told
     assert "run_graph_dump.py" in told
+
+
+def test_the_settings_of_a_plan_choose_step_kernels_and_outputs(dumps: Path) -> None:
+    found = find_dumps(dumps / "chosen")
+    assert {step: list(ranks) for step, ranks in found.items()} == {1: [0]}
+    calls = read(found[1][0]).calls
+    assert {call.name.removeprefix("Kernel.").removeprefix("Gradients.") for call in calls if call.kind == "op"} == {"MatMul"}
+    assert all(not call.args and call.out for call in calls if call.kind == "op")

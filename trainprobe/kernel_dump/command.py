@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +11,12 @@ import typer
 from rich.console import Console
 
 from trainprobe.engine.compare import measure
+from trainprobe.engine.plan.file import read_plan_file
+from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.storage.kernel_dumps.read import overflows_of
 from trainprobe.engine.storage.kernel_dumps.store import KernelStore
 from trainprobe.errors import CompareError, FormatError, OutputError, UsageError
+from trainprobe.kernel_dump.settings import dump_settings
 from trainprobe.kernel_dump.tensors import dump_steps, named_tensor, rows_of, shown, statistics_of, undone_format
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__, no_args_is_help=True)
@@ -46,6 +50,38 @@ def list_kernels(
         for overflow, ran in overflows_of(folder):
             console.print(f"  overflow: {overflow}: {' or '.join(ran) or 'the dump holds no kernel of that task'}")
     return int(not found)
+
+
+@app.command()  # pyright: ignore[reportUntypedFunctionDecorator]
+def configure(
+    plan: Annotated[Path, typer.Argument(help="a plan, or a config.json of mindstudio-probe, also of level L2")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the file to write; one that exists is not replaced")],
+    device: Annotated[str, typer.Option("--device", "-d", help="cpu, gpu or ascend: what the training runs on")] = "ascend",
+    asynchronous: Annotated[bool, typer.Option("--async", help="let Ascend write in the background")] = False,
+) -> int:
+    """Write the settings with which MindSpore itself dumps each kernel of the steps that a plan selects."""
+    if device not in ("cpu", "gpu", "ascend"):
+        raise UsageError(f"--device {device} is none of cpu, gpu and ascend")
+    fields = read_plan_file(plan)
+    if fields.get("level") == "L2":
+        fields["level"] = "L1"  # kernels are what the settings are about
+    loaded = load_plan(fields)
+    settings = json.dumps(dump_settings(loaded, device, asynchronous), indent=2)
+    try:
+        with output.open("x", encoding="utf-8") as file:
+            file.write(settings + "\n")
+    except OSError as error:
+        raise OutputError(f"{output} was not written ({error.strerror}): choose another file") from None
+    console = _console()
+    for note in loaded.notes:
+        console.print(f"note: {note}")
+    if device == "cpu" and loaded.task != "tensor":
+        console.print("note: on a CPU MindSpore dumps values and no statistics; the readers compute them")
+    console.print("start the training in graph mode, without MS_ACL_DUMP_CFG_PATH, as")
+    console.print(f"  MINDSPORE_DUMP_CONFIG={output.resolve()} python train.py")
+    console.print(f"and then read {loaded.output.resolve()}, for example with")
+    console.print(f"  trainprobe kernel-dump list {loaded.output.resolve()} -s")
+    return 0
 
 
 @app.command()  # pyright: ignore[reportUntypedFunctionDecorator]

@@ -166,7 +166,11 @@ def _common(out: Translation, config: Mapping[str, Any], task: str) -> None:
     fields = out.fields
     level = config.get("level") or "L1"
     if level == "L2":
-        raise out.refuse("level", "'L2' (kernel dumps of the device) has no equivalent: choose L0, L1 or mix")
+        raise out.refuse(
+            "level",
+            "'L2' (kernel dumps) is what MindSpore itself writes, with the settings that `trainprobe kernel-dump configure` "
+            "makes of this file; here choose L0, L1 or mix",
+        )
     fields["level"] = level
     if config.get("dump_path"):
         fields["output"] = config["dump_path"]
