@@ -1,4 +1,4 @@
-"""Two steps in graph mode while MindSpore itself dumps every kernel. Arguments: settings, "inf" for a bad batch."""
+"""Two steps in graph mode; MindSpore itself dumps every kernel. Arguments: settings, "inf" for a bad batch."""
 
 import json
 import os
