@@ -109,7 +109,8 @@ class CellCapture(Program):
             given = SettingsWatch().sources([], dict(self.settings.settings))
             models = [told for model in self._models for told in _of_model(model)]
             optimizers = [_of_optimizer(i, optimizer) for i, optimizer in enumerate(self._optimizers)]
-            writer.put("hyperparameters", {"sources": [*scripts, *given, *models, *optimizers]})
+            sources = [*scripts, *given, *models, *optimizers]
+            writer.put("hyperparameters", {"framework": "mindspore", "sources": sources})
         if "randomness" in wanted:
             writer.note(UNSEEN)
 
@@ -169,6 +170,11 @@ def entries(named: Iterable[tuple[str, Any, str]], tokens: int = 0) -> dict[str,
             del entry["kind"]
             if array.data.ndim and 0 < array.shape[0] <= MOST_ROWS and 0 < array.data.size <= LARGEST_ROWS:
                 entry["samples"] = [f"{fingerprint(sample):016x}" for sample in array.data]
+            if array.data.dtype.kind in "iu" and array.data.size <= LARGEST_ROWS:
+                wide = array.data.astype(np.int64)  # as PyTorch's are
+                entry["checksum_int64"] = f"{fingerprint(wide):016x}"
+                if "samples" in entry:
+                    entry["samples_int64"] = [f"{fingerprint(sample):016x}" for sample in wide]
             if tokens and array.data.dtype.kind in "iu":
                 entry["tokens"] = array.data.reshape(-1)[:tokens].tolist()
     partials, sums, _ = strip.drain()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainprobe.config_check.compare.dataset import compare_dataset
 from trainprobe.config_check.compare.environment import compare_environment
+from trainprobe.config_check.compare.frameworks import across, as_notes, framework_of, in_common_words
 from trainprobe.config_check.compare.headline import headline
 from trainprobe.config_check.compare.hyperparameters import compare_hyperparameters
 from trainprobe.config_check.compare.packages import compare_packages
@@ -18,8 +19,13 @@ CHECKS = (compare_environment, compare_packages, compare_hyperparameters, compar
 
 def compare_packs(bench: Pack, cmp: Pack) -> Comparison:
     """Compare two packs; raises CompareError where their content is not what a pack holds."""
+    frameworks = framework_of(bench), framework_of(cmp)
     try:
-        checks = [compare(bench, cmp) for compare in CHECKS]
+        if len(set(frameworks)) > 1:
+            told = in_common_words(bench), in_common_words(cmp)
+            checks = [as_notes(compare(*told)) for compare in CHECKS]
+        else:
+            checks = [compare(bench, cmp) for compare in CHECKS]
     except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:
         if isinstance(error, FormatError):
             raise
@@ -33,7 +39,8 @@ def compare_packs(bench: Pack, cmp: Pack) -> Comparison:
             checks[0].name, checks[0].columns, checks[0].rows, (*checks[0].findings, *incomplete), checks[0].compared
         )
     sentence, consequences = headline(checks)
-    return Comparison(bench.path, cmp.path, tuple(checks), sentence, consequences, _notes(bench, cmp))
+    notes = (across(*frameworks), *_notes(bench, cmp)) if len(set(frameworks)) > 1 else _notes(bench, cmp)
+    return Comparison(bench.path, cmp.path, tuple(checks), sentence, consequences, notes)
 
 
 def _incomplete(bench: Pack, cmp: Pack) -> list[Finding]:

@@ -144,8 +144,8 @@ def _sample_story(a: Sequence[Batch], b: Sequence[Batch], column: str) -> str:
         return ""
     shared = (left & right).total()
     sizes = [[next(iter(x.values()), {}).get("shape", [0])[:1] for x in side] for side in (a, b)]
-    if left == right and sizes[0] == sizes[1]:
-        return "the same samples come in another order"
+    if left == right and sizes[0] == sizes[1]:  # in the same order, it is another tensor, of fewer rows, that differs
+        return "the same samples come in another order" if _rows_of(a, column) != _rows_of(b, column) else ""
     if shared == min(left.total(), right.total()):
         return "the same samples are cut into batches of another size"
     in_place = sum(x == y for x, y in zip(_rows_of(a, column), _rows_of(b, column), strict=False))
