@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import mindspore
 import numpy as np
 import pytest
 from mindspore import nn
+from mindspore.train import node_strategy_pb2
 
 from trainprobe.ckpt_compare.formats import open_checkpoint
 from trainprobe.cli import main
@@ -53,3 +55,58 @@ def test_both_file_formats_of_one_training_are_identical(files, capsys):
 def test_one_element_is_found_and_named(files, capsys):
     assert main(["ckpt-compare", str(files["same.ckpt"]), str(files["other.ckpt"])]) == 2
     assert "2.weight" in capsys.readouterr().out.splitlines()[0]
+
+
+# parameter → (whole shape, matrix of devices, axis of each dimension from the right, step and size of the optimizer's cut)
+CUTS = {
+    "column.weight": ((8, 6), (2, 2), (0, -1), 0, 0),
+    "row.weight": ((4, 8), (2, 2), (-1, 0), 0, 0),
+    "norm.gamma": ((8,), (2, 2), (-1,), 1, 4),
+    "both.weight": ((8, 6), (2, 2), (0, -1), 2, 2),
+    "same.bias": ((3,), (2, 2), (-1,), 0, 0),
+    "grid.weight": ((4, 6), (2, 2), (1, 0), 0, 0),
+}
+
+
+def test_parts_of_four_ranks_are_joined_as_mindspore_joins_them(tmp_path: Path) -> None:
+    """The strategy file is written by MindSpore's own protocol; the oracle is its `transform_checkpoints`."""
+    told = node_strategy_pb2.ParallelStrategyMap(current_stage=0)
+    whole = {name: np.random.default_rng(len(name)).standard_normal(cut[0]).astype(np.float32) for name, cut in CUTS.items()}
+    ranks: list[list[dict[str, Any]]] = [[] for _ in range(4)]
+    for name, (_, devices, axes, step, size) in CUTS.items():
+        item = told.parallel_layout_item.add(param_name=name)
+        layouts = item.parallel_layouts
+        layouts.dev_matrix.add(dim=devices)
+        layouts.tensor_map.add(dim=axes)
+        layouts.param_split_shape.add(dim=[])
+        layouts.indices_offset.add(dim=[])
+        layouts.field, layouts.opt_weight_shard_step, layouts.opt_weight_shard_size = 0, step, size
+        for rank in range(4):
+            at, part = (rank // 2, rank % 2), whole[name]
+            for dimension, axis in enumerate(axes):
+                if axis >= 0:
+                    part = np.split(part, devices[1 - axis], dimension)[at[1 - axis]]
+            if size:
+                part = np.split(part, size, 0)[rank // step % size]
+            ranks[rank].append({"name": name, "data": mindspore.Tensor(part)})
+    (tmp_path / "cut/strategy").mkdir(parents=True)
+    strategy = tmp_path / "cut/strategy/ckpt_strategy.ckpt"
+    strategy.write_bytes(told.SerializeToString())
+    for rank, parameters in enumerate(ranks):
+        (tmp_path / f"cut/rank_{rank}").mkdir()
+        mindspore.save_checkpoint(parameters, str(tmp_path / f"cut/rank_{rank}/net.ckpt"))
+    mindspore.transform_checkpoints(str(tmp_path / "cut"), str(tmp_path / "joined"), "net", str(strategy), None)
+    theirs = mindspore.load_checkpoint(str(next((tmp_path / "joined").rglob("*.ckpt"))))
+    mindspore.save_checkpoint(
+        [{"name": n, "data": mindspore.Tensor(a)} for n, a in whole.items()], str(tmp_path / "whole.ckpt")
+    )
+    ours = open_checkpoint(tmp_path / "cut")
+    assert ours.problems == () and ours.notes == ()
+    assert {name: tensor.shape for name, tensor in ours.tensors.items()} == {name: cut[0] for name, cut in CUTS.items()}
+    for name, array in whole.items():
+        assert np.array_equal(theirs[name].asnumpy(), array), name
+    assert main(["ckpt-compare", str(tmp_path / "cut"), str(tmp_path / "whole.ckpt")]) == 0
+    strategy.write_bytes(b"no strategy")
+    damaged = open_checkpoint(tmp_path / "cut")
+    assert "is no strategy file of MindSpore" in damaged.problems[0].message
+    assert "rank_0.same.bias" in damaged.tensors

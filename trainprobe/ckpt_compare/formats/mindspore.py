@@ -14,9 +14,10 @@ from trainprobe.ckpt_compare.optimizer_names import scalar
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Piece, Problem, Source, gather
 from trainprobe.ckpt_compare.storage import mindspore_protobuf as protobuf
 from trainprobe.ckpt_compare.storage.mapped import MappedArray
+from trainprobe.ckpt_compare.storage.mindspore_strategy import Layout, read_strategy
 from trainprobe.ckpt_compare.storage.safetensors_file import is_safetensors, read_safetensors
 from trainprobe.engine.compare.number_formats import number_format
-from trainprobe.errors import FormatError
+from trainprobe.errors import FormatError, MissingExtra
 
 _SLOTS = {
     "adam_m": "exp_avg", "moment1": "exp_avg", "moments1": "exp_avg", "exp_avg": "exp_avg", "adam_v": "exp_avg_sq",
@@ -72,11 +73,12 @@ def _newest(folder: Path) -> Path | None:
 def open(path: Path) -> Checkpoint:
     """Open a MindSpore checkpoint. Several rank files are copies of each other (data parallel).
 
-    Where a strategy file lies beside them they are parts, whose places that file alone knows: each rank then is a tensor's own.
+    Where strategy files lie beside them they are parts, whose places those files say; where they cannot be read, each rank is a
+    tensor's own.
     """
     files = _files(path)
-    cut = _strategy(path) if len(files) > 1 else None
     problems: list[Problem] = []
+    cut, layouts = _strategy(path, problems) if len(files) > 1 else (None, {})
     tensors: list[LogicalTensor] = []
     state: dict[str, dict[str, Any]] = {"iteration": {}}
     for rank, file in files.items():
@@ -90,23 +92,45 @@ def open(path: Path) -> Checkpoint:
                 state["iteration"].setdefault(name, scalar(pieces[0].source))
                 continue
             slot, weight = _split(name)
-            weight = f"{rank}.{weight}" if cut is not None else weight
-            copies = tuple(Piece(p.offset, p.source, p.where, rank) for p in pieces)
+            layout = layouts.get(name, layouts.get(weight))
+            begin = (0,) * len(shape)
+            if layout is not None:
+                shape, begin = layout.place(int(rank[5:]), shape)
+            elif cut is not None and not layouts:
+                weight = f"{rank}.{weight}"
+            copies = tuple(
+                Piece(tuple(a + b for a, b in zip(p.offset, begin, strict=True)), p.source, p.where, rank) for p in pieces
+            )
             tensors.append(LogicalTensor(weight, shape, copies, slot, native=name))
     steps = state["iteration"].get("global_step")
     if steps is not None:
         state["optimizer"] = {"step": int(steps)}
-    notes = (
-        () if cut is None else (f"cut by {cut}, which is not read: ranks are compared one by one, with ranks of the same name",)
+    notes = (f"cut by {cut}, which is not read: ranks are compared one by one, with ranks of the same name",)
+    return Checkpoint(
+        str(path),
+        "mindspore",
+        gather(tensors),
+        state=state,
+        problems=tuple(problems),
+        notes=() if cut is None or layouts else notes,
     )
-    return Checkpoint(str(path), "mindspore", gather(tensors), state=state, problems=tuple(problems), notes=notes)
 
 
-def _strategy(path: Path) -> Path | None:
-    """Return a file that says how the rank files were cut, where one lies in the usual places (`strategy/` beside them)."""
+def _strategy(path: Path, problems: list[Problem]) -> tuple[Path | None, dict[str, Layout]]:
+    """Return a file that says how the rank files were cut, and what all of them say; one of each pipeline stage may be there.
+
+    They lie beside the rank files, or in `strategy/` there.
+    """
     places = (path, path / "strategy", path.parent / "strategy")
-    found = (f for place in places if place.is_dir() for f in sorted(place.glob("*strategy*.ckpt")))
-    return next(found, None)
+    found = [f for place in places if place.is_dir() for f in sorted(place.glob("*strategy*.ckpt"))]
+    layouts: dict[str, Layout] = {}
+    for file in found:
+        try:
+            layouts |= read_strategy(file)
+        except (FormatError, MissingExtra) as error:
+            problems.append(Problem(str(file), str(error)))
+            return file, {}
+    return (found[0] if found else None), layouts
 
 
 def _is_scalar(name: str, shape: tuple[int, ...]) -> bool:
