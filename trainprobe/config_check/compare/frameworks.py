@@ -13,7 +13,7 @@ from trainprobe.config_check.pack import Pack, RankPack
 # class of mindspore.nn → that of torch.nn or torch.optim which calculates the same
 _CLASSES = {
     **{"Dense": "Linear", "CellList": "ModuleList", "SequentialCell": "Sequential", "CellDict": "ModuleDict"},
-    **{"RmsNorm": "RMSNorm", "MultiheadAttention": "MultiheadAttention", "Conv2dTranspose": "ConvTranspose2d"},
+    **{"RmsNorm": "RMSNorm", "Conv2dTranspose": "ConvTranspose2d"},
     **{"AdamWeightDecay": "AdamW", "Momentum": "SGD"},
 }
 # last part of a parameter's name
