@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -71,3 +73,61 @@ def test_8_bits_are_judged_by_their_own_rounding() -> None:
     wide = small.to(torch.float32)
     assert outcome("Tensor.to", (small, torch.float32), wide) == "exact"
     assert outcome("Tensor.to", (small, torch.float32), wide * 1.001) == "bug"
+
+
+def scaled(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor, **scales: torch.Tensor) -> str:
+    return outcome("Torch._scaled_mm", (a, b), y, **scales, out_dtype=y.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_products_of_8_bit_matrices_are_judged_with_their_scales(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(32, 64).to(dtype), torch.randn(16, 64).to(dtype).t()
+    one = {"scale_a": torch.tensor(0.5), "scale_b": torch.tensor(3.0)}
+    rows = {"scale_a": torch.rand(32, 1), "scale_b": torch.rand(1, 16)}
+    for scales in (one, rows):
+        for out in (torch.bfloat16, torch.float32):
+            y = torch._scaled_mm(a, b, **scales, out_dtype=out)
+            assert scaled(a, b, y, **scales) in ("exact", "rounding")
+            assert scaled(a, b, torch._scaled_mm(a, b.roll(1, 1), **scales, out_dtype=out), **scales) == "bug"
+    y = torch._scaled_mm(a, b, **rows, out_dtype=torch.float32)
+    assert scaled(a, b, y, scale_a=rows["scale_a"].roll(1, 0), scale_b=rows["scale_b"]) == "bug"
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_block_formats_have_a_scale_for_32_numbers(tiled: bool) -> None:
+    """NumPy multiplies what MX numbers stand for; torch has no kernel for them on the CPU."""
+    torch.manual_seed(0)
+    m, n, k = 96, 130, 128
+    a, b = (torch.randn(r, k).to(torch.float8_e4m3fn) for r in (m, n))
+    p, q = (torch.exp2(torch.randint(-3, 4, (r, k // 32)).float()).to(torch.float8_e8m0fnu) for r in (m, n))
+    wide = [x.float().numpy().astype(np.float64) * np.repeat(s.float().numpy(), 32, 1) for x, s in ((a, p), (b, q))]
+    y = torch.from_numpy(wide[0] @ wide[1].T).to(torch.bfloat16)
+    wrong = torch.from_numpy(wide[0] @ np.roll(wide[1], 1, 0).T).to(torch.bfloat16)
+    scales = {"scale_a": in_tiles(p), "scale_b": in_tiles(q)} if tiled else {"scale_a": p, "scale_b": q.t()}
+    assert scaled(a, b.t(), y, **scales) in ("exact", "rounding")
+    assert scaled(a, b.t(), wrong, **scales) == "bug"
+
+
+def in_tiles(scale: torch.Tensor) -> torch.Tensor:
+    """Lay scales out in tiles: row r, block c at tile (r // 128, c // 4), there at (r % 32, r % 128 // 32, c % 4)."""
+    rows, blocks = scale.shape
+    tall, wide = -(-rows // 128), -(-blocks // 4)
+    bits = scale.view(torch.uint8)
+    laid = torch.zeros(tall * wide * 512, dtype=torch.uint8)
+    for r in range(rows):
+        for c in range(blocks):
+            laid[(r // 128 * wide + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] = bits[r, c]
+    return laid.view(torch.float8_e8m0fnu)
+
+
+def test_conversions_to_8_bits_may_saturate_and_round_halves_their_own_way() -> None:
+    x = torch.tensor([1.125, 1.375, 3.0, 70000.0, -80000.0])
+    y = x.to(torch.float8_e5m2)
+    assert y.isinf().sum() == 2
+    assert outcome("Tensor.to", (x, torch.float8_e5m2), y) == "exact"
+    other = torch.tensor([1.25, 1.25, 3.0, 57344.0, -57344.0]).to(torch.float8_e5m2)
+    assert outcome("Tensor.to", (x[:3], torch.float8_e5m2), other[:3]) == "rounding"
+    assert outcome("Tensor.to", (x, torch.float8_e5m2), other) == "mode"
+    assert outcome("Tensor.to", (x, torch.float8_e5m2), other[[4, 1, 2, 3, 0]]) == "bug"
+    assert outcome("Tensor.to", (x[:3] + 0.01, torch.float8_e5m2), torch.tensor([1.0, 1.5, 3.0]).to(torch.float8_e5m2)) == "bug"

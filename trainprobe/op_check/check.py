@@ -16,7 +16,7 @@ from trainprobe.op_check.judge import Judgement, Tolerance, gravest, judge
 from trainprobe.op_check.measure import NEAR, bounds
 from trainprobe.op_check.modes import recognised
 from trainprobe.op_check.noise import UNIT
-from trainprobe.op_check.properties import UNWRITTEN, ambiguous_gradient, dropout_gradient, unspecified
+from trainprobe.op_check.properties import UNWRITTEN, ambiguous_gradient, dropout_gradient, tied, unspecified
 from trainprobe.op_check.references import judged_results
 from trainprobe.op_check.run import SINGLE
 
@@ -142,6 +142,8 @@ def _against(
             text = "it ran as several operators, and the gradients are those of one inside it"
             return Checked(direction, [Judgement("not checked", text)])
         found = recognised(case, i, y, want, found, backward) if tolerance is None else found
+        if found.outcome == "bug" and backward:
+            found = tied(case, found)
         if found.outcome == "bug":
             cause = likely(case, i, y, found, backward)
             found = replace(found, reason=f"{found.reason}; {cause}") if cause else found

@@ -10,19 +10,26 @@ import torch
 
 from trainprobe.op_check.cases import Case, Tensor, mapped
 from trainprobe.op_check.functions import api
-from trainprobe.op_check.noise import UNIT, Noise
+from trainprobe.op_check.noise import COARSE, UNIT, Noise
 from trainprobe.op_check.references import is_pointwise
 from trainprobe.op_check.run import SINGLE, Change, Run, autocast, to_format
 
 EVALUATIONS = 8  # with noise, at most
+_ENOUGH = 4  # of them, to know how far the sizes of results move as a whole
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """One result as it should be. value: float64, or whole numbers. noise: float64 ≥ 0, None where nothing is rounded."""
+    """One result as it should be. value: float64, or whole numbers. noise: float64 ≥ 0, None where nothing is rounded.
+
+    gain: the largest ⟨m − r, r⟩ / ⟨r, r⟩ of the evaluations m with noise, where there were enough to tell. one_sided: how
+    unevenly |m| lay above and below |r|, in standard deviations.
+    """
 
     value: Tensor
     noise: Tensor | None
+    gain: float = math.inf
+    one_sided: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +73,16 @@ class Reference:
         self._left = 0 if not self._run.rounded else 1 if once else EVALUATIONS
         self._noises = [None if r is None or not self._run.rounded else self._last_step(r) for r in self._values]
         self._evaluated = 0
+        self._moved = 0  # evaluations
+        self._gains = [0.0] * len(self._values)
+        self._sides = [0.0] * len(self._values)
 
     @property
     def results(self) -> list[Expected | None]:
         """Return each result with the noise that is known: at first the rounding of the last step alone."""
-        return [None if r is None else Expected(r, n) for r, n in zip(self._values, self._noises, strict=True)]
+        told = self._moved >= _ENOUGH or self._evaluated < self._left
+        found = zip(self._values, self._noises, self._gains, self._sides, strict=True)
+        return [None if r is None else Expected(r, n, *((gain, side) if told else ())) for r, n, gain, side in found]
 
     def refine(self) -> bool:
         """Evaluate the call once more with its steps moved; return False where that was done often enough before."""
@@ -86,6 +98,7 @@ class Reference:
         if not formula:
             self._widen(self._run.once(self._noise(self._evaluated + 80), True))
         self._evaluated += 1
+        self._moved += 1
         return True
 
     def refine_at(self, places: Tensor) -> bool:
@@ -140,7 +153,11 @@ class Reference:
             known = self._noises[i]
             if r is None or m is None or known is None or not (r.is_floating_point() or r.is_complex()):
                 continue
-            distance = (m - r).abs()
+            distance = m - r
+            self._gains[i] = max(self._gains[i], _gain(distance, r))
+            if self._unit >= COARSE:
+                self._sides[i] = max(self._sides[i], _one_sided(distance, r))
+            distance = distance.abs_() if not distance.is_complex() else distance.abs()
             if not math.isfinite(float(distance.sum())):
                 distance = torch.where((r == m) | (r.isnan() & m.isnan()), 0.0, distance)
                 distance = distance.nan_to_num_(math.inf, math.inf)
@@ -149,6 +166,25 @@ class Reference:
     def expectation(self) -> Expectation:
         """Return what is known now."""
         return Expectation(self.results, self.source, self.autocast)
+
+
+def _gain(error: Tensor, r: Tensor) -> float:
+    """Return |⟨error, r⟩| / ⟨r, r⟩, infinity where that is no number."""
+    if r.is_complex():
+        return math.inf
+    flat = r.reshape(-1)
+    square = float(torch.dot(flat, flat))
+    gain = abs(float(torch.dot(error.reshape(-1), flat))) / square if square else math.inf
+    return gain if math.isfinite(gain) else math.inf
+
+
+def _one_sided(error: Tensor, r: Tensor) -> float:
+    """Return how many more elements grew than shrank, or the other way round, in standard deviations."""
+    if r.is_complex():
+        return math.inf
+    grown = torch.where(r < 0, -error, error)
+    up, down = int((grown > 0).sum()), int((grown < 0).sum())
+    return abs(up - down) / math.sqrt(up + down) if up + down else 0.0
 
 
 def expect(case: Case, *, backward: bool = False, steps: Steps | None = None) -> Expectation:

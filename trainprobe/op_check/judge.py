@@ -42,6 +42,7 @@ EIGHT_BITS = {  # format → u
 }
 RARE = 1e-5  # share of elements for which the noise may be estimated at half of what it is
 ONE_SIDED = 8.0  # standard deviations
+MANY = 0.25  # share of elements
 SMALL = 1e-3  # of the tensor's largest element
 
 
@@ -107,7 +108,7 @@ def judge(y: Tensor, expected: Expected, tolerance: Tolerance | None = None, *, 
         return Judgement("not checked", f"{_name(y)} has no judge yet", count=y.numel())
     if y.dtype == torch.float64 and noise is not None:
         return _as_wide_as_the_reference(_floats(y, r, 2 * noise + UNIT[y.dtype] * r.abs().nan_to_num(0, 0, 0), brief))
-    return _floats(y, r, noise, brief)
+    return _floats(y, r, noise, brief, (expected.gain, expected.one_sided))
 
 
 def _parts(dtype: torch.dtype, r: Tensor, noise: Tensor | None) -> Expected:
@@ -121,11 +122,21 @@ def _eight_bits(y: Tensor, r: Tensor, noise: Tensor | None, tolerance: Tolerance
     """Judge an 8-bit format by its values, where a step rounds within its own rounding and the noise; no bias is looked for."""
     info = torch.finfo(y.dtype)
     values, nearest = y.to(torch.float32), r.to(torch.float32).to(y.dtype).to(torch.float32)
-    if bool(((values == nearest) | (values.isnan() & nearest.isnan())).all()):
+    same = (values == nearest) | (values.isnan() & nearest.isnan())
+    if bool(same.all()):
         return Judgement("exact", count=y.numel())
+    clipped = (r.abs() > info.max) & (values.abs() == info.max) & (values.sign() == r.sign()) & ~nearest.isfinite()
+    if bool(clipped.any()):
+        rest = _eight_bits(torch.where(clipped, 0.0, values).to(y.dtype), torch.where(clipped, 0.0, r), noise, tolerance, brief)
+        text = f"{int(clipped.sum())} numbers beyond the range of {_name(y)} became the largest: a conversion that saturates"
+        return replace(rest, outcome="mode", reason=text) if rest.outcome in ("exact", "rounding") else rest
     if noise is None and tolerance is None:
-        same = (values == nearest) | (values.isnan() & nearest.isnan())
-        return _inexact(values, values.to(torch.float64), r, nearest, same)
+        wide = values.to(torch.float64)
+        halfway = (wide - r).abs() == (nearest.to(torch.float64) - r).abs()
+        if bool((same | halfway).all()):
+            text = "numbers in the middle of two neighbours are rounded to the other one"
+            return Judgement("rounding", text, count=y.numel(), flips=1 - float(same.sum()) / y.numel())
+        return _inexact(values, wide, r, nearest, same)
     own = r.abs().nan_to_num(0, 0, 0) * EIGHT_BITS[y.dtype] + info.tiny * info.eps / 2 + (0.0 if noise is None else noise)
     inside = torch.where(r.abs() > info.max, nearest.to(torch.float64), r)  # some formats have no infinity, or none but NaN
     return judge(values, Expected(inside, own), tolerance, brief=brief)
@@ -157,7 +168,9 @@ def _place(index: Tensor, like: Tensor) -> tuple[int, ...]:
     return tuple(int(i) for i in torch.unravel_index(index, like.shape)) if like.ndim else ()
 
 
-def _floats(y: Tensor, r: Tensor, noise: Tensor | None, brief: bool) -> Judgement:
+def _floats(
+    y: Tensor, r: Tensor, noise: Tensor | None, brief: bool, known: tuple[float, float] = (math.inf, math.inf)
+) -> Judgement:
     n = y.numel()
     if noise is None:
         rounded = r.to(y.dtype)
@@ -174,7 +187,7 @@ def _floats(y: Tensor, r: Tensor, noise: Tensor | None, brief: bool) -> Judgemen
     if sums.unbounded * 2 > n:
         text = "at these inputs rounding alone may change most of the result beyond measure"
         return replace(found, outcome="not checked", reason=text)
-    judged = _weighed(found, sums, y, r, noise, brief)
+    judged = _weighed(found, sums, y, r, noise, brief, *known)
     if judged.outcome == "rounding" and sums.overflown:
         text = f"{sums.overflown} of {n} elements are lost because an inner step leaves the range of {_name(y)}"
         return replace(judged, outcome="mode", reason=text)
@@ -215,8 +228,10 @@ def _misplaced(y: Tensor, r: Tensor, wrong: Tensor, brief: bool) -> Judgement:
     return Judgement("bug", reason, math.inf, at, float(y[at]), float(r[at]), count / y.numel(), count=y.numel())
 
 
-def _weighed(found: Judgement, sums: Sums, y: Tensor, r: Tensor, noise: Tensor, brief: bool) -> Judgement:
-    """Say how grave the errors are."""
+def _weighed(
+    found: Judgement, sums: Sums, y: Tensor, r: Tensor, noise: Tensor, brief: bool, alike: float, sided: float
+) -> Judgement:
+    """Say how grave the errors are. alike, sided: the gain and the side that rounding gave the evaluations, at most."""
     n, unit, square = found.count, UNIT[y.dtype], sums.square
     gain = sums.weight / square if square else 0.0
     deviation = math.sqrt(sums.weights) / square if square else math.inf
@@ -235,10 +250,11 @@ def _weighed(found: Judgement, sums: Sums, y: Tensor, r: Tensor, noise: Tensor, 
             outcome="not checked",
             reason=f"at these inputs rounding alone may change the result by {share:.0%}: nothing smaller would be seen",
         )
-    explained = sums.explained / square if square else math.inf
+    explained = min(sums.explained / square, NEAR * alike) if square else math.inf
     if abs(gain) > unit / 2 + explained and abs(gain) > ONE_SIDED * deviation:
         return replace(found, outcome="suspicious", reason=f"all of it is {1 + gain:.9g} times as large as it should be")
-    if abs(one_sided) >= ONE_SIDED and found.flips * n > 3 * sums.flips:
+    many = found.flips >= MANY and abs(one_sided) >= 2 * ONE_SIDED and abs(one_sided) > NEAR * sided
+    if (abs(one_sided) >= ONE_SIDED and found.flips * n > 3 * sums.flips) or many:
         side = "above" if one_sided > 0 else "below"
         share = f"{found.flips:.1%} of the elements are not the correctly rounded value"
         return replace(found, outcome="suspicious", reason=f"{share}, and nearly all of these lie {side} it")

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from trainprobe.op_check.noise import UNIT
+from trainprobe.op_check.noise import COARSE, UNIT
 
 Tensor = torch.Tensor
 NEAR = 4.0  # bounds
 _SPAN = 1 << 15  # elements: what is worked out of them stays in the caches
-_COARSE = 2.0**-12  # formats that round more than this flip one way or the other where a kernel's noise says so
 
 
 @dataclass(slots=True)
@@ -97,7 +96,7 @@ def _add(sums: Sums, begin: int, y: Tensor, r: Tensor, noise: Tensor) -> None:
     _add_errors(sums, begin, wide - r, r, size, bound)
     sums.noise += float(torch.dot(noise, noise))
     sums.explained += float(torch.dot(noise, size))
-    if right < len(y) and UNIT[y.dtype] >= _COARSE:
+    if right < len(y) and UNIT[y.dtype] >= COARSE:
         _add_flips(sums, y, rounded, noise)
 
 

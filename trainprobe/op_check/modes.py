@@ -121,6 +121,8 @@ def _rounded_inside(
         return None  # a mode as rough as that explains anything
     if float((error * error).sum()) > float((allowed * allowed).sum()) or float((error.abs() / allowed).max()) > 8:
         return None
+    if not _all_over(error, allowed, found, unit):
+        return None
     weight = error * r
     biased = abs(float(weight.sum())) > ONE_SIDED * float((weight * weight).sum().sqrt())
     if biased or (unit > 2.0**-12 and abs(found.one_sided) >= ONE_SIDED):
@@ -131,6 +133,15 @@ def _rounded_inside(
     return replace(found, outcome="mode", reason=text)
 
 
+def _all_over(error: Tensor, allowed: Tensor, found: Judgement, unit: float) -> bool:
+    """Return whether most elements err as in a cheaper format, and not a few alone."""
+    if unit >= 2.0**-11:  # a kernel that rounds once differs from the correctly rounded value in few elements
+        return found.flips >= _FLIPPED
+    return float((error.abs() / allowed).median()) >= _TYPICAL
+
+
+_FLIPPED = 0.05  # of the elements
+_TYPICAL = 0.01  # of what is allowed
 _REDUCED = (
     "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction and allow_fp16_reduced_precision_reduction, "
     "or a kernel that has no float32 inside"

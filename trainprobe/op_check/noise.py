@@ -25,6 +25,7 @@ UNIT = {
     **{torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8},
     **{torch.complex128: 2.0**-53, torch.complex64: 2.0**-24},
 }
+COARSE = 2.0**-12  # formats that round more than this flip one way or the other where a kernel's noise says so
 aten = torch.ops.aten
 
 # steps that make no rounding: they move, choose or compare

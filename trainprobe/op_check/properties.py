@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainprobe.op_check.cases import Case, Tensor
+from trainprobe.op_check.cases import Case, Tensor, mapped
 from trainprobe.op_check.functions import api
 from trainprobe.op_check.judge import Judgement
-from trainprobe.op_check.measure import bounds
+from trainprobe.op_check.measure import NEAR, bounds
 from trainprobe.op_check.noise import UNIT
+
+if TYPE_CHECKING:
+    from trainprobe.op_check.evaluate import Expected
 
 Property = Callable[[Case], list[Judgement]]
 UNWRITTEN = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize"})
@@ -158,6 +163,89 @@ def _values(case: Case) -> list[Judgement]:
     return [judge(case.outputs[0], expected)]
 
 
+def pooled(case: Case) -> list[Judgement] | None:
+    """Values and indices of max pooling: values exact, each index fetches its value from inside its window."""
+    if len([o for o in case.outputs if o is not None]) < 2:
+        return None
+    x = case.args[0] if case.args else case.kwargs["input"]
+    values, places = case.outputs[0], case.outputs[1]
+    dims = next(int(c) for c in api(case.name) if c.isdigit())
+    if values is None or places is None or places.shape != values.shape:
+        return None
+    flat, inside = x.flatten(-dims), x[(0,) * (x.ndim - dims)].numel()
+    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < inside:
+        return [*_values(case), Judgement("bug", f"an index lies outside of 0 to {inside - 1}", math.inf)]
+    got = flat.gather(-1, places.flatten(-dims)).view_as(values)
+    wrong = (got != values) & ~(got.isnan() & values.isnan())
+    if not api(case.name).startswith("adaptive"):
+        wrong = wrong | _outside_of_its_window(case, x.shape[-dims:], places)
+    if bool(wrong.any()):
+        text = f"{int(wrong.sum())} of {wrong.numel()} indices point at another value or out of their window"
+        return [*_values(case), Judgement("bug", text, math.inf, count=wrong.numel())]
+    text = "indices point at the right values; among equal ones any may be chosen"
+    return [*_values(case), Judgement("unspecified", text, count=places.numel())]
+
+
+def _outside_of_its_window(case: Case, shape: tuple[int, ...], places: Tensor) -> Tensor:
+    """Return which indices of max pooling do not lie in the window of their place."""
+    dims = len(shape)
+
+    def each(name: str, place: int, default: object) -> list[int]:
+        found: Any = _given(case, name, place, default)
+        found = [found] if isinstance(found, int) else [*found]
+        return found * dims if len(found) == 1 else found
+
+    kernel = each("kernel_size", 1, 1)
+    stride = _given(case, "stride", 2, None)
+    strides = each("stride", 2, None) if isinstance(stride, int) or stride else kernel
+    padding, dilation = each("padding", 3, 0), each("dilation", 4, 1)
+    outside = torch.zeros(places.shape, dtype=torch.bool)
+    rest = places
+    for d in range(dims - 1, -1, -1):
+        at, rest = rest % shape[d], rest // shape[d]
+        axis = [1] * places.ndim
+        axis[d - dims] = -1
+        begin = (torch.arange(places.shape[d - dims]) * strides[d] - padding[d]).view(axis)
+        step = at - begin
+        outside |= (step < 0) | (step % dilation[d] != 0) | (step // dilation[d] >= kernel[d])
+    return outside
+
+
+def tied(case: Case, found: Judgement) -> Judgement:
+    """Judge the gradient of an operator that chooses elements anew, where equal elements leave the choice open.
+
+    The reference is taken twice, with equal elements told apart in the order in which they lie and against it. What both agree
+    on has to be there, and the sum of all gradients.
+    """
+    x = next(iter(case.tensors()), None)
+    y = case.results[0] if case.results else None
+    if api(case.name) not in _CHOOSE or x is None or y is None or y.shape != x.shape or not x.is_floating_point():
+        return found
+    values = x.to(torch.float64).reshape(-1)
+    gaps = values.unique().diff()
+    gaps = gaps[gaps > 0]
+    if not len(gaps) or not bool(values.isfinite().all()):
+        return found
+    order = torch.arange(x.numel(), dtype=torch.float64).view(x.shape) * (float(gaps.min()) / (4 * x.numel()))
+    one, other = (_gradient(case, x.to(torch.float64) + order * sign) for sign in (1, -1))
+    if one is None or other is None or one.value.shape != y.shape:
+        return found
+    bound = NEAR * bounds(y, one.value, one.noise)
+    wrong = ((y.to(torch.float64) - one.value).abs() > bound) & (one.value == other.value)
+    lost = abs(float(y.to(torch.float64).sum() - one.value.sum())) > float(bound.sum())
+    if bool(wrong.any()) or lost or torch.equal(one.value, other.value):
+        return found
+    return Judgement("unspecified", "among equal elements any may get the gradient", count=y.numel())
+
+
+def _gradient(case: Case, x: Tensor) -> Expected | None:
+    from trainprobe.op_check.evaluate import expect
+
+    first = iter([x])
+    args, kwargs = mapped((tuple(case.args), dict(case.kwargs)), lambda t: next(first, t))
+    return expect(replace(case, args=args, kwargs=kwargs), backward=True).results[0]
+
+
 def sorting(case: Case) -> list[Judgement] | None:
     """Argsort: the indices are a permutation that sorts."""
     x, y = case.args[0] if case.args else case.kwargs["input"], case.outputs[0]
@@ -175,7 +263,10 @@ _PROPERTIES: dict[str, Callable[[Case], list[Judgement] | None]] = {
     "argmin": extremum(False),
     **dict.fromkeys(["max", "min", "sort", "topk", "kthvalue", "median", "nanmedian", "mode", "msort"], chosen),
     "argsort": sorting,
+    **dict.fromkeys([f"{kind}max_pool{d}d" for kind in ("", "adaptive_") for d in (1, 2, 3)], pooled),
+    **dict.fromkeys([f"max_pool{d}d_with_indices" for d in (1, 2, 3)], pooled),
 }
+_CHOOSE = {*_PROPERTIES} - {"dropout", "argmax", "argmin", "argsort"}
 
 
 def is_random(name: str) -> bool:
