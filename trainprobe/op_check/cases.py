@@ -25,6 +25,8 @@ class Case:
     results: the gradients that node handed on, one for each of its inputs. requires_grad: of each tensor in args and
     kwargs, in order.
     of_inputs: results are the gradients of the call's own tensor arguments, in order, rather than those of its autograd node.
+    written: position or keyword of arguments that the call wrote and did not return → what they were after it, flat.
+    generator: state of the host's generator before the call, of operators that draw numbers there.
     """
 
     name: str
@@ -36,10 +38,29 @@ class Case:
     requires_grad: Sequence[bool] = ()
     of_inputs: bool = False
     function: Callable[..., Any] | None = None
+    written: Mapping[str, Sequence[Tensor]] = field(default_factory=dict[str, Sequence[Tensor]])
+    generator: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors among the arguments, in order."""
         return [*flat((self.args, dict(self.kwargs)))]
+
+
+def laid(t: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return the same numbers with these strides in memory; what `expand` lets several places share is one number again."""
+    if len(strides) != t.ndim or t.numel() == 0 or any(s < 0 for s in strides):
+        return t
+    size = 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True))
+    if size > _WIDEST * t.numel():
+        return t  # a few numbers of a large tensor
+    memory = torch.zeros(size, dtype=t.dtype)
+    first = tuple(slice(0, 1) if s == 0 else slice(None) for s in strides)
+    whole = memory.as_strided(t.shape, tuple(strides))
+    whole[first] = t[first]
+    return whole
+
+
+_WIDEST = 64
 
 
 def flat(tree: Any) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from trainprobe.op_check.cases import Case, NotChecked, Tensor
+from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat
 from trainprobe.op_check.causes import likely
 from trainprobe.op_check.evaluate import Expectation, Expected, Reference
 from trainprobe.op_check.functions import api, is_in_place
@@ -17,8 +17,11 @@ from trainprobe.op_check.measure import NEAR, bounds
 from trainprobe.op_check.modes import recognised
 from trainprobe.op_check.noise import UNIT
 from trainprobe.op_check.properties import UNWRITTEN, ambiguous_gradient, dropout_gradient, tied, unspecified
+from trainprobe.op_check.redrawn import SOURCE as RUN_AGAIN
+from trainprobe.op_check.redrawn import redrawn
 from trainprobe.op_check.references import judged_results
 from trainprobe.op_check.run import SINGLE
+from trainprobe.op_check.statistics import statistics
 
 Direction = Literal["forward", "backward"]
 # their results depend on the number format itself, or on memory that no argument shows
@@ -54,7 +57,7 @@ class Checked:
 
 def check(case: Case, backward: bool = False, tolerance: Tolerance | None = None) -> Checked:
     """Judge the outputs of a call, or the gradients that it handed on. tolerance: judge floats by it instead of the bound."""
-    recorded = case.results if backward else case.outputs
+    recorded = case.results if backward else [*case.outputs, *flat(dict(case.written))]
     if not backward and api(case.name) in UNWRITTEN:
         return Checked("forward", [Judgement("unspecified", "memory that nobody has written yet")], "properties")
     direction: Direction = "backward" if backward else "forward"
@@ -81,12 +84,28 @@ def _guarded(case: Case, direction: Direction, tolerance: Tolerance | None) -> C
 
 def _forward(case: Case, tolerance: Tolerance | None) -> Checked:
     known = unspecified(case)
+    if known is None or gravest(known).outcome == "unspecified":
+        again = redrawn(case)
+        if again:
+            return Checked("forward", again, RUN_AGAIN, "its numbers are drawn from the recorded state of the generator")
     if known is not None:
         return Checked("forward", known, "properties")
-    return _against(case, case.outputs, Reference(case), False, tolerance)
+    if case.written and not case.outputs:
+        return _against(case, [*flat(dict(case.written))], Reference(case), False, tolerance)
+    found = _against(case, case.outputs, Reference(case), False, tolerance)
+    beside = statistics(case)
+    if beside is not None:
+        found.judgements = [
+            *found.judgements,
+            *_against(beside, beside.outputs, Reference(beside), False, tolerance).judgements,
+        ]
+    return found
 
 
 def _backward(case: Case, tolerance: Tolerance | None) -> Checked:
+    again = redrawn(case, True)
+    if again:
+        return Checked("backward", again, RUN_AGAIN, "its numbers are drawn from the recorded state of the generator")
     why = ambiguous_gradient(case)
     if not why and case.gradients is not None and all(g is None for g in case.gradients):
         why = "the gradient of its result is not recorded"

@@ -44,6 +44,7 @@ _EXACT = frozenset(
     diagonal_backward im2col rot90 tile movedim pixel_shuffle pixel_unshuffle channel_shuffle embedding max_pool2d_with_indices
     """.split()  # noqa: SIM905  (words read better than a column of quotes)
 )
+_PUTS = ("index_put_", "_index_put_impl_")
 # libraries promise a unit in the last place for these, and polynomials of vector code a little more: in units of u
 _SPECIAL = (
     "i0 special_i0e special_i1 special_i1e special_erfcx special_ndtri special_log_ndtr special_bessel_j0 special_bessel_j1"
@@ -115,7 +116,7 @@ class Noise(TorchDispatchMode):
         writes = name.endswith("_") and name in SUMS and not self.still
         before = [a.clone() if isinstance(a, Tensor) else a for a in args] if writes else args
         out = func(*args, **kwargs)
-        if name in _EXACT or func.is_view:
+        if name in _EXACT or func.is_view or (name in _PUTS and not (args[3:4] or [kwargs.get("accumulate")])[0]):
             return out
         if func._schema.is_mutable and not isinstance(out, Tensor) and not out:
             raise NotChecked(f"{name} writes into its arguments and returns nothing, so that its rounding cannot be followed")

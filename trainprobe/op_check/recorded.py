@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 
 from trainprobe.engine.core.records import Call, Opaque, StepData, Value
-from trainprobe.engine.core.step_data import entry_name, leaves, numbers_of_rows
+from trainprobe.engine.core.step_data import GENERATOR, WRITTEN, entry_name, leaves, numbers_of_rows
 from trainprobe.engine.storage.dumps import TensorStore, read
 from trainprobe.errors import FormatError, UnsafeFile
-from trainprobe.op_check.cases import Case, NotChecked, Tensor
+from trainprobe.op_check.cases import Case, NotChecked, Tensor, laid
 from trainprobe.op_check.functions import api
 from trainprobe.op_check.made import made
 
@@ -26,6 +26,7 @@ _COMPLEX_LEAVES: dict[str, Callable[[Any], Any]] = {
     "torch.device": lambda v: "cpu",
     "torch.Size": lambda v: list(v),
     "ellipsis": lambda v: Ellipsis,
+    "torch._C.Generator": lambda v: None,  # its state is recorded beside the call
     "complex": complex,
 }
 
@@ -129,6 +130,7 @@ class RecordedRank:
         """Load what a unit was given and gave. Raises NotChecked where the dump lacks an argument."""
         call = unit.call
         args, kwargs = self._tree(call.args), self._tree(call.kwargs) or {}
+        beside = call.params if isinstance(call.params, dict) else {}
         if api(call.name) in ("getitem", "setitem"):
             args[1] = tuple(args[1]) if isinstance(args[1], list) else args[1]
         given = [value for _, value in leaves([call.args, call.kwargs], "")]
@@ -142,6 +144,11 @@ class RecordedRank:
             [self._tensor_or_none(v) for v in unit.results] if backward else (),
             [value.requires_grad is not False for value in given],
             unit.of_inputs,
+            written={
+                place: [t for v in _flat(tree) if (t := self._tensor_or_none(v)) is not None]
+                for place, tree in (beside.get(WRITTEN) or {}).items()
+            },
+            generator=self._tensor_or_none(beside.get(GENERATOR)),
         )
 
     def devices(self, unit: Unit) -> Iterator[str]:
@@ -169,7 +176,7 @@ class RecordedRank:
     def key(self, unit: Unit) -> tuple[str, str]:
         """Return (what the call is given, what it gave) as fingerprints; of equal calls both are equal."""
         call = unit.call
-        gave = list(unit.results) if unit.direction == "backward" else call.out
+        gave = list(unit.results) if unit.direction == "backward" else [call.out, (call.params or {}).get(WRITTEN)]
         return self._given(unit, self._fingerprint), repr(self._printed(gave, self._fingerprint))
 
     def sketch(self, unit: Unit) -> str:
@@ -190,7 +197,7 @@ class RecordedRank:
 
     def _given(self, unit: Unit, of: Callable[[Value], str]) -> str:
         call = unit.call
-        tree = [call.args, call.kwargs, list(unit.gradients)]
+        tree = [call.args, call.kwargs, list(unit.gradients), (call.params or {}).get(GENERATOR)]
         return repr((call.name, unit.direction, unit.of_inputs, self._printed(tree, of)))
 
     def _printed(self, tree: Any, of: Callable[[Value], str]) -> Any:
@@ -230,7 +237,8 @@ class RecordedRank:
 
     def _tree(self, tree: Any) -> Any:
         if isinstance(tree, Value):
-            return self._tensor(tree)
+            strides = (tree.extra or {}).get("stride")
+            return self._tensor(tree) if strides is None else laid(self._tensor(tree), strides)
         if isinstance(tree, list):
             return [self._tree(item) for item in tree]
         if isinstance(tree, dict):

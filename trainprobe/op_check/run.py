@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -210,7 +210,7 @@ class Run:
         found = self._known()
         if found is None:
             raise NotChecked(f"there is no {self.case.name} in this installation of torch {torch.__version__}")
-        return _without_memory(found)
+        return _without_memory(found, self.case.written)
 
     def _known(self) -> Callable[..., Any] | None:
         return self.case.function or function(self.case.name)
@@ -289,15 +289,20 @@ def _node(out: Sequence[Tensor]) -> Any:
     return node
 
 
-def _without_memory(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function without `out=` and devices: it runs on the host, into memory of its own."""
+def _without_memory(call: Callable[..., Any], written: Iterable[str]) -> Callable[..., Any]:
+    """Return the function without `out=` and devices: it runs on the host, into memory of its own.
+
+    written: the arguments that it gives where it returns nothing.
+    """
 
     def called(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("out", None)
         if kwargs.get("device") is not None:
             kwargs["device"] = "cpu"
         result = call(*args, **kwargs)
-        return args[0] if result is None and args else result
+        if result is not None or not args:
+            return result
+        return [args[int(place)] for place in written if place.isdigit()] or args[0]
 
     return called
 

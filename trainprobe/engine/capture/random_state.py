@@ -45,6 +45,31 @@ def random_fingerprints() -> dict[str, int]:
     return {"torch": random_fingerprint(), "numpy": numpy, "python": zlib.crc32(repr(random.getstate()).encode())}
 
 
+def generator_state(name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Return the state of the generator that an operator is about to draw from, None where it draws nothing or not on the host.
+
+    name, args, kwargs: those of the call.
+    """
+    named = kwargs or {}
+    api = name.rpartition(".")[2]
+    place = {"scaled_dot_product_attention": ("dropout_p", 4, 0.0), "dropout": ("p", 1, 0.5)}.get(api)
+    if place is not None and not _given(args, named, *place):
+        return None
+    if "dropout" in api and api != "multi_head_attention_forward" and not _given(args, named, "training", 2, True):
+        return None
+    with apart():
+        own = named.get("generator") or next((x for x in args if isinstance(x, torch.Generator)), None)
+        if own is not None:
+            return own.get_state() if own.device.type == "cpu" else None
+        first = next((x for x in (*args, *named.values()) if isinstance(x, torch.Tensor)), None)
+        device = first.device if first is not None else torch.device(named.get("device") or torch.get_default_device())
+        return torch.get_rng_state() if device.type == "cpu" else None
+
+
+def _given(args: tuple[Any, ...], named: dict[str, Any], key: str, place: int, default: Any) -> Any:
+    return named.get(key, args[place] if len(args) > place else default)
+
+
 def _bytes() -> list[memoryview]:
     states = random_state()
     with without_dispatch():

@@ -20,6 +20,7 @@ from trainprobe.engine.capture.native_torch import learned
 from trainprobe.engine.capture.patching.compiled_regions import forget, register
 from trainprobe.engine.capture.patching.function_modes import is_on, put_on, take_off
 from trainprobe.engine.capture.patching.replaced import Replaced
+from trainprobe.engine.capture.random_state import generator_state
 from trainprobe.engine.capture.repeated_ops import RepeatedOps
 from trainprobe.engine.capture.requests import OpRequest
 from trainprobe.engine.capture.torch_modules import ModuleTap
@@ -57,7 +58,9 @@ class OpTap:
         self._question: Replaced | None = None
         self._repeated = RepeatedOps()
         self._parent: str | None = None
-        self._specs: dict[Any, tuple[str, int, bool, bool] | None] = {}  # what `wanted` says, as the compiled watch reads it
+        self._specs: dict[
+            Any, tuple[str, int, int, bool, bool] | None
+        ] = {}  # what `wanted` says, as the compiled watch reads it
         self._watch: Any = self._recorder(wanted)
 
     def _recorder(self, wanted: OpRequest) -> Any:
@@ -71,6 +74,7 @@ class OpTap:
             stacks=None if self._stacks is None else self._stacks.table,
             inside=self._inside,
             stop=self._module_code,
+            generator=generator_state,
             forward=wanted.forward,
             backward=wanted.backward,
             inputs="input" in wanted.data,
@@ -79,11 +83,14 @@ class OpTap:
             recompute=wanted.recompute,
         )
 
-    def _learn(self, func: Any) -> tuple[str, int, int, bool] | None:
+    def _learn(self, func: Any) -> tuple[str, int, int, bool, bool] | None:
         wanted = self._guard.run(self.wanted, func)
         if func in _HAND_OUT_MEMORY:
             return None
-        spec = None if wanted is None else (wanted[0].name, wanted[1], wanted[0].written, wanted[0].unwritten)
+        spec = None
+        if wanted is not None:
+            name, flags = wanted
+            spec = (name.name, flags, name.written, name.unwritten, name.random)
         self._specs[func] = spec
         return spec
 

@@ -17,6 +17,10 @@ from trainprobe.engine.stats.partials import column
 # side of a call → first part of the slot of the values in it, for each sort of call
 FORWARD = (("args", "input"), ("kwargs", "kwargs"), ("params", "parameters"), ("out", "output"))
 BACKWARD = (("args", "grad_output"), ("kwargs", "kwargs"), ("out", "grad_input"))
+# what `params` of an op holds where values are stored: arguments that it wrote and does not return, as they were after it, by
+# position or keyword; and the state of the generator on the host that it drew from, which is no value of the training
+WRITTEN, GENERATOR = "written", "generator"
+BESIDE = (WRITTEN, GENERATOR)
 
 
 @dataclass(slots=True)
@@ -86,7 +90,9 @@ def slots(call: Call) -> list[tuple[str, Value]]:
     else:
         for side, first in BACKWARD if call.phase == "backward" else FORWARD:
             tree = getattr(call, side)
-            if tree is not None:
+            if side == "params" and call.kind == "op":
+                _add_leaves((tree or {}).get(WRITTEN), WRITTEN, found)
+            elif tree is not None:
                 whole = unwrap(tree) if first == "output" else tree if isinstance(tree, (list, dict)) else [tree]
                 _add_leaves(whole, first, found)
     return found

@@ -43,7 +43,20 @@ _WRITTEN = {
     "batch_norm_gather_stats_with_counts": (3, 4),
     "_amp_foreach_non_finite_check_and_unscale_": (0, 1),
     "_amp_update_scale_": (0, 1),
+    **dict.fromkeys(["_fused_adam_", "_fused_adamw_"], (0, 2, 3, 4)),
+    "_fused_sgd_": (0, 2),
+    "_fused_adagrad_": (0, 2),
 }
+# They draw random numbers, the last two where a probability is not 0.
+_RANDOM = frozenset(
+    """
+    rand rand_like randn randn_like randint randint_like randperm normal normal_ uniform_ bernoulli bernoulli_ multinomial
+    random_ exponential_ geometric_ cauchy_ log_normal_ poisson binomial rrelu rrelu_ gumbel_softmax dropout dropout_ dropout1d
+    dropout2d dropout3d native_dropout alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout
+    feature_alpha_dropout_ fractional_max_pool2d fractional_max_pool3d scaled_dot_product_attention
+    multi_head_attention_forward
+    """.split()  # noqa: SIM905
+)
 # Views and copies without arithmetic, which `ops_scope: focus` leaves out, as the incumbent does by default.
 _MOVEMENT = frozenset(
     """
@@ -72,12 +85,16 @@ _CORE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class OpName:
-    """How a callable is recorded. written: bits of the positions of arguments that it may write in place, without a trace."""
+    """How a callable is recorded. written: bits of the positions of arguments that it may write in place, without a trace.
+
+    random: it may draw random numbers.
+    """
 
     name: str
     unwritten: bool
     written: int
     movement: bool
+    random: bool = False
 
     def in_scope(self, scope: str) -> bool:
         """Tell whether a plan's `ops_scope` ("all", "focus" or "core") records this op."""
@@ -105,7 +122,7 @@ def op_name(func: Callable[..., Any]) -> OpName | None:
         return None
     in_place = (bare.endswith("_") and not bare.endswith("__")) or bare in ("__setitem__", "set_") or bare.startswith("__i")
     written = sum(1 << i for i in _WRITTEN.get(bare, (0,) if in_place else ()))
-    return OpName(f"{prefix}.{api}", bare in _UNWRITTEN, written, bare in _MOVEMENT)
+    return OpName(f"{prefix}.{api}", bare in _UNWRITTEN, written, bare in _MOVEMENT, bare in _RANDOM)
 
 
 def _python_prefix(func: Callable[..., Any]) -> str:

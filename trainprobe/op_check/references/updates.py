@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from trainprobe.op_check.references import formula
-from trainprobe.op_check.references.primitives import Tensor
+from trainprobe.op_check.references.primitives import Tensor, mean, sqrt
 
 
 @formula("lerp", pointwise=True)
@@ -24,3 +25,105 @@ def addcmul(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Any = 1) 
 def addcdiv(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Any = 1) -> Tensor:
     """X + value · a / b."""
     return input + value * (tensor1 / tensor2)
+
+
+def _adam(
+    self: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    state_steps: Sequence[Tensor],
+    *,
+    decoupled: bool,
+    lr: Any,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> list[list[Tensor]]:
+    """θ − lr m̂ / (√v̂ + ε), with m and v after the step; steps are counted before the kernel is called."""
+    if found_inf is not None and bool(found_inf):
+        return [[*self], [*exp_avgs], [*exp_avg_sqs], [*max_exp_avg_sqs]]
+    written: list[list[Tensor]] = [[], [], [], []]
+    for i, (p, g, m, v, step) in enumerate(zip(self, grads, exp_avgs, exp_avg_sqs, state_steps, strict=True)):
+        g = g if grad_scale is None else g / grad_scale
+        g = -g if maximize else g
+        p, g = (p - lr * weight_decay * p, g) if decoupled else (p, g + weight_decay * p if weight_decay else g)
+        m, v = m + (1 - beta1) * (g - m), beta2 * v + (1 - beta2) * g * g
+        largest = max_exp_avg_sqs[i].maximum(v) if amsgrad else v
+        first, second = 1 - beta1 ** float(step), 1 - beta2 ** float(step)
+        written[0].append(p - lr / first * m / (sqrt(largest) / second**0.5 + eps))
+        written[1].append(m)
+        written[2].append(v)
+        written[3] += [largest] if amsgrad else []
+    return written
+
+
+@formula("_fused_adamw")
+def fused_adamw(*given: Any, **named: Any) -> list[list[Tensor]]:
+    """AdamW, whose decay is apart from the gradient."""
+    return _adam(*given, decoupled=True, **named)
+
+
+@formula("_fused_adam")
+def fused_adam(*given: Any, **named: Any) -> list[list[Tensor]]:
+    """Adam, whose decay is part of the gradient."""
+    return _adam(*given, decoupled=False, **named)
+
+
+@formula("_fused_sgd")
+def fused_sgd(
+    self: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffer_list: Sequence[Tensor],
+    *,
+    weight_decay: float,
+    momentum: float,
+    lr: Any,
+    dampening: float,
+    nesterov: bool,
+    maximize: bool,
+    is_first_step: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> list[list[Tensor]]:
+    """θ − lr b with b = μ b + (1 − τ) g, at the first step b = g."""
+    if found_inf is not None and bool(found_inf):
+        return [[*self], [*momentum_buffer_list]]
+    written: list[list[Tensor]] = [[], []]
+    for i, (p, g) in enumerate(zip(self, grads, strict=True)):
+        g = g if grad_scale is None else g / grad_scale
+        g = (-g if maximize else g) + (weight_decay * p if weight_decay else 0)
+        if momentum:
+            b = g if is_first_step else momentum * momentum_buffer_list[i] + (1 - dampening) * g
+            written[1].append(b)
+            g = g + momentum * b if nesterov else b
+        written[0].append(p - lr * g)
+    return written
+
+
+@formula("batch_norm_statistics")
+def batch_norm_statistics(
+    input: Tensor, running_mean: Tensor, running_var: Tensor, training: bool, momentum: float, each: bool
+) -> list[Tensor]:
+    """(1 − m) s + m times the batch's mean, and its variance over n − 1; each: of each sample, averaged."""
+    if not training:
+        return [running_mean, running_var]
+    dims = [d for d in range(input.ndim) if d > 1 or (d == 0 and not each)]
+    count = 1
+    for d in dims:
+        count *= input.shape[d]
+    center = mean(input, dims, True)
+    square = ((input - center) ** 2).sum(dims) / (count - 1)
+    center = center.reshape(square.shape)
+    if each:
+        center, square = mean(center, 0), mean(square, 0)
+    return [
+        (1 - momentum) * running_mean + momentum * center,
+        (1 - momentum) * running_var + momentum * square,
+    ]

@@ -79,12 +79,18 @@ int geometry_on_host(PyObject *t, Geometry *g) {
         g->cpu = answer ? PyObject_IsTrue(answer) : -1;
         Py_XDECREF(answer);
     }
-    if (g->cpu <= 0 || g->strides || !g->nd) return g->cpu;
+    if (g->cpu <= 0) return g->cpu;
+    return geometry_strides(t, g) ? -1 : 1;
+}
+
+/* Asks for the strides where they are not known. -1 with an exception set. */
+int geometry_strides(PyObject *t, Geometry *g) {
+    if (g->strides || !g->nd) return 0;
     PyObject *strides = PyObject_CallMethodObjArgs(t, n_stride, NULL);
     for (int i = 0; strides && i < g->nd; i++) g->own[MAX_DIMS + i] = PyLong_AsLongLong(PyTuple_GetItem(strides, i));
     g->strides = g->own + MAX_DIMS;
     Py_XDECREF(strides);
-    return PyErr_Occurred() ? -1 : 1;
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 int geometry_is_contiguous(const Geometry *g) {

@@ -108,6 +108,7 @@ typedef struct {
 int geometry_learn(PyObject *capsule);
 int geometry_read(PyObject *t, Geometry *out);
 int geometry_on_host(PyObject *t, Geometry *g);
+int geometry_strides(PyObject *t, Geometry *g);
 int geometry_is_contiguous(const Geometry *g);
 
 typedef struct Shape Shape;

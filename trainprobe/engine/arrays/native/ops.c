@@ -6,7 +6,7 @@ typedef struct OpHook OpHook;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *names, *learn, *fault, *repeats, *stacks, *inside, *parent;
+    PyObject *names, *learn, *fault, *repeats, *stacks, *inside, *generator, *parent;
     PyObject *tape, *calls, *counts; /* of the step that is being collected, NULL otherwise */
     Tape *native;
     MicroGate gate;
@@ -25,7 +25,7 @@ struct OpHook {
 
 PyTypeObject *op_hook_type;
 static PyTypeObject *watch_type;
-static PyObject *t_op, *t_forward, *t_recompute, *t_backward, *t_micro, *t_register;
+static PyObject *t_op, *t_forward, *t_recompute, *t_backward, *t_micro, *t_register, *t_written, *t_generator;
 /* ---- before and after a call --------------------------------------------------------------------------------------------- */
 
 static Py_ssize_t counted(OpWatch *self, PyObject *name) {
@@ -60,8 +60,32 @@ static int look_at_inputs(OpWatch *self, Call *call, long flags, PyObject *args,
     return 0;
 }
 
+/* Keep a tree beside the arguments of a call under a name of its own. Takes the reference. */
+static int keep_beside(OpWatch *self, Call *call, PyObject *name, PyObject *tree) {
+    if (tree && !call->params) call->params = PyDict_New();
+    int failed = !tree || !call->params || PyDict_SetItem(call->params, name, tree);
+    Py_XDECREF(tree);
+    if (!failed && self->native && (call->phase == t_forward || self->recompute)) tape_report(self->native, call, PARAMS);
+    return failed ? -1 : 0;
+}
+
+/* The state of the generator that a call is about to draw from, where values are saved and `generator` knows it. */
+static int keep_generator(OpWatch *self, Call *call, PyObject *args, PyObject *kwargs) {
+    PyObject *state = PyObject_CallFunctionObjArgs(self->generator, call->name, args, kwargs ? kwargs : Py_None, NULL);
+    if (!state || state == Py_None) {
+        Py_XDECREF(state);
+        return state ? 0 : -1;
+    }
+    PyObject *at = joined(call->name, call->call, call->phase, ".generator");
+    PyObject *tree = at ? tape_tree(self->native, state, SAVE, at, 0) : NULL;
+    Py_XDECREF(at);
+    Py_DECREF(state);
+    return keep_beside(self, call, t_generator, tree);
+}
+
 /* The call, NULL where it is not recorded or with an exception set. */
-static Call *before(OpWatch *self, PyObject *name, long flags, PyObject *args, PyObject *kwargs) {
+static Call *before(OpWatch *self, PyObject *spec, long flags, PyObject *args, PyObject *kwargs) {
+    PyObject *name = PyTuple_GetItem(spec, 0);
     Py_ssize_t running = PyList_Size(self->inside);
     PyObject *above = running > 0 ? PyList_GetItem(self->inside, running - 1) : NULL, *parent = above ? above : self->parent;
     PyObject *micro = NULL, *again = NULL;
@@ -86,7 +110,8 @@ static Call *before(OpWatch *self, PyObject *name, long flags, PyObject *args, P
     }
     call = call_new(t_op, name, number, recompute ? t_recompute : t_forward, NULL, micro, parent, stack);
     if (!call || !self->forward) goto done;
-    if (look_at_inputs(self, call, flags, args, kwargs) ||
+    int draws = flags & SAVE && PyTuple_GetItem(spec, 4) == Py_True;
+    if (look_at_inputs(self, call, flags, args, kwargs) || (draws && keep_generator(self, call, args, kwargs)) ||
         ((!recompute || self->recompute) && self->calls && PyList_Append(self->calls, (PyObject *)call))) {
         Py_DECREF((PyObject *)call);
         call = NULL;
@@ -153,6 +178,28 @@ static void forget_written(Tape *native, long written, PyObject *args, PyObject 
     while (PyDict_Check(kwargs) && PyDict_Next(kwargs, &at, &name, &value)) tape_touched(native, value);
 }
 
+/* Look again at what an op has written and does not return, by its position or keyword. */
+static int keep_written(OpWatch *self, Call *call, long written, long flags, PyObject *args, PyObject *kwargs, PyObject *out) {
+    static const char *const named[] = {"running_mean", "running_var"};
+    PyObject *tree = PyDict_New();
+    Py_ssize_t n = PyTuple_Check(args) ? PyTuple_Size(args) : 0;
+    int failed = !tree;
+    for (Py_ssize_t i = 0; !failed && i < n + 2; i++) {
+        int positional = i < n;
+        if (positional ? !(i < 32 && written >> i & 1) : !PyDict_Check(kwargs)) continue;
+        PyObject *x = positional ? PyTuple_GetItem(args, i) : PyDict_GetItemString(kwargs, named[i - n]);
+        if (!x || x == Py_None || x == out) continue;
+        PyObject *key = positional ? PyUnicode_FromFormat("%zd", i) : PyUnicode_FromString(named[i - n]);
+        PyObject *at = key ? PyUnicode_FromFormat("%U.%zd.%U.written.%U", call->name, call->call, call->phase, key) : NULL;
+        PyObject *leaf = at ? tape_tree(self->native, x, flags, at, 0) : NULL;
+        failed = !leaf || PyDict_SetItem(tree, key, leaf);
+        Py_XDECREF(key), Py_XDECREF(at), Py_XDECREF(leaf);
+    }
+    if (!failed && PyDict_Size(tree) > 0) return keep_beside(self, call, t_written, tree);
+    Py_XDECREF(tree);
+    return failed ? -1 : 0;
+}
+
 static int after(OpWatch *self, PyObject *spec, long flags, Call *call, long long floor, PyObject *args, PyObject *kwargs, PyObject *out) {
     if (!self->native) return 0; /* the step has ended meanwhile */
     long written = PyLong_AsLong(PyTuple_GetItem(spec, 2));
@@ -167,6 +214,9 @@ static int after(OpWatch *self, PyObject *spec, long flags, Call *call, long lon
         call->out = tree;
         if (self->native && (call->phase == t_forward || self->recompute)) tape_report(self->native, call, OUT);
     }
+    if (written > 0 && flags & SAVE && self->forward && self->inputs && self->native &&
+        keep_written(self, call, written, flags, args, kwargs, out))
+        return -1;
     if (!self->backward || !self->native) return 0;
     OpHook *hook = NULL;
     int failed = 0;
@@ -195,7 +245,7 @@ static PyObject *call_it(PyObject *func, PyObject *args, PyObject *kwargs) {
 static PyObject *handle_wanted(OpWatch *self, PyObject *spec, PyObject *func, PyObject *args, PyObject *kwargs) {
     long flags = PyLong_AsLong(PyTuple_GetItem(spec, 1));
     PyObject *off = modes_off(); /* those of the program are still on where a function of its own is called (OpTap.call) */
-    Call *call = PyErr_Occurred() ? NULL : before(self, PyTuple_GetItem(spec, 0), flags, args, kwargs);
+    Call *call = PyErr_Occurred() ? NULL : before(self, spec, flags, args, kwargs);
     modes_on(off);
     if (PyErr_Occurred() && give_to_guard(self->fault)) return NULL;
     long long floor = call && self->backward ? sequence_now() : 0;
@@ -329,17 +379,18 @@ static PyObject *watch_begin(OpWatch *self, PyObject *args) {
 
 static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"names", "learn", "fault", "repeats", "micro", "stacks", "inside", "stop",
-                            "forward", "backward", "inputs", "kwargs", "outputs", "recompute", NULL};
-    PyObject *o[7], *stop;
+                            "generator", "forward", "backward", "inputs", "kwargs", "outputs", "recompute", NULL};
+    PyObject *o[8], *stop;
     OpWatch w;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOOO!Opppppp", names, &PyDict_Type, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5],
-                                     &PyList_Type, &o[6], &stop, &w.forward, &w.backward, &w.inputs, &w.kwargs, &w.outputs,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOOO!OOpppppp", names, &PyDict_Type, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5],
+                                     &PyList_Type, &o[6], &stop, &o[7], &w.forward, &w.backward, &w.inputs, &w.kwargs, &w.outputs,
                                      &w.recompute))
         return NULL;
     OpWatch *self = (OpWatch *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
-    PyObject **places[] = {&self->names, &self->learn, &self->fault, &self->repeats, &self->gate.function, &self->stacks, &self->inside};
-    for (int i = 0; i < 7; i++) *places[i] = Py_NewRef(o[i]);
+    PyObject **places[] = {&self->names, &self->learn, &self->fault, &self->repeats, &self->gate.function, &self->stacks, &self->inside,
+                           &self->generator};
+    for (int i = 0; i < 8; i++) *places[i] = Py_NewRef(o[i]);
     self->stop = PyLong_AsVoidPtr(stop);
     if (!self->stop) self->stop = self; /* no frame and no code object */
     self->forward = w.forward, self->backward = w.backward, self->inputs = w.inputs, self->kwargs = w.kwargs;
@@ -350,7 +401,7 @@ static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static int watch_traverse(OpWatch *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)self));
     PyObject *held[] = {self->names, self->learn, self->fault, self->repeats, self->gate.function, self->inside,
-                        self->parent, self->tape, (PyObject *)self->native, self->calls};
+                        self->generator, self->parent, self->tape, (PyObject *)self->native, self->calls};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_VISIT(held[i]);
     return 0;
 }
@@ -358,7 +409,7 @@ static int watch_traverse(OpWatch *self, visitproc visit, void *arg) {
 static int watch_clear(OpWatch *self) {
     Py_XDECREF(watch_end(self, NULL));
     PyObject **held[] = {&self->names, &self->learn, &self->fault, &self->repeats, &self->gate.function, &self->stacks, &self->inside,
-                         &self->parent};
+                         &self->generator, &self->parent};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++) Py_CLEAR(*held[i]);
     return 0;
 }
@@ -391,7 +442,7 @@ int ops_fill(PyObject *module) {
         PyObject **at;
         const char *text;
     } names[] = {{&t_op, "op"}, {&t_forward, "forward"}, {&t_recompute, "recompute"}, {&t_backward, "backward"}, {&t_micro, "micro"},
-                 {&t_register, "register_hook"}};
+                 {&t_register, "register_hook"}, {&t_written, "written"}, {&t_generator, "generator"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
     watch_type = (PyTypeObject *)PyType_FromSpec(&watch_spec);

@@ -36,10 +36,30 @@ PyObject *key_text(PyObject *key) {
     return in_utf8(text);
 }
 
+/* Say how the elements of a tensor lie in memory, where that is not one after the other: its file holds them in logical order. */
+static int note_layout(PyObject *t, Value *value) {
+    Geometry at;
+    if (geometry_read(t, &at)) return PyErr_Occurred() ? PyErr_Clear(), 0 : 0; /* without memory of its own */
+    if (at.nd == 0 || geometry_strides(t, &at)) return PyErr_Occurred() ? -1 : 0;
+    if (geometry_is_contiguous(&at)) return 0;
+    PyObject *strides = PyList_New(at.nd);
+    for (int i = 0; strides && i < at.nd; i++) {
+        PyObject *stride = PyLong_FromLongLong(at.strides[i]);
+        if (stride) PyList_SetItem(strides, i, stride);
+        else Py_CLEAR(strides);
+    }
+    value->extra = strides ? Py_BuildValue("{sN}", "stride", strides) : NULL;
+    return value->extra ? 0 : -1;
+}
+
 static PyObject *kept_tensor(Tape *self, PyObject *x, long flags, PyObject *path, int held) {
     PyObject *value = tape_look(self, x, flags & KINDS, held);
     if (!value || Py_TYPE(value) != value_type) return value;
     if (((Value *)value)->tensor == NULL && ((Value *)value)->note == NULL && self->keep != Py_None) {
+        if (!((Value *)value)->extra && note_layout(x, (Value *)value)) {
+            Py_DECREF(value);
+            return NULL;
+        }
         int kept = flags >> CUT ? 0 : tape_gather(self, x, (Value *)value, path);
         PyObject *cut = kept == 0 ? PyLong_FromLong(flags >> CUT) : NULL;
         if (kept >= 0) ((Value *)value)->tensor = Py_NewRef(path);

@@ -87,9 +87,14 @@ class EntryText:
         if call.phase == "backward":
             return f'{{"input": {args}, "output": {out}}}'
         kwargs = self._named(call.kwargs, at and at + "kwargs") if call.kwargs else "{}"
-        params = self._named(call.params, at and at + "parameters") if call.params else ""
-        parameters = f', "parameters": {params}' if params else ""
-        return f'{{"input_args": {args}, "input_kwargs": {kwargs}{parameters}, "output": {out}}}'
+        return f'{{"input_args": {args}, "input_kwargs": {kwargs}{self._beside(call, at)}, "output": {out}}}'
+
+    def _beside(self, call: Call, at: str) -> str:
+        """Return the parameters of a module, or what an operator has written and drew from, each under its key."""
+        if not call.params:
+            return ""
+        trees = call.params if call.kind == "op" else {"parameters": call.params}
+        return "".join(f", {quote(key)}: {self._named(tree, at and at + key)}" for key, tree in trees.items())
 
     def _named(self, tree: Any, at: str) -> str:
         return self._placed(tree, at) if at else self.text(tree)

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from trainprobe.engine.core.records import Call, Place
-from trainprobe.engine.core.step_data import StoredStepData, slots
+from trainprobe.engine.core.step_data import BESIDE, StoredStepData, slots
 from trainprobe.engine.storage.dumps.entries import parse_entry
 from trainprobe.engine.storage.dumps.header import read_place, read_scalars, spread
 from trainprobe.engine.storage.dumps.layout import CONSTRUCT_FILE, DEBUG_FILE, DUMP_FILE, HEADER, STACK_FILE, find_ranks
@@ -198,7 +198,8 @@ def _fill(call: Call, entry: Any, leaves: Leaves) -> None:
         call.phase = "recompute"
     call.args = leaves.tree(entry.get("input_args", entry.get("input")))
     call.kwargs = leaves.tree(entry.get("input_kwargs") or None)
-    call.params = leaves.tree(entry.get("parameters") or None)
+    beside = {key: entry[key] for key in BESIDE if entry.get(key)} if call.kind == "op" else entry.get("parameters")
+    call.params = leaves.tree(beside or None)
     call.out = leaves.tree(entry.get("output"))
 
 

@@ -1,0 +1,200 @@
+"""What a dump of tensors holds for op-check beside inputs and results: layouts, arguments that were written, random states."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import trainprobe
+from trainprobe.cli import main
+from trainprobe.engine.core.step_data import slots
+from trainprobe.engine.storage.dumps import read
+from trainprobe.op_check.cases import Case, laid
+from trainprobe.op_check.check import check
+from trainprobe.op_check.dump import check_dump, rank_folders
+from trainprobe.op_check.recorded import RecordedRank
+
+RIGHT = ("exact", "rounding")
+
+
+class Mixed(nn.Module):
+    """Has a strided input, running statistics, writes without results, and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.dropout(F.relu(self.norm(self.conv(x.contiguous(memory_format=torch.channels_last)))), 0.3)
+        z = y.mean((2, 3)).clone()
+        z[:, 1] = 0.5
+        out = torch.zeros(z.shape)
+        with torch.no_grad():
+            torch.mul(z.detach(), 3, out=out)
+        drawn = torch.randn(4) + torch.bernoulli(torch.full((4,), 0.3)) + torch.rand(4, generator=torch.Generator())
+        attended = F.scaled_dot_product_attention(z.view(1, 4, 8), z.view(1, 4, 8), z.view(1, 4, 8), dropout_p=0.2)
+        return self.last(z + attended[0]) + drawn + out.t()[:4].sum()
+
+
+def recorded(folder: Path, **adam: Any) -> tuple[Mixed, Path]:
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = torch.optim.AdamW(model.parameters(), **adam)
+    plan: Any = {"level": "mix", "task": "tensor", "output": folder, "console": False, "sinks": ["dump"]}
+    with trainprobe.watch(model, optimizer, **plan) as probe, probe.step():
+        model(torch.randn(4, 3, 9, 9)).square().mean().backward()
+        optimizer.step()
+    return model, folder
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> tuple[Mixed, Path]:
+    return recorded(tmp_path_factory.mktemp("dump"), foreach=False)
+
+
+def case(folder: Path, entry: str) -> Case:
+    rank = RecordedRank.read(folder / "step0/rank0")
+    return rank.case(next(unit for unit in rank.units() if unit.entry == entry))
+
+
+def outcome(one: Case, backward: bool = False) -> str:
+    return check(one, backward).worst.outcome
+
+
+def test_inputs_have_the_layout_that_they_had(dump: tuple[Mixed, Path]) -> None:
+    x, weight = case(dump[1], "Torch.conv2d.0.forward").args[:2]
+    assert x.is_contiguous(memory_format=torch.channels_last)
+    assert not x.is_contiguous()
+    assert weight.is_contiguous()
+    turned = case(dump[1], "Tensor.__getitem__.1.forward").args[0]
+    assert turned.stride() == (1, 8)
+
+
+@pytest.mark.parametrize("strides", [(1, 4), (0, 1), (12, 3), (1, 2)])
+def test_a_layout_is_rebuilt_as_torch_strides_it(strides: tuple[int, int]) -> None:
+    whole = torch.arange(60.0)
+    t = whole.as_strided((4, 3), strides)
+    again = laid(t.contiguous(), t.stride())
+    assert torch.equal(again, t)
+    assert again.stride() == t.stride()
+
+
+def test_running_statistics_are_judged(dump: tuple[Mixed, Path]) -> None:
+    model, folder = dump
+    found = case(folder, "Functional.batch_norm.0.forward")
+    assert torch.equal(found.written["1"][0], model.norm.running_mean)
+    assert torch.equal(found.written["2"][0], model.norm.running_var)
+    assert outcome(found) in RIGHT
+    biased = found.written["2"][0] - 0.1 * found.args[0].var((0, 2, 3)) / (4 * 7 * 7)
+    assert outcome(replace(found, written={**found.written, "2": [biased]})) == "bug", "it is the variance over n"
+    assert outcome(replace(found, written={**found.written, "1": [found.args[1]]})) == "bug", "it was not written at all"
+
+
+def test_what_is_written_without_a_result_is_judged(dump: tuple[Mixed, Path]) -> None:
+    found = case(dump[1], "Tensor.__setitem__.0.forward")
+    assert outcome(found) == "exact"
+    (after,) = found.written["0"]
+    assert bool((after[:, 1] == 0.5).all())
+    wrong = after.clone()
+    wrong[2, 1] = found.args[0][2, 1]
+    assert outcome(replace(found, written={"0": [wrong]})) == "bug"
+
+
+def test_out_is_judged(dump: tuple[Mixed, Path]) -> None:
+    found = case(dump[1], "Torch.mul.0.forward")
+    assert "out" in found.kwargs
+    assert outcome(found) == "exact"
+    assert outcome(replace(found, outputs=[found.kwargs["out"]])) == "bug", "it was not written"
+
+
+def test_random_operators_are_run_again_from_their_state(dump: tuple[Mixed, Path]) -> None:
+    entries = ("Functional.dropout.0", "Torch.randn.1", "Torch.bernoulli.0", "Torch.rand.0")
+    for entry in (*entries, "Functional.scaled_dot_product_attention.0"):
+        found = check(case(dump[1], f"{entry}.forward"))
+        assert found.worst.outcome == "exact", entry
+        assert found.source == "run again"
+    drop = case(dump[1], "Functional.dropout.0.backward")
+    assert outcome(drop, True) == "exact"
+    assert outcome(replace(drop, results=[drop.results[0].roll(1)]), True) == "bug"  # pyright: ignore[reportOptionalMemberAccess]
+    attention = case(dump[1], "Functional.scaled_dot_product_attention.0.backward")
+    assert outcome(attention, True) in (*RIGHT, "not checked")
+    other = case(dump[1], "Functional.dropout.0.forward")
+    assert other.generator is not None
+    assert outcome(replace(other, generator=torch.Generator().get_state())) == "unspecified", "judged by its properties"
+    wrong = replace(other, outputs=[other.outputs[0] * 0.7])  # pyright: ignore[reportOptionalOperand]
+    assert outcome(wrong) == "bug"
+
+
+@pytest.mark.parametrize("optimizer", [{"fused": True}, {"fused": True, "amsgrad": True, "weight_decay": 0.1}])
+def test_fused_optimizers_are_judged_for_what_they_write(optimizer: dict[str, Any], tmp_path: Path) -> None:
+    model, folder = recorded(tmp_path, **optimizer)
+    found = case(folder, "Torch._fused_adamw_.0.forward")
+    assert all(torch.equal(a, b) for a, b in zip(found.written["0"], model.parameters(), strict=True))
+    assert outcome(found) in RIGHT
+    for place in found.written:
+        if found.written[place]:
+            wrong = [t.clone() for t in found.written[place]]
+            wrong[0].view(-1)[3] *= 1.001
+            assert outcome(replace(found, written={**found.written, place: wrong})) in ("bug", "suspicious"), place
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "options"),
+    [
+        ("_fused_adam_", torch._fused_adam_, {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": False}),
+        ("_fused_sgd_", torch._fused_sgd_, {"momentum": 0.9, "dampening": 0.1, "nesterov": True, "is_first_step": False}),
+    ],
+)
+def test_formulas_of_fused_optimizers_agree_with_torch(name: str, kernel: Callable[..., None], options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    lists = [[torch.randn(7, 5).abs(), torch.randn(3)] for _ in range(4)]
+    given = [*lists, [], [torch.tensor(3.0)] * 2] if "adam" in name else lists[:3]
+    before = [[t.clone() for t in each] for each in given]
+    named = {"lr": 0.1, "weight_decay": 0.01, "maximize": True, **options}
+    kernel(*given, **named)
+    places = (0, 2, 3, 4) if "adam" in name else (0, 2)
+    one = Case(f"Torch.{name}", tuple(before), named, written={str(i): given[i] for i in places})
+    assert outcome(one) in RIGHT
+    one.written = {str(i): before[i] for i in places}
+    assert outcome(one) == "bug"
+
+
+def test_lists_of_tensors_that_are_written_are_judged(tmp_path: Path) -> None:
+    _, folder = recorded(tmp_path, foreach=True)
+    rows = {row.entry: row.worst for row in check_dump(rank_folders(folder)).rows if "_foreach_" in row.name}
+    assert len(rows) >= 6
+    assert {judged.outcome for judged in rows.values()} <= {*RIGHT}
+    found = case(folder, "Torch._foreach_addcdiv_.0.forward")
+    assert outcome(replace(found, outputs=list(found.args[0]))) == "bug", "nothing was written"
+
+
+def test_other_readers_pass_over_what_is_new(dump: tuple[Mixed, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    step = read(dump[1] / "step0/rank0")
+    calls = {f"{call.name}.{call.call}.{call.phase}": [slot for slot, _ in slots(call)] for call in step.calls}
+    assert calls["Functional.dropout.0.forward"] == ["input.0", "output"], "a state is no value of the training"
+    assert [s for s in calls["Functional.batch_norm.0.forward"] if "written" in s] == ["written.1", "written.2"]
+    assert main(["dump-compare", "-q", str(dump[1]), str(dump[1])]) == 0
+    capsys.readouterr()
+    norm = next(c for c in step.calls if c.name == "Functional.batch_norm" and c.phase == "forward")
+    assert norm.params is not None
+    assert set(norm.params) == {"written"}
+
+
+def test_statistics_alone_hold_none_of_it(tmp_path: Path) -> None:
+    plan: Any = {"level": "mix", "output": tmp_path, "console": False, "sinks": ["dump"]}
+    model = Mixed()
+    with trainprobe.watch(model, **plan) as probe, probe.step():
+        model(torch.randn(4, 3, 9, 9)).sum().backward()
+    text = (tmp_path / "step0/rank0/dump.json").read_text(encoding="utf-8")
+    entries = json.loads(text)["data"]
+    assert {"Functional.dropout.0.forward", "Functional.batch_norm.0.forward"} <= {*entries}
+    assert not any({"written", "generator"} & {*entry} for entry in entries.values())
+    assert '"stride"' not in text
