@@ -13,15 +13,14 @@ from trainprobe.op_check.check import check
 
 WRONG = ("bug", "suspicious")
 BELOW_ROUNDING = {"Torch.sum leaves_one_of_4096"}  # 64 sums in bfloat16, each off by a tenth of a rounding
-named = {"ids": lambda one: one.name}
 
 
-@pytest.mark.parametrize("one", held_out.FAULTS, **named)
+@pytest.mark.parametrize("one", held_out.FAULTS, ids=[one.name for one in held_out.FAULTS])
 def test_a_fault_is_found(one: Plant) -> None:
     assert (judged(one).worst.outcome in WRONG) != (one.name in BELOW_ROUNDING)
 
 
-@pytest.mark.parametrize("one", held_out.RIGHT, **named)
+@pytest.mark.parametrize("one", held_out.RIGHT, ids=[one.name for one in held_out.RIGHT])
 def test_a_right_kernel_is_not_accused(one: Plant) -> None:
     assert judged(one).worst.outcome in held_out.GOOD
 
