@@ -85,6 +85,14 @@ setup(
             py_limited_api=True,
             optional=True,
         ),
+        Extension(
+            "trainprobe.op_check._native",
+            sources=["trainprobe/op_check/native/measure.c"],
+            extra_compile_args=FLAGS,
+            libraries=[] if sys.platform == "win32" else ["m"],
+            py_limited_api=True,
+            optional=True,
+        ),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

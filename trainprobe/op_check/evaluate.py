@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from trainprobe.op_check.cases import Case, Tensor, mapped
 from trainprobe.op_check.functions import api
 from trainprobe.op_check.noise import COARSE, UNIT, Noise
-from trainprobe.op_check.references import is_pointwise
+from trainprobe.op_check.references import adds_rows, is_pointwise, known_rounding
 from trainprobe.op_check.run import SINGLE, Change, Run, autocast, to_format
 
 EVALUATIONS = 8  # with noise, at most
@@ -55,6 +56,9 @@ class Steps:
     change: Change | None = None
 
 
+_HOW = (Run.known_rounding, Run.rounding_by_norms, Run.rounding_of_sums)
+
+
 class Reference:
     """What a call should have given, with as much of a kernel's noise as was asked for.
 
@@ -71,11 +75,33 @@ class Reference:
         self.source, self._values = self._run.first()
         once = self.source == "formula" and self._run.rounded == 1
         self._left = 0 if not self._run.rounded else 1 if once else EVALUATIONS
-        self._noises = [None if r is None or not self._run.rounded else self._last_step(r) for r in self._values]
         self._evaluated = 0
         self._moved = 0  # evaluations
+        self._asked = 0  # ways to know the rounding without them
         self._gains = [0.0] * len(self._values)
         self._sides = [0.0] * len(self._values)
+
+    @cached_property
+    def _noises(self) -> list[Tensor | None]:
+        return [None if r is None or not self._run.rounded else self._last_step(r) for r in self._values]
+
+    def is_exactly(self, recorded: Sequence[Tensor | None]) -> bool:
+        """Return whether all recorded results are the correctly rounded ones, bit by bit."""
+        if len(recorded) > len(self._values) or self._unit == UNIT[torch.float64]:
+            return False
+        for y, r in zip(recorded, self._values, strict=False):
+            if y is None or r is None or y.shape != r.shape or y.dtype not in UNIT or not r.is_floating_point():
+                return False
+            if y.is_complex() or not torch.equal(y, r.to(y.dtype)):
+                return False
+        return True
+
+    @property
+    def can_narrow(self) -> bool:
+        """Return whether the noise of some elements alone can be found."""
+        name = api(self._run.case.name)
+        tried = self._run.backward or known_rounding(name) is None
+        return self.source == "formula" and tried and is_pointwise(name) and self._left > 0
 
     @property
     def results(self) -> list[Expected | None]:
@@ -89,10 +115,7 @@ class Reference:
         if self._evaluated == self._left:
             return False
         formula = self.source == "formula"
-        known = self._run.rounding_of_sums(self._accumulate()) if self._evaluated == 0 and not self._steps.walk else None
-        if known is not None:
-            self._noises = [None if n is None else s.add_(n) for n, s in zip(self._noises, known, strict=True)]
-            self._evaluated = self._left
+        if self._evaluated == 0 and not self._steps.walk and self._known(len(_HOW)):
             return True
         self._widen(self._run.once(self._noise(self._evaluated)))
         if not formula:
@@ -100,6 +123,24 @@ class Reference:
         self._evaluated += 1
         self._moved += 1
         return True
+
+    def take_known(self) -> None:
+        """Take in what is known of the rounding before anything is judged."""
+        if self._left and not self._steps.walk:
+            self._known(len(_HOW) - 1)
+
+    def _known(self, most: int) -> bool:
+        """Take in the rounding that is known without trying: of products first as norms give it, then the whole."""
+        while self._asked < most:
+            i, self._asked = self._asked, self._asked + 1
+            known = _HOW[i](self._run, self._accumulate())
+            if known is not None:
+                for j, (r, n) in enumerate(zip(self._values, self._noises, strict=True)):
+                    if r is not None and n is not None:
+                        torch.maximum(n, known[j].to(n.dtype) + self._last_step(r), out=n)
+                self._evaluated = 0 if i == 1 else self._left
+                return True
+        return False
 
     def refine_at(self, places: Tensor) -> bool:
         """Find the noise of these elements alone; return False where they do not stand for themselves.
@@ -109,7 +150,7 @@ class Reference:
         case, backward = self._run.case, self._run.backward
         shape = places.shape
         tensors = [*case.tensors(), *(t for t in (*(case.gradients or ()), *self._values) if t is not None)]
-        if self._evaluated or not self._left or self.source != "formula" or not is_pointwise(api(case.name)):
+        if self._evaluated or not self.can_narrow:
             return False
         if self.autocast is not None or any(t.shape != shape and t.numel() != 1 for t in tensors):
             return False
@@ -135,8 +176,12 @@ class Reference:
         return self._unit if self._unit == UNIT[torch.float64] else self._steps.accumulate
 
     def _last_step(self, r: Tensor) -> Tensor:
-        rounds = r.is_floating_point() or r.is_complex()
-        return r.abs().mul_(self._accumulate()).nan_to_num_(0.0, 0.0, 0.0) if rounds else r
+        if not (r.is_floating_point() or r.is_complex()):
+            return r
+        size = r.abs()
+        if self.source == "formula" and r.ndim and not r.is_complex() and adds_rows(api(self._run.case.name)):
+            size = torch.where(r == 0, 0.0, size + (r * r).sum(-1, True).sqrt_())
+        return size.mul_(self._accumulate()).nan_to_num_(0.0, 0.0, 0.0)
 
     def _noise(self, turn: int) -> Noise:
         unit, steps, accumulate = self._unit, self._steps, self._accumulate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -258,7 +259,7 @@ class RecordedRank:
         if value.extra and "placements" in value.extra:
             raise NotChecked("an argument is sharded over ranks")
         try:
-            array = np.array(self._array(value.tensor))
+            array = self._array(value.tensor)
         except UnsafeFile:
             raise
         except FormatError as error:
@@ -268,7 +269,16 @@ class RecordedRank:
             raise NotChecked(
                 f"an argument of dtype {value.dtype} and shape {[*value.shape]} is stored as {array.dtype} {[*array.shape]}"
             )
-        return torch.from_numpy(array).to(dtype)
+        return _shared(array).to(dtype)
+
+
+def _shared(array: npt.NDArray[Any]) -> Tensor:
+    """Return an array as a tensor in the same memory: nobody writes to what was recorded."""
+    if array.dtype.byteorder == ">" or not array.flags.c_contiguous:
+        array = np.array(array)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)
 
 
 def _plain(leaf: Opaque) -> Any:

@@ -14,7 +14,8 @@ from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.op_check.cases import Case, NotChecked, Tensor, flat, mapped
 from trainprobe.op_check.functions import api, function, is_in_place
 from trainprobe.op_check.noise import UNIT, Noise
-from trainprobe.op_check.references import Sum, formulas, is_wide, sum_of_products
+from trainprobe.op_check.references import Sum, formulas, is_wide, known_rounding, sum_of_products
+from trainprobe.op_check.references.matrices import by_norms
 
 SINGLE = 2.0**-24  # what kernels calculate in, for all formats up to float32
 Change = Callable[[Tensor], Tensor]
@@ -98,6 +99,29 @@ class Run:
                 raise NotChecked("it draws random numbers, and the dump does not hold which")
             self.rounded = still.rounded
             return results
+
+    def known_rounding(self, accumulate: float) -> list[Tensor] | None:
+        """Return how far a kernel may be off where its formula tells; None where that has to be tried."""
+        known = known_rounding(api(self.case.name)) if self.source == "formula" and not self.backward else None
+        if known is None or any(t.is_complex() for t in self.case.tensors()):
+            return None
+        with apart():
+            args, kwargs = mapped(
+                (tuple(self.case.args), dict(self.case.kwargs)), lambda t: self._widened(t, None), _wide_dtype
+            )
+            size = known(*args, **kwargs)
+        return [size.mul_(accumulate)] if math.isfinite(float(size.sum())) else None
+
+    def rounding_by_norms(self, accumulate: float) -> list[Tensor] | None:
+        """Return u‖a‖‖b‖ for each element of a product of matrices, from the norms of rows and columns; None for all else."""
+        known = sum_of_products(api(self.case.name)) if self.source == "formula" else None
+        if known is None or any(t.is_complex() for t in self.case.tensors()):
+            return None
+        with apart(), Noise(0, SINGLE, SINGLE, backward=self.backward, still=True), by_norms():
+            sizes = self._evaluated(None, False, torch.float64)
+        if any(not math.isfinite(float(s.sum())) for s in sizes if s is not None):
+            return None
+        return [torch.zeros(()) if s is None else s.mul_(accumulate) for s in sizes]
 
     def rounding_of_sums(self, accumulate: float) -> list[Tensor] | None:
         """Return the rounding of a sum of K products, u·√K·Σ|products|, for each result; None for any other operator."""

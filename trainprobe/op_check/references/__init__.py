@@ -29,21 +29,32 @@ class Sum:
     addends: tuple[str, ...] = ()
 
 
+Known = Callable[..., Any]
 _FORMULAS: dict[str, Formula] = {}
+_KNOWN: dict[str, Known] = {}
 _RESULTS: dict[str, int] = {}
 _SUMS: dict[str, Sum] = {}
 _POINTWISE: set[str] = set()
 _WIDE: set[str] = set()
+_ROWS: set[str] = set()
 
 
 def formula(
-    *names: str, results: int | None = None, adds: Sum | None = None, pointwise: bool = False, wide: bool = False
+    *names: str,
+    results: int | None = None,
+    adds: Sum | None = None,
+    pointwise: bool = False,
+    wide: bool = False,
+    rounding: Known | None = None,
+    rows: bool = False,
 ) -> Callable[[Formula], Formula]:
     """Register a formula for operators of these names (see functions.api).
 
     results: how many it gives, where not all. adds: for a sum of products, whose rounding is known without trying.
-    pointwise: each element of the result comes of the elements at its own place alone. wide: for results of float32 and wider
-    alone, because kernels of 16 bits round partial sums in an order that is their own.
+    pointwise: each element of the result comes of the elements at its place alone. wide: for results of float32 and wider
+    alone, because kernels of 16 bits round partial sums in an order of their own. rounding: tells from the arguments how far
+    a kernel may be off, in units of what it calculates in. rows: a row of the result is made of sums over rows, so that an
+    element may be off by the rounding of its whole row.
     """
 
     def register(function: Formula) -> Formula:
@@ -52,9 +63,17 @@ def formula(
         _SUMS.update({} if adds is None else dict.fromkeys(names, adds))
         _POINTWISE.update(names if pointwise else ())
         _WIDE.update(names if wide else ())
+        _ROWS.update(names if rows else ())
+        _KNOWN.update({} if rounding is None else dict.fromkeys(names, rounding))
         return function
 
     return register
+
+
+def known_rounding(name: str) -> Known | None:
+    """Return what tells how far an operator may be off, None where that has to be tried."""
+    formulas()
+    return _KNOWN.get(name)
 
 
 def sum_of_products(name: str) -> Sum | None:
@@ -75,6 +94,12 @@ def is_pointwise(name: str) -> bool:
     """Return whether an operator's formula works element by element."""
     formulas()
     return name in _POINTWISE
+
+
+def adds_rows(name: str) -> bool:
+    """Return whether rows of an operator's result are made of sums over rows."""
+    formulas()
+    return name in _ROWS
 
 
 def is_wide(name: str) -> bool:

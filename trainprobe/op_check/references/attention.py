@@ -13,7 +13,7 @@ from trainprobe.op_check.references import formula
 from trainprobe.op_check.references.primitives import Tensor, exp, matmul, ones, sum, where, zeros_like
 
 
-@formula("scaled_dot_product_attention")
+@formula("scaled_dot_product_attention", rows=True)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -10,12 +13,30 @@ from trainprobe.op_check.noise import gradients_alone
 from trainprobe.op_check.references import Sum, formula
 from trainprobe.op_check.references.primitives import Tensor, matmul, sum
 
+_BY_NORMS = ContextVar("by_norms", default=False)
+
+
+@contextmanager
+def by_norms() -> Generator[None]:
+    """Have formulas multiply the norms of rows and columns in place of matrices: no element of a product is larger."""
+    token = _BY_NORMS.set(True)
+    try:
+        yield
+    finally:
+        _BY_NORMS.reset(token)
+
+
+def _times(a: Tensor, b: Tensor) -> Tensor:
+    if not _BY_NORMS.get() or a.ndim < 2 or b.ndim < 2:
+        return matmul(a, b)
+    return matmul((a * a).sum(-1, True).sqrt_(), (b * b).sum(-2, True).sqrt_())
+
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """A B, which is left out where its gradients alone are wanted."""
     if gradients_alone() and a.ndim > 1 and b.ndim > 1:
         return _GradientsOfProduct.apply(a, b)
-    return matmul(a, b)
+    return _times(a, b)
 
 
 class _GradientsOfProduct(torch.autograd.Function):
@@ -33,10 +54,10 @@ class _GradientsOfProduct(torch.autograd.Function):
         of_a, of_b = ctx.needs_input_grad
         if b.ndim == 2:  # one product over all of A's rows
             a_rows, rows = a.reshape(-1, a.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-            return matmul(rows, b.mT).reshape(a.shape) if of_a else None, matmul(a_rows.mT, rows) if of_b else None
+            return _times(rows, b.mT).reshape(a.shape) if of_a else None, _times(a_rows.mT, rows) if of_b else None
         return (
-            matmul(gradient, b.mT).sum_to_size(a.shape) if of_a else None,
-            matmul(a.mT, gradient).sum_to_size(b.shape) if of_b else None,
+            _times(gradient, b.mT).sum_to_size(a.shape) if of_a else None,
+            _times(a.mT, gradient).sum_to_size(b.shape) if of_b else None,
         )
 
 

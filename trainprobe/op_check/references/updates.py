@@ -9,19 +9,33 @@ from trainprobe.op_check.references import formula
 from trainprobe.op_check.references.primitives import Tensor, mean, sqrt
 
 
-@formula("lerp", pointwise=True)
+def _of_lerp(input: Tensor, end: Tensor, weight: Any) -> Tensor:
+    """Kernels start from either end, or add (1 − w) x and w e."""
+    size = abs(weight)
+    return (abs(input) + abs(end)).mul_(size).mul_(2).add_(abs(input))
+
+
+def _of_addcmul(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Any = 1) -> Tensor:
+    return abs(tensor1 * tensor2).mul_(2 * abs(value)).add_(abs(input))
+
+
+def _of_addcdiv(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Any = 1) -> Tensor:
+    return abs(tensor1 / tensor2).mul_(3 * abs(value)).add_(abs(input))
+
+
+@formula("lerp", pointwise=True, rounding=_of_lerp)
 def lerp(input: Tensor, end: Tensor, weight: Any) -> Tensor:
     """X + w (end − x)."""
     return input + weight * (end - input)
 
 
-@formula("addcmul", pointwise=True)
+@formula("addcmul", pointwise=True, rounding=_of_addcmul)
 def addcmul(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Any = 1) -> Tensor:
     """X + value · a · b."""
     return input + value * (tensor1 * tensor2)
 
 
-@formula("addcdiv", pointwise=True)
+@formula("addcdiv", pointwise=True, rounding=_of_addcdiv)
 def addcdiv(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Any = 1) -> Tensor:
     """X + value · a / b."""
     return input + value * (tensor1 / tensor2)

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import math
+import mmap
 import pickle
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -127,6 +129,12 @@ class SafetensorsReader:
         ):
             raise ValueError(f"{key!r} is said to lie at {begin} to {end} of {size} bytes with shape {entry['shape']}")
 
+    @cached_property
+    def _bytes(self) -> mmap.mmap:
+        """The whole file, mapped once: a mapping for each value would take longer than reading most of them."""
+        with self._path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
     def dtype(self, key: str) -> str:
         """Return the dtype a value was stored as, such as `torch.bfloat16`."""
         told = self._as.get(f"dtype {key}")
@@ -140,7 +148,7 @@ class SafetensorsReader:
         shape = tuple(entry["shape"])
         if begin == end:
             return widen(np.zeros(shape, dtype), entry["dtype"])
-        mapped = np.memmap(self._path, dtype, "r", self._start + begin, shape)
+        mapped = np.frombuffer(self._bytes, dtype, math.prod(shape), self._start + begin).reshape(shape)
         if f"dtype {key}" in self._as:
             return _as_told(mapped, orjson.loads(self._as[f"dtype {key}"]))
         return widen(mapped, entry["dtype"])
