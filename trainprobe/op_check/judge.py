@@ -43,6 +43,7 @@ EIGHT_BITS = {  # format → u
 RARE = 1e-5  # share of elements for which the noise may be estimated at half of what it is
 ONE_SIDED = 8.0  # standard deviations
 MANY = 0.25  # share of elements
+_CONSTANT = 2.0**-24  # a kernel rounds plain numbers that it is given to float32, and with them all of its result
 SMALL = 1e-3  # of the tensor's largest element
 
 
@@ -250,7 +251,7 @@ def _weighed(
             outcome="not checked",
             reason=f"at these inputs rounding alone may change the result by {share:.0%}: nothing smaller would be seen",
         )
-    explained = min(sums.explained / square, NEAR * alike) if square else math.inf
+    explained = min(sums.explained / square, NEAR * alike + 2 * _CONSTANT) if square else math.inf
     if abs(gain) > unit / 2 + explained and abs(gain) > ONE_SIDED * deviation:
         return replace(found, outcome="suspicious", reason=f"all of it is {1 + gain:.9g} times as large as it should be")
     many = found.flips >= MANY and abs(one_sided) >= 2 * ONE_SIDED and abs(one_sided) > NEAR * sided

@@ -105,7 +105,7 @@ class Run:
         known = known_rounding(api(self.case.name)) if self.source == "formula" and not self.backward else None
         if known is None or any(t.is_complex() for t in self.case.tensors()):
             return None
-        with apart():
+        with without_dispatch():
             args, kwargs = mapped(
                 (tuple(self.case.args), dict(self.case.kwargs)), lambda t: self._widened(t, None), _wide_dtype
             )
@@ -117,7 +117,7 @@ class Run:
         known = sum_of_products(api(self.case.name)) if self.source == "formula" else None
         if known is None or any(t.is_complex() for t in self.case.tensors()):
             return None
-        with apart(), Noise(0, SINGLE, SINGLE, backward=self.backward, still=True), by_norms():
+        with without_dispatch(), Noise(0, SINGLE, SINGLE, backward=self.backward, still=True), by_norms():
             sizes = self._evaluated(None, False, torch.float64)
         if any(not math.isfinite(float(s.sum())) for s in sizes if s is not None):
             return None

@@ -57,7 +57,7 @@ def generator_state(name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | N
         return None
     if "dropout" in api and api != "multi_head_attention_forward" and not _given(args, named, "training", 2, True):
         return None
-    with apart():
+    with without_dispatch():
         own = named.get("generator") or next((x for x in args if isinstance(x, torch.Generator)), None)
         if own is not None:
             return own.get_state() if own.device.type == "cpu" else None
