@@ -38,7 +38,7 @@ STOREYS = {
     "trainprobe.rollout": 4,
     "trainprobe.kernel_dump": 4,
     "trainprobe.schedules": 5,
-    "trainprobe.build": 5,
+    **dict.fromkeys(["trainprobe.composition", "trainprobe.build"], 5),
     "trainprobe.watching": 6,
     **dict.fromkeys(["trainprobe.debugger", "trainprobe.pytorch", "trainprobe.core", "trainprobe.mindspore"], 6),
     **dict.fromkeys(["trainprobe.compare_with_cpu", "trainprobe.op_probe"], 6),

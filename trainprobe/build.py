@@ -1,8 +1,4 @@
-"""The sole composer: reads a plan and says which taps run on which steps.
-
-The programs share one tape: the *dump* (a plan's level, task and step), the *monitor* and the *audit* (its sections of these
-names). A step that several want is collected once.
-"""
+"""PyTorch's taps: how each is made for a plan, what they do around an optimizer step, and how a plan changes in a run."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from trainprobe.composition import TapMaker, states_of_monitor
 from trainprobe.engine.capture import AUDIT, part_of
 from trainprobe.engine.capture.audit.audit_tap import AuditTap
 from trainprobe.engine.capture.clipping import ClippingTap
@@ -25,8 +22,8 @@ from trainprobe.engine.capture.features.weight_spectra import WeightSpectra
 from trainprobe.engine.capture.loss_scaling import LossScalingTap
 from trainprobe.engine.capture.module_buffers import BufferTap
 from trainprobe.engine.capture.optimizer_steps import OptimizerStepTap
-from trainprobe.engine.capture.parameter_states import ParameterStateTap, StatesRequest
-from trainprobe.engine.capture.requests import flags_of, modules_of_plan, ops_of_plan
+from trainprobe.engine.capture.parameter_states import ParameterStateTap
+from trainprobe.engine.capture.requests import ModuleRequest, OpRequest, StatesRequest, flags_of
 from trainprobe.engine.capture.saved import SavedTap
 from trainprobe.engine.capture.torch_modules import ModuleTap
 from trainprobe.engine.capture.torch_ops import OpTap
@@ -36,7 +33,6 @@ from trainprobe.engine.core.naming import Rename
 from trainprobe.engine.core.position import OPTIMIZER, UPDATED, Position
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.stacks import Stacks
-from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.program import Schedule
@@ -47,16 +43,8 @@ from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
-from trainprobe.monitor.requests import flags_where, intervals_of, modules_of_monitor, no_flags
-from trainprobe.schedules import Parts, dumps_when_asked, guard_of, schedules
-
-# a tap, and the part that would say what is not true without it
-_NEEDED = (
-    (LossScalingTap, part_of(ParameterStateTap)),
-    (OptimizerStepTap, part_of(ParameterStateTap)),
-    (ParameterStateTap, AUDIT),
-    (ClippingTap, AUDIT),
-)
+from trainprobe.monitor.requests import modules_of_monitor
+from trainprobe.schedules import Parts, guard_of, schedules
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,7 +67,6 @@ class TorchParts(Parts):
     batches: BatchTap | None = None
     features: FeatureTap | None = None
     audit: AuditTap | None = None
-    position: Position | None = None
     rename: Rename | None = None
 
     def tell(self, position: Position) -> None:
@@ -90,56 +77,67 @@ class TorchParts(Parts):
                 tap.position = position
 
 
-def compose(
-    plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None = None
-) -> tuple[TorchParts, dict[str, Schedule]]:
-    """Build the taps that a plan asks for, and say by the name of each program when they run."""
-    cuts: list[Detail] = []
-    saved = SavedTap(flags_of(plan.base_detail, cuts), guard_of(guard, SavedTap))
-    monitor = monitor_plan(plan.monitor) if plan.monitor else None
-    asked = dumps_when_asked(plan, monitor)
-    level = "mix" if asked else plan.level
-    own = guard_of(guard, ModuleTap)
-    modules = ModuleTap(modules_of_plan(plan, cuts), own, stacks, rename) if level in ("L0", "mix") else None
-    watched = ModuleTap(modules_of_monitor(monitor), own, None, rename) if monitor is not None else None
-    naming = modules or watched or ModuleTap(modules_of_monitor(None), own, None, rename)
-    parts = TorchParts(
-        guard=guard,
-        saved=saved,
-        naming=naming,
-        modules=modules,
-        watched=watched,
-        monitor=monitor,
-        cuts=cuts,
-        dumps_when_asked=asked,
-        rename=rename,
+class TorchTaps(TapMaker):
+    """Makes the taps of a PyTorch training."""
+
+    needed = (
+        (LossScalingTap, part_of(ParameterStateTap)),
+        (OptimizerStepTap, part_of(ParameterStateTap)),
+        (ParameterStateTap, AUDIT),
+        (ClippingTap, AUDIT),
     )
-    parts.buffers = BufferTap(modules) if modules is not None else None
-    if level in ("L1", "mix"):
-        parts.ops = OpTap(ops_of_plan(plan, cuts), guard_of(guard, OpTap), stacks, modules)
-        inside: list[Call] = modules.stack if modules is not None else []
-        parts.collectives = CollectiveTap(flags_of(plan.base_detail) & ~SAVE, guard_of(guard, CollectiveTap), stacks, inside)
-    audit = audit_plan(plan.audit) if plan.audit else None
-    if monitor is not None or audit is not None:
-        states = parts.states = ParameterStateTap(states_of_monitor(monitor), naming.names)
-        parts.scaling = LossScalingTap(guard_of(guard, LossScalingTap), states.scaled, states.unscaled)
-        if audit is not None:
-            parts.audit_plan = audit
-            parts.audit = AuditTap(guard_of(guard, AuditTap), states, lambda: naming.parameter_names, naming.scan)
-            parts.audit.pause_others = partial(_pause_for_audit, parts)
-    _collect(parts, plan, guard)
-    parts.stepping = OptimizerStepTap(
-        guard_of(guard, OptimizerStepTap),
-        partial(_before, parts, "optimizer" in plan.phases),
-        partial(_after, parts),
-        partial(_trial, parts),
-    )
-    for tap, needed_by in _NEEDED:
-        guard_of(guard, tap).is_needed_by(needed_by)
-    return parts, schedules(plan, parts)
+
+    def __init__(self, guard: Guard, stacks: Stacks | None = None, rename: Rename | None = None) -> None:
+        super().__init__(guard)
+        self._stacks = stacks
+        self._rename = rename
+
+    def parts(self, naming: ModuleTap, saved: SavedTap) -> TorchParts:
+        """Return the parts of a probe, with no more taps than these."""
+        return TorchParts(guard=self.guard, naming=naming, saved=saved, rename=self._rename)
+
+    def saved(self, flags: int) -> SavedTap:
+        """Return the tap of values that the program hands over."""
+        return SavedTap(flags, guard_of(self.guard, SavedTap))
+
+    def modules(self, request: ModuleRequest, dumped: bool) -> ModuleTap:
+        """Return a tap of modules; the monitor's keeps no call stacks."""
+        return ModuleTap(request, guard_of(self.guard, ModuleTap), self._stacks if dumped else None, self._rename)
+
+    def ops(self, request: OpRequest, parts: Parts, plan: Plan) -> OpTap:
+        """Return the tap of ops; collectives are recorded with them."""
+        ops = OpTap(request, guard_of(self.guard, OpTap), self._stacks, parts.modules)
+        inside: list[Call] = parts.modules.stack if parts.modules is not None else []
+        own = guard_of(self.guard, CollectiveTap)
+        parts.collectives = CollectiveTap(flags_of(plan.base_detail) & ~SAVE, own, self._stacks, inside)
+        return ops
+
+    def states(self, request: StatesRequest, parts: Parts) -> ParameterStateTap:
+        """Return the tap of parameters, gradients and optimizer state; the loss scale is followed with it."""
+        states = ParameterStateTap(request, parts.naming.names)
+        parts.scaling = LossScalingTap(guard_of(self.guard, LossScalingTap), states.scaled, states.unscaled)
+        return states
+
+    def audit(self, parts: Parts) -> AuditTap:
+        """Return the tap of the audit."""
+        naming = parts.naming
+        audit = AuditTap(guard_of(self.guard, AuditTap), parts.states, lambda: naming.parameter_names, naming.scan)
+        audit.pause_others = partial(_pause_for_audit, parts)
+        return audit
+
+    def stepping(self, parts: Parts, plan: Plan) -> OptimizerStepTap:
+        """Return the tap that tells when the optimizer runs."""
+        begins, ends = partial(_before, parts, "optimizer" in plan.phases), partial(_after, parts)
+        return OptimizerStepTap(guard_of(self.guard, OptimizerStepTap), begins, ends, partial(_trial, parts))
+
+    def collect(self, parts: Parts, plan: Plan, before: MonitorPlan | None = None) -> None:
+        """Add the taps of what a plan collects beside these. before: the monitor's plan whose taps are there already."""
+        if before is None and parts.modules is not None:
+            parts.buffers = BufferTap(parts.modules)
+        _collect(parts, plan, self.guard, before)
 
 
-def _collect(parts: TorchParts, plan: Plan, guard: Guard, before: MonitorPlan | None = None) -> None:
+def _collect(parts: Parts, plan: Plan, guard: Guard, before: MonitorPlan | None = None) -> None:
     """Make the taps of what a plan collects beside the states of parameters. before: the plan whose taps are there already."""
     monitor, states = parts.monitor, parts.states
     gradients = monitor.gradients if monitor is not None and monitor.gradients.on else None
@@ -196,7 +194,7 @@ def change(parts: TorchParts, plan: Plan, guard: Guard) -> dict[str, Schedule]:
     return schedules(plan, parts)
 
 
-def _unclipped(parts: TorchParts, parameters: list[Any]) -> None:
+def _unclipped(parts: Parts, parameters: list[Any]) -> None:
     """Handle gradients that are about to be clipped."""
     if parts.states is not None:
         parts.let(parts.states.unclipped, parameters)
@@ -204,7 +202,7 @@ def _unclipped(parts: TorchParts, parameters: list[Any]) -> None:
         parts.let(parts.audit.unclipped, parameters)
 
 
-def _before(parts: TorchParts, with_ops: bool, optimizer: Any) -> None:
+def _before(parts: Parts, with_ops: bool, optimizer: Any) -> None:
     """Handle the beginning of an optimizer step."""
     if parts.position is not None:
         parts.position.is_in(OPTIMIZER)
@@ -226,7 +224,7 @@ def _before(parts: TorchParts, with_ops: bool, optimizer: Any) -> None:
             parts.pauses.begin("the optimizer", [parts.ops])
 
 
-def _after(parts: TorchParts, optimizer: Any) -> None:
+def _after(parts: Parts, optimizer: Any) -> None:
     """Handle the end of an optimizer step."""
     if parts.position is not None:
         parts.position.is_in(UPDATED)
@@ -239,18 +237,18 @@ def _after(parts: TorchParts, optimizer: Any) -> None:
         parts.let(parts.audit.after_update)
 
 
-def _pause_for_audit(parts: TorchParts, begins: bool) -> None:
+def _pause_for_audit(parts: Parts, begins: bool) -> None:
     """Have all that records rest while the audit runs the model itself."""
     (parts.pauses.begin if begins else parts.pauses.end)("the audit", [parts.ops, parts.modules, parts.collectives])
     _rest(parts, "the audit", begins)
 
 
-def _trial(parts: TorchParts, begins: bool) -> None:
+def _trial(parts: Parts, begins: bool) -> None:
     """Have the monitor rest while an optimizer tries other weights: those are no values of the training."""
     _rest(parts, "a trial", begins)
 
 
-def _rest(parts: TorchParts, whom: str, begins: bool) -> None:
+def _rest(parts: Parts, whom: str, begins: bool) -> None:
     """Have all that the monitor has installed for forward calls rest, or take them again."""
     (parts.pauses.begin if begins else parts.pauses.end)(whom, [parts.watched, parts.exchanged, parts.batches, parts.features])
     if parts.unreduced is not None:
@@ -292,19 +290,3 @@ def features_of_monitor(plan: Features, guard: Guard, naming: ModuleTap) -> Feat
         kinds.append(DeadUnits(names(d), d.every, d.limit))
     known = lambda: {key: info.name for key, info in naming.known.items()}  # noqa: E731
     return FeatureTap(kinds, guard_of(guard, FeatureTap), known, inside)
-
-
-def states_of_monitor(monitor: MonitorPlan | None) -> StatesRequest:
-    """Return what the monitor wants of parameters, gradients and optimizer state; without one, nothing."""
-    if monitor is None:
-        return StatesRequest(no_flags, no_flags, no_flags)
-    return StatesRequest(
-        value=flags_where(monitor.parameters),
-        gradient=flags_where(monitor.gradients),
-        state=flags_where(monitor.optimizer_state),
-        update=flags_where(monitor.update),
-        every=intervals_of(monitor),
-        without=frozenset(
-            ([] if monitor.gradients.reduced else ["grad"]) + ([] if monitor.gradients.unreduced else ["grad_unreduced"])
-        ),
-    )

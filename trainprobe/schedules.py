@@ -9,6 +9,7 @@ from typing import Any
 from trainprobe.engine.capture import Tap, part_of
 from trainprobe.engine.capture.pauses import Pauses
 from trainprobe.engine.core.guard import Guard, PartGuard
+from trainprobe.engine.core.position import Position
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.selection import parse_steps
@@ -24,8 +25,8 @@ class Parts:
     """The taps of one probe; None where the plan does not ask for one, or the framework has none.
 
     naming: knows the model's names in any case. stepping: tells when the optimizer runs. watched: modules that the monitor
-    looks at. exchanged: collectives that the monitor looks at. dumps_when_asked: the plan's level is off, and rules or the
-    black box may ask for a dump.
+    looks at. exchanged: collectives that the monitor looks at. position: told where the training is. dumps_when_asked: the
+    plan's level is off, and rules or the black box may ask for a dump.
     """
 
     guard: Guard
@@ -45,6 +46,7 @@ class Parts:
     batches: Any = None
     features: Any = None
     audit: Any = None
+    position: Position | None = None
     monitor: MonitorPlan | None = None
     audit_plan: AuditPlan | None = None
     cuts: list[Detail] = field(default_factory=list[Detail])

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainprobe.compiled import recording, require
+from trainprobe.composition import TapMaker, compose
 from trainprobe.engine.capture import part_of
 from trainprobe.engine.core.flat_parameters import FLAT
 from trainprobe.engine.core.guard import Guard
@@ -31,7 +32,6 @@ from trainprobe.engine.tape import Tape
 from trainprobe.errors import MissingExtra, PlanError, UsageError
 
 if TYPE_CHECKING:
-    from trainprobe.build import TorchParts
     from trainprobe.engine.core.gathering import Gathering
     from trainprobe.engine.core.sources import Source
     from trainprobe.engine.plan.control import ControlFile
@@ -64,7 +64,8 @@ class Probe(EngineProbe):
         loaded = load_plan(plan, **overrides)
         guard = Guard(loaded.on_error, without_dispatch=self._without_dispatch)
         stacks = Stacks() if loaded.stacks else None
-        self.parts, schedules = self._compose(loaded, guard, stacks, rename)
+        self.parts: Any
+        self.parts, schedules = compose(loaded, self._taps(loaded, guard, stacks, rename))
         self.monitor, self.audit, self.black_box = self._programs_of(loaded, schedules)
         self._place_told = place is not None
         self._control: ControlFile | None = None
@@ -125,14 +126,12 @@ class Probe(EngineProbe):
             box = BlackBoxProgram(validate(plan.black_box), about, self._not_recorded)
         return monitor, audit, box
 
-    def _compose(
-        self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None
-    ) -> tuple[TorchParts, dict[str, Schedule]]:
-        """Return the taps that the plan asks for, and by the name of each program when they run."""
+    def _taps(self, plan: Plan, guard: Guard, stacks: Stacks | None, rename: Rename | None) -> TapMaker:
+        """Return what makes the taps that the plan asks for."""
         _require_torch()
-        from trainprobe.build import compose
+        from trainprobe.build import TorchTaps
 
-        return compose(plan, guard, stacks, rename)
+        return TorchTaps(guard, stacks, rename)
 
     def _tapes(self, plan: Plan) -> Callable[[int], Tape]:
         """Return what makes the tape of a step."""

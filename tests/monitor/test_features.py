@@ -15,7 +15,8 @@ from tests import zoo
 from tests.lockstep import differences, one_step, seed_all
 from tests.lockstep import train as train_case
 from tests.traces import left_behind, traces
-from trainprobe.build import compose
+from trainprobe.build import TorchTaps
+from trainprobe.composition import compose
 from trainprobe.engine.core.findings import in_folder
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.plan.loading import load_plan
@@ -73,7 +74,7 @@ def test_nothing_is_left_behind(name, tmp_path):
 
 
 def test_what_is_off_has_no_tap():
-    parts, schedules = compose(load_plan({"level": "off", "monitor": True}), Guard(), None)
+    parts, schedules = compose(load_plan({"level": "off", "monitor": True}), TorchTaps(Guard()))
     assert (parts.features, parts.exchanged, parts.batches) == (None, None, None)
     kinds = {type(tap).__name__ for schedule in schedules.values() for tap, _ in schedule.taps}
     assert not kinds & {"FeatureTap", "CollectiveTap", "BatchTap"}

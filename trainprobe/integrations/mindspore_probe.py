@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mindspore
 
+from trainprobe.composition import TapMaker
 from trainprobe.config_check.capture.mindspore_capture import CellCapture
 from trainprobe.engine.arrays.mindspore_library import MindSporeLibrary, copy_out
 from trainprobe.engine.capture import AUDIT, part_of
@@ -22,27 +22,25 @@ from trainprobe.engine.capture.mindspore.graph_callback import GraphCallbacks
 from trainprobe.engine.capture.mindspore.graph_cells import IN_A_GRAPH, GraphCellTap
 from trainprobe.engine.capture.mindspore.ops import PrimitiveTap, ops_are_seen
 from trainprobe.engine.capture.mindspore.saved import SavedTensors
-from trainprobe.engine.capture.mindspore.states import CellStateTap, ValuesRequest
+from trainprobe.engine.capture.mindspore.states import CellStateTap
 from trainprobe.engine.capture.mindspore.tape import HostTape
-from trainprobe.engine.capture.requests import flags_of, modules_of_plan, ops_of_plan
+from trainprobe.engine.capture.requests import ModuleRequest, OpRequest, StatesRequest
 from trainprobe.engine.core.gathering import Gathering
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.position import Position
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.stacks import Stacks
-from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.program import Program, Schedule
+from trainprobe.engine.program import Program
 from trainprobe.engine.tape import Tape
 from trainprobe.errors import PlanError, UsageError
 from trainprobe.integrations.mindspore_limits import NOT_JUDGED, NOT_JUDGED_IN_A_GRAPH, refuse
 from trainprobe.integrations.mindspore_place import place_of_process
-from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.audit.relations import relation_names
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
-from trainprobe.monitor.requests import flags_where, intervals_of, modules_of_monitor, no_flags
-from trainprobe.schedules import Parts, dumps_when_asked, guard_of, schedules
+from trainprobe.monitor.requests import no_flags
+from trainprobe.schedules import Parts, guard_of
 from trainprobe.watching import Probe
 
 REPLACED = (
@@ -64,7 +62,7 @@ class CellParts(Parts):
     clipping: KnownCalls | None = None  # of the cell that clips gradients, where there is one
     audit: CellAuditTap | None = None
     with_ops: bool = False  # operators of the update are recorded too
-    stepping: OptimizerTap = field(init=False)
+    stepping: OptimizerTap = None  # pyright: ignore[reportAssignmentType]  (every composition makes it)
 
     def before(self, optimizers: Sequence[Any], gradients: Any = ()) -> None:
         """Handle the beginning of a step of these optimizers."""
@@ -199,9 +197,9 @@ class MindSporeProbe(Probe):
     def _gathering(self) -> Gathering:
         return gathering()
 
-    def _compose(self, plan: Plan, guard: Guard, stacks: Any, rename: Any) -> tuple[Any, dict[str, Schedule]]:
+    def _taps(self, plan: Plan, guard: Guard, stacks: Any, rename: Any) -> TapMaker:
         refuse(plan, monitor_plan(plan.monitor) if plan.monitor else None)
-        return compose(plan, guard, stacks)
+        return CellTaps(plan, guard, stacks)
 
     def _config_check(self, plan: Plan) -> Program | None:
         if plan.config_check:
@@ -238,67 +236,63 @@ class MindSporeProbe(Probe):
         self._submit(key, copy)
 
 
-def compose(plan: Plan, guard: Guard, stacks: Stacks | None = None) -> tuple[CellParts, dict[str, Schedule]]:
-    """Build the taps that a plan asks for, and say by the name of each program when they run."""
-    cuts: list[Detail] = []
-    own = partial(guard_of, guard)
-    monitor = monitor_plan(plan.monitor) if plan.monitor else None
-    asked = dumps_when_asked(plan, monitor)
-    level = ("mix" if ops_are_seen() else "L0") if asked else plan.level
-    of_modules, of_monitor = modules_of_plan(plan, cuts), modules_of_monitor(monitor)
-    backward = (monitor is not None and of_monitor.backward) or (level in ("L0", "mix") and of_modules.backward)
-    cell_tap = partial(GraphCellTap, callbacks=GraphCallbacks(backward)) if plan.graph_callbacks else CellTap
-    modules = cell_tap(of_modules, own(CellTap), stacks) if level in ("L0", "mix") else None
-    watched = cell_tap(of_monitor, own(CellTap)) if monitor is not None else None
-    naming = modules or watched or cell_tap(of_monitor, own(CellTap))
-    audit = audit_plan(plan.audit) if plan.audit else None
-    states = (
-        CellStateTap(_states_of_monitor(monitor), naming.names, lambda: parts.stepping.cells)
-        if monitor is not None or audit is not None
-        else None
-    )
-    if isinstance(naming, GraphCellTap) and states is not None:
-        naming.handed = states.handed
-    saved = SavedTensors(flags_of(plan.base_detail, cuts), own(SavedTensors))
-    parts = CellParts(
-        guard=guard,
-        naming=naming,
-        saved=saved,
-        modules=modules,
-        watched=watched,
-        states=states,
-        monitor=monitor,
-        dumps_when_asked=asked,
-        cuts=cuts,
-    )
-    parts.stepping = OptimizerTap(
-        own(OptimizerTap), lambda o, gradients: parts.before([o], gradients), lambda o: parts.after([o])
-    )
-    if level in ("L1", "mix"):
-        parts.ops = PrimitiveTap(
-            ops_of_plan(plan, cuts), own(PrimitiveTap), modules.stack if modules is not None else [], stacks
-        )
-        parts.with_ops = "optimizer" in plan.phases
-    if audit is not None or (monitor is not None and monitor.gradients.on and monitor.gradients.unclipped):
-        parts.clipping = KnownCalls(own(KnownCalls), parts.clips)
-    if audit is not None and states is not None:
-        parts.audit_plan, parts.audit = audit, CellAuditTap(own(CellAuditTap), states, plan.graph_callbacks)
-    own(OptimizerTap).is_needed_by(part_of(CellStateTap))  # without the one, the other would say what is not true
-    own(CellStateTap).is_needed_by(AUDIT)
-    own(KnownCalls).is_needed_by(AUDIT)
-    return parts, schedules(plan, parts)
+class CellTaps(TapMaker):
+    """Makes the taps of a MindSpore training."""
 
+    needed = ((OptimizerTap, part_of(CellStateTap)), (CellStateTap, AUDIT), (KnownCalls, AUDIT))
 
-def _states_of_monitor(monitor: MonitorPlan | None) -> ValuesRequest:
-    if monitor is None:
-        return ValuesRequest(no_flags, no_flags, no_flags, no_flags)
-    return ValuesRequest(
-        value=flags_where(monitor.parameters),
-        gradient=flags_where(monitor.gradients) if monitor.gradients.reduced else no_flags,
-        state=flags_where(monitor.optimizer_state),
-        update=flags_where(monitor.update),
-        every=intervals_of(monitor),
-    )
+    def __init__(self, plan: Plan, guard: Guard, stacks: Stacks | None = None) -> None:
+        super().__init__(guard)
+        self._callbacks = GraphCallbacks() if plan.graph_callbacks else None
+        self.fullest = "mix" if ops_are_seen() else "L0"
+        self._stacks = stacks
+
+    def parts(self, naming: CellTap, saved: SavedTensors) -> CellParts:
+        """Return the parts of a probe, with no more taps than these."""
+        return CellParts(guard=self.guard, naming=naming, saved=saved)
+
+    def saved(self, flags: int) -> SavedTensors:
+        """Return the tap of values that the program hands over."""
+        return SavedTensors(flags, guard_of(self.guard, SavedTensors))
+
+    def modules(self, request: ModuleRequest, dumped: bool) -> CellTap:
+        """Return a tap of cells, also within a graph where the plan asks for that; the monitor's keeps no call stacks."""
+        own, stacks = guard_of(self.guard, CellTap), self._stacks if dumped else None
+        if self._callbacks is None:
+            return CellTap(request, own, stacks)
+        self._callbacks.backward |= request.backward
+        return GraphCellTap(request, own, stacks, callbacks=self._callbacks)
+
+    def ops(self, request: OpRequest, parts: Parts, plan: Plan) -> PrimitiveTap:
+        """Return the tap of primitives."""
+        inside = parts.modules.stack if parts.modules is not None else []
+        return PrimitiveTap(request, guard_of(self.guard, PrimitiveTap), inside, self._stacks)
+
+    def states(self, request: StatesRequest, parts: Parts) -> CellStateTap:
+        """Return the tap of parameters, gradients and optimizer state."""
+        if "grad" in request.without:
+            request = replace(request, gradient=no_flags)
+        states = CellStateTap(request, parts.naming.names, lambda: parts.stepping.cells)
+        if isinstance(parts.naming, GraphCellTap):
+            parts.naming.handed = states.handed
+        return states
+
+    def audit(self, parts: Parts) -> CellAuditTap:
+        """Return the tap of the audit."""
+        return CellAuditTap(guard_of(self.guard, CellAuditTap), parts.states, self._callbacks is not None)
+
+    def stepping(self, parts: Parts, plan: Plan) -> OptimizerTap:
+        """Return the tap that tells when the optimizer runs."""
+        cells = cast("CellParts", parts)
+        cells.with_ops = "optimizer" in plan.phases
+        own = guard_of(self.guard, OptimizerTap)
+        return OptimizerTap(own, lambda o, gradients: cells.before([o], gradients), lambda o: cells.after([o]))
+
+    def collect(self, parts: Parts, plan: Plan, before: MonitorPlan | None = None) -> None:
+        """Add the tap of the cell that clips gradients."""
+        monitor = parts.monitor
+        if parts.audit is not None or (monitor is not None and monitor.gradients.on and monitor.gradients.unclipped):
+            parts.clipping = KnownCalls(guard_of(self.guard, KnownCalls), cast("CellParts", parts).clips)
 
 
 def number_of(value: Any) -> float | None:

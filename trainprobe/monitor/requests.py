@@ -13,7 +13,7 @@ from trainprobe.monitor.plan import Collect, MonitorPlan
 def modules_of_monitor(monitor: MonitorPlan | None) -> ModuleRequest:
     """Return what the monitor requests of modules: inputs, outputs and their gradients; nothing without a monitor."""
     if monitor is None:
-        return ModuleRequest(no_flags, lambda name: False, frozenset())
+        return ModuleRequest(no_flags, lambda name: False, frozenset(), forward=False, backward=False)
     chosen = [Names(kind.names) for kind in (monitor.activations, monitor.activation_gradients) if kind.on]
     data = {"input", "output"} if monitor.activations.on or monitor.activation_gradients.on else set[str]()
     return ModuleRequest(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch._C import DisableTorchFunction
 
+from trainprobe.engine.capture.requests import StatesRequest
 from trainprobe.engine.capture.saved_shards import HeldShards, shards_of
 from trainprobe.engine.capture.turns import Turns
 from trainprobe.engine.core.facts import Piece
@@ -22,25 +23,6 @@ from trainprobe.engine.core.sources import SORTS, Part, PlainSource, Source, sor
 from trainprobe.engine.core.unscaling import Scaled, unscale
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.tape import Tape
-
-
-@dataclass(frozen=True, slots=True)
-class StatesRequest:
-    """What is wanted of parameters: flags by name (0 for one that is not selected), for each sort of tensor.
-
-    without: slots that are not wanted at all, such as "grad_unreduced". update: the change that the step makes, which needs a
-    copy of the parameter while the optimizer runs. every: sort ("value", "gradient", "state", "update") → at each so
-    many collected steps only.
-    """
-
-    value: Callable[[str], int]
-    gradient: Callable[[str], int]
-    state: Callable[[str], int]
-    after: bool = True
-    without: frozenset[str] = frozenset()
-    update: Callable[[str], int] = lambda name: 0
-    every: Mapping[str, int] = field(default_factory=dict[str, int])
-
 
 _VALUES = frozenset({"value"})
 

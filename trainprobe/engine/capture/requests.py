@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trainprobe.engine.plan.detail import Detail
@@ -40,6 +40,24 @@ class OpRequest(CallRequest):
     """What a plan wants of ops. scope: "all", "focus" or "core" (engine.plan.catalog)."""
 
     scope: str = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class StatesRequest:
+    """What is wanted of parameters: flags by name (0 for one that is not selected), for each sort of tensor.
+
+    without: slots that are not wanted at all, such as "grad_unreduced". update: the change that the step makes, which needs a
+    copy of the parameter while the optimizer runs. every: sort ("value", "gradient", "state", "update") → at each so
+    many collected steps only.
+    """
+
+    value: Callable[[str], int]
+    gradient: Callable[[str], int]
+    state: Callable[[str], int]
+    after: bool = True
+    without: frozenset[str] = frozenset()
+    update: Callable[[str], int] = lambda name: 0
+    every: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def modules_of_plan(plan: Plan, cuts: list[Detail]) -> ModuleRequest:

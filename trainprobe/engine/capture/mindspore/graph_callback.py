@@ -115,12 +115,12 @@ def _array(data: Any, told: list[Any]) -> HostArray:
 class GraphCallbacks:
     """The callbacks that stand in the cells of a model, for whoever listens to them.
 
-    backward: gradients are told too. recomputed: parts of the model run again in the backward pass; set before `cell`.
+    backward: gradients are told too. recomputed: parts of the model run again in the backward pass. Both are set before `cell`.
     """
 
-    def __init__(self, backward: bool) -> None:
+    def __init__(self) -> None:
         self.recomputed = False
-        self._backward = backward
+        self.backward = False
         self._listeners: dict[int, list[Seen]] = {}
         self._undo: list[Callable[[], None]] = []
 
@@ -130,7 +130,7 @@ class GraphCallbacks:
     def cell(self, cell: Any, seen: Seen) -> None:
         """Have the parts of each call of a cell told: "input", "output", and "grad_output", "grad_input" going backward."""
         back = _Inserted if self.recomputed else _Passed
-        self._watch(cell, seen, lambda tell: _watch_cell(cell, tell, self._backward, back))
+        self._watch(cell, seen, lambda tell: _watch_cell(cell, tell, self.backward, back))
 
     def optimizer(self, optimizer: Any, seen: Seen) -> None:
         """Have the gradients told that an optimizer is handed, as the part "gradient"."""

@@ -7,7 +7,6 @@ are then read as the step begins and ends, and gradients are not recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import mindspore
@@ -15,6 +14,7 @@ import numpy as np
 
 from trainprobe.engine.arrays.mindspore_library import HostArray, host_array, without_data
 from trainprobe.engine.capture.mindspore.cells import is_graph_mode
+from trainprobe.engine.capture.requests import StatesRequest
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.sources import Part
 from trainprobe.engine.tape import Tape
@@ -25,17 +25,6 @@ STANDARD = {
     **dict.fromkeys(("moment2", "moments2", "exp_avg_sq"), "exp_avg_sq"),
     **dict.fromkeys(("moments", "momentum_buf"), "momentum_buffer"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ValuesRequest:
-    """What is wanted of parameters: tape flags by name, for each sort of tensor; `every` as in a plan's monitor section."""
-
-    value: Callable[[str], int]
-    gradient: Callable[[str], int]
-    state: Callable[[str], int]
-    update: Callable[[str], int]
-    every: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def states_of(optimizer: Any) -> Iterator[tuple[str, str, Any]]:
@@ -89,7 +78,7 @@ class CellStateTap:
     """
 
     def __init__(
-        self, wanted: ValuesRequest, names: Callable[[], Mapping[int, str]], optimizers: Callable[[], Sequence[Any]]
+        self, wanted: StatesRequest, names: Callable[[], Mapping[int, str]], optimizers: Callable[[], Sequence[Any]]
     ) -> None:
         self.names, self.optimizers = names, optimizers
         self._wanted = wanted

@@ -1,0 +1,116 @@
+"""The sole composer: reads a plan and says which taps a probe has and on which steps they run, for every framework.
+
+The programs share one tape: the *dump* (a plan's level, task and step), the *monitor* and the *audit* (its sections of these
+names). A step that several want is collected once. What is of one framework stands in its `TapMaker`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from trainprobe.engine.capture.requests import (
+    ModuleRequest,
+    OpRequest,
+    StatesRequest,
+    flags_of,
+    modules_of_plan,
+    ops_of_plan,
+)
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.plan.detail import Detail
+from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.program import Schedule
+from trainprobe.monitor.audit.plan import validate as audit_plan
+from trainprobe.monitor.plan import MonitorPlan
+from trainprobe.monitor.plan import validate as monitor_plan
+from trainprobe.monitor.requests import flags_where, intervals_of, modules_of_monitor, no_flags
+from trainprobe.schedules import Parts, dumps_when_asked, guard_of, schedules
+
+
+class TapMaker(ABC):
+    """Makes the taps of one framework.
+
+    fullest: the level that records the most. needed: classes of taps, each with the part of the tool that would say what is not
+    true without it.
+    """
+
+    fullest = "mix"
+    needed: Sequence[tuple[type, str]] = ()
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard = guard
+
+    def parts(self, naming: Any, saved: Any) -> Parts:
+        """Return the parts of a probe, with no more taps than these."""
+        return Parts(guard=self.guard, naming=naming, saved=saved)
+
+    @abstractmethod
+    def saved(self, flags: int) -> Any:
+        """Return the tap of values that the program hands over."""
+
+    @abstractmethod
+    def modules(self, request: ModuleRequest, dumped: bool) -> Any:
+        """Return a tap of modules. dumped: for the dump, otherwise for the monitor."""
+
+    @abstractmethod
+    def ops(self, request: OpRequest, parts: Parts, plan: Plan) -> Any:
+        """Return the tap of ops."""
+
+    @abstractmethod
+    def states(self, request: StatesRequest, parts: Parts) -> Any:
+        """Return the tap of parameters, gradients and optimizer state."""
+
+    @abstractmethod
+    def audit(self, parts: Parts) -> Any:
+        """Return the tap of the audit."""
+
+    @abstractmethod
+    def stepping(self, parts: Parts, plan: Plan) -> Any:
+        """Return the tap that tells when the optimizer runs."""
+
+    @abstractmethod
+    def collect(self, parts: Parts, plan: Plan, before: MonitorPlan | None = None) -> None:
+        """Add the taps of what a plan collects beside these. before: the monitor's plan whose taps are there already."""
+
+
+def compose(plan: Plan, make: TapMaker) -> tuple[Parts, dict[str, Schedule]]:
+    """Build the taps that a plan asks for, and say by the name of each program when they run."""
+    cuts: list[Detail] = []
+    saved = make.saved(flags_of(plan.base_detail, cuts))
+    monitor = monitor_plan(plan.monitor) if plan.monitor else None
+    asked = dumps_when_asked(plan, monitor)
+    level = make.fullest if asked else plan.level
+    modules = make.modules(modules_of_plan(plan, cuts), dumped=True) if level in ("L0", "mix") else None
+    watched = make.modules(modules_of_monitor(monitor), dumped=False) if monitor is not None else None
+    parts = make.parts(modules or watched or make.modules(modules_of_monitor(None), dumped=False), saved)
+    parts.modules, parts.watched, parts.monitor = modules, watched, monitor
+    parts.cuts, parts.dumps_when_asked = cuts, asked
+    if level in ("L1", "mix"):
+        parts.ops = make.ops(ops_of_plan(plan, cuts), parts, plan)
+    parts.audit_plan = audit_plan(plan.audit) if plan.audit else None
+    if monitor is not None or parts.audit_plan is not None:
+        parts.states = make.states(states_of_monitor(monitor), parts)
+    if parts.audit_plan is not None:
+        parts.audit = make.audit(parts)
+    make.collect(parts, plan)
+    parts.stepping = make.stepping(parts, plan)
+    for tap, needed_by in make.needed:
+        guard_of(make.guard, tap).is_needed_by(needed_by)
+    return parts, schedules(plan, parts)
+
+
+def states_of_monitor(monitor: MonitorPlan | None) -> StatesRequest:
+    """Return what the monitor wants of parameters, gradients and optimizer state; without one, nothing."""
+    if monitor is None:
+        return StatesRequest(no_flags, no_flags, no_flags)
+    gradients = monitor.gradients
+    return StatesRequest(
+        value=flags_where(monitor.parameters),
+        gradient=flags_where(gradients),
+        state=flags_where(monitor.optimizer_state),
+        update=flags_where(monitor.update),
+        every=intervals_of(monitor),
+        without=frozenset(([] if gradients.reduced else ["grad"]) + ([] if gradients.unreduced else ["grad_unreduced"])),
+    )
