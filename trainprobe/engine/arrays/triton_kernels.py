@@ -22,7 +22,18 @@ from trainprobe.engine.arrays.triton_sums import add_squares, fold, fold_squares
 from trainprobe.engine.stats import partials
 
 COLUMNS = tl.constexpr(14)
-WIDTH = tl.constexpr(18)  # numbers a part: those of torch_reduce._chunk_partials, the fingerprint, and halves of integer sums
+# where a number stands in a part and in a row
+_PART = {name: tl.constexpr(i) for i, name in enumerate((*partials.CHUNK, *partials.CHUNK_INTEGERS))}
+_ROW = {name: tl.constexpr(i) for i, name in enumerate(partials.PARTIALS)}
+WIDTH = tl.constexpr(len(_PART))
+NAN, POSINF, NEGINF, ZERO = _PART["nan"], _PART["posinf"], _PART["neginf"], _PART["zero"]
+MIN, MAX, M2, EXPONENT, BELOW = _PART["min"], _PART["max"], _PART["m2"], _PART["exponent"], _PART["subnormal"]
+SUM, SUM_LOST, SUMSQ, SUMSQ_LOST = _PART["sum"], _PART["sum_lost"], _PART["sumsq"], _PART["sumsq_lost"]
+FINITE, MEAN, FINGERPRINT = _PART["finite"], _PART["mean"], _PART["fingerprint"]
+UPPER, LOWER = _PART["upper"], _PART["lower"]
+ROW_COUNT, ROW_NAN, ROW_POSINF, ROW_NEGINF, ROW_ZERO = (_ROW[name] for name in ("count", "nan", "posinf", "neginf", "zero"))
+ROW_MIN, ROW_MAX, ROW_SUM, ROW_SUMSQ = (_ROW[name] for name in ("min", "max", "sum", "sumsq"))
+ROW_M2, ROW_EXPONENT, ROW_BELOW = (_ROW[name] for name in ("m2", "exponent", "subnormal"))
 STATS, CHECKSUM, STD, SUBNORMAL, ROW = (
     tl.constexpr(x) for x in (partials.STATS, partials.CHECKSUM, partials.STD, partials.SUBNORMAL, partials.WIDTH)
 )
@@ -62,13 +73,13 @@ def _told(x, inside, nan, pos, neg, zero, low, high):
 def _write_counts(numbers, nan, pos, neg, zero, low, high, subnormal):
     """Write the counts and the extremes of a part; return how many elements are not finite."""
     n, p, m = tl.sum(nan, 0), tl.sum(pos, 0), tl.sum(neg, 0)
-    tl.store(numbers, n.to(tl.float64))
-    tl.store(numbers + 1, p.to(tl.float64))
-    tl.store(numbers + 2, m.to(tl.float64))
-    tl.store(numbers + 3, tl.sum(zero, 0).to(tl.float64))
-    tl.store(numbers + 4, tl.min(low, 0).to(tl.float64))
-    tl.store(numbers + 5, tl.max(high, 0).to(tl.float64))
-    tl.store(numbers + 12, tl.sum(subnormal, 0).to(tl.float64))
+    tl.store(numbers + NAN, n.to(tl.float64))
+    tl.store(numbers + POSINF, p.to(tl.float64))
+    tl.store(numbers + NEGINF, m.to(tl.float64))
+    tl.store(numbers + ZERO, tl.sum(zero, 0).to(tl.float64))
+    tl.store(numbers + MIN, tl.min(low, 0).to(tl.float64))
+    tl.store(numbers + MAX, tl.max(high, 0).to(tl.float64))
+    tl.store(numbers + BELOW, tl.sum(subnormal, 0).to(tl.float64))
     return (n + p + m).to(tl.int64)
 
 
@@ -78,17 +89,17 @@ def _write_sums(numbers, s, c, q, qc, exponent, sort: tl.constexpr):
     if sort == COMPENSATED:
         total, lost = fold(s, c)
         squares, squares_lost, shared = fold_squares(q, qc, exponent)
-        tl.store(numbers + 7, lost)
-        tl.store(numbers + 9, squares_lost)
-        tl.store(numbers + 11, shared)
+        tl.store(numbers + SUM_LOST, lost)
+        tl.store(numbers + SUMSQ_LOST, squares_lost)
+        tl.store(numbers + EXPONENT, shared)
     else:
         total, lost = tl.sum(s, 0), 0.0
         squares = tl.sum(q, 0)
-        tl.store(numbers + 7, 0.0)
-        tl.store(numbers + 9, 0.0)
-        tl.store(numbers + 11, 0.0)
-    tl.store(numbers + 6, total)
-    tl.store(numbers + 8, squares)
+        tl.store(numbers + SUM_LOST, 0.0)
+        tl.store(numbers + SUMSQ_LOST, 0.0)
+        tl.store(numbers + EXPONENT, 0.0)
+    tl.store(numbers + SUM, total)
+    tl.store(numbers + SUMSQ, squares)
     return total + lost
 
 
@@ -139,20 +150,20 @@ def _chunk(
                 lower += (word & 0xFFFFFFFF).to(tl.int64)
     numbers, integers = part.to(tl.pointer_type(tl.float64)), part.to(tl.pointer_type(tl.int64))
     if CHECKSUM & flags:
-        tl.store(integers + 15, tl.sum(total, 0).to(tl.int64, bitcast=True))
+        tl.store(integers + FINGERPRINT, tl.sum(total, 0).to(tl.int64, bitcast=True))
     if STATS & flags:
         odd = _write_counts(numbers, nan, pos, neg, zero, low, high, subnormal)
         good = (stop - start - odd).to(tl.float64)
         total_sum = _write_sums(numbers, s, c, q, qc, exponent, sort)
         mean = tl.where(good > 0, total_sum / tl.maximum(good, 1.0), 0.0)
-        tl.store(numbers + 13, good)
-        tl.store(numbers + 14, mean)
+        tl.store(numbers + FINITE, good)
+        tl.store(numbers + MEAN, mean)
         if sort == EXACT:
-            tl.store(integers + 16, tl.sum(upper, 0))
-            tl.store(integers + 17, tl.sum(lower, 0))
+            tl.store(integers + UPPER, tl.sum(upper, 0))
+            tl.store(integers + LOWER, tl.sum(lower, 0))
         if STD & flags:
             drift, square = _deviations(start, stop, mean, address, layout, kind, size, levels)
-            tl.store(numbers + 10, tl.where(good > 0, tl.maximum(square - drift * drift / tl.maximum(good, 1.0), 0.0), 0.0))
+            tl.store(numbers + M2, tl.where(good > 0, tl.maximum(square - drift * drift / tl.maximum(good, 1.0), 0.0), 0.0))
 
 
 @triton.jit
@@ -243,9 +254,9 @@ def _exact_sum(part, blocks, levels: tl.constexpr):
     lower = tl.zeros([1 << levels], tl.int64)
     for begin in range(0, blocks, 1 << levels):
         at = begin + tl.arange(0, 1 << levels).to(tl.int64)
-        halves = part.to(tl.pointer_type(tl.int64)) + at * WIDTH + 16
-        low = tl.load(halves + 1, mask=at < blocks, other=0)
-        upper += tl.load(halves, mask=at < blocks, other=0) + (low >> 32)
+        halves = part.to(tl.pointer_type(tl.int64)) + at * WIDTH
+        low = tl.load(halves + LOWER, mask=at < blocks, other=0)
+        upper += tl.load(halves + UPPER, mask=at < blocks, other=0) + (low >> 32)
         lower += low & 0xFFFFFFFF
     high, low_sum = tl.sum(upper, 0), tl.sum(lower, 0)
     high += low_sum >> 32
@@ -256,14 +267,14 @@ def _exact_sum(part, blocks, levels: tl.constexpr):
 @triton.jit
 def _spread(part, total, blocks, levels: tl.constexpr):
     """Add squared deviations of parts from the mean of the whole (Chan, Golub and LeVeque, 1979)."""
-    good = _added(part, 13, blocks, levels)
+    good = _added(part, FINITE, blocks, levels)
     whole = tl.where(good > 0, total / tl.maximum(good, 1.0), 0.0)
     lanes = tl.zeros([1 << levels], tl.float64)
     for begin in range(0, blocks, 1 << levels):
         at = begin + tl.arange(0, 1 << levels).to(tl.int64)
-        n = _column(part, 13, at, blocks, 0.0)
-        off = tl.where(n > 0, _column(part, 14, at, blocks, 0.0) - whole, 0.0)
-        lanes += _column(part, 10, at, blocks, 0.0) + n * (off * off)
+        n = _column(part, FINITE, at, blocks, 0.0)
+        off = tl.where(n > 0, _column(part, MEAN, at, blocks, 0.0) - whole, 0.0)
+        lanes += _column(part, M2, at, blocks, 0.0) + n * (off * off)
     return tl.sum(lanes, 0)
 
 
@@ -277,16 +288,16 @@ def _write_row(row, part, count, blocks, sort: tl.constexpr, flags: tl.constexpr
     exponent = tl.full([1 << levels], -600, tl.int32)
     for begin in range(0, blocks, 1 << levels):
         at = begin + tl.arange(0, 1 << levels).to(tl.int64)
-        low = tl.minimum(low, _column(part, 4, at, blocks, float("inf")))
-        high = tl.maximum(high, _column(part, 5, at, blocks, float("-inf")))
-        s, lost = two_sum(s, _column(part, 6, at, blocks, 0.0))
-        c += lost + _column(part, 7, at, blocks, 0.0)
-        squares = _column(part, 8, at, blocks, 0.0)
-        own = tl.where(squares > 0, _column(part, 11, at, blocks, 0.0).to(tl.int32), -600)
+        low = tl.minimum(low, _column(part, MIN, at, blocks, float("inf")))
+        high = tl.maximum(high, _column(part, MAX, at, blocks, float("-inf")))
+        s, lost = two_sum(s, _column(part, SUM, at, blocks, 0.0))
+        c += lost + _column(part, SUM_LOST, at, blocks, 0.0)
+        squares = _column(part, SUMSQ, at, blocks, 0.0)
+        own = tl.where(squares > 0, _column(part, EXPONENT, at, blocks, 0.0).to(tl.int32), -600)
         shared = tl.maximum(exponent, own)
         before, here = shrunk(exponent, shared), shrunk(own, shared)
         q, lost = two_sum(q * before * before, squares * here * here)
-        qc = qc * before * before + lost + _column(part, 9, at, blocks, 0.0) * here * here
+        qc = qc * before * before + lost + _column(part, SUMSQ_LOST, at, blocks, 0.0) * here * here
         exponent = shared
     if sort == COMPENSATED:
         total, lost = fold(s, c)
@@ -295,18 +306,20 @@ def _write_row(row, part, count, blocks, sort: tl.constexpr, flags: tl.constexpr
         total, lost = tl.sum(s, 0), tl.sum(c, 0)
         squares_sum, squares_lost, shared_all = tl.sum(q, 0), tl.sum(qc, 0), 0.0
     total = tl.where(tl.abs(total) < float("inf"), total + lost, total)
-    tl.store(row, count.to(tl.float64))
-    for k in tl.static_range(0, 4):
-        tl.store(row + 1 + k, _added(part, k, blocks, levels))
-    tl.store(row + 5, tl.min(low, 0) + 0.0)  # a zero has no sign here
-    tl.store(row + 6, tl.max(high, 0) + 0.0)
-    tl.store(row + 7, _exact_sum(part, blocks, levels) if sort == EXACT else total)
-    tl.store(row + 8, squares_sum + squares_lost)
+    tl.store(row + ROW_COUNT, count.to(tl.float64))
+    tl.store(row + ROW_NAN, _added(part, NAN, blocks, levels))
+    tl.store(row + ROW_POSINF, _added(part, POSINF, blocks, levels))
+    tl.store(row + ROW_NEGINF, _added(part, NEGINF, blocks, levels))
+    tl.store(row + ROW_ZERO, _added(part, ZERO, blocks, levels))
+    tl.store(row + ROW_MIN, tl.min(low, 0) + 0.0)  # a zero has no sign here
+    tl.store(row + ROW_MAX, tl.max(high, 0) + 0.0)
+    tl.store(row + ROW_SUM, _exact_sum(part, blocks, levels) if sort == EXACT else total)
+    tl.store(row + ROW_SUMSQ, squares_sum + squares_lost)
     if STD & flags:
-        tl.store(row + 9, _spread(part, total, blocks, levels))
-    tl.store(row + 10, shared_all)
+        tl.store(row + ROW_M2, _spread(part, total, blocks, levels))
+    tl.store(row + ROW_EXPONENT, shared_all)
     if SUBNORMAL & flags:
-        tl.store(row + 11, _added(part, 12, blocks, levels))
+        tl.store(row + ROW_BELOW, _added(part, BELOW, blocks, levels))
 
 
 @triton.jit
@@ -330,10 +343,10 @@ def merge_parts(
     part = parts.to(tl.int64) + first * WIDTH * 8
     integers = row.to(tl.pointer_type(tl.int64))
     if CHECKSUM & flags:
-        tl.store(integers + ROW, _integers(part, 15, blocks, levels))
+        tl.store(integers + ROW, _integers(part, FINGERPRINT, blocks, levels))
     numbers = row.to(tl.pointer_type(tl.float64))
     if STATS & flags:
         _write_row(numbers, part, count, blocks, sort, flags, levels)
     else:
-        tl.store(numbers + 5, float("inf"))
-        tl.store(numbers + 6, float("-inf"))
+        tl.store(numbers + ROW_MIN, float("inf"))
+        tl.store(numbers + ROW_MAX, float("-inf"))

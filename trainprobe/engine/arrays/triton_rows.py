@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainprobe.engine.arrays.torch_checksum import mix
 from trainprobe.engine.arrays.torch_reduce import REDUCED, SMALLEST_NORMAL, write_row
-from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, STD, SUBNORMAL
+from trainprobe.engine.stats.partials import CHECKSUM, CHUNK, CHUNK_INTEGERS, PARTIALS, STATS, STD, SUBNORMAL
 
 DEVICES = {"cuda"}
 TAKEN = STATS | CHECKSUM | STD | SUBNORMAL
@@ -32,7 +32,7 @@ _LEVELS, _MERGE_LEVELS = (10, 10, 8, 10), 7  # 2^this lanes a program, by the so
 _LEAST, _MOST, _PARTS = 1 << 14, 1 << 18, 1 << 13  # elements a chunk; chunks a tensor, before chunks grow
 _TOGETHER, _HELD = 512, 32 << 20  # tensors and bytes that wait for one launch
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # a fused multiply and add would spoil the errors of sums
-_COLUMNS, _PART = 14, 18  # of triton_kernels
+_COLUMNS, _PART = 14, len(CHUNK) + len(CHUNK_INTEGERS)  # of triton_kernels: numbers a job and a part
 Key = tuple[torch.dtype, int]  # a dtype, and the flags that the kernels take of what is wanted
 
 
@@ -326,7 +326,9 @@ def difference(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64], magnitudes: b
         allowed[:, PARTIALS.index("sumsq")] = squares
         allowed[:, PARTIALS.index("m2")] = squares * np.exp2(2 * told["exponent"])
         if magnitudes:
-            allowed[:, [PARTIALS.index("min"), PARTIALS.index("max")]] = np.abs(x[:, [5, 6]]) * 2.0**-51
+            allowed[:, [PARTIALS.index("min"), PARTIALS.index("max")]] = (
+                np.abs(x[:, [PARTIALS.index("min"), PARTIALS.index("max")]]) * 2.0**-51
+            )
     same = (x == y) | (np.isnan(x) & np.isnan(y)) | (apart <= allowed)
     wrong = [name for name, fits in zip(PARTIALS, same.T, strict=True) if not fits.all()]
     return ", ".join(wrong if (a[:, -1] == b[:, -1]).all() else [*wrong, "fingerprint"])

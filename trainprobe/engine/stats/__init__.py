@@ -5,4 +5,3 @@ from trainprobe.engine.stats.checksum import shard_fingerprint as shard_fingerpr
 from trainprobe.engine.stats.partials import PARTIALS as PARTIALS
 from trainprobe.engine.stats.partials import STATISTICS as STATISTICS
 from trainprobe.engine.stats.partials import finish as finish
-from trainprobe.engine.stats.partials import merge as merge

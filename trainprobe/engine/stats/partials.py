@@ -1,7 +1,7 @@
-"""The partials of a tensor, how two of them merge, and how they become numbers.
+"""The partials of a tensor, and how they become numbers.
 
-A device reduces a tensor to one row of float64 partials; hosts merge rows (micro-batches, ranks, shards) and finish
-them. Columns, in order: see `PARTIALS`. Non-finite elements are counted apart, so that one NaN does not hide the rest:
+A device reduces a tensor to one row of float64 partials; the host finishes them. Columns, in order: see `PARTIALS`.
+Non-finite elements are counted apart, so that one NaN does not hide the rest:
 
 * count: elements; nan, posinf, neginf, zero: how many of each
 * min, max: over the elements that are not NaN (+inf and -inf when there is none); a zero has no sign here
@@ -25,6 +25,13 @@ import numpy.typing as npt
 # The layout of a row, and the flags of what is wanted of a tensor. All kernels take them from here, those in C at their build.
 PARTIALS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "sum", "sumsq", "m2", "exponent", "subnormal")
 WIDTH = len(PARTIALS)
+# the layout of a chunk on a device, before the chunks of a tensor become its row: sums with their corrections, what the
+# deviations are merged by, and for Triton the fingerprint and the halves of an exact sum of integers
+CHUNK = (
+    *("nan", "posinf", "neginf", "zero", "min", "max", "sum", "sum_lost", "sumsq", "sumsq_lost", "m2", "exponent", "subnormal"),
+    *("finite", "mean"),
+)
+CHUNK_INTEGERS = ("fingerprint", "upper", "lower")
 STATS, CHECKSUM, STD, CRC32, SUBNORMAL = 1, 2, 4, 8, 16
 _AT = {name: i for i, name in enumerate(PARTIALS)}
 F64 = npt.NDArray[np.float64]
@@ -33,33 +40,6 @@ F64 = npt.NDArray[np.float64]
 def column(partials: F64, name: str) -> F64:
     """Return the column `name` of partials [rows, len(PARTIALS)]."""
     return partials[:, _AT[name]]
-
-
-def merge(a: F64, b: F64) -> F64:
-    """Merge two partials [rows, len(PARTIALS)] of disjoint parts of the same tensors (a commutative monoid).
-
-    m2 by Chan, Golub and LeVeque (1979): m2 = m2a + m2b + δ²·na·nb/(na+nb), δ the difference of the means.
-    """
-    with np.errstate(invalid="ignore"):  # the extremes may be opposite infinities; they are set right below
-        out = a + b
-    for name, pick in (("min", np.minimum), ("max", np.maximum)):
-        out[:, _AT[name]] = pick(column(a, name), column(b, name))
-    na, nb = finite_count(a), finite_count(b)
-    with np.errstate(all="ignore"):
-        delta = column(b, "sum") / nb - column(a, "sum") / na
-        extra = np.where((na > 0) & (nb > 0), delta * delta * na * nb / (na + nb), 0.0)
-    out[:, _AT["m2"]] = column(a, "m2") + column(b, "m2") + extra
-    out[:, _AT["sumsq"]], out[:, _AT["exponent"]] = _merge_squares(a, b)
-    return out
-
-
-def _merge_squares(a: F64, b: F64) -> tuple[F64, F64]:
-    """Return sumsq and exponent of the union; a part without squares has no say in the exponent."""
-    exponents = [np.where(column(p, "sumsq") == 0, -np.inf, column(p, "exponent")) for p in (a, b)]
-    shared = np.maximum(*exponents)
-    shared = np.where(np.isinf(shared), 0.0, shared)
-    scales = [np.exp2(e - shared) for e in exponents]  # applied twice: the square may be smaller than the smallest number
-    return np.asarray(sum(column(p, "sumsq") * scale * scale for p, scale in zip((a, b), scales, strict=True))), shared
 
 
 def finite_count(partials: F64) -> F64:

@@ -96,6 +96,7 @@ static void describe(Pen *p, const Value *v, const double *row, uint64_t checksu
     write_text(p, v->type), write_text(p, v->dtype), write_text(p, v->device), write_text(p, v->note);
     if (!row) return;
     uint16_t mask = 0;
+    _Static_assert(COLUMNS <= 8 * sizeof mask, "the mask of a row has a bit a column");
     for (int i = 0; i < COLUMNS; i++) mask |= (uint16_t)(row[i] != 0) << i;
     WRITE(p, mask);
     for (int i = 0; i < COLUMNS; i++)
