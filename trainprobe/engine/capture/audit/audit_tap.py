@@ -20,13 +20,11 @@ from trainprobe.engine.capture.audit.gradient_use import GradientUse
 from trainprobe.engine.capture.audit.loss_factors import scaled_from
 from trainprobe.engine.capture.audit.model_calls import ModelCalls, unwrapped
 from trainprobe.engine.capture.audit.observers import Audited, Observers, let, observer, undo
-from trainprobe.engine.capture.audit.reduced_gradients import ReducedGradients
 from trainprobe.engine.capture.audit.registered import saved_buffers
 from trainprobe.engine.capture.audit.run import AuditRun
 from trainprobe.engine.capture.audit.saved_states import SavedStates
 from trainprobe.engine.capture.audit.schedules import ScheduleWatch
 from trainprobe.engine.capture.audit.set_up import bases_of, model_facts, modes_of, optimizer_groups, parameters_of, rates_of
-from trainprobe.engine.capture.audit.update_rules import UpdateRerun
 from trainprobe.engine.capture.audit.waiting_gradients import waiting_gradients
 from trainprobe.engine.capture.parameter_states import ParameterStateTap
 from trainprobe.engine.capture.patching.step_hooks import StepListener
@@ -70,16 +68,22 @@ class AuditTap:
     ) -> None:
         self._guard = guard
         self.declared = observer(guard, DeclaredGradient, lambda _: DeclaredGradient())
-        self._rerun = observer(guard, UpdateRerun, lambda _: UpdateRerun(names, states.at_address))
         self._calls = ModelCalls(guard)
         self._backward = BackwardStarts(guard, self._first_backward, self._backward_begins, self._clears)
         self._use = observer(guard, GradientUse, lambda _: GradientUse(names))
         self._given = Given(guard, self._calls, lambda: self._backward.count)
         due = lambda relation: self.run.due(relation)  # noqa: E731
-        self._observers = Observers(guard, Audited(names, lambda: self._models, due, lambda: self._calls.runs))
-        reduces = lambda: self.run.due("reduced_gradients") and states.source is None  # noqa: E731
-        self._reduced = observer(guard, ReducedGradients, lambda own: ReducedGradients(own, names, reduces))
-        self._reduced.weighs = lambda: self.run.world_size > 1
+        audited = Audited(
+            names=names,
+            models=lambda: self._models,
+            due=due,
+            inside=lambda: self._calls.runs,
+            tape=lambda: self._tape,
+            plain=self._plain,
+            at_address=states.at_address,
+            world_size=lambda: self.run.world_size,
+        )
+        self._observers = Observers(guard, audited)
         self._schedules = observer(guard, ScheduleWatch, ScheduleWatch)
         remember = lambda own: SavedStates(own, self._held_now, lambda: self.run.step, self._schedules.positions)  # noqa: E731
         self.saves = observer(guard, SavedStates, remember)
@@ -123,7 +127,6 @@ class AuditTap:
         self._models = list(model) if isinstance(model, list | tuple) else [model]
         self._optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer else []
         self._calls.open(self._models)
-        self._let(self._reduced.open, self._models)
         self._let(self._schedules.start)
         self._observers.start()
         self._listener = self._listener or StepListener(lambda optimizer, args, kwargs: self._count_between())
@@ -145,7 +148,6 @@ class AuditTap:
         self._left, self._kept, self._buffers, self._begun = {}, {}, {}, {}
         self._let(self._use.begin)
         self._waiting = {}
-        self._let(self._reduced.begin, tape)
         self._updates, self._rates, self._repeated, self._stepped, self._groups = 0, (), False, set(), {}
         self._bases = ()
         self._modes = None
@@ -154,7 +156,6 @@ class AuditTap:
         self._random_begun = random_fingerprint()
         self._randoms = (self._let(self.saves.begins) or {}) if self.run.keeps_saves else {}
         self._let(self.declared.begin, tape)
-        self._let(self._rerun.begin, tape)
         self._calls.looks_for_repeats = self.run.due("recomputed_forward")
         self._calls.begin(tape)
         self._given.begin(tape)
@@ -177,7 +178,6 @@ class AuditTap:
         self._given.end()
         self._observers.end()
         self._backward.end()
-        undo(self._guard, self._reduced.end)
 
     def close(self) -> None:
         """Leave nothing behind."""
@@ -207,7 +207,7 @@ class AuditTap:
 
     def unclipped(self, parameters: Sequence[Any]) -> None:
         """The gradients of these parameters are whole and not yet clipped."""
-        self._let(self._reduced.used, parameters)
+        self._observers.unclipped(parameters)
         if self._tape is not None and self.declared.loss is not None and self.run.wants("rerun") and len(self._models) == 1:
             inner = list(unwrapped(self._models[0]))[-1]
             names = self._names()
@@ -237,8 +237,7 @@ class AuditTap:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._repeated |= bool(held & self._stepped)
         self._stepped |= held
-        if self.run.due("update_rule"):
-            self._let(self._rerun.before, optimizer)
+        self._observers.steps(optimizer)
         self._let(self._schedules.at_update, optimizer)
         self._rates += rates_of(optimizer)
         self._bases += bases_of(optimizer, len(self._groups), self._let(self._schedules.drives, optimizer) is False)
@@ -258,7 +257,7 @@ class AuditTap:
         self._updates += 1
         self._let(self._use.after_update)
         self._backward.unused = 0
-        self._let(self._rerun.after)
+        self._observers.stepped()
         if self._fingerprints():
             self._buffers = self._look_at_buffers(self._tape)
 
@@ -364,8 +363,6 @@ class AuditTap:
             "schedules": self._let(self._schedules.take),
             "plateaus": self._let(self._schedules.plateaus.seen),
             "projections": self._let(self.declared.take),
-            "reductions": self._let(self._reduced.take),
-            "reruns": self._let(self._rerun.take),
             "saved": self._let(self.saves.take),
             "loaded": None if loaded is None else self._let(loaded.read),
             "stale_copies": self._let(self._calls.copies.take),

@@ -25,13 +25,19 @@ _RELEASES = ("end", "stop")  # methods by which an observer takes away what it h
 class Audited:
     """What an observer may ask of the training. names: id of parameter → recorded name. models: the chunks of the model.
 
-    due: whether a relation is checked at this step. inside: whether the model runs, in training.
+    due: whether a relation is checked at this step. inside: whether the model runs, in training. tape: of the step that is
+    audited. plain: whether gradients are those of the parameters. at_address: name of the parameter that lies at an address, of
+    the pieces of a flat buffer that an optimizer steps. world_size: how many ranks there are.
     """
 
     names: Callable[[], Mapping[int, str]]
     models: Callable[[], Sequence[Any]]
     due: Callable[[str], bool]
     inside: Callable[[], bool]
+    tape: Callable[[], Tape | None]
+    plain: Callable[[], bool]
+    at_address: Callable[[int], str]
+    world_size: Callable[[], int]
 
 
 class Observer:
@@ -42,13 +48,22 @@ class Observer:
         self._audited = audited
 
     def start(self) -> None:
-        """The run begins."""
+        """The run begins, or goes on with another model."""
 
     def begin(self) -> None:
         """An audited step begins."""
 
+    def unclipped(self, parameters: Sequence[Any]) -> None:
+        """The gradients of these parameters are whole and not yet clipped."""
+
     def before_update(self, tape: Tape) -> None:
         """An optimizer is about to step; the gradients are those of the parameters, in full."""
+
+    def steps(self, optimizer: Any) -> None:
+        """This optimizer is about to step, whoever keeps the gradients."""
+
+    def stepped(self) -> None:
+        """It has stepped."""
 
     def end(self) -> None:
         """The step has ended: take away what `begin` installed. Called also where the observer has failed."""
@@ -77,6 +92,21 @@ class Observers:
         """An audited step begins."""
         for one in self._all:
             let(self._guard, one.begin)
+
+    def unclipped(self, parameters: Sequence[Any]) -> None:
+        """The gradients of these parameters are whole and not yet clipped."""
+        for one in self._all:
+            let(self._guard, one.unclipped, parameters)
+
+    def steps(self, optimizer: Any) -> None:
+        """This optimizer is about to step, whoever keeps the gradients."""
+        for one in self._all:
+            let(self._guard, one.steps, optimizer)
+
+    def stepped(self) -> None:
+        """It has stepped."""
+        for one in self._all:
+            let(self._guard, one.stepped)
 
     def before_update(self, tape: Tape) -> None:
         """An optimizer is about to step."""

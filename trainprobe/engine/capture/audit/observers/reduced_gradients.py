@@ -6,13 +6,14 @@ on the device until the step is drained. No random number is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
+from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.capture.unreduced import UnreducedTap
 from trainprobe.engine.core.facts import Reduction
 from trainprobe.engine.core.guard import Guard
@@ -23,37 +24,34 @@ _STEP = 0.6180339887498949
 _BLOCK = 1 << 22  # elements at a time: the weights of a whole embedding would not fit beside it
 
 
-class ReducedGradients:
-    """Looks at the gradients of a step that `wanted` asks for. names: id of parameter → recorded name.
+class ReducedGradients(Observer):
+    """Looks at gradients of plain parameters. With a single rank the number is a sum, which tells whether all is finite."""
 
-    weighs: whether ranks are compared; where they are not, the number is a sum, which tells whether all of it is finite.
-    """
-
-    def __init__(self, guard: Guard, names: Callable[[], Mapping[int, str]], wanted: Callable[[], bool]) -> None:
-        self.weighs: Callable[[], bool] = lambda: True
-        self._names = names
-        self._tap = UnreducedTap(guard, self._arrived, wanted)
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
+        self._tap = UnreducedTap(guard, self._arrived, lambda: audited.due("reduced_gradients") and audited.plain())
         self._sums: dict[int, Tensor] = {}
         self._told: list[tuple[str, Deferred]] = []
         self._tape: Tape | None = None
 
-    def open(self, model: Any) -> None:
+    def start(self) -> None:
         """Remember whose gradients to look at."""
-        self._tap.open(model)
+        self._tap.open(self._audited.models())
 
-    def begin(self, tape: Tape) -> None:
+    def begin(self) -> None:
         """Hook the accumulators where this step is wanted."""
-        self._sums, self._told, self._tape = {}, [], tape
-        self._tap.begin(tape)
+        self._sums, self._told, self._tape = {}, [], self._audited.tape()
+        if self._tape is not None:
+            self._tap.begin(self._tape)
 
     def end(self) -> None:
         """Remove the hooks."""
         self._tap.end()
         self._tape = None
 
-    def used(self, parameters: Sequence[Any]) -> None:
+    def unclipped(self, parameters: Sequence[Any]) -> None:
         """Look at the gradients of these parameters as they are used: whole, and not yet clipped. The first look counts."""
-        names, tape = self._names(), self._tape
+        names, tape = self._audited.names(), self._tape
         if tape is None:
             return
         with torch.no_grad(), DisableTorchFunction():
@@ -63,16 +61,16 @@ class ReducedGradients:
                     row = [arrived, self._number(p.grad), torch.linalg.vector_norm(p.grad, dtype=torch.float64)]
                     self._told.append((names[id(p)], tape.defer(torch.stack(row))))
 
-    def take(self) -> tuple[Reduction, ...]:
-        """Return what was seen, once the step is drained."""
+    def facts(self) -> Mapping[str, Any]:
+        """Return what was seen."""
         told, self._told = self._told, []
-        return tuple(Reduction(name, *row.numbers.tolist()) for name, row in told if row.numbers is not None)
+        return {"reductions": tuple(Reduction(name, *row.numbers.tolist()) for name, row in told if row.numbers is not None)}
 
     def _number(self, t: Tensor) -> Tensor:
-        return _product(t) if self.weighs() else t.detach().sum(dtype=torch.float64)
+        return _product(t) if self._audited.world_size() > 1 else t.detach().sum(dtype=torch.float64)
 
     def _arrived(self, p: Any, gradient: Any) -> None:
-        if id(p) not in self._names() or type(gradient) is not Tensor or not _is_real(gradient):
+        if id(p) not in self._audited.names() or type(gradient) is not Tensor or not _is_real(gradient):
             self._sums.pop(id(p), None)
             return
         with torch.no_grad(), DisableTorchFunction():

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
+from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.core.facts import Rerun
+from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.sources import is_partial
 from trainprobe.engine.tape import Tape
@@ -76,29 +78,25 @@ def rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule | None:
     return {torch.optim.AdamW: adamw, torch.optim.SGD: sgd}.get(kind)
 
 
-class UpdateRerun:
-    """Runs updates again. `before` and `after` stand around an optimizer's step; numbers stay on the device until the
-    step is drained.
+class UpdateRerun(Observer):
+    """Runs updates again; numbers stay on the device until the step is drained."""
 
-    names: id of parameter → recorded name. at_address: name of the parameter that lies at an address, of the pieces of a flat
-    buffer that an optimizer steps.
-    """
-
-    def __init__(self, names: Callable[[], Mapping[int, str]], at_address: Callable[[int], str]) -> None:
-        self._names = names
-        self._at_address = at_address
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
         self._expected: list[tuple[str, Any, Tensor, Tensor, Tensor]] = []
         self._told: list[tuple[str, Any, Deferred]] = []
         self._tape: Tape | None = None
         self._turn = 0
 
-    def begin(self, tape: Tape) -> None:
+    def begin(self) -> None:
         """Forget the last step."""
-        self._expected, self._told, self._tape = [], [], tape
+        self._expected, self._told, self._tape = [], [], self._audited.tape()
 
-    def before(self, optimizer: Any) -> None:
+    def steps(self, optimizer: Any) -> None:
         """Work out what the parameters will be; as many as the limit allows, each in its turn."""
-        names, left = self._names(), _ELEMENTS
+        if not self._audited.due("update_rule"):
+            return
+        names, left = self._audited.names(), _ELEMENTS
         stepped = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         start = self._turn % len(stepped) if stepped else 0
         with torch.no_grad(), DisableTorchFunction():
@@ -117,7 +115,7 @@ class UpdateRerun:
                 left -= held.numel()
                 self._turn += 1
 
-    def after(self) -> None:
+    def stepped(self) -> None:
         """Compare with what the parameters are now: the largest error as a part of the noise floor, and both norms."""
         with torch.no_grad(), DisableTorchFunction():
             for name, p, was, expected, floor in self._expected:
@@ -129,19 +127,19 @@ class UpdateRerun:
                     self._told.append((name, held, self._tape.defer(torch.stack(told))))
         self._expected = []
 
-    def take(self) -> tuple[Rerun, ...]:
-        """Return what was found, once the step is drained."""
+    def facts(self) -> Mapping[str, Any]:
+        """Return what was found."""
         told, self._told = self._told, []
         found: list[Rerun] = []
         for name, p, row in told:
             if row.numbers is not None:
                 *numbers, at = row.numbers.tolist()
                 found.append(Rerun(name or self._piece(p, int(at)), *numbers))
-        return tuple(found)
+        return {"reruns": tuple(found)}
 
     def _piece(self, p: Tensor, at: int) -> str:
         """Name the parameter that holds an element of a flat buffer."""
-        return self._at_address(p.data_ptr() + at * p.element_size()) if p.is_contiguous() else ""
+        return self._audited.at_address(p.data_ptr() + at * p.element_size()) if p.is_contiguous() else ""
 
 
 def _local(t: Any) -> Tensor:
