@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainprobe.engine.arrays.torch_checksum import fingerprint_of_chunk
 from trainprobe.engine.arrays.torch_chunks import chunks
-from trainprobe.engine.stats.partials import CHECKSUM, STATS, STD, SUBNORMAL, WIDTH
+from trainprobe.engine.stats.partials import CHECKSUM, CHUNK, PARTIALS, STATS, STD, SUBNORMAL, WIDTH
 
 _LOW = 0xFFFFFFFF
 _UNSIGNED = {torch.uint16: (torch.int16, 0xFFFF), torch.uint32: (torch.int32, _LOW)}
@@ -67,7 +67,7 @@ def reduce_tensor(t: Tensor, flags: int) -> tuple[Tensor, Tensor | None]:
                 place += words
         row = _merge_parts(torch.stack(parts), t.numel(), bool(flags & STD)) if parts else _empty_row(t)
         if exact:
-            row[7] = _exact_sum(torch.stack(exact))
+            row[PARTIALS.index("sum")] = _exact_sum(torch.stack(exact))
         return row, total
 
 
@@ -82,7 +82,7 @@ def write_row(t: Tensor, flags: int, row: Tensor) -> None:
 
 def _empty_row(t: Tensor) -> Tensor:
     row = torch.zeros(WIDTH, dtype=accumulator(t.device), device=t.device)
-    row[5], row[6] = torch.inf, -torch.inf
+    row[PARTIALS.index("min")], row[PARTIALS.index("max")] = torch.inf, -torch.inf
     return row
 
 
@@ -167,14 +167,20 @@ def _chunk_partials(x: Tensor, flags: int) -> Tensor:
     if flags & SUBNORMAL and tiny is not None:
         subnormal = ((clean.abs() < tiny) & (clean != 0)).sum().to(wide)
     low, high = v.where(~nan, torch.inf).amin() + 0.0, v.where(~nan, -torch.inf).amax() + 0.0
-    counts = [m.sum().to(wide) for m in (nan, pos, neg, v == 0)]
-    return torch.stack([*counts, low, high, s, c, q, qc, m2, exponent, subnormal, n_good, mean])
+    found = {
+        **{name: m.sum().to(wide) for name, m in (("nan", nan), ("posinf", pos), ("neginf", neg), ("zero", v == 0))},
+        **{"min": low, "max": high, "sum": s, "sum_lost": c, "sumsq": q, "sumsq_lost": qc},
+        **{"m2": m2, "exponent": exponent, "subnormal": subnormal, "finite": n_good, "mean": mean},
+    }
+    return torch.stack([found[name] for name in CHUNK])
 
 
 def _merge_parts(parts: Tensor, count: int, wants_std: bool) -> Tensor:
     """Merge chunk partials [k, 15] of one tensor into its row [12]."""
-    nan, pos, neg, zero, low, high, s, c, q, qc, m2, exponent, subnormal, good, mean = parts.unbind(1)
-    total, lost = compensated_sum(s)
+    part = dict(zip(CHUNK, parts.unbind(1), strict=True))
+    c, q, qc, m2, exponent = (part[name] for name in ("sum_lost", "sumsq", "sumsq_lost", "m2", "exponent"))
+    good, mean = part["finite"], part["mean"]
+    total, lost = compensated_sum(part["sum"])
     total_sum = torch.where(total.isfinite(), total + (lost + c.sum()), total)
     shared = torch.where(q > 0, exponent, -torch.inf).amax()
     shared = torch.where(shared == -torch.inf, 0.0, shared)
@@ -183,19 +189,13 @@ def _merge_parts(parts: Tensor, count: int, wants_std: bool) -> Tensor:
     all_good = good.sum()
     whole = torch.where(all_good > 0, total_sum / all_good, 0.0)
     spread = m2.sum() + (good * (mean - whole).square()).sum() if wants_std and parts.shape[0] > 1 else m2[0]
-    return torch.stack(
-        [
-            torch.full((), count, dtype=parts.dtype, device=parts.device),
-            *(x.sum() for x in (nan, pos, neg, zero)),
-            low.amin(),
-            high.amax(),
-            total_sum,
-            squares + (squares_lost + (qc * scale * scale).sum()),
-            spread,
-            shared,
-            subnormal.sum(),
-        ]
-    )
+    row = {
+        **{name: part[name].sum() for name in ("nan", "posinf", "neginf", "zero", "subnormal")},
+        **{"count": torch.full((), count, dtype=parts.dtype, device=parts.device)},
+        **{"min": part["min"].amin(), "max": part["max"].amax(), "sum": total_sum, "m2": spread, "exponent": shared},
+        "sumsq": squares + (squares_lost + (qc * scale * scale).sum()),
+    }
+    return torch.stack([row[name] for name in PARTIALS])
 
 
 def _exact_halves(x: Tensor) -> Tensor:
