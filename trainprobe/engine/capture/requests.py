@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.stats.partials import CHECKSUM, CRC32, STATS, STD, SUBNORMAL
+from trainprobe.engine.stats.partials import ASKED, CHECKSUM, CRC32, STATS
 from trainprobe.engine.tape import CUT, SAVE
 
 
@@ -95,8 +95,7 @@ def flags_of(detail: Detail, cuts: list[Detail] | None = None) -> int:
         (STATS if wanted else 0)
         | (CHECKSUM if detail.wants_checksum else 0)
         | (CRC32 if detail.wants_crc32 else 0)
-        | (STD if "std" in wanted else 0)
-        | (SUBNORMAL if "sublow" in wanted else 0)
+        | sum(flag for name, flag in ASKED.items() if name in wanted)
         | (SAVE if detail.wants_tensor else 0)
         | (cut << CUT)
     )

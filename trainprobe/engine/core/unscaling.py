@@ -9,10 +9,9 @@ import numpy as np
 
 from trainprobe.engine.core.records import Call, StepData, Value
 from trainprobe.engine.stats import finish
-from trainprobe.engine.stats.partials import F64, PARTIALS
+from trainprobe.engine.stats.partials import F64, PARTIALS, POWERS
 
 Scaled = tuple[Call, str, float | Value]  # a call of kind "state", one of its slots, and what its numbers were multiplied by
-_ONCE, _TWICE = ("min", "max", "sum"), ("sumsq", "m2")
 
 
 def divided(partials: F64, scale: F64) -> F64:
@@ -21,10 +20,9 @@ def divided(partials: F64, scale: F64) -> F64:
     Exact for powers of two, which loss scales are, as long as no float64 leaves its range.
     """
     out = partials.copy()
-    for names, factor in ((_ONCE, scale), (_TWICE, scale * scale)):
-        for name in names:
-            at = PARTIALS.index(name)
-            out[:, at] = partials[:, at] / factor
+    for name, power in POWERS.items():
+        at = PARTIALS.index(name)
+        out[:, at] = partials[:, at] / scale**power
     return out
 
 

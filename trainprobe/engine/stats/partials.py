@@ -33,6 +33,10 @@ CHUNK = (
 )
 CHUNK_INTEGERS = ("fingerprint", "upper", "lower")
 STATS, CHECKSUM, STD, CRC32, SUBNORMAL = 1, 2, 4, 8, 16
+# statistics that are worked out where they are asked for alone, by their flags
+ASKED = {"std": STD, "sublow": SUBNORMAL}
+# by which power of a factor a column grows with the tensor; a column that is not here stays
+POWERS = {"min": 1, "max": 1, "sum": 1, "sumsq": 2, "m2": 2}
 _AT = {name: i for i, name in enumerate(PARTIALS)}
 F64 = npt.NDArray[np.float64]
 

@@ -22,6 +22,7 @@ from trainprobe.engine.storage.dumps.header import read_place
 from trainprobe.engine.storage.dumps.layout import find_segments
 from trainprobe.engine.storage.dumps.record_log import read_structure
 from trainprobe.engine.storage.run_log.replicas import SameAs, expanded, read_segment, same_as
+from trainprobe.engine.storage.run_log.schema import OF_STATISTIC
 from trainprobe.engine.storage.run_log.segments import live_table
 from trainprobe.errors import FormatError
 
@@ -105,7 +106,7 @@ def _step_data(table: pa.Table, layouts: dict[str, Any]) -> StoredStepData:
     calls, shown = read_structure(structure, [orjson.loads(row["shape"]) for row in values])
     of_row = {shown[number].row: row for number, row in zip(structure["places"], values, strict=True) if shown[number].row >= 0}
     rows = [of_row.get(i, {}) for i in range(max(of_row, default=-1) + 1)]
-    numbers = {name: np.array([_or_nan(row.get(column)) for row in rows]) for name, column in _FINISHED.items()}
+    numbers = {name: np.array([_or_nan(row.get(column)) for row in rows]) for name, column in OF_STATISTIC.items()}
     numbers["inf"] = np.array([_or_nan(row.get("posinf")) + _or_nan(row.get("neginf")) for row in rows])
     numbers["absmax"] = np.maximum(np.abs(numbers["max"]), np.abs(numbers["min"]))
     sums = [row.get("checksum") for row in rows]
@@ -136,10 +137,6 @@ def _step_data(table: pa.Table, layouts: dict[str, Any]) -> StoredStepData:
             "checksum": np.array([x is None for x in sums]),
         },
     )
-
-
-_SAME = ("min", "max", "mean", "norm", "std", "nan", "zero", "count")
-_FINISHED = {**{name: name for name in _SAME}, "sublow": "subnormal"}
 
 
 def _or_nan(x: float | None) -> float:

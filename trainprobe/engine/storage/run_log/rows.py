@@ -16,12 +16,12 @@ from trainprobe.engine.core.addresses import in_order
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.stats import finish
-from trainprobe.engine.stats.partials import column
+from trainprobe.engine.stats.partials import ASKED, column
 from trainprobe.engine.storage.dumps.header import place_text
 from trainprobe.engine.storage.dumps.record_log import structure
 from trainprobe.engine.storage.run_log import arrow_arrays
 from trainprobe.engine.storage.run_log.arrow_arrays import StringDictionary
-from trainprobe.engine.storage.run_log.schema import COLUMNS, SCHEMA, WORDS, kind_in_words
+from trainprobe.engine.storage.run_log.schema import COLUMNS, OF_STATISTIC, SCHEMA, WORDS, kind_in_words
 
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -216,10 +216,10 @@ class _Table:
 
         found = {name: spread(column(partials, name).astype(np.int64)) for name in _COUNTS}
         found.update({name: spread(values) for name, values in finish(partials, _STATISTICS).items()})
-        if (wants := asked("std")).any():
-            found["std"] = spread(finish(partials, ("std",))["std"], wants)
-        if (wants := asked("sublow")).any():
-            found["subnormal"] = spread(column(partials, "subnormal").astype(np.int64), wants)
+        for name in ASKED:
+            if (wants := asked(name)).any():
+                kind = COLUMNS[OF_STATISTIC[name]][0].to_pandas_dtype()
+                found[OF_STATISTIC[name]] = spread(finish(partials, (name,))[name].astype(kind), wants)
         if any(step_data.checksums is not None for _, step_data, _ in self._steps):
             sums = np.concatenate([_sums_of(step_data, rows) for _, step_data, rows in self._steps])
             taken = np.repeat([step_data.checksums is not None for _, step_data, _ in self._steps], lengths)

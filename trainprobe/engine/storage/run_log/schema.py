@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from trainprobe.engine.stats.partials import STATISTICS
+
 FORMAT = "1"
 
 _WORD = pa.dictionary(pa.int32(), pa.string())
@@ -44,6 +46,9 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
         "JSON: in a row of kind step what holds for all of it, of kind layout the calls of such steps",
     ),
 }
+
+# statistic of a plan → its column, of those that have one
+OF_STATISTIC = {name: column for name in STATISTICS if (column := {"sublow": "subnormal"}.get(name, name)) in COLUMNS}
 
 SCHEMA = pa.schema(
     [pa.field(name, kind, metadata={"description": text}) for name, (kind, text) in COLUMNS.items()],
