@@ -38,7 +38,7 @@ def sent() -> list[tuple[Any, RecordedRank, Frame]]:
 
     class Keeps:
         def __call__(self, step_data: Any) -> list[Any]:
-            values = probe._held.hand_over()
+            values = probe.held.hand_over()
             recorded = RecordedRank(step_data, values)
             for unit in recorded.units():
                 kept.append((unit, recorded, call_frame(len(kept), step_data.step, unit, values)))
