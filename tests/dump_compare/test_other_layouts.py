@@ -21,13 +21,28 @@ from trainprobe.dump_compare.layouts.splits import joins
 from trainprobe.engine.core.records import Value
 from trainprobe.engine.storage.dumps import read
 
-HEALTHY = ["ddp", "fsdp2", "tensor"]
+HEALTHY = ["ddp", "fsdp1", "fsdp2", "tensor", "context"]
+FOUR_RANKS = ["hsdp"]
+DEEPSPEED = ["zero1", "zero2", "zero3"]  # these count steps from 1
+WEIGHT = "Parameter.layers.1.down.weight (step 0)"
+COPY = "in B, rank 1 holds another copy than rank 0"
 PLANTED = {
-    "ddp:weight": ("Parameter.layers.1.down.weight (step 0)", "in B, rank 1 holds another copy than rank 0"),
-    "fsdp2:shard": ("Parameter.layers.1.down.weight (step 0)", "the weights differ"),
-    "tensor:shard": ("Parameter.layers.1.down.weight (step 0)", "the weights differ"),
-    "tensor:reduce": ("Module.layers.1.down.Linear.forward.0 (step 0", "output: in B, rank 1 holds another copy than rank 0"),
-    "ddp:gradients": (".grad (step 0)", "rank 1 holds another copy than rank 0"),
+    "fsdp1:shard": (WEIGHT, "the weights differ"),
+    "context:weight": (WEIGHT, COPY),
+    "context:gradients": (".grad (step 0)", COPY),
+    "ddp:scale": (".grad (step 0)", "all that it is given agrees, grad is at least 5.0e-01 apart"),
+    "tensor:column": ("Module.layers.1.up.Linear.parameters_grad.0 (step 0, micro-batch 0)", "weight is at least"),
+    "ddp:weight": (WEIGHT, COPY),
+    "fsdp2:shard": (WEIGHT, "the weights differ"),
+    "tensor:shard": (WEIGHT, "the weights differ"),
+    "tensor:reduce": ("Module.layers.1.down.Linear.forward.0 (step 0", f"output: {COPY}"),
+    "ddp:gradients": (".grad (step 0)", COPY),
+}
+FOUR_PLANTED = {"hsdp:shard": (WEIGHT, "in B, rank 3 holds another copy than rank 1")}
+DEEPSPEED_PLANTED = {
+    "zero1:weight": (WEIGHT, COPY),
+    "zero2:weight": (WEIGHT, COPY),
+    "zero3:shard": (WEIGHT, "the weights differ"),
 }
 
 
@@ -37,7 +52,15 @@ def dumps(tmp_path_factory) -> Path:
     train_layouts.train(folder / "alone")
     script = str(Path(train_layouts.__file__))
     launch(script, 2, str(folder), *HEALTHY, *PLANTED, folder=folder, timeout=300)
+    launch(script, 4, str(folder), *FOUR_RANKS, *FOUR_PLANTED, folder=folder, timeout=300)
     return folder
+
+
+@pytest.fixture(scope="module")
+def deepspeed_dumps(dumps, require) -> Path:
+    require("deepspeed")
+    launch(str(Path(train_layouts.__file__)), 2, str(dumps), *DEEPSPEED, *DEEPSPEED_PLANTED, folder=dumps, timeout=300)
+    return dumps
 
 
 def compared(dumps: Path, a: str, b: str, capsys) -> tuple[int, str, dict]:
@@ -45,7 +68,7 @@ def compared(dumps: Path, a: str, b: str, capsys) -> tuple[int, str, dict]:
     return code, capsys.readouterr().out, json.loads((dumps / "all.json").read_text())
 
 
-@pytest.mark.parametrize("layout", HEALTHY)
+@pytest.mark.parametrize("layout", [*HEALTHY, *FOUR_RANKS])
 def test_a_healthy_layout_agrees_with_one_process_within_rounding(dumps, capsys, layout):
     code, said, found = compared(dumps, "alone", layout, capsys)
     assert code == 1, said
@@ -62,9 +85,31 @@ def test_two_layouts_of_two_ranks_agree(dumps, capsys):
     assert "A is DP2 and B is TP2" in said
 
 
-@pytest.mark.parametrize("layout", PLANTED)
+@pytest.mark.frameworks
+@pytest.mark.parametrize("layout", DEEPSPEED)
+def test_zero_agrees_with_one_process_within_rounding(deepspeed_dumps, capsys, layout):
+    code, said, found = compared(deepspeed_dumps, "alone/step0", f"{layout}/step1", capsys)
+    assert code == 1, said
+    assert {call["verdict"] for call in found["calls"]} <= {"identical", "rounding", "carried"}
+    assert {"Parameter.layers.1.down.weight", "Parameter.layers.1.down.weight.grad"} <= {call["a"] for call in found["calls"]}
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("layout", DEEPSPEED_PLANTED)
+def test_a_weight_that_one_rank_of_zero_lost_is_named_first(deepspeed_dumps, capsys, layout):
+    code, said, _ = compared(deepspeed_dumps, "alone/step0", f"{layout}/step1", capsys)
+    assert code == 2
+    assert all(words in said.splitlines()[0] for words in DEEPSPEED_PLANTED[layout]), said
+
+
+def test_one_rank_of_another_layout_is_no_whole(dumps, capsys):
+    assert main(["dump-compare", str(dumps / "alone/step0/rank0"), str(dumps / "tensor/step0/rank0")]) == 3
+    assert "B holds step 0 of 1 of its 2 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", [*PLANTED, *FOUR_PLANTED])
 def test_what_is_planted_in_one_rank_is_named_first(dumps, capsys, layout):
-    where, what = PLANTED[layout]
+    where, what = {**PLANTED, **FOUR_PLANTED}[layout]
     code, said, _ = compared(dumps, "alone", layout, capsys)
     assert code == 2
     first = said.splitlines()[0]
@@ -114,6 +159,7 @@ class _Known:
     """A rank that holds one array."""
 
     elements: np.ndarray
+    adds_up: bool = False
     folder: Path = Path("step0/rank0")
     step_data: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(step=0, place=None, framework="", level="", task="", partials=np.zeros((0, 1)))

@@ -1,11 +1,13 @@
 """Two steps of a small GPT in several layouts of torch, dumped: `train_layouts.py FOLDER KIND[:FAULT]…` on each rank.
 
-KIND: ddp, fsdp2, tensor (DTensor), alone. All layouts begin with the same weights and see the same samples.
+KIND: ddp, fsdp1, fsdp2, hsdp, tensor (DTensor), context (keys and values are gathered), zero1 to zero3 (DeepSpeed), alone. All
+layouts begin with the same weights and see the same samples.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import trainprobe
+from trainprobe.engine.core.records import Place
 
 WIDTH, WORDS, STEPS = 32, 50, 2
 WHERE = "layers.1.down"
+CONTEXT: list[bool] = []  # not empty where each rank holds a part of each sequence
+SHARE_SAMPLES = ("ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3")
 MONITOR = {"parameters": True, "gradients": True}
 
 
@@ -32,9 +37,34 @@ class Block(nn.Module):
         h = self.norm(x)
         b, t, _ = h.shape
         q, k, v = (linear(h).view(b, t, -1, 8).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = attention(q, k, v)
         x = x + self.out(mixed.transpose(1, 2).reshape(b, t, -1))
         return x + self.down(self.act(self.up(self.norm2(x))))
+
+
+class Gathered(torch.autograd.Function):
+    """The keys or values of all ranks, in their order along the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor) -> Tensor:
+        every = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine.contiguous())
+        return torch.cat(every, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad)
+        return grad.chunk(dist.get_world_size(), 2)[dist.get_rank()]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if not CONTEXT:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    k, v = (Gathered.apply(each) for each in (k, v))
+    begin = dist.get_rank() * q.shape[2]
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(begin)
+    return functional.scaled_dot_product_attention(q, k, v, mask)
 
 
 class Gpt(nn.Module):
@@ -53,55 +83,118 @@ class Gpt(nn.Module):
 def spread(kind: str, model: Any) -> Any:
     """Return a model whose parameters are spread over the ranks."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    if kind == "ddp":
+    if kind in ("ddp", "context"):
         return nn.parallel.DistributedDataParallel(model)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp" if kind == "tensor" else "dp",))
+    world = dist.get_world_size()
     if kind == "tensor":
-        column, row = ["q", "k", "v", "up"], ["out", "down"]
-        for layer in model.layers:
-            ways = {name: ColwiseParallel() for name in column} | {name: RowwiseParallel() for name in row}
-            parallelize_module(layer, mesh, ways)
-        return model
+        return spread_tensors(model, init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)))
+    if kind == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        cpu = torch.device("cpu")
+        return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=cpu)
     from torch.distributed.fsdp import fully_shard
 
+    shape, names = ((2, world // 2), ("dp_replicate", "dp_shard")) if kind == "hsdp" else ((world,), ("dp",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
+def spread_tensors(model: Any, mesh: Any) -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    column, row = ["q", "k", "v", "up"], ["out", "down"]
+    for layer in model.layers:
+        ways = {name: ColwiseParallel() for name in column} | {name: RowwiseParallel() for name in row}
+        parallelize_module(layer, mesh, ways)
+    return model
+
+
 def plant(fault: str, bare: Any, model: Any) -> None:
-    """Change a `weight` or a `shard` of the second rank alone; or leave out the `reduce` of activations or `gradients`."""
+    """Change what the second rank alone holds (`weight`, `shard`) or computes (`column`: the gradient of one linear layer).
+
+    Or leave out the `reduce` of activations or `gradients`, or reduce gradients with a wrong `scale`.
+    """
     linear = bare.get_submodule(WHERE)
-    if fault in ("weight", "shard") and dist.get_rank() == 1:
+    second = dist.get_rank() == 1
+    if fault in ("weight", "shard") and second:
+        held = getattr(linear.weight, "ds_tensor", linear.weight)
         with torch.no_grad():
-            (linear.weight.to_local() if fault == "shard" else linear.weight).mul_(1.01)
+            (held.to_local() if hasattr(held, "to_local") else held).data.mul_(1.01)
+    if fault == "column" and second:
+        bare.get_submodule("layers.1.up").weight.register_hook(lambda gradient: gradient * 1.01)
     if fault == "reduce":
         linear._forward_hooks.clear()
         linear.register_forward_hook(lambda module, given, out: out.to_local())
     if fault == "gradients":
         bare.register_forward_pre_hook(lambda module, given: setattr(model, "require_backward_grad_sync", False))
         model.require_backward_grad_sync = False
+    if fault == "scale":
+        summed = lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future()  # noqa: E731
+        model.register_comm_hook(None, lambda state, bucket: summed(state, bucket).then(lambda done: done.value()[0]))
+
+
+def batches(kind: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what this rank is given: its share of the samples, or of each sequence, or all."""
+    for words in torch.randint(WORDS, (STEPS, 4, 9), generator=torch.Generator().manual_seed(3)):
+        x, y = words[:, :-1], words[:, 1:]
+        if kind in SHARE_SAMPLES or kind == "context":
+            x, y = (each.chunk(dist.get_world_size(), int(kind == "context"))[dist.get_rank()] for each in (x, y))
+        yield x, y
 
 
 def train(output: Path, kind: str = "alone", fault: str = "") -> None:
     torch.manual_seed(0)
+    CONTEXT[:] = [True] if kind == "context" else []
     bare = Gpt()
+    plan = {"level": "L0", "summary": "both", "step": list(range(STEPS)), "monitor": MONITOR, "sinks": ["dump"]}
+    if kind.startswith("zero"):
+        train_deepspeed(output, kind, bare, fault, plan)
+        return
     model = bare if kind == "alone" else spread(kind, bare)
     if fault:
         plant(fault, bare, model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    samples = torch.randint(WORDS, (STEPS, 4, 9), generator=torch.Generator().manual_seed(3))
-    shares = dist.get_world_size() if kind in ("ddp", "fsdp2") else 1
-    plan = {"level": "L0", "summary": "both", "step": list(range(STEPS)), "monitor": MONITOR, "sinks": ["dump"]}
-    with trainprobe.watch(model, optimizer, plan=plan, output=output, console=False) as probe:
-        for words in samples:
-            words = words.chunk(shares)[dist.get_rank() if shares > 1 else 0]
+    place = None
+    if kind == "context":
+        place = Place(dist.get_rank(), dist.get_world_size(), {"cp": (dist.get_rank(), dist.get_world_size())})
+    with trainprobe.Probe(plan, place=place, output=output, console=False) as probe:
+        probe.open(model, optimizer)
+        for x, y in batches(kind):
             with probe.step():
                 optimizer.zero_grad()
-                model(words[:, :-1], words[:, 1:]).backward()
+                model(x, y).backward()
                 optimizer.step()
+
+
+def train_deepspeed(output: Path, kind: str, bare: Any, fault: str, plan: dict[str, Any]) -> None:
+    """DeepSpeed counts steps from 1."""
+    import deepspeed
+
+    from trainprobe.integrations import deepspeed as integration
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
+    config = {
+        "train_micro_batch_size_per_gpu": 4 // dist.get_world_size(),
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": int(kind[-1])},
+        "steps_per_print": 10**9,
+    }
+    optimizer = torch.optim.AdamW(bare.parameters(), 1e-3)
+    engine = deepspeed.initialize(model=bare, optimizer=optimizer, config=config)[0]
+    if fault:
+        plant(fault, bare, engine)
+    plan = {**plan, "step": [step + 1 for step in plan["step"]], "console": False}
+    integration.attach(engine, plan, output=str(output))
+    for x, y in batches(kind):
+        engine.backward(engine(x, y))
+        engine.step()
+    integration.detach(engine)
+    engine.destroy()
 
 
 def main() -> None:

@@ -87,7 +87,7 @@ def _factories():
             if _is_cuda(kw.get("device")):
                 _hit("factories")
                 kw["device"] = _CPU
-                kw.pop("pin_memory", None)
+            kw.pop("pin_memory", None)  # also of a tensor that is made on the CPU and moved
             return __orig(*args, **kw)
 
         setattr(torch, fn_name, wrapped)

@@ -268,6 +268,8 @@ def forward_step(a, data_iter, model):
     tokens, labels = t[:, :-1].contiguous(), t[:, 1:].contiguous()
     pos = torch.arange(a.seq).unsqueeze(0).expand_as(tokens).contiguous()
     mask = torch.triu(torch.ones(a.seq, a.seq), diagonal=1).bool()[None, None]
+    if a.cp > 1:
+        tokens, labels, pos, mask = on_this_context_rank(a, tokens, labels, pos, mask)
     out = model(tokens, pos, mask, labels=labels)
 
     def loss_func(output_tensor):
@@ -275,10 +277,20 @@ def forward_step(a, data_iter, model):
             loss = output_tensor.float().sum()
             n = torch.tensor(output_tensor.numel(), dtype=torch.int)
             return loss, n, {"lm loss": torch.stack([loss.detach().clone(), n.float()])}
-        loss = output_tensor.float().mean()
+        loss = output_tensor.float().mean() / a.cp  # Megatron multiplies by cp what was divided by all tokens
         return loss, {"lm loss": loss.detach().clone()}
 
     return out, loss_func
+
+
+def on_this_context_rank(a, tokens, labels, pos, mask):
+    """The part of a batch that Megatron hands to this rank under context parallelism; the mask has columns for all ranks."""
+    from context_attention import positions
+    from megatron.core import parallel_state as ps
+
+    mine = positions(a.seq, ps.get_context_parallel_rank(), a.cp)
+    gathered = torch.cat([positions(a.seq, rank, a.cp) for rank in range(a.cp)])
+    return tokens[:, mine], labels[:, mine], pos[:, mine], mask[:, :, mine][..., gathered]
 
 
 def train(a, config, chunks, optimizer, on_step=None):

@@ -61,6 +61,13 @@ def dump_compare(
     high_precision: Annotated[
         Path | None, typer.Option(help="dump of the same step in higher precision: which side is further from it")
     ] = None,
+    layout: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML that says how values of modules lie over ranks, where sizes do not say it (docs/dump_compare.md)",
+            rich_help_panel="Other layouts",
+        ),
+    ] = None,
     schema: Annotated[
         bool, typer.Option("--schema", help="print the JSON schema of --json", is_eager=True, callback=_print_schema)
     ] = False,
@@ -78,7 +85,9 @@ def dump_compare(
     make = {name: maker for name, path, maker in wanted if path is not None}
     at = None if sheets is None else lambda pair: sheet_path(sheets, pair.step, pair.rank, suffix)
     run = on_ray if ray else None
-    ranks, conclusion = compare_dumps(a, b, renamed, at, floor, high_precision, make, run, all_calls=bool(json or make))
+    ranks, conclusion = compare_dumps(
+        a, b, renamed, at, floor, high_precision, make, layout, run=run, all_calls=bool(json or make)
+    )
     if json is not None:
         report.write_json(ranks, conclusion, json)
     if html is not None:
@@ -102,17 +111,19 @@ def compare_dumps(
     floor: Path | None = None,
     high_precision: Path | None = None,
     make: Mapping[str, Maker] | None = None,
+    layout: Path | None = None,
+    *,
     run: Run[_Task, Compared] | None = None,
     all_calls: bool = True,
 ) -> tuple[list[Compared], Conclusion]:
     """Compare two dumps, rank by rank, or as one model each where their layouts differ.
 
-    sheet: returns where the sheet of a rank and step is written. run: carries out the comparisons of the ranks, in this process
-    or in others; chosen by the size of the dumps where it is None. all_calls: whether calls that agree are wanted too. Others
-    are as for `compare_rank`. Raises FormatError where there is no dump, CompareError where nothing belongs together, and
-    UsageError for what another layout does not allow.
+    sheet: returns where the sheet of a rank and step is written. layout: a table of splits (see known_splits). run: carries out
+    the comparisons of the ranks, in this process or in others; chosen by the size of the dumps where it is None. all_calls:
+    whether calls that agree are wanted too. Others are as for `compare_rank`. Raises FormatError where there is no dump,
+    CompareError where nothing belongs together, and UsageError for what another layout does not allow.
     """
-    ranks, missing = compare_other_layouts(a, b, rename, make or {})
+    ranks, missing = compare_other_layouts(a, b, rename, make or {}, layout)
     if ranks:
         _refuse_of_layouts({"--sheets": sheet, "--floor": floor, "--high-precision": high_precision})
     else:

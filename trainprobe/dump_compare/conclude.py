@@ -10,7 +10,7 @@ from typing import Any
 
 from trainprobe.dump_compare.apart import Apart
 from trainprobe.dump_compare.arguments import given_alone
-from trainprobe.dump_compare.distances import Distance
+from trainprobe.dump_compare.distances import SLACK, Distance
 from trainprobe.dump_compare.judge import Judged, Outcome, enclosing
 from trainprobe.dump_compare.pairing import RankPair
 from trainprobe.engine.core.naming import ROOT
@@ -105,6 +105,7 @@ def first_of(calls: Sequence[Judged], explained: bool = False) -> Judged | None:
         for judged in calls
         if judged.pair.place <= start and given_another(judged, _is_of_the_batch if explained else None) is not None
     ]
+    arrives += _other_losses(calls)
     for outcome in ("bug", "suspicious"):
         wrong = [judged for judged in calls if judged.outcome == outcome]
         outer = {id(call) for judged in (*wrong, *arrives) for call in enclosing(judged.pair.a)}
@@ -113,6 +114,17 @@ def first_of(calls: Sequence[Judged], explained: bool = False) -> Judged | None:
         if found is not None:
             return found
     return None
+
+
+def _other_losses(calls: Sequence[Judged]) -> list[Judged]:
+    """Return backwards of the model that are given a gradient far from anything before: the loss is another there."""
+    noise, found = 0.0, list[Judged]()
+    for judged in calls:
+        if judged.call.kind == "module" and judged.call.name == ROOT and judged.call.phase == "backward":
+            far = max((value.low for value in judged.values if not value.result), default=0.0)
+            found += [judged] if far > SLACK * SLACK * max(noise, judged.own) else []
+        noise = max([noise, *(value.low for value in judged.values if value.result and value.low < math.inf)])
+    return found
 
 
 def _place(judged: Judged) -> int:

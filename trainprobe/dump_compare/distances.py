@@ -161,7 +161,7 @@ def _matched(pair: CallPair) -> _Matched:
         together = _of_the_same_nodes(list(together))
     if any([value.row < 0 for _, value in left]):  # noqa: C419
         together = [each for each in together if not _is_told_elsewhere(each)]
-    values = [(slot, x, y, of_kind or (of_state and slot == "grad") or is_result(slot)) for slot, x, y in together]
+    values = [(slot, x, y, of_kind or (of_state and slot.startswith("grad")) or is_result(slot)) for slot, x, y in together]
     return _Matched(values, shapes)
 
 

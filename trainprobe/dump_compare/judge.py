@@ -104,6 +104,7 @@ def judge_calls(
     """Return what became of each call, in order. measure: sets what a third run says of the results (see references)."""
     judged = [_with_distances(*found) for found in zip(pairs, measure_calls(pairs, a, b), strict=True)]
     _round_as_what_runs_within(judged)
+    _give_weights_below(judged)
     if measure is not None:
         measure(judged)
     _see_cancellation(judged, a, b)
@@ -124,6 +125,20 @@ def _round_as_what_runs_within(judged: Sequence[Judged]) -> None:
             outer = by_call.get(id(call))
             if outer is not None and (one.own > outer.own or weights > outer.given):
                 outer.own, outer.given = max(outer.own, one.own), max(outer.given, weights)
+
+
+def _give_weights_below(judged: Sequence[Judged]) -> None:
+    """Let a module be given the weights below its name too: an expert that is joined over micro-batches is within one alone."""
+    below: dict[str, float] = {}
+    for one in judged:
+        weights = max((value.apart.high for value in one.values if value.slot.startswith("parameters")), default=0.0)
+        name = one.call.name if weights > 0 and one.call.kind == "module" else ""
+        while name:
+            name = name.rpartition(".")[0]
+            below[name] = max(below.get(name, 0.0), weights)
+    for one in judged if below else ():
+        if one.call.kind == "module" and one.call.name in below:
+            one.given = max(one.given, below[one.call.name])
 
 
 def _explain(judged: Sequence[Judged]) -> None:

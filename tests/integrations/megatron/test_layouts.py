@@ -41,7 +41,18 @@ PLANTED = {  # what two dumps are to show → the first line of the comparison
         "rank 1 holds another copy than rank 0",
     ),
     "pp2!weight": ("Parameter.decoder.layers.3.mlp.linear_fc2.weight (step 0)", "the weights differ"),
+    "cp2!weight": ("Parameter.decoder.layers.3.mlp.linear_fc2.weight (step 0)", "rank 1 holds another copy than rank 0"),
+    "cp2!scale": (".grad (step 0)", "grad_unclipped is at least 5.0e-01 apart"),
+    "dp2!scale": (".grad (step 0)", "all that it is given agrees, grad_unclipped is at least 5.0e-01 apart"),
+    "tp2 selective!column": (
+        "Module.decoder.layers.1.mlp.linear_fc1.ColumnParallelLinear.parameters_grad.0 (step 0, micro-batch 0)",
+        "weight is at least",
+    ),
+    "tp2 moe!expert": (f"Parameter.{EXPERT} (step 0)", "the weights differ"),
+    "tp2 etp1!expert": (f"Parameter.{EXPERT} (step 0)", "the weights differ"),
+    "etp2!expert": (f"Parameter.{EXPERT} (step 0)", "the weights differ"),
 }
+HEALTHY = {"cp2": "alone", "tp2 moe": "alone moe", "tp2 etp1": "alone moe", "etp2": "alone moe"}  # dumps of one step
 DRIFT = "decoder.layers.2.self_attention.linear_proj.weight"
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
 
@@ -51,10 +62,13 @@ def folder(require, tmp_path_factory) -> Path:
     require("megatron.core")
     folder = tmp_path_factory.mktemp("megatron")
     two = [layout for layout in EVERY if RANKS.get(layout, 2) == 2]
-    launch(1, SCRIPT, str(folder), "alone", "alone moe", "alone!whole", "alone oracle", "alone moe oracle")
+    wholes = ["alone!whole", "alone moe!whole"]
+    launch(1, SCRIPT, str(folder), "alone", "alone moe", *wholes, "alone oracle", "alone moe oracle")
+    faults = [planted for planted in PLANTED if not planted.startswith("etp2")]
+    healthy = [f"{layout}!whole" for layout in HEALTHY if layout != "etp2"]
     nans = [f"{layout}@nan@{name}" for layout, (name, _) in NANS.items()]
-    launch(2, SCRIPT, str(folder), *two, *nans[:-1], f"dp2@drift@{DRIFT}", "dp2 behaviour", *PLANTED, timeout=600)
-    launch(4, SCRIPT, str(folder), "tp2 dp2", "tp2 pp2", nans[-1], timeout=400)
+    launch(2, SCRIPT, str(folder), *two, *nans[:-1], f"dp2@drift@{DRIFT}", "dp2 behaviour", *faults, *healthy, timeout=600)
+    launch(4, SCRIPT, str(folder), "tp2 dp2", "tp2 pp2", nans[-1], "etp2!whole", "etp2!expert", timeout=400)
     return folder
 
 
@@ -312,10 +326,19 @@ def test_a_rule_that_stops_the_run_stops_it_on_all_ranks_at_the_same_step(folder
     assert [step for step, _ in stops] == [2, 2]
 
 
-# where weights are gathered while the forward runs, a module's are read before they have arrived
-@pytest.mark.parametrize("layout", [layout for layout in EXACT if not layout.startswith("alone") and "gather" not in layout])
+@pytest.mark.parametrize("layout", [layout for layout in EXACT if not layout.startswith("alone")])
 def test_the_dump_of_a_layout_agrees_with_that_of_one_process(folder, layout, capsys):
     code = main(["dump-compare", str(folder / f"{EXACT[layout]} probe"), str(folder / f"{layout} probe")])
+    said = capsys.readouterr().out
+    assert code == 1, said
+    assert " bug" not in said
+
+
+@pytest.mark.proves("Megatron-core", {"cp2": "CP 2"}, ranks=2)
+@pytest.mark.proves("Megatron-core", {"etp2": "EP 2 × expert TP 2"}, ranks=4)
+@pytest.mark.parametrize("layout", HEALTHY)
+def test_a_step_of_context_or_expert_parallelism_agrees_with_one_process(folder, layout, capsys):
+    code = main(["dump-compare", str(folder / f"{HEALTHY[layout]} whole probe"), str(folder / f"{layout} whole probe")])
     said = capsys.readouterr().out
     assert code == 1, said
     assert " bug" not in said
@@ -327,7 +350,11 @@ def test_the_dumps_of_two_layouts_agree(folder, capsys):
 
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_fault_of_one_rank_is_the_first_place_where_dumps_part(folder, planted, capsys):
-    code = main(["dump-compare", str(folder / "alone whole probe"), str(folder / f"{planted.replace('!', ' ')} probe"), "-q"])
+    layout = planted.partition("!")[0]
+    alone = HEALTHY.get(layout, "alone")
+    code = main(
+        ["dump-compare", str(folder / f"{alone} whole probe"), str(folder / f"{planted.replace('!', ' ')} probe"), "-q"]
+    )
     said = capsys.readouterr().out
     assert code == 2, said
     for words in PLANTED[planted]:

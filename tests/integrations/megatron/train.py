@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "megatron_cpu")]
 import megatron_on_cpu  # noqa: E402
 
 megatron_on_cpu.install()
+import context_attention  # noqa: E402
 import precise_adam  # noqa: E402
 import sequence_norm  # noqa: E402
 import tiny_gpt  # noqa: E402
@@ -58,7 +59,15 @@ LAYOUTS = {
     "dp2 fp16 low": "--dtype fp16",
     "tp2 dp2": "--tp 2 --dist-opt 1 --dtype bf16",
     "tp2 pp2": "--tp 2 --pp 2 --sp 1 --micro 4",
+    "cp2": "--cp 2 --micro 4",
+    "etp2": "--etp 2 --ep 2 --moe 4 --layers 2 --micro 1",
+    "tp2 moe": "--tp 2 --sp 1 --moe 4 --layers 2 --micro 4",
+    "tp2 etp1": "--tp 2 --sp 1 --etp 1 --ep 2 --moe 4 --layers 2 --micro 4",
 }  # fmt: skip
+WEIGHTS = {
+    "weight": "decoder.layers.3.mlp.linear_fc2.weight",
+    "expert": "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight",
+}
 LOW_SCALE = 256.0  # at which no step overflows
 PLAN = {
     "level": "L0",  # the dump of one step beside the monitor of all
@@ -221,12 +230,22 @@ def plant(folder: Path, layout: str, fault: str, name: str) -> None:
 
 
 def dump_faulty(folder: Path, layout: str, fault: str) -> None:
-    """Dump a training in which rank 1 has another `weight`, or one row-parallel layer leaves out its all-`reduce`."""
+    """Dump a step of a training, `whole`, or with a fault.
+
+    The last rank has another `weight` or `expert`; or rank 1 computes another gradient of a `column`-parallel weight; or one
+    row-parallel layer leaves out its all-`reduce`; or gradients are reduced with a wrong `scale`.
+    """
+    prepare(layout)
     training = Training(layout)
     held = {h.name: h.parameter for h in held_parameters([bare(c) for c in training.chunks], training.axes)}
-    if fault == "weight" and dist.get_rank() == 1:
+    if fault in WEIGHTS and dist.get_rank() == dist.get_world_size() - 1:
         with torch.no_grad():
-            held["decoder.layers.3.mlp.linear_fc2.weight"].mul_(1.01)
+            held[WEIGHTS[fault]].mul_(1.01)
+    if fault == "column" and dist.get_rank() == 1:
+        held["decoder.layers.1.mlp.linear_fc1.weight"].register_hook(lambda gradient: gradient * 1.01)
+    if fault == "scale":
+        for bucket in (bucket for group in training.chunks[0].bucket_groups for bucket in group.buckets):
+            bucket.gradient_scaling_factor *= 2
     if fault == "reduce":
         bare(training.chunks[0]).get_submodule("decoder.layers.1.mlp.linear_fc2").explicit_expert_comm = True
     plan = {**PLAN, "step": [0], "sinks": ["dump"], "output": str(folder / f"{layout} {fault} probe")}
@@ -283,6 +302,14 @@ def misbehave(folder: Path, layout: str) -> None:
     fresh()
 
 
+def prepare(layout: str) -> None:
+    """Put in place what a layout needs on the CPU."""
+    if "--sp" in LAYOUTS[layout]:
+        sequence_norm.install()
+    if "--cp" in LAYOUTS[layout]:
+        context_attention.install()
+
+
 def fresh() -> None:
     from megatron.core import parallel_state
 
@@ -290,8 +317,7 @@ def fresh() -> None:
 
 
 def train(folder: Path, layout: str) -> None:
-    if "--sp" in LAYOUTS[layout]:
-        sequence_norm.install()
+    prepare(layout)
     told = {}
     plain = Training(layout)
     told["off"] = [plain.run(), plain.state()]

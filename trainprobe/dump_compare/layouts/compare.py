@@ -9,31 +9,51 @@ from typing import Any
 from trainprobe.dump_compare.conclude import Compared
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged, judge_calls
-from trainprobe.dump_compare.layouts.grouping import Group, Here, Key, Piece, Table, match_pieces, order_of, table_of, values_of
+from trainprobe.dump_compare.layouts.grouping import (
+    Group,
+    Here,
+    Key,
+    Piece,
+    Table,
+    in_expert,
+    match_pieces,
+    order_of,
+    owner_of,
+    settle_averaging,
+    table_of,
+    values_of,
+)
 from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
+from trainprobe.dump_compare.layouts.known_splits import Splits, splits
 from trainprobe.dump_compare.layouts.rectangles import box_of
 from trainprobe.dump_compare.layouts.splits import Role, joins
-from trainprobe.dump_compare.layouts.states import add_states
+from trainprobe.dump_compare.layouts.states import add_states, held_gradients
 from trainprobe.dump_compare.layouts.topology import other_layouts
 from trainprobe.dump_compare.pairing import CallPair, RankPair, pair_steps, ranks_of
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.errors import CompareError
 
 Maker = Callable[[RankPair, Sequence[Judged], tuple[Side, Side]], Any]  # what else is worked out while dumps are open
-_EXPERTS = ("experts", "local_experts")
 
 
 def compare_layouts(
-    step: int, a: Sequence[Side], b: Sequence[Side], rename: Callable[[str], str], make: Mapping[str, Maker]
+    step: int,
+    a: Sequence[Side],
+    b: Sequence[Side],
+    rename: Callable[[str], str],
+    make: Mapping[str, Maker],
+    known: Splits,
 ) -> tuple[Compared, list[str]]:
     """Compare all ranks of one step of two dumps as one model each; return also a sentence for each side with calls of its own.
 
     Modules, gradients of weights, saved values and what the dumps hold of parameters and optimizers are compared; single ops
-    are not, as another layout runs others. rename: is given each name of A. make: as for `compare_rank`.
+    are not, as another layout runs others. rename: is given each name of A. make: as for `compare_rank`. known: what is
+    known of how values lie over ranks.
     """
     tables = table_of(a), table_of(b)
     sides = JoinedSide("A", a), JoinedSide("B", b)
-    maker = _Maker(tables, sides)
+    summed = settle_averaging(*tables) if all(rank.step_data.states for rank in (*a, *b)) else ""
+    maker = _Maker(tables, sides, known)
     renamed = {(key[0], rename(key[1]), *key[2:]): pieces for key, pieces in tables[0].calls.items()}
     tables[0].calls = renamed  # type: ignore[assignment]
     pairs = maker.pairs()
@@ -46,18 +66,18 @@ def compare_layouts(
     unread = [text for rank in (*a, *b) for text in rank.unread]
     said = f"A is {tables[0].layout} and B is {tables[1].layout}: the shards of each tensor were joined"
     made = {name: each(at, judged, sides) for name, each in make.items()}
-    notes = [said, *maker.notes()]
+    notes = [said, *([summed] if summed else []), *maker.notes()]
     return Compared(at, judged, a[0].step_data.framework, unread, notes, made, joined=True), maker.missing()
 
 
 class _Maker:
     """Makes the calls of the whole model from those of the ranks."""
 
-    def __init__(self, tables: tuple[Table, Table], sides: tuple[JoinedSide, JoinedSide]) -> None:
-        self._tables, self._sides = tables, sides
+    def __init__(self, tables: tuple[Table, Table], sides: tuple[JoinedSide, JoinedSide], known: Splits) -> None:
+        self._tables, self._sides, self._known = tables, sides, known
         self._unjoined: dict[str, None] = {}
         self._blind: dict[str, None] = {}  # values of which a dump holds nothing, and why
-        self._alone: list[dict[str, None]] = [{}, {}]
+        self._alone: list[dict[str, Key]] = [{}, {}]
         self._parents: list[dict[tuple[str, str, int, int], Call]] = [{}, {}]
 
     def pairs(self) -> list[CallPair]:
@@ -69,7 +89,7 @@ class _Maker:
         for key, mine in a.calls.items():
             theirs = b.calls.get(key)
             if theirs is None:
-                self._alone[0].setdefault(_text(key))
+                self._alone[0].setdefault(_text(key), key)
                 continue
             for micro, pieces_a, pieces_b in self._groups(key, mine, theirs, groups):
                 heres = [of[piece] for of, pieces in ((mine, pieces_a), (theirs, pieces_b)) for piece in pieces if piece in of]
@@ -79,7 +99,7 @@ class _Maker:
                 if both is not None:
                     of_base = [here for piece in (pieces_a, pieces_b)[base] for here in (mine, theirs)[base].get(piece, ())]
                     found.append((order_of(of_base, micro, self._tables[base]), *both))
-        self._alone[1] = {_text(key): None for key in b.calls if key not in a.calls}
+        self._alone[1] = {_text(key): key for key in b.calls if key not in a.calls}
         found.sort(key=lambda each: each[0])
         return [CallPair(i, x, y) for i, (_, x, y) in enumerate(found)]
 
@@ -89,7 +109,7 @@ class _Maker:
         """Return which pieces of a call are compared; an expert is given tokens of all samples, wherever it is."""
         a, b = self._tables
         whole = set(mine) == set(a.pieces) and set(theirs) == set(b.pieces)
-        if not whole or any(name in _EXPERTS for name in key[1].split(".")):
+        if not whole or in_expert(key[1]):
             if not whole and a.micros == b.micros and len(groups) == a.micros:
                 return groups
             return [(0, sorted(mine), sorted(theirs))]
@@ -104,13 +124,17 @@ class _Maker:
     ) -> tuple[Call, Call] | None:
         found = [_parts(of, pieces, key, table) for (of, pieces), table in zip((a, b), self._tables, strict=True)]
         values: list[dict[str, Value]] = [{}, {}]
+        classes = [_first(of, pieces).cls for of, pieces in (a, b)]
         for slot, parts in found[0].items():
             others = found[1].get(slot)
+            if others is not None and _role(key, slot) == "weight" and not (_held(parts) and _held(others)):
+                continue  # gathered for the forward alone, and compared as the optimizer has it
             blind = next((part for part in (*parts, *(others or ())) if part.value.row < 0 and part.size), None)
             if others is not None and blind is not None:
                 self._blind.setdefault(f"{slot} of {_text(key)}{blind.value.note and f', as {blind.value.note}'}")
                 continue
-            made = None if others is None else joins(parts, others, _role(key, slot))
+            rules = self._known.find(key[1], classes[0], slot), self._known.find(key[1], classes[1], slot)
+            made = None if others is None else joins(parts, others, _role(key, slot), rules)
             if made is None:
                 if others is not None and any(part.size for part in (*parts, *others)):
                     self._unjoined.setdefault(f"{slot} of {_text(key)}")
@@ -137,11 +161,23 @@ class _Maker:
 
     def missing(self) -> list[str]:
         """Return a sentence for each side that has calls which the other has not."""
-        return [
-            f"{len(alone)} calls are in {side} alone; the first is {next(iter(alone))}"
-            for side, alone in zip("AB", self._alone, strict=True)
-            if alone
-        ]
+        return self._alone_sentences("parameter", False)
+
+    def _alone_sentences(self, kind: str, of_kind: bool) -> list[str]:
+        """Return a sentence for each side with keys in it alone: those of one kind, or all others.
+
+        Gradients of weights count as any other call unless both sides hold them as the optimizer sees them.
+        """
+        said: list[str] = []
+        for side, alone in zip("AB", self._alone, strict=True):
+            found = [text for text, key in alone.items() if (key[0] == kind and self._both_reduce(key)) == of_kind]
+            if found:
+                said.append(f"{len(found)} calls are in {side} alone; the first is {found[0]}")
+        return said
+
+    def _both_reduce(self, key: Key) -> bool:
+        """Return whether both sides hold the reduced gradients of a module's weights."""
+        return all(any(owner_of(name) == key[1] for name in held_gradients(side.ranks)) for side in self._sides)
 
     def notes(self) -> list[str]:
         """Return what was left out of the comparison."""
@@ -149,6 +185,7 @@ class _Maker:
         left = sum(table.left_out for table in self._tables)
         if left:
             said.append(f"{left} calls of ops and collectives are not compared: another layout runs others")
+        said += [f"{told}; they are compared as the optimizer sees them" for told in self._alone_sentences("parameter", True)]
         if self._unjoined:
             said.append(f"{len(self._unjoined)} values could not be joined; the first is {next(iter(self._unjoined))}")
         if self._blind:
@@ -159,7 +196,7 @@ class _Maker:
 def _parts(of: Mapping[Piece, list[Here]], pieces: Sequence[Piece], key: Key, table: Table) -> dict[str, list[Part]]:
     """Return slot → what the ranks hold of it, piece by piece."""
     backward = key[2] == "backward" or key[0] == "parameter"
-    weight, ranks = 1 / table.layout.averaged if backward else 1.0, table.layout.ranks
+    weight, ranks = 1 / table.averaged if backward else 1.0, table.layout.ranks
     found: dict[str, list[Part]] = {}
     for piece in pieces:
         for slot, values in values_of(of.get(piece, ())).items():
@@ -175,6 +212,10 @@ def _parts(of: Mapping[Piece, list[Here]], pieces: Sequence[Piece], key: Key, ta
 def _sample(key: Key, piece: Piece, here: Here) -> Piece:
     """Return what tells the terms of a sum apart: the samples, and for a weight that stages share the stage."""
     return (*piece, here.stage) if key[0] == "parameter" else piece
+
+
+def _held(parts: Sequence[Part]) -> bool:
+    return any(part.size for part in parts)
 
 
 def _first(of: Mapping[Piece, list[Here]], pieces: Sequence[Piece]) -> Call:
@@ -219,18 +260,18 @@ def _text(key: Key) -> str:
 
 
 def compare_other_layouts(
-    a: Path, b: Path, rename: Callable[[str], str], make: Mapping[str, Maker]
+    a: Path, b: Path, rename: Callable[[str], str], make: Mapping[str, Maker], layout: Path | None = None
 ) -> tuple[list[Compared], list[str]]:
     """Compare the steps of two dumps if their layouts differ, and return a sentence for each step that only one has.
 
-    Returns nothing where both have one layout, or a dump does not say its own: their ranks are then compared one by one. Raises
-    FormatError where a path holds no dump or one cannot be read, CompareError where ranks are missing.
+    layout: a user's table of splits. Returns nothing where both have one layout, or a dump does not say its own: their ranks
+    are then compared one by one. Raises FormatError where a path holds no dump or one cannot be read, CompareError
+    where ranks are missing.
     """
     pairs, missing = pair_steps(ranks_of(a), ranks_of(b))
     compared: list[Compared] = []
+    known = splits(layout)
     for step, *folders in pairs:
-        if len(folders[0]) == len(folders[1]) == 1:
-            return [], []
         first = [Side(next(iter(ranks.values()))) for ranks in folders]
         if not other_layouts(*[(len(ranks), side.step_data.place) for ranks, side in zip(folders, first, strict=True)]):
             return [], []
@@ -239,7 +280,7 @@ def compare_other_layouts(
             world = ranks[0].step_data.place.world_size
             if len(ranks) < world:
                 raise CompareError(f"{name} holds step {step} of {len(ranks)} of its {world} ranks: joining needs all of them")
-        one, alone = compare_layouts(step, sides[0], sides[1], rename, make)
+        one, alone = compare_layouts(step, sides[0], sides[1], rename, make, known)
         compared.append(one)
         missing += [f"step {step}: {sentence}" for sentence in alone]
     return compared, missing

@@ -7,19 +7,22 @@ called with; without such numbers they are taken in the order in which samplers 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from trainprobe.dump_compare.dump_side import Side
-from trainprobe.dump_compare.layouts.topology import Layout, Position, layout_of, position_of
+from trainprobe.dump_compare.layouts.topology import Layout, Position, expert_position_of, layout_of, position_of
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import parameter_name, slots
 
 Piece = tuple[int, ...]  # micro-batch, then the index on each data axis
 Key = tuple[str, str, str, int]  # kind, name, phase, number within the micro-batch
+_EXPERTS = ("experts", "local_experts")
+_ALIKE = 1e-3  # relative: by how much norms of one gradient may differ to be taken for the same
 _CHUNK = re.compile(r"(\d+)(?:\.|$)")
 
 
@@ -43,6 +46,7 @@ class Table:
     calls: dict[Key, dict[Piece, list[Here]]] = field(default_factory=dict[Key, dict[Piece, list[Here]]])
     pieces: list[Piece] = field(default_factory=list[Piece])
     left_out: int = 0  # calls of ops and collectives: other layouts run others
+    averaged: int = 1  # how many times larger gradients are, before they are reduced, than their share of the whole
 
     @property
     def micros(self) -> int:
@@ -57,7 +61,7 @@ def table_of(sides: Sequence[Side]) -> Table:
     table = Table(layout)
     seen: dict[Piece, None] = {}
     for side, place in zip(sides, places, strict=True):
-        position = position_of(place)
+        position, of_expert = position_of(place), expert_position_of(place)
         numbers: Counter[Hashable] = Counter()
         tied = _tied(side)
         for i, call in enumerate(side.step_data.calls):
@@ -66,16 +70,48 @@ def table_of(sides: Sequence[Side]) -> Table:
                 continue
             name, stage = _whole_name(call.name, position, layout)
             name = tied.get(name, name) if call.kind == "parameter" else name
-            piece = (call.micro or 0, *position.data)
-            if call.kind == "module":
+            expert = in_expert(name)
+            at_rank = of_expert if expert else position
+            piece = (call.micro or 0, *at_rank.data)
+            if call.kind == "module" and not expert:
                 seen.setdefault(piece)
             at = (call.kind, name, call.phase, stage, call.micro)
             key = (call.kind, name, str(call.phase), numbers[at])
             numbers[at] += 1
-            here = Here(side, call, place.rank, stage, position.tensor, i)
+            here = Here(side, call, place.rank, stage, at_rank.tensor, i)
             table.calls.setdefault(key, {}).setdefault(piece, []).append(here)
     table.pieces = sorted(seen)
+    table.averaged = layout.averaged
     return table
+
+
+def settle_averaging(a: Table, b: Table) -> str:
+    """Find out whether one side adds up the gradients of its ranks instead of averaging them; return a sentence if it does.
+
+    It then divides the loss beforehand, or the sum behind (as Megatron does for a loss per token), so that gradients before the
+    reduction are that many times smaller. Those behind it tell whether the whole is right.
+    """
+    norms = [_norm_of_loss_gradients(table) for table in (a, b)]
+    if not all(norms):
+        return ""
+    ratio = norms[0] / a.averaged / (norms[1] / b.averaged)
+    for name, table, other in (("A", a, ratio * a.averaged), ("B", b, ratio / b.averaged)):
+        if table.averaged > 1 and abs(ratio - 1) > _ALIKE and abs(other - 1) < _ALIKE:
+            said = (
+                f"gradients of {name} before the reduction are compared as a sum over its {table.averaged} ranks, not as a mean"
+            )
+            table.averaged = 1
+            return said
+    return ""
+
+
+def _norm_of_loss_gradients(table: Table) -> float:
+    """Return the norm of all gradients that reach the model's outputs, NaN or 0 where the dump does not say it."""
+    squares = 0.0
+    for heres in table.calls.get(("module", ROOT, "backward", 0), {}).values():
+        last = max(heres, key=lambda here: (here.stage, -here.tensor))
+        squares += sum(last.side.norm(value) ** 2 for at, value in slots(last.call) if at.startswith("grad_output"))
+    return math.sqrt(squares) if math.isfinite(squares) else 0.0
 
 
 def _tied(side: Side) -> dict[str, str]:
@@ -95,6 +131,11 @@ def _tied(side: Side) -> dict[str, str]:
     }
     strange = [name for name in unnamed if name not in held]
     return {unnamed[strange[0]]: owner_of(elsewhere[0])} if len(elsewhere) == len(strange) == 1 else {}
+
+
+def in_expert(name: str) -> bool:
+    """Return whether a module is an expert, or holds the experts: it is given tokens of all samples, wherever it is."""
+    return any(part in _EXPERTS for part in name.split("."))
 
 
 def owner_of(parameter: str) -> str:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trainprobe.dump_compare.apart import Apart, apart
 from trainprobe.dump_compare.dump_side import Columns, Side, gathered, norm_of
-from trainprobe.dump_compare.layouts.rectangles import Box
+from trainprobe.dump_compare.layouts.rectangles import Box, put_together
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import StoredStepData
 from trainprobe.engine.stats.checksum import joined as joined_fingerprint
@@ -56,7 +56,8 @@ class Part:
 class Join:
     """How parts make a value. how: "parts" lie side by side, "terms" are added. replicas: (first, another copy of it), each.
 
-    mean: the value is the mean of the terms and not their sum.
+    mean: the value is the mean of the terms and not their sum. boxes: where in the whole each part lies, where that is known.
+    terms: how many terms there are of each element; sums of several samples may lie side by side.
     """
 
     parts: Sequence[Part]
@@ -64,11 +65,18 @@ class Join:
     shape: tuple[int, ...] = ()
     replicas: Sequence[tuple[Part, Part]] = ()
     mean: bool = False
+    boxes: Sequence[Box] = ()
+    terms: int = 1
 
     @property
     def factor(self) -> float:
         """Return what each part's numbers are multiplied by beside its own weight."""
         return 1 / len(self.parts) if self.mean else 1.0
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements of the whole."""
+        return sum(part.size for part in self.parts) // self.terms
 
 
 @dataclass(slots=True)
@@ -86,6 +94,7 @@ class JoinedSide(Side):
     """
 
     has_copies: ClassVar[bool] = True
+    adds_up: ClassVar[bool] = True
     calls: list[Call] = field(default_factory=list[Call])
     _rows: list[_Row] = field(default_factory=list[_Row])
 
@@ -142,19 +151,21 @@ class JoinedSide(Side):
         return {f"{kind} of {len(told)} parts, {shapes}": joined_fingerprint(found) for kind, found in same.items()}
 
     def array(self, value: Value) -> npt.NDArray[Any] | None:
-        """Return the elements where the value is one stored part, or the sum of several."""
+        """Return the elements where they are stored and it is known where in the whole each part lies.
+
+        Where that is not known, statistics tell how far two values are apart.
+        """
         join = self._rows[value.row].join
-        if join.how == "parts" and len(join.parts) > 1:
-            return None  # where each part lies is not known of every layout: statistics tell these
-        total: npt.NDArray[Any] | None = None
-        for part in join.parts:
-            array = part.side.array(part.value)
-            if array is None:
-                return None
-            weight = part.weight * join.factor
-            array = array if weight == 1 and len(join.parts) == 1 else np.asarray(array, np.float64) * weight
-            total = array if total is None else total + array
-        return total
+        found = [part.side.array(part.value) for part in join.parts]
+        arrays = [array for array in found if array is not None]
+        if len(arrays) < len(found) or (join.how == "terms" and any(array.shape != join.shape for array in arrays)):
+            return None
+        weights = [part.weight * join.factor for part in join.parts]
+        scaled = [a if w == 1 else np.asarray(a, np.float64) * w for a, w in zip(arrays, weights, strict=True)]
+        if join.how == "terms" and len(scaled) > 1:
+            return np.sum([np.asarray(array, np.float64) for array in scaled], 0)
+        whole = scaled[0] if len(scaled) == 1 else put_together(scaled, join.boxes) if join.boxes else None
+        return None if whole is None or whole.size != math.prod(join.shape) else whole.reshape(join.shape)
 
     def disagreement(self, value: Value) -> Apart | None:
         """Return how far the replica that is furthest from the first is apart from it, None where all agree."""

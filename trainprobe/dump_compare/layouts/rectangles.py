@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from trainprobe.engine.core.records import Value
 from trainprobe.engine.core.shards import cut
@@ -37,7 +41,25 @@ def box_of(value: Value, rank: int, world: int) -> Box | None:
 def _told(shard: Mapping[str, Any]) -> Box:
     within = shard.get("within")
     outer = () if not isinstance(within, Mapping) else (tuple(within["offset"]), tuple(within["shape"]))
-    return Box(tuple(shard["offset"]), tuple(shard["shape"]), outer)
+    return Box(tuple(shard["offset"]), tuple(shard["shape"]), outer, everywhere=True)
+
+
+def put_together(arrays: Sequence[npt.NDArray[Any]], boxes: Sequence[Box]) -> npt.NDArray[Any] | None:
+    """Return the whole that parts make, None where they do not fill it. Flat pieces of one tensor make a flat whole."""
+    outer = [box.within or (box.offset, box.shape) for box in boxes]
+    shape = tuple(max(at[d] + n[d] for at, n in outer) for d in range(len(outer[0][0])))
+    if sum(array.size for array in arrays) != math.prod(shape):
+        return None
+    whole = np.empty(shape, arrays[0].dtype)
+    for array, box, (offset, length) in zip(arrays, boxes, outer, strict=True):
+        place = tuple(slice(at, at + n) for at, n in zip(offset, length, strict=True))
+        if not box.within:
+            whole[place] = array.reshape(length)
+            continue
+        rectangle = whole[place].reshape(-1)  # a copy where it is not contiguous
+        rectangle[box.offset[0] : box.offset[0] + array.size] = array.reshape(-1)
+        whole[place] = rectangle.reshape(length)
+    return whole
 
 
 def _on_mesh(shape: Sequence[int], mesh: Any, placements: Sequence[Mapping[str, Any]], rank: int, world: int) -> Box | None:

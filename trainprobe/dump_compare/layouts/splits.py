@@ -1,46 +1,66 @@
 """How the parts of one value on two sides make the same whole: which axes split it, and along which the ranks hold copies.
 
-Nobody needs to say it. A whole has one number of elements, so of the ways to read the parts of both sides (split over samples
-and tensor-parallel ranks, over one of the two, over none) that one counts which makes both wholes equally large. Where ranks
-hold copies, these must agree; that is measured, and a copy that does not agree is what is reported.
+Mostly nobody needs to say it; what must be said stands in a table (see known_splits). A whole has one number of elements, so of
+the ways to read the parts of both sides (split over samples and tensor-parallel ranks, over one of the two, over none) that one
+counts which makes both wholes equally large. Where ranks hold copies, these must agree; that is measured, and a copy that does
+not agree is what is reported.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from trainprobe.dump_compare.layouts.joined import Join, Part, agree
+from trainprobe.dump_compare.layouts.known_splits import Rule
+from trainprobe.dump_compare.layouts.rectangles import Box
+from trainprobe.errors import CompareError
 
 Role = Literal["activation", "gradient", "weight", "weight gradient"]
 
 
-def joins(a: Sequence[Part], b: Sequence[Part], role: Role) -> tuple[Join, Join] | None:
-    """Return how the parts of both sides make one whole each, None where no way is known."""
+def joins(
+    a: Sequence[Part], b: Sequence[Part], role: Role, known: tuple[Rule | None, Rule | None] = (None, None)
+) -> tuple[Join, Join] | None:
+    """Return how the parts of both sides make one whole each, None where no way is known.
+
+    known: what a table says of each side. Raises CompareError where what a user wrote there cannot be.
+    """
     if role == "weight gradient":
         return _terms(a, b)
     samples = [{part.data for part in parts} for parts in (a, b)]
     if len(samples[0]) != len(samples[1]) and not any(part.shape for part in (*a, *b)):
         return _over_samples(a, b, role)  # no number by itself is a part of anything
-    for mine in _readings(a, role):
-        for theirs in _readings(b, role):
+    for mine in _readings(a, role, known[0]):
+        for theirs in _readings(b, role, known[1]):
             shape = _whole_shape(mine, theirs)
             if shape is not None:
                 return replace(mine, shape=shape), replace(theirs, shape=shape)
+    wrong = next((rule for rule in known if rule is not None and rule.own), None)
+    if wrong is not None:
+        sizes = [sum(part.size for part in parts) for parts in (a, b)]
+        raise CompareError(
+            f"{wrong.where} does not fit: the ranks of A hold {sizes[0]} elements there and those of B {sizes[1]}, "
+            f"and with tp {wrong.tp!r} and samples {wrong.samples!r} they make no whole of one size"
+        )
     return _over_samples(a, b, role)
 
 
-def _readings(parts: Sequence[Part], role: Role) -> Iterator[Join]:
+def _readings(parts: Sequence[Part], role: Role, known: Rule | None = None) -> Iterator[Join]:
     """Yield the ways to read parts: all of them side by side, or copies along one axis. Samples are no copies.
 
-    Where the dump says which part of the whole each rank holds, there is one way.
+    Where the dump, or a table, says which part of the whole each rank holds, there is one way.
     """
     if all(part.box is not None for part in parts):
         yield by_boxes(parts)
         return
+    if known is not None and (known.tp is not None or known.samples is not None):
+        yield from _as_known(parts, known)
+        if known.own:
+            return
     yield Join(parts)
     for axes in (("tensor",),) if role in ("activation", "gradient") else (("tensor",), ("data",), ("tensor", "data")):
         first, copies = _apart_from_copies(parts, axes)
@@ -54,7 +74,42 @@ def by_boxes(parts: Sequence[Part]) -> Join:
     for part in parts:
         same[part.box].append(part)
     copies = [(each[0], other) for each in same.values() for other in each[1:]]
-    return Join([each[0] for each in same.values()], replicas=copies)
+    first = [each[0] for each in same.values()]
+    return Join(first, replicas=copies, boxes=[part.box for part in first if part.box is not None])
+
+
+def _as_known(parts: Sequence[Part], known: Rule) -> Iterator[Join]:
+    """Yield the one way in which a table says that parts lie."""
+    copied = [axis for axis, way in (("tensor", known.tp), ("data", known.samples)) if way == "copy"]
+    first, copies = _apart_from_copies(parts, copied) if copied else (list(parts), [])
+    counts = {"tp": len({part.tensor for part in first}), "samples": len({part.data for part in first})}
+    terms = math.prod(counts[axis] for axis, way in (("tp", known.tp), ("samples", known.samples)) if way == "sum")
+    if terms > 1:
+        yield Join(first, "terms", replicas=copies, terms=terms)
+    else:
+        yield Join(first, replicas=copies, boxes=_boxes(first, known, counts))
+
+
+def _boxes(parts: Sequence[Part], known: Rule, counts: Mapping[str, int]) -> list[Box]:
+    """Return where parts lie along the dimensions that a table names, nothing where it does not name all of them."""
+    named = {"tp": known.tp, "samples": known.samples}
+    dims = {axis: way for axis, way in named.items() if counts[axis] > 1 and isinstance(way, int)}
+    shape = parts[0].shape
+    whole = all(counts[axis] == 1 or axis in dims for axis in counts) and len(parts) == math.prod(counts.values())
+    if not dims or not whole or any(part.shape != shape or max(map(_reach, dims.values())) > len(shape) for part in parts):
+        return []
+    order = {"tp": sorted({part.tensor for part in parts}), "samples": sorted({part.data for part in parts})}
+    boxes: list[Box] = []
+    for part in parts:
+        offset = [0] * len(shape)
+        for axis, dim in dims.items():
+            offset[dim] += order[axis].index(part.tensor if axis == "tp" else part.data) * shape[dim]  # type: ignore[arg-type]
+        boxes.append(Box(tuple(offset), shape))
+    return boxes
+
+
+def _reach(dim: int) -> int:
+    return dim + 1 if dim >= 0 else -dim
 
 
 def _apart_from_copies(parts: Sequence[Part], axes: Sequence[str]) -> tuple[list[Part], list[tuple[Part, Part]]]:
@@ -68,15 +123,14 @@ def _apart_from_copies(parts: Sequence[Part], axes: Sequence[str]) -> tuple[list
 
 def _whole_shape(a: Join, b: Join) -> tuple[int, ...] | None:
     """Return the shape of the whole that both readings make, None where they make two."""
-    sizes = [sum(part.size for part in join.parts) for join in (a, b)]
     shapes = [{part.shape for part in join.parts} for join in (a, b)]
-    if sizes[0] != sizes[1]:
+    if a.size != b.size:
         return None
     if len(a.parts) == 1 or len(b.parts) == 1:
         return (a if len(a.parts) == 1 else b).parts[0].shape
     if shapes[0] == shapes[1] and len(shapes[0]) == 1 and len(a.parts) == len(b.parts):
         return (len(a.parts), *next(iter(shapes[0])))
-    return (sizes[0],)
+    return (a.size,)
 
 
 def _over_samples(a: Sequence[Part], b: Sequence[Part], role: Role) -> tuple[Join, Join] | None:

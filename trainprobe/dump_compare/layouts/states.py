@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trainprobe.dump_compare.dump_side import Side
-from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part
+from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
 from trainprobe.dump_compare.layouts.rectangles import box_of
 from trainprobe.dump_compare.layouts.splits import by_boxes
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.engine.core.records import Call, Value
 
-_SLOTS = ("value", "grad")
+_SLOTS = ("value", "grad_unclipped", "grad")
 
 
 def add_states(pairs: list[CallPair], sides: tuple[JoinedSide, JoinedSide]) -> None:
     """Put the weights before all calls, and the gradients that the optimizer steps with behind them."""
     held = [_held(side.ranks) for side in sides]
-    weights: list[CallPair] = []
-    gradients: list[CallPair] = []
+    made_of: dict[str, list[CallPair]] = {slot: [] for slot in _SLOTS}
     for name in held[0]:
         for slot, found in ((slot, held[0][name].get(slot)) for slot in _SLOTS):
             others = held[1].get(name, {}).get(slot)
@@ -27,13 +27,16 @@ def add_states(pairs: list[CallPair], sides: tuple[JoinedSide, JoinedSide]) -> N
                 continue
             made = by_boxes(found), by_boxes(others)
             size = sum(part.size for part in made[0].parts), sum(part.size for part in made[1].parts)
-            values = [
-                side.add(Join(join.parts, "parts", (count,), join.replicas))
-                for side, join, count in zip(sides, made, size, strict=True)
-            ]
+            values = [side.add(replace(join, shape=(count,))) for side, join, count in zip(sides, made, size, strict=True)]
             calls = [_call(name, slot, value) for value in values]
-            (weights if slot == "value" else gradients).append(CallPair(0, *calls))
-    pairs[:] = [*weights, *pairs, *gradients]
+            made_of[slot].append(CallPair(0, *calls))
+    weights, unclipped, stepped = (made_of[slot] for slot in _SLOTS)
+    pairs[:] = [*weights, *pairs, *unclipped, *stepped]
+
+
+def held_gradients(ranks: Sequence[Side]) -> set[str]:
+    """Return the parameters whose gradients a dump holds as the optimizer sees them."""
+    return {call.name for side in ranks for call in side.step_data.states if "grad" in (call.params or {})}
 
 
 def _held(ranks: Sequence[Side]) -> dict[str, dict[str, list[Part]]]:
@@ -52,5 +55,5 @@ def _held(ranks: Sequence[Side]) -> dict[str, dict[str, list[Part]]]:
 def _call(name: str, slot: str, value: Value) -> Call:
     """Return the call that shows a weight to be given, or the gradient of one as what a module's backward gives."""
     call = Call("state", name, 0, "step" if slot == "value" else "backward")
-    call.params = {"parameters": {name.rpartition(".")[2]: value}} if slot == "value" else {"grad": value}
+    call.params = {"parameters": {name.rpartition(".")[2]: value}} if slot == "value" else {slot: value}
     return call

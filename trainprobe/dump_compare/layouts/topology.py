@@ -48,6 +48,20 @@ def position_of(place: Place) -> Position:
     return Position(tuple(index[axis] for axis in DATA_AXES), index["pp"], index["tp"])
 
 
+def expert_position_of(place: Place) -> Position:
+    """Return where a rank stands for an expert, which is split over other ranks where there is an axis `etp`.
+
+    Megatron counts ranks over tensor-parallel ranks of experts first, then over experts, then over those that share an expert.
+    """
+    dense = position_of(place)
+    if "etp" not in place.axes:
+        return dense
+    (tensor, split), (_, experts) = place.axes["etp"], place.axes.get("ep", (0, 1))
+    stages = place.axes.get("pp", (0, 1))[1]
+    share = place.rank % (place.world_size // stages) // (split * experts)
+    return Position((share, *(0 for _ in DATA_AXES[1:])), dense.stage, tensor)
+
+
 def other_layouts(a: tuple[int, Place], b: tuple[int, Place]) -> bool:
     """Return whether two dumps say that they split the model differently. a, b: how many ranks were dumped, and one's place.
 

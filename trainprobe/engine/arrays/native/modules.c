@@ -3,7 +3,7 @@
 #include "module_watch.h"
 
 static PyTypeObject *watch_type;
-static PyObject *t_module, *t_forward, *t_recompute, *t_micro, *t_tripped, *t_begins;
+static PyObject *t_module, *t_forward, *t_recompute, *t_micro, *t_tripped, *t_begins, *t_pre_hooks;
 
 /* ---- a call -------------------------------------------------------------------------------------------------------------- */
 
@@ -74,11 +74,27 @@ static PyObject *look_at_parameters(ModuleWatch *self, const ModuleInfo *info, C
     return trees;
 }
 
-static int look_at_inputs(ModuleWatch *self, const ModuleInfo *info, Call *call, PyObject *args, PyObject *kwargs) {
+/* Whether hooks of the module run before it: they may fill its weights (Megatron's overlap_param_gather), which are then looked at behind the
+   forward, as the module used them. -1 with an exception set. */
+static int filled_by_hooks(PyObject *module) {
+    PyObject *hooks = PyObject_GetAttr(module, t_pre_hooks);
+    Py_ssize_t n = hooks ? PyObject_Size(hooks) : -1;
+    Py_XDECREF(hooks);
+    return n < 0 ? -1 : n > 0;
+}
+
+/* Look at the parameters once a call, before the forward or behind it. */
+static int note_parameters(ModuleWatch *self, const ModuleInfo *info, Call *call) {
+    if (!self->parameters || call->params || PyTuple_Size(info->parameters) <= 0) return 0;
+    return (call->params = look_at_parameters(self, info, call)) ? 0 : -1;
+}
+
+static int look_at_inputs(ModuleWatch *self, const ModuleInfo *info, Call *call, PyObject *module, PyObject *args, PyObject *kwargs) {
     if (self->inputs && !(call->args = looked(self, info, call, args, "input"))) return -1;
     if (self->kwargs && PyDict_Size(kwargs) > 0 && !(call->kwargs = looked(self, info, call, kwargs, "kwargs"))) return -1;
-    if (self->parameters && PyTuple_Size(info->parameters) > 0 && !(call->params = look_at_parameters(self, info, call))) return -1;
-    return 0;
+    if (!self->parameters || PyTuple_Size(info->parameters) <= 0) return 0;
+    int late = filled_by_hooks(module);
+    return late ? (late < 0 ? -1 : 0) : note_parameters(self, info, call);
 }
 
 static int gradients_flow(ModuleWatch *self) {
@@ -89,7 +105,7 @@ static int gradients_flow(ModuleWatch *self) {
 }
 
 /* Record what goes in; the call is on the stack afterwards. flow: set where gradients flow. NULL with an exception set. */
-static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *args, PyObject *kwargs, Edges *edges, int *flow) {
+static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *module, PyObject *args, PyObject *kwargs, Edges *edges, int *flow) {
     int again = graph_task_now() != -1;
     Py_ssize_t running = PyList_Size(self->stack);
     Call *parent = running > 0 ? (Call *)PyList_GetItem(self->stack, running - 1) : NULL;
@@ -103,7 +119,7 @@ static Call *enter(ModuleWatch *self, const ModuleInfo *info, PyObject *args, Py
     int wanted = call && info->selected && !(again && !self->recompute) ? micro_is_wanted(&self->gate, call->micro) : 0;
     int failed = !call || wanted < 0;
     if (!failed && wanted) {
-        failed = self->forward && look_at_inputs(self, info, call, args, kwargs);
+        failed = self->forward && look_at_inputs(self, info, call, module, args, kwargs);
         if (!failed && self->backward && self->inputs) {
             *flow = gradients_flow(self);
             failed = *flow < 0 || (*flow && (edges_of(self, args, NULL, -1, edges, 0) || edges_of(self, kwargs, NULL, -1, edges, 0)));
@@ -123,7 +139,12 @@ static int leave(ModuleWatch *self, const ModuleInfo *info, Call *call, long lon
     if (!self->native || !info->selected) return 0;
     int wanted = micro_is_wanted(&self->gate, call->micro);
     if (wanted <= 0) return wanted;
-    if (self->forward && self->outputs && !(call->phase == t_recompute && !self->recompute)) {
+    int seen = self->forward && !(call->phase == t_recompute && !self->recompute);
+    if (seen && !call->params) {
+        if (note_parameters(self, info, call)) return -1;
+        if (self->native && call->params) tape_report(self->native, call, PARAMS);
+    }
+    if (seen && self->outputs && self->native) {
         PyObject *tree = looked(self, info, call, out, "output");
         if (!tree) return -1;
         Py_XDECREF(call->out);
@@ -175,7 +196,7 @@ static PyObject *run_recorded(ModuleWatch *self, const ModuleInfo *info, PyObjec
     long long floor = 0;
     int flow = 0;
     PyObject *off = modes_off(), *out;
-    Call *call = PyErr_Occurred() ? NULL : enter(self, info, args[3], args[4], &edges, &flow);
+    Call *call = PyErr_Occurred() ? NULL : enter(self, info, args[2], args[3], args[4], &edges, &flow);
     if (call) floor = sequence_now();
     modes_on(off);
     if (PyErr_Occurred() && give_to_guard(self->fault)) {
@@ -330,7 +351,7 @@ int modules_fill(PyObject *module) {
         PyObject **at;
         const char *text;
     } names[] = {{&t_module, "module"}, {&t_forward, "forward"}, {&t_recompute, "recompute"},
-                 {&t_micro, "micro"}, {&t_tripped, "tripped"}, {&t_begins, "forward_begins"}};
+                 {&t_micro, "micro"}, {&t_tripped, "tripped"}, {&t_begins, "forward_begins"}, {&t_pre_hooks, "_forward_pre_hooks"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].at = PyUnicode_InternFromString(names[i].text))) return -1;
     watch_type = (PyTypeObject *)PyType_FromSpec(&watch_spec);
