@@ -14,7 +14,6 @@ import atexit
 import functools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch._C import DisableTorchFunction
@@ -27,7 +26,6 @@ from trainprobe.integrations.auto_attach import called_from
 from trainprobe.integrations.deepspeed_layout import place_of, renaming
 from trainprobe.integrations.deepspeed_source import DeepSpeedSource, loss_scale, tensors_of
 from trainprobe.integrations.session import agreed
-from trainprobe.monitor.watcher import Watcher, load_state, save_state
 from trainprobe.watching import PlanSource, Probe
 
 CALLBACKS = ("lightning.pytorch", "pytorch_lightning", "transformers.trainer")  # their integrations find the engine themselves
@@ -51,6 +49,7 @@ def attach(engine: Any, plan: PlanSource = None, **overrides: Any) -> Any:
     try:
         probe.open(engine.module, engine.basic_optimizer)
         loop_hooks = LoopHooks(probe, engine)
+        loop_hooks.go_on_from_checkpoint()
         loop_hooks.follow_update()
         loop_hooks.follow_steps()
     except BaseException:
@@ -343,22 +342,19 @@ class LoopHooks:
     # ---- checkpoints and the end -------------------------------------------------------------------------------------
 
     def _save(self, run: Any, *args: Any, **kwargs: Any) -> Any:
-        for watcher, path in self._memories():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.probe.guard.run(save_state, watcher, path)
+        if self.probe.monitor is not None:
+            self.probe.guard.run(self.probe.monitor.keep, self.engine.global_steps)
         return run(*args, **kwargs)
 
     def _load(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         out = run(*args, **kwargs)
-        for watcher, path in self._memories():
-            if path.exists():
-                self.probe.guard.run(load_state, watcher, path)
+        self.go_on_from_checkpoint()
         return out
 
-    def _memories(self) -> list[tuple[Watcher, Path]]:
-        """Return what the rules of this rank remember, and the file where it lies for the checkpoint of this step."""
-        path = self.probe.plan.output / f"rank{self.probe.place.rank}" / f"rules_step{self.engine.global_steps}.json"
-        return [(watcher, path) for watcher in self.probe.watchers if isinstance(watcher, Watcher)]
+    def go_on_from_checkpoint(self) -> None:
+        """Let the rules go on from the checkpoint that the engine has loaded, if it has."""
+        if self.probe.monitor is not None and self.engine.global_steps:
+            self.probe.guard.run(self.probe.monitor.go_on_from, self.engine.global_steps)
 
     def _destroy(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         detach(self.engine)

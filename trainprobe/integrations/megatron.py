@@ -17,7 +17,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from trainprobe.config_check.capture.on_import import ImportWatch
@@ -28,7 +27,6 @@ from trainprobe.integrations import announce, default_plan
 from trainprobe.integrations.megatron_layout import bare, held_parameters, parallel_axes, renaming
 from trainprobe.integrations.megatron_source import MegatronSource, loss_scaler
 from trainprobe.integrations.session import agreed
-from trainprobe.monitor.watcher import Watcher, load_state, save_state
 from trainprobe.watching import PlanSource, Probe
 
 TRAINING = "megatron.training.training"
@@ -363,22 +361,17 @@ def _note_report(probe: Probe, told: Mapping[str, Any]) -> None:
 
 def _keep_memories(training: Any, probe: Probe, loop_hooks: LoopHooks) -> None:
     """Write what the rules remember beside the output with each checkpoint; a run that is resumed goes on from there."""
+    monitor, resumed = probe.monitor, getattr(training.get_args(), "iteration", 0)
+    if monitor is None:
+        return
 
     def save_checkpoint(run: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
-        for watcher, path in _memories(probe, iteration):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            probe.guard.run(save_state, watcher, path)
+        probe.guard.run(monitor.keep, iteration)
         return run(iteration, *args, **kwargs)
 
-    for watcher, path in _memories(probe, getattr(training.get_args(), "iteration", 0) or 0):
-        probe.guard.run(load_state, watcher, path)
+    if resumed:
+        probe.guard.run(monitor.go_on_from, resumed)
     loop_hooks.around(training, "save_checkpoint", save_checkpoint)
-
-
-def _memories(probe: Probe, iteration: int) -> list[tuple[Watcher, Path]]:
-    """Return what the rules of this rank remember, and the file where it lies for the checkpoint of an iteration."""
-    path = probe.plan.output / f"rank{probe.place.rank}" / f"rules_step{iteration}.json"
-    return [(watcher, path) for watcher in probe.watchers if isinstance(watcher, Watcher)] if iteration else []
 
 
 def _place(axes: Mapping[str, tuple[int, int]]) -> Place:

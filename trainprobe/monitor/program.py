@@ -66,5 +66,14 @@ class MonitorProgram(Program):
         if self._probe.writer is not None:
             self._probe.report(keep_state(self.watcher, self._state_file()))
 
-    def _state_file(self) -> Path:
-        return self._probe.plan.output / f"rank{self._probe.place.rank}" / "monitor_state.json"
+    def keep(self, step: int) -> None:
+        """Keep what the rules remember beside the output, for a run that goes on from the checkpoint of this step."""
+        if self._probe.writer is not None:
+            self._probe.report(keep_state(self.watcher, self._state_file(f"rules_step{step}.json")))
+
+    def go_on_from(self, step: int) -> None:
+        """Go on from what was kept with the checkpoint of this step; the rules stay as they are where nothing was."""
+        self._probe.report(resume_state(self.watcher, self._state_file(f"rules_step{step}.json")))
+
+    def _state_file(self, name: str = "monitor_state.json") -> Path:
+        return self._probe.plan.output / f"rank{self._probe.place.rank}" / name

@@ -154,6 +154,11 @@ def test_a_resumed_run_goes_on_with_the_numbers_of_its_steps(pair):
     assert list(recorded(pair[0] / "resumed")) == [1, 2, 3]
 
 
+def test_the_rules_of_a_resumed_run_go_on_from_its_checkpoint(pair):
+    states = [{rule: memory["arrays"] for rule, memory in state["rules"].items()} for state in pair[1][0]["resumed rules"]]
+    assert states[0]["spike"]["count"] and states == [states[0]] * 3
+
+
 def test_anything_but_an_engine_is_refused(require):
     require("torch")
     from trainprobe.integrations.deepspeed import attach

@@ -65,15 +65,34 @@ def poisoned(told: dict[str, Any], name: str, stage: int, dtype: str, output: Pa
 
 
 def resumed(told: dict[str, Any], folder: Path) -> None:
-    """Save behind step 2, load into a new engine, go on for a step under the same output."""
-    first = attach(small.engine_with(1), MONITORED, output=folder / "resumed")
+    """Save behind step 2, load into a new engine, go on for a step under the same output; then load into an attached one.
+
+    The first run is as good as killed: what its rules wrote when it ended is deleted.
+    """
+    output = folder / "resumed"
+    first = attach(small.engine_with(1), MONITORED, output=output)
     small.train(first, small.batches(RANK)[:4])
     first.save_checkpoint(str(folder / "checkpoint"))
+    states = [_rules(first)]
     first.destroy()
+    (output / f"rank{RANK}" / "monitor_state.json").unlink()
     second = small.engine_with(1)
     second.load_checkpoint(str(folder / "checkpoint"))
-    small.train(attach(second, MONITORED, output=folder / "resumed"), small.batches(RANK)[4:])
+    attach(second, MONITORED, output=output)
+    states.append(_rules(second))
+    small.train(second, small.batches(RANK)[4:])
     second.destroy()
+    third = attach(small.engine_with(1), MONITORED, output=output, on_existing="continue")
+    third.load_checkpoint(str(folder / "checkpoint"))
+    states.append(_rules(third))
+    third.destroy()
+    told["resumed rules"] = states
+
+
+def _rules(engine: Any) -> dict[str, Any]:
+    monitor = probe_of(engine).monitor
+    assert monitor is not None
+    return monitor.watcher.state()
 
 
 def main(folder: Path) -> None:

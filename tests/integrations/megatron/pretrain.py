@@ -122,6 +122,7 @@ def run(folder: Path, way: str) -> dict:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
+    told["kept"] = sorted(path.name for path in (folder / way).rglob("rules_step*.json"))
     files = sorted((folder / way).rglob("records.jsonl")) if (folder / way).exists() else []
     told["records"] = [line for f in files for line in f.read_text().splitlines()]
     return told

@@ -77,6 +77,11 @@ def test_a_resumed_run_goes_on_with_its_numbers(told):
     assert [decode(line.encode()).step for line in told["flag resumed"]["records"]] == [2, 3]
 
 
+def test_what_the_rules_remember_is_kept_with_a_checkpoint(told):
+    assert told["flag"]["kept"] == [f"rules_step{len(told['flag']['log'])}.json"]
+    assert told["off"]["kept"] == []
+
+
 def test_evaluation_is_no_step(told):
     """The trainer evaluates after every step: its forward is in none of them."""
     for line in told["flag"]["records"]:
