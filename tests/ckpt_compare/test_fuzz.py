@@ -119,6 +119,22 @@ def write_further_seeds(root: Path) -> None:
         dcp.save(single, storage_writer=dcp.FileSystemWriter(root / "megatron_fsdp"), no_dist=True)
     (root / "dist" / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     torch.save({"args": {"num_layers": 2, "hidden_size": 5}, "iteration": 3}, root / "dist" / "common.pt")
+    write_folders(root)
+
+
+def write_folders(root: Path) -> None:
+    """Write what accelerate, speechbrain and sentence-transformers keep in several files."""
+    for name in ("accelerate", "speechbrain", "sentences/2_Dense"):
+        (root / name).mkdir(parents=True)
+    save_file(trained()["model"], root / "accelerate" / "model.safetensors")
+    torch.save(trained()["optimizer"], root / "accelerate" / "optimizer.bin")
+    torch.save({"step": 3, "random_state": torch.ones(4)}, root / "accelerate" / "random_states_0.pkl")
+    torch.save(trained()["model"], root / "speechbrain" / "model.ckpt")
+    (root / "speechbrain" / "counter.ckpt").write_text("3")
+    (root / "speechbrain" / "CKPT.yaml").write_text("end-of-epoch: true")
+    for folder in (root / "sentences", root / "sentences" / "2_Dense"):
+        save_file(trained()["model"], folder / "model.safetensors")
+    (root / "sentences" / "modules.json").write_text('[{"path": ""}, {"path": "2_Dense"}]')
 
 
 def mutate(data: bytes, chance: random.Random) -> bytes:

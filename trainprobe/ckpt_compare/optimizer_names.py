@@ -15,6 +15,7 @@ from trainprobe.ckpt_compare.pieces import LogicalTensor, Source, whole
 from trainprobe.ckpt_compare.plain_state import digest, plain
 
 _NORM = re.compile(r"(^|[._])(ln|norm|layernorm|layer_norm|rmsnorm)\w*[._]|norm\.weight$|(^|\.)ln_\w+\.", re.IGNORECASE)
+NUMBERED = "{}: its states fit no usual order of the parameters, and are compared by their numbers"
 _NO_SETTINGS = frozenset(["params", "param_names", "foreach", "fused", "capturable", "differentiable"])
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.ckpt_compare.names import in_model_order
-from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, settings, state_tensors, step_count
+from trainprobe.ckpt_compare.optimizer_names import (
+    NUMBERED,
+    is_array,
+    name_states,
+    numbered,
+    settings,
+    state_tensors,
+    step_count,
+)
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, Source, gather, whole
 from trainprobe.ckpt_compare.plain_state import digest, flat
 from trainprobe.ckpt_compare.storage import torch_archive
@@ -18,8 +26,11 @@ from trainprobe.ckpt_compare.storage.mapped import inside, read_json
 from trainprobe.ckpt_compare.storage.safetensors_file import is_safetensors, read_safetensors
 from trainprobe.errors import FormatError
 
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_model.safetensors.index.json")
-_SINGLES = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
+_STEMS = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin",
+          "adapter_model.safetensors")  # fmt: skip
+_INDEXES = tuple(f"{stem}.index.json" for stem in _STEMS)
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_SINGLES = (*_STEMS, "adapter_model.bin", "pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 
 
 def sniff(path: Path) -> bool:
@@ -42,8 +53,9 @@ def _loose(path: Path) -> list[Path]:
 def open(path: Path) -> Checkpoint:
     """Open a Hugging Face model folder or a single safetensors file."""
     problems: list[Problem] = []
+    notes: list[str] = []
     tensors: list[LogicalTensor] = []
-    for file, wanted in _files(path, problems).items():
+    for file, wanted in model_files(path, problems).items():
         try:
             held = dict(read_file(file))
         except FormatError as error:
@@ -57,15 +69,34 @@ def open(path: Path) -> Checkpoint:
     config = _read_json(folder / "config.json") if path.is_dir() else {}
     state: dict[str, dict[str, Any]] = {}
     if path.is_dir():
-        tensors += _trainer_files(folder, {t.name: t.shape for t in tensors}, state, problems)
+        tensors += _trainer_files(folder, {t.name: t.shape for t in tensors}, state, notes)
+        tensors += _further_adapters(path, problems)
     if config:
         state["args"] = flat(config)
     return Checkpoint(
-        str(path), "huggingface", gather(tensors), config=model_config(config), state=state, problems=tuple(problems)
+        str(path),
+        "huggingface",
+        gather(tensors),
+        config=model_config(config),
+        state=state,
+        problems=tuple(problems),
+        notes=tuple(notes),
     )
 
 
-def _files(path: Path, problems: list[Problem]) -> dict[Path, set[str]]:
+def _further_adapters(folder: Path, problems: list[Problem]) -> list[LogicalTensor]:
+    """Return the tensors of adapters that PEFT has saved below the first one, as `NAME (ADAPTER)`."""
+    if not any((folder / name).is_file() for name in _ADAPTERS):
+        return []
+    found: list[LogicalTensor] = []
+    for below in sorted(p for p in folder.iterdir() if any((p / name).is_file() for name in _ADAPTERS)):
+        mark = f" ({below.name})"
+        for file in model_files(below, problems):
+            found += [whole(name + mark, source, file.name, stored=name + mark) for name, source in read_file(file)]
+    return found
+
+
+def model_files(path: Path, problems: list[Problem]) -> dict[Path, set[str]]:
     """Return the model files with the names that an index promises in each (empty set: no promise)."""
     if path.is_file():
         return {path: set()}
@@ -125,7 +156,7 @@ def model_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trainer_files(
-    folder: Path, shapes: Mapping[str, Any], state: dict[str, dict[str, Any]], problems: list[Problem]
+    folder: Path, shapes: Mapping[str, Any], state: dict[str, dict[str, Any]], notes: list[str]
 ) -> list[LogicalTensor]:
     """Read what the Trainer writes beside the model: optimizer.pt, scheduler.pt, rng_state*.pth, trainer_state.json."""
     trainer = _read_json(folder / "trainer_state.json")
@@ -144,13 +175,8 @@ def _trainer_files(
     ordered = {n: shapes[n] for n in order} if order is not None else {}
     named = name_states(optimizer, ordered) if order is not None else None
     if named is None:
-        problems.append(
-            Problem(
-                str(folder / "optimizer.pt"),
-                "its states are numbered in an order that fits no usual grouping of the parameters",
-            )
-        )
-        return []
+        named = {f"optimizer.{number}": value for number, value in numbered(optimizer.get("state", {})).items()}
+        notes.append(NUMBERED.format("optimizer.pt"))
     tensors, steps = state_tensors(named, "optimizer.pt")
     state["optimizer"] = {**step_count(steps, optimizer), **settings(optimizer, ordered)}
     return tensors

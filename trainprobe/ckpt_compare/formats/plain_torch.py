@@ -7,9 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, settings, state_tensors, step_count
-from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, gather, whole
+from trainprobe.ckpt_compare.optimizer_names import (
+    NUMBERED,
+    is_array,
+    name_states,
+    numbered,
+    settings,
+    state_tensors,
+    step_count,
+)
+from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, gather, whole
 from trainprobe.ckpt_compare.plain_state import digest, flat
+from trainprobe.ckpt_compare.saved_objects import as_state_dicts
 from trainprobe.ckpt_compare.storage import remarks, torch_archive
 from trainprobe.ckpt_compare.storage.inert_pickle import Thing, runs_code
 
@@ -38,8 +47,9 @@ def read(path: Path, content: Any, name: str) -> Checkpoint:
 
     Tensors of a second model beside the first (an average of its weights, a discriminator) are called `NAME (SECTION)`.
     """
-    problems: list[Problem] = []
-    sections: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
+    notes: list[str] = []
+    is_dict, content = isinstance(content, Mapping), as_state_dicts(content)
+    sections: Mapping[str, Any] = content if is_dict else {}
     model_key = next((k for k in MODEL_KEYS if isinstance(sections.get(k), Mapping)), None)
     models = [_weights(path, sections[model_key] if model_key is not None else content)]
     state: dict[str, dict[str, Any]] = {}
@@ -50,10 +60,10 @@ def read(path: Path, content: Any, name: str) -> Checkpoint:
         of_optimizers = [k for k, v in sections.items() if k in OPTIMIZER_KEYS or _is_optimizer(v)]
         shapes = _shapes_of(models)
         for key in of_optimizers:
-            tensors += _optimizer(path, key, sections[key], shapes, state, problems)
+            tensors += _optimizer(path, key, sections[key], shapes, state, notes)
         _plain({k: v for k, v in sections.items() if k not in (model_key, *more, *of_optimizers)}, state)
     weights = [tensor for model in models for tensor in model]
-    return Checkpoint(str(path), name, gather([*weights, *tensors]), state=state, problems=tuple(problems))
+    return Checkpoint(str(path), name, gather([*weights, *tensors]), state=state, notes=tuple(notes))
 
 
 def _weights(path: Path, model: Any, mark: str = "") -> list[LogicalTensor]:
@@ -125,11 +135,11 @@ def _optimizer(
     content: Any,
     shapes: list[dict[str, tuple[int, ...]]],
     state: dict[str, dict[str, Any]],
-    problems: list[Problem],
+    notes: list[str],
 ) -> list[LogicalTensor]:
     """Name the states of one optimizer, or of a list of them.
 
-    shapes: name → shape of what one may have. What one was found to have is taken out.
+    shapes: name → shape of what one may have. What one was found to have is taken out. States that fit none keep their numbers.
     """
     found: list[LogicalTensor] = []
     for one in content if isinstance(content, (list, tuple)) else [content]:
@@ -138,17 +148,14 @@ def _optimizer(
         held = next((held for held in shapes if _named(one, held) is not None), None)
         named = None if held is None else _named(one, held)
         if held is None or named is None:
-            problems.append(
-                Problem(
-                    f"{path}: {key}", "optimizer states are numbered in an order that fits no usual grouping of the parameters"
-                )
-            )
-            continue
+            named = {f"{key}.{number}": value for number, value in numbered(one["state"]).items()}
+            notes.append(NUMBERED.format(f"{path.name}: {key}"))
         tensors, steps = state_tensors(named, f"{path.name}: {key}")
         mark = f" ({key})" if "optimizer" in state else ""  # each further one
-        told = {**step_count(steps, one), **settings(one, held)}
+        told = {**step_count(steps, one), **settings(one, held or {})}
         state.setdefault("optimizer", {}).update({f"{name}{mark}": value for name, value in told.items()})
-        shapes.remove(held)
+        if held is not None:
+            shapes.remove(held)
         found += tensors
     return found
 

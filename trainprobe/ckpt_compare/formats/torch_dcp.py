@@ -24,7 +24,8 @@ from trainprobe.errors import FormatError
 
 _STATE = re.compile(r"(?:optim\w*|optimizers?(?:_\d+)?|osd)\.(?:state\.)?(?P<name>.+)\.(?P<slot>[A-Za-z_]\w*)")
 _WEIGHT_PREFIX = re.compile(r"(?:model|state_dict|module|app\.model|model_state_dict)\.")
-_SETTINGS = re.compile(r"(?:optim\w*|optimizers?(?:_\d+)?)\.param_groups\.")
+_FLAT_STATE = re.compile(r"state\.(?P<name>.+)\.(?P<slot>[A-Za-z_]\w*)")  # of an optimizer that is saved beside the weights
+_SETTINGS = re.compile(r"(?:(?:optim\w*|optimizers?(?:_\d+)?)\.)?param_groups\.")
 _WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
 
 
@@ -169,10 +170,12 @@ def open(path: Path) -> Checkpoint:
     steps: set[float] = set()
     problems = list(stored.problems)
     settings: dict[str, Any] = {}
-    prefix = _wrapper([k for k in stored.tensors if not _STATE.fullmatch(k) and not _SETTINGS.match(k)])
+    flat_states = any(k.startswith("param_groups.") for k in [*stored.tensors, *stored.objects])
+    pattern = _FLAT_STATE if flat_states else _STATE
+    prefix = _wrapper([k for k in stored.tensors if not pattern.fullmatch(k) and not _SETTINGS.match(k)])
     for key in list(stored.tensors):
         tensor = stored.tensors.pop(key)  # of a million tensors those of both names are too many
-        match = _STATE.fullmatch(key)
+        match = pattern.fullmatch(key)
         if match is not None and match["slot"] == "step":
             _count(tensor, steps, problems)
             continue

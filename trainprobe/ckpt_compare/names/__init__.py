@@ -6,8 +6,9 @@ gives several tensors; `{i}` is then the number of the part. The first rule that
 is kept as it is. `when` names a config entry that must be true. `signature` lists patterns that only this family has: where
 one begins in a name, the name proper begins, and what stands before it belongs to a wrapper, unless that ends as `outside`
 says: `decoder.` is a part of the model. `extends` names a built-in map whose rules are asked after its own. Adapters
-(`…lora_A.default.weight` of PEFT) go by the name of what they adapt, and `.base_layer.` is left out. `order` lists the
-parameters as the model defines them, layer by layer, for files that do not keep the order and optimizers that know no names.
+(`…lora_A.default.weight` of PEFT) go by the name of what they adapt, and `.base_layer.` and `.modules_to_save.NAME.` are left
+out. `order` lists the parameters as the model defines them, layer by layer, for files that do not keep the order and optimizers
+that know no names.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ from trainprobe.errors import FormatError, did_you_mean
 
 _FIELD = re.compile(r"\\\{(\w+)\\\}")
 _WRITTEN = re.compile(r"\{(\w+)\}")
-_ADAPTER = re.compile(r"(?P<base>.+)\.(?P<part>lora_(?:A|B|magnitude_vector))(?:\.(?!weight$)\w+)?(?:\.weight)?")
+_ADAPTER = re.compile(
+    r"(?P<base>.+)\.(?P<part>lora_(?:A|B|magnitude_vector))"
+    r"(?:\.(?P<which>(?!weight(?: |$))\w+))?(?:\.weight)?(?P<further> \([^()]+\))?"
+)
+_TRAINED_WHOLE = re.compile(r"\.modules_to_save\.\w+\.")  # PEFT, of a module that is trained beside the adapters
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 _OWN_NUMBER = re.compile(r"(?:^|\\\.|\(\?:)\d")  # a pattern that asks for one number
 _OPTIONAL = re.compile(r"\\\[(.+?)\\\]")
@@ -220,7 +225,10 @@ def to_logical(checkpoint: Checkpoint, config: Mapping[str, Any], extra: Sequenc
 
 def _without_adapter_names(checkpoint: Checkpoint) -> Checkpoint:
     """Name the adapters of a model that no map knows, and what they adapt, as those of any other."""
-    if not any(".base_layer." in t.name or _ADAPTER.fullmatch(t.name) for t in checkpoint.tensors.values()):
+    if not any(
+        ".base_layer." in t.name or _TRAINED_WHOLE.search(t.name) or _ADAPTER.fullmatch(t.name)
+        for t in checkpoint.tensors.values()
+    ):
         return checkpoint
     plain = NameMap("", (), (), ())
     return replace(checkpoint, tensors=gather(part for t in checkpoint.tensors.values() for part in apply(plain, t, {}, [])))
@@ -231,9 +239,10 @@ def apply(
 ) -> list[LogicalTensor]:
     """Return the logical tensors that one stored tensor holds."""
     name = names.stripped(tensor.name.removeprefix(prefix)).replace(".base_layer.", ".")
+    name = _TRAINED_WHOLE.sub(".", name)
     adapter = _ADAPTER.fullmatch(name)
     if adapter is not None:
-        return [tensor.renamed(f"{_adapted(names, adapter['base'])}.{adapter['part']}.weight")]
+        return [tensor.renamed(f"{_adapted(names, adapter['base'])}.{adapter['part']}.weight{_which(adapter)}")]
     for rule in names.rules_of(_NUMBER.sub("0", name)):
         match = rule.pattern.fullmatch(name)
         if match is None or (rule.when and not config.get(rule.when)):
@@ -246,6 +255,11 @@ def apply(
             return [tensor.renamed(name)]
         return _renamed(tensor, rule, match, config)
     return [tensor.renamed(name)]
+
+
+def _which(adapter: re.Match[str]) -> str:
+    """Return ` (NAME)` of an adapter beside the first, which PEFT calls `default`."""
+    return adapter["further"] or (f" ({adapter['which']})" if adapter["which"] not in (None, "default") else "")
 
 
 def _adapted(names: NameMap, base: str) -> str:

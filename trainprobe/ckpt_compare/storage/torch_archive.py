@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from trainprobe.ckpt_compare.pieces import Point
-from trainprobe.ckpt_compare.storage.inert_pickle import DtypeName, read_pickle, read_pickle_at
+from trainprobe.ckpt_compare.storage.inert_pickle import DtypeName, Thing, read_pickle, read_pickle_at
 from trainprobe.ckpt_compare.storage.inert_pickle import leaves as leaves
 from trainprobe.ckpt_compare.storage.mapped import HeldArray, MappedArray, extent, mapping
 from trainprobe.ckpt_compare.storage.similar_archives import recognised, remember
@@ -97,7 +97,11 @@ def _wrapper_subclass(cls: Any, *_args: Any) -> Any:
     raise FormatError(f"tensor subclass {cls} is stored as a wrapper that cannot be read as numbers")
 
 
-def _from_type(function: Any, _type: Any, args: Any, _state: Any) -> Any:
+def _from_type(function: Any, type_: Any, args: Any, state: Any) -> Any:
+    """Return a tensor of a subclass; one that only wraps others, as quantized tensors do, is what it wraps."""
+    inner = state[0] if isinstance(state, tuple) and state else state  # pyright: ignore[reportUnknownVariableType]
+    if function == "torch._utils._rebuild_wrapper_subclass" and isinstance(inner, dict):
+        return Thing(str(type_), (), inner)  # pyright: ignore[reportUnknownArgumentType]
     if function not in _REBUILD:
         raise FormatError(f"depends on {function}, which is not known here")
     return _REBUILD[function](*args)
