@@ -97,6 +97,20 @@ def test_frozen_parts_at_rest_and_parts_that_live_are_no_finding(tmp_path, how):
     assert found(tmp_path, model, between=between, steps=26)[0] == []
 
 
+def test_an_average_that_the_optimizer_holds_and_leaves_as_it_is_is_no_finding(tmp_path):
+    """As BYOL is often written: `SGD(model.parameters())`, with the momentum encoder, frozen, in the model."""
+    model = nn.ModuleDict({"online": nn.Linear(6, 3), "target": nn.Linear(6, 3).requires_grad_(False)})
+    model.forward = lambda x: model["online"](x) - model["target"](x).detach()  # type: ignore[method-assign]
+
+    def between(step):
+        with torch.no_grad():
+            for target, online in zip(model["target"].parameters(), model["online"].parameters(), strict=True):
+                target.lerp_(online, 0.05)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    assert found(tmp_path, model, between=between, optimizer=optimizer, steps=26)[0] == []
+
+
 def test_what_is_held_and_runs_without_gradients_at_each_step_is_found(tmp_path):
     model = Parts()
     rules, messages = found(tmp_path, model)

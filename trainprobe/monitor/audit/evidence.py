@@ -296,8 +296,8 @@ def _prolonged(known: Streak | None, value: float | bool, at: int) -> Streak:
 
 
 def untrained_parameters(evidence: Evidence) -> frozenset[str]:
-    """Return the parameters that nothing here trains: frozen ones that no optimizer holds."""
-    return frozenset(p.name for p in evidence.model.parameters if not p.trainable and p.owned is False)
+    """Return the parameters that nothing here trains: frozen ones, which an optimizer leaves as they are if it holds them."""
+    return frozenset(p.name for p in evidence.model.parameters if not p.trainable)
 
 
 def along(evidence: Evidence, axes: frozenset[str]) -> list[Peer]:
