@@ -17,7 +17,8 @@ from typing import Any
 
 from trainprobe.ckpt_compare.tasks import Advance, Outcome, Task, perform, run
 from trainprobe.engine.compare.difference import Difference
-from trainprobe.errors import CompareError, MissingExtra
+from trainprobe.engine.core.ray_cluster import cluster_cores, on_ray
+from trainprobe.errors import CompareError
 
 PORT_AFTER = 17  # the socket listens this far behind MASTER_PORT, which torchrun itself uses
 PATIENCE = 600.0  # seconds that ranks wait for each other
@@ -42,16 +43,9 @@ def run_distributed(tasks: Sequence[Task], threads: int | None = None, advance: 
 
 def run_on_ray(tasks: Sequence[Task], threads: int | None = None, advance: Advance | None = None) -> list[Outcome]:
     """Measure the tasks on a Ray cluster whose machines see the same paths."""
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtra("ray", "ray", "--ray") from error
-    if not ray.is_initialized():
-        ray.init(ignore_reinit_error=True, log_to_driver=False)
-    count = max(1, int(ray.cluster_resources().get("CPU", 1))) * 4
+    count = cluster_cores() * 4
     shares = [tasks[i::count] for i in range(min(count, len(tasks)))]
-    remote = ray.remote(_share)
-    done = ray.get([remote.remote(share) for share in shares])
+    done = [*on_ray(_share, shares)]
     if advance is not None:
         advance(sum(t.size for t in tasks))
     return [done[i % len(shares)][i // len(shares)] for i in range(len(tasks))]

@@ -23,9 +23,10 @@ from trainprobe.dump_compare.pairing import RankPair, find_rank, pair_calls, pai
 from trainprobe.dump_compare.references import measure_condition, measure_floor, measure_truth
 from trainprobe.dump_compare.result_schema import schema_text
 from trainprobe.dump_compare.sheet import sheet_path, write_sheet
-from trainprobe.dump_compare.spread import Run, on_ray, suitable, without_agreeing
+from trainprobe.dump_compare.spread import Run, suitable, without_agreeing
 from trainprobe.dump_compare.vis_db import vis_of_rank, write_vis_db
 from trainprobe.engine.compare.uncollected import uncollected
+from trainprobe.engine.core.ray_cluster import on_ray
 from trainprobe.errors import UsageError
 
 

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from trainprobe.dump_compare.conclude import Compared
 from trainprobe.dump_compare.judge import Judged, Outcome
 from trainprobe.engine.core.records import Call, Value
-from trainprobe.errors import MissingExtra
 
 Given = TypeVar("Given")
 Got = TypeVar("Got")
@@ -37,19 +36,6 @@ def on_cores(function: Callable[[Given], Got], tasks: Sequence[Given]) -> Iterat
     """Carry out tasks in a process a core, and yield their results in the order of the tasks."""
     with ProcessPoolExecutor(min(len(tasks), cores()), mp_context=get_context("spawn")) as pool:
         yield from pool.map(function, tasks)
-
-
-def on_ray(function: Callable[[Given], Got], tasks: Sequence[Given]) -> Iterator[Got]:
-    """Carry out tasks on a Ray cluster and yield their results in the order of the tasks. Raises MissingExtra without Ray."""
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtra("ray", "ray", "--ray") from error
-    if not ray.is_initialized():
-        ray.init(ignore_reinit_error=True, log_to_driver=False)
-    remote = ray.remote(function)
-    for found in [remote.remote(task) for task in tasks]:
-        yield ray.get(found)
 
 
 def cores() -> int:

@@ -9,10 +9,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from trainprobe.engine.core.ray_cluster import on_ray
 from trainprobe.engine.core.records import Finding
 from trainprobe.errors import UsageError
 from trainprobe.monitor.findings_of_run import Told
-from trainprobe.monitor.fleet.spread import in_turn, on_ray, survey
+from trainprobe.monitor.fleet.spread import in_turn, survey
 from trainprobe.monitor.fleet.verdict import Verdict, judge_fleet
 from trainprobe.monitor.fleet.words import counted
 from trainprobe.monitor.remote_run import is_copy, origin

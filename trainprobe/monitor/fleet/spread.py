@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from trainprobe.errors import MissingExtra
 from trainprobe.monitor.fleet.catalog import Catalog, RankFiles, catalog_of, find_files, take_stock
 from trainprobe.monitor.fleet.examine import Examined, Task, examine
 from trainprobe.monitor.fleet.groups import Group, Share, groups_of, regrouped, shares_of, undecided
@@ -20,7 +19,7 @@ TOGETHER = 256  # ranks whose steps, or whose signatures, are read together
 
 Given = TypeVar("Given")
 Got = TypeVar("Got")
-Run = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
+Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +40,13 @@ def in_turn(function: Callable[[Given], Got], tasks: Sequence[Given]) -> list[Go
     return [function(task) for task in tasks]
 
 
-def on_ray(function: Callable[[Given], Got], tasks: Sequence[Given]) -> list[Got]:
-    """Carry out tasks on a Ray cluster and return their results in the order of the tasks. Raises MissingExtra without Ray."""
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtra("ray", "ray", "--ray") from error
-    if not ray.is_initialized():
-        ray.init(ignore_reinit_error=True, log_to_driver=False)
-    remote = ray.remote(function)
-    return ray.get([remote.remote(task) for task in tasks])
-
-
 def survey(folder: Path, run: Run = in_turn) -> Survey:
     """Look at all ranks of a fleet. Raises FormatError where there is no run log in columns."""
     ranks = [*find_files(folder).items()]
-    catalog = catalog_of(folder, run(take_stock, _cut(ranks)))
+    catalog = catalog_of(folder, [*run(take_stock, _cut(ranks))])
     groups = _groups(catalog, run)
     tasks = [_task(share, catalog) for share in shares_of(groups)]
-    return Survey(catalog, groups, run(examine, tasks))
+    return Survey(catalog, groups, [*run(examine, tasks)])
 
 
 def _groups(catalog: Catalog, run: Run) -> list[Group]:
