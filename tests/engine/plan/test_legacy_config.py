@@ -307,7 +307,10 @@ def test_the_configurations_that_the_releases_ship_are_read(release: str) -> Non
         ({"statistics": []}, None),
         ({"statistics": "x"}, "plan: statistics: 'x' cannot be used: expected a section"),
         ({"task": "statistic"}, "did you mean 'statistics'?"),
-        ({"level": "L2"}, "plan: level: 'L2' (kernel dumps of the device) has no equivalent"),
+        (
+            {"level": "L2"},
+            "plan: level: 'L2' (kernel dumps) is what MindSpore itself writes, with the settings that `trainprobe kernel-",
+        ),
         ({"level": "L9"}, "plan: level: 'L9' cannot be used"),
         ({"risk_level": "FOCSU"}, "did you mean 'FOCUS'?"),
         ({"load": {"path": "x"}}, "replaying recorded inputs changes the training"),

