@@ -68,8 +68,12 @@ def check(library: Path, machine: str) -> None:
         elf = ELFFile(file)
         dynamic = elf.get_section_by_name(".dynamic")
         needed = {tag.needed for tag in dynamic.iter_tags() if tag.entry.d_tag == "DT_NEEDED"}
-        versions = elf.get_section_by_name(".gnu.version_r").iter_versions()
-        asked = {version.name for _, auxiliaries in versions for version in auxiliaries}
+        versions = elf.get_section_by_name(".gnu.version_r")  # absent where nothing of glibc is asked for by version
+        asked = (
+            {version.name for _, auxiliaries in versions.iter_versions() for version in auxiliaries}
+            if versions is not None
+            else set()
+        )
         if elf["e_machine"] != MACHINES[machine]:
             raise ValueError(f"{library.name} is for {elf['e_machine']}, not for {machine}")
     newer = {v for v in asked if tuple(map(int, v.removeprefix("GLIBC_").split("."))) > (*GLIBC, 0)}
