@@ -82,7 +82,7 @@ def test_every_method_that_draws_is_watched_and_comes_back(kind):
     try:
         assert [n for n in names if getattr(getattr(kind, n), "__wrapped__", None) is not before[n]] == []
     finally:
-        ConfigChecker.apply_patches(on_error="raise", captures=["environment"])
+        ConfigChecker.stop()
     assert {n: getattr(kind, n) for n in names} == before
     assert set(vars(kind)) == own
 

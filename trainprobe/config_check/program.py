@@ -13,7 +13,7 @@ from trainprobe.engine.program import Program, Schedule
 
 
 class ConfigCheckProgram(Program):
-    """Watches the program from its making on, and the model from `opened` on; it needs no step and takes itself away.
+    """Watches the program from its making on, and the model from `opened` on, until its micro-steps or the run have ended.
 
     section: the plan's `config_check`, true for its defaults. folder: the plan's `output`; the pack lies there unless the
     section names another `output`.
@@ -35,6 +35,10 @@ class ConfigCheckProgram(Program):
         """Begin to capture the model; a second model is not looked at."""
         if self._checker is None:
             self._checker = ConfigChecker(model, output_zip_path=self._pack, optimizer=optimizer, **self._given)
+
+    def closed(self) -> None:
+        """The run has ended, perhaps before the micro-steps that were to be captured."""
+        self._release()
 
     def _release(self) -> None:
         """Take all patches away, and wait for nothing: what was captured until now is written in the background."""
