@@ -28,6 +28,8 @@ from trainprobe.engine.plan.token_range import TokenRange
 from trainprobe.errors import UsageError
 from trainprobe.watching import Probe
 
+NO_DEBUGGER = "no PrecisionDebugger exists yet: make one first, PrecisionDebugger(config_path=...)"
+
 
 class PrecisionDebugger:
     """Collects the steps that its configuration selects, between `start` and `stop`.
@@ -65,7 +67,8 @@ class PrecisionDebugger:
         if config_path is None:
             config_path = {"dump_path": "./dump_path", "task": named.pop("task", "statistics")}
         switch = DumpSwitch.of(config_path)
-        plan = load_plan(config_path if switch is None else switch.settings, **named)
+        settings = config_path if switch is None else switch.settings
+        plan = load_plan(settings, self._probe_kind().framework, **named)
         if PrecisionDebugger._only is self:
             if plan != self.plan:
                 raise UsageError(
@@ -103,7 +106,7 @@ class PrecisionDebugger:
     def instance(cls) -> PrecisionDebugger:
         """Return the process's debugger. Raises UsageError when none was made yet."""
         if cls._only is None:
-            raise UsageError("no PrecisionDebugger exists yet: make one first, PrecisionDebugger(config_path=...)")
+            raise UsageError(NO_DEBUGGER)
         return cls._only
 
     @classmethod

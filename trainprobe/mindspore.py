@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from trainprobe.engine.classic_paths import ClassicModule, add_modules, look_up
 
 if TYPE_CHECKING:
+    from trainprobe.integrations.mindspore_front import MsgConst as MsgConst
     from trainprobe.integrations.mindspore_front import MsprobeInitStep as MsprobeInitStep
     from trainprobe.integrations.mindspore_front import MsprobeStep as MsprobeStep
     from trainprobe.integrations.mindspore_front import PrecisionDebugger as PrecisionDebugger
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
 _FRONT = "trainprobe.integrations.mindspore_front"
 _SAVE = "trainprobe.integrations.mindspore_save"
 _NAMES: dict[str, str] = {
-    **dict.fromkeys(("MsprobeInitStep", "MsprobeStep", "PrecisionDebugger", "seed_all"), _FRONT),
+    **dict.fromkeys(("MsgConst", "MsprobeInitStep", "MsprobeStep", "PrecisionDebugger", "seed_all"), _FRONT),
     **dict.fromkeys(("save", "save_grad", "step"), _SAVE),
 }
 _CALLBACK = "ProbeCallback of trainprobe.integrations.mindformers watches a training of a Model"
 _INSTEAD = {
+    "GradComparator": "record both runs at level L0, then `trainprobe dump-compare` (docs/migration.md)",
     "TrainerMon": f"{_CALLBACK}; the same JSON can be its plan",
 }
 

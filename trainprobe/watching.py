@@ -61,7 +61,7 @@ class Probe(EngineProbe):
         self, plan: PlanSource = None, *, rename: Rename | None = None, place: Place | None = None, **overrides: Any
     ) -> None:
         require()
-        loaded = load_plan(plan, **overrides)
+        loaded = load_plan(plan, self.framework, **overrides)
         guard = Guard(loaded.on_error, without_dispatch=self._without_dispatch)
         stacks = Stacks() if loaded.stacks else None
         self.parts: Any

@@ -325,15 +325,16 @@ CLASSIC = {
     "PrecisionDebugger: start, stop, step, save, set_init_step, close": ("yes", "yes, without what a graph hides"),
     "start(token_range=)": ("yes", "no: a sentence says that every forward is recorded"),
     "register_custom_api, restore_custom_api": ("yes", "no: inside a graph Python sees no call"),
-    "module_dump": ("refused: it needs a torch.nn.Module",) * 2,
-    "monitor(model)": ("refused: ProbeCallback watches a MindSpore training",) * 2,
-    "MsprobeStep, MsprobeInitStep, seed_all": ("yes", "yes"),
+    "module_dump": ("refused: `modules` of a plan names the cells",) * 2,
+    "monitor(model)": ("refused: ProbeCallback or `watch` watches a MindSpore training",) * 2,
+    "MsprobeStep, MsprobeInitStep, seed_all, MsgConst": ("yes", "yes"),
     "save, save_grad, step of the package": (
         "yes",
         "yes, on a CPU; elsewhere by MindSpore's TensorDump, which was never seen to run",
     ),
     'SingleSave(fmk="mindspore")': ("yes", "yes, outside of the graph"),
     "TrainerMon": ("no: the import names ProbeCallback",) * 2,
+    "GradComparator": ("no: the import names dump-compare",) * 2,
 }
 
 

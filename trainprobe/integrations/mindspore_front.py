@@ -14,22 +14,37 @@ With the high-level `Model`, `Model.train(..., callbacks=[MsprobeStep(debugger)]
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import mindspore
-from mindspore import nn
+from mindspore import mint, nn, ops
 from mindspore.train import Callback
 
 from trainprobe import debugger
 from trainprobe.engine.capture.mindspore.calls import KnownCalls
 from trainprobe.engine.capture.mindspore.cells import is_graph_mode
 from trainprobe.engine.core.guard import Guard
+from trainprobe.errors import UsageError
 from trainprobe.integrations.mindspore_probe import MindSporeProbe
-from trainprobe.integrations.python_seed import seed_python
+from trainprobe.integrations.python_seed import DROPOUT_STAYS, seed_python
 
-_DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
+# functions and cells that let everything pass once dropout is taken out, and primitives that are then made to keep everything
+_FUNCTIONS: tuple[tuple[Any, str], ...] = (
+    *((ops, name) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")),
+    (mint.nn.functional, "dropout"),
+)
+_CELLS: tuple[Any, ...] = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout)
+_PRIMITIVES = ("Dropout", "Dropout2D", "Dropout3D")
+_told: set[str] = set()
+
+
+class MsgConst:
+    """The text of the error that a verb of a debugger raises before one is made."""
+
+    NOT_CREATED_INSTANCE: ClassVar[str] = debugger.NO_DEBUGGER
 
 
 class PrecisionDebugger(debugger.PrecisionDebugger):
@@ -38,6 +53,23 @@ class PrecisionDebugger(debugger.PrecisionDebugger):
     @classmethod
     def _probe_kind(cls) -> type[MindSporeProbe]:
         return MindSporeProbe
+
+    @classmethod
+    def monitor(cls, model: Any) -> None:
+        """Raise UsageError: a probe that knows the model and the optimizer watches gradients."""
+        raise UsageError(
+            "monitor(optimizer): under MindSpore the monitor watches from the first step on: "
+            "`with trainprobe.watch(net, optimizer, plan='config.json') as probe:` in a loop that is written out, "
+            "callbacks=[ProbeCallback('config.json')] of trainprobe.integrations.mindformers for a Model"
+        )
+
+    @classmethod
+    def module_dump(cls, module: Any, module_name: str) -> None:
+        """Raise UsageError: a plan says which cells are recorded."""
+        raise UsageError(
+            f"module_dump({module_name!r}): under MindSpore a plan says which cells are recorded: level L0 and "
+            f"`modules: [{module_name}]`, with the cell's name within the model"
+        )
 
     def _token_range(self, model: Any, first: int, last: int) -> Any:
         if is_graph_mode():
@@ -97,20 +129,48 @@ class MsprobeInitStep(Callback):  # pyright: ignore[reportUntypedBaseClass]
         PrecisionDebugger.set_init_step(int(run_context.original_args().cur_step_num))
 
 
-def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False) -> None:
+def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool | None = None) -> None:
     """Seed Python, NumPy and MindSpore.
 
-    seed: a whole number from 0 to 2^32 - 1. mode: also choose deterministic kernels. rm_dropout: from now on the dropout cells
-    of mindspore.nn let everything pass. Call it before the model is made. Raises UsageError for a seed outside that range.
+    seed: a whole number from 0 to 2^32 - 1. mode: also choose deterministic kernels. rm_dropout: from now on dropout of
+    mindspore.nn, ops and mint lets everything pass; where it is not given nothing is changed, and a line says so once. Call it
+    before the model is made. Raises UsageError for a seed outside that range.
     """
     seed_python(seed)
     mindspore.set_seed(seed)
     if mode:
         os.environ.setdefault("HCCL_DETERMINISTIC", "true")
         mindspore.set_deterministic(True)
-    for name in _DROPOUTS if rm_dropout else ():
-        getattr(nn, name).construct = _nothing_dropped
+    if rm_dropout is None and not _told:
+        _told.add("rm_dropout")
+        sys.stderr.write(f"trainprobe: {DROPOUT_STAYS}\n")
+    if rm_dropout:
+        _remove_dropout()
+
+
+def _remove_dropout() -> None:
+    for module, name in _FUNCTIONS:
+        setattr(module, name, _pass_on)
+    for cell in _CELLS:
+        cell.construct = _nothing_dropped
+    for name in _PRIMITIVES:
+        kept = _keeping_everything(getattr(ops.operations, name))
+        setattr(ops, name, kept)
+        setattr(ops.operations, name, kept)
+
+
+def _pass_on(input: Any, *args: Any, **kwargs: Any) -> Any:
+    return input
 
 
 def _nothing_dropped(self: Any, x: Any) -> Any:
     return x
+
+
+def _keeping_everything(primitive: Any) -> Any:
+    """Return the primitive with a probability of 1 to keep, whatever it is asked for. It takes the name of what it replaces."""
+
+    def init(self: Any, keep_prob: float = 0.5, *args: Any, **kwargs: Any) -> None:
+        primitive.__init__(self, 1.0, *args, **kwargs)
+
+    return type(primitive.__name__, (primitive,), {"__init__": init})

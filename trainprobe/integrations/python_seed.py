@@ -9,6 +9,11 @@ import numpy as np
 
 from trainprobe.errors import UsageError
 
+DROPOUT_STAYS = (
+    "seed_all(): dropout stays as it is; in mindstudio-probe 1.3 and 8.1 it was taken out unless "
+    "rm_dropout=False was given: seed_all(rm_dropout=True) does that"
+)
+
 
 def seed_python(seed: int) -> None:
     """Seed Python, its child processes, and NumPy. Raises UsageError unless seed is a whole number from 0 to 2^32 - 1."""

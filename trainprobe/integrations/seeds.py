@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainprobe.integrations.python_seed import seed_python
+from trainprobe.integrations.python_seed import DROPOUT_STAYS, seed_python
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _removed: set[str] = set()
@@ -34,10 +34,7 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool | None = Non
         _choose_deterministic_kernels()
     if rm_dropout is None and not _told:
         _told.add("rm_dropout")
-        sys.stderr.write(
-            "trainprobe: seed_all(): dropout stays as it is; in mindstudio-probe 1.3 and 8.1 it was taken out unless "
-            "rm_dropout=False was given: seed_all(rm_dropout=True) does that\n"
-        )
+        sys.stderr.write(f"trainprobe: {DROPOUT_STAYS}\n")
     if rm_dropout:
         for name in _DROPOUTS:
             _remove_dropout(name)

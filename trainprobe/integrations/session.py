@@ -38,7 +38,7 @@ class Session:
     probe_kind: type[Probe] = Probe
 
     def __init__(self, plan: PlanSource = None, **overrides: Any) -> None:
-        self.plan = load_plan(default_plan() if plan is None else plan, **overrides)
+        self.plan = load_plan(default_plan() if plan is None else plan, self.probe_kind.framework, **overrides)
         self.probe: Probe | None = None
         self.findings: list[Finding] = []
         self.step_data: StepData | None = None  # of the last step that was collected

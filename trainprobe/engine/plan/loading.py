@@ -16,11 +16,14 @@ from trainprobe.engine.plan.problems import describe_problems, unknown_keys
 from trainprobe.errors import PlanError
 
 
-def load_plan(source: Plan | Mapping[str, Any] | str | os.PathLike[str] | None = None, **overrides: Any) -> Plan:
+def load_plan(
+    source: Plan | Mapping[str, Any] | str | os.PathLike[str] | None = None, framework: str = "pytorch", /, **overrides: Any
+) -> Plan:
     """Make a plan from a file, a mapping, another plan or nothing, with `overrides` (fields of `Plan`) on top.
 
-    A file or mapping in the `config.json` dialect of mindstudio-probe is recognised by its keys and translated; what has
-    no equivalent is told in `Plan.notes`. Raises PlanError, which names every problem, the value, the file and the key.
+    framework: "pytorch" or "mindspore", which the training runs under. A file or mapping in the `config.json` dialect of
+    mindstudio-probe is recognised by its keys and translated; what has no equivalent is told in `Plan.notes`.
+    Raises PlanError, which names every problem, the value, the file and the key.
     """
     origin = "plan"
     notes: tuple[str, ...] = ()
@@ -35,7 +38,7 @@ def load_plan(source: Plan | Mapping[str, Any] | str | os.PathLike[str] | None =
         origin = str(source)
         fields = read_plan_file(Path(source))
     if is_legacy(fields):
-        fields, notes = translate(fields, origin)
+        fields, notes = translate(fields, origin, framework)
     origins = dict.fromkeys(overrides, "keyword argument")
     merged: dict[str, Any] = {**fields, **overrides}
     if "on_error" not in merged and (wish := os.environ.get("TRAINPROBE_ON_ERROR")):

@@ -24,7 +24,12 @@ def is_of_monitor(fields: Mapping[str, Any]) -> bool:
     return any(dialect.is_dialect(fields) for dialect in (second_monitor, monitor))
 
 
-def translate(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the fields of a plan and the notes; PlanError names what cannot be carried over."""
+def translate(config: Mapping[str, Any], origin: str, framework: str = "pytorch") -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the fields of a plan and the notes; PlanError names what cannot be carried over.
+
+    framework: "pytorch" or "mindspore", under which some keys mean something else.
+    """
     dialect = next((d for d in _DIALECTS if d.is_dialect(config)), dump)
+    if dialect is dump:
+        return dump.translate(config, origin, framework)
     return dialect.translate(config, origin)

@@ -90,7 +90,7 @@ def is_dialect(fields: Mapping[str, Any]) -> bool:
     return (sectioned or bool(_TELLING & fields.keys())) and not own & fields.keys()
 
 
-def translate(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+def translate(config: Mapping[str, Any], origin: str, framework: str = "pytorch") -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the fields of a plan and the notes; PlanError names what cannot be carried over."""
     out = Translation(origin)
     out.check_keys(config, _COMMON | _SECTIONS.keys() | _TRANSLATED.keys(), "")
@@ -104,7 +104,7 @@ def translate(config: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], t
     section = out.section(config.get(asked), asked)
     if task != asked:
         section = _section_of_another(out, section, asked, task)
-    _common(out, config, task)
+    _common(out, config, task, framework)
     if task == "off":
         if asked == "free_benchmark":
             out.fields |= {"level": "off", "op_check": _free_benchmark(out, config)}
@@ -162,7 +162,7 @@ def _free_benchmark(out: Translation, config: Mapping[str, Any]) -> dict[str, An
     return found or True
 
 
-def _common(out: Translation, config: Mapping[str, Any], task: str) -> None:
+def _common(out: Translation, config: Mapping[str, Any], task: str, framework: str) -> None:
     fields = out.fields
     level = config.get("level") or "L1"
     if level == "L2":
@@ -177,7 +177,11 @@ def _common(out: Translation, config: Mapping[str, Any], task: str) -> None:
     for key in ("step", "rank"):
         if config.get(key) not in (None, []):
             fields[key] = config[key]
-    fields["ops_scope"] = _one_of(out, config, "risk_level", {"ALL": "all", "CORE": "core", "FOCUS": "focus"}, "FOCUS")
+    scope = _one_of(out, config, "risk_level", {"ALL": "all", "CORE": "core", "FOCUS": "focus"}, "FOCUS")
+    if framework == "pytorch":
+        fields["ops_scope"] = scope
+    elif scope != "all" and config.get("risk_level"):
+        out.note("risk_level", "not used under MindSpore, as in that tool: every operator is recorded")
     if config.get("extra_info") is not None:
         fields["stacks"] = fields["construct"] = config["extra_info"]
     if config.get("custom_op_namespaces"):
@@ -187,14 +191,14 @@ def _common(out: Translation, config: Mapping[str, Any], task: str) -> None:
     if config.get("seed") is not None or config.get("is_deterministic"):
         seed = config.get("seed") if config.get("seed") is not None else 1234
         call = f"seed_all(seed={seed!r}, mode={bool(config.get('is_deterministic'))})"
-        out.note("seed", f"a plan changes nothing in the training: call `from trainprobe.pytorch import seed_all; {call}`")
+        out.note("seed", f"a plan changes nothing in the training: call `from trainprobe.{framework} import seed_all; {call}`")
     if config.get("enable_dataloader"):
         out.note("enable_dataloader", "steps are not taken from the DataLoader: call start(), stop() and step() in the loop")
     if config.get("dump_enable") is False:
         fields["level"] = "off"  # PrecisionDebugger watches the key, and hands over true
         out.note("dump_enable", "false: nothing is recorded; only PrecisionDebugger looks at this key while the training runs")
     if task == "tensor":
-        fields["tensor_format"] = "pt"
+        fields["tensor_format"] = "pt" if framework == "pytorch" else "npy"
 
 
 def _grad_probe(out: Translation, config: Mapping[str, Any]) -> dict[str, Any]:
