@@ -63,6 +63,9 @@ def test_commands_read_what_a_mindspore_training_wrote(tmp_path: Path, capsys: p
         places[side] = str(tmp_path / side)
     places["plan"] = str(tmp_path / "plan.json")
     Path(places["plan"]).write_text(json.dumps(plan))
+    places["classic"], places["weights"] = (str(tmp_path / name) for name in ("c.json", "w.ckpt"))
+    Path(places["classic"]).write_text(json.dumps({"task": "statistics", "dump_path": "d", "level": "L0"}))
+    ms.save_checkpoint(support.Small(), places["weights"])
     for words in support.COMMANDS_RUN:
         assert main([word.format(**places) for word in words]) == 0, (words, capsys.readouterr())
 

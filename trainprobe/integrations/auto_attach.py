@@ -90,16 +90,16 @@ def at_start() -> None:
 def _attach(file: str, imported: Any) -> None:
     attach = getattr(importlib.import_module(f"trainprobe.integrations.{file}"), "attach_to_script", None)
     if attach is not None:
-        attach(_plan())
+        attach(_plan("mindspore" if file == "mindformers" else "pytorch"))
 
 
-def _plan() -> Plan:
-    """Return the plan of this run."""
+def _plan(framework: str) -> Plan:
+    """Return the plan of this run, as a framework has it."""
     from trainprobe.engine.plan.loading import load_plan
     from trainprobe.integrations import default_plan
 
     told = os.environ[VARIABLE]
-    return load_plan(default_plan() if told == "default" else told, output=os.environ[OUTPUT])
+    return load_plan(default_plan() if told == "default" else told, framework, output=os.environ[OUTPUT])
 
 
 def called_from(packages: tuple[str, ...]) -> bool:

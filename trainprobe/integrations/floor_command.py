@@ -34,7 +34,7 @@ def floor(
     """Run a training as `trainprobe run` does, but rounded otherwise: its dump is the `--floor` of `dump-compare`.
 
     `perturb` moves each element of each weight to a neighbouring number, up or down by chance, when the optimizer is made: this
-    run is not the training itself. It knows torch's optimizers; weights that are loaded after that are as they were.
+    run is not the training itself. It knows optimizers of torch and MindSpore; weights loaded after that are as they were.
     """
     if way not in WAYS:
         raise UsageError(f"--way {way!r} is none of {', '.join(WAYS)}{did_you_mean(way, list(WAYS))}")

@@ -8,6 +8,7 @@ imports this module, before or after MindFormers. PyTorch is not needed.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 try:
     import mindspore
+    from mindspore.nn import Optimizer
     from mindspore.train import Callback, Model
 except ImportError as missing:  # pragma: no cover
     from trainprobe.errors import MissingExtra
@@ -32,6 +34,10 @@ from trainprobe.integrations.mindspore_probe import MindSporeProbe, agreed, numb
 from trainprobe.integrations.session import Session
 from trainprobe.watching import PlanSource
 
+NOTHING_WATCHED = (
+    "nothing was watched: under MindSpore `trainprobe run` watches Model.train and the trainers of MindFormers. In a loop that "
+    "is written out, write `with trainprobe.watch(net, optimizer) as probe:` and `with probe.step():` (docs/mindspore.md)"
+)
 REGISTRY = "mindformers.tools.register.register"
 NEW_CALLBACKS = "mindformers.pynative.callback.callback"
 NEW_TRAINER = "mindformers.pynative.trainer.trainer"
@@ -290,9 +296,25 @@ def attach_to_script(plan: PlanSource) -> None:
     """Add the callback to every training of this process that has none."""
     if not hasattr(Model.train, "ended"):
         Replaced(Model, "train", _train_with_callback(Model.train, plan))
+        Replaced(Optimizer, "__init__", _then_ask_at_exit(Optimizer.__init__))
     trainer: Any = getattr(sys.modules.get(NEW_TRAINER), "Trainer", None)
     if trainer is not None and not hasattr(trainer.train, "ended"):
         Replaced(trainer, "train", _train_pynative_with_callback(trainer.train, plan))
+
+
+def _then_ask_at_exit(made: Any) -> Any:
+    @wraps(made)
+    def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        made(optimizer, *args, **kwargs)
+        atexit.unregister(_say_if_nothing_was_watched)
+        atexit.register(_say_if_nothing_was_watched)
+
+    return init
+
+
+def _say_if_nothing_was_watched() -> None:
+    if not MindSporeProbe.has_watched:
+        _say(f"trainprobe: {NOTHING_WATCHED}")
 
 
 def _train_with_callback(original: Any, plan: PlanSource) -> Any:

@@ -94,6 +94,7 @@ class MindSporeProbe(Probe):
     """A probe of MindSpore cells and optimizers. Raises PlanError for what a plan asks and only PyTorch shows."""
 
     framework = "mindspore"
+    has_watched = False  # a probe of this process began a step
     _limits_reported = False
     _capture: CellCapture | None = None
     _trains: tuple[Any, Any] = (None, None)  # the cell that trains, and the optimizer that it held at first
@@ -143,6 +144,7 @@ class MindSporeProbe(Probe):
 
     def begin_step(self, number: int | None = None) -> bool:
         """Begin a step; see `Probe.begin_step`. The first one reports what the plan asks for and MindSpore does not show."""
+        MindSporeProbe.has_watched = True
         if not self._limits_reported:
             self._limits_reported = True
             self.report_limits()

@@ -16,8 +16,16 @@ _MOVED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  #
 
 
 def at_start() -> None:
-    """Wait for torch, and for its optimizers to be made."""
-    ImportWatch().wait_for("torch", _watch)
+    """Wait for torch or MindSpore, and for its optimizers to be made."""
+    imports = ImportWatch()
+    imports.wait_for("torch", _watch)
+    imports.wait_for("mindspore", _watch_mindspore)
+
+
+def _watch_mindspore(mindspore: Any) -> None:
+    from trainprobe.integrations.mindspore_perturbed_start import watch_optimizers
+
+    watch_optimizers()
 
 
 def _watch(torch: Any) -> None:
