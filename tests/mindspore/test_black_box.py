@@ -5,14 +5,18 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import mindspore as ms
 import pytest
+from mindspore import nn
 from mindspore.train import Callback
 
 from tests.mindspore.launch import ENVIRONMENT
-from tests.mindspore.tiny import PYNATIVE, train
+from tests.mindspore.tiny import GRAPH, PYNATIVE, Data, train
+from trainprobe.cli import main
 from trainprobe.errors import FormatError
 from trainprobe.integrations.mindformers import ProbeCallback
 from trainprobe.monitor.black_box.black_box_command import find_boxes, read_box
@@ -46,6 +50,91 @@ def test_an_error_of_another_callback_leaves_the_last_steps(tmp_path: Path, firs
     told = [(step["reel"]["step"], step["reel"]["complete"]) for step in steps]
     assert told == [(1, True), (2, True), (3, not first)]  # where the other comes first, the step has not ended for the probe
     assert all(step["reel"]["rows"] > 10 for step in steps)
+
+
+class FailsOnce(nn.Cell):
+    """Runs what no CPU has a kernel for in its third call; MindSpore raises that later, wherever something waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def construct(self, x: Any) -> Any:
+        self.calls += 1
+        return ms.mint.cumsum(x, 0) if self.calls == 3 else x
+
+
+class FailsInside(nn.Cell):
+    """Raises an error inside a compiled graph in its third call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = count(1)
+
+        def host(array: Any) -> Any:
+            if next(numbers) == 3:
+                raise RuntimeError("inside the graph")
+            return array
+
+        self.call = ms.ops.Custom(host, out_shape=lambda s: s, out_dtype=lambda d: d, func_type="pyfunc")
+
+    def construct(self, x: Any) -> Any:
+        return ms.ops.depend(x, self.call(ms.ops.stop_gradient(x)))
+
+
+def torn(data: Any, i: int) -> Any:
+    raise ValueError(f"row {i} is torn")
+
+
+def fails_with(kind: Any) -> Any:
+    def prepare(net: Any) -> None:
+        net.blocks[1].act = kind()
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("mode", "where", "prepare", "message", "line"),
+    [
+        (
+            PYNATIVE,
+            "operator",
+            fails_with(FailsOnce),
+            "CumsumExt",
+            "step 3, the forward pass of micro-batch 0, in blocks.1.act.",
+        ),
+        (GRAPH, "graph", fails_with(FailsInside), "inside the graph", "It was at step 3."),
+        (PYNATIVE, "data", None, "is torn", "RuntimeError ended the training before its first step"),
+    ],
+)
+def test_an_error_is_told_with_its_step_and_place(
+    mode: int, where: str, prepare: Any, message: str, line: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    if where == "data":  # the pipeline reads ahead, and raises what a row raised with the first batch
+        monkeypatch.setattr(Data, "__getitem__", torn)
+    with pytest.raises(RuntimeError, match=message):
+        train(mode, [ProbeCallback(PLAN, output=tmp_path)], prepare=prepare)
+    assert main(["black-box", str(tmp_path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert line in out
+    assert ("3 (cut short)" in out) == (where != "data")
+
+
+def test_an_error_in_the_optimizer_is_told_as_one(tmp_path: Path, capsys: Any) -> None:
+    def failing(net: Any) -> Any:
+        numbers, optimizer = count(1), nn.SGD(net.trainable_params(), 0.1)
+
+        def before(cell: Any, args: Any) -> None:
+            if next(numbers) == 2:
+                raise KeyError("no such group")
+
+        optimizer.register_forward_pre_hook(before)
+        return optimizer
+
+    with pytest.raises(KeyError, match="no such group"):
+        train(PYNATIVE, [ProbeCallback(PLAN, output=tmp_path)], make_optimizer=failing)
+    assert main(["black-box", str(tmp_path)]) == 0
+    assert "It was at step 2, the optimizer." in capsys.readouterr().out
 
 
 KILLED = """

@@ -234,7 +234,8 @@ class Probe:
 
     def interrupted(self, error: BaseException) -> None:
         """Tell the programs that this error ends the training."""
-        self._call("interrupted", f"{type(error).__name__} ended the training after step {self.step_number}")
+        when = f"after step {self.step_number}" if self.step_number >= 0 else "before its first step"
+        self._call("interrupted", f"{type(error).__name__} ended the training {when}")
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until everything that was handed to the writer is on disk, at most `timeout_s` seconds."""

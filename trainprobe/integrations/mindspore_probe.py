@@ -27,7 +27,7 @@ from trainprobe.engine.capture.mindspore.tape import HostTape
 from trainprobe.engine.capture.requests import ModuleRequest, OpRequest, StatesRequest
 from trainprobe.engine.core.gathering import Gathering
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.position import Position
+from trainprobe.engine.core.position import OPTIMIZER, SOMEWHERE, UPDATED, Position
 from trainprobe.engine.core.records import Finding, Place, StepData
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.plan.model import Plan
@@ -62,10 +62,23 @@ class CellParts(Parts):
     clipping: KnownCalls | None = None  # of the cell that clips gradients, where there is one
     audit: CellAuditTap | None = None
     with_ops: bool = False  # operators of the update are recorded too
+    position: Position | None = None  # is told where in a step the training is
     stepping: OptimizerTap = None  # pyright: ignore[reportAssignmentType]  (every composition makes it)
+
+    def follow(self, position: Position) -> None:
+        """Have `position` told which cell runs, and of the optimizer."""
+        self.position = position
+        for tap in (self.modules, self.watched):
+            if tap is not None:
+                tap.position = position
+
+    def _is_in(self, phase: int) -> None:
+        if self.position is not None and not is_graph_mode():
+            self.position.is_in(phase)
 
     def before(self, optimizers: Sequence[Any], gradients: Any = ()) -> None:
         """Handle the beginning of a step of these optimizers."""
+        self._is_in(OPTIMIZER)
         if self.ops is not None:
             self.ops.parent = "optimizer"
             self.ops.asleep |= not self.with_ops
@@ -81,6 +94,7 @@ class CellParts(Parts):
 
     def after(self, optimizers: Sequence[Any]) -> None:
         """Handle its end."""
+        self._is_in(UPDATED)
         if self.ops is not None:
             self.ops.parent = None
             self.ops.resume()
@@ -148,7 +162,11 @@ class MindSporeProbe(Probe):
         if not self._limits_reported:
             self._limits_reported = True
             self.report_limits()
-        return super().begin_step(number)
+        collects = super().begin_step(number)
+        position = self.cells.position
+        if position is not None and (is_graph_mode() or not any((self.cells.modules, self.cells.watched))):
+            position.is_in(SOMEWHERE)
+        return collects
 
     def end_step(self, *, complete: bool = True) -> StepData | None:
         """End the step; see `Probe.end_step`. Waits for a graph that runs: what goes wrong there is the training's error."""
@@ -221,7 +239,8 @@ class MindSporeProbe(Probe):
         return nullcontext()
 
     def _follow(self, position: Position) -> None:
-        """Nothing tells where in a step the training is: MindSpore runs ahead of Python."""
+        """Have the taps tell where in a step the training is, as far as they see it."""
+        self.cells.follow(position)
 
     def _where(self) -> Place:
         return place_of_process()

@@ -15,7 +15,7 @@ from typing import Any
 
 BYTES = 256
 _NUMBERS = 24
-BETWEEN, BEGUN, FORWARD, AFTER_FORWARD, OPTIMIZER, UPDATED = range(6)
+BETWEEN, BEGUN, FORWARD, AFTER_FORWARD, OPTIMIZER, UPDATED, SOMEWHERE = range(7)
 _PHASES = (
     "between two steps, the last one was {step}",
     "step {step}, before the forward pass",
@@ -23,6 +23,7 @@ _PHASES = (
     "step {step}, the loss or the backward pass of micro-batch {micro}",
     "step {step}, the optimizer",
     "step {step}, after the optimizer",
+    "step {step}",  # nothing tells where in it, as in a compiled graph
 )
 
 

@@ -25,6 +25,7 @@ from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.requests import ModuleRequest
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import ROOT
+from trainprobe.engine.core.position import AFTER_FORWARD, Position
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.tape import SAVE, Tape
@@ -129,6 +130,7 @@ class CellTap:
         self._recomputed: dict[str, int] = {}
         self._called = 0
         self._paused = False
+        self.position: Position | None = None  # is told which cell runs
         self._arrived: Counter[int] = Counter()  # id of parameter → gradients of this step
         self._gradient_calls: dict[tuple[str, int], Call] = {}
 
@@ -181,7 +183,8 @@ class CellTap:
         if self._original is not None:
             return
         original: Any = Cell.__call__
-        known, run = self.known, self._run
+        known = self.known
+        run = self._run if self.position is None else self.position.around(self._run)
 
         def call(cell: Any, *args: Any, **kwargs: Any) -> Any:
             info = known.get(id(cell))
@@ -225,6 +228,8 @@ class CellTap:
             if call is not None:
                 wait()
                 self._guard.run(self._leave, info, call, args, out)
+            if self.position is not None and not depth:
+                self.position.is_in(AFTER_FORWARD)
             return out
         finally:
             del self.stack[depth:]
@@ -237,6 +242,8 @@ class CellTap:
         again = info.repeats and (parent.phase == "recompute" if parent is not None else info.name in self._forwards)
         if parent is None and not again:
             tape.forward_begins(info.name)
+            if self.position is not None:
+                self.position.forward(tape.micro or 0)
         phase = "recompute" if again else "forward"
         stack = self._stacks.capture(-1, 0) if self._stacks is not None else -1
         number = self._number(info.name, again)
