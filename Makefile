@@ -47,7 +47,7 @@ test: $(VENV)/.dev
 # Megatron-LM, which writes checkpoints for tests/ckpt_compare. Where one cannot be made, its tests are left out
 # with the reason, except in CI (CI=true), where they must run.
 MSPROBES := $(VENVS)/msprobe/.ready $(VENVS)/msprobe-1.3/.ready $(VENVS)/msprobe-8.1/.ready
-IN_mindspore := -p no:xdist tests/mindspore
+IN_mindspore := -n $(WORKERS) --dist loadscope tests/mindspore
 IN_triton := -n $(WORKERS) --dist load -k triton tests/triton_kernels tests/engine/arrays
 IN_foreign := -n $(WORKERS) --dist load tests/foreign
 IN_foreign-all := $(IN_foreign)

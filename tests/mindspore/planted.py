@@ -2,7 +2,7 @@
 
     python -m tests.mindspore.planted        # writes the table of docs/bug_bench.md anew
 
-A bug is planted at step 3 of 6 where it is not there from the beginning. The training is a loop in PyNative mode, watched
+A bug is planted at step 3 of 5 where it is not there from the beginning. The training is a loop in PyNative mode, watched
 by monitor and audit with their defaults at every step; the twin is the same training without the bug.
 """
 
@@ -23,7 +23,7 @@ from trainprobe.watching import watch
 
 DOC = Path(__file__).parents[2] / "docs/bug_bench.md"
 BEGIN, END = "<!-- made by `python -m tests.mindspore.planted` -->", "<!-- end of that table -->"
-STEPS, PLANTED = 6, 3
+STEPS, PLANTED = 5, 3
 WORDS, WIDTH = 7, 4
 
 

@@ -163,41 +163,46 @@ def _watch_cell(cell: Any, seen: Seen, backward: bool, back: Callable[[str, int,
     """
     own = cell.construct
     most = _positional(own)
-    tell_in, tell_out = _several(_forward, "input", most, seen), _several(_forward, "output", _MOST, seen)
-    back_in, back_out = _several(back, "grad_input", most, seen), _several(back, "grad_output", _MOST, seen)
+    look_in = _looking(_several(_forward, "input", most, seen), _several(back, "grad_input", most, seen), backward)
+    look_out = _looking(_several(_forward, "output", _MOST, seen), _several(back, "grad_output", _MOST, seen), backward)
+    look_alone = _looking([_forward("output", ALONE, seen)], [back("grad_output", ALONE, seen)], backward)
     keep = _operator(lambda numbers: _NOTHING, [], 1)
-    tell_alone, back_alone = _forward("output", ALONE, seen), back("grad_output", ALONE, seen)
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given, numbers = [], 0
-        for i, item in enumerate(args):
-            if i < most and ops.is_tensor(item) and 0 not in item.shape:
-                number = tell_in[i](ops.stop_gradient(item))
-                numbers = numbers + number
-                if backward and item.dtype in _DIFFERENTIABLE:
-                    item = back_in[i](item, number)
-            given.append(item)
+        given, numbers = look_in(args, 0)
         out = own(*given, **kwargs)
         if isinstance(out, tuple):
-            found = []
-            for i, item in enumerate(out):
-                if i < _MOST and ops.is_tensor(item) and 0 not in item.shape:
-                    number = tell_out[i](ops.stop_gradient(item))
-                    numbers = numbers + number
-                    if backward and item.dtype in _DIFFERENTIABLE:
-                        item = back_out[i](item, number)
-                found.append(item)
+            found, numbers = look_out(out, numbers)
             out = tuple(found)
-        elif ops.is_tensor(out) and 0 not in out.shape:
-            number = tell_alone(ops.stop_gradient(out))
-            numbers = numbers + number
-            if backward and out.dtype in _DIFFERENTIABLE:
-                out = back_alone(out, number)
+        else:
+            found, numbers = look_alone((out,), numbers)
+            out = found[0]
         if ops.is_tensor(numbers):
             keep(numbers)  # a statement of its own: MindSpore leaves out what nobody takes, side effects or not
         return out
 
     return _replaced(cell, construct)
+
+
+def _looking(tell: list[Any], back: list[Any], backward: bool) -> Any:
+    """Return what has each of some items told by the operator of its place: items, numbers → items to go on with, numbers.
+
+    It is compiled as part of a graph. numbers: the sum of what the operators return, which keeps them in the program.
+    """
+    most = len(tell)
+
+    def look(items: Any, numbers: Any) -> Any:
+        found = []
+        for i, item in enumerate(items):
+            if i < most and ops.is_tensor(item) and 0 not in item.shape:
+                number = tell[i](ops.stop_gradient(item))
+                numbers = numbers + number
+                if backward and item.dtype in _DIFFERENTIABLE:
+                    item = back[i](item, number)
+            found.append(item)
+        return found, numbers
+
+    return look
 
 
 def _watch_optimizer(optimizer: Any, seen: Seen) -> Callable[[], None]:
