@@ -25,8 +25,8 @@ from trainprobe.engine.tape import Tape
 IN_A_GRAPH = (
     "inside the graph cells are seen and operators are not; keyword arguments of cells, tensors inside containers of their "
     "arguments and results, and results beyond the eighth are not recorded; `parameters_grad` is what the optimizer is handed. "
-    "Gradients of cells make MindSpore add up the gradients of a tensor that several cells use in an order of its own, which "
-    "may change the last bits of the training (seen in one model): `phases: [forward]` and no `activation_gradients` keep them"
+    "Operators for gradients of cells changed the last bits of one model of those tried, for a reason that is not known: "
+    "`phases: [forward]`, without `activation_gradients`, kept them there"
 )
 TOO_LATE = (
     "no callback of the graph was called: MindSpore had compiled the model before the probe was opened. "
