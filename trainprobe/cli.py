@@ -46,6 +46,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "trainprobe.op_check.online.command:op_check_serve",
         "judge operators of trainings on other machines while they run",
     ),
+    "op-check classic": (
+        "trainprobe.op_check.classic.command:op_check_classic",
+        "acc_check, run_ut, api_precision_compare and op_generate of mindstudio-probe",
+    ),
     "op-check certs": ("trainprobe.op_check.online.command:op_check_certs", "make keys for both sides of `op-check serve`"),
     "kernel-dump": ("trainprobe.kernel_dump.command:app", "list, show, compare and convert what an NPU wrote of its kernels"),
     "ckpt-show": ("trainprobe.ckpt_compare.command:ckpt_show", "list the logical tensors of one checkpoint"),

@@ -156,7 +156,7 @@ def _against(
             if bool((y != 0).any()):
                 judgements.append(Judgement("not checked", "torch gives no gradient here"))
             continue
-        y, want = _fitted(y, want)
+        y, want = fitted(y, want)
         if backward and y.shape != want.value.shape:  # autograd lets no gradient of another shape through
             text = "it ran as several operators, and the gradients are those of one inside it"
             return Checked(direction, [Judgement("not checked", text)])
@@ -188,7 +188,7 @@ def _settled(recorded: Sequence[Tensor | None], reference: Reference, tolerance:
         for i, (y, want) in enumerate(zip(recorded, reference.results, strict=False)):
             known = found[i]
             if y is not None and want is not None and not (known is not None and known.outcome in _SETTLED):
-                found[i] = judge(*_fitted(y, want), tolerance, brief=brief)
+                found[i] = judge(*fitted(y, want), tolerance, brief=brief)
         if not brief or all(known is None or known.outcome in _SETTLED for known in found):
             return found
         doubtful = None if narrowed or not reference.can_narrow else _doubtful(recorded, reference)
@@ -217,7 +217,7 @@ def _doubtful(recorded: Sequence[Tensor | None], reference: Reference) -> Tensor
     return found if found is not None and 0 < int(found.sum()) <= _A_FEW * found.numel() else None
 
 
-def _fitted(y: Tensor, want: Expected) -> tuple[Tensor, Expected]:
+def fitted(y: Tensor, want: Expected) -> tuple[Tensor, Expected]:
     """Bring both to one shape: a gradient may be seen before or after torch sums it to the shape of a broadcast argument.
 
     Some dumps hold a bool as bytes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,8 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from trainprobe.errors import MissingExtra, UsageError, did_you_mean
 
-if TYPE_CHECKING:
-    from trainprobe.op_check.dump import DumpChecked
+
+def _print_schema(wanted: bool) -> None:
+    if wanted:
+        from trainprobe.op_check.result_schema import schema_text
+
+        typer.echo(schema_text(), nl=False)
+        raise typer.Exit
 
 
 def op_check(
@@ -31,6 +36,28 @@ def op_check(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="write all results here")] = None,
     csv: Annotated[Path | None, typer.Option(help="write one line for each result here")] = None,
+    html: Annotated[Path | None, typer.Option(help="write one self-contained page here")] = None,
+    standard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="report by a standard of mindstudio-probe: absolute, binary, ulp, thousandth, benchmark, accumulative, or "
+            "by-operator, which is the one that it assigns to each operator; our own verdict stands beside it",
+        ),
+    ] = None,
+    classic_csv: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="write accuracy_checking_*.csv and api_precision_compare_*.csv here")
+    ] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="operator or entry to leave out; may be given again")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="config.json or config.yaml of mindstudio-probe: its white_list and black_list")
+    ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="judge the ranks on a Ray cluster whose machines see the same paths")
+    ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="print the JSON schema of --json", is_eager=True, callback=_print_schema)
+    ] = False,
     condition: Annotated[
         str | None,
         typer.Option(
@@ -49,50 +76,31 @@ def op_check(
     not checked.
     """
     need_torch(threads)
-    from trainprobe.op_check import report
-    from trainprobe.op_check.conclusion import conclude
-    from trainprobe.op_check.dump import rank_folders
-    from trainprobe.op_check.pairs import three_way
-    from trainprobe.op_check.replay import write_replay
+    from trainprobe.op_check.answer import Request, answer
+    from trainprobe.op_check.classic.configs import read_config
 
-    folders = [rank_folders(path) for path in (dump, other) if path is not None]
+    lists = read_config(config) if config is not None else None
+    ops, left_out = [*(op or ()), *(lists.white_list if lists else ())], [*(skip or ()), *(lists.black_list if lists else ())]
+    paths = [path for path in (dump, other) if path is not None]
     if condition is not None:
-        return _conditions(folders[0], condition, op or (), device, json, quiet)
-    found = [_checked(each, op or (), quiet, other is not None) for each in folders]
-    if op and not found[0].rows:
-        raise UsageError(f"{dump} has no call of {', '.join(op)}: `trainprobe op-check {dump}` lists its operators")
-    conclusion = conclude(found[0])
-    if other is not None:
-        conclusion = three_way(found[0], found[1])
-    rows = [row for each in found for row in each.rows]
-    if json is not None:
-        report.write_json(rows, conclusion, json)
-    if csv is not None:
-        report.write_csv(rows, csv)
-    console = Console()
-    console = console if console.width >= report.WIDTH else Console(width=report.WIDTH)
-    if quiet:
-        console.print(conclusion.sentence, markup=False, highlight=False, soft_wrap=True)
-    else:
-        report.show(rows, conclusion, console)
-    if replay is not None and conclusion.worst is not None:
-        console.print(f"replay: python {write_replay(conclusion.worst, replay)}", markup=False, highlight=False, soft_wrap=True)
-    elif conclusion.worst is not None and conclusion.code in (1, 2) and not quiet:
-        text = f"replay: trainprobe op-check {dump} --op {conclusion.worst.entry} --replay replay"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    return conclusion.code
+        return _conditions(paths[0], condition, ops, device, json, quiet)
+    request = Request(
+        paths, ops, left_out, standard, json, csv, html, classic_csv, lists.precision if lists else 14, replay, quiet, ray
+    )
+    return answer(request, progress)
 
 
-def _conditions(folders: Any, kind: str, names: Any, device: str, json: Path | None, quiet: bool) -> int:
+def _conditions(dump: Path, kind: str, names: Any, device: str, json: Path | None, quiet: bool) -> int:
     """Run all calls with perturbed inputs. Return 0, or 2 where equal inputs gave other bits, 3 where no call could be run."""
     from trainprobe.op_check import condition
+    from trainprobe.op_check.dump import rank_folders
 
     if kind not in condition.KINDS:
         raise UsageError(
             f"--condition {kind!r} is not known{did_you_mean(kind, [*condition.KINDS])}: {', '.join(condition.KINDS)}"
         )
-    with _progress(quiet) as advance:
-        found = condition.condition_dump(folders, kind, names, device, advance)
+    with progress(quiet) as advance:
+        found = condition.condition_dump(rank_folders(dump), kind, names, device, advance)
     if json is not None:
         condition.write(found, kind, json)
     for line in condition.sentences(found, kind, 0 if quiet else 12):
@@ -115,15 +123,8 @@ def need_torch(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _checked(folders: Any, names: Any, quiet: bool, keys: bool) -> DumpChecked:
-    from trainprobe.op_check.dump import check_dump
-
-    with _progress(quiet) as advance:
-        return check_dump(folders, names, advance, keys=keys)
-
-
 @contextmanager
-def _progress(quiet: bool) -> Generator[Callable[[int, int], None]]:
+def progress(quiet: bool) -> Generator[Callable[[int, int], None]]:
     """Show a bar of the calls that are done, on a terminal."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:

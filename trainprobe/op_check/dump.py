@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trainprobe.engine.core.records import Value
 from trainprobe.engine.storage.dumps.layout import DUMP_FILE, find_dumps
 from trainprobe.errors import FormatError
-from trainprobe.op_check.cases import NotChecked
+from trainprobe.op_check.cases import Case, NotChecked
 from trainprobe.op_check.check import Checked, check
 from trainprobe.op_check.functions import api
 from trainprobe.op_check.judge import Judgement, Tolerance
@@ -19,13 +21,16 @@ from trainprobe.op_check.made import run_here
 from trainprobe.op_check.properties import is_random
 from trainprobe.op_check.recorded import RecordedRank, Unit
 
+# what is to be known of each call besides its verdict: from the call, whether it is the backward, and what was judged
+Measure = Callable[[Case, bool, Checked], Sequence[Any]]
+
 
 @dataclass(slots=True)
 class Row:
     """One direction of one recorded call. equal: how many more calls were the same bits in and out.
 
     same_inputs: an earlier entry that had the same inputs and gave another result. key: fingerprint of what it was given,
-    where two dumps are compared.
+    where two dumps are compared. alike: the equal calls. measured: what the caller's Measure made of the call.
     """
 
     step: int
@@ -38,6 +43,8 @@ class Row:
     same_inputs: str = ""
     folder: Path | None = None
     key: str = ""
+    alike: list[Unit] = field(default_factory=list[Unit])
+    measured: Sequence[Any] = ()
     unit: Unit | None = field(default=None, repr=False)
 
     @property
@@ -75,23 +82,49 @@ def check_dump(
     names: Sequence[str] = (),
     advance: Callable[[int, int], None] = lambda done, total: None,
     *,
+    skip: Sequence[str] = (),
     keys: bool = False,
+    measure: Measure | None = None,
+    run: Callable[..., Iterator[DumpChecked]] | None = None,
 ) -> DumpChecked:
     """Judge all operator calls in these folders.
 
-    names: patterns of operators or entries. advance: called with the calls done and all calls of a folder. keys: rows carry
-    fingerprints of what their calls were given.
+    names: patterns of operators or entries; skip: of those to leave out. advance: called with the calls done and all calls of
+    a folder. keys: rows carry fingerprints of what their calls were given. measure: rows carry what it returns. run: carries
+    out one task a folder, such as `on_ray`, which gets all folders.
     """
     found = DumpChecked()
-    for step, rank, folder in folders:
-        recorded = RecordedRank.read(folder)
-        units = [unit for unit in recorded.units() if selected(unit, names)]
-        if not units and not names:
-            found.notes.append(f"{folder} holds no operators: record with `level: L1` or `mix`")
-        found.made |= not recorded.has_tensors
-        rows = check_rank(recorded, units, found, (step, rank), advance)
-        for row in rows if keys else ():
-            row.key = recorded.key(row.unit)[0] if row.unit is not None else ""
+    if run is None:
+        parts = (check_folder(folder, names, skip, advance, keys, measure) for folder in folders)
+    else:
+        parts = run(partial(check_folder, names=names, skip=skip, keys=keys, measure=measure), folders)
+    for done, part in enumerate(parts):
+        found.rows += part.rows
+        found.notes += part.notes
+        found.made |= part.made
+        if run is not None:
+            advance(done + 1, len(folders))
+    return found
+
+
+def check_folder(
+    at: tuple[int, int, Path],
+    names: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    advance: Callable[[int, int], None] = lambda done, total: None,
+    keys: bool = False,
+    measure: Measure | None = None,
+) -> DumpChecked:
+    """Judge the operator calls of one step and rank. Arguments as for `check_dump`."""
+    step, rank, folder = at
+    recorded = RecordedRank.read(folder)
+    units = [unit for unit in recorded.units() if selected(unit, names) and not (skip and selected(unit, skip))]
+    found = DumpChecked(made=not recorded.has_tensors)
+    if not units and not names and not skip:
+        found.notes.append(f"{folder} holds no operators: record with `level: L1` or `mix`")
+    rows = check_rank(recorded, units, found, (step, rank), advance, measure=measure)
+    for row in rows if keys else ():
+        row.key = recorded.key(row.unit)[0] if row.unit is not None else ""
     return found
 
 
@@ -103,7 +136,12 @@ def selected(unit: Unit, names: Iterable[str]) -> bool:
 
 def names_of(unit: Unit) -> tuple[str, ...]:
     """Return what a unit can be called: its entry, the entry without its direction, the operator with and without prefix."""
-    return unit.entry, unit.entry.rpartition(".")[0], unit.call.name, api(unit.call.name)
+    return unit.entry, unit.entry.rpartition(".")[0], unit.call.name, api(unit.call.name), numbered(unit)
+
+
+def numbered(unit: Unit) -> str:
+    """Return the call that a unit is of, `Functional.linear.3`."""
+    return f"{unit.call.name}.{unit.call.call}"
 
 
 def check_rank(
@@ -113,12 +151,13 @@ def check_rank(
     at: tuple[int, int],
     advance: Callable[[int, int], None] = lambda done, total: None,
     tolerance: Tolerance | None = None,
+    measure: Measure | None = None,
 ) -> list[Row]:
     """Judge some calls of one step and rank into `found`; return their rows.
 
     at: (step, rank). tolerance: judge floats by it instead of the bound.
     """
-    judged = RankCheck(found, at, tolerance, lasting=True)
+    judged = RankCheck(found, at, tolerance, lasting=True, measure=measure)
     before = len(found.rows)
     for i, unit in enumerate(units):
         advance(i, len(units))
@@ -144,9 +183,16 @@ class RankCheck:
     """
 
     def __init__(
-        self, found: DumpChecked, at: tuple[int, int], tolerance: Tolerance | None = None, *, lasting: bool = False
+        self,
+        found: DumpChecked,
+        at: tuple[int, int],
+        tolerance: Tolerance | None = None,
+        *,
+        lasting: bool = False,
+        measure: Measure | None = None,
     ) -> None:
         self._found = found
+        self._measure = measure
         self._at = at
         self._tolerance = tolerance
         self._lasting = lasting
@@ -158,6 +204,7 @@ class RankCheck:
         shown = self._shown_again(recorded, unit)
         if shown is not None:
             shown.equal += 1
+            shown.alike.append(unit)
             return shown, False
         alike = self._alike[recorded.sketch(unit)]
         seen = _Seen(Row(*self._at, unit.entry, unit.call.name, unit.module, Checked("forward")), unit)
@@ -165,9 +212,12 @@ class RankCheck:
         before = next((other for other in alike if _keys(recorded, other)[0] == _keys(recorded, seen)[0]), None)
         if before is not None and _keys(recorded, before) == _keys(recorded, seen):
             before.row.equal += 1
+            before.row.alike.append(unit)
             return before.row, False
         row = seen.row
-        row.checked = _judged(recorded, unit, self._tolerance)
+        row.checked, case = _judged(recorded, unit, self._tolerance)
+        if self._measure is not None and case is not None:
+            row.measured = self._measure(case, unit.direction == "backward", row.checked)
         row.checked.expectation = None  # as large as the call's results, in float64
         row.folder, row.unit = recorded.folder, unit
         if before is not None and recorded.has_tensors and not is_random(unit.call.name) and unit.direction == "forward":
@@ -194,14 +244,16 @@ def _keys(recorded: RecordedRank, seen: _Seen) -> tuple[str, str]:
     return seen.keys
 
 
-def _judged(recorded: RecordedRank, unit: Unit, tolerance: Tolerance | None) -> Checked:
+def _judged(recorded: RecordedRank, unit: Unit, tolerance: Tolerance | None) -> tuple[Checked, Case | None]:
+    """Return the judgements of a call, and the call unless the dump lacks some of it."""
+    backward = unit.direction == "backward"
     try:
         if recorded.has_tensors:
             case = recorded.case(unit)
         elif unit.of_inputs:
             raise NotChecked("the gradients of its arguments are made where values are recorded")
         else:
-            case = run_here(recorded.made_case(unit), unit.direction == "backward")
+            case = run_here(recorded.made_case(unit), backward)
     except NotChecked as why:
-        return Checked("backward" if unit.direction == "backward" else "forward", [Judgement("not checked", str(why))])
-    return check(case, unit.direction == "backward", tolerance)
+        return Checked("backward" if backward else "forward", [Judgement("not checked", str(why))]), None
+    return check(case, backward, tolerance), case

@@ -92,13 +92,14 @@ def _finite(number: float | None) -> float | str | None:
     return number if number is None or math.isfinite(number) else str(number)
 
 
-def write_json(rows: Sequence[Row], conclusion: Conclusion, path: Path) -> None:
-    """Write all results. Raises OutputError."""
+def write_json(rows: Sequence[Row], conclusion: Conclusion, path: Path, standard: Any = None) -> None:
+    """Write all results. standard: the results by a standard that was asked for. Raises OutputError."""
     document = {
         "code": conclusion.code,
         "verdict": conclusion.sentence,
         "details": list(conclusion.details),
         "results": lines(rows),
+        "standard": standard,
     }
     try:
         path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))

@@ -47,7 +47,7 @@ def compare_for_single_op(
     pickle or an operator that is not there.
     """
     case, backward = read_saved(Path(path))
-    args, kwargs, out = _run(case, backward, _callable(op, case), device)
+    args, kwargs, out = run_on(case, backward, _callable(op, case), device)
     got = [None if t is None else t.detach().cpu() for t in (out if backward else flat(out))]
     case = replace(case, results=got, of_inputs=True) if backward else replace(case, outputs=got)
     limits = (_CLASSIC_TOLERANCE if limit is None else limit for limit in (atol, rtol))
@@ -64,7 +64,7 @@ def nan_inf_track_for_single_op(path: str | Path, op: Callable[..., Any] | str |
     Arguments and errors as for `compare_for_single_op`.
     """
     case, backward = read_saved(Path(path))
-    args, kwargs, out = _run(case, backward, _callable(op, case), device)
+    args, kwargs, out = run_on(case, backward, _callable(op, case), device)
     found = [t for t in flat(out) if t.is_floating_point() or t.is_complex()]
     odd = sum(int((~torch.isfinite(t)).sum()) for t in found)
     of = sum(t.numel() for t in found)
@@ -173,7 +173,7 @@ def _callable(op: Callable[..., Any] | str | None, case: Case) -> Callable[..., 
     return found
 
 
-def _run(case: Case, backward: bool, call: Callable[..., Any], device: str) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+def run_on(case: Case, backward: bool, call: Callable[..., Any], device: str) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Return the arguments on the device and what comes out, or the gradients of the tensor arguments."""
     leaves: list[Tensor | None] = []
     wanted = [*case.requires_grad] or [True] * len(case.tensors())

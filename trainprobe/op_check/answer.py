@@ -1,0 +1,144 @@
+"""One run of `op-check`: judge the dumps, conclude, write what was asked for, and print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from trainprobe.engine.core.ray_cluster import on_ray
+from trainprobe.errors import UsageError
+from trainprobe.op_check import report
+from trainprobe.op_check.classic.precision import read_details, write_precision
+from trainprobe.op_check.classic.tables import folder_of, stamped, write_details
+from trainprobe.op_check.conclusion import Conclusion, conclude
+from trainprobe.op_check.dump import DumpChecked, Measure, Row, check_dump, rank_folders
+from trainprobe.op_check.page import write_page
+from trainprobe.op_check.pairs import three_way
+from trainprobe.op_check.replay import write_replay
+from trainprobe.op_check.standards.conclusion import Judged, conclude_by, judged, pair, records, standard_named, table
+from trainprobe.op_check.standards.measured import outputs, outputs_and_second
+
+Progress = Callable[[bool], AbstractContextManager[Callable[[int, int], None]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to judge and what to write. dumps: one, or two of the same steps. digits: of the numbers in the classic files."""
+
+    dumps: Sequence[Path]
+    ops: Sequence[str] = ()
+    skip: Sequence[str] = ()
+    standard: str | None = None
+    json: Path | None = None
+    csv: Path | None = None
+    html: Path | None = None
+    classic_csv: Path | None = None
+    digits: int = 14
+    replay: Path | None = None
+    quiet: bool = False
+    ray: bool = False
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a request comes to. by: results by the standard that was asked for, and its name."""
+
+    found: list[DumpChecked]
+    conclusion: Conclusion
+    by: list[Judged] = field(default_factory=list[Judged])
+    standard: str = ""
+
+    @property
+    def rows(self) -> list[Row]:
+        """Return the rows of all dumps."""
+        return [row for each in self.found for row in each.rows]
+
+
+def answer(request: Request, progress: Progress) -> int:
+    """Carry out a request; return the exit code. Raises UsageError, FormatError and OutputError."""
+    result = judge(request, progress)
+    _write(request, result)
+    _print(request, result)
+    return result.conclusion.code
+
+
+def judge(request: Request, progress: Progress) -> Answer:
+    """Judge the dumps. Raises UsageError where an operator or a standard is not known, FormatError where there is no dump."""
+    standard = "" if request.standard is None else standard_named(request.standard)
+    folders = [rank_folders(path) for path in request.dumps]
+    two = len(folders) > 1
+    measure: Measure | None = outputs if request.classic_csv is not None or standard else None
+    if standard in ("ulp", "benchmark", "by-operator") and not two:
+        measure = outputs_and_second
+    found: list[DumpChecked] = []
+    for each in folders:
+        with progress(request.quiet) as advance:
+            run = on_ray if request.ray else None
+            checked = check_dump(each, request.ops, advance, skip=request.skip, keys=two, measure=measure, run=run)
+            found.append(checked)
+    if request.ops and not found[0].rows:
+        dump, names = request.dumps[0], ", ".join(request.ops)
+        raise UsageError(f"{dump} has no call of {names}: `trainprobe op-check {dump}` lists its operators")
+    ours = three_way(*found) if two else conclude(found[0])
+    if not standard:
+        return Answer(found, ours)
+    if two:
+        pair(found[0].rows, found[1].rows)
+    by = list(judged(found[0].rows, standard))
+    return Answer(found, conclude_by(standard, by, ours), by, standard)
+
+
+def _write(request: Request, result: Answer) -> None:
+    by = {"name": result.standard, "results": records(result.by)} if result.standard else None
+    if request.json is not None:
+        report.write_json(result.rows, result.conclusion, request.json, by)
+    if request.csv is not None:
+        report.write_csv(result.rows, request.csv)
+    if request.html is not None:
+        write_page(result.rows, result.conclusion, request.dumps, by, request.html)
+    if request.classic_csv is not None:
+        _write_classic(request.classic_csv, request.digits, result)
+
+
+def _write_classic(folder: Path, digits: int, result: Answer) -> None:
+    """Write the files of each dump; of two, in folders A and B, and what they come to against each other beside them."""
+    stamp = stamped()
+    if len(result.found) == 1:
+        write_details(result.found[0].rows, folder, stamp, digits)
+        return
+    a, b = (
+        dict(zip(places(each.rows), write_details(each.rows, folder / side, stamp, digits), strict=True))
+        for side, each in zip("AB", result.found, strict=True)
+    )
+    for at in [place for place in a if place in b]:
+        into = folder_of(folder, *at, len(a) > 1)
+        write_precision(read_details(a[at]), read_details(b[at]), into, stamp)
+
+
+def places(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """Return the (step, rank) that there are rows of, in order."""
+    return sorted({(row.step, row.rank) for row in rows})
+
+
+def _print(request: Request, result: Answer) -> None:
+    conclusion, dump = result.conclusion, request.dumps[0]
+    console = Console()
+    console = console if console.width >= report.WIDTH else Console(width=report.WIDTH)
+    if request.quiet:
+        console.print(conclusion.sentence, markup=False, highlight=False, soft_wrap=True)
+    else:
+        report.show([] if result.by else result.rows, conclusion, console)
+        if result.by:
+            console.print(table(result.by))
+    if conclusion.worst is None:
+        return
+    if request.replay is not None:
+        text = f"replay: python {write_replay(conclusion.worst, request.replay)}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    elif conclusion.code in (1, 2) and not request.quiet:
+        text = f"replay: trainprobe op-check {dump} --op {conclusion.worst.entry} --replay replay"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
