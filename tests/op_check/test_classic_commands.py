@@ -152,7 +152,7 @@ def test_two_details_files_are_compared_by_the_assigned_standards(wrong: Path, d
     assert tuple(next(iter(details.values()))) == PRECISION_COLUMNS
     wanted = {
         "Functional.linear.0.forward.output.0": ("error", "ULP误差比对法"),
-        "Functional.conv2d.0.forward.output.0": ("pass", "双千指标法"),
+        "Torch.conv2d.0.forward.output.0": ("pass", "双千指标法"),
         "Tensor.add.0.forward.output.0": ("pass", "绝对阈值法"),
         "Functional.softmax.0.forward.output.0": ("pass", "标杆比对法"),
         "Torch.argmax.0.forward.output.0": ("pass", "二进制一致法"),
@@ -238,4 +238,4 @@ def test_a_classic_config_limits_what_op_check_judges(dump: Path, tmp_path: Path
     )
     with (tmp_path / "o.csv").open() as file:
         judged = {row["operator"] for row in csv.DictReader(file)}
-    assert "Functional.linear" in judged and not judged & {"Functional.conv2d", "Functional.dropout", "Torch.argmax"}
+    assert "Functional.linear" in judged and not judged & {"Torch.conv2d", "Functional.dropout", "Torch.argmax"}

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,21 @@ from trainprobe.op_check.recorded import RecordedRank, Unit
 Measure = Callable[[Case, bool, Checked], Sequence[Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Called:
+    """One direction of a call. call: `Functional.linear.3`. of_inputs: see Unit."""
+
+    call: str
+    direction: str
+    of_inputs: bool
+
+
 @dataclass(slots=True)
 class Row:
     """One direction of one recorded call. equal: how many more calls were the same bits in and out.
 
     same_inputs: an earlier entry that had the same inputs and gave another result. key: fingerprint of what it was given,
-    where two dumps are compared. alike: the equal calls. measured: what the caller's Measure made of the call.
+    where two dumps are compared. calls: it, and those that are equal to it. measured: what a Measure made of it.
     """
 
     step: int
@@ -43,7 +51,7 @@ class Row:
     same_inputs: str = ""
     folder: Path | None = None
     key: str = ""
-    alike: list[Unit] = field(default_factory=list[Unit])
+    calls: list[Called] = field(default_factory=list[Called])
     measured: Sequence[Any] = ()
     unit: Unit | None = field(default=None, repr=False)
 
@@ -97,13 +105,21 @@ def check_dump(
     if run is None:
         parts = (check_folder(folder, names, skip, advance, keys, measure) for folder in folders)
     else:
-        parts = run(partial(check_folder, names=names, skip=skip, keys=keys, measure=measure), folders)
+        parts = run(_check_alone, [(folder, names, skip, keys, measure) for folder in folders])
     for done, part in enumerate(parts):
         found.rows += part.rows
         found.notes += part.notes
         found.made |= part.made
         if run is not None:
             advance(done + 1, len(folders))
+    return found
+
+
+def _check_alone(task: tuple[tuple[int, int, Path], Sequence[str], Sequence[str], bool, Measure | None]) -> DumpChecked:
+    folder, names, skip, keys, measure = task
+    found = check_folder(folder, names, skip, keys=keys, measure=measure)
+    for row in found.rows:
+        row.unit = None  # it knows its whole step
     return found
 
 
@@ -142,6 +158,11 @@ def names_of(unit: Unit) -> tuple[str, ...]:
 def numbered(unit: Unit) -> str:
     """Return the call that a unit is of, `Functional.linear.3`."""
     return f"{unit.call.name}.{unit.call.call}"
+
+
+def called(unit: Unit) -> Called:
+    """Return which call a unit is of."""
+    return Called(numbered(unit), unit.direction, unit.of_inputs)
 
 
 def check_rank(
@@ -204,7 +225,7 @@ class RankCheck:
         shown = self._shown_again(recorded, unit)
         if shown is not None:
             shown.equal += 1
-            shown.alike.append(unit)
+            shown.calls.append(called(unit))
             return shown, False
         alike = self._alike[recorded.sketch(unit)]
         seen = _Seen(Row(*self._at, unit.entry, unit.call.name, unit.module, Checked("forward")), unit)
@@ -212,7 +233,7 @@ class RankCheck:
         before = next((other for other in alike if _keys(recorded, other)[0] == _keys(recorded, seen)[0]), None)
         if before is not None and _keys(recorded, before) == _keys(recorded, seen):
             before.row.equal += 1
-            before.row.alike.append(unit)
+            before.row.calls.append(called(unit))
             return before.row, False
         row = seen.row
         row.checked, case = _judged(recorded, unit, self._tolerance)
@@ -220,6 +241,7 @@ class RankCheck:
             row.measured = self._measure(case, unit.direction == "backward", row.checked)
         row.checked.expectation = None  # as large as the call's results, in float64
         row.folder, row.unit = recorded.folder, unit
+        row.calls.append(called(unit))
         if before is not None and recorded.has_tensors and not is_random(unit.call.name) and unit.direction == "forward":
             row.same_inputs = before.row.entry
         if before is None:

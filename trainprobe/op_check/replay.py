@@ -25,11 +25,12 @@ def write_replay(row: Row, folder: Path, recorded: RecordedRank | None = None) -
     Raises OutputError, and UsageError where the dump does not hold the call.
     """
     recorded = recorded or (None if row.folder is None else RecordedRank.read(row.folder))
-    if row.unit is None or recorded is None:
+    unit = row.unit or next((u for u in recorded.units() if u.entry == row.entry), None) if recorded is not None else None
+    if unit is None or recorded is None:
         raise UsageError(f"{row.entry} cannot be written: its dump is not at hand")
-    backward = row.unit.direction == "backward"
+    backward = unit.direction == "backward"
     try:
-        case = _case(recorded, row.unit, backward)
+        case = _case(recorded, unit, backward)
         code, call = expression(case), described(case, backward)
     except NotChecked as why:
         raise UsageError(f"{row.entry} cannot be replayed: {why}") from None

@@ -89,7 +89,9 @@ def _of_output(name: str, row: Row, output: Output, digits: int) -> Record:
     """Return the row of one result. Its message begins with our verdict: the classic one passes whatever is below 0.001."""
     metrics = output.metrics
     measured = metrics is not None and output.elements > 0
-    verdict = first_verdict(output.dtype, metrics, output.elements) if metrics is not None else without_metrics(row.worst)
+    verdict = (
+        first_verdict(output.dtype, metrics, output.elements) if metrics and _judged(output) else without_metrics(row.worst)
+    )
     skipped = RELATIVE if assigned(row.name, output.dtype) != "absolute" else ""
     numbers = {
         column: number(getattr(metrics, field), digits) if measured and column != skipped else BLANK
@@ -125,7 +127,11 @@ def failed(rows: Iterable[Row]) -> list[Row]:
 
 
 def _status(output: Output) -> str:
-    return "" if output.metrics is None else first_verdict(output.dtype, output.metrics, output.elements).status
+    return first_verdict(output.dtype, output.metrics, output.elements).status if output.metrics and _judged(output) else ""
+
+
+def _judged(output: Output) -> bool:
+    return output.metrics is not None and output.metrics.unequal is not None
 
 
 def write_table(path: Path, columns: Sequence[str], records: Iterable[Mapping[str, str]]) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from trainprobe.errors import UsageError, did_you_mean
 from trainprobe.op_check.conclusion import Conclusion
-from trainprobe.op_check.dump import Row, numbered
+from trainprobe.op_check.dump import Row
 from trainprobe.op_check.standards.limits import ALIASES, BY_OPERATOR, NAMES, assigned
 from trainprobe.op_check.standards.measured import Output, without_metrics
 from trainprobe.op_check.standards.verdicts import ERROR, PASS, SKIP, Verdict
@@ -54,12 +54,12 @@ def by_call(rows: Sequence[Row]) -> dict[tuple[int, int, str, str], Row]:
     Of the gradients of a call, those that the module around it shows come before those at its autograd node.
     """
     found: dict[tuple[int, int, str, str], Row] = {}
+    of_inputs: dict[tuple[int, int, str, str], bool] = {}
     for row in rows:
-        for unit in [] if row.unit is None else [row.unit, *row.alike]:
-            place = (row.step, row.rank, numbered(unit), unit.direction)
-            known = found.get(place)
-            if known is None or (unit.of_inputs and known.unit is not None and not known.unit.of_inputs):
-                found[place] = row
+        for each in row.calls:
+            place = (row.step, row.rank, each.call, each.direction)
+            if place not in found or (each.of_inputs and not of_inputs[place]):
+                found[place], of_inputs[place] = row, each.of_inputs
     return found
 
 

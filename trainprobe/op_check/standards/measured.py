@@ -39,7 +39,7 @@ class Output:
 
     def verdict(self, standard: str, name: str) -> Verdict:
         """Judge it by a standard. name: of its operator. What has no reference is judged by its properties alone."""
-        if self.metrics is not None and self.elements:
+        if self.metrics is not None and self.metrics.unequal is not None and self.elements:
             return by_standard(standard, name, self.dtype, self.metrics, self.second)
         return without_metrics(self.judgement, standard)
 
@@ -73,6 +73,7 @@ def _measured(case: Case, backward: bool, checked: Checked, second: bool) -> lis
         output = Output(i, y.dtype, bench, tuple(y.shape), checked.worst)
         found.append(output)
         if want is None:
+            output.metrics = _by_properties(y, checked.worst)
             continue
         fit, expected = fitted(y, want)
         if fit.shape == expected.value.shape and not fit.is_complex():
@@ -81,6 +82,14 @@ def _measured(case: Case, backward: bool, checked: Checked, second: bool) -> lis
             if other is not None and other.shape == fit.shape and other.dtype == fit.dtype:
                 output.second = measure(other, expected.value)
     return found
+
+
+def _by_properties(y: Tensor, judgement: Judgement) -> Metrics | None:
+    """Return what is known of whole numbers that no reference gives: with all properties they are as good as equal."""
+    if y.is_floating_point() or y.is_complex() or judgement.outcome == "not checked":
+        return None
+    wrong = judgement.outcome in ("bug", "suspicious")
+    return Metrics(unequal=judgement.share if wrong and judgement.share else None if wrong else 0.0)
 
 
 def _here(case: Case, backward: bool) -> Sequence[Tensor | None]:
