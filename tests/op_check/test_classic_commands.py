@@ -18,6 +18,7 @@ import trainprobe
 from tests.interop.peer import PEER, needs_peer
 from trainprobe.cli import main
 from trainprobe.op_check.classic.columns import DETAILS_COLUMNS, PRECISION_COLUMNS
+from trainprobe.op_check.standards.metrics import measure
 
 Record = dict[str, str]
 
@@ -172,13 +173,54 @@ def test_two_details_files_are_compared_by_the_assigned_standards(wrong: Path, d
     assert classic("api_precision_compare", "-npu", str(b), "-gpu", str(lacking)) == 3
 
 
+# run by its own Python: a name and tensors → what its classes make of them; then its command
+_THEIRS = """
+import importlib, json, sys, torch
+from safetensors.torch import load_file
+from msprobe.pytorch.api_accuracy_checker.compare.compare_column import CompareColumn
+from msprobe.pytorch.api_accuracy_checker.compare.compare_input import CompareInput
+folder = "msprobe.pytorch.api_accuracy_checker.precision_standard."
+classes = {"absolute_threshold": "AbsolutethdCompare", "benchmark_compare": "BenchmarkCompare", "ulp_compare": "UlpCompare"}
+held, found = load_file(sys.argv[1]), {}
+for name in {key.partition(".")[0] for key in held}:
+    y, r, column = held[name + ".y"], held[name + ".r"], CompareColumn()
+    device = (y.float() if y.dtype == torch.bfloat16 else y).numpy()
+    for module, kind in classes.items():
+        getattr(importlib.import_module(folder + module), kind)(CompareInput(r.numpy(), device, column, y.dtype)).compare()
+    found[name] = {key: float(getattr(column, key)) for key in column.__slots__ if not isinstance(getattr(column, key), str)}
+print("METRICS", json.dumps(found))
+sys.stdout.flush()
+from msprobe.msprobe import main
+sys.argv = ["msprobe", *sys.argv[2:]]
+main()
+"""
+
+
+def pairs() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Results and references on which the definitions are the same, and those on which its code departs from them."""
+    torch.manual_seed(0)
+    r = torch.randn(1000, dtype=torch.float64) + 3
+    small = torch.full((9,), 3.001e-4)
+    return {
+        "plain": ((r * (1 + 1e-5 * torch.randn(1000, dtype=torch.float64))).float(), r),
+        "bfloat16": (small.bfloat16(), small),
+        "float16": (small.half(), small.clone()),
+        "infinity": (torch.tensor([1.0, 1.0]), torch.tensor([torch.inf, 1.0], dtype=torch.float64)),
+        "nan": (torch.tensor([torch.nan, 1.0]).half(), torch.tensor([1.0, 1.0])),
+        "zero": (torch.tensor([1e-10, 1.0]), torch.tensor([0.0, 1.0], dtype=torch.float64)),
+    }
+
+
 @needs_peer
 def test_its_own_program_reads_the_details_and_finds_the_same_call(wrong: Path, dump: Path, tmp_path: Path) -> None:
     """mindstudio-probe 26.2.0 judges floats by the benchmark alone, unless a relative error rate is written."""
     a, b = compared(wrong, dump, tmp_path)
-    command = [str(PEER), "-m", "msprobe.msprobe", "api_precision_compare", "-npu", str(a), "-gpu", str(b)]
-    ran = subprocess.run([*command, "-o", str(tmp_path / "out")], capture_output=True, text=True, check=False)
+    held = {f"{name}.{side}": t for name, both in pairs().items() for side, t in zip("yr", both, strict=True)}
+    save_file(held, tmp_path / "pairs.safetensors")
+    command = [str(PEER), "-c", _THEIRS, str(tmp_path / "pairs.safetensors"), "api_precision_compare", "-npu", str(a)]
+    ran = subprocess.run([*command, "-gpu", str(b), "-o", str(tmp_path / "out")], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
+    agrees_where_the_definitions_do(json.loads(ran.stdout.partition("METRICS ")[2].splitlines()[0]))
     found = statuses(table(tmp_path / "out", "api_precision_compare_result"))
     ours = statuses(table(a.parent, "accuracy_checking_result"))
     assert set(found) == set(ours), "it drops what it cannot read"
@@ -187,6 +229,23 @@ def test_its_own_program_reads_the_details_and_finds_the_same_call(wrong: Path, 
     assert details["Tensor.add.0.forward.output.0"] == "绝对阈值法"
     assert details["Functional.softmax.0.forward.output.0"] == "标杆比对法"
     assert details["Torch.argmax.0.forward.output.0"] == "二进制一致法"
+
+
+def agrees_where_the_definitions_do(theirs: dict[str, dict[str, float]]) -> None:
+    ours = {name: measure(y, r) for name, (y, r) in pairs().items()}
+    same = {
+        **{"inf_nan_error_ratio": "not_finite", "rel_err_ratio": "relative_wrong", "abs_err_ratio": "small_wrong"},
+        **{"max_rel_error": "largest_relative", "mean_rel_error": "mean_relative", "rmse": "rmse", "eb": "balance"},
+        **{"max_ulp_error": "ulp_largest", "mean_ulp_error": "ulp_mean", "ulp_error_proportion": "ulp_share"},
+    }
+    for theirs_name, name in same.items():
+        # its RMSE is a little larger: it multiplies the mean of the squares by 1.0001
+        assert theirs["plain"][theirs_name] == pytest.approx(getattr(ours["plain"], name), rel=1e-4), name
+    assert (theirs["bfloat16"]["abs_err_ratio"], ours["bfloat16"].small_wrong) == (1.0, 0.0)
+    assert (theirs["float16"]["small_value_err_ratio"], ours["float16"].small_wrong) == (1.0, 0.0)
+    assert (theirs["infinity"]["inf_nan_error_ratio"], ours["infinity"].not_finite) == (0.0, 1.0)
+    assert theirs["nan"]["max_rel_error"] == theirs["nan"]["rmse"] == 0.0 and ours["nan"].not_finite == 1.0
+    assert (theirs["zero"]["ulp_error_proportion"], ours["zero"].ulp_share) == (0.0, 0.5)
 
 
 def test_op_generate_writes_a_script_of_the_call_that_its_config_names(
