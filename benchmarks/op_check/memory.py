@@ -46,9 +46,6 @@ OPERATORS: dict[str, Operator] = {
     "softmax": lambda x: functional.softmax(x, -1),
     "layer_norm": lambda x: functional.layer_norm(x, x.shape[-1:]),
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
-    "attention": lambda x: functional.scaled_dot_product_attention(
-        *[x.view(x.shape[0] // 256, 4, 64, x.shape[1])] * 3, is_causal=True
-    ),
     "add": lambda x: torch.add(x, x),
 }
 
