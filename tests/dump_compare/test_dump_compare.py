@@ -153,7 +153,8 @@ def test_a_name_is_changed_on_the_way(tmp_path, capsys):
     for path in a.rglob("*.json"):
         path.write_text(path.read_text().replace("Module.layers.", "Module.model.layers."))
     b = run(tmp_path / "b", level="L0")
-    assert main(["dump-compare", str(a), str(b), "-q"]) == 3
+    assert main(["dump-compare", str(a), str(b), "-q"]) == 0
+    assert "24 modules of A paired by structure" in capsys.readouterr().out
     assert main(["dump-compare", str(a), str(b), "-q", "--rename", r"^model\.="]) == 0
     assert main(["dump-compare", str(a), str(b), "--rename", "("]) == 3
     assert "--rename '(' has no '='" in capsys.readouterr().err

@@ -19,8 +19,9 @@ from trainprobe.dump_compare.frameworks import pair_frameworks
 from trainprobe.dump_compare.judge import Judged, judge_calls
 from trainprobe.dump_compare.layouts.compare import Maker, compare_other_layouts
 from trainprobe.dump_compare.page.comparison import page_of_rank, write_comparison
-from trainprobe.dump_compare.pairing import RankPair, find_rank, pair_calls, pair_ranks
+from trainprobe.dump_compare.pairing import RankPair, find_rank, pair_ranks
 from trainprobe.dump_compare.references import measure_condition, measure_floor, measure_truth
+from trainprobe.dump_compare.renamed.pairs import pair_renamed
 from trainprobe.dump_compare.result_schema import schema_text
 from trainprobe.dump_compare.sheet import sheet_path, write_sheet
 from trainprobe.dump_compare.spread import Run, suitable, without_agreeing
@@ -183,9 +184,9 @@ def compare_rank(
     references). make: what else to work out of the rank while its dumps are open; the results stand in `Compared.made`.
     """
     sides = Side(pair.a), Side(pair.b)
-    notes: list[str] = []
+    by_structure: dict[str, str] = {}
     if sides[0].step_data.framework == sides[1].step_data.framework:
-        calls = pair_calls(sides[0].step_data.calls, sides[1].step_data.calls, rename)
+        calls, sides, notes, by_structure = pair_renamed(*sides, rename)
     else:
         calls, notes = pair_frameworks(*sides, rename)
 
@@ -206,7 +207,8 @@ def compare_rank(
     if sheet is not None:
         write_sheet(judged, *sides, sheet)
     made = {name: maker(pair, judged, sides) for name, maker in (make or {}).items()}
-    return Compared(pair, judged, sides[0].step_data.framework, [*sides[0].unread, *sides[1].unread], notes, made)
+    unread = [*sides[0].unread, *sides[1].unread]
+    return Compared(pair, judged, sides[0].step_data.framework, unread, notes, made, by_structure=by_structure)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ class Compared:
 
     notes: what a third run lacks, or what was left out. made: what else was asked for of it, by name (see compare_rank).
     agreeing: how many calls agree and are not among `calls` (see spread).
+    by_structure: module of A that was not paired by name → what it was paired by (see renamed).
     joined: whether these are calls of all ranks of two layouts, joined; `at` then names A's lowest rank and the steps' folders.
     """
 
@@ -38,6 +39,7 @@ class Compared:
     made: dict[str, Any] = field(default_factory=dict[str, Any])
     joined: bool = False
     agreeing: Mapping[Outcome, int] = field(default_factory=dict[Outcome, int])
+    by_structure: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ def conclude(ranks: Sequence[Compared], missing: Sequence[str]) -> Conclusion:
     details = [*missing, *_about_missing(alone), *_about_formats(ranks), *_about_unread(ranks)]
     details += [*dict.fromkeys(note for rank in ranks for note in rank.notes), *_about_rounding(ranks), *_about_counts(counts)]
     first = _first(ranks)
+    structured = len({name for rank in ranks for name in rank.by_structure})
+    of_them = f", {structured} modules of A paired by structure" if structured else ""
     if first is not None:
         rank, judged = first
         surely = "the runs part at" if judged.outcome != "suspicious" else "the runs may part at"
@@ -77,8 +81,8 @@ def conclude(ranks: Sequence[Compared], missing: Sequence[str]) -> Conclusion:
         lacking = "stored values cannot be read" if unread else "parts of one have no partner in the other"
         return Conclusion(3, f"{agrees}, but {lacking}", details, None, counts)
     if counts["rounding"] or counts["carried"]:
-        return Conclusion(1, f"{_ROUNDING}: {whole} calls", details, None, counts)
-    return Conclusion(0, f"all {whole} calls agree in all that the dumps hold of them", details, None, counts)
+        return Conclusion(1, f"{_ROUNDING}: {whole} calls{of_them}", details, None, counts)
+    return Conclusion(0, f"all {whole} calls agree in all that the dumps hold of them{of_them}", details, None, counts)
 
 
 def _first(ranks: Sequence[Compared]) -> tuple[Compared, Judged] | None:
@@ -105,6 +109,7 @@ def first_of(calls: Sequence[Judged], explained: bool = False) -> Judged | None:
         for judged in calls
         if judged.pair.place <= start and given_another(judged, _is_of_the_batch if explained else None) is not None
     ]
+    arrives += [] if explained else _other_weights(calls, start)
     arrives += _other_losses(calls)
     for outcome in ("bug", "suspicious"):
         wrong = [judged for judged in calls if judged.outcome == outcome]
@@ -114,6 +119,16 @@ def first_of(calls: Sequence[Judged], explained: bool = False) -> Judged | None:
         if found is not None:
             return found
     return None
+
+
+def _other_weights(calls: Sequence[Judged], start: float) -> list[Judged]:
+    """Return first forwards of modules behind `start` whose weights are others: no call before can be what they come from."""
+    first = (one for one in calls if one.pair.place > start and one.call.call == 0 and one.call.phase == "forward")
+    return [one for one in first if one.call.kind == "module" and given_another(one, _is_a_weight) is not None]
+
+
+def _is_a_weight(call: Call, value: Distance) -> bool:
+    return value.slot.startswith("parameters")
 
 
 def _other_losses(calls: Sequence[Judged]) -> list[Judged]:
@@ -164,11 +179,19 @@ def _where(rank: Compared, judged: Judged) -> str:
     call = judged.call
     micro = f", micro-batch {call.micro}" if call.micro is not None else ""
     of_rank = "" if rank.joined else f", rank {rank.at.rank}"
-    return f"{entry_name(call, rank.framework)} (step {rank.at.step}{micro}{of_rank})"
+    return f"{entry_name(call, rank.framework)}{_also_called(rank, judged)} (step {rank.at.step}{micro}{of_rank})"
+
+
+def _also_called(rank: Compared, judged: Judged) -> str:
+    """Return what B calls a call that has another name there, as text or ""."""
+    a, b = judged.pair.a, judged.pair.b
+    if a is None or b is None or a.kind == "op" or (a.name, a.cls) == (b.name, b.cls):
+        return ""
+    return f", {entry_name(b, rank.framework)} in B,"
 
 
 def _what(judged: Judged) -> str:
-    value = given_another(judged)
+    value = given_another(judged, _is_a_weight) or given_another(judged)
     if judged.outcome not in ("bug", "suspicious") and value is not None:
         source = "the weights differ" if value.slot.startswith("parameters") else "it is given something else"
         return f"{source}, {_far(value)}"

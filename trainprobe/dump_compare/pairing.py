@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -113,17 +113,28 @@ def _lacking(path: Path, folders: Sequence[Path]) -> str:
     return f"expected step folders (step0, …), rank folders (rank0, …) or a {DUMP_FILE} there"
 
 
-def pair_calls(a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str] = str) -> list[CallPair]:
+def pair_calls(
+    a: Sequence[Call],
+    b: Sequence[Call],
+    rename: Callable[[str], str] = str,
+    looked_through: tuple[Set[str], Set[str]] = (frozenset(), frozenset()),
+) -> list[CallPair]:
     """Return all calls of both sides, each with its partner, in the order of A; what only B has follows its neighbour.
 
     Modules, parameters and saved values belong together by name, number, phase and micro-batch. Ops are numbered as they run,
     so that one more of them shifts all numbers behind it: their forwards are aligned as sequences of names, and a backward
     belongs to that of its forward's partner.
-    rename: is given each name of A.
+    rename: is given each name of A. looked_through: modules of each side that are left out; what runs within them, runs within
+    what is around them.
     """
+    if any(looked_through):
+        a, b = (
+            [call for call in side if call.kind not in ("module", "parameter") or call.name not in names]
+            for side, names in zip((a, b), looked_through, strict=True)
+        )
     named = {_key(call): call for call in b if call.kind != "op"}
     partner = {i: named[key] for i, call in enumerate(a) if call.kind != "op" and (key := _key(call, rename)) in named}
-    partner |= _pair_ops(a, b, rename)
+    partner |= _pair_ops(a, b, rename, looked_through)
     whole = all(any(call.name == ROOT for call in side) for side in (a, b))  # other tools leave the model itself out
     place_in_b = {id(call): j for j, call in enumerate(b)}
     place_of = {place_in_b[id(call)]: i for i, call in partner.items()}
@@ -142,10 +153,12 @@ def _key(call: Call, rename: Callable[[str], str] = str) -> Hashable:
     return call.kind, rename(call.name), call.call, call.phase, call.micro or 0
 
 
-def _pair_ops(a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str]) -> dict[int, Call]:
+def _pair_ops(
+    a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str], looked_through: tuple[Set[str], Set[str]]
+) -> dict[int, Call]:
     """Return place in A of each op → its partner."""
     mine, theirs = ([i for i, call in enumerate(side) if call.kind == "op" and call.phase != "backward"] for side in (a, b))
-    keys = [_op_key(a[i], rename) for i in mine], [_op_key(b[j]) for j in theirs]
+    keys = [_op_key(a[i], looked_through[0], rename) for i in mine], [_op_key(b[j], looked_through[1]) for j in theirs]
     aligned = [(mine[i], theirs[j]) for i, j in _aligned_by_shapes([a[i] for i in mine], [b[j] for j in theirs], *keys)]
     partner = {i: b[j] for i, j in aligned}
     number = {(a[i].name, a[i].call): (b[j].name, b[j].call) for i, j in aligned}
@@ -160,8 +173,10 @@ def _pair_ops(a: Sequence[Call], b: Sequence[Call], rename: Callable[[str], str]
     return partner
 
 
-def _op_key(call: Call, rename: Callable[[str], str] = str) -> Hashable:
+def _op_key(call: Call, looked_through: Set[str], rename: Callable[[str], str] = str) -> Hashable:
     parent = call.parent
+    while isinstance(parent, Call) and parent.kind == "module" and parent.name in looked_through:
+        parent = parent.parent
     within = rename(parent.name) if isinstance(parent, Call) and parent.kind == "module" else None
     name = operator(call.name)
     moved = _first_shape(call) if name.rpartition(".")[2] in _MOVES else None

@@ -84,6 +84,7 @@ def _described(rank: Compared, judged: Judged) -> ComparedCall:
         rank=rank.at.rank,
         a=None if pair.a is None else entry_name(pair.a, rank.framework),
         b=None if pair.b is None else entry_name(pair.b, rank.framework),
+        paired_by=rank.by_structure.get(pair.a.name, "name") if pair.a is not None and pair.b is not None else "",
         verdict=judged.outcome,
         argument=judged.argument,
         given=judged.given,

@@ -54,6 +54,8 @@ class ComparedCall:
     """Entry in A's dump; null where only B has the call."""
     b: str | None
     """Entry in B's dump; null where only A has the call."""
+    paired_by: str
+    """What makes the two partners: `name`, `equal weights`, `order of calls and shapes`, `what it calls`; else empty."""
     verdict: Outcome
     """What became of the call."""
     argument: str

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainprobe.dump_compare.call_slots import fill
 from trainprobe.dump_compare.conclude import Compared
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged, judge_calls
@@ -228,30 +229,6 @@ def _role(key: Key, slot: str) -> Role:
     if slot.startswith("parameters"):
         return "weight"
     return "gradient" if key[2] == "backward" else "activation"
-
-
-def fill(call: Call, values: Mapping[str, Value]) -> None:
-    """Put values at the slots of a call."""
-    if call.kind in ("parameter", "state"):
-        call.params = dict(values)
-        return
-    sides = {
-        "input": "args",
-        "grad_output": "args",
-        "kwargs": "kwargs",
-        "parameters": "params",
-        "output": "out",
-        "grad_input": "out",
-    }
-    for slot, value in values.items():
-        first, _, rest = slot.partition(".")
-        side = sides.get(first, "args")
-        if not rest:
-            setattr(call, side, value)
-        else:
-            tree = getattr(call, side) or {}
-            tree[rest] = value
-            setattr(call, side, tree)
 
 
 def _text(key: Key) -> str:

@@ -127,7 +127,7 @@ class JoinedSide(Side):
             sums = [w * each["mean"] * n for w, each, n in zip(weights, told, sizes, strict=True)] if "mean" in names else []
             return {"mean": math.fsum(sums) / math.prod(join.shape)} if sums else {}
         scaled = {name: [w * each[name] for w, each in zip(weights, told, strict=True)] for name in names}
-        return {name: _together(name, numbers, sizes) for name, numbers in scaled.items()}
+        return {name: together(name, numbers, sizes) for name, numbers in scaled.items()}
 
     def columns(self, values: Sequence[Value]) -> Columns:
         """Return the statistics and fingerprints of these values."""
@@ -195,7 +195,8 @@ def agree(parts: Sequence[Part]) -> bool:
     return all(apart(a.side, a.value, b.side, b.value).low == 0 for a, b in pairwise(parts))
 
 
-def _together(name: str, numbers: Sequence[float], sizes: Sequence[int]) -> float:
+def together(name: str, numbers: Sequence[float], sizes: Sequence[int]) -> float:
+    """Return a statistic of a whole from those of parts that lie side by side, with these numbers of elements."""
     if any(math.isnan(number) for number in numbers):
         return math.nan
     if name in ("max", "min"):

@@ -1,0 +1,232 @@
+"""Which module of A is which of B where their names say nothing: by their weights, and by the order in which they are called.
+
+1. Modules of equal names belong together.
+2. A module that calls no other belongs to the one of its form (see modules) whose weights have the same extremes, if there is
+   one alone on each side. That holds whatever the order is in which they are called.
+3. The others are aligned as sequences of forms, in the order of their calls, around those that are known.
+4. A module that calls others belongs to the one that calls the partners of these, and no more.
+
+A module that finds no partner so has none. Values are compared as those of any other pair, so that two modules that do not
+belong together are different and never the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import Literal
+
+import numpy as np
+
+from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.renamed.modules import (
+    Module,
+    form,
+    has_weights,
+    in_order,
+    is_root,
+    modules_of,
+    passes_on,
+    result_size,
+    weights_look,
+)
+
+Evidence = Literal["equal weights", "order of calls and shapes", "what it calls"]
+_MOST_CELLS = 30_000_000  # of a table of all against all; beyond, difflib aligns
+_KNOWN, _CLASS, _LAST = 8.0, 0.25, 0.5  # what a known partner, an equal class and an equal last name count beside a form's 1
+
+
+@dataclass(slots=True)
+class Structure:
+    """What was paired by structure. pairs: name in A → (name in B, evidence).
+
+    looked_through: for each side modules without a partner that only call others, all of which have partners, or only pass on
+    what they are given.
+    """
+
+    pairs: dict[str, tuple[str, Evidence]] = field(default_factory=dict[str, tuple[str, Evidence]])
+    looked_through: tuple[set[str], set[str]] = field(default_factory=lambda: (set[str](), set[str]()))
+
+    def renaming(self, rename: Callable[[str], str]) -> Callable[[str], str]:
+        """Return what gives a name of A as B has it. rename: what the user says of all others."""
+        found = {name: other for name, (other, _) in self.pairs.items()}
+        return lambda name: found.get(name) or rename(name)
+
+    def note(self) -> list[str]:
+        """Return what to say of it."""
+        if not self.pairs:
+            return []
+        counts = Counter(evidence for _, evidence in self.pairs.values())
+        told = ", ".join(f"{count} by {evidence}" for evidence, count in counts.items())
+        name, (other, evidence) = next(iter(self.pairs.items()))
+        said = [
+            f"{len(self.pairs)} modules of A have other names in B and were paired by structure ({told}), "
+            f"the first {name} with {other} by {evidence}: `--json` lists them, `--rename` or `--mapping` says otherwise"
+        ]
+        for side, names in zip("AB", self.looked_through, strict=True):
+            if names:
+                said.append(
+                    f"{len(names)} modules of {side} have no partner and are left out, as they only call others that have one, "
+                    f"or pass on what they are given: {', '.join(sorted(names)[:3])}{', …' if len(names) > 3 else ''}"
+                )
+        return said
+
+
+def pair_modules(a: Side, b: Side, rename: Callable[[str], str] = str) -> Structure:
+    """Return the partners of modules whose names, after `rename` of those of A, are in one dump alone."""
+    sides = modules_of(a.step_data.calls), modules_of(b.step_data.calls)
+    known = {name: sides[1][new] for name in sides[0] if (new := rename(name)) in sides[1]}
+    taken = {module.name for module in known.values()}
+    lone = [m for m in sides[0].values() if m.name not in known], [m for m in sides[1].values() if m.name not in taken]
+    if not all(any(not is_root(module) for module in side) for side in lone):
+        return Structure()
+    found = Structure()
+    _by_weights(found, in_order(lone[0]), in_order(lone[1]), (a, b))
+    partners = {**known, **{name: sides[1][other] for name, (other, _) in found.pairs.items()}}
+    _by_order(found, sides, partners)
+    partners |= {name: sides[1][other] for name, (other, _) in found.pairs.items()}
+    _by_what_they_call(found, lone, partners)
+    partners |= {name: sides[1][other] for name, (other, _) in found.pairs.items()}
+    if found.pairs:
+        paired = set(partners), {module.name for module in partners.values()}
+        for i, side in enumerate((a, b)):
+            found.looked_through[i].update(_left_out(lone[i], paired[i], side))
+    order = {name: i for i, name in enumerate(sides[0])}
+    found.pairs = dict(sorted(found.pairs.items(), key=lambda pair: order[pair[0]]))
+    return found
+
+
+def _by_weights(found: Structure, a: Sequence[Module], b: Sequence[Module], sides: tuple[Side, Side]) -> None:
+    """Pair modules whose weights are the only ones on both sides that have these extremes."""
+    looks = _looks(a, sides[0]), _looks(b, sides[1])
+    for look, mine in looks[0].items():
+        theirs = looks[1].get(look, [])
+        if len(mine) == len(theirs) == 1:
+            found.pairs[mine[0].name] = theirs[0].name, "equal weights"
+
+
+def _looks(modules: Sequence[Module], side: Side) -> dict[Hashable, list[Module]]:
+    found: dict[Hashable, list[Module]] = defaultdict(list)
+    for module in modules:
+        look = weights_look(module, side)
+        if look is not None:
+            found[look, form(module)].append(module)
+    return found
+
+
+def _by_order(
+    found: Structure, sides: tuple[Mapping[str, Module], Mapping[str, Module]], partners: Mapping[str, Module]
+) -> None:
+    """Pair modules of one form in the order of their calls, around those that are known."""
+    a, b = (in_order(list(side.values())) for side in sides)
+    theirs = {module.name for module in partners.values()}
+    for mine, other in _aligned(a, b, partners, theirs):
+        if mine.name not in partners and other.name not in theirs and not is_root(mine) and not is_root(other):
+            found.pairs[mine.name] = other.name, "order of calls and shapes"
+
+
+def _aligned(
+    a: Sequence[Module], b: Sequence[Module], partners: Mapping[str, Module], taken: set[str]
+) -> list[tuple[Module, Module]]:
+    """Return pairs in order of which the sum of what speaks for each is largest."""
+    keys = [_key(module, partners, {}) for module in a], [_key(module, {}, taken) for module in b]
+    if keys[0] == keys[1]:
+        return list(zip(a, b, strict=True))
+    if len(a) * len(b) > _MOST_CELLS:
+        blocks = SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks()
+        return [(a[block.a + k], b[block.b + k]) for block in blocks for k in range(block.size)]
+    places: dict[Hashable, list[int]] = defaultdict(list)
+    for j, key in enumerate(keys[1]):
+        places[key].append(j)
+    best = np.zeros((len(a) + 1, len(b) + 1), np.float32)
+    scores = np.zeros(len(b), np.float32)
+    for i, module in enumerate(a):
+        scores[:] = 0
+        for j in places.get(keys[0][i], ()):
+            scores[j] = _score(module, b[j], partners)
+        here = best[i + 1]
+        np.maximum(best[i, 1:], np.where(scores > 0, best[i, :-1] + scores, 0), out=here[1:])
+        np.maximum.accumulate(here, out=here)
+    return _traced(best, a, b, keys)
+
+
+def _traced(
+    best: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
+    a: Sequence[Module],
+    b: Sequence[Module],
+    keys: tuple[list[Hashable], list[Hashable]],
+) -> list[tuple[Module, Module]]:
+    """Return the pairs on the best way through a table of sums, from its end."""
+    found: list[tuple[Module, Module]] = []
+    i, j = len(a), len(b)
+    while i and j:
+        if best[i, j] == best[i, j - 1]:
+            j -= 1
+        elif best[i, j] == best[i - 1, j]:
+            i -= 1
+        else:
+            i, j = i - 1, j - 1
+            if keys[0][i] == keys[1][j]:
+                found.append((a[i], b[j]))
+    return found[::-1]
+
+
+def _key(module: Module, partners: Mapping[str, Module], taken: Mapping[str, object] | set[str]) -> Hashable:
+    """Return what must be equal for two modules to be paired: the partner where it is known, else the form."""
+    if module.name in partners:
+        return "known", partners[module.name].name
+    return ("known", module.name) if module.name in taken else form(module)
+
+
+def _score(a: Module, b: Module, partners: Mapping[str, Module]) -> float:
+    if a.name in partners:
+        return _KNOWN
+    last = (module.name.rpartition(".")[2] for module in (a, b))
+    return 1.0 + _CLASS * (a.cls == b.cls) + _LAST * (len(set(last)) == 1)
+
+
+def _by_what_they_call(
+    found: Structure, lone: tuple[Sequence[Module], Sequence[Module]], partners: Mapping[str, Module]
+) -> None:
+    """Pair modules that call others: those whose inner modules with partners are the same; of nested ones in order."""
+    names = set(partners), {module.name for module in partners.values()}
+    chains: tuple[dict[Hashable, list[Module]], dict[Hashable, list[Module]]] = (defaultdict(list), defaultdict(list))
+    for i, modules in enumerate(lone):
+        for module in modules:
+            leaves = [leaf.name for leaf in module.leaves() if leaf.name in names[i]]
+            if module.within and leaves and not is_root(module):
+                chains[i][frozenset(partners[name].name for name in leaves) if i == 0 else frozenset(leaves)].append(module)
+    for key, mine in chains[0].items():
+        theirs = chains[1].get(key, [])
+        for one, other in _nested(mine, theirs):
+            found.pairs[one.name] = other.name, "what it calls"
+
+
+def _nested(a: Sequence[Module], b: Sequence[Module]) -> list[tuple[Module, Module]]:
+    """Return pairs of modules that call the same ones and stand within each other: of equal results, from the inside."""
+    a, b = sorted(a, key=_depth, reverse=True), sorted(b, key=_depth, reverse=True)
+    forms = [_results(module) for module in a], [_results(module) for module in b]
+    blocks = SequenceMatcher(None, *forms, autojunk=False).get_matching_blocks()
+    return [(a[block.a + k], b[block.b + k]) for block in blocks for k in range(block.size)]
+
+
+def _results(module: Module) -> Hashable:
+    return result_size(module), module.calls
+
+
+def _depth(module: Module) -> int:
+    return sum(1 for _ in module.around())
+
+
+def _left_out(lone: Sequence[Module], paired: set[str], side: Side) -> list[str]:
+    """Return modules without a partner whose results are seen elsewhere: where they run within one that has a partner."""
+    found: set[str] = set()
+    for module in sorted(lone, key=_depth, reverse=True):  # from the inside
+        if module.name in paired or has_weights(module) or not any(outer.name in paired for outer in module.around()):
+            continue
+        seen = all(inner.name in paired or inner.name in found for inner in module.within)
+        if seen if module.within else passes_on(module, side):
+            found.add(module.name)
+    return [module.name for module in lone if module.name in found]

@@ -1,0 +1,85 @@
+"""A rank of a dump of which some values are seen otherwise: transposed, in another shape, or several of them as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trainprobe.dump_compare.dump_side import STATISTICS, Columns, Side, column_of
+from trainprobe.dump_compare.layouts.joined import together
+from trainprobe.engine.core.records import Value
+
+How = Literal["transposed", "reshaped", "side by side", "added"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    how: How
+    parts: tuple[Value, ...]
+    shape: tuple[int, ...]
+
+
+class Composed(Side):
+    """A side with values that are made of those of the dump: rows behind its own, which have no fingerprints."""
+
+    def __init__(self, side: Side) -> None:
+        self.folder, self.step_data, self.unread = side.folder, side.step_data, side.unread
+        self._side = side
+        self._made: list[_Made] = []
+        self._count = len(side.step_data.partials)
+
+    def make(self, how: How, parts: Sequence[Value], shape: tuple[int, ...]) -> Value:
+        """Return a value made of others. All values must be made before one is asked for its columns."""
+        first = parts[0]
+        self._made.append(_Made(how, tuple(parts), shape))
+        tensor = first.tensor if how in ("transposed", "added") and all(part.tensor for part in parts) else None
+        return Value(self._count + len(self._made) - 1, first.dtype, shape, type=first.type, tensor=tensor)
+
+    def numbers(self, value: Value) -> Mapping[str, float]:
+        """Return the statistics of a value by name; those of a made one follow from those of its parts."""
+        if value.row < self._count:
+            return self._side.numbers(value)
+        made = self._made[value.row - self._count]
+        told = [self.numbers(part) for part in made.parts]
+        sizes = [math.prod(part.shape) for part in made.parts]
+        names = [name for name in STATISTICS if all(name in each for each in told)]
+        if made.how == "added" and len(told) > 1:
+            return {"mean": math.fsum(each["mean"] for each in told)} if "mean" in names else {}
+        return {name: together(name, [each[name] for each in told], sizes) for name in names}
+
+    def bits(self, value: Value) -> Mapping[str, int]:
+        """Return the fingerprints of a value of the dump; of a made one none are known."""
+        return self._side.bits(value) if value.row < self._count else {}
+
+    @cached_property
+    def _columns(self) -> Columns:
+        told = [self.numbers(Value(self._count + i, "", ())) for i in range(len(self._made))]
+        whole, at, more = self._side._columns, self._count, len(told)
+        nothing = np.zeros(more, np.uint64), np.zeros(more, bool)
+        added = {name: column_of([each.get(name) for each in told]) for name in STATISTICS}
+        return Columns(
+            {
+                name: (np.insert(x, at, added[name][0]), np.insert(y, at, added[name][1]))
+                for name, (x, y) in whole.statistics.items()
+            },
+            {kind: (np.insert(x, at, nothing[0]), np.insert(y, at, nothing[1])) for kind, (x, y) in whole.bits.items()},
+        )
+
+    def array(self, value: Value) -> npt.NDArray[Any] | None:
+        """Return the elements of a value where the dump stores them and their order is known."""
+        if value.row < self._count:
+            return self._side.array(value)
+        made = self._made[value.row - self._count]
+        if made.how not in ("transposed", "added"):
+            return None
+        arrays = [array for part in made.parts if (array := self.array(part)) is not None]
+        if len(arrays) < len(made.parts):
+            return None
+        whole = arrays[0].T if made.how == "transposed" else np.sum([np.asarray(each, np.float64) for each in arrays], 0)
+        return whole if whole.shape == made.shape else None
