@@ -13,11 +13,13 @@ import orjson
 from trainprobe.dump_compare.command import compare_rank
 from trainprobe.dump_compare.conclude import Compared, Conclusion, conclude
 from trainprobe.dump_compare.pairing import RankPair, pair_ranks
+from trainprobe.dump_compare.renamed.mapping_files import MappingFile, read_mappings
 from trainprobe.engine.storage.writer import flush_all
 from trainprobe.errors import FormatError, OutputError, UsageError
 
 _OLD_KEYS = {"npu_json_path": "npu_path", "bench_json_path": "bench_path", "stack_json_path": "stack_path"}  # of 1.3 and 8.1
 # keywords of mindstudio-probe that have no effect here → why
+_MAPPINGS = ("data_mapping", "cell_mapping", "api_mapping", "layer_mapping")
 _WITHOUT_EFFECT = {
     "fuzzy_match": "calls are aligned as sequences here, whatever their numbers are",
     "stack_mode": "stacks are in the sheet wherever the dump holds them",
@@ -41,6 +43,7 @@ def compare(
 
     input_param: "npu_path" and "bench_path", each a `dump.json` or the folder of one, or the path of a JSON file that holds
     them. auto_analyze: also write `advisor_{time}.txt`, which names the first place where the two part. xlsx: write a workbook.
+    others: data_mapping, cell_mapping, api_mapping, layer_mapping, each the path of a mapping file; the rest has no effect.
     Returns the exit code of `dump-compare`. Raises UsageError for arguments that cannot be used, FormatError where there is no
     dump, OutputError where nothing can be written.
     """
@@ -48,9 +51,10 @@ def compare(
     paths = [told.get(key) for key in ("npu_path", "bench_path")]
     if not all(paths):
         raise UsageError("compare: input_param needs npu_path and bench_path, the dump.json of both sides")
+    mapping = _mapping_of(others)
     _say_without_effect({**{key: value for key, value in told.items() if key not in ("npu_path", "bench_path")}, **others})
     a, b = (Path(str(path)) for path in paths)
-    return _compare(a, b, Path(output_path), suffix, xlsx, auto_analyze).code
+    return _compare(a, b, Path(output_path), suffix, xlsx, auto_analyze, mapping).code
 
 
 def compare_distributed(
@@ -69,11 +73,20 @@ def compare_distributed(
     """
     if others.pop("suffix", ""):
         raise UsageError("compare_distributed takes no suffix: the sheets are named by their ranks")
+    mapping = _mapping_of(others)
     _say_without_effect(others)
-    return _compare(Path(npu_dump_dir), Path(bench_dump_dir), Path(output_path), None, xlsx, auto_analyze).code
+    return _compare(Path(npu_dump_dir), Path(bench_dump_dir), Path(output_path), None, xlsx, auto_analyze, mapping).code
 
 
-def _compare(a: Path, b: Path, output: Path, suffix: str | None, xlsx: bool, advise: bool) -> Conclusion:
+def _mapping_of(others: dict[str, Any]) -> MappingFile | None:
+    """Take the arguments that name mapping files; True asks for the built-in mapping, which is always at work here."""
+    given = [others.pop(name, None) for name in _MAPPINGS]
+    return read_mappings([Path(path) for path in given if path and path is not True])
+
+
+def _compare(
+    a: Path, b: Path, output: Path, suffix: str | None, xlsx: bool, advise: bool, mapping: MappingFile | None
+) -> Conclusion:
     """Compare what two paths hold. suffix: of the sheet's name; None names it by its rank."""
     flush_all()  # a debugger of this process may be at work on its dumps
     pairs, missing = pair_ranks(a, b)
@@ -85,7 +98,7 @@ def _compare(a: Path, b: Path, output: Path, suffix: str | None, xlsx: bool, adv
         middle = f"_rank{pair.rank}" if suffix is None else suffix
         return output / f"compare_result{middle}_{stamp}{'.xlsx' if xlsx else '.csv'}"
 
-    ranks = [compare_rank(pair, sheet=sheet(pair)) for pair in pairs]
+    ranks = [compare_rank(pair, sheet=sheet(pair), mapping=mapping) for pair in pairs]
     conclusion = conclude(ranks, missing)
     sys.stderr.write(f"trainprobe: {conclusion.sentence}; the sheets are in {output}\n")
     if advise:

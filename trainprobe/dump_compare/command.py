@@ -19,16 +19,18 @@ from trainprobe.dump_compare.frameworks import pair_frameworks
 from trainprobe.dump_compare.judge import Judged, judge_calls
 from trainprobe.dump_compare.layouts.compare import Maker, compare_other_layouts
 from trainprobe.dump_compare.page.comparison import page_of_rank, write_comparison
-from trainprobe.dump_compare.pairing import RankPair, find_rank, pair_ranks
+from trainprobe.dump_compare.pairing import CallPair, RankPair, find_rank, pair_ranks
 from trainprobe.dump_compare.references import measure_condition, measure_floor, measure_truth
+from trainprobe.dump_compare.renamed.mapping_files import MappingFile, read_mappings
 from trainprobe.dump_compare.renamed.pairs import pair_renamed
+from trainprobe.dump_compare.renamed.user_mapping import renaming, with_mapped_values
 from trainprobe.dump_compare.result_schema import schema_text
 from trainprobe.dump_compare.sheet import sheet_path, write_sheet
 from trainprobe.dump_compare.spread import Run, suitable, without_agreeing
 from trainprobe.dump_compare.vis_db import vis_of_rank, write_vis_db
 from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.engine.core.ray_cluster import on_ray
-from trainprobe.errors import UsageError
+from trainprobe.errors import CompareError, UsageError
 
 
 def _print_schema(wanted: bool) -> None:
@@ -52,6 +54,10 @@ def dump_compare(
     ] = None,
     rename: Annotated[
         list[str] | None, typer.Option(help="PATTERN=TEXT: names of A, by a regular expression; may be given again")
+    ] = None,
+    mapping: Annotated[
+        list[Path] | None,
+        typer.Option(help="a mapping file of mindstudio-probe (values, cells, layers or operators); may be given again"),
     ] = None,
     floor: Annotated[
         Path | None,
@@ -79,7 +85,7 @@ def dump_compare(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the verdict")] = False,
 ) -> int:
     """Find where two runs part. Exit code: 0 identical, 1 within rounding, 2 differ, 3 not comparable or incomplete."""
-    renamed = Renaming.of(rename or ())
+    renamed, mapped = Renaming.of(rename or ()), read_mappings(mapping or ())
     if xlsx and sheets is None:
         raise UsageError("--xlsx needs --sheets DIR, the folder that the sheets are written to")
     suffix = ".xlsx" if xlsx else ".csv"
@@ -88,7 +94,7 @@ def dump_compare(
     at = None if sheets is None else lambda pair: sheet_path(sheets, pair.step, pair.rank, suffix)
     run = on_ray if ray else None
     ranks, conclusion = compare_dumps(
-        a, b, renamed, at, floor, high_precision, make, layout, run=run, all_calls=bool(json or make)
+        a, b, renamed, at, floor, high_precision, make, layout, run=run, all_calls=bool(json or make), mapping=mapped
     )
     if json is not None:
         report.write_json(ranks, conclusion, json)
@@ -117,6 +123,7 @@ def compare_dumps(
     *,
     run: Run[_Task, Compared] | None = None,
     all_calls: bool = True,
+    mapping: MappingFile | None = None,
 ) -> tuple[list[Compared], Conclusion]:
     """Compare two dumps, rank by rank, or as one model each where their layouts differ.
 
@@ -127,10 +134,10 @@ def compare_dumps(
     """
     ranks, missing = compare_other_layouts(a, b, rename, make or {}, layout)
     if ranks:
-        _refuse_of_layouts({"--sheets": sheet, "--floor": floor, "--high-precision": high_precision})
+        _refuse_of_layouts({"--sheets": sheet, "--floor": floor, "--high-precision": high_precision, "--mapping": mapping})
     else:
         pairs, missing = pair_ranks(a, b)
-        tasks = [_Task(pair, rename, sheet and sheet(pair), floor, high_precision, make, all_calls) for pair in pairs]
+        tasks = [_Task(pair, rename, sheet and sheet(pair), floor, high_precision, make, all_calls, mapping) for pair in pairs]
         run = run or suitable([folder for pair in pairs for folder in (pair.a, pair.b)])
         ranks = list(_with_progress(run(_carry_out, tasks), len(tasks)))
     return ranks, conclude(ranks, missing)
@@ -147,10 +154,11 @@ class _Task:
     high_precision: Path | None
     make: Mapping[str, Maker] | None
     all_calls: bool
+    mapping: MappingFile | None = None
 
 
 def _carry_out(task: _Task) -> Compared:
-    compared = compare_rank(task.pair, task.rename, task.sheet, task.floor, task.high_precision, task.make)
+    compared = compare_rank(task.pair, task.rename, task.sheet, task.floor, task.high_precision, task.make, task.mapping)
     return compared if task.all_calls else without_agreeing(compared)
 
 
@@ -177,18 +185,16 @@ def compare_rank(
     floor: Path | None = None,
     high_precision: Path | None = None,
     make: Mapping[str, Maker] | None = None,
+    mapping: MappingFile | None = None,
 ) -> Compared:
     """Read one rank and step of both dumps and judge each call. Raises FormatError where one cannot be read.
 
     sheet: where a sheet of all values is written, a .csv or .xlsx, or None. floor, high_precision: dumps of a third run (see
     references). make: what else to work out of the rank while its dumps are open; the results stand in `Compared.made`.
+    mapping: what mapping files say of names.
     """
     sides = Side(pair.a), Side(pair.b)
-    by_structure: dict[str, str] = {}
-    if sides[0].step_data.framework == sides[1].step_data.framework:
-        calls, sides, notes, by_structure = pair_renamed(*sides, rename)
-    else:
-        calls, notes = pair_frameworks(*sides, rename)
+    calls, sides, notes, by_structure = _paired(*sides, rename, mapping)
 
     def measure(judged: Sequence[Judged]) -> None:
         for path, name, told in ((floor, "--floor", measure_floor), (high_precision, "--high-precision", measure_truth)):
@@ -208,7 +214,30 @@ def compare_rank(
         write_sheet(judged, *sides, sheet)
     made = {name: maker(pair, judged, sides) for name, maker in (make or {}).items()}
     unread = [*sides[0].unread, *sides[1].unread]
-    return Compared(pair, judged, sides[0].step_data.framework, unread, notes, made, by_structure=by_structure)
+    frameworks = sides[0].step_data.framework, sides[1].step_data.framework
+    return Compared(pair, judged, *frameworks, unread, notes, made, by_structure=by_structure)
+
+
+def _paired(
+    a: Side, b: Side, rename: Callable[[str], str], mapping: MappingFile | None
+) -> tuple[list[CallPair], tuple[Side, Side], list[str], Mapping[str, str]]:
+    """Return the pairs of calls, the sides as they are to be compared, what is to be said, and what was paired by structure."""
+    idle: list[str] = []
+    frameworks = a.step_data.framework, b.step_data.framework
+    if mapping is not None:
+        rename, idle = renaming(mapping, a, rename)
+        if mapping.apis and len({*frameworks}) == 1:
+            raise CompareError(f"the mapping names ms_api and pt_api, but A and B are both of {frameworks[0]}")
+    if len({*frameworks}) == 1:
+        pairs, sides, notes, by_structure = pair_renamed(a, b, rename)
+    else:
+        apis, values = (mapping.apis, mapping.values) if mapping is not None else ((), {})
+        pairs, notes = pair_frameworks(a, b, rename, apis, mapped=bool(values))
+        sides, by_structure = (a, b), dict[str, str]()
+    if mapping is not None and mapping.values:
+        pairs, lost = with_mapped_values(pairs, *sides, mapping.values)
+        idle += lost
+    return pairs, sides, [*notes, *idle], by_structure
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ _RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One rank of one step. framework: that of A, as entries are named. unread: why stored values could not be read.
+    """One rank of one step. framework, framework_b: of A and of B, as entries are named.
 
-    notes: what a third run lacks, or what was left out. made: what else was asked for of it, by name (see compare_rank).
-    agreeing: how many calls agree and are not among `calls` (see spread).
+    unread: why stored values could not be read. notes: what a third run lacks, or what was left out. made: what else was asked
+    for of it, by name (see compare_rank). agreeing: how many calls agree and are not among `calls` (see spread).
     by_structure: module of A that was not paired by name → what it was paired by (see renamed).
     joined: whether these are calls of all ranks of two layouts, joined; `at` then names A's lowest rank and the steps' folders.
     """
@@ -34,6 +34,7 @@ class Compared:
     at: RankPair
     calls: Sequence[Judged]
     framework: str = "pytorch"
+    framework_b: str = "pytorch"
     unread: Sequence[str] = ()
     notes: Sequence[str] = ()
     made: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -185,9 +186,9 @@ def _where(rank: Compared, judged: Judged) -> str:
 def _also_called(rank: Compared, judged: Judged) -> str:
     """Return what B calls a call that has another name there, as text or ""."""
     a, b = judged.pair.a, judged.pair.b
-    if a is None or b is None or a.kind == "op" or (a.name, a.cls) == (b.name, b.cls):
+    if a is None or b is None or a.kind == "op" or a.name == b.name:
         return ""
-    return f", {entry_name(b, rank.framework)} in B,"
+    return f", {entry_name(b, rank.framework_b)} in B,"
 
 
 def _what(judged: Judged) -> str:

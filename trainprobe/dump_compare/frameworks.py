@@ -11,7 +11,7 @@ are the same where nothing else used the tensor, which is known where ops are re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -22,6 +22,7 @@ import yaml
 
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair, operator, pair_calls
+from trainprobe.dump_compare.renamed.mapping_files import Api
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.errors import CompareError
 
@@ -36,22 +37,25 @@ SHARES = (
 )
 
 
-def pair_frameworks(a: Side, b: Side, rename: Callable[[str], str] = str) -> tuple[list[CallPair], list[str]]:
+def pair_frameworks(
+    a: Side, b: Side, rename: Callable[[str], str] = str, apis: Sequence[Api] = (), *, mapped: bool = False
+) -> tuple[list[CallPair], list[str]]:
     """Return the calls of two dumps of different frameworks, each with its partner, and what is to be said of the rest.
 
-    rename: is given each name of A. Ops without a partner are counted and left out.
+    rename: is given each name of A. apis: operators that a user says belong together. Ops without a partner are counted and
+    left out. mapped: whether the user names values that belong together, so that no call needs a partner by name.
     """
-    mine, theirs = _Named(a), _Named(b)
+    mine, theirs = (_Named(side, _told(apis, side.step_data.framework)) for side in (a, b))
     shares = mine if a.step_data.framework == "pytorch" else theirs
     pairs = pair_calls(mine.calls, theirs.calls, rename)
     found = [pair for pair in pairs if (pair.a is not None and pair.b is not None) or _kind(pair) != "op"]
     alone = Counter(
         "A" if pair.b is None else "B" for pair in pairs if (pair.a is None or pair.b is None) and _kind(pair) == "op"
     )
-    if not any(pair.a is not None and pair.b is not None for pair in found):
+    if not mapped and not any(pair.a is not None and pair.b is not None for pair in found):
         raise CompareError(
             f"{a.folder} is of {a.step_data.framework}, {b.folder} of {b.step_data.framework}, and no call of one has a "
-            "partner in the other: record both at level L0 or mix, and give names of modules that differ with --rename"
+            "partner in the other: record both at level L0 or mix, and name modules that differ with --rename or --mapping"
         )
     for pair in found:
         _same_layout(pair)
@@ -79,6 +83,26 @@ def op_names() -> dict[str, str]:
     return found | {f"Primitive.{name}": common for common, row in table.items() for name in row["primitive"]}
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a user says of an op: its common name, and the places of arguments and outputs that count; all where none are."""
+
+    common: str
+    args: Sequence[int] = ()
+    outputs: Sequence[int] = ()
+
+
+def _told(apis: Sequence[Api], framework: str) -> dict[str, _Told]:
+    """Return op as a framework's dump names it → what a user says of it."""
+    side = 0 if framework == "mindspore" else 1
+    return {
+        (api.mindspore, api.pytorch)[side]: _Told(
+            f"{api.mindspore} = {api.pytorch}", [pair[side] for pair in api.args], [pair[side] for pair in api.outputs]
+        )
+        for api in apis
+    }
+
+
 def common_name(name: str) -> str | None:
     """Return the common name of an op as a dump has it, `Tensor.__add__` or `Primitive.AddExt`; None where there is none."""
     if name.startswith("Primitive."):
@@ -91,11 +115,12 @@ def common_name(name: str) -> str | None:
 class _Named:
     """Calls of one side by common names.
 
-    calls: copies. left_out: how many op calls have no common name. others: id of a backward copy → the inputs whose tensors
-    other calls were given too.
+    told: what a user says of ops. calls: copies. left_out: how many op calls have no common name. others: id of a backward
+    copy → the inputs whose tensors other calls were given too.
     """
 
     side: Side
+    told: Mapping[str, _Told] = field(default_factory=dict[str, _Told])
     calls: list[Call] = field(default_factory=list[Call])
     left_out: int = 0
     others: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
@@ -149,7 +174,7 @@ class _Named:
             self._op_backward(call, key)
         elif call.name == "Primitive.BiasAdd" and self._last is not None:
             self._add_bias(call, key)
-        elif (common := common_name(call.name)) is None or isinstance(call.parent, str):
+        elif (common := self._common(call.name)) is None or isinstance(call.parent, str):
             self.left_out += 1
             self._last = self._last if call.name == "Primitive.Reshape" else None
         else:
@@ -158,6 +183,8 @@ class _Named:
     def _op_forward(self, call: Call, key: tuple[str, int], common: str) -> None:
         made = _copied(call)
         made.args, made.kwargs, made.out = _tensors(call.args), None, _tensors(call.out)[:1]
+        if call.name in self.told:
+            self._take_told(made, call, self.told[call.name])
         if common == "embedding" and len(made.args) > 1 and "int" not in made.args[0].dtype.lower():
             made.args = [made.args[1], made.args[0], *made.args[2:]]
         self._last = None
@@ -168,6 +195,16 @@ class _Named:
         self._counts[common] += 1
         self._numbers[key] = made.name, made.call
         self._products[key] = made
+
+    def _common(self, name: str) -> str | None:
+        return self.told[name].common if name in self.told else common_name(name)
+
+    def _take_told(self, made: Call, call: Call, told: _Told) -> None:
+        """Take the arguments and outputs of an op that a user names, in that order."""
+        given = [*(call.args or ()), *(call.kwargs or {}).values()]
+        results = call.out if isinstance(call.out, list | tuple) else [call.out]
+        made.args = _tensors([given[i] for i in told.args if i < len(given)] if told.args else given)
+        made.out = _tensors([results[i] for i in told.outputs if i < len(results)] if told.outputs else results)
 
     def _add_bias(self, call: Call, key: tuple[str, int]) -> None:
         """Make a product and the bias that is added to it one linear."""

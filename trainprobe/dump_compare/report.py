@@ -83,7 +83,7 @@ def _described(rank: Compared, judged: Judged) -> ComparedCall:
         step=rank.at.step,
         rank=rank.at.rank,
         a=None if pair.a is None else entry_name(pair.a, rank.framework),
-        b=None if pair.b is None else entry_name(pair.b, rank.framework),
+        b=None if pair.b is None else entry_name(pair.b, rank.framework_b),
         paired_by=rank.by_structure.get(pair.a.name, "name") if pair.a is not None and pair.b is not None else "",
         verdict=judged.outcome,
         argument=judged.argument,

@@ -68,7 +68,8 @@ def compare_layouts(
     said = f"A is {tables[0].layout} and B is {tables[1].layout}: the shards of each tensor were joined"
     made = {name: each(at, judged, sides) for name, each in make.items()}
     notes = [said, *([summed] if summed else []), *maker.notes()]
-    return Compared(at, judged, a[0].step_data.framework, unread, notes, made, joined=True), maker.missing()
+    frameworks = a[0].step_data.framework, b[0].step_data.framework
+    return Compared(at, judged, *frameworks, unread, notes, made, joined=True), maker.missing()
 
 
 class _Maker:
