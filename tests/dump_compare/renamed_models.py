@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from torch.nn import functional
 import trainprobe
 
 WIDTH, HEADS, WORDS, LENGTH = 32, 4, 97, 64
+FUSED = {
+    "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+}
 
 
 class Attention(nn.Module):
@@ -111,6 +116,40 @@ def _give_attention(attention: Attention, fused: Any) -> None:
             part = slice(i * WIDTH, (i + 1) * WIDTH)
             getattr(attention, name).weight.copy_(fused.weight.T[part])
             getattr(attention, name).bias.copy_(fused.bias[part])
+
+
+def llama() -> Any:
+    """Return a Llama, made small: q, k and v, gate and up are modules of their own."""
+    import transformers
+
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_gated()))
+
+
+def phi() -> Any:
+    """Return a Phi-3 with the weights of that Llama: it has one projection for q, k and v, and one for gate and up."""
+    import transformers
+
+    source = llama()
+    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**_gated(), pad_token_id=0))
+    weights = source.state_dict()
+    for layer, (fused, parts) in product(range(2), FUSED.items()):
+        names = [f"model.layers.{layer}.{part}.weight" for part in parts]
+        weights[f"model.layers.{layer}.{fused}.weight"] = torch.cat([weights.pop(name) for name in names])
+    model.load_state_dict(weights)
+    return model
+
+
+def _gated() -> dict[str, Any]:
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    return {
+        **heads,
+        "hidden_size": WIDTH,
+        "intermediate_size": 64,
+        "vocab_size": WORDS,
+        "initializer_range": 0.2,
+        "rms_norm_eps": 1e-6,
+    }
 
 
 def train(output: Path, model: nn.Module, change: Callable[[Any], Any] | None = None, steps: int = 1, **plan: Any) -> Path:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dump_compare.renamed_models import Own, Wrapped, hugging_face, own, train
+from tests.dump_compare.renamed_models import Own, Wrapped, hugging_face, llama, own, phi, train
 from trainprobe.cli import main
 
 pytest.importorskip("transformers")
@@ -141,3 +141,64 @@ def test_a_layer_that_is_lacking_is_no_agreement(tmp_path, theirs, compared):
 def test_fingerprints_alone_are_no_agreement_of_two_implementations(tmp_path, theirs, compared):
     plan = {"level": "L0", "summary": "checksum"}
     assert compared(theirs(**plan), train(tmp_path / "b", own(), **plan))[0] >= 2
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    """Return dumps of a Llama, whose projections are modules of their own: of statistics, and of tensors."""
+    folder = tmp_path_factory.mktemp("split")
+    return {task: train(folder / task, llama(), steps=2, level="L0", task=task) for task in ("statistics", "tensor")}
+
+
+@pytest.mark.parametrize("task", ["statistics", "tensor"])
+def test_fused_projections_belong_to_those_that_they_are_made_of(tmp_path, split, compared, task):
+    fused = train(tmp_path / "b", phi(), steps=2, level="L0", task=task)
+    for sides, parts in (((split[task], fused), "q_proj+k_proj+v_proj and "), ((fused, split[task]), "qkv_proj and ")):
+        code, said, document = compared(*sides)
+        assert (
+            code == 1 and "4 times several modules of one side are one of the other, by equal input and sizes that add" in said
+        )
+        assert parts in said
+        calls = [call for call in document["calls"] if "gate_proj+up_proj" in f"{call['a']} {call['b']}"]
+        assert {call["paired_by"] for call in calls} == {"sizes that add up"}
+        assert {each["slot"] for call in calls for each in call["values"] if each["evidence"] == "statistics"} >= {
+            "output",
+            "weight",
+        }
+
+
+def other_gate(model):
+    model.model.layers[1].mlp.gate_proj.weight[3, 4] += 0.3
+
+
+def other_values(model):
+    model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda module, given, made: made * 1.01)
+
+
+def other_gradient(model):
+    model.model.layers[1].self_attn.k_proj.weight.register_hook(lambda gradient: gradient * 1.5)
+
+
+IN_FUSED = {
+    "weight": (
+        other_gate,
+        "layers.1.mlp.gate_up_proj.Linear.forward.0, Module.model.layers.1.mlp.gate_proj+up_proj.Linear.forward.0",
+    ),
+    "activation": (
+        other_values,
+        "layers.0.self_attn.qkv_proj.Linear.forward.0, Module.model.layers.0.self_attn.q_proj+k_proj+v_proj.Linear.forward.0",
+    ),
+    "gradient": (
+        other_gradient,
+        "layers.1.self_attn.qkv_proj.Linear.parameters_grad.0, "
+        "Module.model.layers.1.self_attn.q_proj+k_proj+v_proj.Linear.parameters_grad.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", IN_FUSED)
+def test_a_difference_in_a_part_of_what_is_fused_is_named(tmp_path, compared, change):
+    meddle, place = IN_FUSED[change]
+    a = train(tmp_path / "a", phi(), level="L0")
+    code, said, _ = compared(a, train(tmp_path / "b", llama(), meddle, level="L0"))
+    assert code == 2 and f"Module.model.{place} in B, (step 0" in said.splitlines()[0], said.splitlines()[0]

@@ -55,7 +55,7 @@ class ComparedCall:
     b: str | None
     """Entry in B's dump; null where only A has the call."""
     paired_by: str
-    """What makes the two partners: `name`, `equal weights`, `order of calls and shapes`, `what it calls`; else empty."""
+    """What makes the two partners: `name`, or what structure says (docs/dump_compare.md); empty where one is alone."""
     verdict: Outcome
     """What became of the call."""
     argument: str

@@ -21,6 +21,7 @@ from typing import Literal
 import numpy as np
 
 from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.renamed.fused import Fused, find_fused
 from trainprobe.dump_compare.renamed.modules import (
     Module,
     form,
@@ -40,14 +41,19 @@ _KNOWN, _CLASS, _LAST = 8.0, 0.25, 0.5  # what a known partner, an equal class a
 
 @dataclass(slots=True)
 class Structure:
-    """What was paired by structure. pairs: name in A → (name in B, evidence).
+    """What was paired by structure. pairs: name in A → (name in B, evidence). fused: modules that are one on one side.
 
     looked_through: for each side modules without a partner that only call others, all of which have partners, or only pass on
     what they are given.
     """
 
+    fused: list[Fused] = field(default_factory=list[Fused])
     pairs: dict[str, tuple[str, Evidence]] = field(default_factory=dict[str, tuple[str, Evidence]])
     looked_through: tuple[set[str], set[str]] = field(default_factory=lambda: (set[str](), set[str]()))
+
+    def __bool__(self) -> bool:
+        """Return whether anything was paired by structure."""
+        return bool(self.pairs or self.fused)
 
     def renaming(self, rename: Callable[[str], str]) -> Callable[[str], str]:
         """Return what gives a name of A as B has it. rename: what the user says of all others."""
@@ -56,8 +62,18 @@ class Structure:
 
     def note(self) -> list[str]:
         """Return what to say of it."""
-        if not self.pairs:
-            return []
+        said = self._said_of_pairs() if self.pairs else []
+        if self.fused:
+            first = self.fused[0]
+            names = first.name, first.whole.name
+            a, b = names if first.split == 0 else names[::-1]
+            said.append(
+                f"{len(self.fused)} times several modules of one side are one of the other, by equal input and sizes that add "
+                f"up, the first {a} and {b}: they are compared by statistics, whatever the order of rows is"
+            )
+        return said
+
+    def _said_of_pairs(self) -> list[str]:
         counts = Counter(evidence for _, evidence in self.pairs.values())
         told = ", ".join(f"{count} by {evidence}" for evidence, count in counts.items())
         name, (other, evidence) = next(iter(self.pairs.items()))
@@ -89,8 +105,12 @@ def pair_modules(a: Side, b: Side, rename: Callable[[str], str] = str) -> Struct
     partners |= {name: sides[1][other] for name, (other, _) in found.pairs.items()}
     _by_what_they_call(found, lone, partners)
     partners |= {name: sides[1][other] for name, (other, _) in found.pairs.items()}
-    if found.pairs:
-        paired = set(partners), {module.name for module in partners.values()}
+    paired = set(partners), {module.name for module in partners.values()}
+    still = tuple([module for module in side if module.name not in names] for side, names in zip(lone, paired, strict=True))
+    found.fused = find_fused((still[0], still[1]), partners, (a, b))
+    if found:
+        paired[0].update(name for each in found.fused for name in each.names(0))
+        paired[1].update(name for each in found.fused for name in each.names(1))
         for i, side in enumerate((a, b)):
             found.looked_through[i].update(_left_out(lone[i], paired[i], side))
     order = {name: i for i, name in enumerate(sides[0])}

@@ -37,6 +37,7 @@ class Composed(Side):
     def make(self, how: How, parts: Sequence[Value], shape: tuple[int, ...]) -> Value:
         """Return a value made of others. All values must be made before one is asked for its columns."""
         first = parts[0]
+        self.adds_up = self.adds_up or len(parts) > 1
         self._made.append(_Made(how, tuple(parts), shape))
         tensor = first.tensor if how in ("transposed", "added") and all(part.tensor for part in parts) else None
         return Value(self._count + len(self._made) - 1, first.dtype, shape, type=first.type, tensor=tensor)

@@ -19,18 +19,24 @@ Sides = tuple[Sequence[Call], Sequence[Call]]
 
 
 def without_other_ops(
-    calls: Sides, looked_through: tuple[Set[str], Set[str]], rename: Callable[[str], str], partners: Set[str]
+    calls: Sides,
+    looked_through: tuple[Set[str], Set[str]],
+    rename: Callable[[str], str],
+    partners: Set[str],
+    fused: Set[str],
 ) -> tuple[Sides, list[str]]:
     """Return the calls of both sides without ops that are others, and a sentence that counts these.
 
-    partners: names in B of modules that were paired by structure; ops outside of all modules belong to the model.
+    partners: names in B of modules that were paired by structure; ops outside of all modules belong to the model. fused: names,
+    A's as B has them, of modules that are several on the other side, whose ops are others.
     """
     within = _by_module(calls[0], looked_through[0], rename), _by_module(calls[1], looked_through[1], str)
-    others = {
-        place
-        for place in {*within[0], *within[1]}
-        if (place[0] in partners or place[0] == ROOT) and _looks(within[0].get(place, ())) != _looks(within[1].get(place, ()))
-    }
+    places = {*within[0], *within[1]}
+    others = {place for place in places if place[0] in fused}
+    for place in places:
+        if place[0] in partners or place[0] == ROOT:
+            looks = [_looks(of.get(place, ())) for of in within]
+            others |= {place} if looks[0] != looks[1] else set()
     kept: list[Sequence[Call]] = []
     for side, of in zip(calls, within, strict=True):
         gone = {(call.name, call.call) for place in others for call in of.get(place, ())}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair, pair_calls
 from trainprobe.dump_compare.renamed.by_structure import pair_modules
 from trainprobe.dump_compare.renamed.composed import Composed
+from trainprobe.dump_compare.renamed.fused import Fused, as_one
 from trainprobe.dump_compare.renamed.other_ops import without_other_ops
 from trainprobe.dump_compare.renamed.same_slots import with_same_slots
 
@@ -21,13 +22,25 @@ def pair_renamed(
     """
     calls = a.step_data.calls, b.step_data.calls
     structure = pair_modules(a, b, rename)
-    if not structure.pairs:
+    if not structure:
         return pair_calls(*calls, rename), (a, b), [], {}
-    names, partners = structure.renaming(rename), {other for other, _ in structure.pairs.values()}
-    calls, left_out = without_other_ops(calls, structure.looked_through, names, partners)
+    names, fused = structure.renaming(rename), structure.fused
+    partners = {other for other, _ in structure.pairs.values()} | _around(fused, names)
+    of_fused = {names(name) for each in fused for name in each.names(0)} | {name for each in fused for name in each.names(1)}
+    calls, left_out = without_other_ops(calls, structure.looked_through, names, partners, of_fused)
     pairs = pair_calls(*calls, names, structure.looked_through)
-    composed = Composed(b)
-    by_structure = {name: evidence for name, (_, evidence) in structure.pairs.items()}
+    composed = Composed(a), Composed(b)
+    by_structure: dict[str, str] = {name: evidence for name, (_, evidence) in structure.pairs.items()}
     paired = [pair for pair in pairs if pair.a is not None and pair.b is not None and pair.a.name in by_structure]
-    with_same_slots(paired, composed, {name for name, evidence in by_structure.items() if evidence == "what it calls"})
-    return pairs, (a, composed), [*structure.note(), *left_out], dict(by_structure)
+    with_same_slots(paired, composed[1], {name for name, evidence in by_structure.items() if evidence == "what it calls"})
+    if fused:
+        pairs = as_one(pairs, fused, composed)
+        by_structure |= {each.name if each.split == 0 else each.whole.name: "sizes that add up" for each in fused}
+    return pairs, composed, [*structure.note(), *left_out], by_structure
+
+
+def _around(fused: Sequence[Fused], names: Callable[[str], str]) -> set[str]:
+    """Return the names in B of the modules that call such ones: there, other ops take them apart."""
+    outer = [(each.split, part.parent) for each in fused for part in each.parts]
+    outer += [(1 - each.split, each.whole.parent) for each in fused]
+    return {names(module.name) if side == 0 else module.name for side, module in outer if module is not None}

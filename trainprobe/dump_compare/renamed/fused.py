@@ -1,0 +1,158 @@
+"""Modules that one side has as one and the other as several: q, k and v as one projection, gate and up as one.
+
+Several modules belong to one where they run within the partner of what that one runs within, one after the other, are given the
+same tensor, and their results and weights together are as large as its. They are compared as one call: results, weights and
+gradients of these side by side, by their statistics, as the order of rows is another in each family; gradients at the input
+added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from trainprobe.dump_compare.call_slots import fill
+from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.pairing import CallPair
+from trainprobe.dump_compare.renamed.composed import Composed
+from trainprobe.dump_compare.renamed.modules import Module, has_weights, result_size
+from trainprobe.engine.core.records import Call, Value
+from trainprobe.engine.core.step_data import slots
+
+_MOST = 4  # modules that are one elsewhere
+_Key = tuple[str, str, int, int]  # kind, phase, number and micro-batch of a call
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Modules of one side that are one on the other. split: 0 where A has the parts, 1 where B has them."""
+
+    parts: tuple[Module, ...]
+    whole: Module
+    split: int
+
+    @property
+    def name(self) -> str:
+        """Return what the parts are called together: `layers.0.attention.q+k+v`."""
+        names = [part.name for part in self.parts]
+        around = names[0].rpartition(".")[0]
+        alike = all(name.rpartition(".")[0] == around for name in names)
+        return f"{names[0]}{''.join('+' + name.rpartition('.')[2] for name in names[1:])}" if alike else "+".join(names)
+
+    def names(self, side: int) -> list[str]:
+        """Return the names of these modules on one side."""
+        return [part.name for part in self.parts] if side == self.split else [self.whole.name]
+
+
+def find_fused(
+    lone: tuple[Sequence[Module], Sequence[Module]], partners: Mapping[str, Module], sides: tuple[Side, Side]
+) -> list[Fused]:
+    """Return which modules without a partner are one on the other side. partners: of the others, name in A → module of B."""
+    a, b = lone
+    inverse = {module.name: name for name, module in partners.items()}
+    found: list[Fused] = []
+    for split, (several, single) in enumerate(((a, b), (b, a))):
+        names = (set(partners), set(inverse))[split]  # of the side that has the parts
+        others = {name: module.name for name, module in partners.items()} if split else inverse
+        for whole in single:
+            if whole.within or not has_weights(whole):
+                continue
+            around = _around(whole, set(others))
+            here = [
+                module
+                for module in several
+                if not module.within and has_weights(module) and _around(module, names) == (others[around] if around else "")
+            ]
+            fitting = [parts for parts in _runs(here, sides[split]) if _make(parts, whole)]
+            if len(fitting) == 1:
+                found.append(Fused(tuple(fitting[0]), whole, split))
+    return found
+
+
+def _around(module: Module, names: set[str]) -> str:
+    """Return the name of the innermost module with a partner around one, "" where there is none."""
+    return next((outer.name for outer in module.around() if outer.name in names), "")
+
+
+def _runs(modules: Sequence[Module], side: Side) -> Iterator[Sequence[Module]]:
+    """Yield sequences of modules that are given one tensor, one after the other."""
+    for _, group in groupby(modules, lambda module: _given(module, side)):
+        alike = list(group)
+        for start in range(len(alike)):
+            for end in range(start + 2, min(len(alike), start + _MOST) + 1):
+                yield alike[start:end]
+
+
+def _given(module: Module, side: Side) -> Hashable:
+    """Return what tells the tensor that a module is given; the module itself where the dump holds no numbers of it."""
+    value = next((value for slot, value in slots(module.first) if slot.startswith(("input", "kwargs"))), None)
+    told = {} if value is None else {**side.numbers(value), **side.bits(value)}
+    return (value.shape, *sorted(told.items())) if value is not None and told else module.name
+
+
+def _make(parts: Sequence[Module], whole: Module) -> bool:
+    """Return whether the results and the weights of modules are together as large as those of one."""
+    return (
+        sum(map(result_size, parts)) == result_size(whole)
+        and sum(map(_weights_size, parts)) == _weights_size(whole)
+        and {part.calls for part in parts} == {whole.calls}
+    )
+
+
+def _weights_size(module: Module) -> int:
+    return sum(math.prod(value.shape) for slot, value in slots(module.first) if slot.startswith("parameters"))
+
+
+def as_one(pairs: Sequence[CallPair], fused: Sequence[Fused], sides: tuple[Composed, Composed]) -> list[CallPair]:
+    """Return the pairs with the calls of such modules as one pair each. A call that lacks one of its parts stays alone."""
+    calls: dict[tuple[int, str], dict[_Key, CallPair]] = defaultdict(dict)
+    for pair in pairs:
+        for side, call in enumerate((pair.a, pair.b)):
+            if call is not None and call.kind in ("module", "parameter"):
+                calls[side, call.name][call.kind, str(call.phase), call.call, call.micro or 0] = pair
+    gone: set[int] = set()
+    made: list[CallPair] = []
+    for each in fused:
+        for key, pair in calls[1 - each.split, each.whole.name].items():
+            here = [of[key] for part in each.parts if key in (of := calls[each.split, part.name])]
+            whole = pair.b if each.split == 0 else pair.a
+            split = [call for part in here if (call := part.a if each.split == 0 else part.b) is not None]
+            if whole is not None and len(split) == len(each.parts):
+                joined = _joined(each, split, whole, sides[each.split])
+                place = max(part.place for part in here) if each.split == 0 else pair.place
+                made.append(CallPair(place, *((joined, whole) if each.split == 0 else (whole, joined))))
+                gone |= {id(pair), *map(id, here)}
+    kept = [*(pair for pair in pairs if id(pair) not in gone), *made]
+    return [CallPair(i, pair.a, pair.b) for i, pair in enumerate(sorted(kept, key=lambda pair: pair.place))]
+
+
+def _joined(fused: Fused, parts: Sequence[Call], whole: Call, side: Composed) -> Call:
+    """Return the call that those of several modules make, with the slots of the call of the one."""
+    first = parts[0]
+    made = Call(first.kind, fused.name, first.call, first.phase, cls=first.cls, micro=first.micro, parent=first.parent)
+    values: dict[str, Value] = {}
+    for slot, like in slots(whole):
+        found = [_at(part, slot, whole) for part in parts]
+        there = [value for value in found if value is not None]
+        if slot.startswith(("input", "kwargs")) and there:
+            one = there[0]
+            same = tuple(one.shape) == tuple(like.shape)
+            values[slot] = one if same else side.make("reshaped", [one], tuple(like.shape))
+        elif len(there) == len(parts):
+            how = "added" if slot.startswith("grad_input") else "side by side"
+            values[slot] = side.make(how, there, tuple(like.shape))
+    fill(made, values)
+    return made
+
+
+def _at(call: Call, slot: str, whole: Call) -> Value | None:
+    """Return the value of a part that stands where the one module has `slot`: by name, or as the only one of its sort."""
+    there = dict(slots(call))
+    if slot in there:
+        return there[slot]
+    first = slot.partition(".")[0]
+    of_sort = [[at for at, _ in slots(each) if at.partition(".")[0] == first] for each in (call, whole)]
+    return there[of_sort[0][0]] if call.kind == "module" and len(of_sort[0]) == len(of_sort[1]) == 1 else None
