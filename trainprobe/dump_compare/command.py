@@ -111,6 +111,7 @@ def dump_compare(
     return conclusion.code
 
 
+@uncollected()
 def compare_dumps(
     a: Path,
     b: Path,
@@ -132,12 +133,17 @@ def compare_dumps(
     whether calls that agree are wanted too. Others are as for `compare_rank`. Raises FormatError where there is no dump,
     CompareError where nothing belongs together, and UsageError for what another layout does not allow.
     """
-    ranks, missing = compare_other_layouts(a, b, rename, make or {}, layout)
+    opened: dict[Path, Side] = {}
+    ranks, missing = compare_other_layouts(a, b, rename, make or {}, layout, opened)
     if ranks:
         _refuse_of_layouts({"--sheets": sheet, "--floor": floor, "--high-precision": high_precision, "--mapping": mapping})
     else:
         pairs, missing = pair_ranks(a, b)
-        tasks = [_Task(pair, rename, sheet and sheet(pair), floor, high_precision, make, all_calls, mapping) for pair in pairs]
+        sides = (opened.get(pairs[0].a), opened.get(pairs[0].b)) if len(pairs) == 1 and run is None and a != b else (None, None)
+        opened.clear()
+        tasks = [
+            _Task(pair, rename, sheet and sheet(pair), floor, high_precision, make, all_calls, mapping, sides) for pair in pairs
+        ]
         run = run or suitable([folder for pair in pairs for folder in (pair.a, pair.b)])
         ranks = list(_with_progress(run(_carry_out, tasks), len(tasks)))
     return ranks, conclude(ranks, missing)
@@ -145,7 +151,7 @@ def compare_dumps(
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One rank and step that is to be compared; fields as for `compare_rank`."""
+    """One rank and step that is to be compared; fields as for `compare_rank`. sides: what was read of it before."""
 
     pair: RankPair
     rename: Callable[[str], str]
@@ -155,10 +161,13 @@ class _Task:
     make: Mapping[str, Maker] | None
     all_calls: bool
     mapping: MappingFile | None = None
+    sides: tuple[Side | None, Side | None] = None, None
 
 
 def _carry_out(task: _Task) -> Compared:
-    compared = compare_rank(task.pair, task.rename, task.sheet, task.floor, task.high_precision, task.make, task.mapping)
+    compared = compare_rank(
+        task.pair, task.rename, task.sheet, task.floor, task.high_precision, task.make, task.mapping, task.sides
+    )
     return compared if task.all_calls else without_agreeing(compared)
 
 
@@ -186,14 +195,15 @@ def compare_rank(
     high_precision: Path | None = None,
     make: Mapping[str, Maker] | None = None,
     mapping: MappingFile | None = None,
+    opened: tuple[Side | None, Side | None] = (None, None),
 ) -> Compared:
     """Read one rank and step of both dumps and judge each call. Raises FormatError where one cannot be read.
 
     sheet: where a sheet of all values is written, a .csv or .xlsx, or None. floor, high_precision: dumps of a third run (see
     references). make: what else to work out of the rank while its dumps are open; the results stand in `Compared.made`.
-    mapping: what mapping files say of names.
+    mapping: what mapping files say of names. opened: the two sides, where they were read before.
     """
-    sides = Side(pair.a), Side(pair.b)
+    sides = opened[0] or Side(pair.a), opened[1] or Side(pair.b)
     calls, sides, notes, by_structure = _paired(*sides, rename, mapping)
 
     def measure(judged: Sequence[Judged]) -> None:

@@ -238,13 +238,18 @@ def _text(key: Key) -> str:
 
 
 def compare_other_layouts(
-    a: Path, b: Path, rename: Callable[[str], str], make: Mapping[str, Maker], layout: Path | None = None
+    a: Path,
+    b: Path,
+    rename: Callable[[str], str],
+    make: Mapping[str, Maker],
+    layout: Path | None = None,
+    opened: dict[Path, Side] | None = None,
 ) -> tuple[list[Compared], list[str]]:
     """Compare the steps of two dumps if their layouts differ, and return a sentence for each step that only one has.
 
     layout: a user's table of splits. Returns nothing where both have one layout, or a dump does not say its own: their ranks
-    are then compared one by one. Raises FormatError where a path holds no dump or one cannot be read, CompareError
-    where ranks are missing.
+    are then compared one by one, and what was read of them to find that out stands in `opened`. Raises FormatError where a path
+    holds no dump or one cannot be read, CompareError where ranks are missing.
     """
     pairs, missing = pair_steps(ranks_of(a), ranks_of(b))
     compared: list[Compared] = []
@@ -252,6 +257,8 @@ def compare_other_layouts(
     for step, *folders in pairs:
         first = [Side(next(iter(ranks.values()))) for ranks in folders]
         if not other_layouts(*[(len(ranks), side.step_data.place) for ranks, side in zip(folders, first, strict=True)]):
+            if opened is not None:
+                opened.update((side.folder, side) for side in first)
             return [], []
         sides = [[side, *map(Side, list(ranks.values())[1:])] for side, ranks in zip(first, folders, strict=True)]
         for name, ranks in zip("AB", sides, strict=True):

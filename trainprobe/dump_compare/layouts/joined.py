@@ -20,7 +20,6 @@ from trainprobe.dump_compare.dump_side import Columns, Side, gathered, norm_of
 from trainprobe.dump_compare.layouts.rectangles import Box, put_together
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import StoredStepData
-from trainprobe.engine.stats.checksum import joined as joined_fingerprint
 
 How = Literal["parts", "terms"]
 
@@ -139,16 +138,10 @@ class JoinedSide(Side):
         return numbers["norm"] if "norm" in numbers else norm_of(self.array(value))
 
     def bits(self, value: Value) -> Mapping[str, int]:
-        """Return the fingerprints of the only part, or one made of those of all parts, which compares equal splits."""
+        """Return the fingerprints of the only part; none of several, since those of another split are of other bytes."""
         join = self._rows[value.row].join
-        if any(part.weight * join.factor != 1 for part in join.parts) or (join.how == "terms" and len(join.parts) > 1):
-            return {}
-        told = [part.side.bits(part.value) for part in join.parts]
-        if len(told) == 1:
-            return told[0]
-        same = {kind: [each[kind] for each in told] for kind in told[0] if all(kind in each for each in told)}
-        shapes = joined_fingerprint([n for part in join.parts for n in (len(part.shape), *part.shape)])
-        return {f"{kind} of {len(told)} parts, {shapes}": joined_fingerprint(found) for kind, found in same.items()}
+        whole = len(join.parts) == 1 and join.parts[0].weight * join.factor == 1
+        return join.parts[0].side.bits(join.parts[0].value) if whole else {}
 
     def array(self, value: Value) -> npt.NDArray[Any] | None:
         """Return the elements where they are stored and it is known where in the whole each part lies.
