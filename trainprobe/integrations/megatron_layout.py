@@ -142,11 +142,12 @@ def rectangle(local: str, parameter: Any, modules: Mapping[str, Any], axes: Axes
     Two kinds have one dimension more than the parameter itself, because only then they are one rectangle: the first linear
     layer of a gated MLP is [2 (gate, up), ffn, hidden], and all experts of a grouped MLP are [expert, rows, columns].
     """
-    expert = not getattr(parameter, "allreduce", True)
+    above, _, last = local.rpartition(".")
+    # without EP, Megatron does not mark the parameters of experts, though they may be split over other ranks than the rest
+    expert = not getattr(parameter, "allreduce", True) or "experts" in above.split(".")
     axis = "etp" if expert and "etp" in axes else "tp"
     index, size = axes.get(axis, (0, 1)) if getattr(parameter, "tensor_model_parallel", False) else (0, 1)
     split = getattr(parameter, "partition_dim", -1) if size > 1 else -1
-    above, _, last = local.rpartition(".")
     kept = {"pp", "vpp"} | ({axis} if size > 1 else set()) | ({"ep"} if expert else set())
     replicas = tuple(a for a in axes if a not in kept) + (("pp",) if tied else ())
     config = getattr(modules[""], "config", None)

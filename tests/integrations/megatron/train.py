@@ -60,6 +60,7 @@ LAYOUTS = {
     "tp2 dp2": "--tp 2 --dist-opt 1 --dtype bf16",
     "tp2 pp2": "--tp 2 --pp 2 --sp 1 --micro 4",
     "cp2": "--cp 2 --micro 4",
+    "etp2 alone": "--etp 2 --moe 4 --layers 2",
     "etp2": "--etp 2 --ep 2 --moe 4 --layers 2 --micro 1",
     "tp2 moe": "--tp 2 --sp 1 --moe 4 --layers 2 --micro 4",
     "tp2 etp1": "--tp 2 --sp 1 --etp 1 --ep 2 --moe 4 --layers 2 --micro 4",
