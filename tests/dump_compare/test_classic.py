@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 
 import pytest
@@ -47,6 +48,25 @@ def test_all_ranks_of_a_step_have_a_sheet(tmp_path, capsys, runs):
     assert "rank 1" in capsys.readouterr().err
     words = {path.name.split("_")[2]: {row["Result"] for row in rows_of(path)} for path in (tmp_path / "out").iterdir()}
     assert words.keys() == {"rank0", "rank1"} and "error" in words["rank1"] and words["rank0"] == {"pass"}
+
+
+def test_a_step_of_several_ranks_in_the_file_of_arguments_has_a_sheet_a_rank(tmp_path, runs):
+    sides = [shutil.copytree(step, tmp_path / f"side{i}") for i, step in enumerate(runs)]
+    for side, step in zip(sides, runs, strict=True):
+        shutil.copytree(step / "rank0", side / "rank1")
+    (tmp_path / "compare.json").write_text(json.dumps({"npu_path": str(sides[0]), "bench_path": str(sides[1])}))
+    assert compare(tmp_path / "compare.json", tmp_path / "out", suffix="_mine", auto_analyze=False) == 2
+    names = sorted(path.name.rpartition("_")[0] for path in (tmp_path / "out").iterdir())
+    assert names == ["compare_result_rank0_mine", "compare_result_rank1_mine"]
+
+
+def test_fingerprints_keep_their_leading_zeros(tmp_path):
+    """Of so many fingerprints some begin with a zero; they are those of the dump, as text."""
+    step = run(tmp_path / "md5", level="L0", step=[0], summary="md5") / "step0"
+    compare({"npu_path": str(step), "bench_path": str(step)}, tmp_path / "out", auto_analyze=False)
+    told = [row["NPU MD5"] for row in rows_of(next((tmp_path / "out").iterdir()))]
+    assert {len(text) for text in told} == {8} and any(text.startswith("0") for text in told)
+    assert set(told) == set(re.findall(r'"md5": "(\w+)"', (step / "rank0/dump.json").read_text()))
 
 
 def test_arguments_that_cannot_be_used_are_errors(tmp_path, runs):

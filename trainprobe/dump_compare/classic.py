@@ -87,7 +87,7 @@ def _mapping_of(others: dict[str, Any]) -> MappingFile | None:
 def _compare(
     a: Path, b: Path, output: Path, suffix: str | None, xlsx: bool, advise: bool, mapping: MappingFile | None
 ) -> Conclusion:
-    """Compare what two paths hold. suffix: of the sheet's name; None names it by its rank."""
+    """Compare what two paths hold. suffix: of the sheet's name; None, or several ranks, add the rank."""
     flush_all()  # a debugger of this process may be at work on its dumps
     pairs, missing = pair_ranks(a, b)
     if len({pair.step for pair in pairs}) > 1:
@@ -95,7 +95,7 @@ def _compare(
     stamp = time.strftime("%Y%m%d%H%M%S")
 
     def sheet(pair: RankPair) -> Path:
-        middle = f"_rank{pair.rank}" if suffix is None else suffix
+        middle = suffix or "" if len(pairs) == 1 and suffix is not None else f"_rank{pair.rank}{suffix or ''}"
         return output / f"compare_result{middle}_{stamp}{'.xlsx' if xlsx else '.csv'}"
 
     ranks = [compare_rank(pair, sheet=sheet(pair), mapping=mapping) for pair in pairs]

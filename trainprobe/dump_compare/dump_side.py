@@ -123,6 +123,11 @@ def norm_of(array: npt.NDArray[Any] | None) -> float:
     return math.nan if array is None else float(np.linalg.norm(np.asarray(array, np.float64)))
 
 
+def hexadecimal(kind: str, number: int) -> str:
+    """Return a fingerprint as dumps write it, with its leading zeros."""
+    return f"{number:08x}" if kind == "crc32" else f"{number:016x}"
+
+
 def column_of(numbers: Sequence[float | None]) -> tuple[npt.NDArray[np.float64], Bools]:
     """Return numbers as a column, and where there is one."""
     return np.array([math.nan if x is None else x for x in numbers]), np.array([x is not None for x in numbers], bool)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import orjson
 
 from trainprobe.dump_compare.distances import Distance
-from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.dump_side import Side, hexadecimal
 from trainprobe.dump_compare.judge import Judged, Outcome
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import entry_name, slots
@@ -199,7 +199,7 @@ def _numbers(x: Value | None, y: Value | None, a: Side, b: Side, mode: Mode) -> 
     told = [{} if v is None else side.numbers(v) for v, side in ((x, a), (y, b))]
     if mode == "md5":
         bits = [{} if v is None else side.bits(v) for v, side in ((x, a), (y, b))]
-        return [next((f"{number:x}" for number in kinds.values()), NONE) for kinds in bits]
+        return [next((hexadecimal(kind, number) for kind, number in kinds.items()), NONE) for kinds in bits]
     own = [_cell(numbers.get(key)) for numbers in told for _, key in _STATISTICS]
     if x is None or y is None:
         return [*[UNSUPPORTED] * (len(_ERRORS) if mode == "tensor" else 8), *own]

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from trainprobe.dump_compare.distances import Distance
-from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.dump_side import Side, hexadecimal
 from trainprobe.dump_compare.judge import Judged, Outcome
 from trainprobe.dump_compare.page.tree import build_tree
 from trainprobe.dump_compare.pairing import RankPair
@@ -159,8 +159,7 @@ def _described(one: Judged, value: Value, side: Side, distance: Distance | None)
     numbers = side.numbers(value)
     about = {"type": value.type, "dtype": value.dtype, "shape": str(list(value.shape))}
     about |= {head: str(numbers[name]) for name, head in _STATISTICS.items() if name in numbers}
-    bits = next(iter(side.bits(value).values()), None)
-    about |= {} if bits is None else {"md5": f"{bits:x}"}
+    about |= next(({"md5": hexadecimal(kind, number)} for kind, number in side.bits(value).items()), {})
     if distance is not None:
         about |= {"Apart": str(distance.low), "Verdict": one.outcome}
         says = "; ".join(text for text in (distance.apart.note, one.argument if distance.result else "") if text)

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainprobe.dump_compare.arguments import plain_arguments
 from trainprobe.dump_compare.distances import Distance
-from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.dump_side import Side, hexadecimal
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.page.histograms import histogram
 from trainprobe.dump_compare.page.tree import Node, build_tree
@@ -206,7 +206,7 @@ def _side(value: Value, side: Side, texts: Texts) -> dict[str, Any]:
     }
     bits = side.bits(value)
     if bits:
-        document["bits"] = [[texts.place(name), f"{number:x}"] for name, number in bits.items()]
+        document["bits"] = [[texts.place(name), hexadecimal(name, number)] for name, number in bits.items()]
     if value.note:
         document["note"] = texts.place(value.note)
     if value.requires_grad is not None:
