@@ -1,6 +1,6 @@
 """Print how dump-compare judges healthy pairs and planted differences.
 
-`python -m benchmarks.dump_compare [healthy|foreign|planted|hostile] [--only TEXT] [--plan NAME] [--folder DIR]`
+`python -m benchmarks.dump_compare [healthy|foreign|planted|hostile|layouts] [--only TEXT] [--plan NAME] [--folder DIR]`
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.dump_compare import foreign as foreign_models
+from benchmarks.dump_compare import layouts as layout_pairs
 from benchmarks.dump_compare.healthy import PAIRS, PLANS
 from benchmarks.dump_compare.hostile import MUTATIONS, mutate
 from benchmarks.dump_compare.planted import PLANTS
@@ -92,6 +93,18 @@ def hostile(only: str, plans: list[str], folder: Path) -> None:
     print(f"mutations by exit code: {dict(answers)}")
 
 
+def layouts(only: str, plans: list[str], folder: Path) -> None:
+    """Print a line a layout of two ranks; the plan is the one that layouts need, whatever is asked for."""
+    wrong: list[str] = []
+    counts: Counter[bool] = Counter()
+    for pair in layout_pairs.pairs(only, folder / "layouts"):
+        counts[pair.healthy] += 1
+        right = pair.found.code == (1 if pair.healthy else 2)
+        wrong += [] if right else [pair.name]
+        print(f"{pair.found.code} {pair.name} {pair.seconds:.2f} s\n    {pair.found.sentence}", flush=True)
+    print(f"layouts: {counts[True]} healthy, {counts[False]} with a fault; judged wrongly: {', '.join(wrong) or 'none'}")
+
+
 def judged(a: Path, b: Path) -> Conclusion:
     """Return the conclusion of two dumps."""
     pairs, missing = pair_ranks(a, b)
@@ -110,13 +123,13 @@ def place_of(found: Conclusion) -> tuple[str, int]:
 def main() -> None:
     """Run what was asked for."""
     asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("what", nargs="?", choices=["healthy", "foreign", "planted", "hostile", "all"], default="all")
+    asked.add_argument("what", nargs="?", choices=["healthy", "foreign", "planted", "hostile", "layouts", "all"], default="all")
     asked.add_argument("--only", default="", help="cases whose name holds this")
     asked.add_argument("--plan", choices=[*PLANS], action="append", help="plans to record with; all of them without it")
     asked.add_argument("--folder", type=Path, help="keep the dumps here")
     options = asked.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        for which in (healthy, foreign, planted, hostile):
+        for which in (healthy, foreign, planted, hostile, layouts):
             if options.what in (which.__name__, "all"):
                 which(options.only, options.plan or [*PLANS], options.folder or Path(scratch))
 

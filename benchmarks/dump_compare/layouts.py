@@ -1,0 +1,43 @@
+"""One model on two ranks in several layouts, healthy and with a fault of one rank, each against one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.distributed.launch import launch
+from tests.dump_compare import train_layouts
+from trainprobe.dump_compare.command import compare_dumps
+from trainprobe.dump_compare.conclude import Conclusion
+
+HEALTHY = ("ddp", "fsdp1", "fsdp2", "tensor", "context")
+FAULTS = (
+    *("fsdp1:shard", "fsdp2:shard", "tensor:shard", "tensor:column", "tensor:reduce"),
+    *("context:weight", "context:gradients", "ddp:scale", "ddp:weight", "ddp:gradients"),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What became of a layout beside one process. seconds: of CPU, for the comparison alone."""
+
+    name: str
+    healthy: bool
+    found: Conclusion
+    seconds: float
+
+
+def pairs(only: str, folder: Path) -> Iterator[Pair]:
+    """Train all layouts whose name holds `only`, and yield how each compares with one process."""
+    wanted = [name for name in (*HEALTHY, *FAULTS) if only in name]
+    if not wanted:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    train_layouts.train(folder / "alone")
+    launch(str(Path(train_layouts.__file__)), 2, str(folder), *wanted, folder=folder, timeout=300)
+    for name in wanted:
+        start = time.process_time()
+        _, found = compare_dumps(folder / "alone", folder / name)
+        yield Pair(name, name in HEALTHY, found, time.process_time() - start)
