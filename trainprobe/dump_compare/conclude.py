@@ -89,20 +89,22 @@ def conclude(ranks: Sequence[Compared], missing: Sequence[str]) -> Conclusion:
 def _first(ranks: Sequence[Compared]) -> tuple[Compared, Judged] | None:
     """Return the first place of the earliest step where something is wrong; of several ranks, that of the earliest call."""
     apart: set[int] = set()  # ranks whose numbers were apart in a step before, which explains what they begin with
-    for step in sorted({rank.at.step for rank in ranks}):
+    steps = sorted({rank.at.step for rank in ranks})
+    for step in steps:
         here = [rank for rank in ranks if rank.at.step == step]
-        found = [(rank, judged) for rank in here if (judged := first_of(rank.calls, rank.at.rank in apart)) is not None]
+        firsts = [(rank, first_of(rank.calls, rank.at.rank in apart, step != steps[0])) for rank in here]
+        found = [(rank, judged) for rank, judged in firsts if judged is not None]
         if found:
             return min(found, key=lambda pair: (pair[1].outcome == "suspicious", pair[1].pair.place, pair[0].at.rank))
         apart |= {rank.at.rank for rank in here if any(judged.outcome in ("rounding", "carried") for judged in rank.calls)}
     return None
 
 
-def first_of(calls: Sequence[Judged], explained: bool = False) -> Judged | None:
+def first_of(calls: Sequence[Judged], explained: bool = False, later: bool = False) -> Judged | None:
     """Return the first call that is given something else than on the other side, or gives it; the innermost of nested ones.
 
-    explained: the weights may be apart for what was in the steps before; the batch may not. What is suspicious counts where
-    nothing else does.
+    explained: the weights may be apart for what was in the steps before; the batch may not. later: whether there are steps
+    before, in which an optimizer may have rounded. What is suspicious counts where nothing else does.
     """
     start = _first_result(calls)  # what is given behind it may come from there
     arrives = [
@@ -110,7 +112,7 @@ def first_of(calls: Sequence[Judged], explained: bool = False) -> Judged | None:
         for judged in calls
         if judged.pair.place <= start and given_another(judged, _is_of_the_batch if explained else None) is not None
     ]
-    arrives += [] if explained else _other_weights(calls, start)
+    arrives += [] if explained or later else _other_weights(calls, start)
     arrives += _other_losses(calls)
     for outcome in ("bug", "suspicious"):
         wrong = [judged for judged in calls if judged.outcome == outcome]
@@ -129,7 +131,7 @@ def _other_weights(calls: Sequence[Judged], start: float) -> list[Judged]:
 
 
 def _is_a_weight(call: Call, value: Distance) -> bool:
-    return value.slot.startswith("parameters")
+    return value.slot.startswith("parameters") and value.apart.low > 0
 
 
 def _other_losses(calls: Sequence[Judged]) -> list[Judged]:
