@@ -15,7 +15,8 @@ from tests.ckpt_compare.verdicts import bytes_held, compared, judged
 from trainprobe.ckpt_compare import compare as comparing
 from trainprobe.ckpt_compare import formats
 from trainprobe.ckpt_compare.formats import open_checkpoint
-from trainprobe.ckpt_compare.storage.pickle_fetches import fetched
+from trainprobe.ckpt_compare.storage import pickle_fetches
+from trainprobe.ckpt_compare.storage.pickle_fetches import fetched, perhaps_fetched
 from trainprobe.ckpt_compare.storage.pickle_machine import Machine
 from trainprobe.ckpt_compare.storage.torch_zip import Places, TorchZip
 from trainprobe.ckpt_compare.tasks import merged
@@ -35,6 +36,19 @@ def test_what_a_pickle_fetches_is_known_beforehand(protocol):
     expected = {int(arg) for op, arg, _ in pickletools.genops(data) if op.name in ("GET", "BINGET", "LONG_BINGET")}
     assert indices(fetched(data)) == expected != set()
     assert indices(fetched(b"junk" + data, 4)) == expected
+    assert expected <= indices(perhaps_fetched(data))
+
+
+def test_a_fetch_is_seen_where_the_search_goes_on(monkeypatch):
+    monkeypatch.setattr(pickle_fetches, "_AT_ONCE", 7)
+    for protocol in (0, 2, 4):
+        data = pickle.dumps([held := [[i] for i in range(400)], held, *held], protocol)
+        assert indices(fetched(data)) <= indices(perhaps_fetched(data))
+
+
+def test_few_values_are_kept_that_nobody_fetches():
+    data = pickle.dumps([(f"layers.{i}.hj", i) for i in range(20_000)], 4)
+    assert len(indices(perhaps_fetched(data)) - indices(fetched(data))) < 600
 
 
 def indices(flags):
@@ -47,6 +61,7 @@ DAMAGED = [b"", b"\x80", b"X\xff\xff\xff\xff", b"h", b"g5", b"gx\n.", b"\xff" * 
 @pytest.mark.parametrize("data", DAMAGED)
 def test_a_damaged_pickle_ends_the_search(data):
     assert isinstance(fetched(data), bytearray)
+    assert isinstance(perhaps_fetched(data), bytearray)
 
 
 class _Names:

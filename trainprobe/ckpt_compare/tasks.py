@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from trainprobe.ckpt_compare.coverage import Overlap, Part
 from trainprobe.ckpt_compare.pieces import Rectangle, Reshaped, Source, Turned, Window
-from trainprobe.ckpt_compare.storage.mapped import Mapped, forget_pages
+from trainprobe.ckpt_compare.storage.mapped import Mapped, each_file_once, forget_pages
 from trainprobe.engine.compare.difference import Difference
 from trainprobe.engine.compare.measure import measure
 from trainprobe.errors import FormatError
@@ -78,7 +78,8 @@ def run(tasks: Sequence[Task], threads: int | None = None, advance: Advance | No
     count = min(len(batches), threads or os.cpu_count() or 1)
 
     def work(batch: Sequence[Task]) -> list[Outcome]:
-        done = [perform(task) for task in batch]
+        with each_file_once():
+            done = [perform(task) for task in batch]
         release_all({s for task in batch for s in (bottom(task.a.piece.source), bottom(task.b.piece.source))})
         if advance is not None:
             advance(sum(task.size for task in batch))

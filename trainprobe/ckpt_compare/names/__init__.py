@@ -14,6 +14,7 @@ that know no names.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -279,6 +280,6 @@ def _renamed(tensor: LogicalTensor, rule: Rule, match: re.Match[str], config: Ma
     out: list[LogicalTensor] = []
     for part, at in found:
         to = rule.to[at[-1] if len(rule.to) > 1 else 0]
-        renamed = part.renamed(to.format_map({**fields, "i": at[0] if at else 0}))
-        out.append(replace(renamed, vocabulary=rule.vocabulary, native=tensor.native or tensor.name))
+        name, native = sys.intern(to.format_map({**fields, "i": at[0] if at else 0})), tensor.native or tensor.name
+        out.append(LogicalTensor(name, part.shape, part.held, part.slot, native, rule.vocabulary))
     return out

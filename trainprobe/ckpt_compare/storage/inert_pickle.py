@@ -432,7 +432,8 @@ def read_pickle(
 
     data: bytes or a mapped file. tensors: further names, and what a call of each gives. unwanted: keys whose dicts are dropped.
     """
-    return read_pickle_at(data, 0, where, tensors, storage, unwanted)[0]
+    table = _Table(where, tensors, storage, unwanted)
+    return _run(Machine(data, table, alone=True), table, where)
 
 
 def read_pickle_at(
@@ -446,6 +447,10 @@ def read_pickle_at(
     """Return the object whose pickle begins at byte `at`, and the first byte behind it."""
     table = _Table(where, tensors, storage, unwanted)
     machine = Machine(data, table, at)
+    return _run(machine, table, where), machine.at
+
+
+def _run(machine: Machine, table: _Table, where: str) -> Any:
     try:
         found = machine.run()
         check_shape(found)
@@ -455,4 +460,4 @@ def read_pickle_at(
     except _DAMAGED as error:
         said = str(error) if isinstance(error, FormatError) else f"{type(error).__name__}: {error}"
         raise FormatError(f"{where} holds a pickle that cannot be read: {said}") from error
-    return found, machine.at
+    return found

@@ -7,7 +7,9 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,15 +30,36 @@ OPEN_FILES = 256  # mapped at the same time; the least recently used one is let 
 
 def mapping(path: str) -> mmap.mmap:
     """Map a whole file for reading; raise FormatError for what is no regular file, or empty, or may not be read."""
+    known = getattr(_once, "files", None)
+    if known is not None and (held := known.get(path)) is not None:
+        return held
     try:
         found = os.stat(path)  # noqa: PTH116  (called for every tensor: a Path costs more than the call)
         if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, a device may have no end
             raise FormatError(f"{path} is no regular file: name a checkpoint's file or folder")
-        return _mapping(path, found.st_ino, found.st_size, found.st_mtime_ns)
+        held = _mapping(path, found.st_ino, found.st_size, found.st_mtime_ns)
     except FormatError:
         raise
     except (OSError, ValueError) as error:
         raise FormatError(f"{path} cannot be read: {error}. Check that the file is whole and that you may read it") from error
+    if known is not None:
+        if len(known) >= OPEN_FILES:
+            known.clear()
+        known[path] = held
+    return held
+
+
+_once = threading.local()
+
+
+@contextmanager
+def each_file_once() -> Iterator[None]:
+    """In here this thread asks once whether a file is still the same: a million arrays may lie in one."""
+    _once.files = {}
+    try:
+        yield
+    finally:
+        del _once.files
 
 
 @lru_cache(maxsize=OPEN_FILES)

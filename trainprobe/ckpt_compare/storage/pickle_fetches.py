@@ -1,10 +1,17 @@
-"""Which of its memoized values a pickle fetches again, found by walking over its opcodes without running them."""
+"""Which of its memoized values a pickle fetches again, found without running it.
+
+`fetched` walks over the opcodes and stops where the pickle ends. Where that is known, `perhaps_fetched` takes every byte for a
+fetch that could be one, ten times as fast: a value that nobody fetches is then kept at times, and none is missed.
+"""
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from trainprobe.ckpt_compare.storage.mapped import forget_behind
 
@@ -77,6 +84,29 @@ def fetched(data: Any, at: int = 0) -> bytearray:
     except (ValueError, IndexError, struct.error):
         pass  # the machine meets the same damage, and says so
     return found
+
+
+_AT_ONCE = 1 << 24  # bytes that are looked at together
+_TEXT_GET = re.compile(rb"g(\d{1,18})\n")
+_LONGEST_FETCH = 20
+
+
+def perhaps_fetched(data: Any) -> bytearray:
+    """Return what `fetched` does for a pickle that is all of the data, and 1 for some values more."""
+    end = len(data)
+    found, last = np.zeros(end + 256, np.uint8), 0  # its pages are taken as they are written to
+    for start in range(0, end, _AT_ONCE):
+        some = np.frombuffer(data, np.uint8, min(end - start, _AT_ONCE + _LONGEST_FETCH), start)
+        at = np.flatnonzero(some[:-4] == _LONG_GET)
+        long = [some[at + byte].astype(np.int64) << 8 * (byte - 1) for byte in (1, 2, 3, 4)]
+        short = some[np.flatnonzero(some[:-1] == _SHORT_GET) + 1]
+        text = np.array([int(match[1]) for match in _TEXT_GET.finditer(data, start, start + len(some))], np.int64)
+        indices = np.concatenate([long[0] | long[1] | long[2] | long[3], short, text])
+        indices = indices[indices < len(found)]
+        found[indices] = 1
+        last = max(last, int(indices.max(initial=0)))
+        forget_behind(data, start)
+    return bytearray(found[: last + 1])
 
 
 def _line(data: Any, at: int) -> bytes:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from trainprobe.ckpt_compare.storage.mapped import forget_behind
-from trainprobe.ckpt_compare.storage.pickle_fetches import fetched
+from trainprobe.ckpt_compare.storage.pickle_fetches import fetched, perhaps_fetched
 from trainprobe.errors import FormatError
 
 LARGEST_INTEGER = 1024  # bytes of an integer
@@ -66,18 +66,21 @@ class Names(Protocol):
 
 
 class Machine:
-    """Runs one pickle. data: bytes, or a mapped file; at: where it begins. After `run`, `at` is the byte behind it."""
+    """Runs one pickle. data: bytes, or a mapped file; at: where it begins. After `run`, `at` is the byte behind it.
+
+    alone: whether nothing follows it in the data.
+    """
 
     __slots__ = (
         "at", "data", "end", "marks", "memo", "memoized", "names", "noted", "repeated", "repeats", "stack", "wanted",
     )  # fmt: skip
 
-    def __init__(self, data: Any, names: Names, at: int = 0) -> None:
+    def __init__(self, data: Any, names: Names, at: int = 0, alone: bool = False) -> None:
         self.data, self.names, self.at = data, names, at
         self.end = len(data)
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
-        self.wanted = fetched(data, at)
+        self.wanted = perhaps_fetched(data) if alone else fetched(data, at)
         self.memo: dict[int, Any] = {}
         self.repeated: Any = _NOBODY  # class of objects that never change, once the pickle has named it
         self.repeats: list[tuple[bytes, int, Any]] = []  # bytes, values that they memoize, the object that they make
