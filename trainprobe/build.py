@@ -121,9 +121,8 @@ class TorchTaps(TapMaker):
     def audit(self, parts: Parts) -> AuditTap:
         """Return the tap of the audit."""
         naming = parts.naming
-        audit = AuditTap(guard_of(self.guard, AuditTap), parts.states, lambda: naming.parameter_names, naming.scan)
-        audit.pause_others = partial(_pause_for_audit, parts)
-        return audit
+        own, pause = guard_of(self.guard, AuditTap), partial(_pause_for_audit, parts)
+        return AuditTap(own, parts.states, lambda: naming.parameter_names, naming.scan, pause)
 
     def stepping(self, parts: Parts, plan: Plan) -> OptimizerStepTap:
         """Return the tap that tells when the optimizer runs."""

@@ -5,7 +5,7 @@ Taps take these facts; the audit judges them. A fingerprint is the 64-bit number
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -386,6 +386,7 @@ class StepFacts:
     running statistics were moved by a forward and again by the one that a checkpoint ran in the backward pass. outer: see
     `Outer`. handed_out: batches that loaders with several workers have handed out in the epochs that run now; workers: how many
     the last of these loaders has. dependent: scalars that were noted as tensors with a gradient. spoiled: buffers with a NaN.
+    saved_by_ranks: reads, on rank 0, what each rank saved. others: facts that have no field here, by their names.
     """
 
     set_up: ModelFacts
@@ -452,6 +453,8 @@ class StepFacts:
     workers: int = 0
     dependent: frozenset[str] = frozenset()
     spoiled: tuple[str, ...] = ()
+    saved_by_ranks: Callable[[], Mapping[int, Sequence[SavedTensors]]] = dict
+    others: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def updated_once(self) -> bool:

@@ -64,7 +64,6 @@ class Audit:
         self._reached: dict[str, int] = {}  # parameter → audited steps in a row at which it had a gradient; -1 once it had none
         self._resumed: SavedTensors | None = None  # what was loaded, until its schedule has been looked at
         self._resharded: Resharded | None = None  # what was loaded in another layout, until the ranks have compared it
-        self.everyone: Callable[[], Mapping[int, Sequence[SavedTensors]]] = dict  # on rank 0: rank → what it saved
         self._history = History()
         self._memory: dict[str, Any] = {}  # by the names of the relations that remember something
         self._answered = -1  # the last step at which this rank took part in the collective
@@ -185,7 +184,7 @@ class Audit:
         cut = is_resharded(own, pieces)
         if not cut and own is not None and own.world == world:
             return None
-        return Resharded(step_data.step, pieces, cut, self.everyone(), not self._compares(world), facts.batches)
+        return Resharded(step_data.step, pieces, cut, facts.saved_by_ranks(), not self._compares(world), facts.batches)
 
     def _forget_load(self, evidence: Evidence) -> None:
         """Let go of what was loaded once it has been judged; of its schedules only when one was seen."""

@@ -182,6 +182,10 @@ class Evidence:
         """Return what a relation returned from `remember` at the audited step before; `otherwise` at the first one."""
         return self.memory.get(relation, otherwise)
 
+    def seen(self, fact: str, otherwise: Any) -> Any:
+        """Return a fact of this step that has no field in `StepFacts`; `otherwise` where its observer saw nothing."""
+        return self.facts.others.get(fact, otherwise)
+
     @property
     def follows(self) -> bool:
         """Whether the audited step before is the very step before, and no optimizer stepped outside of both."""

@@ -13,6 +13,7 @@ from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.audit import Audit, Gather
 from trainprobe.monitor.audit.plan import AuditPlan
+from trainprobe.monitor.audit.relations import observers_of
 from trainprobe.monitor.audit.undeclared import Undeclared
 
 _REPLICATES = "DistributedDataParallel"  # a wrapper whose ranks all have the same parameters
@@ -30,7 +31,7 @@ class AuditProgram(Program):
         self.tap = tap
         self.tap.run = self
         self.audit = Audit(plan, tap.take, gather)
-        self.audit.everyone = tap.everyone
+        self._observers = observers_of(plan.checked())
         self._undeclared: Undeclared | None = None
 
     @property
@@ -41,6 +42,7 @@ class AuditProgram(Program):
     def change(self, plan: AuditPlan, schedule: Schedule) -> None:
         """Go on with another plan; what was learnt so far stays."""
         self.audit.plan, self.schedule = plan, schedule
+        self._observers = observers_of(plan.checked())
 
     # ---- events --------------------------------------------------------------------------------------------------
 
@@ -81,9 +83,14 @@ class AuditProgram(Program):
 
     # ---- what the tap asks ---------------------------------------------------------------------------------------
 
-    def due(self, relation: str) -> bool:
-        """Tell whether a relation is checked at this step."""
-        return relation in self.plan.due(self.step)
+    @property
+    def observers(self) -> frozenset[str] | None:
+        """The observers that the relations of the plan name; None: all."""
+        return self._observers
+
+    def observers_due(self) -> frozenset[str] | None:
+        """Return those that the relations name which are checked at this step; None: all."""
+        return observers_of(self.plan.due(self.step))
 
     def wants(self, kind: str) -> bool:
         """Tell whether a relation of this cost is checked at this step."""
@@ -96,11 +103,6 @@ class AuditProgram(Program):
     def new_tape(self) -> Tape:
         """Return a tape that belongs to no step."""
         return self._probe.new_tape(-1)
-
-    @property
-    def keeps_saves(self) -> bool:
-        """Whether what is saved is remembered."""
-        return self.plan.interval("saved_and_loaded") > 0
 
     @property
     def folder(self) -> Path | None:

@@ -9,11 +9,17 @@ from typing import Any
 
 import torch
 
-from trainprobe.engine.capture.audit.model_calls import unwrapped
-
 _STANDARD = frozenset(vars(torch.nn.Module()))
 _OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def unwrapped(model: Any) -> Iterator[Any]:
+    """Yield a model and what it wraps, outermost first: a wrapper has one child, called `module` or `_orig_mod`."""
+    yield model
+    children = dict(model.named_children())
+    if len(children) == 1 and next(iter(children)) in ("module", "_orig_mod") and not list(model.parameters(recurse=False)):
+        yield from unwrapped(next(iter(children.values())))
 
 
 def hidden_parameters(models: Sequence[Any], known: Collection[int]) -> tuple[str, ...]:

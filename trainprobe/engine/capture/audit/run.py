@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -11,8 +12,13 @@ from trainprobe.engine.tape import Tape
 class AuditRun(Protocol):
     """Answers for the step that is audited."""
 
-    def due(self, relation: str) -> bool:
-        """Tell whether a relation is checked at this step."""
+    @property
+    def observers(self) -> Collection[str] | None:
+        """The observers that the relations of the plan name; None: all."""
+        ...
+
+    def observers_due(self) -> Collection[str] | None:
+        """Return those that the relations name which are checked at this step; None: all."""
         ...
 
     def wants(self, kind: str) -> bool:
@@ -25,11 +31,6 @@ class AuditRun(Protocol):
 
     def new_tape(self) -> Tape:
         """Return a tape that belongs to no step."""
-        ...
-
-    @property
-    def keeps_saves(self) -> bool:
-        """Whether what is saved is remembered, in `folder`."""
         ...
 
     @property

@@ -118,6 +118,12 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, float | int) else float("nan")
 
 
+def optimizer_of(scheduler: Any) -> Any:
+    """Return the optimizer that steps when the scheduler's does: Accelerate's is a wrapper."""
+    optimizer = scheduler.optimizer
+    return getattr(optimizer, "optimizer", optimizer)
+
+
 def groups_of(optimizer: Any) -> Iterable[Any]:
     """Return the parameter groups of an optimizer; none of what is no optimizer of torch's kind."""
     groups = getattr(optimizer, "param_groups", ())

@@ -19,7 +19,7 @@ from trainprobe.engine.capture.mindspore.calls import KnownCalls, listed
 from trainprobe.engine.capture.mindspore.cells import RECOMPUTING, is_graph_mode
 from trainprobe.engine.capture.mindspore.states import CellStateTap, rates_of
 from trainprobe.engine.core.containers import tensors_in
-from trainprobe.engine.core.facts import Evaluation, Group, ModelFacts, ParameterFact, SavedTensors, StepFacts
+from trainprobe.engine.core.facts import Evaluation, Group, ModelFacts, ParameterFact, StepFacts
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import StepData, Value
@@ -142,10 +142,6 @@ class CellAuditTap:
             random=_random_fingerprint(),
             evaluations=self._take_evaluations(),
         )
-
-    def everyone(self) -> Mapping[int, Sequence[SavedTensors]]:
-        """Return nothing: MindSpore tells nobody when a checkpoint is saved."""
-        return {}
 
     def late_evaluations(self) -> StepFacts | None:
         """Return facts of evaluations after the last audited step, or None when there were none."""

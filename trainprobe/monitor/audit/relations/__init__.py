@@ -7,6 +7,8 @@ The module of a relation holds
     EVERY     at each how many steps it is checked unless the plan says otherwise
     STAGE     where in a step a violation arises: see `STAGES`; findings of one step are reported in this order, so that the
               cause comes first
+    OBSERVERS the files of `engine.capture.audit.observers` whose facts it reads; those that no relation of a plan names are
+              not there in its run. A relation of another package that names none has all
     check     a pure function of the evidence of one rank: check(evidence) -> list[Finding]
 
 and may hold
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +53,7 @@ class Relation(Protocol):
     """What the module of a relation holds."""
 
     COST: frozenset[str]
+    OBSERVERS: frozenset[str]
     EVERY: int
     STAGE: str
 
@@ -72,6 +76,12 @@ def load_relation(name: str) -> Relation:
         return _load(name)
     known = list(relation_names())
     raise PlanError(f"{name!r} is not a relation{did_you_mean(name, known)} (there are: {', '.join(known)})")
+
+
+def observers_of(relations: Iterable[str]) -> frozenset[str] | None:
+    """Return the observers that relations name; None, for all, where one names none."""
+    named = [getattr(load_relation(name), "OBSERVERS", None) for name in relations]
+    return None if None in named else frozenset(observer for observers in named for observer in observers or ())
 
 
 @cache

@@ -27,6 +27,7 @@ from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.messages import Rows, key_of
 
 COST = frozenset({"host", "ranks"})
+OBSERVERS = frozenset({"loss_inputs"})
 EVERY = 10
 STAGE = "forward"
 _OF_EQUAL = 0.25

@@ -16,6 +16,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"ambient_state"})
 EVERY = 10
 STAGE = "update"
 

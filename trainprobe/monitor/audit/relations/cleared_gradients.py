@@ -16,6 +16,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"fingerprints"})
+OBSERVERS = frozenset({"backward_starts", "gradient_use", "left_gradients", "updates", "waiting_gradients"})
 EVERY = 10
 STAGE = "backward"
 _STEADY = 3

@@ -16,6 +16,7 @@ from trainprobe.monitor.audit.evidence import Evidence, and_more, apart_over_ran
 from trainprobe.monitor.audit.relations.replicas import differs
 
 COST = frozenset({"host", "ranks"})
+OBSERVERS = frozenset({"clips", "updates"})
 EVERY = 10
 STAGE = "clipping"
 _OVER_PARAMETERS, _OVER_RANKS = 2e-3, 1e-4

@@ -18,6 +18,7 @@ from trainprobe.monitor.audit.evidence import Evidence, along, and_more, group_w
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"rerun", "ranks"})
+OBSERVERS = frozenset({"backward_starts", "declared_loss"})
 EVERY = 50
 STAGE = "whole gradient"
 AXES = frozenset({"dp", "cp"})

@@ -16,6 +16,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 
 COST = frozenset({"ranks"})
+OBSERVERS = frozenset({"loaders", "model_calls", "samplers", "updates"})
 EVERY = 10
 STAGE = "data"
 _KINDS = 3  # data that are made up may be all alike, but for the last batch of an epoch

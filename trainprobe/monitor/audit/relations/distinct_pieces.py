@@ -16,6 +16,7 @@ from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.relations.replicas import piece_of
 
 COST = frozenset({"fingerprints", "ranks"})
+OBSERVERS: frozenset[str] = frozenset()
 EVERY = 10
 STAGE = "set-up"
 _ELEMENTS = 64  # fewer may well be alike

@@ -17,6 +17,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"backward_starts", "gradient_use", "loss_factors", "updates"})
 EVERY = 10
 STAGE = "backward"
 _FLOOR = 1e-6

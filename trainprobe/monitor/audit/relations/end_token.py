@@ -17,6 +17,7 @@ from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.relations.shifted_targets import predicts_next
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"loss_inputs"})
 EVERY = 10
 STAGE = "data"
 

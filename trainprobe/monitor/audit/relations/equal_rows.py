@@ -14,6 +14,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"rerun", "fingerprints"})
+OBSERVERS = frozenset({"equal_rows", "updates"})
 EVERY = 50
 STAGE = "update"
 

@@ -15,6 +15,7 @@ from trainprobe.monitor.audit.evidence import Evidence, and_more
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host"})
+OBSERVERS: frozenset[str] = frozenset()  # gradients before their reduction are judged where they are looked at anyway
 EVERY = 10
 STAGE = "backward"
 

@@ -16,6 +16,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, without_gradient
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"gathered_features", "updates"})
 EVERY = 10
 STAGE = "forward"
 

@@ -27,6 +27,7 @@ from trainprobe.monitor.audit.replication import logical_norms
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host", "ranks"})
+OBSERVERS = frozenset({"clips"})
 EVERY = 10
 STAGE = "clipping"
 _FLOOR, _RANKS_FLOOR = 2e-3, 1e-5

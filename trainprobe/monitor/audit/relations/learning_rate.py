@@ -20,6 +20,7 @@ from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"parameter_groups", "schedules", "updates"})
 EVERY = 10
 STAGE = "rate"
 _FLOOR = 1e-5

@@ -28,6 +28,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"loss_inputs"})
 EVERY = 10
 STAGE = "forward"
 _BOUND, _SUM = 1e-3, 5e-3

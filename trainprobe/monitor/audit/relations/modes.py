@@ -15,6 +15,7 @@ from trainprobe.monitor.audit.evidence import Evidence, along, and_more, group_w
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"backward_starts", "training_modes"})
 EVERY = 10
 STAGE = "forward"
 

@@ -20,6 +20,7 @@ from trainprobe.monitor.audit.evidence import Evidence, and_more
 from trainprobe.monitor.audit.recurrences import BROKEN, Key, Recurrence, equations_of, learned
 
 COST = frozenset({"fingerprints"})
+OBSERVERS = frozenset({"parameter_groups", "updates"})
 EVERY = 10
 STAGE = "moments"
 STEADY = 2

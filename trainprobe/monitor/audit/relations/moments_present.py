@@ -12,6 +12,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"host"})
+OBSERVERS: frozenset[str] = frozenset()
 EVERY = 10
 STAGE = "state"
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum")

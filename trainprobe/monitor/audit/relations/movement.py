@@ -19,6 +19,7 @@ from trainprobe.monitor.audit.evidence import Evidence, and_more
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"fingerprints"})
+OBSERVERS = frozenset({"backward_starts", "gradient_use", "parameter_groups", "updates"})
 EVERY = 10
 STEADY = 3
 _STALLED = 8

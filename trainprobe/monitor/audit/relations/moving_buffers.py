@@ -14,6 +14,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"fingerprints"})
+OBSERVERS = frozenset({"buffers", "model_calls", "updates"})
 EVERY = 10
 STAGE = "update"
 _LOOKS = 5

@@ -16,6 +16,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"gradient_use", "model_calls", "updates"})
 EVERY = 10
 STAGE = "backward"
 _LOOKS = 4

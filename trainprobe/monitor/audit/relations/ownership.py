@@ -15,6 +15,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"updates"})
 EVERY = 10
 STAGE = "set-up"
 

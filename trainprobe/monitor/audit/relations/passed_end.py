@@ -15,6 +15,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"schedules"})
 EVERY = 10
 STAGE = "rate"
 

@@ -12,6 +12,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 
 COST = frozenset({"ranks"})
+OBSERVERS = frozenset({"random_states"})
 EVERY = 10
 STAGE = "forward"
 

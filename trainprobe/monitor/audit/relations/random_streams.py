@@ -17,6 +17,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 
 COST = frozenset({"ranks"})
+OBSERVERS = frozenset({"model_calls", "random_states"})
 EVERY = 10
 STAGE = "forward"
 _REMEMBERED = 32

@@ -15,6 +15,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"fingerprints"})
+OBSERVERS = frozenset({"gradient_use", "model_calls"})
 EVERY = 10
 STAGE = "backward"
 

@@ -13,6 +13,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"parameter_groups", "updates"})
 EVERY = 10
 STAGE = "rate"
 _PART, _LOW = 0.5, 0.1

@@ -14,6 +14,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"rerun"})
+OBSERVERS = frozenset({"repeated_forwards"})
 EVERY = 50
 STAGE = "backward"
 _FLOOR, _FLOOR_SHORT = 1e-5, 1e-3

@@ -26,6 +26,7 @@ from trainprobe.monitor.audit.relations.replicas import differs
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"rerun", "ranks"})
+OBSERVERS = frozenset({"backward_starts", "clips", "declared_loss", "gradient_use", "reduced_gradients"})
 EVERY = 50
 STAGE = "reduction"
 _FLOOR = 0.05

@@ -20,6 +20,7 @@ from trainprobe.monitor.audit.messages import digest, key_of
 from trainprobe.monitor.audit.peers import Peer
 
 COST = frozenset({"fingerprints", "ranks"})
+OBSERVERS = frozenset({"buffers", "model_calls"})
 EVERY = 10
 STAGE = "reduction"
 NOT_STATE = {"value", "main_value", "grad", "grad_unclipped", "grad_unreduced"}

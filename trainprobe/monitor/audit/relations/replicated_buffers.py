@@ -15,6 +15,7 @@ from trainprobe.monitor.audit.evidence import Evidence, along, and_more, group_w
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"fingerprints", "ranks"})
+OBSERVERS = frozenset({"buffers"})
 EVERY = 10
 STAGE = "state"
 _DATA = frozenset({"dp", "cp"})

@@ -30,6 +30,7 @@ from trainprobe.monitor.audit.evidence import Evidence, along
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host", "ranks"})
+OBSERVERS = frozenset({"gradient_use", "model_calls", "updates"})
 EVERY = 10
 STAGE = "backward"
 STEADY = 3

@@ -26,6 +26,7 @@ from trainprobe.monitor.audit.resharded import Resharded, data_of_save, first_da
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"model_calls", "saved_states", "schedules"})
 EVERY = 10
 STAGE = "state"
 

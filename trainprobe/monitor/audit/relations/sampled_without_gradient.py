@@ -14,6 +14,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, without_gradient
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"samples", "updates"})
 EVERY = 10
 STAGE = "forward"
 

@@ -21,6 +21,7 @@ from trainprobe.monitor.audit.peers import Key
 from trainprobe.monitor.audit.resharded import ENOUGH, Resharded, in_common, match, newest, saves_of_all
 
 COST = frozenset({"fingerprints"})
+OBSERVERS = frozenset({"buffers", "saved_states"})
 EVERY = 10
 STAGE = "state"
 

@@ -13,6 +13,7 @@ from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.relations.replicas import beside_one_factor, differs, group_of, odd_ones
 
 COST = frozenset({"fingerprints", "ranks"})
+OBSERVERS: frozenset[str] = frozenset()
 EVERY = 10
 STAGE = "clipping"
 

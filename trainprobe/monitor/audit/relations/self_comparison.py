@@ -17,6 +17,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"loss_inputs"})
 EVERY = 10
 STAGE = "forward"
 _FEWEST = 8

@@ -16,6 +16,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"parameter_groups", "saved_states"})
 EVERY = 10
 STAGE = "rate"
 STEADY = 3

@@ -16,6 +16,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 
 COST = frozenset({"ranks"})
+OBSERVERS: frozenset[str] = frozenset()
 EVERY = 10
 STAGE = "rate"
 AXES = frozenset({"dp", "cp", "tp"})

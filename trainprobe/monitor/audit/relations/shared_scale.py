@@ -13,6 +13,7 @@ from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.audit.relations.shared_scalars import unequal
 
 COST = frozenset({"ranks"})
+OBSERVERS: frozenset[str] = frozenset()
 EVERY = 10
 STAGE = "backward"
 

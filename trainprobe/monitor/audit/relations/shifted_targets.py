@@ -21,6 +21,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"loss_inputs"})
 EVERY = 10
 STAGE = "data"
 _FEWEST = 16

@@ -14,6 +14,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"copies"})
 EVERY = 10
 STAGE = "evaluation"
 

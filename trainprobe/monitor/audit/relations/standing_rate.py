@@ -14,6 +14,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"parameter_groups", "updates"})
 EVERY = 10
 STAGE = "rate"
 _LOOKS, _SPAN, _FAR = 4, 20, 1e-3

@@ -13,6 +13,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"fingerprints"})
+OBSERVERS = frozenset({"gradient_use", "updates"})
 EVERY = 10
 STAGE = "update"
 

@@ -12,6 +12,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence
 
 COST = frozenset({"host"})
+OBSERVERS: frozenset[str] = frozenset()
 EVERY = 10
 STAGE = "set-up"
 

@@ -17,6 +17,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, along
 
 COST = frozenset({"host", "ranks"})
+OBSERVERS = frozenset({"model_calls", "updates"})
 EVERY = 10
 STAGE = "data"
 _OWN_DATA = frozenset({"dp", "cp", "ep"})

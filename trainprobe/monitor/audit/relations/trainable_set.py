@@ -17,6 +17,7 @@ from trainprobe.monitor.audit.evidence import Evidence, along, and_more, group_w
 from trainprobe.monitor.audit.messages import key_of
 
 COST = frozenset({"host"})
+OBSERVERS = frozenset({"gradient_use", "parameter_groups"})
 EVERY = 10
 STAGE = "set-up"
 

@@ -20,6 +20,7 @@ from trainprobe.monitor.audit.evidence import Evidence
 from trainprobe.monitor.scalar_names import role_of
 
 COST = frozenset({"fingerprints"})
+OBSERVERS = frozenset({"clips", "noted_scalars", "updates"})
 EVERY = 10
 STAGE = "backward"
 _LOOKS = 6

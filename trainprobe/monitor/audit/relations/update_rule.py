@@ -17,6 +17,7 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"rerun"})
+OBSERVERS = frozenset({"update_rules", "updates"})
 EVERY = 50
 STAGE = "update"
 

@@ -14,6 +14,7 @@ from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.relations.replicas import copied_over, differs, group_of, odd_ones
 
 COST = frozenset({"fingerprints", "ranks"})
+OBSERVERS: frozenset[str] = frozenset()
 EVERY = 10
 STAGE = "update"
 

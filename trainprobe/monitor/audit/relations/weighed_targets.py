@@ -22,6 +22,7 @@ from trainprobe.monitor.audit.evidence import Evidence, along, group_words
 from trainprobe.monitor.audit.messages import Rows, key_of
 
 COST = frozenset({"host", "ranks"})
+OBSERVERS = frozenset({"gradient_use", "loss_inputs"})
 EVERY = 10
 STAGE = "backward"
 _EQUAL = 1e-3

@@ -1,47 +1,93 @@
 """The observers of the audit: each looks at one thing of a step, and where it fails, the audit goes on without it.
 
-Each file here holds one subclass of `Observer`, and is found by being here: a new fact of a step needs its field in
-`StepFacts`, the observer that sees it, and the relation that judges it. The facts of an observer that was left out are those of
-a step in which it saw nothing.
+Each file here holds one subclass of `Observer`, and is found by being here; relations name the file in their `OBSERVERS`. A new
+fact of a step needs the observer that sees it and the relation that judges it. The facts of an observer that was left out are
+those of a step in which it saw nothing; a fault of one that is `essential` has the whole audit left out.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.capture.audit.run import AuditRun
+from trainprobe.engine.capture.parameter_states import ParameterStateTap
+from trainprobe.engine.core.facts import Progress
+from trainprobe.engine.core.guard import Guard, PartGuard
+from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 
 T = TypeVar("T")
+O = TypeVar("O", bound="Observer")  # noqa: E741
 _RELEASES = ("end", "stop")  # methods by which an observer takes away what it has installed
 
 
-@dataclass(frozen=True, slots=True)
-class Audited:
-    """What an observer may ask of the training. names: id of parameter → recorded name. models: the chunks of the model.
+class Declared:
+    """What the user declares about the training. loss: a function of the model."""
 
-    due: whether a relation is checked at this step. inside: whether the model runs, in training. tape: of the step that is
-    audited. plain: whether gradients are those of the parameters. at_address: name of the parameter that lies at an address, of
-    the pieces of a flat buffer that an optimizer steps. world_size: how many ranks there are.
+    def __init__(self) -> None:
+        self.loss: Callable[[Any], Any] | None = None
+
+
+class Audited:
+    """What an observer may ask of the training that is audited.
+
+    states: the tap of parameters. names: returns id of parameter → recorded name. run: answers about the run; it is set before
+    the run begins. models: the chunks of the model. optimizers: those that are known so far. tape: of the step that is audited,
+    None between steps. asleep: the audit itself runs the model. modes: module → whether it was in training mode as the first
+    backward pass of this step began. progress: returns how far a trainer is that reports it. pause_others: is called when the
+    audit begins and ends to run the model. observers: all of them.
     """
 
-    names: Callable[[], Mapping[int, str]]
-    models: Callable[[], Sequence[Any]]
-    due: Callable[[str], bool]
-    inside: Callable[[], bool]
-    tape: Callable[[], Tape | None]
-    plain: Callable[[], bool]
-    at_address: Callable[[int], str]
-    world_size: Callable[[], int]
+    run: AuditRun
+    observers: Observers
+
+    def __init__(self, states: ParameterStateTap, names: Callable[[], dict[int, str]]) -> None:
+        self.states = states
+        self.names = names
+        self.models: list[Any] = []
+        self.optimizers: list[Any] = []
+        self.tape: Tape | None = None
+        self.declared = Declared()
+        self.asleep = False
+        self.modes: Mapping[str, bool] | None = None
+        self.progress: Callable[[], Progress] = Progress
+        self.pause_others: Callable[[bool], None] = lambda begins: None
+
+    @property
+    def plain(self) -> bool:
+        """Whether gradients are those of the parameters: no framework keeps them elsewhere."""
+        return self.states.source is None
+
+    @property
+    def fingerprints(self) -> bool:
+        """Whether parameters, gradients and states of this step are fingerprinted."""
+        return self.observers.awaits or self.run.wants("fingerprints")
+
+    def of(self, kind: type[O]) -> O:
+        """Return an observer that the caller has among its `needs`."""
+        return self.observers.of(kind)
+
+    def tell(self, event: str, *args: Any) -> None:
+        """Call the method of that name of every observer that has one."""
+        self.observers.tell(event, *args)
 
 
 class Observer:
-    """See the module text. Every event does nothing unless an observer defines it. guard: the observer's own."""
+    """See the module text. Every event does nothing unless an observer defines it.
+
+    guard: the observer's own. needs: observers that it asks, and that hear of each event before it. essential: nothing can be
+    judged without it. only_when_due: it hears of steps at which a relation that names it is checked, and of no others. awaits:
+    it has to see the next step, whether a relation is checked there or not.
+    """
+
+    needs: ClassVar[tuple[type[Observer], ...]] = ()
+    essential: ClassVar[bool] = False
+    only_when_due: ClassVar[bool] = False
+    awaits: bool = False
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         self._guard = guard
@@ -53,11 +99,35 @@ class Observer:
     def begin(self) -> None:
         """An audited step begins."""
 
+    def first_forward(self) -> None:
+        """The first forward of the step is about to begin."""
+
+    def model_called(self, model: Any, named: Mapping[str, Any]) -> None:
+        """The model, without its wrappers, is called in training. named: its arguments."""
+
+    def module_called(self, name: str, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A module of the model is called in training."""
+
+    def module_returned(self, module: Any, result: Any) -> None:
+        """A module of the model has returned."""
+
+    def other_called(self, module: Any) -> None:
+        """A module that is in evaluation mode, and not the model, is called."""
+
+    def first_backward(self) -> None:
+        """The first backward pass of the step is about to begin."""
+
+    def backward_begins(self, root: Any) -> None:
+        """A backward pass is about to begin. root: the number that it begins from, None where it begins from more."""
+
+    def cleared(self, owner: Any) -> None:
+        """The gradients of an optimizer or a module are about to be cleared, after the first backward pass."""
+
     def unclipped(self, parameters: Sequence[Any]) -> None:
         """The gradients of these parameters are whole and not yet clipped."""
 
-    def before_update(self, tape: Tape) -> None:
-        """An optimizer is about to step; the gradients are those of the parameters, in full."""
+    def before_update(self, tape: Tape, optimizer: Any) -> None:
+        """This optimizer is about to step; the gradients are those of the parameters, in full."""
 
     def steps(self, optimizer: Any) -> None:
         """This optimizer is about to step, whoever keeps the gradients."""
@@ -68,87 +138,161 @@ class Observer:
     def end(self) -> None:
         """The step has ended: take away what `begin` installed. Called also where the observer has failed."""
 
-    def facts(self) -> Mapping[str, Any]:
-        """Return fields of `StepFacts`, once the step has crossed to the host."""
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+        """Return fields of `StepFacts`, or facts that have no field, once the step has crossed to the host."""
+        return {}
+
+    def late(self) -> Mapping[str, Any]:
+        """Return facts of what came after the last audited step."""
         return {}
 
     def stop(self) -> None:
         """The run has ended: take away what `start` installed. Called also where the observer has failed."""
 
 
+Heard = tuple[PartGuard | None, Callable[..., Any]]  # the guard of an observer, None for an essential one, and its method
+
+
 class Observers:
-    """All observers of an audit."""
+    """The observers that the relations of a plan name, and those that these need."""
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         self._guard = guard
-        self._all = [observer(guard, kind, lambda own, kind=kind: kind(own, audited)) for kind in _kinds()]
+        self._audited = audited
+        self._all: dict[type[Observer], Observer] = {}
+        self._tables: dict[frozenset[type[Observer]], dict[str, list[Heard]]] = {}
+        self._heard: dict[str, list[Heard]] = {}  # event → who hears of it in this step
+        audited.observers = self
 
-    def start(self) -> None:
-        """The run begins."""
-        for one in self._all:
-            let(self._guard, one.start)
+    def of(self, kind: type[O]) -> O:
+        """Return the observer of a class."""
+        return self._all[kind]  # pyright: ignore[reportReturnType]
 
-    def begin(self) -> None:
-        """An audited step begins."""
-        for one in self._all:
-            let(self._guard, one.begin)
+    @property
+    def awaits(self) -> bool:
+        """Whether one of them has to see the next step."""
+        return any(one.awaits for one in self._all.values())
 
-    def unclipped(self, parameters: Sequence[Any]) -> None:
-        """The gradients of these parameters are whole and not yet clipped."""
-        for one in self._all:
-            let(self._guard, one.unclipped, parameters)
+    def start(self, names: Collection[str] | None) -> None:
+        """The run begins, or goes on with another model. names: of the observers to have; None: all."""
+        self._add(names)
+        self._heard = self._table(self._all.values())
+        self.tell("start")
 
-    def steps(self, optimizer: Any) -> None:
-        """This optimizer is about to step, whoever keeps the gradients."""
-        for one in self._all:
-            let(self._guard, one.steps, optimizer)
+    def begin(self, names: Collection[str] | None, due: Collection[str] | None) -> None:
+        """An audited step begins. names: as for `start`, as a plan may have changed. due: those of the relations due now."""
+        fresh = self._add(names)
+        self._heard = self._table(fresh)
+        self.tell("start")
+        wanted = _closure(due)
+        self._heard = self._table(one for kind, one in self._all.items() if not kind.only_when_due or kind in wanted)
+        self.tell("begin")
 
-    def stepped(self) -> None:
-        """It has stepped."""
-        for one in self._all:
-            let(self._guard, one.stepped)
+    def tell(self, event: str, *args: Any) -> None:
+        """Have all that define an event hear of it, those that others need first."""
+        for own, method in self._heard.get(event, ()):
+            if own is None:
+                method(*args)
+            else:
+                own.within(method, *args)
 
-    def before_update(self, tape: Tape) -> None:
-        """An optimizer is about to step."""
-        for one in self._all:
-            let(self._guard, one.before_update, tape)
+    def hears(self, event: str) -> bool:
+        """Tell whether anyone hears of an event in this step."""
+        return bool(self._heard.get(event))
 
     def end(self) -> None:
         """The step has ended."""
-        for one in self._all:
-            undo(self._guard, one.end)
+        self._undo("end")
 
-    def facts(self) -> dict[str, Any]:
-        """Return the fields of `StepFacts` that the observers saw; those of one that has failed are left out."""
-        return {name: fact for one in self._all for name, fact in (let(self._guard, one.facts) or {}).items()}
+    def facts(self, step_data: StepData) -> dict[str, Any]:
+        """Return the facts that were seen, by their names; those of an observer that has failed are left out."""
+        return self._gather("facts", step_data)
+
+    def late(self) -> dict[str, Any]:
+        """Return facts of what came after the last audited step."""
+        return self._gather("late")
 
     def stop(self) -> None:
         """The run has ended."""
-        for one in self._all:
-            undo(self._guard, one.stop)
+        self._undo("stop")
+
+    def _gather(self, event: str, *args: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for own, method in self._heard.get(event, ()):
+            found |= (method(*args) if own is None else own.within(method, *args)) or {}
+        return found
+
+    def _undo(self, event: str) -> None:
+        for kind, one in self._all.items():
+            method = getattr(one, event)
+            if kind.essential:
+                method()
+            else:
+                undo(self._guard, method)
+
+    def _add(self, names: Collection[str] | None) -> list[Observer]:
+        fresh: list[Observer] = []
+        for kind in _closure(names):
+            if kind not in self._all:
+                self._all[kind] = self._made(kind)
+                fresh.append(self._all[kind])
+        return fresh
+
+    def _made(self, kind: type[Observer]) -> Observer:
+        if kind.essential:
+            return kind(self._guard, self._audited)
+        own = self._guard.of(part_of_observer(kind))
+        made = kind(own, self._audited)
+        for name in _RELEASES:
+            own.on_trip(getattr(made, name))
+        return made
+
+    def _table(self, those: Collection[Observer] | Any) -> dict[str, list[Heard]]:
+        kinds = frozenset(map(type, those := tuple(those)))
+        if kinds not in self._tables:
+            table: dict[str, list[Heard]] = {}
+            for one in those:
+                own = None if one.essential else self._guard.of(part_of_observer(type(one)))
+                for event in _EVENTS:
+                    if getattr(type(one), event) is not getattr(Observer, event):
+                        table.setdefault(event, []).append((own, getattr(one, event)))
+            self._tables[kinds] = table
+        return self._tables[kinds]
+
+
+_EVENTS = tuple(name for name, it in vars(Observer).items() if callable(it) and not name.startswith("_"))
 
 
 @cache
-def _kinds() -> tuple[type[Observer], ...]:
-    """Return the observers of this folder, by the names of their files."""
+def _kinds() -> Mapping[str, type[Observer]]:
+    """Return name of each file of this folder → its observer."""
     files = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
-    modules = [importlib.import_module(f"{__name__}.{name}") for name in files]
-    return tuple(
-        kind
-        for module in modules
-        for kind in vars(module).values()
-        if isinstance(kind, type) and issubclass(kind, Observer) and kind.__module__ == module.__name__
-    )
+    return {name: _kind_in(importlib.import_module(f"{__name__}.{name}")) for name in files}
 
 
-def observer(guard: Guard, kind: type[T], make: Callable[[Guard], T]) -> T:
-    """Make an observer with a guard of its own, whose first fault has the observer look no more."""
-    own = guard.of(part_of_observer(kind))
-    made = make(own)
-    for name in _RELEASES:
-        if (release := getattr(made, name, None)) is not None:
-            own.on_trip(release)
-    return made
+def _kind_in(module: Any) -> type[Observer]:
+    kinds = (kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Observer))
+    return next(kind for kind in kinds if kind.__module__ == module.__name__)
+
+
+def _closure(names: Collection[str] | None) -> tuple[type[Observer], ...]:
+    """Return the observers of these names and those that they need, each behind those that it needs itself. None: all."""
+    return _in_order(frozenset(_kinds() if names is None else names))
+
+
+@cache
+def _in_order(names: frozenset[str]) -> tuple[type[Observer], ...]:
+    found: dict[type[Observer], None] = {}
+
+    def add(kind: type[Observer]) -> None:
+        for needed in kind.needs:
+            add(needed)
+        found[kind] = None
+
+    for name, kind in _kinds().items():
+        if name in names:
+            add(kind)
+    return tuple(found)
 
 
 def let(guard: Guard, call: Callable[..., T], *args: Any) -> T | None:

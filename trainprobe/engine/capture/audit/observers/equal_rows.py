@@ -11,6 +11,7 @@ from trainprobe.engine.arrays.without_dispatch import without_dispatch
 from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.library import Deferred
+from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 
 _ROWS = 32  # of each matrix that are looked at, spread over it
@@ -19,6 +20,8 @@ _OF_WEIGHTS, _OF_GRADIENTS = 1e-3, 1e-2  # of the largest number: sums over the 
 
 class EqualRows(Observer):
     """Looks at every trainable parameter of two dimensions or more, once in a step that asks for it."""
+
+    only_when_due = True
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
@@ -30,19 +33,19 @@ class EqualRows(Observer):
         """Forget the last step."""
         self._names, self._deferred, self._looked = [], [], False
 
-    def before_update(self, tape: Tape) -> None:
+    def before_update(self, tape: Tape, optimizer: Any) -> None:
         """Compare the first row of each matrix, and of its gradient, with others of it, once in a step."""
-        if self._looked or not self._audited.due("equal_rows"):
+        if self._looked:
             return
         names, self._looked = self._audited.names(), True
-        chosen = {id(p): p for model in self._audited.models() for p in model.parameters() if id(p) in names and _is_matrix(p)}
+        chosen = {id(p): p for model in self._audited.models for p in model.parameters() if id(p) in names and _is_matrix(p)}
         self._names = [names[key] for key in chosen]
         with without_dispatch(), torch.no_grad():
             for p in chosen.values():
                 equal = _spread(p.detach(), _OF_WEIGHTS) & _spread(p.grad, _OF_GRADIENTS)
                 self._deferred.append(tape.defer(equal.float().reshape(1)))
 
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
         """Return the parameters whose rows are all equal."""
         pairs = zip(self._names, self._deferred, strict=True)
         found = tuple(name for name, deferred in pairs if deferred.numbers is not None and float(deferred.numbers[0]) == 1)

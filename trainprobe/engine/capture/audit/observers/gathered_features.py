@@ -19,6 +19,7 @@ from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.capture.graph import parameters_behind
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import StepData
 
 _JOINS = ((torch, "cat"), (torch, "concat"), (torch, "stack"), (torch, "vstack"))
 _PRODUCTS = (
@@ -52,7 +53,7 @@ class GatheredFeatures(Observer):
             self._method.back()
             self._method = None
 
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
         """Return a parameter that what was gathered depends on, where it was used; otherwise nothing."""
         return {"gathered": self._behind if self._used else ""}
 

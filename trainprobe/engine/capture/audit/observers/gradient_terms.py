@@ -19,6 +19,7 @@ from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.capture.graph import parameters_behind
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import StepData
 
 _SHAPES = ("view", "reshape", "flatten", "squeeze", "contiguous", "float")
 _NUMBERS = ("norm", "pow", "square", "sqrt", "abs", "mean", "sum", "neg", "mul", "div")
@@ -58,7 +59,7 @@ class GradientTerms(Observer):
             self._grad.back()
             self._grad = None
 
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
         """Return a parameter that what was differentiated depends on, where a loss has it as a constant; otherwise nothing."""
         return {"gradient_term": self._behind if self._used else ""}
 

@@ -11,6 +11,7 @@ from torch.utils.data import dataloader
 from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import StepData
 
 
 class LoaderWatch(Observer):
@@ -50,7 +51,7 @@ class LoaderWatch(Observer):
         handed_out = sum(int(getattr(it, "_num_yielded", 0)) for it in several)
         self._handed_out = handed_out, several[-1]._num_workers if several else 0
 
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
         """Return the batches that were handed out in the epochs that run now, and how many workers the last loader has."""
         return dict(zip(("handed_out", "workers"), self._handed_out, strict=True))
 

@@ -18,6 +18,7 @@ from trainprobe.engine.capture.unreduced import UnreducedTap
 from trainprobe.engine.core.facts import Reduction
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.library import Deferred
+from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 
 _STEP = 0.6180339887498949
@@ -27,20 +28,22 @@ _BLOCK = 1 << 22  # elements at a time: the weights of a whole embedding would n
 class ReducedGradients(Observer):
     """Looks at gradients of plain parameters. With a single rank the number is a sum, which tells whether all is finite."""
 
+    only_when_due = True
+
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
-        self._tap = UnreducedTap(guard, self._arrived, lambda: audited.due("reduced_gradients") and audited.plain())
+        self._tap = UnreducedTap(guard, self._arrived, lambda: audited.plain)
         self._sums: dict[int, Tensor] = {}
         self._told: list[tuple[str, Deferred]] = []
         self._tape: Tape | None = None
 
     def start(self) -> None:
         """Remember whose gradients to look at."""
-        self._tap.open(self._audited.models())
+        self._tap.open(self._audited.models)
 
     def begin(self) -> None:
         """Hook the accumulators where this step is wanted."""
-        self._sums, self._told, self._tape = {}, [], self._audited.tape()
+        self._sums, self._told, self._tape = {}, [], self._audited.tape
         if self._tape is not None:
             self._tap.begin(self._tape)
 
@@ -61,13 +64,13 @@ class ReducedGradients(Observer):
                     row = [arrived, self._number(p.grad), torch.linalg.vector_norm(p.grad, dtype=torch.float64)]
                     self._told.append((names[id(p)], tape.defer(torch.stack(row))))
 
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
         """Return what was seen."""
         told, self._told = self._told, []
         return {"reductions": tuple(Reduction(name, *row.numbers.tolist()) for name, row in told if row.numbers is not None)}
 
     def _number(self, t: Tensor) -> Tensor:
-        return _product(t) if self._audited.world_size() > 1 else t.detach().sum(dtype=torch.float64)
+        return _product(t) if self._audited.run.world_size > 1 else t.detach().sum(dtype=torch.float64)
 
     def _arrived(self, p: Any, gradient: Any) -> None:
         if id(p) not in self._audited.names() or type(gradient) is not Tensor or not _is_real(gradient):

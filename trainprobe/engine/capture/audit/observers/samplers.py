@@ -11,6 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import StepData
 
 
 class SamplerWatch(Observer):
@@ -41,7 +42,7 @@ class SamplerWatch(Observer):
             self._replaced.back()
             self._replaced = None
 
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
         """Return how many epochs since the last step that was taken had the order of the one before."""
         repeated, self._repeated = self._repeated, 0
         return {"same_epochs": repeated}

@@ -14,9 +14,11 @@ from torch import Tensor, distributions
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.capture.audit.observers import Audited, Observer
+from trainprobe.engine.capture.audit.observers.model_calls import ModelCalls
 from trainprobe.engine.capture.graph import parameters_behind
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import StepData
 
 
 class Samples(Observer):
@@ -25,6 +27,8 @@ class Samples(Observer):
     drawn: class of a distribution → the first parameter that it depends on, of samples without a gradient. scored: whether the
     log-probability of anything was taken, which is the other way to train a distribution.
     """
+
+    needs = (ModelCalls,)
 
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
@@ -49,7 +53,7 @@ class Samples(Observer):
             replaced.back()
         self._replaced = []
 
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
         """Return the samples without a gradient, where no log-probability was taken in the step."""
         return {"sampled": {} if self.scored else dict(self.drawn)}
 
@@ -69,7 +73,7 @@ class Samples(Observer):
         return log_prob
 
     def _look(self, distribution: Any) -> None:
-        if not self._audited.inside() or not distribution.has_rsample:
+        if not self._audited.of(ModelCalls).runs or not distribution.has_rsample:
             return
         with DisableTorchFunction():
             learned = [t for t in vars(distribution).values() if isinstance(t, Tensor) and t.requires_grad]

@@ -13,6 +13,7 @@ from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.core.facts import Rerun
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.library import Deferred
+from trainprobe.engine.core.records import StepData
 from trainprobe.engine.core.sources import is_partial
 from trainprobe.engine.tape import Tape
 
@@ -81,6 +82,8 @@ def rule_of(optimizer: Any, group: Mapping[str, Any]) -> Rule | None:
 class UpdateRerun(Observer):
     """Runs updates again; numbers stay on the device until the step is drained."""
 
+    only_when_due = True
+
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
         self._expected: list[tuple[str, Any, Tensor, Tensor, Tensor]] = []
@@ -90,12 +93,10 @@ class UpdateRerun(Observer):
 
     def begin(self) -> None:
         """Forget the last step."""
-        self._expected, self._told, self._tape = [], [], self._audited.tape()
+        self._expected, self._told, self._tape = [], [], self._audited.tape
 
     def steps(self, optimizer: Any) -> None:
         """Work out what the parameters will be; as many as the limit allows, each in its turn."""
-        if not self._audited.due("update_rule"):
-            return
         names, left = self._audited.names(), _ELEMENTS
         stepped = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         start = self._turn % len(stepped) if stepped else 0
@@ -127,7 +128,7 @@ class UpdateRerun(Observer):
                     self._told.append((name, held, self._tape.defer(torch.stack(told))))
         self._expected = []
 
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
         """Return what was found."""
         told, self._told = self._told, []
         found: list[Rerun] = []
@@ -139,7 +140,7 @@ class UpdateRerun(Observer):
 
     def _piece(self, p: Tensor, at: int) -> str:
         """Name the parameter that holds an element of a flat buffer."""
-        return self._audited.at_address(p.data_ptr() + at * p.element_size()) if p.is_contiguous() else ""
+        return self._audited.states.at_address(p.data_ptr() + at * p.element_size()) if p.is_contiguous() else ""
 
 
 def _local(t: Any) -> Tensor:

@@ -9,8 +9,7 @@ and of tensors that are not plain are left out. Of calls whose result has no gra
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +18,14 @@ from torch import Tensor
 
 from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
 from trainprobe.engine.capture.audit.class_shares import class_shares
+from trainprobe.engine.capture.audit.observers import Audited, Observer
+from trainprobe.engine.capture.audit.observers.backward_starts import BackwardStarts
+from trainprobe.engine.capture.audit.observers.model_calls import ModelCalls
 from trainprobe.engine.capture.patching.replaced import Replaced
-from trainprobe.engine.core.containers import children
 from trainprobe.engine.core.facts import LossCall
 from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.core.library import Deferred
+from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 
 SHIFTS = (-1, 0, 1, 2)
@@ -39,13 +41,13 @@ _SHORTEST = 4  # tokens; shorter rows would match by chance
 _MOST = 64  # calls of a step that are looked at
 
 
-class LossInputs:
-    """See the module text. backwards: returns how many backward passes have begun. asleep: whether the audit runs the model."""
+class LossInputs(Observer):
+    """See the module text."""
 
-    def __init__(self, guard: Guard, backwards: Callable[[], int], asleep: Callable[[], bool]) -> None:
-        self._guard = guard
-        self._backwards = backwards
-        self._asleep = asleep
+    needs = (ModelCalls, BackwardStarts)
+
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
         self._tape: Tape | None = None
         self._replaced: list[Replaced] = []
         self._forwards = 0
@@ -53,8 +55,9 @@ class LossInputs:
         self._seen: list[tuple[LossCall, tuple[str, ...], Deferred]] = []
         self._ungraded: list[tuple[LossCall, tuple[str, ...], Deferred]] = []
 
-    def begin(self, tape: Tape) -> None:
+    def begin(self) -> None:
         """Look at the calls of a step."""
+        tape = self._audited.tape
         self._tape, self._forwards, self._given, self._seen, self._ungraded = tape, 0, {}, [], []
         if self._replaced:
             return
@@ -73,21 +76,15 @@ class LossInputs:
             replaced.back()
         self._replaced, self._tape, self._given = [], None, {}
 
-    def model_called(self, named: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Learn and return the "tokens" and the "mask" that the model is called with in training. named: its arguments."""
+    def model_called(self, model: Any, named: Mapping[str, Any]) -> None:
+        """Learn the "tokens" and the "mask" that the model is called with."""
         self._forwards += 1
-        self._given = dict(_tokens_and_mask(named))
-        return self._given
+        self._given = dict(tokens_and_mask(named))
 
-    def take(self) -> tuple[LossCall, ...]:
-        """Return the calls of the step, once it has crossed to the host."""
-        seen, self._seen = self._seen, []
-        return _read(seen)
-
-    def take_ungraded(self) -> tuple[LossCall, ...]:
-        """Return those whose result has no gradient."""
-        seen, self._ungraded = self._ungraded, []
-        return _read(seen)
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+        """Return the calls of the step, and apart from them those whose result has no gradient."""
+        seen, ungraded, self._seen, self._ungraded = self._seen, self._ungraded, [], []
+        return {"losses": _read(seen), "ungraded": _read(ungraded)}
 
     def _watched(self, original: Any, kind: str) -> Any:
         def loss_function(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +100,7 @@ class LossInputs:
         """Tell whether a call is one of the training, of plain tensors that can be looked at."""
         return (
             self._tape is not None
-            and not self._asleep()
+            and not self._audited.asleep
             and len(self._seen) + len(self._ungraded) < _MOST
             and len(args) >= 2
             and all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type != "meta" for t in (out, *args[:2]))
@@ -125,7 +122,9 @@ class LossInputs:
         rows = self._given["tokens"].shape[0] if "tokens" in self._given else 0
         shapes, smoothing = (_shape(x), _shape(y)), float(args[5]) if kind == "cross_entropy" and len(args) > 5 else 0.0
         forward = self._forwards - 1
-        call = LossCall(kind, reduction, forward, self._backwards(), y.numel(), shapes, rows, smoothing=smoothing)
+        call = LossCall(
+            kind, reduction, forward, self._audited.of(BackwardStarts).count, y.numel(), shapes, rows, smoothing=smoothing
+        )
         self._seen.append((call, tuple(found), self._tape.defer(numbers)))
 
     def _look_at_result(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> None:
@@ -135,7 +134,9 @@ class LossInputs:
         x, y = args[0], args[1]
         with without_dispatch(), torch.no_grad():
             numbers = stacked((out.abs().amax(), *torch.aminmax(y)), out.device)
-        call = LossCall(kind, _reduction(kind, args, kwargs), -1, self._backwards(), y.numel(), (_shape(x), _shape(y)))
+        call = LossCall(
+            kind, _reduction(kind, args, kwargs), -1, self._audited.of(BackwardStarts).count, y.numel(), (_shape(x), _shape(y))
+        )
         self._ungraded.append((call, ("apart", "target_low", "target_high"), self._tape.defer(numbers)))
 
 
@@ -279,23 +280,8 @@ def _shape(t: Tensor) -> tuple[int, ...]:
     return tuple(1 if t.stride(d) == 0 else n for d, n in enumerate(t.shape))
 
 
-def named_arguments(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of a call by their names, in their order, and keyword dicts that are handed on as they are.
-
-    model: without its wrappers.
-    """
-    try:
-        named = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
-    except (TypeError, ValueError):
-        named = {str(i): x for i, x in enumerate(args)} | dict(kwargs)
-    flat: dict[str, Any] = {}
-    for name, x in named.items():
-        inside = attempt(children, x, otherwise=lambda _: None) if issubclass(type(x), dict | tuple) else None
-        flat |= {name: x} if inside is None else dict(inside)
-    return flat
-
-
-def _tokens_and_mask(named: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def tokens_and_mask(named: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the "tokens" among the arguments of a model, and the "mask" of attention that belongs to them."""
     plain = {name: t for name, t in named.items() if type(t) is Tensor and t.dim() == 2}
     whole = [t for t in plain.values() if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool]
     tokens = next((plain[name] for name in _INPUTS if name in plain), whole[0] if whole else None)

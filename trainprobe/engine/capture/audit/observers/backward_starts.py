@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from trainprobe.engine.capture.audit.observers import Audited, Observer
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import StepData
 
 
-class BackwardStarts:
-    """Calls `first` before the first backward pass of a step.
+class BackwardStarts(Observer):
+    """Tells the other observers when a backward pass begins and when gradients are cleared.
 
-    count: how many there were. unused: those since the last update, which sets it to 0. cleared: whether `zero_grad` came after
-    the first. begins: is told what each begins from. clears: is told whose gradients are cleared, an optimizer or module.
+    count: how many passes have begun. unused: those since the last update, or since their gradients were cleared for good.
+    was_cleared: whether `zero_grad` came after the first.
     """
 
-    def __init__(
-        self, guard: Guard, first: Callable[[], None], begins: Callable[[Any], None], clears: Callable[[Any], None]
-    ) -> None:
+    essential = True
+
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
         self.count = 0
         self.unused = 0
-        self.cleared = False
-        self._begins = begins
-        self._clears = clears
-        self._guard = guard
-        self._first = first
+        self.was_cleared = False
         self._replaced: list[Replaced] = []
 
     def begin(self) -> None:
         """Replace `torch.autograd.backward` and the two `zero_grad`."""
-        self.count, self.unused, self.cleared = 0, 0, False
+        self.count, self.unused, self.was_cleared = 0, 0, False
         if self._replaced:
             return
         self._replaced = [
@@ -49,13 +48,21 @@ class BackwardStarts:
             replaced.back()
         self._replaced = []
 
+    def stepped(self) -> None:
+        """An update has used what there was."""
+        self.unused = 0
+
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+        """Return how many passes there were."""
+        return {"backwards": self.count}
+
     def _backward(self, original: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:
             if not backward.ended and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
                 self.count += 1
                 if self.count == 1:
-                    self._guard.run(self._first)
-                self._guard.run(self._begins, _root(args, kwargs))
+                    self._guard.run(self._audited.tell, "first_backward")
+                self._guard.run(self._audited.tell, "backward_begins", _root(args, kwargs))
                 self.unused += 1
             return original(*args, **kwargs)
 
@@ -64,8 +71,8 @@ class BackwardStarts:
     def _clearing(self, original: Any) -> Any:
         def zero_grad(*args: Any, **kwargs: Any) -> Any:
             if self.count and not zero_grad.ended:  # type: ignore[attr-defined]
-                self.cleared = True
-                self._guard.run(self._clears, args[0])
+                self.was_cleared = True
+                self._guard.run(self._audited.tell, "cleared", args[0])
             return original(*args, **kwargs)
 
         return zero_grad

@@ -7,54 +7,55 @@ behind, without running anything again: modules below that are still in training
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.capture.audit.copies import Copies
 from trainprobe.engine.capture.audit.functional_dropout import DropoutWatch
-from trainprobe.engine.capture.audit.observers import let, observer, part_of_observer
+from trainprobe.engine.capture.audit.observers import Audited, Observer
+from trainprobe.engine.capture.audit.registered import unwrapped
+from trainprobe.engine.capture.audit.values import joined_of
 from trainprobe.engine.capture.features.feature import tensors_of
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.random_state import random_fingerprint
+from trainprobe.engine.core.containers import children
 from trainprobe.engine.core.facts import Evaluation
-from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.core.naming import count_outer_wrappers, logical_name
-from trainprobe.engine.core.records import Value
+from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.tape import Tape
 
+_OF_MODULES = ("module_called", "module_returned")
 _INSPECTED = 4  # calls that are looked at each time that the model goes into evaluation mode
 
 
-class ModelCalls:
-    """See the module text. `batches` holds what each training call of this step was given, as values on the tape."""
+class ModelCalls(Observer):
+    """Tells the other observers of the calls of the model and its modules.
 
-    def __init__(self, guard: Guard) -> None:
+    batches: what each training call of this step was given, as values on the tape. fingerprints: of them, once the step has
+    crossed to the host. within: how many of the model's modules are running now.
+    """
+
+    essential = True
+
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
         self.batches: list[list[Value]] = []
         self.evaluations: list[Evaluation] = []
         self.bypassed = False
         self.drawn = False
-        self.asleep = False  # while the audit itself runs the model
-        self.before_first: Callable[[], None] | None = None
-        self.on_call: Callable[[Any, Any, Any], None] | None = None  # is told the inner model and the arguments of a call
-        self.on_module: Callable[[str, Any, Any, Any], None] | None = (
-            None  # … and the name, module, arguments of each call in it
-        )
-        self.within = 0  # how many of the model's modules are running now
+        self.fingerprints: tuple[int, ...] = ()
+        self.within = 0
         self.called: dict[int, bool] = {}  # id of each module that ran in training → whether with gradients enabled
-        self.looks_for_repeats = False
-        self.repeats: list[tuple[int, list[Value]]] = []  # id of a module and the outputs of its forward that ran again
-        self._again: set[int] = set()  # ids of modules that were seen to run again in a backward pass
-        self._looked_at: frozenset[int] = frozenset()
-        self._firsts: dict[int, list[list[Value]]] = {}
-        self._guard = guard
         self._roots: dict[int, int] = {}  # id of module → how many wrappers stand around it
-        self._names: dict[int, str] = {}
-        self._models: list[Any] = []
+        self.names: dict[int, str] = {}  # id of each module of the model → its name
         self._tape: Tape | None = None
+        self._reports = dict.fromkeys(_OF_MODULES, False)  # whether any observer hears of these events in this step
         self._depth = 0
         self._left = 0
         self._replaced: Replaced | None = None
@@ -63,31 +64,28 @@ class ModelCalls:
         self._random: list[str] = []
         self._dropped: list[str] = []
         self._path: list[Any] = []  # the modules that are running
-        self.copies = observer(guard, Copies, lambda _: Copies())
         self._dropouts = DropoutWatch(lambda: self._guard.run(self._drops))
 
-    def open(self, models: Sequence[Any]) -> None:
+    def start(self) -> None:
         """Learn which modules are the model, inside its wrappers and with them."""
-        self._models = list(models)
+        models = self._audited.models
         self._roots = {id(m): depth for model in models for depth, m in enumerate(unwrapped(model))}
-        let(self._guard, self.copies.open, [list(unwrapped(model))[-1] for model in models])
-        self._names.clear()
+        self.names.clear()
         for model in models:
             outer = count_outer_wrappers(name for name, _ in model.named_modules() if name)
-            self._names |= {id(m): logical_name(raw, outer_wrappers=outer) or "root" for raw, m in model.named_modules()}
+            self.names |= {id(m): logical_name(raw, outer_wrappers=outer) or "root" for raw, m in model.named_modules()}
         if self._train is None:
             self._watch_modes()
         if not all(model.training for model in models):
             self._left = _INSPECTED
             self._install()
 
-    def begin(self, tape: Tape) -> None:
+    def begin(self) -> None:
         """Look at the calls of a step."""
-        self._tape = tape
+        self._tape = self._audited.tape
+        self._reports = {event: self._audited.observers.hears(event) for event in _OF_MODULES}
         self.batches, self.bypassed, self.drawn = [], False, False
         self.called = {}
-        self.repeats, self._firsts = [], {}
-        self._looked_at = frozenset(self._again)  # of these every forward of the step is seen, in whatever order they run
         self._depth = self.within = 0
         self._install()
 
@@ -97,7 +95,7 @@ class ModelCalls:
         if not self._left:
             self._uninstall()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Put everything back."""
         self._tape, self._left = None, 0
         self._uninstall()
@@ -110,10 +108,23 @@ class ModelCalls:
         """Whether the model runs in training, in a step that is looked at."""
         return self._depth > 0
 
-    def take_evaluations(self) -> tuple[Evaluation, ...]:
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+        """Return what the model was called with in the step, and the evaluations since the last one."""
+        self.fingerprints = tuple(joined_of(step_data, values) for values in self.batches)
+        return {
+            "batches": self.fingerprints,
+            "whole_numbers": any("int" in v.dtype for values in self.batches for v in values),
+            "tokens": tuple(_tokens(values) for values in self.batches),
+            "bypassed": self.bypassed,
+            "called": {self.names[key]: enabled for key, enabled in self.called.items() if key in self.names},
+            "drawn": self.drawn,
+            **self.late(),
+        }
+
+    def late(self) -> Mapping[str, Any]:
         """Return the evaluations since the last call."""
         taken, self.evaluations = tuple(self.evaluations), []
-        return taken
+        return {"evaluations": taken}
 
     # ---- calls ---------------------------------------------------------------------------------------------------
 
@@ -161,60 +172,32 @@ class ModelCalls:
     def _call(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         if self._inside is not None:
             return self._look_inside(original, module, args, kwargs)
-        if module.training and not self.asleep:
+        if module.training and not self._audited.asleep:
             self.called[id(module)] = self.called.get(id(module), False) or torch.is_grad_enabled()
-        if self._tape is None or self.asleep or id(module) not in self._names:
+        if self._tape is None or self._audited.asleep or id(module) not in self.names:
             return self._call_root(original, module, args, kwargs)
-        if self.on_module is not None and module.training:
-            self._guard.run(self.on_module, self._names[id(module)], module, args, kwargs)
+        if self._reports["module_called"] and module.training:
+            self._guard.run(self._audited.tell, "module_called", self.names[id(module)], module, args, kwargs)
         self.within += 1
         try:
             result = self._call_root(original, module, args, kwargs)
         finally:
             self.within -= 1
-        if self.looks_for_repeats:
-            self._guard.run(self._look_for_repeat, module, result)
+        if self._reports["module_returned"]:
+            self._guard.run(self._audited.tell, "module_returned", module, result)
         return result
-
-    def _look_for_repeat(self, module: Any, result: Any) -> None:
-        """Take the outputs of a forward in a backward pass, and from then on those of that module's first forwards."""
-        if self._tape is None:
-            return
-        key, within = id(module), torch._C._current_graph_task_id() != -1
-        if within:
-            self._again.add(key)
-        if key not in self._looked_at or (within and key not in self._firsts):
-            return
-        with DisableTorchFunction():
-            values = [self._tape.value(t.detach(), STATS | CHECKSUM) for t in tensors_of(result) if t.is_floating_point()]
-        if within:
-            self.repeats.append((key, values))
-        else:
-            self._firsts.setdefault(key, []).append(values)
-
-    def repeated(self) -> Iterator[tuple[str, int, list[Value], list[list[Value]]]]:
-        """Yield name, order, outputs of a forward that ran again, and those of the module's forwards of this step."""
-        order = {key: i for i, key in enumerate(self._firsts)}
-        for key, values in self.repeats:
-            yield self._names.get(key, ""), order[key], values, self._firsts[key]
-
-    def called_names(self) -> dict[str, bool]:
-        """Return name → whether with gradients enabled, of the modules that ran in training."""
-        return {self._names[key]: enabled for key, enabled in self.called.items() if key in self._names}
 
     def _call_root(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         wrappers = self._roots.get(id(module))
-        if wrappers is None or self._depth or self.asleep or self._guard.tripped is not None:
-            if wrappers is None and not module.training and type(module) in self.copies:
-                self._guard.of(part_of_observer(Copies)).run(self.copies.called, module)
+        if wrappers is None or self._depth or self._audited.asleep or self._guard.tripped is not None:
+            if wrappers is None and not module.training:
+                self._guard.run(self._audited.tell, "other_called", module)
             return original(module, *args, **kwargs)
         if not module.training:
             return self._evaluate(original, module, args, kwargs) if self._left else original(module, *args, **kwargs)
         if self._tape is None or not torch.is_grad_enabled():
             return original(module, *args, **kwargs)
-        self._guard.run(self._take, wrappers, args, kwargs)
-        if self.on_call is not None:
-            self._guard.run(self.on_call, list(unwrapped(module))[-1], args, kwargs)
+        self._guard.run(self._take, module, wrappers, args, kwargs)
         before = self._guard.run(random_fingerprint)
         self._depth += 1
         try:
@@ -223,17 +206,20 @@ class ModelCalls:
             self._depth -= 1
             self.drawn |= before != self._guard.run(random_fingerprint)
 
-    def _take(self, wrappers: int, args: Any, kwargs: Any) -> None:
+    def _take(self, module: Any, wrappers: int, args: Any, kwargs: Any) -> None:
         assert self._tape is not None
-        if not self.batches and self.before_first is not None:
-            self.before_first()
+        if not self.batches:
+            self._audited.tell("first_forward")
         self.bypassed |= wrappers > 0
         with DisableTorchFunction():
             self.batches.append([self._tape.value(t, STATS | CHECKSUM) for t in tensors_of((args, kwargs))])
+        if self._audited.observers.hears("model_called"):
+            inner = list(unwrapped(module))[-1]
+            self._audited.tell("model_called", inner, named_arguments(inner, args, kwargs))
 
     def _evaluate(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         self._left -= 1
-        live = tuple(self._names.get(id(m), "") for m in module.modules() if m.training)
+        live = tuple(self.names.get(id(m), "") for m in module.modules() if m.training)
         self._inside, self._random, self._dropped, self._path = [], [], [], []
         self._dropouts.start()
         try:
@@ -268,12 +254,24 @@ class ModelCalls:
             self._dropped.append(self._name(self._path[-1]))
 
     def _name(self, module: Any) -> str:
-        return self._names.get(id(module), type(module).__name__)
+        return self.names.get(id(module), type(module).__name__)
 
 
-def unwrapped(model: Any) -> Iterator[Any]:
-    """Yield a model and what it wraps, outermost first: a wrapper has one child, called `module` or `_orig_mod`."""
-    yield model
-    children = dict(model.named_children())
-    if len(children) == 1 and next(iter(children)) in ("module", "_orig_mod") and not list(model.parameters(recurse=False)):
-        yield from unwrapped(next(iter(children.values())))
+def named_arguments(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call by their names, in their order, and keyword dicts that are handed on as they are.
+
+    model: without its wrappers.
+    """
+    try:
+        named = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        named = {str(i): x for i, x in enumerate(args)} | dict(kwargs)
+    flat: dict[str, Any] = {}
+    for name, x in named.items():
+        inside = attempt(children, x, otherwise=lambda _: None) if issubclass(type(x), dict | tuple) else None
+        flat |= {name: x} if inside is None else dict(inside)
+    return flat
+
+
+def _tokens(values: Sequence[Value]) -> int:
+    return next((prod(v.shape) for v in values if "int" in v.dtype), 0)

@@ -8,9 +8,15 @@ is read.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from trainprobe.engine.capture.audit.observers import Audited, Observer
+from trainprobe.engine.capture.audit.observers.model_calls import ModelCalls
+from trainprobe.engine.capture.audit.registered import unwrapped
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import StepData
 
 _STATISTICS = ("running_mean", "running_var")
 _Mark = tuple[int, int, int]
@@ -26,26 +32,26 @@ class _Seen:
     its: Mapping[str, _Mark]
 
 
-class Copies:
+class Copies(Observer):
     """Finds running statistics of copies that stand still while their weights and the model's statistics move."""
 
-    def __init__(self) -> None:
+    needs = (ModelCalls,)
+
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
         self._models: dict[type, Any] = {}
         self._seen: dict[int, _Seen] = {}
         self._stale: dict[int, tuple[str, ...]] = {}  # id of a copy → what stood still when it was called last
 
-    def open(self, models: Sequence[Any]) -> None:
+    def start(self) -> None:
         """Learn the models, without their wrappers."""
+        models = [list(unwrapped(model))[-1] for model in self._audited.models]
         self._models = {type(model): model for model in models if any(True for _ in _statistics(model))}
 
-    def __contains__(self, kind: type) -> bool:
-        """Tell whether a class is that of a model with running statistics."""
-        return kind in self._models
-
-    def called(self, module: Any) -> None:
+    def other_called(self, module: Any) -> None:
         """See a module that is called and is no watched model itself."""
-        model = self._models[type(module)]
-        if module is model or module.training or any(p.is_inference() for p in module.parameters()):
+        model = self._models.get(type(module))
+        if model is None or module is model or module.training or any(p.is_inference() for p in module.parameters()):
             return
         known = self._seen.get(id(module))
         if known is None and not _is_copy(module, model):
@@ -55,9 +61,9 @@ class Copies:
             self._stale[id(module)] = tuple(name for name in now.mine if _stood(known, now, name))
         self._seen[id(module)] = now
 
-    def take(self) -> tuple[str, ...]:
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
         """Return the statistics that stood still when a copy was called last."""
-        return tuple(dict.fromkeys(name for names in self._stale.values() for name in names))
+        return {"stale_copies": tuple(dict.fromkeys(name for names in self._stale.values() for name in names))}
 
 
 def _stood(known: _Seen, now: _Seen, name: str) -> bool:

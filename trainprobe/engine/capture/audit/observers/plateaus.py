@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from trainprobe.engine.capture.audit.set_up import rates_of
+from trainprobe.engine.capture.audit.observers import Audited, Observer
+from trainprobe.engine.capture.audit.set_up import optimizer_of, rates_of
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.facts import Plateau
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import StepData
 
 
-class Plateaus:
+class Plateaus(Observer):
     """Watches every scheduler of this kind from its first step on, between `start` and `stop`. One that a checkpoint brought
     back, or whose metric lies on an accelerator, is left out. Costs nothing where none is stepped.
     """
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
         self._known: dict[int, tuple[weakref.ref[Any], Plateau | None]] = {}
         self._replaced: Replaced | None = None
 
@@ -36,9 +39,14 @@ class Plateaus:
             self._replaced.back()
             self._replaced = None
 
-    def seen(self) -> tuple[Plateau, ...]:
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
         """Return what is known of each scheduler."""
-        return tuple(plateau for scheduler, plateau in self._known.values() if plateau is not None and scheduler() is not None)
+        known = self._known.values()
+        return {"plateaus": tuple(seen for scheduler, seen in known if seen is not None and scheduler() is not None)}
+
+    def drives(self, optimizer: Any) -> bool:
+        """Tell whether a scheduler of an optimizer has been stepped."""
+        return any(optimizer_of(scheduler) is optimizer for scheduler in self.alive())
 
     def alive(self) -> list[Any]:
         """Return the schedulers that were stepped."""

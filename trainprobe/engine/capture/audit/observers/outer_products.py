@@ -7,7 +7,7 @@ The operators of a tensor are replaced while a step is audited. What the program
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,25 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from trainprobe.engine.arrays.without_dispatch import in_a_transform
+from trainprobe.engine.capture.audit.observers import Audited, Observer
+from trainprobe.engine.capture.audit.observers.model_calls import ModelCalls
+from trainprobe.engine.capture.audit.observers.module_inputs import ModuleInputs
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.facts import Outer
 from trainprobe.engine.core.guard import Guard, attempt
+from trainprobe.engine.core.records import StepData
 
 _OPERATORS = {"__sub__": "-", "__mul__": "*", "__add__": "+", "__truediv__": "/"}
 _MOST = 8
 
 
-class OuterProducts:
-    """See the module text. busy: whether the model, or the audit itself, is running now."""
+class OuterProducts(Observer):
+    """See the module text."""
 
-    def __init__(self, guard: Guard, busy: Callable[[], bool]) -> None:
-        self._guard = guard
-        self._busy = busy
+    needs = (ModelCalls, ModuleInputs)
+
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
         self._replaced: list[Replaced] = []
         self._seen: list[Outer] = []
 
@@ -48,10 +53,14 @@ class OuterProducts:
             replaced.back()
         self._replaced = []
 
-    def take(self) -> tuple[Outer, ...]:
-        """Return what was seen."""
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+        """Return what was seen, in a step in which a layer with a single output ran."""
         seen, self._seen = self._seen, []
-        return tuple(seen)
+        return {"outer": tuple(seen) if self._audited.of(ModuleInputs).has_one_output else ()}
+
+    def _is_busy(self) -> bool:
+        """Tell whether the model, or the audit itself, is running now."""
+        return self._audited.asleep or self._audited.of(ModelCalls).within > 0
 
     def _watched(self, original: Any, sign: str) -> Any:
         def operator(a: Any, b: Any) -> Any:
@@ -70,7 +79,7 @@ class OuterProducts:
 
     def _look(self, row: Tensor, column: Tensor, sign: str, frame: Any) -> None:
         n = row.shape[0]
-        if n < 2 or tuple(column.shape) != (n, 1) or len(self._seen) == _MOST or self._busy():
+        if n < 2 or tuple(column.shape) != (n, 1) or len(self._seen) == _MOST or self._is_busy():
             return
         plain = row.is_floating_point() and column.is_floating_point() and not column._is_view()
         if plain and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not in_a_transform():

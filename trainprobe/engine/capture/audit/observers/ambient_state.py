@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from trainprobe.engine.capture.audit.observers import Audited, Observer
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import StepData
+
+
+class AmbientState(Observer):
+    """Looks where the first update of a step begins."""
+
+    essential = True
+
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
+        self._found: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        self._found = {}
+
+    def steps(self, optimizer: Any) -> None:
+        """Look once."""
+        self._found = self._found or ambient_state(optimizer)
+
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+        """Return what held."""
+        return {"ambient": self._found}
 
 
 def ambient_state(optimizer: Any) -> dict[str, str]:

@@ -13,11 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
-from trainprobe.engine.arrays.without_dispatch import without_dispatch
-from trainprobe.engine.capture.audit.loss_inputs import stacked
+from trainprobe.engine.arrays.without_dispatch import in_a_transform, without_dispatch
+from trainprobe.engine.capture.audit.observers import Audited, Observer
+from trainprobe.engine.capture.audit.observers.loss_inputs import stacked, tokens_and_mask
+from trainprobe.engine.capture.audit.observers.model_calls import ModelCalls
 from trainprobe.engine.capture.features.feature import whole
 from trainprobe.engine.core.facts import InputScale, PaddingMask, SequenceInput
+from trainprobe.engine.core.guard import Guard, attempt
 from trainprobe.engine.core.library import Deferred
+from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 
 _MASKS = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask")  # True: hidden
@@ -26,10 +30,13 @@ _LOOKED_AT, _WIDEST = 4, 1 << 20  # rows of an input, and elements of these, tha
 _SQUARE = 255.0**2
 
 
-class ModuleInputs:
+class ModuleInputs(Observer):
     """See the module text."""
 
-    def __init__(self) -> None:
+    needs = (ModelCalls,)
+
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
         self._tape: Tape | None = None
         self._padded: dict[tuple[int, ...], tuple[Tensor, int]] = {}  # shape → the last tokens of it and the one that pads
         self._called: set[tuple[int, ...]] = set()  # the first two dimensions of what the model was called with
@@ -40,9 +47,9 @@ class ModuleInputs:
         self._again: dict[str, None] = {}
         self.has_one_output = False  # whether a linear layer with a single output ran in this step
 
-    def begin(self, tape: Tape) -> None:
+    def begin(self) -> None:
         """Look at the calls of a step."""
-        self._tape, self.has_one_output = tape, False
+        self._tape, self.has_one_output = self._audited.tape, False
         self._called = set()
         self._sequences, self._masks, self._scales, self._once, self._again = {}, {}, {}, {}, {}
 
@@ -51,8 +58,32 @@ class ModuleInputs:
         self._tape = None
         self._padded = {}
 
-    def model_called(self, model: Any, named: Mapping[str, Any], given: Mapping[str, Tensor]) -> None:
-        """Look at what the whole model is called with. named: its arguments. given: the "tokens" and the "mask" among them."""
+    def model_called(self, model: Any, named: Mapping[str, Any]) -> None:
+        """Look at what the whole model is called with."""
+        if not in_a_transform():
+            attempt(self._look_at_arguments, model, named, otherwise=_left_out)
+
+    def module_called(self, name: str, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Look at what a module of the model is called with in training."""
+        if not in_a_transform():
+            attempt(self._look_at_module, name, module, args, kwargs, otherwise=_left_out)
+
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+        """Return what modules were given, and those whose running statistics a forward and one in the backward pass moved."""
+        masks = {key: deferred.numbers for key, deferred in self._masks.items()}
+        scales = {name: deferred.numbers for name, deferred in self._scales.items()}
+        return {
+            "sequences": tuple(self._sequences.values()),
+            "masks": tuple(PaddingMask(*key, int(n[0]), int(n[1])) for key, n in masks.items() if n is not None),
+            "scales": tuple(
+                InputScale(name, float(n[0]), float(n[1]), int(n[2])) for name, n in scales.items() if n is not None
+            ),
+            "moved_twice": tuple(name for name in self._once if name in self._again),
+        }
+
+    # ---- single looks --------------------------------------------------------------------------------------------
+
+    def _look_at_arguments(self, model: Any, named: Mapping[str, Any]) -> None:
         self._called |= {tuple(t.shape[:2]) for t in named.values() if type(t) is Tensor}
         for name, t in named.items():
             if (
@@ -64,12 +95,12 @@ class ModuleInputs:
             ):
                 self._look_at_scale(name, t.detach())
         pads = getattr(getattr(model, "config", None), "pad_token_id", None)
+        given = dict(tokens_and_mask(named))
         tokens, mask = given.get("tokens"), given.get("mask")
         if isinstance(pads, int) and tokens is not None and mask is not None and mask.shape == tokens.shape:
             self._look_at_mask("root", "attention_mask", tokens, pads, mask == 0)
 
-    def module_called(self, name: str, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Look at what a module of the model is called with in training."""
+    def _look_at_module(self, name: str, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if isinstance(module, nn.Linear):
             self.has_one_output |= module.out_features == 1
         elif isinstance(module, _NormBase):
@@ -80,26 +111,6 @@ class ModuleInputs:
                 self._padded[tuple(args[0].shape)] = (args[0].detach(), module.padding_idx)
         elif isinstance(module, nn.RNNBase | nn.MultiheadAttention | nn.TransformerEncoder | nn.TransformerEncoderLayer):
             self._look_at_sequence(name, module, args, kwargs)
-
-    def moved_twice(self) -> tuple[str, ...]:
-        """Return the modules whose running statistics were moved by a forward and by one in the backward pass."""
-        return tuple(name for name in self._once if name in self._again)
-
-    def sequences(self) -> tuple[SequenceInput, ...]:
-        """Return what was first given to each recurrent or attention module."""
-        return tuple(self._sequences.values())
-
-    def masks(self) -> tuple[PaddingMask, ...]:
-        """Return what masks of padding hide, once the step has crossed to the host."""
-        numbers = {key: deferred.numbers for key, deferred in self._masks.items()}
-        return tuple(PaddingMask(*key, int(n[0]), int(n[1])) for key, n in numbers.items() if n is not None)
-
-    def scales(self) -> tuple[InputScale, ...]:
-        """Return how large the inputs of the model are, once the step has crossed to the host."""
-        numbers = {name: deferred.numbers for name, deferred in self._scales.items()}
-        return tuple(InputScale(name, float(n[0]), float(n[1]), int(n[2])) for name, n in numbers.items() if n is not None)
-
-    # ---- single looks --------------------------------------------------------------------------------------------
 
     def _look_at_sequence(self, name: str, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         first = args[0] if args else None
@@ -144,3 +155,7 @@ def _masks(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
     if len(args) > place:
         named["key_padding_mask"] = args[place]
     return ((name, t.detach()) for name, t in named.items() if type(t) is Tensor and t.dtype == torch.bool and t.dim() == 2)
+
+
+def _left_out(_: Exception) -> None:
+    """Leave out what cannot be looked at: a value of an odd kind (nested, sparse, of a class of the program)."""

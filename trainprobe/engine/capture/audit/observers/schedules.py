@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainprobe.engine.capture.audit.observers import let, observer, undo
-from trainprobe.engine.capture.audit.plateaus import Plateaus
-from trainprobe.engine.capture.audit.set_up import rates_of
+from trainprobe.engine.capture.audit.observers import Audited, Observer
+from trainprobe.engine.capture.audit.set_up import optimizer_of, rates_of
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.patching.step_hooks import StepListener
 from trainprobe.engine.core.facts import Schedule
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import StepData
 
 _DRIVERS = (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)
 
@@ -48,15 +49,14 @@ class _Known:
         self.updates_between += 1
 
 
-class ScheduleWatch:
+class ScheduleWatch(Observer):
     """Counts the steps of every scheduler of this process, and those of its optimizer, between `start` and `stop`.
 
     Costs nothing where no scheduler is stepped. The numbers of the probe's steps are not asked: a run may begin at any.
     """
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-        self.plateaus = observer(guard, Plateaus, Plateaus)
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
         self._known: dict[int, _Known] = {}
         self._taken: dict[int, Schedule] = {}
         self._driven = 0  # how many steps of drivers are running
@@ -65,7 +65,6 @@ class ScheduleWatch:
 
     def start(self) -> None:
         """Begin to count."""
-        let(self._guard, self.plateaus.start)
         if not self._replaced:
             self._replaced = [Replaced(kind, "step", self._counted(kind)) for kind in (LRScheduler, *_drivers())]
 
@@ -94,12 +93,11 @@ class ScheduleWatch:
 
     def _updated(self, optimizer: Any) -> None:
         for scheduler, known in self._alive():
-            if _optimizer_of(scheduler) is optimizer:
+            if optimizer_of(scheduler) is optimizer:
                 known.was_updated()
 
     def stop(self) -> None:
         """Put the originals back."""
-        undo(self._guard, self.plateaus.stop)
         for replaced in self._replaced:
             replaced.back()
         self._replaced = []
@@ -107,10 +105,10 @@ class ScheduleWatch:
             self._listener.remove()
             self._listener = None
 
-    def at_update(self, optimizer: Any) -> None:
+    def steps(self, optimizer: Any) -> None:
         """Take down where the schedulers of an optimizer stand, what they declare, and what the optimizer is about to use."""
         used = rates_of(optimizer)
-        mine = [pair for pair in self._alive() if _optimizer_of(pair[0]) is optimizer]
+        mine = [pair for pair in self._alive() if optimizer_of(pair[0]) is optimizer]
         for scheduler, known in mine:
             rates = _declared(scheduler) if len(mine) == 1 else ()
             between = known.advances_between, known.updates_between
@@ -120,10 +118,9 @@ class ScheduleWatch:
 
     def drives(self, optimizer: Any) -> bool:
         """Tell whether a scheduler of an optimizer has been stepped."""
-        stepped = [*(scheduler for scheduler, _ in self._alive()), *self.plateaus.alive()]
-        return any(_optimizer_of(scheduler) is optimizer for scheduler in stepped)
+        return any(optimizer_of(scheduler) is optimizer for scheduler, _ in self._alive())
 
-    def take(self) -> tuple[Schedule, ...]:
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
         """Return what was counted and taken down since the last call."""
         out: list[Schedule] = []
         for scheduler, known in self._alive():
@@ -131,7 +128,7 @@ class ScheduleWatch:
             out.append(replace(seen, advances=known.advances, updates=known.updates))
             known.advances, known.updates, known.stood = 0, 0, _position(scheduler)
         self._taken.clear()
-        return tuple(out)
+        return {"schedules": tuple(out)}
 
     def positions(self) -> dict[str, int]:
         """Return class of each scheduler that was stepped → where it stands; of several of one class, the one farthest on."""
@@ -168,12 +165,6 @@ def _before_its_step(scheduler: Any) -> int | None:
     """Return where a scheduler stands before a step; None before the one that every scheduler makes when it is made."""
     made = getattr(scheduler, "_step_count", 1) != 0 and not getattr(scheduler, "_is_initial", False)
     return _position(scheduler) if made else None
-
-
-def _optimizer_of(scheduler: Any) -> Any:
-    """Return the optimizer that steps when the scheduler's does: Accelerate's is a wrapper."""
-    optimizer = scheduler.optimizer
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _position(scheduler: Any) -> int:

@@ -11,6 +11,33 @@ from typing import Any
 
 import torch
 
+from trainprobe.engine.capture.audit.observers import Audited, Observer
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import StepData
+from trainprobe.engine.tape import Tape
+
+
+class WaitingGradients(Observer):
+    """Looks where an optimizer is about to step."""
+
+    essential = True
+
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
+        self._waiting: dict[str, None] = {}
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        self._waiting = {}
+
+    def before_update(self, tape: Tape, optimizer: Any) -> None:
+        """Look at all gradients."""
+        self._waiting |= dict.fromkeys(waiting_gradients(self._audited.models, self._audited.names()))
+
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+        """Return what waited."""
+        return {"waiting": tuple(self._waiting)}
+
 
 def waiting_gradients(models: Sequence[Any], names: Mapping[int, str]) -> tuple[str, ...]:
     """Return the names of the parameters whose gradient waits for a reduction. names: id of parameter → recorded name."""

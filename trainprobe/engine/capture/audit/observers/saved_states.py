@@ -8,63 +8,61 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainprobe.engine.capture.audit.observers import Audited, Observer, let
+from trainprobe.engine.capture.audit.observers.model_calls import ModelCalls
+from trainprobe.engine.capture.audit.observers.schedules import ScheduleWatch
+from trainprobe.engine.capture.audit.registered import saved_buffers
+from trainprobe.engine.capture.audit.set_up import optimizer_groups
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.random_state import random_fingerprints
+from trainprobe.engine.capture.saved_shards import HeldShards
 from trainprobe.engine.core.facts import Piece, SavedTensors
 from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import Place, StepData
+from trainprobe.engine.stats.partials import CHECKSUM, STATS
 from trainprobe.engine.storage.safe_files import write_whole
 
 KEPT = 3
 _FIRST, _LAST = 4, 28  # steps whose data is remembered
 FILE = "saved_states.json"
-Fingerprints = Callable[[], Mapping[tuple[str, str], int]]
 
 
-class SavedStates:
-    """Remembers saves from `start` to `stop`. awaits: something was loaded, or a run goes on, and nobody has compared yet.
+class SavedStates(Observer):
+    """Remembers saves from `start` to `stop`. awaits: something was loaded, or a run goes on, and nobody has compared yet."""
 
-    loaded: is told when something was loaded. look: returns (name, slot) → fingerprint of what this process holds now; step:
-    the number of the last step. positions: where schedulers stand. world: how many ranks there are. pieces: returns
-    what is held of tensors that are cut. settings: the plain numbers of the parameter groups.
-    """
+    needs = (ModelCalls, ScheduleWatch)
 
-    def __init__(
-        self, guard: Guard, look: Fingerprints, step: Callable[[], int], positions: Callable[[], Mapping[str, int]]
-    ) -> None:
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
         self.awaits = False
-        self.world: Callable[[], int] = lambda: 1
-        self.pieces: Callable[[], Mapping[tuple[str, str], Piece]] = dict
-        self.settings: Callable[[], Mapping[str, Any]] = dict
         self._scale = (-1, 0.0)  # after which step a loss scaler was saved, and its scale
-        self._positions = positions
         self._first: list[tuple[int, tuple[int, ...]]] = []
         self._last: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=_LAST)
-        self.loaded: Callable[[], None] = lambda: None
         self._randoms: Mapping[str, int] = {}  # as the first step of the run began
-        self._guard = guard
-        self._look = look
-        self._step = step
+        self._begun: Mapping[str, int] = {}  # random states as this step began
+        self._loaded: HeldShards | None = None
         self._saved: list[SavedTensors] = []
         self._path: Path | None = None
         self._replaced: list[Replaced] = []
 
-    def start(self, folder: Path | None = None, goes_on: bool = False) -> None:
-        """Begin to remember. folder: of this rank. goes_on: an earlier process may have left there what it saved."""
+    def start(self) -> None:
+        """Begin to remember, where a run goes on with what an earlier process has left."""
         if self._replaced:
             return
+        folder, goes_on = self._audited.run.folder, self._audited.run.continues
         self._path = None if folder is None else folder / FILE
         if goes_on and self._path is not None:
             self._saved = self._guard.run(_read, self._path) or [] if self._path.exists() else []
             self.awaits = bool(self._saved) or any(_of_all_ranks(self._path))
             for seen in self._saved[-1].batches if self._saved else ():
-                self.trained_on(*seen)
+                self._trained_on(*seen)
             self._randoms = {name: first for name, (first, _) in self._saved[-1].randoms.items()} if self._saved else {}
         kind: Any = torch.optim.Optimizer
         self._replaced = [
@@ -80,7 +78,26 @@ class SavedStates:
             replaced.back()
         self._replaced = []
 
-    def begins(self) -> dict[str, int]:
+    def begin(self) -> None:
+        """A step begins."""
+        self._loaded, self._begun = None, {}
+        self._begun = self._begins()
+
+    def steps(self, optimizer: Any) -> None:
+        """Look at what was loaded before an update changes it."""
+        tape = self._audited.tape
+        if self.awaits and self._loaded is None and tape is not None:
+            self._loaded = self._audited.states.deferred_shards(tape)
+
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+        """Return what was saved and what was loaded, and remember the data of the step."""
+        loaded = None if self._loaded is None else self._loaded.read()
+        found = {"saved": self._take(), "loaded": loaded, "randoms": self._begun, "saved_by_ranks": self._everyone}
+        if batches := self._audited.of(ModelCalls).fingerprints:
+            self._trained_on(step_data.step, batches)
+        return found
+
+    def _begins(self) -> dict[str, int]:
         """Return the random states as a step begins, if it is the first of the run or follows a load; otherwise nothing."""
         if self._randoms and not self.awaits:
             return {}
@@ -88,20 +105,20 @@ class SavedStates:
         self._randoms = self._randoms or now
         return now
 
-    def take(self) -> tuple[SavedTensors, ...]:
+    def _take(self) -> tuple[SavedTensors, ...]:
         """Return what was saved, if something was loaded since; then nothing until the next load."""
         if not self.awaits:
             return ()
         self.awaits = False
         return tuple(self._saved)
 
-    def everyone(self) -> dict[int, list[SavedTensors]]:
+    def _everyone(self) -> dict[int, list[SavedTensors]]:
         """Return rank → what it saved, as far as that lies beside the output; nothing on other ranks than 0."""
         if self._path is None or self._path.parent.name != "rank0":
             return {}
         return {rank: _read(path) for rank, path in _of_all_ranks(self._path)}
 
-    def trained_on(self, step: int, batches: tuple[int, ...]) -> None:
+    def _trained_on(self, step: int, batches: tuple[int, ...]) -> None:
         """Remember the data of a step."""
         if len(self._first) < _FIRST:
             self._first.append((step, batches))
@@ -121,7 +138,7 @@ class SavedStates:
             out = original(optimizer, *args, **kwargs)
             if self._saved and not load_state_dict.ended:  # type: ignore[attr-defined]
                 self.awaits = True
-                self.loaded()
+                self._audited.run.loaded()
             return out
 
         return load_state_dict
@@ -136,25 +153,43 @@ class SavedStates:
         return state_dict
 
     def _remember_scale(self, scale: float) -> None:
-        self._scale = (self._step(), scale)
-        if self._saved and self._saved[-1].step == self._step():
+        self._scale = (self._audited.run.step, scale)
+        if self._saved and self._saved[-1].step == self._audited.run.step:
             self._saved[-1] = replace(self._saved[-1], scale=scale)
             self._write()
 
     def _remember(self) -> None:
-        if self._step() < 0:
+        if self._audited.run.step < 0:
             return  # nothing was trained yet: some take a state dict to see what is in it
-        tensors = dict(self._look())
+        tensors = self._held()
         if not tensors or (self._saved and self._saved[-1].tensors == tensors):
             return
         batches = (*self._first, *self._last)
-        cut = {key: piece for key, piece in self.pieces().items() if key in tensors}
+        cut = {key: piece for key, piece in self._audited.states.pieces().items() if key in tensors}
         step, scale = self._scale
-        now = SavedTensors(self._step(), tensors, dict(self._positions()), batches, self.world(), cut, dict(self.settings()))
+        world, positions = self._audited.run.world_size, let(self._guard, self._audited.of(ScheduleWatch).positions)
+        now = SavedTensors(self._audited.run.step, tensors, positions or {}, batches, world, cut, self._settings())
         stand = random_fingerprints()
         randoms = {name: (first, stand[name]) for name, first in self._randoms.items() if name in stand}
         self._saved = [*self._saved, replace(now, scale=scale if step == now.step else 0.0, randoms=randoms)][-KEPT:]
         self._write()
+
+    def _held(self) -> dict[tuple[str, str], int]:
+        """Return (parameter, slot) → fingerprint of what is trained and this process holds; reads the device once."""
+        audited = self._audited
+        if audited.tape is not None:
+            return {}
+        tape, names = audited.run.new_tape(), audited.names()
+        trained = {names.get(id(p)) for model in audited.models for p in model.parameters() if p.requires_grad}
+        values = [(key, value) for key, value in audited.states.held(tape) if key[0] in trained]
+        values += [((name, "buffer"), tape.value(b, STATS | CHECKSUM)) for name, b in saved_buffers(audited.models)]
+        sums = tape.drain(-1, Place(), framework="", level="off", task="statistics").checksums
+        return {} if sums is None else {key: int(sums[value.row]) for key, value in values if value.row >= 0}
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the plain numbers of the parameter groups."""
+        groups = optimizer_groups(self._audited.optimizers, self._audited.names()) if self._audited.plain else ()
+        return {f"{i} {name}": value for i, group in enumerate(groups) for name, value in group.options.items()}
 
     def _write(self) -> None:
         if self._path is not None:

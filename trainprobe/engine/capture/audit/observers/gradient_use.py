@@ -5,12 +5,16 @@ Nothing is read from a device here: objects and version counters tell, and the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch._C import DisableTorchFunction
 
-from trainprobe.engine.core.records import Value
+from trainprobe.engine.capture.audit.observers import Audited, Observer
+from trainprobe.engine.capture.audit.observers.backward_starts import BackwardStarts
+from trainprobe.engine.capture.audit.values import mean_of, norm_of
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import StepData, Value
 from trainprobe.engine.stats.partials import STATS
 from trainprobe.engine.tape import Tape
 
@@ -18,8 +22,8 @@ _STEADY = 3  # audited steps in a row after which an optimizer is expected to st
 _NEVER = 8  # those after which one that has left no trace of a step is told
 
 
-class GradientUse:
-    """Follows gradients from `begin` to the end of a step. names: id of parameter → recorded name.
+class GradientUse(Observer):
+    """Follows gradients from `begin` to the end of a step.
 
     twice: parameters that were stepped again with the same gradient. reached, unreached: those of the optimizers that
     stepped, with a gradient and without. discarded: backward passes whose gradients were cleared before an update used them.
@@ -28,8 +32,11 @@ class GradientUse:
     written, and the older part.
     """
 
-    def __init__(self, names: Callable[[], Mapping[int, str]]) -> None:
-        self._names = names
+    needs = (BackwardStarts,)
+
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
+        self._names = audited.names
         self._steady: dict[int, int] = {}  # id of an optimizer → audited steps in a row in which it stepped
         self._rested: dict[int, tuple[tuple[int, int], int]] = {}  # … → its trace, and audited steps in a row that left it so
         self.begin()
@@ -53,7 +60,7 @@ class GradientUse:
         self._older: dict[str, tuple[Any, int, Value]] = {}  # gradients that were there when a pass began at other weights
         self.mixed: dict[str, Value] = {}
 
-    def before_update(self, optimizer: Any) -> None:
+    def before_update(self, tape: Tape, optimizer: Any) -> None:
         """See what an optimizer is about to use."""
         self._updating = True
         self._stepped.add(id(optimizer))
@@ -76,13 +83,16 @@ class GradientUse:
                 self.twice[name] = None
             self._used[id(p)] = mark
 
-    def after_update(self) -> None:
+    def stepped(self) -> None:
         """The update is over."""
         self._updating = False
         self._moved = True
 
-    def backward_begins(self, root: Any, tape: Tape, models: Sequence[Any]) -> None:
+    def backward_begins(self, root: Any) -> None:
         """Take the number that a backward pass begins from. Another pass after a clearing: what was cleared is lost."""
+        tape, models = self._audited.tape, self._audited.models
+        if tape is None or not self._audited.plain:
+            return
         self.closure |= self._updating
         if root is None:
             self.roots = None
@@ -109,7 +119,13 @@ class GradientUse:
             for p in (p for p in trained if p.grad is not None and id(p) in names):
                 self._older[names[id(p)]] = p.grad, int(p.grad._version), tape.value(p.grad, STATS)
 
-    def cleared(self, owner: Any, models: Sequence[Any], unused: int) -> bool:
+    def cleared(self, owner: Any) -> None:
+        """See gradients cleared: what is gone unused counts no more as unused."""
+        starts = self._audited.of(BackwardStarts)
+        if self._audited.plain and self._all_gone(owner, self._audited.models, starts.unused):
+            starts.unused = 0
+
+    def _all_gone(self, owner: Any, models: Sequence[Any], unused: int) -> bool:
         """See gradients cleared of an optimizer or module. Return whether all are gone and no update used them.
 
         unused: how many backward passes there were since the last update.
@@ -126,9 +142,10 @@ class GradientUse:
         self._dropped, self._lost = [(p, int(p._version)) for p in held], unused
         return True
 
-    def take(self, optimizers: Sequence[Any], mean: Callable[[Value], float], norm: Callable[[Value], float]) -> dict[str, Any]:
-        """Return the facts of the step by their names, once it has crossed to the host; mean and norm read a value there."""
-        return {
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+        """Return what became of the gradients."""
+        optimizers = self._audited.optimizers
+        found = {
             "twice": tuple(self.twice),
             "reached": frozenset(self.reached),
             "unreached": tuple(self.unreached),
@@ -136,9 +153,11 @@ class GradientUse:
             "never": self.never(optimizers),
             "discarded": self.discarded,
             "closure": self.closure,
-            "differentiated": tuple(mean(value) for value in self.roots or ()),
-            "mixed": {name: older for name, value in self.mixed.items() if (older := norm(value)) != 0},
+            "differentiated": tuple(mean_of(step_data, value) for value in self.roots or ()),
+            "mixed": {name: older for name, value in self.mixed.items() if (older := norm_of(step_data, value)) != 0},
         }
+        self.begin()
+        return found
 
     def idle(self, optimizers: Sequence[Any]) -> tuple[str, ...]:
         """Return the parameters of optimizers that stepped at each audited step before, and not in this one as others did."""

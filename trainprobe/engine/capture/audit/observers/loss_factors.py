@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from trainprobe.engine.capture.audit.observers import Audited, Observer
+from trainprobe.engine.capture.audit.observers.backward_starts import BackwardStarts
 from trainprobe.engine.core.facts import Scaled
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.records import StepData
 
 _MOST = 8  # factors, so that a long chain costs nothing
 _SUMS = ("Add", "Sub", "Sum", "Stack", "Cat")
+
+
+class LossFactors(Observer):
+    """Looks where each backward pass begins."""
+
+    needs = (BackwardStarts,)
+    essential = True
+
+    def __init__(self, guard: Guard, audited: Audited) -> None:
+        super().__init__(guard, audited)
+        self._scaled: list[Scaled] = []
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        self._scaled = []
+
+    def backward_begins(self, root: Any) -> None:
+        """Read the factors of the loss."""
+        self._scaled.append(scaled_from(root))
+
+    def facts(self, step_data: StepData) -> Mapping[str, Any]:
+        """Return the factors of each backward pass."""
+        return {"scaled": tuple(self._scaled)}
 
 
 def scaled_from(root: Any) -> Scaled:
