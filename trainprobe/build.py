@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,13 +11,8 @@ from trainprobe.engine.capture import AUDIT, part_of
 from trainprobe.engine.capture.audit.audit_tap import AuditTap
 from trainprobe.engine.capture.clipping import ClippingTap
 from trainprobe.engine.capture.collectives import CollectiveTap
-from trainprobe.engine.capture.features.attention import AttentionFeature
 from trainprobe.engine.capture.features.batches import BatchTap
-from trainprobe.engine.capture.features.dead_units import DeadUnits
-from trainprobe.engine.capture.features.feature import FeatureKind, FeatureTap, part_of_feature
-from trainprobe.engine.capture.features.number_formats import FormatFeature
-from trainprobe.engine.capture.features.routers import RouterFeature
-from trainprobe.engine.capture.features.weight_spectra import WeightSpectra
+from trainprobe.engine.capture.features.feature import FeatureKind, FeatureTap, Surroundings, feature_in, part_of_feature
 from trainprobe.engine.capture.loss_scaling import LossScalingTap
 from trainprobe.engine.capture.module_buffers import BufferTap
 from trainprobe.engine.capture.optimizer_steps import OptimizerStepTap
@@ -261,31 +255,10 @@ def features_of_monitor(plan: Features, guard: Guard, naming: ModuleTap) -> Feat
     """Return the tap of the deeper features that a plan asks for."""
     inside: list[tuple[str, Any]] = []
     kinds: list[FeatureKind] = []
-
-    def names(feature: Any) -> Callable[[str], bool]:
-        return Names(feature.names).__contains__
-
-    if (a := plan.attention).on:
-        kinds.append(
-            AttentionFeature(names(a), a.every, guard.of(part_of_feature(AttentionFeature)), inside, a.rows, a.sequences)
-        )
-    if (w := plan.weights).on:
-        kinds.append(WeightSpectra(names(w), w.every, naming.names, w.iterations))
-    if (r := plan.routers).on:
-        kinds.append(RouterFeature(names(r), r.every, inside, r.top_k))
-    if (f := plan.formats).on:
-        lost = FormatFeature(
-            names(f),
-            f.every,
-            guard.of(part_of_feature(FormatFeature)),
-            naming.names,
-            formats=f.formats,
-            slots=f.slots,
-            scale=f.scale,
-            exponents=f.exponents,
-        )
-        kinds.append(lost)
-    if (d := plan.dead_units).on:
-        kinds.append(DeadUnits(names(d), d.every, d.limit))
+    for section in plan.chosen():
+        kind = feature_in(section.OBSERVER)
+        own, chosen = guard.of(part_of_feature(kind)), Names(section.names).__contains__
+        settings = {name: getattr(section, name) for name in type(section).model_fields if name not in ("on", "names")}
+        kinds.append(kind(Surroundings(chosen, own, naming.names, inside), **settings))
     known = lambda: {key: info.name for key, info in naming.known.items()}  # noqa: E731
     return FeatureTap(kinds, guard_of(guard, FeatureTap), known, inside)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -23,7 +23,10 @@ def _listed(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-class _Feature(BaseModel):
+class Feature(BaseModel):
+    """OBSERVER: the file of `engine.capture.features` that works it out, with the fields of the section beside `names`."""
+
+    OBSERVER: ClassVar[str]
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     on: bool = False
@@ -36,8 +39,10 @@ class _Feature(BaseModel):
     _check_names = field_validator("names")(lambda cls, value: parse_names(value).patterns)  # pyright: ignore
 
 
-class AttentionSettings(_Feature):
+class AttentionSettings(Feature):
     """Entropy, largest logit and peak of attention, for each head."""
+
+    OBSERVER: ClassVar[str] = "attention"
 
     rows: Whole = 64
     """How many queries of a sequence are looked at, evenly spaced; at least its length: all of them."""
@@ -45,15 +50,19 @@ class AttentionSettings(_Feature):
     """How many sequences of a batch are looked at, evenly spaced."""
 
 
-class WeightSettings(_Feature):
+class WeightSettings(Feature):
     """Spectral norm and stable rank of parameters of two and more dimensions."""
+
+    OBSERVER: ClassVar[str] = "weight_spectra"
 
     iterations: Whole = 4
     """Power iterations at each later step; the first step of a parameter makes 24."""
 
 
-class RouterSettings(_Feature):
+class RouterSettings(Feature):
     """Load, entropy and similarity of the routers of mixtures of experts."""
+
+    OBSERVER: ClassVar[str] = "routers"
 
     names: Patterns = (r"re:(^|\.)(router|gate|wg)$",)
     """Patterns of the routers, modules with a weight [experts, width]."""
@@ -61,8 +70,10 @@ class RouterSettings(_Feature):
     """How many experts a token gets, where neither the router's output nor the module tells it."""
 
 
-class FormatSettings(_Feature):
+class FormatSettings(Feature):
     """Shares of values that low-precision formats would lose, and how often each exponent is used."""
+
+    OBSERVER: ClassVar[str] = "number_formats"
 
     formats: Annotated[tuple[FormatName, ...], BeforeValidator(_listed)] = ("fp8_e4m3", "fp8_e5m2")
     """Which formats: fp4_e2m1, fp8_e4m3, fp8_e5m2, fp16, bf16."""
@@ -80,8 +91,10 @@ class FormatSettings(_Feature):
     """Count the elements per power of two too; TensorBoard shows them as histograms."""
 
 
-class DeadUnitSettings(_Feature):
+class DeadUnitSettings(Feature):
     """Share of units that are silent for all tokens of a call."""
+
+    OBSERVER: ClassVar[str] = "dead_units"
 
     names: Patterns = (r"re:(?i)(act|relu|gelu|silu)[^.]*$",)
     """Patterns of the modules, by default those whose last name sounds like an activation function."""
@@ -105,7 +118,12 @@ class Features(BaseModel):
     dead_units: Annotated[DeadUnitSettings, BeforeValidator(switch)] = DeadUnitSettings()
     """Share of silent units."""
 
+    def chosen(self) -> list[Feature]:
+        """Return the sections of those that are worked out."""
+        sections = [getattr(self, name) for name in type(self).model_fields]
+        return [section for section in sections if section.on]
+
     @property
     def on(self) -> bool:
         """Whether any is worked out."""
-        return any(getattr(self, name).on for name in type(self).model_fields)
+        return bool(self.chosen())

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainprobe.engine.capture.features.feature import Quiet, whole, without_autograd
+from trainprobe.engine.capture.features.feature import Quiet, Surroundings, whole, without_autograd
 from trainprobe.engine.capture.patching.replaced import Replaced
-from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.tape import Tape
 
 _UNSEEN = (
@@ -36,23 +35,22 @@ _UNSEEN = (
 
 
 class AttentionFeature(Quiet):
-    """See the module text. inside: (name, module) of the calls that are running.
+    """See the module text.
 
     rows: how many queries of a sequence, and sequences: how many of a batch are looked at.
     """
 
     def __init__(
         self,
-        names: Callable[[str], bool],
-        every: int,
-        guard: Guard,
-        inside: list[tuple[str, Any]],
+        around: Surroundings,
+        *,
+        every: int = 1,
         rows: int = 64,
         sequences: int = 4,
     ) -> None:
-        super().__init__(names, every)
-        self._guard = guard
-        self._inside = inside
+        super().__init__(around, every=every)
+        self._guard = around.guard
+        self._inside = around.inside
         self._rows = rows
         self._sequences = sequences
         self._replaced: list[Replaced] = []

@@ -5,19 +5,18 @@ A unit is an index of the last dimension, or of the second one of tensors of fou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from trainprobe.engine.capture.features.feature import Quiet, tensors_of, whole
+from trainprobe.engine.capture.features.feature import Quiet, Surroundings, tensors_of, whole
 
 
 class DeadUnits(Quiet):
     """See the module text."""
 
-    def __init__(self, names: Callable[[str], bool], every: int, limit: float = 0.0) -> None:
-        super().__init__(names, every)
+    def __init__(self, around: Surroundings, *, every: int = 1, limit: float = 0.0) -> None:
+        super().__init__(around, every=every)
         self._limit = limit
 
     def wants(self, name: str, module: Any) -> bool:

@@ -7,7 +7,9 @@ a gradient, and draws no random number. Forwards that are run again during backw
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from typing import Any, Protocol
@@ -57,6 +59,19 @@ class FeatureKind(Protocol):
     def end(self) -> None:
         """Remove everything."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a feature may ask of the training. chosen: tells whether its section of the plan selects a name. guard: its own.
+
+    parameters: returns id of parameter → recorded name. inside: (name, module) of the calls that are running, outermost first.
+    """
+
+    chosen: Callable[[str], bool]
+    guard: Guard
+    parameters: Callable[[], Mapping[int, str]]
+    inside: list[tuple[str, Any]]
 
 
 class FeatureTap:
@@ -217,6 +232,13 @@ class FeatureTap:
         self._odd[f"{type(look.__self__).__name__} left out {where}: {fault_text(fault)}"] = None
 
 
+def feature_in(file: str) -> type[Quiet]:
+    """Return the feature that a file of this folder holds."""
+    module = importlib.import_module(f"{__package__}.{file}")
+    kinds = (kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Quiet))
+    return next(kind for kind in kinds if kind.__module__ == module.__name__)
+
+
 def part_of_feature(kind: type) -> str:
     """Return the name that a class of features has as a part of the tool (see `engine.core.guard.Guard.of`)."""
     return f"the feature {kind.__name__}"
@@ -244,12 +266,15 @@ class without_autograd:  # noqa: N801 - used like a function
 
 
 class Quiet:
-    """What a kind of feature does where it has nothing to do; `_tape` is the tape of the step, or None."""
+    """What a kind of feature does where it has nothing to do; `_tape` is the tape of the step, or None.
 
-    def __init__(self, names: Callable[[str], bool], every: int = 1) -> None:
+    Its file holds one such class, whose further arguments are the fields of its section of the plan.
+    """
+
+    def __init__(self, around: Surroundings, *, every: int = 1) -> None:
         self.every = every
         self.notes: dict[str, None] = {}
-        self._chosen = names
+        self._chosen = around.chosen
         self._tape: Tape | None = None
         self._models: Sequence[Any] = ()
 

@@ -7,7 +7,7 @@ over the largest magnitude of the tensor, as Transformer Engine's current scalin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from trainprobe.engine.arrays.torch_exponents import CountedMagnitudes, OnHost, Spread
-from trainprobe.engine.capture.features.feature import Quiet, tensors_of, whole, without_autograd
+from trainprobe.engine.capture.features.feature import Quiet, Surroundings, tensors_of, whole, without_autograd
 from trainprobe.engine.capture.gradients import edge_of
-from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.stats.histogram import exponent_range
 from trainprobe.engine.stats.low_precision import FORMATS, Format, amax_scale, limits_of, limits_under
 from trainprobe.engine.tape import Tape
@@ -29,23 +28,21 @@ Scale = float | Literal["amax"]
 
 
 class FormatFeature(Quiet):
-    """See the module text. slots: among output, grad_output, value, grad. parameters: id of parameter → recorded name."""
+    """See the module text. slots: among output, grad_output, value, grad."""
 
     def __init__(
         self,
-        names: Callable[[str], bool],
-        every: int,
-        guard: Guard,
-        parameters: Callable[[], Mapping[int, str]],
+        around: Surroundings,
         *,
+        every: int = 1,
         formats: Sequence[str],
         slots: Sequence[str],
         scale: Scale = 1.0,
         exponents: bool = True,
     ) -> None:
-        super().__init__(names, every)
-        self._guard = guard
-        self._parameters = parameters
+        super().__init__(around, every=every)
+        self._guard = around.guard
+        self._parameters = around.parameters
         self._formats = tuple(formats)
         self._slots = frozenset(slots)
         self._scale: Scale = scale

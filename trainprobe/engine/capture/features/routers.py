@@ -13,7 +13,7 @@ the router or the module around it calls top_k, topk, k or num_experts_per_tok.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainprobe.engine.arrays.torch_extras import tally
-from trainprobe.engine.capture.features.feature import Quiet, tensors_of, whole
+from trainprobe.engine.capture.features.feature import Quiet, Surroundings, tensors_of, whole
 from trainprobe.engine.tape import Tape
 
 _CHOICES = ("top_k", "topk", "num_experts_per_tok", "moe_router_topk", "k")
@@ -31,11 +31,9 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 class RouterFeature(Quiet):
     """See the module text. top_k: how many experts a token gets, where neither output nor module tells it."""
 
-    def __init__(
-        self, names: Callable[[str], bool], every: int, inside: list[tuple[str, Any]], top_k: int | None = None
-    ) -> None:
-        super().__init__(names, every)
-        self._inside = inside
+    def __init__(self, around: Surroundings, *, every: int = 1, top_k: int | None = None) -> None:
+        super().__init__(around, every=every)
+        self._inside = around.inside
         self._top_k = top_k
         self._routers: list[tuple[str, Any]] = []
 

@@ -12,30 +12,30 @@ where the largest singular value stands apart. Works in float32 (float64 for flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainprobe.engine.capture.features.feature import Quiet, whole
+from trainprobe.engine.capture.features.feature import Quiet, Surroundings, whole
 from trainprobe.engine.tape import Tape
 
 FIRST = 24
 
 
 class WeightSpectra(Quiet):
-    """See the module text. parameters: id of parameter → recorded name. iterations: how many at each later step."""
+    """See the module text. iterations: how many at each later step."""
 
     def __init__(
         self,
-        names: Callable[[str], bool],
-        every: int,
-        parameters: Callable[[], Mapping[int, str]],
+        around: Surroundings,
+        *,
+        every: int = 1,
         iterations: int = 4,
     ) -> None:
-        super().__init__(names, every)
-        self._parameters = parameters
+        super().__init__(around, every=every)
+        self._parameters = around.parameters
         self._iterations = iterations
         self._ends: dict[str, Tensor] = {}
 
