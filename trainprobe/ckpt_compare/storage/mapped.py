@@ -8,7 +8,7 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -53,7 +53,7 @@ _once = threading.local()
 
 
 @contextmanager
-def each_file_once() -> Iterator[None]:
+def each_file_once() -> Generator[None]:
     """In here this thread asks once whether a file is still the same: a million arrays may lie in one."""
     _once.files = {}
     try:
