@@ -15,7 +15,7 @@ from trainprobe.ckpt_compare.pieces import LogicalTensor, Source, whole
 from trainprobe.ckpt_compare.plain_state import digest, plain
 
 _NORM = re.compile(r"(^|[._])(ln|norm|layernorm|layer_norm|rmsnorm)\w*[._]|norm\.weight$|(^|\.)ln_\w+\.", re.IGNORECASE)
-NUMBERED = "{}: its states fit no usual order of the parameters, and are compared by their numbers"
+_NUMBERED = "{}: its states fit no usual order of the parameters, and are compared by their numbers"
 _NO_SETTINGS = frozenset(["params", "param_names", "foreach", "fused", "capturable", "differentiable"])
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -111,6 +111,26 @@ def _told(by_value: Mapping[str, Sequence[str]]) -> str:
 def _fits(state: Mapping[str, Any] | None, shape: tuple[int, ...]) -> bool:
     arrays = [v for v in (state or {}).values() if is_array(v) and v.shape]
     return all(a.shape == shape for a in arrays[:1])
+
+
+def optimizer_states(
+    optimizer: Mapping[str, Any],
+    named: Mapping[str, Mapping[str, Any]] | None,
+    shapes: Shapes,
+    key: str,
+    where: str,
+    notes: list[str],
+) -> tuple[list[LogicalTensor], dict[str, Any]]:
+    """Return the logical tensors of a torch optimizer state dict, and its step count with its settings.
+
+    named: name → state; None where no order fits: states then keep their numbers behind `key`, which is noted. shapes: name →
+    shape of the parameters that were named. where: the file, for messages.
+    """
+    if named is None:
+        named = {f"{key}.{number}": value for number, value in numbered(optimizer.get("state", {})).items()}
+        notes.append(_NUMBERED.format(where))
+    tensors, steps = state_tensors(named, where)
+    return tensors, {**step_count(steps, optimizer), **settings(optimizer, shapes)}
 
 
 def state_tensors(states: Mapping[str, Mapping[str, Any]], where: str) -> tuple[list[LogicalTensor], list[float]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.config_check.checker import ConfigChecker
-from trainprobe.config_check.plan import PACK
+from trainprobe.config_check.plan import settings_and_pack
 from trainprobe.engine.probe import Probe
 from trainprobe.engine.program import Program, Schedule
 
@@ -15,17 +15,14 @@ from trainprobe.engine.program import Program, Schedule
 class ConfigCheckProgram(Program):
     """Watches the program from its making on, and the model from `opened` on, until its micro-steps or the run have ended.
 
-    section: the plan's `config_check`, true for its defaults. folder: the plan's `output`; the pack lies there unless the
-    section names another `output`.
+    section: the plan's `config_check`. folder: the plan's `output`.
     """
 
     def __init__(self, section: Mapping[str, Any] | bool, folder: Path, on_error: str = "continue") -> None:
         super().__init__("config_check", Schedule(), part="config_check")
-        given = {} if isinstance(section, bool) else dict(section)
-        self._pack = Path(given.pop("output", folder / PACK))
-        self._given = {"on_error": on_error, **given}
+        self._settings, self._pack = settings_and_pack(section, folder, on_error)
         self._checker: ConfigChecker | None = None
-        ConfigChecker.apply_patches(**self._given)
+        ConfigChecker.apply_patches(**self._settings)
 
     def attached(self, probe: Probe) -> None:
         """Take all patches away where the tool stops, after those of the taps, which were put in later."""
@@ -34,7 +31,7 @@ class ConfigCheckProgram(Program):
     def opened(self, model: Any, optimizer: Any, told: bool) -> None:
         """Begin to capture the model; a second model is not looked at."""
         if self._checker is None:
-            self._checker = ConfigChecker(model, output_zip_path=self._pack, optimizer=optimizer, **self._given)
+            self._checker = ConfigChecker(model, output_zip_path=self._pack, optimizer=optimizer, **self._settings)
 
     def closed(self) -> None:
         """The run has ended, perhaps before the micro-steps that were to be captured."""

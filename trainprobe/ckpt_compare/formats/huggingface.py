@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.ckpt_compare.names import in_model_order
-from trainprobe.ckpt_compare.optimizer_names import (
-    NUMBERED,
-    is_array,
-    name_states,
-    numbered,
-    settings,
-    state_tensors,
-    step_count,
-)
+from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, optimizer_states
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, Source, gather, whole
 from trainprobe.ckpt_compare.plain_state import digest, flat
 from trainprobe.ckpt_compare.storage import torch_archive
@@ -174,9 +166,5 @@ def _trainer_files(
     optimizer = torch_archive.load(str(folder / "optimizer.pt"))
     ordered = {n: shapes[n] for n in order} if order is not None else {}
     named = name_states(optimizer, ordered) if order is not None else None
-    if named is None:
-        named = {f"optimizer.{number}": value for number, value in numbered(optimizer.get("state", {})).items()}
-        notes.append(NUMBERED.format("optimizer.pt"))
-    tensors, steps = state_tensors(named, "optimizer.pt")
-    state["optimizer"] = {**step_count(steps, optimizer), **settings(optimizer, ordered)}
+    tensors, state["optimizer"] = optimizer_states(optimizer, named, ordered, "optimizer", "optimizer.pt", notes)
     return tensors

@@ -7,15 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainprobe.ckpt_compare.optimizer_names import (
-    NUMBERED,
-    is_array,
-    name_states,
-    numbered,
-    settings,
-    state_tensors,
-    step_count,
-)
+from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, optimizer_states
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, gather, whole
 from trainprobe.ckpt_compare.plain_state import digest, flat
 from trainprobe.ckpt_compare.saved_objects import as_state_dicts
@@ -147,13 +139,9 @@ def _optimizer(
             continue
         held = next((held for held in shapes if _named(one, held) is not None), None)
         named = None if held is None else _named(one, held)
-        if held is None or named is None:
-            named = {f"{key}.{number}": value for number, value in numbered(one["state"]).items()}
-            notes.append(NUMBERED.format(f"{path.name}: {key}"))
-        tensors, steps = state_tensors(named, f"{path.name}: {key}")
+        tensors, values = optimizer_states(one, named, held or {}, key, f"{path.name}: {key}", notes)
         mark = f" ({key})" if "optimizer" in state else ""  # each further one
-        told = {**step_count(steps, one), **settings(one, held or {})}
-        state.setdefault("optimizer", {}).update({f"{name}{mark}": value for name, value in told.items()})
+        state.setdefault("optimizer", {}).update({f"{name}{mark}": value for name, value in values.items()})
         if held is not None:
             shapes.remove(held)
         found += tensors

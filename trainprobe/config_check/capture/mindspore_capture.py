@@ -25,7 +25,7 @@ from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.setting_files import flat, read_settings, source
 from trainprobe.config_check.merge import merge_ranks
 from trainprobe.config_check.pack_writer import PackWriter
-from trainprobe.config_check.plan import PACK
+from trainprobe.config_check.plan import settings_and_pack
 from trainprobe.config_check.settings import make_settings
 from trainprobe.engine.arrays.mindspore_library import HostStatsRows, host_array, plain_dtype, without_data
 from trainprobe.engine.arrays.numpy_rows import NumpyStatsRows
@@ -46,15 +46,13 @@ UNSEEN = "random calls are not captured under MindSpore: its operators draw insi
 class CellCapture(Program):
     """Carries out the `config_check` section of a plan from its first step on; the step need not be collected.
 
-    section: the plan's `config_check`, true for its defaults. folder: the plan's `output`; the pack lies there unless the
-    section names another `output`.
+    section: the plan's `config_check`. folder: the plan's `output`.
     """
 
     def __init__(self, section: Mapping[str, Any] | bool, folder: Path, on_error: str = "continue") -> None:
         super().__init__("config_check", Schedule(), part="config_check")
-        given = {} if isinstance(section, bool) else dict(section)
-        output = given.pop("output", folder / PACK)
-        self.settings = make_settings({"on_error": on_error, "output": output, **given})
+        settings, pack = settings_and_pack(section, folder, on_error)
+        self.settings = make_settings({**settings, "output": pack})
         self.micro = 0
         self._models: list[Any] = []
         self._optimizers: list[Any] = []
