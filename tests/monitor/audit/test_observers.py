@@ -41,7 +41,10 @@ DERIVED = {
     **{f"peer {fact}": fact for fact in ("tokens", "differentiated", "random", "region", "drawn", "whole_numbers")},
 }
 # relations that use a fact where another relation has it looked at, and do without it elsewhere
-WHERE_IT_IS = {"finite_together": {"reductions"}}
+WHERE_IT_IS = {
+    "finite_together": {"reductions"},
+    **dict.fromkeys(("resumed", "settings"), {"saved", "loaded", "randoms", "saved_by_ranks"}),
+}
 
 
 def test_a_relation_names_the_observers_of_the_facts_that_it_reads():

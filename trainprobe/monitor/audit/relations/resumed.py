@@ -26,7 +26,8 @@ from trainprobe.monitor.audit.resharded import Resharded, data_of_save, first_da
 from trainprobe.monitor.scalar_names import scalar
 
 COST = frozenset({"host"})
-OBSERVERS = frozenset({"model_calls", "saved_states", "schedules"})
+# saves are looked at where `saved_and_loaded` is checked
+OBSERVERS = frozenset({"model_calls", "schedules"})
 EVERY = 10
 STAGE = "state"
 

@@ -16,7 +16,8 @@ from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more
 
 COST = frozenset({"host"})
-OBSERVERS = frozenset({"parameter_groups", "saved_states"})
+# saves are looked at where `saved_and_loaded` is checked
+OBSERVERS = frozenset({"parameter_groups"})
 EVERY = 10
 STAGE = "rate"
 STEADY = 3
