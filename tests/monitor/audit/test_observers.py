@@ -43,7 +43,7 @@ DERIVED = {
 # relations that use a fact where another relation has it looked at, and do without it elsewhere
 WHERE_IT_IS = {
     "finite_together": {"reductions"},
-    **dict.fromkeys(("resumed", "settings"), {"saved", "loaded", "randoms", "saved_by_ranks"}),
+    **{key: {"saved", "loaded", "randoms", "saved_by_ranks"} for key in ("resumed", "settings")},
 }
 
 
