@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from trainprobe.dump_compare.apart import Evidence
 from trainprobe.dump_compare.judge import Outcome
+from trainprobe.engine.core.json_schema import schema_of, text_of
 
 _CONFIG: dict[str, Any] = {"use_attribute_docstrings": True, "extra": "forbid"}
 
@@ -88,11 +88,9 @@ class Comparison:
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema of what `--json` writes."""
-    from pydantic import TypeAdapter
-
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **TypeAdapter(Comparison).json_schema()}
+    return schema_of(Comparison)
 
 
 def schema_text() -> str:
     """Return that schema as the text of a file."""
-    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+    return text_of(schema())

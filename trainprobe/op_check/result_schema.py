@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from trainprobe.engine.core.json_schema import schema_of, text_of
 from trainprobe.op_check.judge import Outcome
 
 _CONFIG: dict[str, Any] = {"use_attribute_docstrings": True, "extra": "forbid"}
@@ -120,11 +120,9 @@ class Document:
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema of what `--json` writes."""
-    from pydantic import TypeAdapter
-
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **TypeAdapter(Document).json_schema()}
+    return schema_of(Document)
 
 
 def schema_text() -> str:
     """Return that schema as the text of a file."""
-    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+    return text_of(schema())

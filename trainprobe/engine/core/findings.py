@@ -7,13 +7,13 @@ counted there (`Finding.count`, `last_step`, `ranks`), and `merged` joins what s
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainprobe.engine.core.json_schema import schema_of, text_of
 from trainprobe.engine.core.records import Finding
 
 Cause = tuple[str, str, str, str]
@@ -142,12 +142,9 @@ def spans(numbers: Sequence[int]) -> str:
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema of a line of `findings.jsonl`, as it stands in docs/finding.schema.json."""
-    from pydantic import TypeAdapter
-
-    made = TypeAdapter(Finding).json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
+    return schema_of(Finding)
 
 
 def schema_text() -> str:
     """Return that schema as the text of a file."""
-    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+    return text_of(schema())

@@ -11,6 +11,7 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 
+from trainprobe.engine.core.json_schema import DIALECT, text_of
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import DetailRule, Histogram, Plan, SliceRule
 from trainprobe.errors import OutputError
@@ -54,11 +55,11 @@ def _write(path: Path, text: str) -> None:
 def schema_text() -> str:
     """Return the JSON schema of a plan, as it stands in docs/plan.schema.json."""
     schema = Plan.model_json_schema()
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["$schema"] = DIALECT
     for part in (schema, *schema.get("$defs", {}).values()):
         for name, field in part.get("properties", {}).items():
             _allow_one(name, field)
-    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+    return text_of(schema)
 
 
 def _allow_one(name: str, field: dict[str, Any]) -> None:
