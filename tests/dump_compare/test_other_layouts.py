@@ -159,12 +159,13 @@ class _Known:
     """A rank that holds one array."""
 
     elements: np.ndarray
+    adds_up: bool = False
     folder: Path = Path("step0/rank0")
     step_data: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(step=0, place=None, framework="", level="", task="", partials=np.zeros((0, 1)))
     )
 
-    joins_ranks: ClassVar[bool] = False
+    has_copies: ClassVar[bool] = False
 
     def columns(self, values: Sequence[Value]) -> Columns:
         return gathered(self, values)

@@ -107,7 +107,7 @@ def test_only_a_training_that_is_resumed_goes_on_in_the_earlier_run(
         for name in run_names():
             if name in started:
                 monkeypatch.setenv(name, started[name])
-        loop = torch_loop.attach(model, optimizer, auto_attach._plan(), first_step=first_step)
+        loop = torch_loop.attach(model, optimizer, auto_attach._plan("pytorch"), first_step=first_step)
         for _ in range(2):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()

@@ -77,7 +77,7 @@ def apart_all(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -
     sizes = _sizes(left)
     same_bits = _same_bits(a.columns(left), b.columns(right), np.fromiter(_same_formats(left, right), bool, len(left)))
     told, low, high = _by_columns(a.columns(left), b.columns(right), sizes, same_bits)
-    if a.joins_ranks or b.joins_ranks:
+    if a.adds_up or b.adds_up:
         told[(told == _IS_MEASURED) & (low < _SUMS) & (same_bits < 0)] = _IS_ALIKE
     told[(same_bits > 0) | (sizes == 0)] = _IS_SAME  # of a tensor without elements there is nothing to differ
     measured = told == _IS_MEASURED
@@ -93,7 +93,7 @@ def apart_all(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -
     for i in _stored(left, right, alike & (told != _IS_SAME)):
         exact = _by_elements(a.array(left[i]), b.array(right[i]))
         found[i] = found[i] if exact is None else exact
-    if a.joins_ranks or b.joins_ranks:
+    if a.has_copies or b.has_copies:
         found = [_with_copies(far, a, x, b, y) for far, x, y in zip(found, left, right, strict=True)]
     return found
 

@@ -34,11 +34,12 @@ class Columns:
 class Side:
     """What the dump in a rank's folder says of its values. unread: why stored values could not be read.
 
-    joins_ranks: whether this is several ranks: statistics are then sums of those of the ranks, which round in float64, and some
-    ranks may hold copies of a value (see `disagreement`).
+    has_copies: whether this is several ranks, of which some may hold copies of a value (see `disagreement`). adds_up: whether
+    statistics are sums of those of several ranks, which round in float64.
     """
 
-    joins_ranks = False
+    has_copies = False
+    adds_up = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

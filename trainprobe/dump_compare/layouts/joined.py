@@ -92,7 +92,8 @@ class JoinedSide(Side):
     Values are those that `add` returned; nothing of a tensor is kept, and no two tensors are in memory at once.
     """
 
-    joins_ranks: ClassVar[bool] = True
+    has_copies: ClassVar[bool] = True
+    adds_up: ClassVar[bool] = True
     calls: list[Call] = field(default_factory=list[Call])
     _rows: list[_Row] = field(default_factory=list[_Row])
 
