@@ -31,8 +31,10 @@ from trainprobe.ckpt_compare.value_causes import (
 _EXPERT = re.compile(r"(?<=\.)experts\.(\d+)\.")
 _PARTS = {  # what the parts of a module are called in other families
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "query": "q", "key": "k", "value": "v",
+    "to_q": "q", "to_k": "k", "to_v": "v", "wq": "q", "wk": "k", "wv": "v",
     "gate_proj": "gate", "up_proj": "up", "w1": "gate", "w3": "up", "wi_0": "gate", "wi_1": "up",
 }  # fmt: skip
+_USUAL_ORDER = "qkv"
 _ROTARY = re.compile(r".*\.attention\.[qk]\.(weight|bias)$")
 
 
@@ -116,16 +118,18 @@ def _experts(moves: Sequence[Move]) -> Iterator[Cause]:
 
 
 def _parts(moves: Sequence[Move]) -> Iterator[Cause]:
-    """Find two matrices of a module that hold each other's values: gate and up, k and v."""
+    """Find two matrices of a module that hold each other's values: gate and up, k and v, any two of equal shape."""
     pairs = {(m.a_key, m.b_key) for m in moves if not m.turned}
-    for parts in (("gate", "up"), ("k", "v"), ("q", "k"), ("q", "v")):
-        keys = {b for a, b in pairs if (b, a) in pairs and {_part(a), _part(b)} == set(parts) and _stem(a) == _stem(b)}
+    exchanged: dict[tuple[str, ...], set[str]] = {}
+    for a, b in pairs:
+        parts = sorted({_part(a), _part(b)}, key=lambda part: (_USUAL_ORDER.find(part) if part in _USUAL_ORDER else 9, part))
+        if len(parts) == 2 and (b, a) in pairs and _stem(a) == _stem(b):
+            exchanged.setdefault(tuple(parts), set()).add(b)
+    for (first, second), keys in sorted(exchanged.items()):
         places = {_stem(key) for key in keys}
-        if places:
-            experts = sum(".experts." in place for place in places)
-            where = f"{experts} expert" if experts == len(places) else f"{len(places)} layer"
-            text = f"{parts[0]} and {parts[1]} are exchanged in {where}{'s' if len(places) > 1 else ''}"
-            yield Cause(text, frozenset(keys))
+        experts = sum(".experts." in place for place in places)
+        where = f"{experts} expert" if experts == len(places) else f"{len(places)} layer"
+        yield Cause(f"{first} and {second} are exchanged in {where}{'s' if len(places) > 1 else ''}", frozenset(keys))
 
 
 def _part(key: str) -> str:

@@ -130,6 +130,24 @@ def _qkv_blocks(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[Logica
     return split(tensor, 0, [Band(0, q, 0, 0), Band(q, kv, 1, 0), Band(q + kv, kv, 2, 0)], 3)
 
 
+def _rotary_pairs(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
+    """Rows of a head that stand as pairs to be rotated: first all the first ones of pairs, then all the second ones."""
+    dim = config["head_dim"]
+    if any(piece.offset[0] % dim or piece.shape[0] % dim for piece in tensor.pieces):
+        raise CompareError(
+            f"{tensor.native or tensor.name} is cut inside a head of {dim} rows: the number of heads given for this model does "
+            "not fit"
+        )
+    return [replace(tensor, held=tuple(_unpaired(piece, dim) for piece in tensor.pieces), native=tensor.native or tensor.name)]
+
+
+def _unpaired(piece: Piece, dim: int) -> Piece:
+    rows, *rest = piece.shape
+    pairs = Reshaped(piece.source, (rows // dim, dim // 2, 2, *rest))
+    source = Reshaped(Turned(pairs, (0, 2, 1, *range(3, 3 + len(rest)))), piece.shape)
+    return replace(piece, source=source)
+
+
 def _transpose(tensor: LogicalTensor, config: Mapping[str, Any]) -> list[LogicalTensor]:
     """Weights stored as [input, output] (GPT-2's Conv1D)."""
     return [turn(tensor)]
@@ -153,10 +171,12 @@ TRANSFORMS: dict[str, Transform] = {
     "thirds": _thirds,
     "qkv_by_group": _qkv_by_group,
     "qkv_blocks": _qkv_blocks,
+    "rotary_pairs": _rotary_pairs,
     "transpose": _transpose,
     "by_index": _by_index,
 }
 NEEDS: dict[str, tuple[str, ...]] = {
     "qkv_by_group": ("heads", "groups", "head_dim"),
     "qkv_blocks": ("heads", "groups", "head_dim"),
+    "rotary_pairs": ("head_dim",),
 }

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol, cast
 from zipfile import is_zipfile
 
+from trainprobe.ckpt_compare.foreign_files import refuse
 from trainprobe.ckpt_compare.pieces import Checkpoint
 from trainprobe.ckpt_compare.storage import remarks, torch_archive
 from trainprobe.engine.compare.uncollected import uncollected
@@ -71,29 +72,19 @@ def recognise(path: Path) -> str:
     for name in names():
         if get(name).sniff(path):
             return name
-    _refuse_gguf(path)
+    refuse(path)
     what = (
         f"a folder with {', '.join(sorted(p.name for p in path.iterdir())[:6]) or 'nothing in it'}"
         if path.is_dir()
         else _what(path)
     )
-    raise FormatError(
-        f"{path} ({what}) is no checkpoint in a known format: {', '.join(names())}. Point to the folder of one iteration"
-    )
+    inner = next((p for p in sorted(path.iterdir()) if p.is_file() and _known(p)), None) if path.is_dir() else None
+    way = "Point to the folder of one iteration" if inner is None else f"{inner.name} in it is one: name that file"
+    raise FormatError(f"{path} ({what}) is no checkpoint in a known format: {', '.join(names())}. {way}")
 
 
-def _refuse_gguf(path: Path) -> None:
-    """Raise FormatError for a GGUF file, or a folder of them, that says what to compare instead."""
-    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
-    for file in files:
-        with file.open("rb") as content:
-            if content.read(4) == b"GGUF":
-                raise FormatError(
-                    f"{file} is a GGUF file (llama.cpp), which ckpt-compare and ckpt-show do not read: its weights are mostly "
-                    "quantized in blocks. Compare the checkpoint that it was made from; or let transformers write its weights "
-                    f"back, AutoModelForCausalLM.from_pretrained(folder, gguf_file={file.name!r}).save_pretrained(out), and "
-                    "compare `out` with --rtol, as quantizing changed the values"
-                )
+def _known(path: Path) -> bool:
+    return any(get(name).sniff(path) for name in names())
 
 
 def _what(file: Path) -> str:

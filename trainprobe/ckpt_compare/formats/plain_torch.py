@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, optimizer_states
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, gather, whole
@@ -13,6 +16,8 @@ from trainprobe.ckpt_compare.plain_state import digest, flat
 from trainprobe.ckpt_compare.saved_objects import as_state_dicts
 from trainprobe.ckpt_compare.storage import remarks, torch_archive
 from trainprobe.ckpt_compare.storage.inert_pickle import Thing, runs_code
+from trainprobe.ckpt_compare.storage.mapped import read_text
+from trainprobe.errors import FormatError
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights", "model_state", "ema")
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states", "optim_state_dict", "opt")
@@ -31,7 +36,26 @@ def sniff(path: Path) -> bool:
 
 def open(path: Path) -> Checkpoint:
     """Open a torch file: weights under their names, the optimizer's states under those of their parameters."""
-    return read(path, torch_archive.load(str(path)), "plain_torch")
+    return replace(read(path, torch_archive.load(str(path)), "plain_torch"), config=_config_beside(path))
+
+
+def _config_beside(path: Path) -> dict[str, Any]:
+    """Return the heads from the configuration that LitGPT writes beside its weights; nothing where there is none."""
+    file = path.parent / "model_config.yaml"
+    if not file.is_file():
+        return {}
+    try:
+        held: Any = yaml.safe_load(read_text(file))
+    except yaml.YAMLError as error:
+        raise FormatError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
+    heads = held.get("n_head") if isinstance(held, dict) else None  # pyright: ignore[reportUnknownMemberType]
+    if not isinstance(heads, int) or heads < 1:
+        return {}
+    return {
+        "heads": heads,
+        "groups": held.get("n_query_groups") or heads,
+        "head_dim": held.get("head_size") or held.get("n_embd", 0) // heads or None,
+    }
 
 
 def read(path: Path, content: Any, name: str) -> Checkpoint:

@@ -252,7 +252,7 @@ def apply(
             return []
         lacking = [need for by in rule.by for need in NEEDS.get(by, ()) if not config.get(need)]
         if lacking:
-            notes.append(f"{', '.join(lacking)} unknown: fused tensors such as {name} are compared without being split")
+            notes.append(f"{', '.join(lacking)} unknown: tensors such as {name} are compared as they are stored")
             return [tensor.renamed(name)]
         return _renamed(tensor, rule, match, config)
     return [tensor.renamed(name)]
