@@ -47,15 +47,13 @@ def _config_beside(path: Path) -> dict[str, Any]:
     try:
         held: Any = yaml.safe_load(read_text(file))
     except yaml.YAMLError as error:
-        raise FormatError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
-    heads = held.get("n_head") if isinstance(held, dict) else None  # pyright: ignore[reportUnknownMemberType]
-    if not isinstance(heads, int) or heads < 1:
+        raise FormatError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    numbers: dict[str, int] = {str(k): v for k, v in held.items() if type(v) is int and v > 0} if isinstance(held, dict) else {}
+    heads = numbers.get("n_head")
+    if heads is None:
         return {}
-    return {
-        "heads": heads,
-        "groups": held.get("n_query_groups") or heads,
-        "head_dim": held.get("head_size") or held.get("n_embd", 0) // heads or None,
-    }
+    head_dim = numbers.get("head_size") or numbers.get("n_embd", 0) // heads
+    return {"heads": heads, "groups": numbers.get("n_query_groups", heads), "head_dim": head_dim or None}
 
 
 def read(path: Path, content: Any, name: str) -> Checkpoint:
