@@ -82,6 +82,20 @@ def test_a_healthy_training_has_no_finding(dump: Path) -> None:
     assert sum(row.equal for row in found.rows) > 0, "the counters of the optimizer are equal calls"
 
 
+def test_ranks_that_are_judged_elsewhere_have_as_many_threads_as_asked(dump: Path, request: pytest.FixtureRequest) -> None:
+    before = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+
+    def threads(*_: Any) -> list[int]:
+        return [torch.get_num_threads()]
+
+    def run(function: Any, tasks: Any, each: int) -> Any:
+        return map(function, tasks)
+
+    found = check_dump(rank_folders(dump), ["gelu"], measure=threads, run=run, threads=before + 1)
+    assert [row.measured for row in found.rows] == [[before + 1]] * 2
+
+
 def test_a_changed_number_is_found_where_it_is(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def change(x: np.ndarray) -> np.ndarray:
         x[1, 3, 7] *= 1.001

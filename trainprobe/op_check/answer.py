@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -27,7 +28,10 @@ Progress = Callable[[bool], AbstractContextManager[Callable[[int, int], None]]]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to judge and what to write. dumps: one, or two of the same steps. digits: of the numbers in the classic files."""
+    """What to judge and what to write. dumps: one, or two of the same steps. digits: of the numbers in the classic files.
+
+    threads: of each task on a Ray cluster.
+    """
 
     dumps: Sequence[Path]
     ops: Sequence[str] = ()
@@ -41,6 +45,7 @@ class Request:
     replay: Path | None = None
     quiet: bool = False
     ray: bool = False
+    threads: int = 1
 
 
 @dataclass(slots=True)
@@ -78,8 +83,8 @@ def judge(request: Request, progress: Progress) -> Answer:
     for each in folders:
         with progress(request.quiet) as advance:
             run = on_ray if request.ray else None
-            checked = check_dump(each, request.ops, advance, skip=request.skip, keys=two, measure=measure, run=run)
-            found.append(checked)
+            options: dict[str, Any] = {"keys": two, "measure": measure, "run": run, "threads": request.threads}
+            found.append(check_dump(each, request.ops, advance, skip=request.skip, **options))
     if request.ops and not found[0].rows:
         dump, names = request.dumps[0], ", ".join(request.ops)
         raise UsageError(f"{dump} has no call of {names}: `trainprobe op-check {dump}` lists its operators")

@@ -67,7 +67,9 @@ def op_check(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="where --condition runs the calls, such as cuda:0 or npu:0")] = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's own number", min=0)] = 0,
+    threads: Annotated[
+        int, typer.Option(help="CPU threads; 0 leaves torch's own number, and each rank one with --ray", min=0)
+    ] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the verdict")] = False,
 ) -> int:
     """Judge each recorded operator call against a float64 reference of its own inputs.
@@ -84,8 +86,9 @@ def op_check(
     paths = [path for path in (dump, other) if path is not None]
     if condition is not None:
         return _conditions(paths[0], condition, ops, device, json, quiet)
+    digits = lists.precision if lists else 14
     request = Request(
-        paths, ops, left_out, standard, json, csv, html, classic_csv, lists.precision if lists else 14, replay, quiet, ray
+        paths, ops, left_out, standard, json, csv, html, classic_csv, digits, replay, quiet, ray, threads=max(1, threads)
     )
     return answer(request, progress)
 

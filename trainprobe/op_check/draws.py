@@ -8,19 +8,23 @@ from functools import lru_cache
 
 import torch
 
+from trainprobe.engine.arrays.without_dispatch import without_dispatch
+
 Tensor = torch.Tensor
 _SPAN = 1 << 16  # elements that are moved at a time: they stay in the caches
 
 
 @lru_cache(maxsize=1)
 def _signs() -> Tensor:
-    drawn = torch.randint(0, 2, (2 * _SPAN,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
-    return drawn.to(torch.float64).mul_(2).sub_(1)
+    with without_dispatch():  # what is made once must not be moved by the noise that first asks for it
+        drawn = torch.randint(0, 2, (2 * _SPAN,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+        return drawn.to(torch.float64).mul_(2).sub_(1)
 
 
 @lru_cache(maxsize=16)
 def _factors(relative: float) -> Tensor:
-    return _signs() * relative + 1
+    with without_dispatch():
+        return _signs() * relative + 1
 
 
 class Draws:

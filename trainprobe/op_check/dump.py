@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainprobe.engine.core.records import Value
 from trainprobe.engine.storage.dumps.layout import DUMP_FILE, find_dumps
 from trainprobe.errors import FormatError
@@ -94,18 +96,19 @@ def check_dump(
     keys: bool = False,
     measure: Measure | None = None,
     run: Callable[..., Iterator[DumpChecked]] | None = None,
+    threads: int = 1,
 ) -> DumpChecked:
     """Judge all operator calls in these folders.
 
     names: patterns of operators or entries; skip: of those to leave out. advance: called with the calls done and all calls of
     a folder. keys: rows carry fingerprints of what their calls were given. measure: rows carry what it returns. run: carries
-    out one task a folder, such as `on_ray`, which gets all folders.
+    out one task a folder, such as `on_ray`, which gets all folders. threads: of each of these tasks.
     """
     found = DumpChecked()
     if run is None:
         parts = (check_folder(folder, names, skip, advance, keys, measure) for folder in folders)
     else:
-        parts = run(_check_alone, [(folder, names, skip, keys, measure) for folder in folders])
+        parts = run(_check_alone, [(folder, names, skip, keys, measure, threads) for folder in folders], threads)
     for done, part in enumerate(parts):
         found.rows += part.rows
         found.notes += part.notes
@@ -115,8 +118,9 @@ def check_dump(
     return found
 
 
-def _check_alone(task: tuple[tuple[int, int, Path], Sequence[str], Sequence[str], bool, Measure | None]) -> DumpChecked:
-    folder, names, skip, keys, measure = task
+def _check_alone(task: tuple[tuple[int, int, Path], Sequence[str], Sequence[str], bool, Measure | None, int]) -> DumpChecked:
+    folder, names, skip, keys, measure, threads = task
+    torch.set_num_threads(threads)
     found = check_folder(folder, names, skip, keys=keys, measure=measure)
     for row in found.rows:
         row.unit = None  # it knows its whole step

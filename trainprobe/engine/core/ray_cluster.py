@@ -11,10 +11,14 @@ Given = TypeVar("Given")
 Got = TypeVar("Got")
 
 
-def on_ray(function: Callable[[Given], Got], tasks: Sequence[Given]) -> Iterator[Got]:
-    """Start all tasks on a Ray cluster and return their results in the order of the tasks. Raises MissingExtra without Ray."""
+def on_ray(function: Callable[[Given], Got], tasks: Sequence[Given], threads: int = 1) -> Iterator[Got]:
+    """Start all tasks on a Ray cluster and return their results in the order of the tasks. Raises MissingExtra without Ray.
+
+    threads: how many a task keeps busy, so that Ray starts no more tasks on a machine than it has CPUs for.
+    """
     ray = _connected()
-    remote = ray.remote(function)
+    largest = max((int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"]), default=1)
+    remote = ray.remote(num_cpus=max(1, min(threads, largest)))(function)
     return map(ray.get, [remote.remote(task) for task in tasks])
 
 
