@@ -104,6 +104,38 @@ def test_loss_scalers_are_captured_and_one_that_is_off_says_so(begun, tmp_path):
     assert len(kept) == 2
 
 
+def test_plain_attributes_of_modules_that_are_not_torchs_are_captured_without_places_and_secrets(begun, tmp_path):
+    class Pooling(nn.Module):
+        def __init__(self, mode: str) -> None:
+            super().__init__()
+            self.mode, self.scale, self.normalized = mode, 0.5, False
+            self.cache_dir, self.api_key, self.notes, self._calls = "there", "abc", "two words", 3
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    content = captured(tmp_path / "pack.zip", nn.Sequential(nn.Linear(4, 1), Pooling("cls")))
+    assert source(content, "model")["1"] == "Pooling(mode=cls, scale=0.5, normalized=False)"
+
+
+def test_arguments_that_jsonargparse_has_parsed_are_captured(begun, tmp_path):
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(prog="train", exit_on_error=False)
+    parser.add_argument("--data.mask_prompt", type=bool, default=False)
+    parsed = parser.parse_args(["--data.mask_prompt", "true"])
+    content = captured(tmp_path / "pack.zip", nn.Linear(4, 1))
+    assert source(content, "arguments")["data.mask_prompt"] is parsed.data.mask_prompt is True
+    assert not hasattr(jsonargparse.ArgumentParser.parse_args, "__wrapped__")
+
+
+def test_numbers_that_the_function_of_a_schedule_takes_from_around_it_are_captured(begun, tmp_path):
+    net, warmup = nn.Linear(4, 1), 5
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    kept = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+    assert source(captured(tmp_path / "pack.zip", net), "scheduler")["lr_lambdas.0.warmup"] == 5
+    assert kept.last_epoch == 0
+
+
 def test_frozen_weights_modes_hooks_and_replaced_methods_are_captured_and_our_own_hook_is_not(begun, tmp_path):
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     net[0].weight.requires_grad_(False)

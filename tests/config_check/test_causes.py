@@ -57,6 +57,13 @@ def test_a_seed_still_comes_before_the_order_that_follows_from_it():
     assert "another order" in comparison.consequences
 
 
+def test_a_run_that_never_seeds_lacks_the_call_and_the_seed_that_torch_drew_follows():
+    seeded = rank_pack(calls=[call(1, "torch.manual_seed", "7")], flags={"initial_seed": 7})
+    comparison = compare(seeded, rank_pack(flags={"initial_seed": 17258700794230832928}))
+    assert comparison.sentence.startswith("manual_seed 7 is called 1 time and 0 times")
+    assert "seed of torch differs: 7 and 17258700794230832928" in comparison.consequences
+
+
 def test_a_compiled_run_is_never_told_as_a_missing_seed():
     plain = with_state(rank_pack(calls=[call(1, "torch.manual_seed", "7"), call(4, "torch.nn.functional.dropout", "p=0.1", 0)]))
     compiled = with_state(rank_pack(), compiled={"the model": "backend=inductor"})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from trainprobe.config_check.capture.patches import Patches
 from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.setting_files import flat, source
 from trainprobe.config_check.capture.wrapper_settings import wrapper_values
+from trainprobe.config_check.names import load_names
 
+_WORD = re.compile(r"[\w.+-]{1,60}")
 # module that defines it → class whose instances hold settings, and the kind under which they stand in a pack
 _HOLDERS = (
     ("transformers.trainer", "Trainer", "transformers"),
@@ -37,7 +40,7 @@ class SettingsWatch:
         self._patches = Patches()
         self._installed = False
         self._imports = ImportWatch()
-        self._namespaces: dict[str, Any] = {}
+        self._namespaces: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}  # program → what was parsed, what it holds now
         self._holders: list[tuple[str, weakref.ref[Any], dict[str, Any]]] = []
 
     def install(self) -> None:
@@ -46,6 +49,7 @@ class SettingsWatch:
             return
         self._installed = True
         self._patches.replace(argparse.ArgumentParser, "parse_known_args", self._parsing)
+        self._imports.wait_for("jsonargparse", self._patch_jsonargparse)
         for module, cls, kind in _HOLDERS:
             self._imports.wait_for(module, functools.partial(self._patch_holder, cls, kind))
 
@@ -66,10 +70,27 @@ class SettingsWatch:
         @functools.wraps(original)
         def parse_known_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
             parsed = original(parser, *args, **kwargs)
-            self._namespaces[str(parser.prog)] = vars(parsed[0])  # the very mapping: what the program changes later counts too
+            self._keep(parser, parsed[0])
             return parsed
 
         return parse_known_args
+
+    def _patch_jsonargparse(self, module: Any) -> None:
+        """Watch a parser that never asks argparse for known arguments; Lightning's and LitGPT's command lines are its."""
+        self._patches.replace(module.ArgumentParser, "parse_args", self._parsing_all)
+
+    def _parsing_all(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def parse_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
+            parsed = original(parser, *args, **kwargs)
+            self._keep(parser, parsed)
+            return parsed
+
+        return parse_args
+
+    def _keep(self, parser: Any, parsed: Any) -> None:
+        """Keep the very mapping, as what the program changes later counts too, and a copy of what it may take out of it."""
+        self._namespaces[str(parser.prog)] = (dict(vars(parsed)), vars(parsed))
 
     def _fitting(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -89,7 +110,11 @@ class SettingsWatch:
 
     def sources(self, models: list[Any], extra: dict[str, Any]) -> list[dict[str, Any]]:
         """Return all sources of settings that exist now. extra: name → settings object that the user handed over."""
-        found = [source("arguments", "argparse", flat(plain(values))) for values in self._namespaces.values() if values]
+        found = [
+            source("arguments", "argparse", flat(plain({**parsed, **now})))
+            for parsed, now in self._namespaces.values()
+            if parsed
+        ]
         found += [source("given", name, flat(plain(value))) for name, value in extra.items()]
         for kind, ref, arguments in self._holders:
             holder = ref()
@@ -186,8 +211,19 @@ def _model(model: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _describe(module: Any) -> str:
-    """Return class and settings of a module; only torch's own are asked for their settings."""
+    """Return class and settings of a module: torch's own say them, of any other they are its plain public attributes."""
     kind = type(module)
-    text = module.extra_repr() if kind.__module__.startswith("torch.nn.") else ""
-    rate = vars(module).get("p") if not text else None
-    return f"{kind.__name__}({text})" if text else f"{kind.__name__}(p={rate})" if isinstance(rate, float) else kind.__name__
+    text = module.extra_repr() if kind.__module__.startswith("torch.nn.") else _attributes(module)
+    return f"{kind.__name__}({text})" if text else kind.__name__
+
+
+def _attributes(module: Any) -> str:
+    """Return the numbers, switches and words among a module's attributes as `p=0.1, mode=cls`; no places, no long texts."""
+    kept: list[str] = []
+    names = load_names()
+    for name, value in vars(module).items():
+        if name.startswith("_") or name == "training" or names.is_place(name) or names.is_secret(name):
+            continue
+        if isinstance(value, bool | int | float) or (isinstance(value, str) and _WORD.fullmatch(value)):
+            kept.append(f"{name}={value}")
+    return ", ".join(kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from typing import Any
@@ -106,4 +107,18 @@ class OptimizerWatch:
 
 def _scheduler_values(scheduler: Any) -> dict[str, Any]:
     kept = {k: v for k, v in vars(scheduler).items() if k not in _VOLATILE and k not in {"optimizer", "last_epoch", "_last_lr"}}
-    return {"class": type(scheduler).__name__, **{k: plain(v) for k, v in kept.items() if not k.startswith("__")}}
+    values = {k: plain(v) for k, v in kept.items() if not k.startswith("__")}
+    for index, function in enumerate(kept.get("lr_lambdas") or ()):
+        values |= {f"lr_lambdas.{index}.{name}": value for name, value in _closed_over(function).items()}
+    return {"class": type(scheduler).__name__, **values}
+
+
+def _closed_over(function: Any) -> dict[str, Any]:
+    """Return the numbers that a function takes from the one around it, as `lambda step: step / warmup_steps` does."""
+    cells = getattr(function, "__closure__", None) or ()
+    found: dict[str, Any] = {}
+    for name, cell in zip(getattr(getattr(function, "__code__", None), "co_freevars", ()), cells, strict=False):
+        with contextlib.suppress(ValueError):  # a cell that nothing was put into yet
+            if isinstance(cell.cell_contents, int | float):
+                found[name] = cell.cell_contents
+    return found

@@ -73,6 +73,9 @@ _SHAPING = tuple(
             "tied_embeddings",
             "tensor_parallel",
             "pipeline_parallel",
+            "lora_rank",
+            "lora_alpha",
+            "lora_dropout",
         ),
     )
 )
@@ -114,8 +117,13 @@ def compare_hyperparameters(bench: Pack, cmp: Pack) -> Check:
     findings += _structure(gathered, ranks)
     findings += _of_ranks(pairs, ranks, same_size)
     findings += [f for d, where in gathered.values() if not _is_module(d) for f in _finding(d, which_ranks(where, ranks))]
-    findings.sort(key=lambda f: (("error", "warning", "note").index(f.level), not f.topic.startswith("setting ")))
+    findings.sort(key=lambda f: (("error", "warning", "note").index(f.level), _rank_of_topic(f.topic)))
     return Check("hyperparameters", COLUMNS, rows, _shortened(findings))
+
+
+def _rank_of_topic(topic: str) -> int:
+    """Return 0 for a setting, 1 for any other named value, 2 for what they make, as the modules of a model."""
+    return next((i for i, prefix in enumerate(("setting ", "key ")) if topic.startswith(prefix)), 2)
 
 
 def _of_ranks(pairs: list[tuple[int, RankPack, RankPack]], ranks: list[int], same_size: bool) -> list[Finding]:

@@ -299,7 +299,7 @@ def _flags(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tup
             continue
         if name == "initial_seed":
             text = f"seed of torch differs: {shown(x)} and {shown(y)}"
-            found.append(Finding("error", text, "random seed", ("setting seed", "random calls")))
+            found.append(Finding("error", text, "random seed state", ("setting seed", "random calls", "random seed")))
         else:
             text = f"{name if '.' in name else name.replace('_', ' ')} differs: {shown(x)} and {shown(y)}"
             explained = ("variable OMP_NUM_THREADS", "variable MKL") if name == "threads" else ()
