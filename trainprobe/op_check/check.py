@@ -13,7 +13,7 @@ from trainprobe.op_check.causes import likely
 from trainprobe.op_check.evaluate import Expectation, Expected, Reference
 from trainprobe.op_check.functions import api, is_in_place
 from trainprobe.op_check.judge import Judgement, Tolerance, gravest, judge
-from trainprobe.op_check.measure import NEAR, bounds
+from trainprobe.op_check.measure import far
 from trainprobe.op_check.modes import recognised
 from trainprobe.op_check.noise import UNIT
 from trainprobe.op_check.properties import UNWRITTEN, ambiguous_gradient, dropout_gradient, tied, unspecified
@@ -210,10 +210,10 @@ def _doubtful(recorded: Sequence[Tensor | None], reference: Reference) -> Tensor
     for y, want in zip(recorded, reference.results, strict=False):
         if y is None or want is None or want.noise is None or not _real(y) or y.shape != want.value.shape:
             continue
-        far = (y.to(torch.float64) - want.value).abs_() > NEAR * bounds(y, want.value, want.noise)
-        if found is not None and found.shape != far.shape:
+        beyond = far(y, want.value, want.noise)
+        if found is not None and found.shape != beyond.shape:
             return None
-        found = far if found is None else found | far
+        found = beyond if found is None else found | beyond
     return found if found is not None and 0 < int(found.sum()) <= _A_FEW * found.numel() else None
 
 

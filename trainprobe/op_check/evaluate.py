@@ -11,6 +11,7 @@ import torch
 
 from trainprobe.op_check.cases import Case, Tensor, mapped
 from trainprobe.op_check.functions import api
+from trainprobe.op_check.measure import is_nearest
 from trainprobe.op_check.noise import COARSE, UNIT, Noise
 from trainprobe.op_check.references import adds_rows, is_pointwise, known_rounding
 from trainprobe.op_check.run import SINGLE, Change, Run, autocast, to_format
@@ -92,7 +93,7 @@ class Reference:
         for y, r in zip(recorded, self._values, strict=False):
             if y is None or r is None or y.shape != r.shape or y.dtype not in UNIT or not r.is_floating_point():
                 return False
-            if y.is_complex() or not torch.equal(y, r.to(y.dtype)):
+            if y.is_complex() or not is_nearest(y, r):
                 return False
         return True
 

@@ -67,6 +67,20 @@ def lost(y: Tensor, rounded: Tensor, r: Tensor, bound: Tensor) -> Tensor:
     return differ & ~at_the_edge & bound.isfinite()
 
 
+def is_nearest(y: Tensor, r: Tensor) -> bool:
+    """Return whether y is r, correctly rounded, bit by bit. It is known at the first span that differs."""
+    return all(torch.equal(part, want.to(y.dtype)) for _, (part, want) in _spans(y, r))
+
+
+def far(y: Tensor, r: Tensor, noise: Tensor) -> Tensor:
+    """Return which elements are further than NEAR from r."""
+    found = torch.empty(r.numel(), dtype=torch.bool)
+    for begin, (part, want, its_noise) in _spans(y, r, noise):
+        error = (part.to(torch.float64) - want).abs_()
+        torch.gt(error, bounds(part, want, its_noise).mul_(NEAR), out=found[begin : begin + len(part)])
+    return found.view(r.shape)
+
+
 def measured(y: Tensor, r: Tensor, noise: Tensor) -> Sums:
     """Return the sums of a result of a floating format in UNIT. r, noise: float64, of its shape."""
     sums = _compiled(y, r, noise)
