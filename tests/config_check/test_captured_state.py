@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,16 @@ def test_arguments_that_jsonargparse_has_parsed_are_captured(begun, tmp_path):
     content = captured(tmp_path / "pack.zip", nn.Linear(4, 1))
     assert source(content, "arguments")["data.mask_prompt"] is parsed.data.mask_prompt is True
     assert not hasattr(jsonargparse.ArgumentParser.parse_args, "__wrapped__")
+
+
+def test_arguments_that_a_program_takes_out_of_its_namespace_are_captured_and_those_that_it_changes_too(begun, tmp_path):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lora_r", type=int)
+    parser.add_argument("--lr", type=float)
+    namespace = parser.parse_args(["--lora_r", "4", "--lr", "0.5"])
+    del namespace.lora_r  # as transformers' HfArgumentParser does with all that it has read
+    namespace.lr = 0.25
+    assert source(captured(tmp_path / "pack.zip", nn.Linear(4, 1)), "arguments") == {"lora_r": 4, "lr": 0.25}
 
 
 def test_numbers_that_the_function_of_a_schedule_takes_from_around_it_are_captured(begun, tmp_path):

@@ -46,6 +46,7 @@ def changed(old: str, new: str) -> set[str]:
         ('"/data/a/corpus.txt"', "'/mnt/elsewhere/corpus.txt'"),
         ("RATE = 0.1", "RATE = 1e-1"),
         ("num_workers=2", "num_workers=4"),
+        ("num_workers=2", "num_workers=2, log_every_n_steps=5"),
     ],
 )
 def test_comments_layout_output_and_paths_do_not_count(old, new):

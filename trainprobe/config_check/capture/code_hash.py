@@ -22,9 +22,9 @@ def code_hashes(text: str) -> dict[str, str]:
     """Return qualified name → 16 hexadecimal digits for functions and methods, classes without them, and what stands outside.
 
     A function inside another belongs to it. What has no effect beyond output (`print`, calls of loggers) is not in the hash.
-    Texts that are absolute or relative paths count as equal, and so do constants given for settings of `speed` (`num_workers=4`),
-    which are captured by value, and of `places` (`logging_steps=10`) in names.yaml. The order of definitions does not matter. Raises SyntaxError or ValueError
-    for what is not Python.
+    Texts that are absolute or relative paths count as equal, and so do constants given for settings of `speed` in names.yaml,
+    which are captured by value (`num_workers=4`), and for those of `places` (`logging_steps=10`). The order of definitions does
+    not matter. Raises SyntaxError or ValueError for what is not Python.
     """
     return {name: _hash(nodes) for name, nodes in _pieces(ast.parse(text).body, "") if nodes}
 
@@ -66,9 +66,11 @@ def _is_output(function: ast.expr) -> bool:
     return bool(_LOGGERS.fullmatch(name))
 
 
-def _is_harmless(argument: str) -> bool:
-    """Tell whether what is given for this argument only says how fast data come, or where and how often something is said."""
-    return load_names().is_speed(argument) or load_names().is_place(argument)
+def _is_harmless(node: Any) -> bool:
+    """Tell whether a constant is given for what says how fast data come, or where and how often something is written."""
+    if not isinstance(node, ast.keyword) or not isinstance(node.value, ast.Constant):
+        return False
+    return load_names().is_speed(node.arg or "") or load_names().is_place(node.arg or "")
 
 
 def _hash(nodes: list[Any]) -> str:
@@ -81,15 +83,14 @@ def _write(value: Any, parts: list[str]) -> None:
     """Write a syntax tree as words; empty fields, which differ between versions of Python, are left out."""
     if isinstance(value, ast.AST):
         parts.append(type(value).__name__)
-        captured = isinstance(value, ast.keyword) and isinstance(value.value, ast.Constant) and _is_harmless(value.arg or "")
         for name, inner in ast.iter_fields(value):
-            if name not in _SKIPPED and inner is not None and inner != [] and not (captured and name == "value"):
+            if name not in _SKIPPED and inner is not None and inner != []:
                 parts.append(name)
                 _write(inner, parts)
     elif isinstance(value, list):
         parts.append("[")
         for inner in value:
-            if not _is_quiet(inner):
+            if not _is_quiet(inner) and not _is_harmless(inner):
                 _write(inner, parts)
         parts.append("]")
     elif isinstance(value, str) and _PATH.fullmatch(value):

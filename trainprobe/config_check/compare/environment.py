@@ -17,7 +17,10 @@ _LEVEL: dict[str, Level] = {"numbers": "error", "rounding": "warning", "speed": 
 _UNSET = "(not set)"
 _MOST_NAMED = 5
 # beginnings of variables that a library sets for itself → the packages whose other version may set others
-_SET_BY = {"ACCELERATE_": ("package accelerate", "package transformers")}
+_SET_BY = {
+    "CUBLAS_WORKSPACE_CONFIG": ("flag deterministic_algorithms",),
+    "ACCELERATE_": ("package accelerate", "package transformers"),
+}
 
 
 def compare_environment(bench: Pack, cmp: Pack) -> Check:

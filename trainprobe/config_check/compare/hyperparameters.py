@@ -115,15 +115,15 @@ def compare_hyperparameters(bench: Pack, cmp: Pack) -> Check:
     rows = [_row(difference, where, ranks) for difference, where in gathered.values()]
     findings = rank_findings("hyperparameters", bench, cmp)
     findings += _structure(gathered, ranks)
-    findings += _of_ranks(pairs, ranks, same_size)
     findings += [f for d, where in gathered.values() if not _is_module(d) for f in _finding(d, which_ranks(where, ranks))]
+    findings += _of_ranks(pairs, ranks, same_size)
     findings.sort(key=lambda f: (("error", "warning", "note").index(f.level), _rank_of_topic(f.topic)))
     return Check("hyperparameters", COLUMNS, rows, _shortened(findings))
 
 
 def _rank_of_topic(topic: str) -> int:
-    """Return 0 for a setting, 1 for any other named value, 2 for what they make, as the modules of a model."""
-    return next((i for i, prefix in enumerate(("setting ", "key ")) if topic.startswith(prefix)), 2)
+    """Return 0 for a setting or a class, whose defaults are settings, 1 for any other value, 2 for what they make."""
+    return 0 if topic.startswith(("setting ", "key class")) else 1 if topic.startswith("key ") else 2
 
 
 def _of_ranks(pairs: list[tuple[int, RankPack, RankPack]], ranks: list[int], same_size: bool) -> list[Finding]:
