@@ -324,3 +324,47 @@ def test_a_variable_explains_weights_of_the_start_that_differ_by_rounding_alone(
     assert line("ATEN_CPU_CAPABILITY", nearly) == "ATEN_CPU_CAPABILITY differs: (not set) and x"
     assert line("ATEN_CPU_CAPABILITY", 2.1).startswith("weight fc.weight differs from the start")
     assert line("CUDA_LAUNCH_BLOCKING", nearly).startswith("weight fc.weight differs from the start")
+
+
+def test_an_argument_comes_before_the_modules_that_it_makes():
+    packs = [
+        rank_pack(
+            settings=[
+                {"kind": "arguments", "name": "argparse", "values": {"disable_dp": off}},
+                {"kind": "model", "name": "model", "values": {"0": kind}},
+            ]
+        )
+        for off, kind in ((False, "GradSampleModule"), (True, "Linear"))
+    ]
+    assert compare(*packs).sentence.startswith("disable_dp differs: false and true; module 0 differs")
+
+
+def test_the_class_of_an_optimizer_comes_before_the_defaults_that_it_brings():
+    packs = [
+        rank_pack(
+            settings=[{"kind": "optimizer", "name": "0", "values": {"class": kind, "group0.weight_decay": decay}}],
+        )
+        for kind, decay in (("Adam", 0.0), ("AdamW", 0.01))
+    ]
+    assert compare(*packs).sentence.startswith("optimizer class differs: Adam and AdamW; weight decay differs: 0 and 0.01")
+
+
+def test_the_number_of_workers_among_the_arguments_of_a_worker_function_is_no_difference():
+    packs = [
+        rank_pack(
+            settings=[{"kind": "loader", "name": "0", "values": {"worker_init_fn": {"function": "seed", "num_workers": n}}}],
+        )
+        for n in (0, 2)
+    ]
+    assert compare(*packs).exit_code == 0
+
+
+def test_a_rank_of_an_adapter_is_a_setting_and_the_rank_of_a_process_is_not():
+    assert "LoRA rank differs: 4 and 8" in compare(*(rank_pack(settings={"lora_rank": n}) for n in (4, 8))).sentence
+    assert compare(*(rank_pack(settings={"local_rank": n}) for n in (0, 1))).exit_code == 0
+
+
+def test_a_variable_that_lightning_sets_follows_from_deterministic_algorithms():
+    plain = rank_pack(flags={"deterministic_algorithms": False})
+    deterministic = rank_pack(flags={"deterministic_algorithms": True}, variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+    assert compare(plain, deterministic).sentence == "deterministic algorithms differs: false and true"

@@ -170,7 +170,7 @@ def _differences(left: dict[Any, _Item], right: dict[Any, _Item], same_size: boo
                 a, b = (one_sided, other) if a is not None else (other, one_sided)
                 matched_by = "table of names"
         if a is not None and b is not None:
-            if same(a.value, b.value) or (id(a) in matched and id(b) in matched):
+            if same(_decisive(a.value), _decisive(b.value)) or (id(a) in matched and id(b) in matched):
                 continue
             matched |= {id(a), id(b)}
         key = (a or b).key  # pyright: ignore[reportOptionalMemberAccess]
@@ -180,6 +180,11 @@ def _differences(left: dict[Any, _Item], right: dict[Any, _Item], same_size: boo
         told = a is not None and b is not None and not (_is_unset(a.value) and _is_unset(b.value))
         level: Level = "note" if names.is_place(key) or names.is_speed(key) else "error" if told else "warning"
         yield _Difference(a, b, matched_by, level)
+
+
+def _decisive(value: Any) -> Any:
+    """Return a value without what it holds of loading speed, as the number of workers among a worker function's arguments."""
+    return {k: v for k, v in value.items() if not load_names().is_speed(str(k))} if isinstance(value, Mapping) else value
 
 
 def _is_unset(value: Any) -> bool:
