@@ -115,9 +115,10 @@ def _scheduler_values(scheduler: Any) -> dict[str, Any]:
 
 def _closed_over(function: Any) -> dict[str, Any]:
     """Return the numbers that a function takes from the one around it, as `lambda step: step / warmup_steps` does."""
-    cells = getattr(function, "__closure__", None) or ()
+    cells: tuple[Any, ...] = getattr(function, "__closure__", None) or ()
+    names: tuple[str, ...] = getattr(getattr(function, "__code__", None), "co_freevars", ())
     found: dict[str, Any] = {}
-    for name, cell in zip(getattr(getattr(function, "__code__", None), "co_freevars", ()), cells, strict=False):
+    for name, cell in zip(names, cells, strict=False):
         with contextlib.suppress(ValueError):  # a cell that nothing was put into yet
             if isinstance(cell.cell_contents, int | float):
                 found[name] = cell.cell_contents
