@@ -1,14 +1,25 @@
 """Calls Python from inside a graph that MindSpore has compiled: `ops.Custom` of the type "pyfunc", which runs on a CPU only.
 
 `construct` of a cell is replaced before it is compiled by one that hands each tensor to such an operator and passes it on. The
-operator has a side effect as MindSpore sees it, so that it runs where it stands in the program. It returns the number of the
-call; the operator that is called with the gradient is given that too, so that both are known to belong together.
+first operator of a call returns the number of the call; the others, and those that are called with gradients, are given it, so
+that all are known to belong together.
+
+MindSpore may not know that the forward operators do something. It puts operators with a side effect, and the calls of cells
+that hold one, into a chain in the order of the program, and it adds up the gradients of a tensor that is used several times in
+the order in which the uses depend on each other: the chain would change the order of the sum, and so its last bits. The
+operators are therefore tied to the tensor that they look at, and to nothing else (`ops.depend`); "side_effect_hidden", as
+MindSpore says of operators that draw random numbers, keeps two of them from being taken for one.
+
+Where a cell uses an input several times, and others use that tensor too, MindSpore adds up all uses in one sum, as long as
+nobody takes the part of the cell; an operator that is called with that part splits the sum. The gradient at an input is
+therefore looked at in cells that are known to use their input once (`uses_its_input_once`): there is no such part.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -18,7 +29,7 @@ from mindspore import nn, ops
 
 from trainprobe.engine.arrays.mindspore_library import HostArray
 
-Seen = Callable[[str, int, int, HostArray], None]  # part, place in it, number of the call since the graph was made, tensor
+Seen = Callable[[str, int, int, HostArray], None]  # part, place in it, number of the cell's call since it is watched, tensor
 
 ALONE = -1  # the place of an output that is the only one, and that no tuple holds
 UNKNOWN = -1  # number of a call
@@ -29,15 +40,29 @@ _NAMES = ("float16", "float32", "float64", "bfloat16", "int8", "int16", "int32",
 _TEXT = {name: str(getattr(mindspore, name)) for name in (*_NAMES, "complex64", "complex128")} | {"bool": str(mindspore.bool_)}
 
 
+# cells that hand their input to one operator
+_ONE_USE = (
+    *(nn.Dense, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm),
+    *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softmax, nn.Dropout, nn.MaxPool2d, nn.AvgPool2d, nn.Flatten),
+)
+
+
+def uses_its_input_once(cell: Any) -> bool:
+    """Tell whether a cell is known to use its input at one place alone: the gradient there is no sum."""
+    if type(cell) is nn.SequentialCell:
+        return len(cell) > 0 and uses_its_input_once(cell[0])
+    return type(cell) in _ONE_USE
+
+
 def callbacks_work() -> bool:
     """Tell whether graphs of this process can call Python."""
     return mindspore.get_context("device_target") == "CPU"
 
 
-def _operator(run: Callable[..., Any], told: list[Any], inputs: int) -> Any:
+def _operator(run: Callable[..., Any], told: list[Any], inputs: int, effect: str) -> Any:
     """Return an operator that calls `run` with arrays; `told` gets the dtype of the first, as MindSpore compiles it.
 
-    It cannot be differentiated: give it `ops.stop_gradient(x)`. No input may be empty.
+    It cannot be differentiated: give it `ops.stop_gradient(x)`. No input may be empty. effect: "side_effect_io" or "…_hidden".
     """
 
     def dtype(given: Any, *others: Any) -> Any:
@@ -46,26 +71,33 @@ def _operator(run: Callable[..., Any], told: list[Any], inputs: int) -> Any:
 
     shape: Any = (lambda _: (1,)) if inputs == 1 else (lambda _, __: (1,))
     operator = ops.Custom(run, out_shape=shape, out_dtype=dtype, func_type="pyfunc")
-    operator.add_prim_attr("side_effect_io", True)
+    operator.add_prim_attr(effect, True)
+    operator.recompute(False)
     return operator
 
 
-def _forward(part: str, i: int, seen: Seen) -> Any:
-    """Return an operator that tells of a tensor, and returns how often it did before."""
+def _forward(part: str, i: int, seen: Seen, numbers: Iterator[int]) -> Any:
+    """Return an operator that tells of a tensor of the call with a number; it returns the number, a new one for UNKNOWN."""
     told: list[Any] = []
-    number = count()
 
-    def run(data: Any) -> Any:
-        n = next(number)
+    def run(data: Any, number: Any) -> Any:
+        n = int(number[0])
+        n = next(numbers) if n == UNKNOWN else n
         seen(part, i, n, _array(data, told))
         return np.full(1, n, np.int32)
 
-    return _operator(run, told, 1)
+    return _operator(run, told, 2, "side_effect_hidden")
 
 
 def array_callback(tell: Callable[[HostArray], None]) -> Any:
-    """Return an operator that hands a tensor to Python when it runs, in a graph or outside of one."""
-    return _forward("", 0, lambda part, i, number, array: tell(array))
+    """Return an operator that hands a tensor to Python where it stands in the program, in a graph or outside of one."""
+    told: list[Any] = []
+
+    def run(data: Any) -> Any:
+        tell(_array(data, told))
+        return _NOTHING
+
+    return _operator(run, told, 1, "side_effect_io")
 
 
 class _Passed(nn.Cell):  # pyright: ignore[reportUntypedBaseClass]
@@ -79,7 +111,7 @@ class _Passed(nn.Cell):  # pyright: ignore[reportUntypedBaseClass]
             seen(part, i, int(number[0]), _array(data, told))
             return _NOTHING
 
-        self.tell = _operator(run, told, 2)
+        self.tell = _operator(run, told, 2, "side_effect_io")
 
     def construct(self, x: Any, number: Any) -> Any:
         return x
@@ -94,7 +126,7 @@ class _Inserted:
     """Does the same in a model that is recomputed in part, for which MindSpore compiles no `_Passed`: the number is UNKNOWN."""
 
     def __init__(self, part: str, i: int, seen: Seen) -> None:
-        tell = _forward(part, i, lambda part, i, number, array: seen(part, i, UNKNOWN, array))
+        tell = array_callback(lambda array: seen(part, i, UNKNOWN, array))
 
         def passed(gradient: Any) -> Any:
             tell(gradient)
@@ -161,53 +193,52 @@ def _watch_cell(cell: Any, seen: Seen, backward: bool, back: Callable[[str, int,
 
     MindSpore parses the function that takes the place of `construct`: what is in it must be what a graph can hold.
     """
-    own = cell.construct
+    own, numbers = cell.construct, count()
     most = _positional(own)
-    look_in = _looking(_several(_forward, "input", most, seen), _several(back, "grad_input", most, seen), backward)
-    look_out = _looking(_several(_forward, "output", _MOST, seen), _several(back, "grad_output", _MOST, seen), backward)
-    look_alone = _looking([_forward("output", ALONE, seen)], [back("grad_output", ALONE, seen)], backward)
-    keep = _operator(lambda numbers: _NOTHING, [], 1)
+    forward = partial(_forward, numbers=numbers)
+    look_in = _looking(
+        _several(forward, "input", most, seen), _several(back, "grad_input", most, seen), backward and uses_its_input_once(cell)
+    )
+    look_out = _looking(_several(forward, "output", _MOST, seen), _several(back, "grad_output", _MOST, seen), backward)
+    look_alone = _looking([forward("output", ALONE, seen)], [back("grad_output", ALONE, seen)], backward)
+    unknown = mindspore.Tensor([UNKNOWN], mindspore.int32)
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given, numbers = look_in(args, 0)
+        given, number = look_in(args, unknown)
         out = own(*given, **kwargs)
         if isinstance(out, tuple):
-            found, numbers = look_out(out, numbers)
-            out = tuple(found)
-        else:
-            found, numbers = look_alone((out,), numbers)
-            out = found[0]
-        if ops.is_tensor(numbers):
-            keep(numbers)  # a statement of its own: MindSpore leaves out what nobody takes, side effects or not
-        return out
+            found, number = look_out(out, number)
+            return tuple(found)
+        found, number = look_alone((out,), number)
+        return found[0]
 
     return _replaced(cell, construct)
 
 
 def _looking(tell: list[Any], back: list[Any], backward: bool) -> Any:
-    """Return what has each of some items told by the operator of its place: items, numbers → items to go on with, numbers.
+    """Return what has each of some items told by the operator of its place: items, number → items to go on with, number.
 
-    It is compiled as part of a graph. numbers: the sum of what the operators return, which keeps them in the program.
+    It is compiled as part of a graph. number: of the call, UNKNOWN before the first operator.
     """
     most = len(tell)
 
-    def look(items: Any, numbers: Any) -> Any:
+    def look(items: Any, number: Any) -> Any:
         found = []
         for i, item in enumerate(items):
             if i < most and ops.is_tensor(item) and 0 not in item.shape:
-                number = tell[i](ops.stop_gradient(item))
-                numbers = numbers + number
+                number = tell[i](ops.stop_gradient(item), ops.stop_gradient(number))
+                item = ops.depend(item, number)
                 if backward and item.dtype in _DIFFERENTIABLE:
                     item = back[i](item, number)
             found.append(item)
-        return found, numbers
+        return found, number
 
     return look
 
 
 def _watch_optimizer(optimizer: Any, seen: Seen) -> Callable[[], None]:
     own = optimizer.construct
-    tell = _several(_forward, "gradient", len(optimizer.parameters), seen)
+    tell = [array_callback(partial(seen, "gradient", i, UNKNOWN)) for i in range(len(optimizer.parameters))]
 
     def construct(self: Any, gradients: Any, *rest: Any) -> Any:
         for i, item in enumerate(gradients):

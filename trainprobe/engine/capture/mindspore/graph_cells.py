@@ -1,8 +1,9 @@
 """What goes in and out of each MindSpore cell inside a compiled graph, on a CPU (`graph_callbacks` of a plan).
 
 Callbacks are compiled into the graph (see `graph_callback`), so they have to stand there before the first step, and stay in the
-graph; they do nothing in a step that is not collected. They come in the order of the program, on a thread of MindSpore; the
-probe waits for the graph before it does anything with the step. The gradient at an input is that of this cell alone.
+graph; they do nothing in a step that is not collected. They come in the order in which the graph runs, on a thread of
+MindSpore; the probe waits for the graph before it does anything with the step. The gradient at an input is that of this cell
+alone.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from trainprobe.engine.tape import Tape
 IN_A_GRAPH = (
     "inside the graph cells are seen and operators are not; keyword arguments of cells, tensors inside containers of their "
     "arguments and results, and results beyond the eighth are not recorded; `parameters_grad` is what the optimizer is handed. "
-    "Operators for gradients of cells changed the last bits of one model of those tried, for a reason that is not known: "
-    "`phases: [forward]`, without `activation_gradients`, kept them there"
+    "the gradient at an input is recorded for layers of mindspore.nn that use their input once, and for containers that begin "
+    "with one, since elsewhere looking at it would change the order of a sum, and so the bits of the training; calls of one "
+    "cell are numbered in the order in which the graph runs them"
 )
 TOO_LATE = (
     "no callback of the graph was called: MindSpore had compiled the model before the probe was opened. "
@@ -48,7 +50,7 @@ class GraphCellTap(CellTap):
         self.callbacks = callbacks
         self._fired: Counter[tuple[str, str, int]] = Counter()
         self._calls: dict[tuple[str, int, str], Call] = {}
-        self._numbers: dict[tuple[str, str, int, int], int] = {}  # cell, part, place, number since the graph was made → in step
+        self._numbers: dict[tuple[str, int], int] = {}  # cell, number of the call since it is watched → in this step
         self._held: dict[str, dict[str, Any]] = {}  # name of cell → its parameters' values in this step
 
     def open(self, model: Any, optimizer: Any = None) -> None:
@@ -98,7 +100,7 @@ class GraphCellTap(CellTap):
                 self._held[info.name] = {n: tape.tree(p, info.flags, at and f"{at}.parameters.{n}") for n, p in info.parameters}
 
     def _arrives(self, info: CellInfo, part: str, i: int, told: int, array: HostArray) -> None:
-        """Record a tensor of a cell's call. told: the number of the call, for one place of a cell, since the graph was made."""
+        """Record a tensor of a cell's call. told: the number of the call since the cell is watched."""
         tape = self._tape
         backward = part.startswith("grad")
         if tape is None or (not self.wanted.backward if backward else self._paused):
@@ -109,7 +111,7 @@ class GraphCellTap(CellTap):
             if number is None:
                 return  # its forward was not collected
         else:
-            number = self._numbers[(*key, told)] = self._fired[key]
+            number = self._numbers.setdefault((info.name, told), self._forwards.get(info.name, 0))
             self._fired[key] += 1
         call = self._calls.get((info.name, number, "backward" if backward else "forward"))
         if call is None:
@@ -133,7 +135,7 @@ class GraphCellTap(CellTap):
     def _number_of_gradient(self, key: tuple[str, str, int], told: int) -> int | None:
         """Return the number of the call that a gradient is of; where it is not told, backward is reverse."""
         if told != UNKNOWN:
-            return self._numbers.get((*key, told))
+            return self._numbers.get((key[0], told))
         back = (key[0], f"grad_{key[1]}", key[2])
         self._fired[back] += 1
         return max(self._fired[key] - self._fired[back], 0)
