@@ -12,15 +12,17 @@ MindSpore says of operators that draw random numbers, keeps two of them from bei
 
 Where a cell uses an input several times, and others use that tensor too, MindSpore adds up all uses in one sum, as long as
 nobody takes the part of the cell; an operator that is called with that part splits the sum. The gradient at an input is
-therefore looked at in cells that are known to use their input once (`uses_its_input_once`): there is no such part.
+therefore looked at in cells that are known to use their input once (`uses_its_input_once`): there is no such part. For the same
+reason the gradient at a result is not looked at where the result is an input (`returns_an_input`) or one of several.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import mindspore
@@ -52,6 +54,19 @@ def uses_its_input_once(cell: Any) -> bool:
     if type(cell) is nn.SequentialCell:
         return len(cell) > 0 and uses_its_input_once(cell[0])
     return type(cell) in _ONE_USE
+
+
+def returns_an_input(cell: Any) -> bool:
+    """Tell whether a cell may return an argument as it is: a line of its `construct` does, or it is an empty container."""
+    if type(cell) is nn.SequentialCell:
+        return len(cell) == 0 or returns_an_input(cell[-1])
+    if type(cell) is nn.Dropout and cell.p > 0:
+        return False  # it does so in an evaluation, where nothing asks for gradients
+    code = [*dis.get_instructions(cell.construct)]
+    given = {*inspect.signature(cell.construct).parameters} - {one.argval for one in code if one.opname == "STORE_FAST"}
+    return any(
+        now.opname == "LOAD_FAST" and then.opname == "RETURN_VALUE" and now.argval in given for now, then in pairwise(code)
+    )
 
 
 def callbacks_work() -> bool:
@@ -196,18 +211,24 @@ def _watch_cell(cell: Any, seen: Seen, backward: bool, back: Callable[[str, int,
     own, numbers = cell.construct, count()
     most = _positional(own)
     forward = partial(_forward, numbers=numbers)
+    fresh = backward and not returns_an_input(cell)
     look_in = _looking(
         _several(forward, "input", most, seen), _several(back, "grad_input", most, seen), backward and uses_its_input_once(cell)
     )
-    look_out = _looking(_several(forward, "output", _MOST, seen), _several(back, "grad_output", _MOST, seen), backward)
-    look_alone = _looking([forward("output", ALONE, seen)], [back("grad_output", ALONE, seen)], backward)
+    tell_out, back_out = (_several(make, f"{name}output", _MOST, seen) for make, name in ((forward, ""), (back, "grad_")))
+    look_out, look_several = (_looking(tell_out, back_out, gradients) for gradients in (fresh, False))
+    look_alone = _looking([forward("output", ALONE, seen)], [back("grad_output", ALONE, seen)], fresh)
     unknown = mindspore.Tensor([UNKNOWN], mindspore.int32)
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
         given, number = look_in(args, unknown)
         out = own(*given, **kwargs)
         if isinstance(out, tuple):
-            found, number = look_out(out, number)
+            tensors = 0
+            for item in out:
+                if ops.is_tensor(item):
+                    tensors += 1
+            found, number = look_several(out, number) if tensors > 1 else look_out(out, number)
             return tuple(found)
         found, number = look_alone((out,), number)
         return found[0]
