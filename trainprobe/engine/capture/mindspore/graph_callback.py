@@ -13,7 +13,8 @@ MindSpore says of operators that draw random numbers, keeps two of them from bei
 Where a cell uses an input several times, and others use that tensor too, MindSpore adds up all uses in one sum, as long as
 nobody takes the part of the cell; an operator that is called with that part splits the sum. The gradient at an input is
 therefore looked at in cells that are known to use their input once (`uses_its_input_once`): there is no such part. For the same
-reason the gradient at a result is not looked at where the result is an input (`returns_an_input`) or one of several.
+reason the gradient at a result is not looked at where the result is an input (`returns_an_input`) or one of several. Not solved:
+an operator at the input of each of two cells that use one tensor more than once changes the sum too, going forward alone.
 """
 
 from __future__ import annotations

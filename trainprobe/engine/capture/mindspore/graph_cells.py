@@ -25,11 +25,12 @@ from trainprobe.engine.tape import Tape
 
 IN_A_GRAPH = (
     "inside the graph cells are seen and operators are not; keyword arguments of cells, tensors inside containers of their "
-    "arguments and results, and results beyond the eighth are not recorded; `parameters_grad` is what the optimizer is handed. "
+    "arguments and results, and results beyond the eighth are not recorded; `parameters_grad` is what the optimizer is handed; "
     "the gradient at an input is recorded for layers of mindspore.nn that use their input once, and for containers that begin "
     "with one, and the gradient at a result where it is the only one and no argument is returned as it is, since elsewhere "
     "looking at it could change the order of a sum, and so the bits of the training; calls of one cell are numbered in the "
-    "order in which the graph runs them"
+    "order in which the graph runs them. Bits can still change where two cells each use one tensor more than once "
+    "(docs/mindspore.md): there, name the layers in `modules`"
 )
 TOO_LATE = (
     "no callback of the graph was called: MindSpore had compiled the model before the probe was opened. "
