@@ -7,14 +7,14 @@ that all are known to belong together.
 MindSpore may not know that the forward operators do something. It puts operators with a side effect, and the calls of cells
 that hold one, into a chain in the order of the program, and it adds up the gradients of a tensor that is used several times in
 the order in which the uses depend on each other: the chain would change the order of the sum, and so its last bits. The
-operators are therefore tied to the tensor that they look at, and to nothing else (`ops.depend`); "side_effect_hidden", as
+operators are therefore tied to the tensors of their call alone (`ops.depend`); "side_effect_hidden", as
 MindSpore says of operators that draw random numbers, keeps two of them from being taken for one.
 
 Where a cell uses an input several times, and others use that tensor too, MindSpore adds up all uses in one sum, as long as
 nobody takes the part of the cell; an operator that is called with that part splits the sum. The gradient at an input is
 therefore looked at in cells that are known to use their input once (`uses_its_input_once`): there is no such part. For the same
-reason the gradient at a result is not looked at where the result is an input (`returns_an_input`) or one of several. Not solved:
-an operator at the input of each of two cells that use one tensor more than once changes the sum too, going forward alone.
+reason the gradient at a result is not looked at where the result is an input (`returns_an_input`) or one of several. Not
+solved: an operator at the input of each of two cells that use one tensor more than once changes the sum too.
 """
 
 from __future__ import annotations
