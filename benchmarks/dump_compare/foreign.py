@@ -140,6 +140,8 @@ def build(family: str, way: Way) -> nn.Module:
     config = _config(family)
     if way.attention:
         config._attn_implementation = way.attention
+    if family == "mixtral":
+        config._experts_implementation = "eager"  # torch multiplies grouped matrices in float32 and bfloat16 alone
     cls = _model_class(family)
     make: Callable[[Any], nn.Module] = cls.from_config if hasattr(cls, "from_config") else cls
     return make(config)
