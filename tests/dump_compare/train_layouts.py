@@ -1,7 +1,7 @@
-"""Two steps of a small GPT in several layouts of torch, dumped: `train_layouts.py FOLDER KIND[:FAULT]…` on each rank.
+"""Two steps of a small GPT in several layouts of torch, dumped: `train_layouts.py FOLDER KIND[+LEVEL][:FAULT]…` on each rank.
 
-KIND: ddp, fsdp1, fsdp2, hsdp, tensor (DTensor), context (keys and values are gathered), zero1 to zero3 (DeepSpeed), alone. All
-layouts begin with the same weights and see the same samples.
+KIND: ddp, fsdp1, fsdp2, hsdp, tensor (DTensor), context (keys and values are gathered), pipeline (two stages), zero1 to zero3
+(DeepSpeed), alone. All layouts begin with the same weights and see the same samples. LEVEL: of the dump, L0 without it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ MONITOR = {"parameters": True, "gradients": True}
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.scale: float | None = None  # of attention, that of the width of a head without it
         self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.up, self.act, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
@@ -37,7 +38,7 @@ class Block(nn.Module):
         h = self.norm(x)
         b, t, _ = h.shape
         q, k, v = (linear(h).view(b, t, -1, 8).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        mixed = attention(q, k, v)
+        mixed = attention(q, k, v, self.scale)
         x = x + self.out(mixed.transpose(1, 2).reshape(b, t, -1))
         return x + self.down(self.act(self.up(self.norm2(x))))
 
@@ -58,9 +59,9 @@ class Gathered(torch.autograd.Function):
         return grad.chunk(dist.get_world_size(), 2)[dist.get_rank()]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     if not CONTEXT:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     k, v = (Gathered.apply(each) for each in (k, v))
     begin = dist.get_rank() * q.shape[2]
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(begin)
@@ -80,10 +81,44 @@ class Gpt(nn.Module):
         return functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
 
 
+class Stage(nn.Module):
+    """The half of a model that one stage of a pipeline holds, under its names in the whole."""
+
+    def __init__(self, whole: Gpt, last: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(int(last)): whole.layers[int(last)]})
+        if last:
+            self.head = whole.head
+        else:
+            self.embed = whole.embed
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if hasattr(self, "embed"):
+            return self.layers["0"](self.embed(x))
+        return functional.cross_entropy(self.head(self.layers["1"](x)).flatten(0, 1), y.flatten())
+
+
+def pass_through(model: Any, x: Tensor, y: Tensor) -> None:
+    """Run forward and backward of this stage, between the others."""
+    handed = torch.empty(*x.shape, WIDTH)
+    if dist.get_rank() == 0:
+        h = model(x, y)
+        dist.send(h.detach(), 1)
+        dist.recv(handed, 1)
+        h.backward(handed)
+    else:
+        dist.recv(handed, 0)
+        model(handed.requires_grad_(), y).backward()
+        assert handed.grad is not None
+        dist.send(handed.grad, 0)
+
+
 def spread(kind: str, model: Any) -> Any:
     """Return a model whose parameters are spread over the ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
+    if kind == "pipeline":
+        return Stage(model, last=dist.get_rank() == 1)
     if kind in ("ddp", "context"):
         return nn.parallel.DistributedDataParallel(model)
     world = dist.get_world_size()
@@ -117,7 +152,8 @@ def spread_tensors(model: Any, mesh: Any) -> Any:
 def plant(fault: str, bare: Any, model: Any) -> None:
     """Change what the second rank alone holds (`weight`, `shard`) or computes (`column`: the gradient of one linear layer).
 
-    Or leave out the `reduce` of activations or `gradients`, or reduce gradients with a wrong `scale`.
+    Or what an operator gives there (`gelu`, `attention`). Or leave out the `reduce` of activations or `gradients`, or reduce
+    gradients with a wrong `scale`.
     """
     linear = bare.get_submodule(WHERE)
     second = dist.get_rank() == 1
@@ -127,6 +163,10 @@ def plant(fault: str, bare: Any, model: Any) -> None:
             (held.to_local() if hasattr(held, "to_local") else held).data.mul_(1.01)
     if fault == "column" and second:
         bare.get_submodule("layers.1.up").weight.register_hook(lambda gradient: gradient * 1.01)
+    if fault == "gelu" and second:
+        bare.get_submodule("layers.1.act").approximate = "tanh"
+    if fault == "attention" and second:
+        bare.get_submodule("layers.1").scale = 0.3
     if fault == "reduce":
         linear._forward_hooks.clear()
         linear.register_forward_hook(lambda module, given, out: out.to_local())
@@ -147,11 +187,11 @@ def batches(kind: str) -> Iterator[tuple[Tensor, Tensor]]:
         yield x, y
 
 
-def train(output: Path, kind: str = "alone", fault: str = "") -> None:
+def train(output: Path, kind: str = "alone", fault: str = "", level: str = "L0") -> None:
     torch.manual_seed(0)
     CONTEXT[:] = [True] if kind == "context" else []
     bare = Gpt()
-    plan = {"level": "L0", "summary": "both", "step": list(range(STEPS)), "monitor": MONITOR, "sinks": ["dump"]}
+    plan = {"level": level, "summary": "both", "step": list(range(STEPS)), "monitor": MONITOR, "sinks": ["dump"]}
     if kind.startswith("zero"):
         train_deepspeed(output, kind, bare, fault, plan)
         return
@@ -160,14 +200,21 @@ def train(output: Path, kind: str = "alone", fault: str = "") -> None:
         plant(fault, bare, model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     place = None
-    if kind == "context":
-        place = Place(dist.get_rank(), dist.get_world_size(), {"cp": (dist.get_rank(), dist.get_world_size())})
+    spread_samples = kind in SHARE_SAMPLES or kind == "context"
+    scale = 2 * (dist.get_world_size() if spread_samples else 1)  # what a script counts of its ranks; changes no bit
+    axis = {"context": "cp", "pipeline": "pp"}.get(kind)
+    if axis is not None:
+        place = Place(dist.get_rank(), dist.get_world_size(), {axis: (dist.get_rank(), dist.get_world_size())})
     with trainprobe.Probe(plan, place=place, output=output, console=False) as probe:
         probe.open(model, optimizer)
         for x, y in batches(kind):
             with probe.step():
                 optimizer.zero_grad()
-                model(x, y).backward()
+                if kind == "pipeline":
+                    pass_through(model, x, y)
+                else:
+                    loss = model(x, y)
+                    (loss / scale * scale).backward()
                 optimizer.step()
 
 
@@ -201,8 +248,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for layout in sys.argv[2:]:
-        kind, _, fault = layout.partition(":")
-        train(Path(sys.argv[1]) / layout, kind, fault)
+        recorded, _, fault = layout.partition(":")
+        kind, _, level = recorded.partition("+")
+        train(Path(sys.argv[1]) / layout, kind, fault, level or "L0")
     dist.destroy_process_group()
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -80,7 +80,7 @@ def dump_compare(
         bool, typer.Option("--schema", help="print the JSON schema of --json", is_eager=True, callback=_print_schema)
     ] = False,
     ray: Annotated[
-        bool, typer.Option("--ray", help="compare the ranks on a Ray cluster whose machines see the same paths")
+        bool, typer.Option("--ray", help="compare the ranks and steps on a Ray cluster whose machines see the same paths")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the verdict")] = False,
 ) -> int:
@@ -122,19 +122,19 @@ def compare_dumps(
     make: Mapping[str, Maker] | None = None,
     layout: Path | None = None,
     *,
-    run: Run[_Task, Compared] | None = None,
+    run: Run[Any, Any] | None = None,
     all_calls: bool = True,
     mapping: MappingFile | None = None,
 ) -> tuple[list[Compared], Conclusion]:
     """Compare two dumps, rank by rank, or as one model each where their layouts differ.
 
     sheet: returns where the sheet of a rank and step is written. layout: a table of splits (see known_splits). run: carries out
-    the comparisons of the ranks, in this process or in others; chosen by the size of the dumps where it is None. all_calls:
-    whether calls that agree are wanted too. Others are as for `compare_rank`. Raises FormatError where there is no dump,
-    CompareError where nothing belongs together, and UsageError for what another layout does not allow.
+    the comparisons of the ranks, or of the steps of two layouts, in this process or in others; chosen by the size of the dumps
+    where it is None. all_calls: whether calls that agree are wanted too. Others are as for `compare_rank`. Raises FormatError
+    where there is no dump, CompareError where nothing belongs together, and UsageError for what another layout does not allow.
     """
     opened: dict[Path, Side] = {}
-    ranks, missing = compare_other_layouts(a, b, rename, make or {}, layout, opened)
+    ranks, missing = compare_other_layouts(a, b, rename, make or {}, layout, opened, run, all_calls=all_calls)
     if ranks:
         _refuse_of_layouts({"--sheets": sheet, "--floor": floor, "--high-precision": high_precision, "--mapping": mapping})
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,23 @@ from trainprobe.dump_compare.layouts.grouping import (
     Key,
     Piece,
     Table,
+    first_of,
     in_expert,
     match_pieces,
     order_of,
     owner_of,
+    parts_of,
     settle_averaging,
     table_of,
-    values_of,
 )
 from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
 from trainprobe.dump_compare.layouts.known_splits import Splits, splits
-from trainprobe.dump_compare.layouts.rectangles import box_of
+from trainprobe.dump_compare.layouts.operator_pairs import OperatorPairs
 from trainprobe.dump_compare.layouts.splits import Role, joins
 from trainprobe.dump_compare.layouts.states import add_states, held_gradients
 from trainprobe.dump_compare.layouts.topology import other_layouts
 from trainprobe.dump_compare.pairing import CallPair, RankPair, pair_steps, ranks_of
+from trainprobe.dump_compare.spread import Run, in_turn, suitable, without_agreeing
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.errors import CompareError
 
@@ -47,16 +50,15 @@ def compare_layouts(
 ) -> tuple[Compared, list[str]]:
     """Compare all ranks of one step of two dumps as one model each; return also a sentence for each side with calls of its own.
 
-    Modules, gradients of weights, saved values and what the dumps hold of parameters and optimizers are compared; single ops
-    are not, as another layout runs others. rename: is given each name of A. make: as for `compare_rank`. known: what is
-    known of how values lie over ranks.
+    Modules, gradients of weights, saved values and what the dumps hold of parameters and optimizers are compared, and operators
+    as far as it is known how their values lie over the ranks (see operators). rename: is given each name of A. make: as for
+    `compare_rank`. known: what is known of how values lie over ranks.
     """
     tables = table_of(a), table_of(b)
     sides = JoinedSide("A", a), JoinedSide("B", b)
     summed = settle_averaging(*tables) if all(rank.step_data.states for rank in (*a, *b)) else ""
     maker = _Maker(tables, sides, known)
-    renamed = {(key[0], rename(key[1]), *key[2:]): pieces for key, pieces in tables[0].calls.items()}
-    tables[0].calls = renamed  # type: ignore[assignment]
+    tables[0].rename(rename)
     pairs = maker.pairs()
     add_states(pairs, sides)
     places = [CallPair(i, pair.a, pair.b) for i, pair in enumerate(pairs)]
@@ -81,6 +83,7 @@ class _Maker:
         self._blind: dict[str, None] = {}  # values of which a dump holds nothing, and why
         self._alone: list[dict[str, Key]] = [{}, {}]
         self._parents: list[dict[tuple[str, str, int, int], Call]] = [{}, {}]
+        self._operators = OperatorPairs(tables, sides)
 
     def pairs(self) -> list[CallPair]:
         """Return the calls that both sides have, in the order of execution."""
@@ -102,6 +105,8 @@ class _Maker:
                     of_base = [here for piece in (pieces_a, pieces_b)[base] for here in (mine, theirs)[base].get(piece, ())]
                     found.append((order_of(of_base, micro, self._tables[base]), *both))
         self._alone[1] = {_text(key): key for key in b.calls if key not in a.calls}
+        operators = self._operators.pairs(lambda key, mine, theirs: self._groups(key, mine, theirs, groups), self._parents)
+        found += [(order_of(each.heres[base], each.micro, self._tables[base]), *each.calls) for each in operators]
         found.sort(key=lambda each: each[0])
         return [CallPair(i, x, y) for i, (_, x, y) in enumerate(found)]
 
@@ -124,9 +129,9 @@ class _Maker:
         a: tuple[Mapping[Piece, list[Here]], Sequence[Piece]],
         b: tuple[Mapping[Piece, list[Here]], Sequence[Piece]],
     ) -> tuple[Call, Call] | None:
-        found = [_parts(of, pieces, key, table) for (of, pieces), table in zip((a, b), self._tables, strict=True)]
+        found = [parts_of(of, pieces, key, table) for (of, pieces), table in zip((a, b), self._tables, strict=True)]
         values: list[dict[str, Value]] = [{}, {}]
-        classes = [_first(of, pieces).cls for of, pieces in (a, b)]
+        classes = [first_of(of, pieces).cls for of, pieces in (a, b)]
         for slot, parts in found[0].items():
             others = found[1].get(slot)
             if others is not None and _role(key, slot) == "weight" and not (_held(parts) and _held(others)):
@@ -143,9 +148,10 @@ class _Maker:
                 continue
             for i, side in enumerate(self._sides):
                 values[i][slot] = side.add(made[i])
+                self._operators.known.add(found[i][slot])
         if not values[0]:
             return None
-        calls = [self._call(i, key, micro, values[i], _first(of, pieces)) for i, (of, pieces) in enumerate((a, b))]
+        calls = [self._call(i, key, micro, values[i], first_of(of, pieces)) for i, (of, pieces) in enumerate((a, b))]
         return calls[0], calls[1]
 
     def _call(self, i: int, key: Key, micro: int, values: Mapping[str, Value], like: Call) -> Call:
@@ -186,7 +192,8 @@ class _Maker:
         said: list[str] = []
         left = sum(table.left_out for table in self._tables)
         if left:
-            said.append(f"{left} calls of ops and collectives are not compared: another layout runs others")
+            said.append(f"{left} calls of collectives and around them are not compared: another layout runs others")
+        said += self._operators.notes()
         said += [f"{told}; they are compared as the optimizer sees them" for told in self._alone_sentences("parameter", True)]
         if self._unjoined:
             said.append(f"{len(self._unjoined)} values could not be joined; the first is {next(iter(self._unjoined))}")
@@ -195,33 +202,8 @@ class _Maker:
         return said
 
 
-def _parts(of: Mapping[Piece, list[Here]], pieces: Sequence[Piece], key: Key, table: Table) -> dict[str, list[Part]]:
-    """Return slot → what the ranks hold of it, piece by piece."""
-    backward = key[2] == "backward" or key[0] == "parameter"
-    weight, ranks = 1 / table.averaged if backward else 1.0, table.layout.ranks
-    found: dict[str, list[Part]] = {}
-    for piece in pieces:
-        for slot, values in values_of(of.get(piece, ())).items():
-            found.setdefault(slot, []).extend(
-                Part(
-                    here.side, value, here.rank, _sample(key, piece, here), here.tensor, weight, box_of(value, here.rank, ranks)
-                )
-                for here, value in values
-            )
-    return found
-
-
-def _sample(key: Key, piece: Piece, here: Here) -> Piece:
-    """Return what tells the terms of a sum apart: the samples, and for a weight that stages share the stage."""
-    return (*piece, here.stage) if key[0] == "parameter" else piece
-
-
 def _held(parts: Sequence[Part]) -> bool:
     return any(part.size for part in parts)
-
-
-def _first(of: Mapping[Piece, list[Here]], pieces: Sequence[Piece]) -> Call:
-    return next(here.call for piece in pieces for here in of.get(piece, ()))
 
 
 def _role(key: Key, slot: str) -> Role:
@@ -237,6 +219,27 @@ def _text(key: Key) -> str:
     return f"{name} ({phase})" if kind != "parameter" else f"{name} (gradients of its weights)"
 
 
+@dataclass(frozen=True, slots=True)
+class _StepTask:
+    """One step of two layouts that is to be compared. a, b: the folders of all ranks. Others are as for `compare_layouts`."""
+
+    step: int
+    a: Sequence[Path]
+    b: Sequence[Path]
+    rename: Callable[[str], str]
+    make: Mapping[str, Maker]
+    known: Splits
+    all_calls: bool
+    opened: tuple[Side, ...] = ()  # the first ranks of both sides, where they were read before
+
+
+def _carry_out(task: _StepTask) -> tuple[Compared, list[str]]:
+    first = task.opened or (Side(task.a[0]), Side(task.b[0]))
+    a, b = ([side, *map(Side, folders[1:])] for side, folders in zip(first, (task.a, task.b), strict=True))
+    one, alone = compare_layouts(task.step, a, b, task.rename, task.make, task.known)
+    return one if task.all_calls else without_agreeing(one), alone
+
+
 def compare_other_layouts(
     a: Path,
     b: Path,
@@ -244,28 +247,36 @@ def compare_other_layouts(
     make: Mapping[str, Maker],
     layout: Path | None = None,
     opened: dict[Path, Side] | None = None,
+    run: Run[_StepTask, tuple[Compared, list[str]]] | None = None,
+    *,
+    all_calls: bool = True,
 ) -> tuple[list[Compared], list[str]]:
     """Compare the steps of two dumps if their layouts differ, and return a sentence for each step that only one has.
 
-    layout: a user's table of splits. Returns nothing where both have one layout, or a dump does not say its own: their ranks
+    layout: a user's table of splits. run: carries out the comparisons of the steps, in this process or in others. all_calls:
+    whether calls that agree are wanted too. Returns nothing where both have one layout, or a dump does not say its own: ranks
     are then compared one by one, and what was read of them to find that out stands in `opened`. Raises FormatError where a path
     holds no dump or one cannot be read, CompareError where ranks are missing.
     """
     pairs, missing = pair_steps(ranks_of(a), ranks_of(b))
-    compared: list[Compared] = []
-    known = splits(layout)
+    known, tasks = splits(layout), list[_StepTask]()
     for step, *folders in pairs:
-        first = [Side(next(iter(ranks.values()))) for ranks in folders]
-        if not other_layouts(*[(len(ranks), side.step_data.place) for ranks, side in zip(folders, first, strict=True)]):
+        ranks = [list(of_side.values()) for of_side in folders]
+        first = Side(ranks[0][0]), Side(ranks[1][0])
+        if not other_layouts(*[(len(each), side.step_data.place) for each, side in zip(ranks, first, strict=True)]):
             if opened is not None:
                 opened.update((side.folder, side) for side in first)
             return [], []
-        sides = [[side, *map(Side, list(ranks.values())[1:])] for side, ranks in zip(first, folders, strict=True)]
-        for name, ranks in zip("AB", sides, strict=True):
-            world = ranks[0].step_data.place.world_size
-            if len(ranks) < world:
-                raise CompareError(f"{name} holds step {step} of {len(ranks)} of its {world} ranks: joining needs all of them")
-        one, alone = compare_layouts(step, sides[0], sides[1], rename, make, known)
+        for name, each, side in zip("AB", ranks, first, strict=True):
+            world = side.step_data.place.world_size
+            if len(each) < world:
+                raise CompareError(f"{name} holds step {step} of {len(each)} of its {world} ranks: joining needs all of them")
+        kept = first if len(pairs) == 1 and run is None else ()  # of several steps no two are in memory at once
+        tasks.append(_StepTask(step, ranks[0], ranks[1], rename, make, known, all_calls, kept))
+    if run is None:
+        run = suitable([folder for task in tasks for folder in (*task.a, *task.b)]) if len(tasks) > 1 else in_turn
+    compared: list[Compared] = []
+    for task, (one, alone) in zip(tasks, run(_carry_out, tasks), strict=True):
         compared.append(one)
-        missing += [f"step {step}: {sentence}" for sentence in alone]
+        missing += [f"step {task.step}: {sentence}" for sentence in alone]
     return compared, missing

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.layouts.joined import Part
+from trainprobe.dump_compare.layouts.operators import is_plumbing
+from trainprobe.dump_compare.layouts.rectangles import box_of
 from trainprobe.dump_compare.layouts.topology import Layout, Position, expert_position_of, layout_of, position_of
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call, Value
@@ -21,6 +24,7 @@ from trainprobe.engine.core.step_data import parameter_name, slots
 
 Piece = tuple[int, ...]  # micro-batch, then the index on each data axis
 Key = tuple[str, str, str, int]  # kind, name, phase, number within the micro-batch
+Owner = tuple[str, int]  # what operators run in: a module's name, or "" or "optimizer" outside; number within the micro-batch
 _EXPERTS = ("experts", "local_experts")
 _ALIKE = 1e-3  # relative: by how much norms of one gradient may differ to be taken for the same
 _CHUNK = re.compile(r"(\d+)(?:\.|$)")
@@ -40,13 +44,23 @@ class Here:
 
 @dataclass(slots=True)
 class Table:
-    """The calls of one side. calls: key → piece → those of the ranks; keys stand in the order of execution, rank by rank."""
+    """The calls of one side. calls: key → piece → those of the ranks; keys stand in the order of execution, rank by rank.
+
+    operators: what they run in → piece → forwards of the ranks, in order. backwards: rank, name and number → the backward.
+    """
 
     layout: Layout
     calls: dict[Key, dict[Piece, list[Here]]] = field(default_factory=dict[Key, dict[Piece, list[Here]]])
     pieces: list[Piece] = field(default_factory=list[Piece])
-    left_out: int = 0  # calls of ops and collectives: other layouts run others
+    operators: dict[Owner, dict[Piece, list[Here]]] = field(default_factory=dict[Owner, dict[Piece, list[Here]]])
+    backwards: dict[tuple[int, str, int], Here] = field(default_factory=dict[tuple[int, str, int], Here])
+    left_out: int = 0  # collectives and what is recomputed: other layouts run others
     averaged: int = 1  # how many times larger gradients are, before they are reduced, than their share of the whole
+
+    def rename(self, renamed: Callable[[str], str]) -> None:
+        """Give the calls other names."""
+        self.calls = {(key[0], renamed(key[1]), key[2], key[3]): pieces for key, pieces in self.calls.items()}
+        self.operators = {(renamed(name), number): pieces for (name, number), pieces in self.operators.items()}
 
     @property
     def micros(self) -> int:
@@ -63,8 +77,12 @@ def table_of(sides: Sequence[Side]) -> Table:
     for side, place in zip(sides, places, strict=True):
         position, of_expert = position_of(place), expert_position_of(place)
         numbers: Counter[Hashable] = Counter()
+        owners: dict[int, Owner] = {}
         tied = _tied(side)
         for i, call in enumerate(side.step_data.calls):
+            if call.kind == "op" and call.phase != "recompute":
+                _add_operator(table, side, call, owners, i)
+                continue
             if call.kind not in ("module", "parameter", "saved") or call.phase == "recompute":
                 table.left_out += 1
                 continue
@@ -77,12 +95,30 @@ def table_of(sides: Sequence[Side]) -> Table:
                 seen.setdefault(piece)
             at = (call.kind, name, call.phase, stage, call.micro)
             key = (call.kind, name, str(call.phase), numbers[at])
+            if call.kind == "module" and call.phase == "forward":
+                owners[id(call)] = name, numbers[at]
             numbers[at] += 1
             here = Here(side, call, place.rank, stage, at_rank.tensor, i)
             table.calls.setdefault(key, {}).setdefault(piece, []).append(here)
     table.pieces = sorted(seen)
     table.averaged = layout.averaged
     return table
+
+
+def _add_operator(table: Table, side: Side, call: Call, owners: Mapping[int, Owner], place: int) -> None:
+    """Put an operator where it runs. owners: calls of modules of this rank → what they are called in the table."""
+    at, parent = side.step_data.place, call.parent
+    owner = owners.get(id(parent)) if isinstance(parent, Call) else (parent or "", 0)
+    if is_plumbing(call) or (owner is None and call.phase != "backward"):
+        table.left_out += 1
+        return
+    position = expert_position_of(at) if owner is not None and in_expert(owner[0]) else position_of(at)
+    around = _whole_name(parent.name, position, table.layout)[1] if isinstance(parent, Call) else position.stage
+    here = Here(side, call, at.rank, around, position.tensor, place)
+    if call.phase == "backward":
+        table.backwards[at.rank, call.name, call.call] = here
+    elif owner is not None:
+        table.operators.setdefault(owner, {}).setdefault((call.micro or 0, *position.data), []).append(here)
 
 
 def settle_averaging(a: Table, b: Table) -> str:
@@ -207,4 +243,31 @@ def order_of(heres: Sequence[Here], micro: int, table: Table) -> tuple[int, ...]
     if table.layout.sizes.get("pp", 1) == 1:
         return (first.place,)
     back = first.call.phase == "backward" or first.call.kind == "parameter"
+    micro = table.micros if isinstance(first.call.parent, str) else micro  # the optimizer steps behind all
     return micro, back, -first.stage if back else first.stage, first.place
+
+
+def parts_of(of: Mapping[Piece, list[Here]], pieces: Sequence[Piece], key: Key, table: Table) -> dict[str, list[Part]]:
+    """Return slot → what the ranks hold of it, piece by piece."""
+    backward = key[2] == "backward" or key[0] == "parameter"
+    weight, ranks = 1 / table.averaged if backward else 1.0, table.layout.ranks
+    found: dict[str, list[Part]] = {}
+    for piece in pieces:
+        for slot, values in values_of(of.get(piece, ())).items():
+            found.setdefault(slot, []).extend(
+                Part(
+                    here.side, value, here.rank, _sample(key, piece, here), here.tensor, weight, box_of(value, here.rank, ranks)
+                )
+                for here, value in values
+            )
+    return found
+
+
+def _sample(key: Key, piece: Piece, here: Here) -> Piece:
+    """Return what tells the terms of a sum apart: the samples, and for a weight that stages share the stage."""
+    return (*piece, here.stage) if key[0] == "parameter" else piece
+
+
+def first_of(of: Mapping[Piece, list[Here]], pieces: Sequence[Piece]) -> Call:
+    """Return the first call of these pieces."""
+    return next(here.call for piece in pieces for here in of.get(piece, ()))

@@ -36,7 +36,7 @@ def joins(
         return _over_samples(a, b, role)  # no number by itself is a part of anything
     for mine in _readings(a, role, known[0]):
         for theirs in _readings(b, role, known[1]):
-            shape = _whole_shape(mine, theirs)
+            shape = whole_shape(mine, theirs)
             if shape is not None:
                 return replace(mine, shape=shape), replace(theirs, shape=shape)
     wrong = next((rule for rule in known if rule is not None and rule.own), None)
@@ -121,7 +121,7 @@ def _apart_from_copies(parts: Sequence[Part], axes: Sequence[str]) -> tuple[list
     return [each[0] for each in same.values()], [(each[0], other) for each in same.values() for other in each[1:]]
 
 
-def _whole_shape(a: Join, b: Join) -> tuple[int, ...] | None:
+def whole_shape(a: Join, b: Join) -> tuple[int, ...] | None:
     """Return the shape of the whole that both readings make, None where they make two."""
     shapes = [{part.shape for part in join.parts} for join in (a, b)]
     if a.size != b.size:
@@ -158,7 +158,7 @@ def _terms(a: Sequence[Part], b: Sequence[Part]) -> tuple[Join, Join] | None:
     for split in ((False, False), (True, False), (False, True), (True, True)):
         sides = [_sum_of(parts, over) for parts, over in zip((a, b), split, strict=True)]
         if all(side is not None for side in sides):
-            shape = _whole_shape(*[Join(side[1]) for side in sides if side is not None])
+            shape = whole_shape(*[Join(side[1]) for side in sides if side is not None])
             if shape is not None:
                 mine, theirs = (replace(side[0], shape=shape) for side in sides if side is not None)
                 return mine, theirs

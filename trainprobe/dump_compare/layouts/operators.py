@@ -1,0 +1,256 @@
+"""Operators of two layouts, where it is proven how each of their values lies over the ranks: whole, copies, or parts.
+
+An operator is known by the module call that it runs in and its place there; both sides must run the same operators there. Its
+numbers are compared where one of these holds, and left out and counted otherwise:
+
+    whole     one rank ran it for these samples on either side, as under pipeline parallelism
+    boxes     DTensors say themselves which part each rank holds
+    copies    all ranks hold the same numbers, or must, as the operator is a function of nothing but copies
+    parts     all that it is given is known, its parts lie side by side, and it mixes nothing along a dimension that is split
+    mean      a loss of known parts, averaged over equally many samples
+
+What is known begins with the values of modules and with weights. Sums that were not yet reduced are never known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from trainprobe.dump_compare.arguments import plain_arguments
+from trainprobe.dump_compare.distances import is_result
+from trainprobe.dump_compare.layouts.joined import Join, Part, agree
+from trainprobe.dump_compare.layouts.splits import by_boxes, whole_shape
+from trainprobe.engine.core.records import Call
+
+Way = Literal["whole", "boxes", "copies", "parts", "mean"]
+Joined = tuple[Join, Join, Way]
+Values = Mapping[str, Sequence[Part]]  # slot → what the ranks of one side hold of it
+
+_ELEMENTWISE = (
+    *("add", "sub", "rsub", "mul", "div", "neg", "abs", "pow", "sqrt", "rsqrt", "square", "reciprocal", "exp", "log", "log1p"),
+    *("relu", "gelu", "silu", "sigmoid", "logsigmoid", "tanh", "softplus", "leaky_relu", "elu", "sin", "cos", "erf", "clamp"),
+    *("where", "masked_fill", "lerp", "addcmul", "addcdiv", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("to", "type", "type_as", "float", "half", "bfloat16", "double", "clone", "contiguous", "detach"),
+)
+_MOVES = ("view", "reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "movedim", "swapaxes", "t")
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "embedding")
+_OVER_LAST = ("softmax", "log_softmax", "layer_norm", "rms_norm")
+_ATTENTION = ("scaled_dot_product_attention",)
+_MEANS = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_OF_TORCH = ("Functional", "Tensor", "Torch")
+_NOT_PURE = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "exponential", "empty", "new_empty", "rrelu")
+_NO_OPERATORS = ("view_as",)  # what DTensors put around local tensors
+
+
+def is_plumbing(call: Call) -> bool:
+    """Return whether a call passes tensors on between ranks or wrappers and is not the model's."""
+    return not call.name.startswith(_OF_TORCH) or call.name.rpartition(".")[2] in _NO_OPERATORS
+
+
+_BY_RANKS: tuple[Way, ...] = ("whole", "copies", "boxes", "parts")
+
+
+@dataclass(slots=True)
+class Known:
+    """Of which numbers on which ranks it is known how they lie: those of modules, and what operators made of them."""
+
+    _seen: set[tuple[object, ...]] = field(default_factory=set[tuple[object, ...]])
+
+    def add(self, parts: Sequence[Part]) -> None:
+        """Take in what ranks hold of a value."""
+        self._seen.update(found for part in parts if (found := _identity(part)))
+
+    def all_of(self, parts: Sequence[Part]) -> bool:
+        """Return whether a rank holds the whole, the dump says which part each holds, or all of it was seen."""
+        return len(parts) == 1 or _has_boxes(parts) or all(_identity(part) in self._seen for part in parts)
+
+
+def _identity(part: Part) -> tuple[object, ...]:
+    """Return what tells a value on its rank; nothing where the dump has no fingerprint and no norm of it, as of masks."""
+    told = part.side.bits(part.value) or part.side.numbers(part.value)
+    if not part.side.bits(part.value) and "norm" not in told:
+        return ()
+    return id(part.side), part.value.dtype, part.size, *sorted(told.items())
+
+
+def forward_joins(
+    calls: Sequence[Sequence[Call]],
+    a: Values,
+    b: Values,
+    known: Known,
+    weights: Set[tuple[int, ...]] = frozenset(),
+    *,
+    trusted: bool = False,
+) -> dict[str, Joined] | None:
+    """Return how the values of an operator make one whole on each side; None where that is not known of one of them.
+
+    calls: of the ranks of either side. known: is told what the operator gives. weights: shapes of gathered weights. trusted:
+    whether what is the same on all ranks is a copy, as in an optimizer, and not a number that each rank found of its samples.
+    """
+    if len(calls[0]) == len(calls[1]) == 1:
+        found: dict[str, Joined] = {slot: (_single(parts), _single(b[slot]), "whole") for slot, parts in a.items() if slot in b}
+    elif a.keys() != b.keys():
+        return None
+    else:
+        found = {}
+        for slot in sorted(a, key=is_result):  # what is given first
+            if is_result(slot):
+                made = _of_result(calls, found, a[slot], b[slot])
+            else:
+                seen = all(known.all_of(side[slot]) or _is_gathered(side[slot], weights) for side in (a, b))
+                made = _joined(a[slot], b[slot]) if seen or trusted else None
+            if made is None:
+                return None
+            found[slot] = made
+    for slot in found:
+        if is_result(slot):
+            known.add(a[slot])
+            known.add(b[slot])
+    return found
+
+
+def _is_gathered(parts: Sequence[Part], weights: Set[tuple[int, ...]]) -> bool:
+    return parts[0].shape in weights and all(part.value.requires_grad for part in parts) and agree(parts)
+
+
+def backward_joins(forward: Mapping[str, Joined], a: Values, b: Values) -> dict[str, Joined] | None:
+    """Return how the gradients of an operator make wholes, as its values do; None where one that it is given has no known way.
+
+    A gradient at something that several samples share is a sum over them, which is compared as the gradient of a weight alone:
+    it is left out here, as is one within an operator.
+    """
+    found: dict[str, Joined] = {}
+    for slot in (slot for slot in a if slot in b):
+        made = _of_gradient(_way_of(slot, forward, a[slot]), a[slot], b[slot])
+        if made is not None:
+            found[slot] = made
+        elif not is_result(slot):
+            return None
+    return found
+
+
+def _single(parts: Sequence[Part]) -> Join:
+    return Join(parts, shape=parts[0].shape)
+
+
+def _of_result(
+    calls: Sequence[Sequence[Call]], given: Mapping[str, Joined], a: Sequence[Part], b: Sequence[Part]
+) -> Joined | None:
+    inputs = [made for slot, made in given.items() if not is_result(slot)]
+    if all(way in ("copies", "whole") for _, _, way in inputs):
+        if calls[0][0].name.endswith(
+            "__getitem__"
+        ):  # no dump tells all that stands between brackets, which may be a rank's own
+            made = _joined(a, b)
+            return made if made is not None and made[2] in ("copies", "whole") else None
+        return _joined(a, b, copies=True) if _is_function(calls, alone=not inputs) else None
+    first = calls[0][0]
+    last = first.name.rpartition(".")[2].rstrip("_")
+    if last in _MEANS and plain_arguments(first).get("reduction", "mean") == "mean":
+        return _mean(a, b) if all(_is_of_equal_parts(made) for made in inputs) else None
+    return _joined(a, b) if _keeps_parts_apart(last, first, inputs) else None
+
+
+def _is_function(calls: Sequence[Sequence[Call]], *, alone: bool) -> bool:
+    """Return whether calls give the same on all ranks where they are given the same tensors, or none (`alone`)."""
+    arguments = [[plain_arguments(call) for call in of_side] for of_side in calls]
+    alike = all(each == of_side[0] for of_side in arguments for each in of_side)
+    drawn = any(word in calls[0][0].name.rpartition(".")[2] for word in _NOT_PURE)
+    return alike and not drawn and not (alone and arguments[0][0] != arguments[1][0])
+
+
+def _is_of_equal_parts(made: Joined) -> bool:
+    return made[2] == "parts" and all(len({part.shape for part in join.parts}) == 1 for join in made[:2])
+
+
+def _keeps_parts_apart(last: str, call: Call, given: Sequence[Joined]) -> bool:
+    """Return whether the results of an operator for parts are the parts of its result for the whole."""
+    if last in _ELEMENTWISE or last.strip("_") in _ELEMENTWISE or last in _MOVES or last in _PRODUCTS:
+        return True
+    if last in _ATTENTION:
+        return all(_alike_from(made, -2) for made in given)
+    if last not in _OVER_LAST:
+        return False
+    arguments = plain_arguments(call)
+    dim = arguments.get("dim", arguments.get("argument 1", -1)) if last.endswith("softmax") else -1
+    return dim in (-1, len(given[0][0].parts[0].shape) - 1) and _alike_from(given[0], -1)
+
+
+def _alike_from(made: Joined, dim: int) -> bool:
+    """Return whether the last dimensions are whole on all ranks."""
+    return len({part.shape[dim:] for join in made[:2] for part in join.parts}) == 1
+
+
+def _joined(a: Sequence[Part], b: Sequence[Part], *, copies: bool = False) -> Joined | None:
+    """Return the first readings of both sides that make wholes of one size. copies: whether ranks must hold copies."""
+    for mine, way in _readings(a, copies):
+        for theirs, other in _readings(b, copies):
+            shape = whole_shape(mine, theirs)
+            if shape is not None:
+                least: Way = way if _BY_RANKS.index(way) > _BY_RANKS.index(other) else other
+                return replace(mine, shape=shape), replace(theirs, shape=shape), least
+    return None
+
+
+def _readings(parts: Sequence[Part], copies: bool) -> Iterator[tuple[Join, Way]]:
+    if any(part.value.row < 0 for part in parts):
+        return
+    if _has_boxes(parts):
+        if not any(part.box.term for part in parts if part.box is not None):
+            yield by_boxes(parts), "boxes"
+        return
+    if len(parts) == 1:
+        yield Join(parts), "whole"
+        return
+    if len({part.shape for part in parts}) == 1 and (copies or agree(parts)):
+        yield Join(parts[:1], replicas=[(parts[0], other) for other in parts[1:]]), "copies"
+    if not copies:
+        yield Join(parts), "parts"
+        yield from _copies_of_samples(parts)
+
+
+def _has_boxes(parts: Sequence[Part]) -> bool:
+    return all(part.box is not None for part in parts)
+
+
+def _copies_of_samples(parts: Sequence[Part]) -> Iterator[tuple[Join, Way]]:
+    """Yield the parts of samples of which tensor-parallel ranks hold copies."""
+    samples: dict[tuple[int, ...], list[Part]] = {}
+    for part in parts:
+        samples.setdefault(part.data, []).append(part)
+    if 1 < len(samples) < len(parts) and all(agree(each) for each in samples.values()):
+        first = [each[0] for each in samples.values()]
+        yield Join(first, replicas=[(each[0], other) for each in samples.values() for other in each[1:]]), "parts"
+
+
+def _mean(a: Sequence[Part], b: Sequence[Part]) -> Joined:
+    made = [Join(parts, "terms" if len(parts) > 1 else "parts", parts[0].shape, mean=len(parts) > 1) for parts in (a, b)]
+    return made[0], made[1], "mean"
+
+
+def _way_of(slot: str, forward: Mapping[str, Joined], parts: Sequence[Part]) -> Way | None:
+    """Return how the value lies that a gradient belongs to: of those that are as large on a rank, if it is the same for all."""
+    if all(way == "whole" for _, _, way in forward.values()):
+        return "whole"
+    results = slot.startswith("grad_output")
+    same: set[Way] = {
+        way for at, (join, _, way) in forward.items() if is_result(at) == results and join.parts[0].size == parts[0].size
+    }
+    return same.pop() if len(same) == 1 else None
+
+
+def _of_gradient(way: Way | None, a: Sequence[Part], b: Sequence[Part]) -> Joined | None:
+    if way is None or any(part.value.row < 0 for part in (*a, *b)):
+        return None
+    if way == "whole":
+        return _single(a), _single(b), "whole"
+    if way == "mean":  # each rank's share of the gradient of the mean
+        made = [Join(parts, "terms" if len(parts) > 1 else "parts", parts[0].shape) for parts in (a, b)]
+        return made[0], made[1], "mean"
+    shared = any(len({part.data for part in parts}) > 1 for parts in (a, b))
+    if way == "copies" and shared:
+        return None
+    made = _joined(a, b)
+    return made if made is not None and (made[2] == way or way == "boxes") else None
