@@ -126,7 +126,7 @@ class OpCheckProgram(Program):
         self.probe.reporter.listeners.append(probe.report)
         probe.guard.of(PART).on_trip(self.probe.uninstall)
 
-    def opened(self, model: Any, optimizer: Any, told: bool) -> None:
+    def opened(self, model: Any, optimizer: Any, declared: bool) -> None:
         """Learn the names of the model."""
         self.probe.open(model, optimizer, self._run.place)
 

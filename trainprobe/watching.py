@@ -194,9 +194,9 @@ class Probe(EngineProbe):
 
     def _look_at_control(self, control: ControlFile, step: int) -> None:
         try:
-            told = control.look(step)
-            if told is not None and self.guard.tripped is None:
-                self.change(**told)
+            changes = control.look(step)
+            if changes is not None and self.guard.tripped is None:
+                self.change(**changes)
                 self.report(Finding("plan", "info", f"control.yaml changed the plan from step {step} on", step=step))
         except PlanError as error:
             self.report(Finding("plan", "warning", f"control.yaml cannot be used, the plan stays: {error}", step=step))
@@ -236,8 +236,8 @@ class Probe(EngineProbe):
         super()._open(model, optimizer, place)
         self._open_console()
         for program in self._at("opened"):
-            told = self._place_told or place is not None
-            self.guard.of(program.part).set_up(program.opened, model, optimizer, told)
+            declared = self._place_told or place is not None
+            self.guard.of(program.part).set_up(program.opened, model, optimizer, declared)
         named: Any = next(iter(model), model) if isinstance(model, list | tuple) else model
         for finding in names_not_there(self._unmatched(), type(named).__name__, self.place):
             self.reporter.report_once(finding)

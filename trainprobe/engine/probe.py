@@ -320,9 +320,9 @@ class Probe:
     def _note(self, tape: Tape, name: Any, value: Any) -> None:
         why = attempt(tape.note, name, value, otherwise=fault_text)
         if why is not None:
-            told = name if isinstance(name, str) else f"a {type(name).__name__}"
-            message = f"the value noted as {told!r} was left out: it is neither a number nor a tensor of one element ({why})"
-            self.reporter.report_once(Finding("probe", "warning", message, step=self.step_number), key=f"note {told}")
+            shown = name if isinstance(name, str) else f"a {type(name).__name__}"
+            message = f"the value noted as {shown!r} was left out: it is neither a number nor a tensor of one element ({why})"
+            self.reporter.report_once(Finding("probe", "warning", message, step=self.step_number), key=f"note {shown}")
 
     def _remove(self, again: bool = False) -> None:
         """Remove the taps. again: those that the next step wants may stay, asleep."""
@@ -336,7 +336,7 @@ class Probe:
             "framework": self._framework,
             "level": self._running.level or self.plan.level,
             "task": self.plan.task,
-            "wanted": detail.statistics if detail.wants_statistics else (),
+            "statistics": detail.statistics if detail.wants_statistics else (),
             "stacks": self._stacks.text() if self._stacks is not None else (),
             "notes": tuple(note for source in self._notes for note in source() if self.reporter.is_new(note)),
             "programs": self._running.names,

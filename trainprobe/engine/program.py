@@ -2,22 +2,22 @@
 
 A program says which taps look at which steps (its `Schedule`), and is called at the events of a run that it defines:
 
-    attached(probe)                  the probe is composed; nothing is open yet
-    opened(model, optimizer, told)   the model is known, and where this process stands
-    sinks(place)                     the writer opens: what else gets its steps and findings
-    continued()                      the writer is open, and the run continues an earlier one
-    begins(step)                     a step begins, whether it is collected or not; no tap is installed yet
-    journal(step)                    where the tape of a collected step is recorded while it runs
-    moment(name, *values)            something happens inside a step (see `Probe.moment`)
-    paused(), resumed()              the program that trains asks for a pause, or ends it
-    prepare(step_data)               a collected step has come to the host; nothing is judged yet
-    judge(step_data)                 returns what is wrong with it
-    decide(found)                    returns what is to be done about it
-    ended(step, complete)            a step has ended and its taps are removed, also where the tool has stopped
-    dropped()                        the step that had begun is forgotten
-    interrupted(why)                 an error ends the training
-    closing()                        the run ends, and the writer is still open
-    closed()                         the run has ended, also where the tool has stopped
+    attached(probe)                      the probe is composed; nothing is open yet
+    opened(model, optimizer, declared)   the model is known, and where this process stands
+    sinks(place)                         the writer opens: what else gets its steps and findings
+    continued()                          the writer is open, and the run continues an earlier one
+    begins(step)                         a step begins, whether it is collected or not; no tap is installed yet
+    journal(step)                        where the tape of a collected step is recorded while it runs
+    moment(name, *values)                something happens inside a step (see `Probe.moment`)
+    paused(), resumed()                  the program that trains asks for a pause, or ends it
+    prepare(step_data)                   a collected step has come to the host; nothing is judged yet
+    judge(step_data)                     returns what is wrong with it
+    decide(found)                        returns what is to be done about it
+    ended(step, complete)                a step has ended and its taps are removed, also where the tool has stopped
+    dropped()                            the step that had begun is forgotten
+    interrupted(why)                     an error ends the training
+    closing()                            the run ends, and the writer is still open
+    closed()                             the run has ended, also where the tool has stopped
 
 A fault of a program leaves out that program, and nothing else.
 """
@@ -70,8 +70,8 @@ class Program:
     def attached(self, probe: Probe) -> None:
         """The probe is composed; nothing is open yet."""
 
-    def opened(self, model: Any, optimizer: Any, told: bool) -> None:
-        """The model is known. told: somebody said where this process stands; otherwise it was found out."""
+    def opened(self, model: Any, optimizer: Any, declared: bool) -> None:
+        """The model is known. declared: the caller gave this process's place in the job; otherwise it was detected."""
 
     def sinks(self, place: Place) -> Mapping[str, Any]:
         """Return sinks that get what the writer gets, by their names. Raises OutputError where one cannot be opened."""

@@ -77,11 +77,11 @@ class Scheduler:
         extra = step in self._extra_steps
         known = self._of_steps.get((step, extra))
         if known is None:
-            wanted = {wants: bool(wants(step)) for wants in self._asked}
-            answers = (extra, *wanted.values())
+            due = {wants: bool(wants(step)) for wants in self._asked}
+            answers = (extra, *due.values())
             known = self._of_answers.get(answers)
             if known is None:
-                known = self._of_answers[answers] = self._chosen(extra, wanted)
+                known = self._of_answers[answers] = self._chosen(extra, due)
             self._of_steps = {key: value for key, value in self._of_steps.items() if key[0] == step - 1}
             self._of_steps[step, extra] = known
         return known
@@ -96,13 +96,13 @@ class Scheduler:
         """Remove all taps. staying: taps that the next step wants too."""
         all_of([*(partial(self._end, tap, tap in staying) for tap in reversed(self.taps)), self.pauses.clear])
 
-    def _chosen(self, extra: bool, wanted: Mapping[Wants, bool]) -> Scheduled:
+    def _chosen(self, extra: bool, due: Mapping[Wants, bool]) -> Scheduled:
         """Return what runs in a step of which these are the answers; extra: it is to be collected in full."""
-        programs = [p for p in self.programs if wanted[p.schedule.wants] or (extra and p.schedule.asked)]
+        programs = [p for p in self.programs if due[p.schedule.wants] or (extra and p.schedule.asked)]
         schedules = [program.schedule for program in programs]
         whole = dict.fromkeys(tap for s in schedules for tap in s.asked) if extra else {}
         paused = {tap for s in schedules for tap in s.replaced} if whole else set[Tap]()
-        taps = dict.fromkeys(tap for s in schedules for tap, wants in s.taps if wanted[wants] and tap not in paused)
+        taps = dict.fromkeys(tap for s in schedules for tap, wants in s.taps if due[wants] and tap not in paused)
         return Scheduled(programs, whole | taps)
 
     def _open(self, tap: Tap, model: Any, optimizer: Any) -> None:

@@ -123,8 +123,8 @@ class Tape:
         self.calls.append(made)
         return made
 
-    def told(self, call: Call) -> None:
-        """Learn that more is known of a call."""
+    def more_known(self, call: Call) -> None:
+        """More is known of a call: write it to the journal, if there is one."""
         if self._journal is not None:
             self._journal.call(call)
 
@@ -407,8 +407,10 @@ class Tape:
         found: list[Feature] = []
         for deferred, name, slots, call, micro, reading in kept:
             if deferred.numbers is not None:
-                told = reading(deferred.numbers) if reading is not None else ((None, deferred.numbers.astype(np.float64)),)
-                found += [Feature(name, slot, call, micro, x, bins) for slot, (bins, x) in zip(slots, told, strict=True)]
+                slots_read = (
+                    reading(deferred.numbers) if reading is not None else ((None, deferred.numbers.astype(np.float64)),)
+                )
+                found += [Feature(name, slot, call, micro, x, bins) for slot, (bins, x) in zip(slots, slots_read, strict=True)]
         return found
 
 

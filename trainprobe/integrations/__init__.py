@@ -59,17 +59,17 @@ def _costs(probe: Probe) -> str:
     """Say what a step costs, from a timing on this machine; where parameters cannot be read, in words."""
     from trainprobe.integrations.expected_cost import expected
 
-    told = probe.guard.run(expected, probe) if "torch" in sys.modules else None
+    costs = probe.guard.run(expected, probe) if "torch" in sys.modules else None
     monitor, audit = probe.parts.monitor, probe.parts.audit_plan
-    if told is None or not any(cost.bytes for cost in told):
+    if costs is None or not any(cost.bytes for cost in costs):
         return "a watched step costs one pass over each of these tensors and one transfer to the host"
     parts: list[str] = []
     if monitor is not None:
         more = " and a pass over what modules hand on" if monitor.activations.on or monitor.activation_gradients.on else ""
-        parts.append(f"{told[0]} for a watched step{more}")
+        parts.append(f"{costs[0]} for a watched step{more}")
     if audit is not None:
         every = min((e for name in relation_names() if (e := audit.interval(name))), default=0)
-        parts.append(f"{told[1]} for the audit of {f'one of {every} steps' if every > 1 else 'each step'}")
+        parts.append(f"{costs[1]} for the audit of {f'one of {every} steps' if every > 1 else 'each step'}")
     return f"it costs {' and '.join(parts)}, as timed here at the start"
 
 

@@ -98,8 +98,8 @@ def _plan(framework: str) -> Plan:
     from trainprobe.engine.plan.loading import load_plan
     from trainprobe.integrations import default_plan
 
-    told = os.environ[VARIABLE]
-    return load_plan(default_plan() if told == "default" else told, framework, output=os.environ[OUTPUT])
+    plan_file = os.environ[VARIABLE]
+    return load_plan(default_plan() if plan_file == "default" else plan_file, framework, output=os.environ[OUTPUT])
 
 
 def called_from(packages: tuple[str, ...]) -> bool:

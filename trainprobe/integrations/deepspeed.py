@@ -134,8 +134,8 @@ class LoopHooks:
         self._passes: dict[str, int] = {}
         monitor = probe.parts.monitor
         self._gradients = monitor.gradients if monitor is not None and monitor.gradients.on else None
-        wanted = self._gradients is not None and self._gradients.unclipped
-        self._unclipped = wanted or probe.parts.audit is not None
+        asked_for = self._gradients is not None and self._gradients.unclipped
+        self._unclipped = asked_for or probe.parts.audit is not None
         self._per_micro = self._gradients is not None and self._gradients.per_micro
         managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
         self._pipeline = hasattr(type(engine), "train_batch")

@@ -136,5 +136,5 @@ def _tied_weights(engine: Any) -> frozenset[int]:
     """Return the ids of the parameters that stages of a pipeline share (TiedLayerSpec): only those DeepSpeed keeps equal."""
     model = engine.module
     tied = getattr(model, "tied_comms", None) or {}
-    weights = ((model.tied_modules[key], name) for key, told in tied.items() for name in told["weight_attr"])
+    weights = ((model.tied_modules[key], name) for key, tie in tied.items() for name in tie["weight_attr"])
     return frozenset(id(model._recursive_getattr(module, name)) for module, name in weights)

@@ -1,6 +1,6 @@
-"""Where DeepSpeed keeps a parameter's tensors: pieces of flat partitions under ZeRO, else copies in full precision.
+"""Where DeepSpeed keeps a parameter's tensors: slices of flat partitions under ZeRO, else copies in full precision.
 
-Every piece is read where it lies: nothing here communicates, gathers a parameter, or touches an attribute of a module. The
+Every slice is read where it lies: nothing here communicates, gathers a parameter, or touches an attribute of a module. The
 `safe_get_full_*` functions of DeepSpeed are collectives that some ranks enter while others raise; they are not used.
 """
 
@@ -18,7 +18,7 @@ from trainprobe.integrations.deepspeed_layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SteppedSlice:
     """The part of a parameter that this process steps.
 
     stepped: the tensor that the basic optimizer holds. start: its first element that belongs to the parameter; None where all
@@ -51,7 +51,7 @@ class DeepSpeedSource:
         self.arriving: tuple[Any, Any] | None = None
         self.micro = 0
         self.stepping: frozenset[int] | None = None
-        self.before_clipping = False  # "before_step" is told where the optimizer's own gradients do not exist yet
+        self.before_clipping = False  # "before_step" comes before the optimizer's own gradients exist
         self.parameters = list(dict(engine.module.named_parameters()).values())
         self.layout = Layout(engine)
 
@@ -62,27 +62,27 @@ class DeepSpeedSource:
             if self.arriving is not None and id(self.arriving[0]) in names:
                 p, gradient = self.arriving
                 shape = tuple(gradient.shape)
-                told = Shard((0,) * len(shape), shape, shape)
-                yield Part(names[id(p)], "grad_unreduced", gradient, told, loss_scale(self.engine), self.micro)
+                shard = Shard((0,) * len(shape), shape, shape)
+                yield Part(names[id(p)], "grad_unreduced", gradient, shard, loss_scale(self.engine), self.micro)
             return
         for p in self.parameters:
             name = names.get(id(p))
             if name is None:
                 continue
-            piece = self.piece(p)
+            held = self.slice_of(p)
             if moment == "unclipped":
-                if piece is not None and piece.reduced is not None:
-                    yield Part(name, "grad_unclipped", piece.reduced, piece.shard, loss_scale(self.engine))
+                if held is not None and held.reduced is not None:
+                    yield Part(name, "grad_unclipped", held.reduced, held.shard, loss_scale(self.engine))
                 continue
             if not self.stepping:
                 yield from self._value(p, name)
-            if piece is None or (self.stepping is not None and id(piece.stepped) not in self.stepping):
+            if held is None or (self.stepping is not None and id(held.stepped) not in self.stepping):
                 continue
             if moment == "before_step":
-                gradient = piece.reduced if self.before_clipping else _gradient(piece)
+                gradient = held.reduced if self.before_clipping else _gradient(held)
                 if gradient is not None:
-                    yield Part(name, "grad", gradient, piece.shard)
-            yield from self._state(p, name, piece)
+                    yield Part(name, "grad", gradient, held.shard)
+            yield from self._state(p, name, held)
 
     def scalars(self) -> dict[str, float]:
         """Return the learning rate, and those of parameter groups where it differs."""
@@ -90,21 +90,21 @@ class DeepSpeedSource:
         out = {"lr": rates[0]} if rates else {}
         return out | {f"lr/{i}": rate for i, rate in enumerate(rates) if rate != rates[0]}
 
-    def piece(self, p: Any) -> Piece | None:
+    def slice_of(self, p: Any) -> SteppedSlice | None:
         """Return what this process steps of a parameter, or None; anew each time, as loading replaces tensors."""
         optimizer = self.engine.optimizer
         if hasattr(p, "ds_id"):
-            return _stage3_piece(optimizer, p)
+            return _stage3_slice(optimizer, p)
         if hasattr(p, "_hp_mapping"):
             if self.layout.is_cut_again(p):
-                return None  # each element is told of once
-            return _partitioned_piece(optimizer, p, self.layout.replicas(p, cut=True))
+                return None  # each element is reported once
+            return _partitioned_slice(optimizer, p, self.layout.replicas(p, cut=True))
         if not p.requires_grad:
             return None
         shard = self._whole(p)
         if hasattr(optimizer, "fp16_groups"):
-            return _half_precision_piece(optimizer, p, shard)
-        return Piece(p, None, p.numel(), shard, p.grad)
+            return _half_precision_slice(optimizer, p, shard)
+        return SteppedSlice(p, None, p.numel(), shard, p.grad)
 
     def _whole(self, p: Any) -> Shard:
         shape = tuple(p.shape)
@@ -119,16 +119,16 @@ class DeepSpeedSource:
         if shard.shape[0] and _is_here(held):
             yield Part(name, "value", held.narrow(0, 0, shard.shape[0]), shard)
 
-    def _state(self, p: Any, name: str, piece: Piece) -> Iterator[Part]:
+    def _state(self, p: Any, name: str, held: SteppedSlice) -> Iterator[Part]:
         """Yield the master weight, where the model's own is of another dtype, and what the optimizer keeps."""
-        stepped = piece.stepped
+        stepped = held.stepped
         if stepped.dtype != p.dtype:
-            yield Part(name, "main_value", piece.of(stepped), piece.shard)
+            yield Part(name, "main_value", held.of(stepped), held.shard)
         for slot, tensor in (self.engine.basic_optimizer.state.get(stepped) or {}).items():
             if getattr(tensor, "shape", None) is None:
                 continue
             if tensor.numel() == stepped.numel():
-                yield Part(name, str(slot), piece.of(tensor), piece.shard)
+                yield Part(name, str(slot), held.of(tensor), held.shard)
             elif tensor.numel() == 1:
                 yield Part(name, str(slot), tensor)
 
@@ -146,7 +146,7 @@ def loss_scale(engine: Any) -> float:
 # ---- one layout each -----------------------------------------------------------------------------------------------------
 
 
-def _partitioned_piece(optimizer: Any, p: Any, replicas: tuple[str, ...]) -> Piece | None:
+def _partitioned_slice(optimizer: Any, p: Any, replicas: tuple[str, ...]) -> SteppedSlice | None:
     """ZeRO 1 and 2, and the optimizer of bfloat16 with float32 accumulation: a slice of a flat tensor per group."""
     mapping = p._hp_mapping
     if mapping is None:
@@ -162,10 +162,10 @@ def _partitioned_piece(optimizer: Any, p: Any, replicas: tuple[str, ...]) -> Pie
         reduced = group[p._index_in_param_group].reshape(-1)
         if reduced.numel() != there.numel:
             reduced = reduced.narrow(0, there.start, there.numel)
-    return Piece(flats[mapping.param_group_index], here.start, here.numel, shard, reduced)
+    return SteppedSlice(flats[mapping.param_group_index], here.start, here.numel, shard, reduced)
 
 
-def _stage3_piece(optimizer: Any, p: Any) -> Piece | None:
+def _stage3_slice(optimizer: Any, p: Any) -> SteppedSlice | None:
     """ZeRO 3: a slice of a flat tensor per sub-group, padded at the end of the parameter."""
     key = optimizer.get_param_id(p)
     if key not in optimizer.grad_position:
@@ -183,7 +183,7 @@ def _stage3_piece(optimizer: Any, p: Any) -> Piece | None:
         members = optimizer.fp16_groups[group]
         index = next(i for i, member in enumerate(members) if member is p)
         reduced = optimizer.averaged_gradients[group][index].reshape(-1).narrow(0, 0, count)
-    return Piece(flat, start, count, shard, reduced)
+    return SteppedSlice(flat, start, count, shard, reduced)
 
 
 def _stage3_shard(p: Any) -> Shard:
@@ -199,7 +199,7 @@ def _is_here(held: Any) -> bool:
     return getattr(status, "name", "AVAILABLE") == "AVAILABLE" and held.numel() >= held.ds_numel
 
 
-def _half_precision_piece(optimizer: Any, p: Any, shard: Shard) -> Piece | None:
+def _half_precision_slice(optimizer: Any, p: Any, shard: Shard) -> SteppedSlice | None:
     """Half precision without ZeRO: a float32 copy a parameter, or one flat copy a group, on every rank."""
     flat = getattr(optimizer, "fp32_groups_flat", None)
     for i, group in enumerate(optimizer.fp16_groups):
@@ -207,16 +207,16 @@ def _half_precision_piece(optimizer: Any, p: Any, shard: Shard) -> Piece | None:
         for j, member in enumerate(group):
             if member is p:
                 if flat is None:
-                    return Piece(optimizer.fp32_groups[i][j], None, p.numel(), shard, p.grad)
+                    return SteppedSlice(optimizer.fp32_groups[i][j], None, p.numel(), shard, p.grad)
                 row = Shard((0,), (p.numel(),), (prod(shard.whole),), shard.replicas)
-                return Piece(flat[i], start, p.numel(), row, p.grad)
+                return SteppedSlice(flat[i], start, p.numel(), row, p.grad)
             start += member.numel()
     return None
 
 
-def _gradient(piece: Piece) -> Any:
-    gradient = piece.stepped.grad
-    return None if gradient is None else piece.of(gradient)
+def _gradient(held: SteppedSlice) -> Any:
+    gradient = held.stepped.grad
+    return None if gradient is None else held.of(gradient)
 
 
 def tensors_of(optimizer: Any) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Whether a watched loop is what `watch` was told: its steps, its model and its optimizer."""
+"""Checks that a watched loop has the steps, the model and the optimizer that `watch` was given."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LoopChecks:
         settle()
 
     def sentence(self, steps: int, judged: bool) -> str:
-        """Return what the end of the run has to say; empty where the loop was what was told.
+        """Return what the end of the run has to say; empty where the loop was as declared.
 
         steps: how many began. judged: whether the plan has a monitor or an audit, which expect updates.
         """

@@ -147,8 +147,8 @@ class LoopHooks:
         self._device = next((held.parameter.device for held in source.held), None)
         audited = probe.parts.audit is not None
         self._unclipped = probe.parts.states is not None and (audited or monitor is None or monitor.gradients.unclipped)
-        wanted = monitor.gradients if monitor is not None else None
-        if wanted is not None and wanted.on and wanted.unreduced:
+        gradients = monitor.gradients if monitor is not None else None
+        if gradients is not None and gradients.on and gradients.unreduced:
             self._watch_reductions(chunks)
 
     def around(self, owner: Any, name: str, listener: Callable[..., Any]) -> None:
@@ -222,8 +222,8 @@ class LoopHooks:
 
     def _micro_batch(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         if self.probe.tape is not None:
-            told = self.probe.guard.run(self._micro_of.bind_partial, *args, **kwargs)
-            index = told.arguments.get("current_microbatch") if told is not None else None
+            bound = self.probe.guard.run(self._micro_of.bind_partial, *args, **kwargs)
+            index = bound.arguments.get("current_microbatch") if bound is not None else None
             if index is not None:
                 self.probe.moment("micro", index)
         return run(*args, **kwargs)
@@ -234,11 +234,11 @@ class LoopHooks:
 
         rows = [row for row in reported or () if isinstance(row, Mapping)]
         for name in rows[0] if rows else ():
-            told = [torch.stack(list(v)) if isinstance(v, tuple | list) else v for v in (row[name] for row in rows)]
-            if not all(torch.is_tensor(v) and v.numel() in (1, 2) for v in told):
+            values = [torch.stack(list(v)) if isinstance(v, tuple | list) else v for v in (row[name] for row in rows)]
+            if not all(torch.is_tensor(v) and v.numel() in (1, 2) for v in values):
                 continue
             with torch.no_grad():
-                stacked = torch.stack([v.detach().float().reshape(-1) for v in told])
+                stacked = torch.stack([v.detach().float().reshape(-1) for v in values])
                 mean = stacked.mean() if stacked.shape[1] == 1 else stacked[:, 0].sum() / stacked[:, 1].sum()
             self.probe.note(name, mean)
 
@@ -351,10 +351,10 @@ def follow_training(training: Any, model: Any, optimizer: Any, plan: PlanSource,
     return probe
 
 
-def _note_report(probe: Probe, told: Mapping[str, Any]) -> None:
+def _note_report(probe: Probe, report: Mapping[str, Any]) -> None:
     """Note what the trainer's log was handed. Values that are not there yet (a reduction under way) are left out."""
-    reported = {f"reported_{name}": told[name] for name in REPORTED if told.get(name) is not None}
-    for name, value in [*(told.get("loss_dict") or {}).items(), *reported.items()]:
+    reported = {f"reported_{name}": report[name] for name in REPORTED if report.get(name) is not None}
+    for name, value in [*(report.get("loss_dict") or {}).items(), *reported.items()]:
         if isinstance(value, int | float) or (hasattr(value, "numel") and value.numel() == 1):
             probe.note(name, value)
 

@@ -151,9 +151,9 @@ def _state(held: Held, owned: Owned) -> Iterator[Part]:
     for slot, tensor in (inner.state.get(owned.main) or {}).items():
         if getattr(tensor, "shape", None) is None:
             continue
-        told = unscaled(owned.main, slot) if unscaled is not None else tensor
+        value = unscaled(owned.main, slot) if unscaled is not None else tensor
         name = "main_value" if slot == "master_param" else str(slot)
-        yield Part(held.name, name, told, shard if told.numel() == owned.main.numel() else None)
+        yield Part(held.name, name, value, shard if value.numel() == owned.main.numel() else None)
 
 
 def _keeps_master_weights(optimizer: Any) -> bool:

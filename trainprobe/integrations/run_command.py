@@ -62,25 +62,25 @@ def run(
 
 
 def _run(path: Path | None, plan: Plan, command: list[str]) -> Run:
-    """Return where this run is written; said where that is beside an earlier one."""
+    """Return where this run is written; print a line if an earlier run lies there."""
     folder = plan.output
     if (path is not None and plan.on_existing != "refuse") or _has_several_nodes(command):
         return Run(path, folder)
-    beside, earlier = free_folder(folder)
+    free, earlier = free_folder(folder)
     if earlier is not None:
         sys.stderr.write(
-            f"trainprobe: {earlier} holds an earlier run: this one is written to {beside}, unless it resumes that one from a "
+            f"trainprobe: {earlier} holds an earlier run: this one is written to {free}, unless it resumes that one from a "
             "checkpoint\n"
         )
-    return Run(path, beside, earlier)
+    return Run(path, free, earlier)
 
 
 def _has_several_nodes(command: list[str]) -> bool:
     """Return whether other machines start this run too: they could not agree on a new folder."""
     after = [b for a, b in zip(command, [*command[1:], ""], strict=True) if a in ("--nnodes", "--num_machines")]
     equals = [word.partition("=")[2] for word in command if word.startswith(("--nnodes=", "--num_machines="))]
-    told = [*after, *equals, *(os.environ.get(name, "1") for name in NODES)]
-    return any(number not in ("1", "1:1") for number in told)
+    counts = [*after, *equals, *(os.environ.get(name, "1") for name in NODES)]
+    return any(number not in ("1", "1:1") for number in counts)
 
 
 run.context_settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # type: ignore[attr-defined]

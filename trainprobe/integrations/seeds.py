@@ -13,7 +13,7 @@ from trainprobe.integrations.python_seed import DROPOUT_STAYS, seed_python
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _removed: set[str] = set()
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool | None = None, is_enhanced: bool = False) -> None:
@@ -32,8 +32,8 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool | None = Non
         )
     if mode:
         _choose_deterministic_kernels()
-    if rm_dropout is None and not _told:
-        _told.add("rm_dropout")
+    if rm_dropout is None and not _reported:
+        _reported.add("rm_dropout")
         sys.stderr.write(f"trainprobe: {DROPOUT_STAYS}\n")
     if rm_dropout:
         for name in _DROPOUTS:

@@ -76,8 +76,8 @@ class Alerts:
 
     def warnings_made(self) -> Sequence[Finding]:
         """Return what could not be sent, once."""
-        told, self._warnings = self._warnings, []
-        return told
+        warnings, self._warnings = self._warnings, []
+        return warnings
 
     def close(self) -> None:
         """Do nothing."""

@@ -53,8 +53,8 @@ def csv2tensorboard_by_step(
     root = Path(monitor_path).expanduser()
     folders = [path for path in sorted(root.glob("*-rank*")) if first <= _moment(path.name.partition("-rank")[0]) <= last]
     files = [file for folder in folders for file in sorted(folder.glob("*.csv"))]
-    wanted = None if data_type_list is None else set(data_type_list)
-    files = [file for file in files if wanted is None or file.name.rpartition("_")[0] in wanted]
+    types = None if data_type_list is None else set(data_type_list)
+    files = [file for file in files if types is None or file.name.rpartition("_")[0] in types]
     if not files:
         raise FormatError(f"{root}: no CSV file of a monitor that began between {time_start} and {time_end}")
     _write(files, Path(output_dirpath) if output_dirpath is not None else root / "tensorboard")

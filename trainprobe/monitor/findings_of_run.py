@@ -15,8 +15,8 @@ Origin = Literal["recorded", "judged", "both"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Told:
-    """One cause. origin: whether the run recorded it, the rules find it in the record now, or both."""
+class JudgedFinding:
+    """A finding of a run, one per cause. origin: whether the run recorded it, the rules find it in the record now, or both."""
 
     finding: Finding
     origin: Origin
@@ -26,12 +26,12 @@ class Told:
         return {**dataclasses.asdict(self.finding), "origin": self.origin}
 
 
-def all_findings(recorded: Sequence[Finding], judged: Sequence[Finding]) -> list[Told]:
+def all_findings(recorded: Sequence[Finding], judged: Sequence[Finding]) -> list[JudgedFinding]:
     """Return one entry a cause, causes before consequences; a finding that is in both is one entry."""
     known = {_key(finding) for finding in recorded}
     new = [finding for finding in judged if _key(finding) not in known]
     by_run, now = _causes(recorded), _causes(judged)
-    return [Told(finding, _origin(cause_of(finding), by_run, now)) for finding in causes([*recorded, *new])]
+    return [JudgedFinding(finding, _origin(cause_of(finding), by_run, now)) for finding in causes([*recorded, *new])]
 
 
 def of_rules(findings: Iterable[Finding]) -> list[Finding]:

@@ -98,14 +98,14 @@ class SeriesTable:
             found = self._layouts[key] = np.array(flat, dtype=np.int64)
         return found
 
-    def of_features(self, told: tuple[tuple[str, str, int, int], ...], features: Sequence[Feature]) -> I64:
-        """Return the series of features, one a number; told: what they follow from, remembered, because steps repeat."""
-        found = self._features.get(told)
+    def of_features(self, key: tuple[tuple[str, str, int, int], ...], features: Sequence[Feature]) -> I64:
+        """Return the series of features, one per number. key: what determines them; remembered, because steps repeat."""
+        found = self._features.get(key)
         if found is None:
             if len(self._features) > 16:
                 self._features.clear()
             addresses = [Address("forward", "feature", f.name, f.call, slot) for f in features for slot, _ in f.each()]
-            found = self._features[told] = np.array(
+            found = self._features[key] = np.array(
                 [self.series_at(self.address(address), "value") for address in addresses], np.int64
             )
         return found
@@ -282,11 +282,11 @@ def _watched(numbers: Mapping[str, float | int]) -> dict[str, float]:
 
 def _health_of_record(numbers: Mapping[str, float | int]) -> int:
     both = numbers.get("min") == -math.inf and numbers.get("max") == math.inf  # the mean of which is NaN
-    told = [float(numbers[name]) for name in ("max", "min", "mean", "norm", "absmax", "value") if name in numbers]
-    told = [x for x in told if not (both and math.isnan(x))]
-    if numbers.get("nan") or any(math.isnan(x) for x in told):
+    present = [float(numbers[name]) for name in ("max", "min", "mean", "norm", "absmax", "value") if name in numbers]
+    present = [x for x in present if not (both and math.isnan(x))]
+    if numbers.get("nan") or any(math.isnan(x) for x in present):
         return Health.NAN
-    if not (numbers.get("inf") or any(math.isinf(x) for x in told)):
+    if not (numbers.get("inf") or any(math.isinf(x) for x in present)):
         return Health.FINITE
     only_below = numbers.get("min") == -math.inf and numbers.get("max", math.inf) != math.inf
     return Health.MINUS_INFINITY if only_below else Health.INFINITE

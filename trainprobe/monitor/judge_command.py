@@ -16,7 +16,7 @@ from rich.text import Text
 from trainprobe.engine.core.findings import in_folder, place_in_words, schema_text
 from trainprobe.engine.core.records import Finding
 from trainprobe.errors import FormatError, PlanError
-from trainprobe.monitor.findings_of_run import Told, all_findings
+from trainprobe.monitor.findings_of_run import JudgedFinding, all_findings
 from trainprobe.monitor.fleet.words import counted
 from trainprobe.monitor.frames import Frame
 from trainprobe.monitor.plan import make_rules
@@ -29,8 +29,8 @@ _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 _ORIGINS = {"recorded": "recorded", "judged": "found now", "both": "recorded and found now"}
 
 
-def _print_schema(wanted: bool) -> None:
-    if wanted:
+def _print_schema(printed: bool) -> None:
+    if printed:
         typer.echo(schema_text(), nl=False)
         raise typer.Exit
 
@@ -63,13 +63,13 @@ def judge(
     chosen = read_rules(rules)
     recorded = [f for f in read_findings(folder) if rules is None or f.rule in chosen]
     steps = Counter[int]()
-    told = all_findings(recorded, _judge_again(folder, chosen, steps, bool(recorded)))
+    findings = all_findings(recorded, _judge_again(folder, chosen, steps, bool(recorded)))
     if json:
-        for one in told:
+        for one in findings:
             typer.echo(orjson.dumps(one.to_json(), default=str).decode())
     else:
-        _show(told, steps, chosen)
-    return int(any(one.finding.severity != "info" for one in told))
+        _show(findings, steps, chosen)
+    return int(any(one.finding.severity != "info" for one in findings))
 
 
 def _judge_again(folder: Path, rules: dict[str, RuleOptions], steps: Counter[int], recorded: bool) -> list[Finding]:
@@ -114,16 +114,16 @@ def read_rules(text: str | None) -> dict[str, RuleOptions]:
     return make_rules(names)
 
 
-def _show(told: list[Told], steps: Counter[int], rules: dict[str, RuleOptions]) -> None:
+def _show(findings: list[JudgedFinding], steps: Counter[int], rules: dict[str, RuleOptions]) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    for one in told:
+    for one in findings:
         finding, where = one.finding, place_in_words(one.finding)
         line = Text(f"{finding.severity:<8}", style=_COLOURS[finding.severity])
         line.append(f"{finding.rule} ", style="bold not dim").append(f"({where}) " if where else "")
         console.print(line.append(f"[{_ORIGINS[one.origin]}]: {finding.message}"))
         if finding.next:
             console.print(Text(f"        → {finding.next}", style="dim"))
-    count = Counter(one.finding.severity for one in told)
+    count = Counter(one.finding.severity for one in findings)
     found = ", ".join(f"{n} info" if severity == "info" else counted(n, severity) for severity, n in count.items())
     seen = f"{counted(max(steps.values(), default=0), 'step')} of {counted(len(steps), 'rank')}"
     seen += f", {counted(len(rules), 'rule')}" if steps else " to judge again"

@@ -121,10 +121,10 @@ def _tidy_record(row: dict[str, str], values: dict[str, float | int], path: Path
         raise FormatError(f"{path}, line {line}: {error}") from error
     kind: Kind = row["kind"]  # pyright: ignore[reportAssignmentType]
     where = Site(kind, row["name"], slot, call)
-    told = row.get("phase")
-    if told and told not in _PHASES:
-        raise FormatError(f"{path}, line {line}: {told!r} is not a phase (there are: {', '.join(_PHASES)})")
-    phase: Phase = told or _phase(kind, slot)  # pyright: ignore[reportAssignmentType]
+    phase_text = row.get("phase")
+    if phase_text and phase_text not in _PHASES:
+        raise FormatError(f"{path}, line {line}: {phase_text!r} is not a phase (there are: {', '.join(_PHASES)})")
+    phase: Phase = phase_text or _phase(kind, slot)  # pyright: ignore[reportAssignmentType]
     return Record(Step(step, micro, phase), Place(rank), where, row.get("dtype", ""), _shape(row), values)
 
 
@@ -166,8 +166,8 @@ def _site_wide(row: dict[str, str], sort: str, reduced: bool) -> tuple[Phase, Si
         return phase, Site("parameter", name, "grad" if slot == "grad_unreduced" and not reduced else slot)
     if sort == "scalar":
         return "step", Site("scalar", name, "value")
-    if sort == "feature" and (told := _FEATURE.match(name)):
-        return "forward", Site("feature", told["name"], told["slot"])
+    if sort == "feature" and (feature := _FEATURE.match(name)):
+        return "forward", Site("feature", feature["name"], feature["slot"])
     match = _SIDE.match(name)
     if match and sort in ("actv", "actv_grad"):
         side = f"grad_{match['side']}" if sort == "actv_grad" else match["side"]

@@ -126,12 +126,12 @@ class MonitorPlan(_Section):
         return make_rules(value)
 
 
-def make_rules(wanted: object) -> dict[str, RuleOptions]:
+def make_rules(spec: object) -> dict[str, RuleOptions]:
     """Return rule name → settings, defaults filled in. Raises PlanError for an unknown rule or setting."""
-    if isinstance(wanted, (list, tuple)):
-        names = [str(name) for name in cast("list[object]", wanted)]
+    if isinstance(spec, (list, tuple)):
+        names = [str(name) for name in cast("list[object]", spec)]
         return {name: load_rule(name).Options() for name in names}
-    given: dict[str, Any] = dict(cast("Mapping[str, Any]", wanted)) if isinstance(wanted, Mapping) else {}
+    given: dict[str, Any] = dict(cast("Mapping[str, Any]", spec)) if isinstance(spec, Mapping) else {}
     chosen: dict[str, Any] = {name: True for name in rule_names() if name not in OPTIONAL} | given
     made: dict[str, RuleOptions] = {}
     for name, settings in chosen.items():

@@ -80,7 +80,7 @@ class _Copy:
 
     def refresh(self) -> None:
         """Bring the copy up to date."""
-        with _told(self.url):
+        with _errors_named(self.url):
             if self.system.isfile(self.root):
                 self.system.get_file(self.root, str(self.folder))
                 return
@@ -151,7 +151,7 @@ def _open(url: str) -> _Copy:
     holder = Path(tempfile.mkdtemp(prefix="trainprobe-"))
     atexit.register(shutil.rmtree, holder, ignore_errors=True)
     name = PurePosixPath(root).name or "run"
-    with _told(url):
+    with _errors_named(url):
         whole = system.isfile(root)
     if not whole:
         (holder / name).mkdir()
@@ -159,7 +159,7 @@ def _open(url: str) -> _Copy:
 
 
 @contextmanager
-def _told(url: str) -> Generator[None, None, None]:
+def _errors_named(url: str) -> Generator[None, None, None]:
     """Turn what a backend raises into a sentence that names the URL: each has errors of its own."""
     try:
         yield

@@ -67,9 +67,9 @@ def runs(
         )
     for run in found:
         span = f"{run.steps} ({run.first_step} to {run.last_step})" if run.steps else "–"
-        told = ", ".join(f"{n} {severity}" for severity, n in run.findings.items()) or "none"
+        findings = ", ".join(f"{n} {severity}" for severity, n in run.findings.items()) or "none"
         name = str(Path(run.folder).relative_to(folder))
-        table.add_row(name, run.format, str(run.ranks), span, str(run.dumped_steps or "–"), _size(run.bytes), told)
+        table.add_row(name, run.format, str(run.ranks), span, str(run.dumped_steps or "–"), _size(run.bytes), findings)
     Console(highlight=False, soft_wrap=True).print(table)
     return 0
 

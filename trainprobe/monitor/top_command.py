@@ -94,7 +94,7 @@ class View:
         head = Text.assemble(
             (origin(self.folder), "bold"), f"   last step {max(steps) if steps else '—'}   ranks {len(self.histories)}"
         )
-        return Group(head, self._scalars(), self._offenders(), _finding_panel([told.finding for told in found]))
+        return Group(head, self._scalars(), self._offenders(), _finding_panel([entry.finding for entry in found]))
 
     def _scalars(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)

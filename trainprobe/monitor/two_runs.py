@@ -51,8 +51,8 @@ def distance(a: F64, b: F64) -> F64:
     """Return how far numbers are apart, relative to the larger one; infinitely where one alone is not finite."""
     with np.errstate(all="ignore"):
         far = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
-    alike = (a == b) | (np.isnan(a) & np.isnan(b))
-    return np.where(alike, 0.0, np.where(np.isfinite(a) & np.isfinite(b), far, math.inf))
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    return np.where(same, 0.0, np.where(np.isfinite(a) & np.isfinite(b), far, math.inf))
 
 
 def departures(a: Histories, b: Histories, floor: Histories | None = None) -> list[Departure]:
@@ -128,10 +128,12 @@ def add_run(view: RunView, other: RunView, name: str, found: Sequence[Departure]
     ]
     heads = ["series", "rank", "from step", "here", name, "apart", "rounding explains"]
     table = [Table(f"What leaves the floor first: {len(found)} series differ from {name}", heads, rows)] if rows else []
-    said = view.notes if finding is not None else [*view.notes, f"no series differs from {name} by more than rounding explains"]
+    notes = (
+        view.notes if finding is not None else [*view.notes, f"no series differs from {name} by more than rounding explains"]
+    )
     findings = [*view.findings, finding] if finding is not None else view.findings
     tables = [*table, *view.tables]
-    return replace(view, scalars=scalars, metrics=[*view.metrics, *maps], findings=findings, tables=tables, notes=said)
+    return replace(view, scalars=scalars, metrics=[*view.metrics, *maps], findings=findings, tables=tables, notes=notes)
 
 
 def _map(a: Metric, b: Metric, name: str) -> Metric | None:

@@ -78,7 +78,7 @@ def test_what_is_told_is_read():
     found = read_journal(bytes(memory))
     assert found is not None
     step_data, last = found
-    assert (step_data.step, step_data.complete, step_data.place.rank, step_data.wanted) == (7, False, 3, ("max",))
+    assert (step_data.step, step_data.complete, step_data.place.rank, step_data.statistics) == (7, False, 3, ("max",))
     outer, inner = step_data.calls
     assert (outer.kind, outer.name, outer.cls, outer.micro, inner.parent, inner.phase, inner.call) == (
         *("module", "a", "Block", 1, outer, "backward"),

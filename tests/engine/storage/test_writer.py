@@ -212,7 +212,7 @@ def test_no_tensor_is_wanted_once_the_budget_is_used_up(tmp_path):
     writer.submit_tensor(0, "b", np.zeros(10))
     writer.submit(small_step(0))
     writer.flush()
-    assert (writer.tensors_wanted, [f.severity for f in writer.findings()]) == (False, ["warning"])
+    assert (writer.takes_tensors, [f.severity for f in writer.findings()]) == (False, ["warning"])
     writer.close()
 
 

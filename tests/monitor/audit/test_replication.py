@@ -9,7 +9,7 @@ from trainprobe.monitor.audit.evidence import Tensors
 from trainprobe.monitor.audit.messages import decode, encode
 from trainprobe.monitor.audit.peers import Peer, Share
 from trainprobe.monitor.audit.replication import (
-    constants_beside_a_matrix,
+    constants_with_matrices,
     doubted_biases,
     logical_norms,
     replicas_at_first,
@@ -97,8 +97,8 @@ SPLIT = [fact("mlp.up", 8, 4), fact("mlp.up_bias", 8), fact("mlp.down_bias", 4),
 
 def test_a_constant_bias_beside_a_matrix_of_as_many_rows_may_be_a_part():
     seen = Numbers({"mlp.up_bias", "mlp.down_bias", "ln.weight"})
-    assert constants_beside_a_matrix(SPLIT, seen) == {"mlp.up_bias": ["mlp.up"]}
-    assert constants_beside_a_matrix(SPLIT, Numbers(set())) == {}
+    assert constants_with_matrices(SPLIT, seen) == {"mlp.up_bias": ["mlp.up"]}
+    assert constants_with_matrices(SPLIT, Numbers(set())) == {}
 
 
 def test_it_is_doubted_where_that_matrix_is_split_and_else_not():

@@ -14,7 +14,7 @@ import torch
 from tests.distributed.launch import launch
 from tests.monitor.audit.train_resharded import LOST, SAVED, SWAPPED
 from trainprobe.engine.capture.saved_shards import shards_of, share_of
-from trainprobe.engine.core.facts import Piece
+from trainprobe.engine.core.facts import SavedShard
 from trainprobe.engine.core.shards import Shard
 from trainprobe.engine.core.sources import Part
 from trainprobe.engine.stats.checksum import fingerprint, shard_fingerprint
@@ -156,7 +156,7 @@ def test_pieces_of_any_cut_make_up_one_fingerprint_and_others_make_none():
         assert logical(pieces) == logical([*pieces, pieces[0]]) == fingerprint(whole.numpy())
         assert logical(pieces[:1]) is None
         first = pieces[0]
-        assert logical([*pieces, Piece(first.place, first.count, first.whole, first.share ^ 1)]) is None
+        assert logical([*pieces, SavedShard(first.place, first.count, first.whole, first.share ^ 1)]) is None
     rows = whole[:4].numpy()
     assert shards_of([Part("w", "value", whole[:4], cuts[0][0])])["w", "value"].share == shard_fingerprint(rows, (0, 0), (6, 7))
     assert shards_of([Part("w", "value", whole, Shard((0, 0), (6, 7), (6, 7)))]) == {}

@@ -52,22 +52,22 @@ def exponent_counts(t: Tensor) -> Tensor:
     n = highest - lowest + 1
     exponent = (torch.frexp(x.where(x.isfinite(), 0.0))[1].to(torch.int64) - 1 - lowest).clamp(0, n - 1)
     at = exponent + n * (x > 0)
-    for i, odd in enumerate((x == 0, x.isnan(), x == torch.inf, x == -torch.inf)):
-        at = torch.where(odd, 2 * n + i, at)
+    for i, special in enumerate((x == 0, x.isnan(), x == torch.inf, x == -torch.inf)):
+        at = torch.where(special, 2 * n + i, at)
     return tally(at, 2 * n + 4)
 
 
 def quantiles(levels: Any) -> Extra:
     """Return the extra that gives quantiles [k]; see engine.stats.quantiles. Sorts: n log n and a copy of the tensor."""
-    wanted = checked_levels(levels)
+    levels_array = checked_levels(levels)
 
     def find(t: Tensor) -> Tensor:
         x = real_values(t)
         n = x.numel()
         if n == 0:
-            return torch.full((wanted.size,), torch.nan, dtype=x.dtype, device=x.device)
+            return torch.full((levels_array.size,), torch.nan, dtype=x.dtype, device=x.device)
         ordered = x.sort().values  # NaN last
-        place = wanted * (n - 1)
+        place = levels_array * (n - 1)
         below = np.minimum(np.floor(place), n - 1).astype(np.int64)
         low = torch.stack([ordered[i] for i in below.tolist()])
         high = torch.stack([ordered[min(i + 1, n - 1)] for i in below.tolist()])

@@ -125,11 +125,11 @@ class TorchLibrary:
 
 def exponent_edges(counts: npt.NDArray[np.float64], dtype: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return (edges [2n + 2], counts [2n + 1]) by powers of two: negative bins, zero between them, positive bins."""
-    told = ExponentHistogram.from_counts(counts.astype(np.int64), dtype)
+    counted = ExponentHistogram.from_counts(counts.astype(np.int64), dtype)
     with np.errstate(over="ignore"):  # of float64 the last one is infinity itself
-        powers = np.ldexp(1.0, np.arange(told.lowest, told.lowest + len(told.positive) + 1))
+        powers = np.ldexp(1.0, np.arange(counted.lowest, counted.lowest + len(counted.positive) + 1))
     edges = np.concatenate([-powers[::-1], powers])
-    return edges, np.concatenate([told.negative[::-1], [told.zero], told.positive]).astype(np.float64)
+    return edges, np.concatenate([counted.negative[::-1], [counted.zero], counted.positive]).astype(np.float64)
 
 
 def _plain(x: Any) -> Any:

@@ -56,7 +56,7 @@ def _deviations(start, stop, mean, address, layout, kind: tl.constexpr, size: tl
 
 
 @triton.jit
-def _told(x, inside, nan, pos, neg, zero, low, high):
+def _tally(x, inside, nan, pos, neg, zero, low, high):
     """Count the odd ones and move the extremes; last, the elements with everything that is not finite as 0."""
     inf = float("inf")
     real = inside & (x == x)
@@ -134,7 +134,7 @@ def _chunk(
         if CHECKSUM & flags:
             total += share(word, second, lanes, at, inside, size)
         if STATS & flags:
-            nan, pos, neg, zero, low, high, kept = _told(x, inside, nan, pos, neg, zero, low, high)
+            nan, pos, neg, zero, low, high, kept = _tally(x, inside, nan, pos, neg, zero, low, high)
             if SUBNORMAL & flags:
                 subnormal += ((tl.abs(kept) < tiny) & (kept != 0)).to(tl.int32)
             if sort == COMPENSATED:
@@ -152,8 +152,8 @@ def _chunk(
     if CHECKSUM & flags:
         tl.store(integers + FINGERPRINT, tl.sum(total, 0).to(tl.int64, bitcast=True))
     if STATS & flags:
-        odd = _write_counts(numbers, nan, pos, neg, zero, low, high, subnormal)
-        good = (stop - start - odd).to(tl.float64)
+        nonfinite = _write_counts(numbers, nan, pos, neg, zero, low, high, subnormal)
+        good = (stop - start - nonfinite).to(tl.float64)
         total_sum = _write_sums(numbers, s, c, q, qc, exponent, sort)
         mean = tl.where(good > 0, total_sum / tl.maximum(good, 1.0), 0.0)
         tl.store(numbers + FINITE, good)

@@ -134,10 +134,10 @@ def launch(jobs: Sequence[Job], kind: Kind, flags: int, device: torch.device) ->
         table = _table(jobs, firsts, device) if len(jobs) > 1 else None
         at = 0 if table is None else table.data_ptr()
         if blocks:
-            told, constants = (one.address, one.count, one.chunk, *one.layout), chunk_constants(kind, flags)
-            kernels.reduce_chunks[blocks,](at, len(jobs), parts.data_ptr(), *told, **constants, **OPTIONS)
-        told, constants = (one.count, one.blocks, one.row), merge_constants(kind, flags)
-        kernels.merge_parts[len(jobs),](at, parts.data_ptr(), *told, **constants, **OPTIONS)
+            arguments, constants = (one.address, one.count, one.chunk, *one.layout), chunk_constants(kind, flags)
+            kernels.reduce_chunks[blocks,](at, len(jobs), parts.data_ptr(), *arguments, **constants, **OPTIONS)
+        arguments, constants = (one.count, one.blocks, one.row), merge_constants(kind, flags)
+        kernels.merge_parts[len(jobs),](at, parts.data_ptr(), *arguments, **constants, **OPTIONS)
 
 
 def _table(jobs: Sequence[Job], firsts: Sequence[int], device: torch.device) -> Tensor:
@@ -300,8 +300,8 @@ def samples(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     bits = mix(torch.arange(1, n * max(kind.size // 8, 1) + 1, dtype=torch.int64, device=device))
     if kind.sort == 2:  # magnitudes below 2, and some odd ones: sums of all float64 would leave the range
         bits &= ~(1 << 62)
-        for place, odd in ((7, 0x7FF0), (8, -0x10), (2 * n // 3, 0x7FF8)):
-            bits[place : place + 1] = odd << 48
+        for place, pattern in ((7, 0x7FF0), (8, -0x10), (2 * n // 3, 0x7FF8)):
+            bits[place : place + 1] = pattern << 48
     if dtype == torch.bool:
         whole = bits % 3 == 0
     elif kind.size >= 8:
@@ -317,18 +317,20 @@ def difference(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64], magnitudes: b
     magnitudes: of complex numbers, which are rounded before they are compared.
     """
     x, y = (np.ascontiguousarray(rows[:, :-1]).view(np.float64) for rows in (a, b))
-    told = dict(zip(PARTIALS, x.T, strict=True))
+    columns = dict(zip(PARTIALS, x.T, strict=True))
     with np.errstate(all="ignore"):
-        apart = np.abs(x - y)
+        distance = np.abs(x - y)
         allowed = np.full_like(x, -1.0)  # equal, but for:
-        squares = told["sumsq"] * 2.0**-40
-        allowed[:, PARTIALS.index("sum")] = np.sqrt(told["count"] * told["sumsq"]) * np.exp2(told["exponent"]) * 2.0**-40
+        squares = columns["sumsq"] * 2.0**-40
+        allowed[:, PARTIALS.index("sum")] = (
+            np.sqrt(columns["count"] * columns["sumsq"]) * np.exp2(columns["exponent"]) * 2.0**-40
+        )
         allowed[:, PARTIALS.index("sumsq")] = squares
-        allowed[:, PARTIALS.index("m2")] = squares * np.exp2(2 * told["exponent"])
+        allowed[:, PARTIALS.index("m2")] = squares * np.exp2(2 * columns["exponent"])
         if magnitudes:
             allowed[:, [PARTIALS.index("min"), PARTIALS.index("max")]] = (
                 np.abs(x[:, [PARTIALS.index("min"), PARTIALS.index("max")]]) * 2.0**-51
             )
-    same = (x == y) | (np.isnan(x) & np.isnan(y)) | (apart <= allowed)
+    same = (x == y) | (np.isnan(x) & np.isnan(y)) | (distance <= allowed)
     wrong = [name for name, fits in zip(PARTIALS, same.T, strict=True) if not fits.all()]
     return ", ".join(wrong if (a[:, -1] == b[:, -1]).all() else [*wrong, "fingerprint"])

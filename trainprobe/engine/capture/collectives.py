@@ -156,7 +156,7 @@ class CollectiveTap:
             if name in ("send", "recv") and len(args) > 1:
                 call.kwargs["peer"] = args[1]
             call.node = method
-            tape.told(call)
+            tape.more_known(call)
             return call
 
     def _after(self, call: Call, args: Any) -> None:
@@ -170,7 +170,7 @@ class CollectiveTap:
             for t in _flat(written):
                 tape.touched(t)  # a collective writes without a trace in the version counter
             call.out = tape.tree(written, self._flags)
-            tape.told(call)
+            tape.more_known(call)
 
 
 def _listed(x: Any) -> Any:

@@ -17,18 +17,23 @@ WHOM = "module_dump"
 
 
 class DumpedModules:
-    """Records modules under names of the program's own while the taps of ops rest.
+    """Records modules under names of the program's own while the taps of ops pause.
 
-    others: the taps that rest meanwhile. wanted: what is recorded of a module. tape: the tape of the step that is going on, or
-    None. Gradients of what was recorded arrive until `step_ends`.
+    others: the taps that pause meanwhile. request: what is recorded of a module. tape: the tape of the current step, or None.
+    Gradients of what was recorded arrive until `step_ends`.
     """
 
     def __init__(
-        self, others: Sequence[Tap | None], pauses: Pauses, wanted: ModuleRequest, guard: Guard, tape: Callable[[], Tape | None]
+        self,
+        others: Sequence[Tap | None],
+        pauses: Pauses,
+        request: ModuleRequest,
+        guard: Guard,
+        tape: Callable[[], Tape | None],
     ) -> None:
         self._others = others
         self._pauses = pauses
-        self._wanted = wanted
+        self._request = request
         self._guard = guard
         self._tape = tape
         self._taps: dict[tuple[int, str], ModuleTap] = {}
@@ -65,7 +70,7 @@ class DumpedModules:
         self._begun.clear()
 
     def _tap_of(self, module: Any, name: str) -> ModuleTap:
-        wanted = replace(self._wanted, selected=lambda shown: shown == name)
-        tap = ModuleTap(wanted, self._guard, None, rename=lambda inner: f"{name}.{inner}" if inner else name)
+        request = replace(self._request, selected=lambda shown: shown == name)
+        tap = ModuleTap(request, self._guard, None, rename=lambda inner: f"{name}.{inner}" if inner else name)
         tap.open(module)
         return tap

@@ -31,21 +31,21 @@ class BufferTap:
         self._names: Any = None  # what the tap knew when `_holders` was made
         self._holders: list[tuple[Any, ModuleInfo]] = []
         self._before: list[tuple[Any, ModuleInfo, _Versions]] = []
-        self._told: dict[str, Call] = {}  # name of a module → the call whose buffers were looked at
+        self._recorded: dict[str, Call] = {}  # name of a module → the call whose buffers were looked at
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Nothing to learn: the tap of modules knows them."""
 
     def begin(self, tape: Tape) -> None:
         """Take the versions of all buffers."""
-        wanted = self._modules.wanted
-        if not wanted.forward or PARAMETERS not in wanted.data:
+        request = self._modules.request
+        if not request.forward or PARAMETERS not in request.data:
             return
         self._tape = tape
         names = self._modules.names()
         if names is not self._names:
             self._names, self._holders = names, list(self._modules.with_buffers())
-        self._told.clear()
+        self._recorded.clear()
         self._take_versions()
 
     def _take_versions(self) -> None:
@@ -61,8 +61,8 @@ class BufferTap:
             for module, info, was in self._before:
                 call = last.get(info.name)
                 if call is not None:
-                    ran = self._told.get(info.name) is not call
-                    self._told[info.name] = call
+                    ran = self._recorded.get(info.name) is not call
+                    self._recorded[info.name] = call
                     _add(tape, call, info, _changed(module, was, ran))
         self._take_versions()
 
@@ -77,7 +77,7 @@ class BufferTap:
         self.look()
         self._tape = None
         self._before = []
-        self._told.clear()
+        self._recorded.clear()
 
 
 def _add(tape: Tape, call: Call, info: ModuleInfo, found: list[tuple[str, Any]]) -> None:
@@ -88,7 +88,7 @@ def _add(tape: Tape, call: Call, info: ModuleInfo, found: list[tuple[str, Any]])
         at = f"Module.{info.name}.{info.cls}.forward.{call.call}.parameters.{short}" if info.flags & SAVE else None
         call.params = {**(call.params or {}), short: tape.tree(t, info.flags, at)}
     if found:
-        tape.told(call)
+        tape.more_known(call)
 
 
 def _versions(module: Any) -> _Versions:

@@ -44,7 +44,7 @@ def places(paths: list[str], inputs: bool) -> tuple[list[tuple[int, str]], dict[
 _NO_EDGES = frozenset({int, float, bool, str, NoneType})
 
 
-def odd_edges(tape: Tape, x: Any, path: str) -> Edges:
+def edges_of_other(tape: Tape, x: Any, path: str) -> Edges:
     """Return the edges of all tensors in something that the compiled parts do not look into."""
     found: Edges = []
     collect_edges(tape, x, path, found)

@@ -33,7 +33,7 @@ class OptimizerStepTap:
         self._after = after
         self._trial = trial
         self._depth = 0
-        self._told = 0
+        self._begun = 0
         self._listener: StepListener | None = None
         self._graphs = 0
         self._updated = False
@@ -45,7 +45,7 @@ class OptimizerStepTap:
     def begin(self, tape: Tape) -> None:
         """Listen."""
         self.end(True)
-        self._depth = self._told = 0
+        self._depth = self._begun = 0
         self._graphs, self._updated = sequence_number(), False
         self._listener = StepListener(self._enter, self._leave)
 
@@ -80,7 +80,7 @@ class OptimizerStepTap:
 
     def _run_closure(self, closure: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward, which the optimizer calls for: only then do the gradients exist. The first call counts."""
-        if self._listener is not None and self._told == id(optimizer):
+        if self._listener is not None and self._begun == id(optimizer):
             self._guard.run(self._trial, True)
             try:
                 return closure(*args, **kwargs)
@@ -88,12 +88,12 @@ class OptimizerStepTap:
                 self._guard.run(self._trial, False)
         result = closure(*args, **kwargs)
         if self._listener is not None:
-            self._told = id(optimizer)
+            self._begun = id(optimizer)
             self._guard.run(self._before, optimizer)
         return result
 
     def _leave(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._told = 0
+            self._begun = 0
             self._guard.run(self._after, optimizer)

@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunction
 from trainprobe.engine.capture.requests import StatesRequest
 from trainprobe.engine.capture.saved_shards import HeldShards, shards_of
 from trainprobe.engine.capture.turns import Turns
-from trainprobe.engine.core.facts import Piece
+from trainprobe.engine.core.facts import SavedShard
 from trainprobe.engine.core.flat_parameters import FlatSlice, flat_slices_of, handles_of
 from trainprobe.engine.core.guard import attempt
 from trainprobe.engine.core.records import Call, StepData, Value
@@ -41,8 +41,8 @@ class Clipping:
     others: bool = False
 
 
-class _Asked(NamedTuple):
-    """What is wanted of one slot of one parameter: flags of the tape, those of its update, and its name after the step."""
+class _SlotRequest(NamedTuple):
+    """What is recorded of one slot of one parameter: flags of the tape, those of its update, and its name after the step."""
 
     flags: int
     update: int
@@ -58,12 +58,12 @@ class ParameterStateTap:
     wanted of everything, whatever the plan selects (the audit's).
     """
 
-    def __init__(self, wanted: StatesRequest, names: Callable[[], dict[int, str]]) -> None:
+    def __init__(self, request: StatesRequest, names: Callable[[], dict[int, str]]) -> None:
         self.source: Source | None = None
         self.more = 0
-        self._wanted = wanted
+        self._request = request
         self._names = names
-        self._known: dict[tuple[str, str], _Asked] = {}
+        self._known: dict[tuple[str, str], _SlotRequest] = {}
         self._anywhere: tuple[frozenset[str], bool] | None = None  # sorts that are wanted of any parameter; whether updates are
         self._models: list[Any] = []
         self._plain: PlainSource | None = None
@@ -91,9 +91,9 @@ class ParameterStateTap:
         self._plain = PlainSource(names, list(parameters.values()), optimizers, *_flattened(self._models, names))
         self._anywhere = None
 
-    def change(self, wanted: StatesRequest) -> None:
+    def change(self, request: StatesRequest) -> None:
         """Take these from the next step on."""
-        self._wanted = wanted
+        self._request = request
         self._known.clear()
         self._anywhere = None
 
@@ -127,7 +127,7 @@ class ParameterStateTap:
             self._clipping = frozenset(part.name for part in parts)
             self._clips_others = any(id(p) not in names and p.grad is not None for p in parameters)
             for part in parts:
-                if flags := self._wanted.gradient(part.name) | self.more:
+                if flags := self._request.gradient(part.name) | self.more:
                     looked = part, self._look(tape, part, flags), self._scale
                     self._late.append(looked) if self._updated else self._put_unclipped(tape, *looked)
 
@@ -151,7 +151,7 @@ class ParameterStateTap:
             else:
                 return
             for name, own in found:
-                if flags := self._wanted.gradient(name):
+                if flags := self._request.gradient(name):
                     part = Part(name, "grad_unreduced", own, micro=tape.micro if per_micro or slices is not None else 0)
                     self._divide(self._keep(tape, "unreduced", part, part.slot, flags), part.slot, self._scale)
 
@@ -190,7 +190,7 @@ class ParameterStateTap:
         """Look at what the source holds at "before_step", "after_step", "unreduced" or "unclipped"."""
         tape = self._tape
         source = self.source or self._plain
-        if tape is None or source is None or (name == "after_step" and not (self._wanted.after or self.more)):
+        if tape is None or source is None or (name == "after_step" and not (self._request.after or self.more)):
             return
         if self.more:
             tape.forget_all()  # a write through `.data`, or by a collective, leaves no trace: the audit looks again
@@ -250,7 +250,7 @@ class ParameterStateTap:
     def _put(self, tape: Tape, moment: str, part: Part, slot: str, value: Value) -> Call:
         call = self._calls.get((moment, part.name, part.micro)) or self._new_call(tape, moment, part.name, part.micro)
         call.params[slot] = value
-        tape.told(call)
+        tape.more_known(call)
         return call
 
     def _divide(self, call: Call, slot: str, scale: float | Value | None) -> None:
@@ -274,7 +274,7 @@ class ParameterStateTap:
             for part in source.parts("after_step") if source is not None else ():
                 yield (part.name, part.slot), tape.tree(part.tensor, STATS | CHECKSUM)
 
-    def pieces(self) -> dict[tuple[str, str], Piece]:
+    def pieces(self) -> dict[tuple[str, str], SavedShard]:
         """Return the pieces that the source holds now of tensors that are cut, gradients left out."""
         source = self.source or self._plain
         with torch.no_grad(), DisableTorchFunction():
@@ -288,7 +288,7 @@ class ParameterStateTap:
 
     def _due(self) -> frozenset[str]:
         """Return what this step is one of the steps for: sorts of tensors, and "update"."""
-        every = self._wanted.every
+        every = self._request.every
         return frozenset(sort for sort in (*SORTS, "update") if self._collected % every.get(sort, 1) == 0)
 
     def _asked(self, due: frozenset[str]) -> frozenset[str]:
@@ -301,10 +301,10 @@ class ParameterStateTap:
         sorts, updates = self._anywhere or (SORTS, False)
         return SORTS if self.more else (sorts & due) | (_VALUES if updates and "update" in due else frozenset())
 
-    def _learn(self, name: str, slot: str) -> _Asked:
+    def _learn(self, name: str, slot: str) -> _SlotRequest:
         sort = sort_of(slot)
-        update = self._wanted.update(name) if sort == "value" else 0
-        asked = self._known[name, slot] = _Asked(self._wanted_of(slot)(name), update, sort, f"{slot}_after")
+        update = self._request.update(name) if sort == "value" else 0
+        asked = self._known[name, slot] = _SlotRequest(self._flags_of(slot)(name), update, sort, f"{slot}_after")
         return asked
 
     def _update(self, tape: Tape, moment: str, part: Part, flags: int) -> None:
@@ -323,12 +323,12 @@ class ParameterStateTap:
         slot = "update" if part.slot == "value" else "main_update"
         call = self._calls.get((moment, part.name, 0)) or self._new_call(tape, moment, part.name, 0)
         call.params[slot] = change if isinstance(change, Value) else tape.tree(change, flags)
-        tape.told(call)
+        tape.more_known(call)
 
-    def _wanted_of(self, slot: str) -> Callable[[str], int]:
-        if slot in self._wanted.without:
+    def _flags_of(self, slot: str) -> Callable[[str], int]:
+        if slot in self._request.without:
             return lambda name: 0
-        return {"value": self._wanted.value, "gradient": self._wanted.gradient, "state": self._wanted.state}[sort_of(slot)]
+        return {"value": self._request.value, "gradient": self._request.gradient, "state": self._request.state}[sort_of(slot)]
 
     def _new_call(self, tape: Tape, moment: str, name: str, number: int) -> Call:
         call = self._calls[moment, name, number] = tape.call("state", name, number, "optimizer", parent="optimizer")
@@ -352,5 +352,5 @@ def _flattened(models: list[Any], names: dict[int, str]) -> tuple[dict[int, list
 
 
 def _shard(shard: Shard) -> dict[str, Any]:
-    told: dict[str, Any] = {"offset": shard.offset, "shape": shard.shape, "whole": shard.whole, "replicas": shard.replicas}
-    return told if shard.within is None else {**told, "within": _shard(shard.within)}
+    described: dict[str, Any] = {"offset": shard.offset, "shape": shard.shape, "whole": shard.whole, "replicas": shard.replicas}
+    return described if shard.within is None else {**described, "within": _shard(shard.within)}

@@ -90,12 +90,12 @@ def flags_of(detail: Detail, cuts: list[Detail] | None = None) -> int:
         if detail not in cuts:
             cuts.append(detail)
         cut = cuts.index(detail) + 1
-    wanted = detail.statistics if detail.wants_statistics else ()
+    statistics = detail.statistics if detail.wants_statistics else ()
     return (
-        (STATS if wanted else 0)
+        (STATS if statistics else 0)
         | (CHECKSUM if detail.wants_checksum else 0)
         | (CRC32 if detail.wants_crc32 else 0)
-        | sum(flag for name, flag in ASKED.items() if name in wanted)
+        | sum(flag for name, flag in ASKED.items() if name in statistics)
         | (SAVE if detail.wants_tensor else 0)
         | (cut << CUT)
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainprobe.engine.arrays.torch_checksum import fingerprint_at
 from trainprobe.engine.arrays.torch_rows import to_host
-from trainprobe.engine.core.facts import Piece
+from trainprobe.engine.core.facts import SavedShard
 from trainprobe.engine.core.library import Deferred
 from trainprobe.engine.core.shards import Shard, mesh_shard
 from trainprobe.engine.core.sources import Part
@@ -38,16 +38,16 @@ class HeldShards:
             if shard is not None and _is_cut(shard) and local.numel() == math.prod(shard.shape):
                 self._about.append(((part.name, part.slot), shard, defer(share_of(local, shard))))
 
-    def read(self) -> dict[tuple[str, str], Piece]:
+    def read(self) -> dict[tuple[str, str], SavedShard]:
         """Return (parameter, slot) → piece, of those whose shares have come to the host."""
         return {
-            key: Piece(_place(shard), math.prod(shard.shape), _whole(shard), int(share.numbers[0]) % (1 << 64))
+            key: SavedShard(_place(shard), math.prod(shard.shape), _whole(shard), int(share.numbers[0]) % (1 << 64))
             for key, shard, share in self._about
             if share.numbers is not None
         }
 
 
-def shards_of(parts: Iterable[Part]) -> dict[tuple[str, str], Piece]:
+def shards_of(parts: Iterable[Part]) -> dict[tuple[str, str], SavedShard]:
     """Return (parameter, slot) → piece of every tensor that is cut, now: reads each device once."""
     deferred: list[Deferred] = []
 

@@ -54,7 +54,7 @@ class SavedValues:
         number = tape.count(name, "save")
         call = tape.call("saved", name, number, "save")
         call.args = tape.tree(value, self._flags, f"{name}.{number}.debug" if self._flags & SAVE else None)
-        tape.told(call)
+        tape.more_known(call)
         if save_backward:
             self._watch(value, name, number, [])
 
@@ -85,7 +85,7 @@ class SavedValues:
         dotted = "".join(f".{p}" for p in path)
         value = tape.tree(gradient, self._flags, f"{name}_grad.{number}.debug{dotted}" if self._flags & SAVE else None)
         _put(call, path, value)
-        tape.told(call)
+        tape.more_known(call)
 
 
 def _put(call: Call, path: tuple[str | int, ...], value: Value) -> None:

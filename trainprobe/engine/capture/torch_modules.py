@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from trainprobe.compiled import recording
 from trainprobe.engine.capture import node_hooks
 from trainprobe.engine.capture.gradients import edge_of, plus
-from trainprobe.engine.capture.module_gradients import UNTOUCHED, Edges, odd_edges, places
+from trainprobe.engine.capture.module_gradients import UNTOUCHED, Edges, edges_of_other, places
 from trainprobe.engine.capture.native_torch import learned
 from trainprobe.engine.capture.patching import functional_call
 from trainprobe.engine.capture.patching.model_structure import ModelStructure
@@ -73,8 +73,8 @@ class ModuleTap:
     is put in place and taken away.
     """
 
-    def __init__(self, wanted: ModuleRequest, guard: Guard, stacks: Stacks | None, rename: Rename | None = None) -> None:
-        self.wanted = wanted
+    def __init__(self, request: ModuleRequest, guard: Guard, stacks: Stacks | None, rename: Rename | None = None) -> None:
+        self.request = request
         self.stack: list[Call] = []
         self.position: Position | None = None  # is told which module runs
         self.known: dict[int, ModuleInfo] = {}
@@ -96,7 +96,7 @@ class ModuleTap:
 
     def _recorder(self) -> Any:
         """Return what records calls, in compiled code."""
-        wanted = self.wanted
+        request = self.request
         return learned(recording).ModuleWatch(
             guard=self._guard,
             fault=self._guard.take,
@@ -105,20 +105,20 @@ class ModuleTap:
             edge_of=edge_of,
             places=places,
             plus=plus,
-            micro=wanted.micro,
+            micro=request.micro,
             grad_enabled=torch.is_grad_enabled,
             stacks=None if self._stacks is None else self._stacks.table,
             stack=self.stack,
             plain=(torch.Tensor, torch.nn.Parameter),
             untouched=UNTOUCHED,
             stop=self.code,
-            forward=wanted.forward,
-            backward=wanted.backward,
-            inputs=INPUTS in wanted.data,
-            kwargs=KWARGS in wanted.data,
-            parameters=PARAMETERS in wanted.data,
-            outputs=OUTPUTS in wanted.data,
-            recompute=wanted.recompute,
+            forward=request.forward,
+            backward=request.backward,
+            inputs=INPUTS in request.data,
+            kwargs=KWARGS in request.data,
+            parameters=PARAMETERS in request.data,
+            outputs=OUTPUTS in request.data,
+            recompute=request.recompute,
         )
 
     # ---- life --------------------------------------------------------------------------------------------------
@@ -149,13 +149,13 @@ class ModuleTap:
                 every = [(n, p, f"{name}.{n}" if name else n) for n, p in module._parameters.items() if p is not None]
                 for _, p, whole in every:
                     self.parameter_names.setdefault(id(p), whole)
-                own = tuple((n, p) for n, p, whole in every if self.wanted.parameter(whole))
+                own = tuple((n, p) for n, p, whole in every if self.request.parameter(whole))
                 shown = name or ROOT
                 if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
                     self._note_compiled(shown)
-                flags = self.wanted.flags(shown, type(module).__name__)
+                flags = self.request.flags(shown, type(module).__name__)
                 self._saves = self._saves or bool(flags & SAVE)
-                self.known[id(module)] = ModuleInfo(shown, type(module).__name__, own, flags, self.wanted.selected(shown))
+                self.known[id(module)] = ModuleInfo(shown, type(module).__name__, own, flags, self.request.selected(shown))
 
     def names(self) -> dict[int, str]:
         """Return id of parameter → name, as the model is now: another dict where it is made of something else than before."""
@@ -180,9 +180,9 @@ class ModuleTap:
         tape.looks_again = not self._saves  # where values are saved, each parameter would be saved once a micro-batch
         self._watch.begin(tape, tape.native, tape.calls, self._arrived)
         self.install()
-        if self.wanted.backward:
+        if self.request.backward:
             node_hooks.hold(self)
-        if self.wanted.backward and PARAMETER_GRADIENTS in self.wanted.data:
+        if self.request.backward and PARAMETER_GRADIENTS in self.request.data:
             self._watch_parameters()
 
     def install(self) -> None:
@@ -237,7 +237,7 @@ class ModuleTap:
 
     def _odd_edges(self, x: Any, path: str) -> Edges:
         with DisableTorchFunction():
-            return [] if self._tape is None else odd_edges(self._tape, x, path)
+            return [] if self._tape is None else edges_of_other(self._tape, x, path)
 
     # ---- gradients of parameters ---------------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class ModuleTap:
     def unwatched_parameters(self) -> None:
         """Record `p.grad` of parameters whose accumulator saw nothing this step: sharded ones are filled by their framework."""
         tape = self._tape
-        if tape is None or not (self.wanted.backward and PARAMETER_GRADIENTS in self.wanted.data):
+        if tape is None or not (self.request.backward and PARAMETER_GRADIENTS in self.request.data):
             return
         for model in self._models:
             for module in model.modules():

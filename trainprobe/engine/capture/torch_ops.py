@@ -40,12 +40,12 @@ class OpTap:
 
     def __init__(
         self,
-        wanted: OpRequest,
+        request: OpRequest,
         guard: Guard,
         stacks: Stacks | None,
         modules: ModuleTap | None = None,
     ) -> None:
-        self._plan = wanted
+        self._plan = request
         self._guard = guard
         self._stacks = stacks
         self._inside: list[Call] = modules.stack if modules is not None else []
@@ -60,36 +60,36 @@ class OpTap:
         self._parent: str | None = None
         self._specs: dict[
             Any, tuple[str, int, int, bool, bool] | None
-        ] = {}  # what `wanted` says, as the compiled watch reads it
-        self._watch: Any = self._recorder(wanted)
+        ] = {}  # what `request_for` returns, as the compiled watch reads it
+        self._watch: Any = self._recorder(request)
 
-    def _recorder(self, wanted: OpRequest) -> Any:
+    def _recorder(self, request: OpRequest) -> Any:
         """Return what records calls and their gradients, in compiled code (`native/ops.c`)."""
         return learned(recording).OpWatch(
             names=self._specs,
             learn=self._learn,
             fault=self._guard.take,
             repeats=self._repeated.number,
-            micro=wanted.micro,
+            micro=request.micro,
             stacks=None if self._stacks is None else self._stacks.table,
             inside=self._inside,
             stop=self._module_code,
             generator=generator_state,
-            forward=wanted.forward,
-            backward=wanted.backward,
-            inputs="input" in wanted.data,
-            kwargs="kwargs" in wanted.data,
-            outputs="output" in wanted.data,
-            recompute=wanted.recompute,
+            forward=request.forward,
+            backward=request.backward,
+            inputs="input" in request.data,
+            kwargs="kwargs" in request.data,
+            outputs="output" in request.data,
+            recompute=request.recompute,
         )
 
     def _learn(self, func: Any) -> tuple[str, int, int, bool, bool] | None:
-        wanted = self._guard.run(self.wanted, func)
+        found = self._guard.run(self.request_for, func)
         if func in _HAND_OUT_MEMORY:
             return None
         spec = None
-        if wanted is not None:
-            name, flags = wanted
+        if found is not None:
+            name, flags = found
             spec = (name.name, flags, name.written, name.unwritten, name.random)
         self._specs[func] = spec
         return spec
@@ -224,7 +224,7 @@ class OpTap:
 
     # ---- one call ----------------------------------------------------------------------------------------------
 
-    def wanted(self, func: Any) -> _Request | None:
+    def request_for(self, func: Any) -> _Request | None:
         """Return name and flags of a callable that is to be recorded, None for one that is not; remembered for ever.
 
         What hands out a tensor's memory is not remembered but comes here each time, and has all tensors looked at anew from

@@ -23,16 +23,16 @@ from trainprobe.engine.tape import Tape
 class UnreducedTap:
     """Calls `arrives(parameter, gradient)` for each gradient of a backward, before it is added to `parameter.grad`.
 
-    wanted: whether to look at all in this step. per_micro: count the micro-batches of a step by the model's forwards, unless
+    due: whether to look at all in this step. per_micro: count the micro-batches of a step by the model's forwards, unless
     somebody else tells them. paused: gradients that arrive now are not part of the training.
     """
 
     def __init__(
-        self, guard: Guard, arrives: Callable[[Any, Any], None], wanted: Callable[[], bool], per_micro: bool = False
+        self, guard: Guard, arrives: Callable[[Any, Any], None], due: Callable[[], bool], per_micro: bool = False
     ) -> None:
         self._guard = guard
         self._arrives = arrives
-        self._wanted = wanted
+        self._due = due
         self._per_micro = per_micro
         self._forwards = 0
         self._tape: Tape | None = None
@@ -47,7 +47,7 @@ class UnreducedTap:
     def begin(self, tape: Tape) -> None:
         """Hook the accumulators."""
         self.paused = False
-        if not self._wanted():
+        if not self._due():
             return
         if self._per_micro:
             self._tape, self._forwards = tape, 0

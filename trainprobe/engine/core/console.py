@@ -65,10 +65,10 @@ class Console:
         """Return whether no other rank has printed this finding; True where that cannot be known."""
         if self.markers is None:
             return True
-        told = repr((finding.step, cause_of(finding))).encode()
+        key = repr((finding.step, cause_of(finding))).encode()
         try:
             self.markers.mkdir(parents=True, exist_ok=True)
-            name = self.markers / hashlib.sha256(told).hexdigest()[:16]
+            name = self.markers / hashlib.sha256(key).hexdigest()[:16]
             os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
             return False

@@ -178,7 +178,7 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SavedShard:
     """A piece of a logical tensor. place: digest of the rectangle that it is, 0 of the whole. count: its elements.
 
     whole: elements of the logical tensor. share: its share in the fingerprint of that (`engine.stats.checksum`).
@@ -205,7 +205,7 @@ class SavedTensors:
     positions: Mapping[str, int] = field(default_factory=dict[str, int])
     batches: tuple[tuple[int, tuple[int, ...]], ...] = ()
     world: int = 1
-    pieces: Mapping[tuple[str, str], Piece] = field(default_factory=dict[tuple[str, str], Piece])
+    pieces: Mapping[tuple[str, str], SavedShard] = field(default_factory=dict[tuple[str, str], SavedShard])
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     scale: float = 0.0
     randoms: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
@@ -434,7 +434,7 @@ class StepFacts:
     recomputed: tuple[Repeat, ...] = ()
     reruns: tuple[Rerun, ...] = ()
     saved: tuple[SavedTensors, ...] = ()
-    loaded: Mapping[tuple[str, str], Piece] | None = None
+    loaded: Mapping[tuple[str, str], SavedShard] | None = None
     same_epochs: int = 0
     losses: tuple[LossCall, ...] = ()
     equal_rows: tuple[str, ...] = ()

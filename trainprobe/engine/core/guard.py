@@ -226,8 +226,8 @@ def fault_text(fault: BaseException) -> str:
 
 
 def _own_text(fault: BaseException) -> str:
-    said = attempt(str, fault, otherwise=lambda _: "it cannot be printed")
-    line = " ".join(said.encode(errors="backslashreplace").decode().split())
+    text = attempt(str, fault, otherwise=lambda _: "it cannot be printed")
+    line = " ".join(text.encode(errors="backslashreplace").decode().split())
     return line if len(line) <= _LONGEST or isinstance(fault, ProbeError) else f"{line[:_LONGEST]}…"
 
 

@@ -211,7 +211,7 @@ class StepData:
     values: list[Value]
     partials: npt.NDArray[np.float64]
     checksums: npt.NDArray[np.uint64] | None = None
-    wanted: tuple[str, ...] = ("max", "min", "mean", "norm")
+    statistics: tuple[str, ...] = ("max", "min", "mean", "norm")
     crc32: Mapping[int, str] | None = None
     histograms: Mapping[int, Any] | None = None  # row → (edges, counts)
     quantiles: Mapping[int, Any] | None = None  # row → values at the plan's levels
@@ -228,7 +228,7 @@ class StepData:
         """Finish the partials: statistic name → array [rows], computed once a collected step and vectorised."""
         from trainprobe.engine.stats import finish
 
-        return finish(self.partials, self.wanted)
+        return finish(self.partials, self.statistics)
 
     def records(self) -> Iterator[Record]:
         """Yield a Record for each value at each place it was seen, in execution order."""

@@ -136,10 +136,10 @@ class PlainSource:
             held, own = {id(t): t for params in groups for t in params}, {id(p) for p in self.parameters}
             strays = [t for number, t in held.items() if number not in own]
             left = [p for p in self.parameters if p.requires_grad and id(p) not in held]
-            alike = len(strays) == len(left) and all(
+            matched = len(strays) == len(left) and all(
                 t.shape == p.shape and t.dtype != p.dtype for t, p in zip(strays, left, strict=True)
             )
-            self._masters = key, {id(p): t for p, t in zip(left, strays, strict=True)} if alike else {}
+            self._masters = key, {id(p): t for p, t in zip(left, strays, strict=True)} if matched else {}
         return self._masters[1]
 
     def states(self) -> list[dict[int, Any]]:

@@ -32,9 +32,9 @@ def unscale(step_data: StepData, scaled: Sequence[Scaled]) -> None:
     Each gets a row of its own, because others may have seen the same tensor as it is. The fingerprint stays that of the bits.
     """
     kept: list[tuple[Any, float]] = []
-    for call, slot, told in scaled:
+    for call, slot, by in scaled:
         value = (call.params or {}).get(slot)
-        scale = _number(step_data, told) if isinstance(told, Value) else float(told)
+        scale = _number(step_data, by) if isinstance(by, Value) else float(by)
         if value is None or getattr(value, "row", -1) < 0 or scale == 1.0 or not 0 < scale < np.inf:
             continue
         own = value.with_note(value.note)
@@ -55,8 +55,8 @@ def unscale(step_data: StepData, scaled: Sequence[Scaled]) -> None:
         if table is not None:
             setattr(step_data, name, {**table, **{first + i: table[r] for i, r in enumerate(rows.tolist()) if r in table}})
     if step_data.quantiles is not None:
-        told = {first + i: step_data.quantiles[v.row] / s for i, (v, s) in enumerate(kept) if v.row in step_data.quantiles}
-        step_data.quantiles = {**step_data.quantiles, **told}
+        quantiles = {first + i: step_data.quantiles[v.row] / s for i, (v, s) in enumerate(kept) if v.row in step_data.quantiles}
+        step_data.quantiles = {**step_data.quantiles, **quantiles}
     for i, (value, _) in enumerate(kept):
         value.row = first + i
         step_data.values.append(value)

@@ -164,5 +164,5 @@ def _recorded(checked: Plan) -> str:
 
 
 def _on_existing(checked: Plan) -> str:
-    told = {"refuse": "refused where a run lies there", "continue": "beside a run that lies there"}
-    return told.get(checked.on_existing, "replacing a run that lies there")
+    effects = {"refuse": "refused where a run lies there", "continue": "beside a run that lies there"}
+    return effects.get(checked.on_existing, "replacing a run that lies there")

@@ -39,8 +39,8 @@ class ControlFile:
         """
         if step % self._every:
             return None
-        told = self._gather(_words(self._new()))[0]
-        text = _text(told)
+        payload = self._gather(_words(self._new()))[0]
+        text = _text(payload)
         if not text:
             return None
         try:

@@ -75,12 +75,12 @@ def flip_behind(array: npt.NDArray[Any], other: int, dtype: str | None = None) -
 
     Takes about 20 ns an element and bit.
     """
-    wanted = (other - fingerprint(array)) & MASK
-    if wanted == 0:
+    difference = (other - fingerprint(array)) & MASK
+    if difference == 0:
         return None
     parts, size = words(array), min(8, array.dtype.itemsize)
     for start in range(0, parts.size, _AT_ONCE):
-        found = _search(parts[start : start + _AT_ONCE], start, min(32, size * 8), np.uint64(wanted))
+        found = _search(parts[start : start + _AT_ONCE], start, min(32, size * 8), np.uint64(difference))
         if found is not None:
             i, half = divmod(found[0], words_each(size))
             held = _patterns(array)
@@ -103,11 +103,11 @@ def _patterns(array: npt.NDArray[Any]) -> U64:
     return flat.view(f"u{min(flat.dtype.itemsize, 8)}").astype(np.uint64)
 
 
-def _search(part: U64, start: int, width: int, wanted: np.uint64) -> tuple[int, int] | None:
-    """Return (place of the word, bit) of the flip that changes the fingerprint by `wanted`."""
+def _search(part: U64, start: int, width: int, difference: np.uint64) -> tuple[int, int] | None:
+    """Return (place of the word, bit) of the flip that changes the fingerprint by `difference`."""
     with np.errstate(over="ignore"):
         key = keys(np.arange(start, start + part.size, dtype=np.uint64))
-        goal = terms(part, key) + wanted
+        goal = terms(part, key) + difference
         for bit in range(width):
             hits = np.flatnonzero(terms(part ^ np.uint64(1 << bit), key) == goal)
             if hits.size:

@@ -47,13 +47,13 @@ def lost(array: npt.NDArray[Any], name: str, scale: float = 1.0) -> tuple[int, i
 
     The reference that the device's implementation is tested against.
     """
-    told = FORMATS[name]
+    form = FORMATS[name]
     x = np.abs(np.asarray(array).reshape(-1))
     with np.errstate(over="ignore"):
         x = x * scale if x.dtype == np.float64 else (x.astype(np.float32) * np.float32(scale)).astype(np.float64)
     nonzero = np.asarray(array).reshape(-1) != 0
-    under = nonzero & (x <= told.smallest / 2)
-    over = x > told.middle if told.even else x >= told.middle
+    under = nonzero & (x <= form.smallest / 2)
+    over = x > form.middle if form.even else x >= form.middle
     return int(under.sum()), int(over.sum())
 
 
@@ -63,8 +63,8 @@ def limits_of(formats: Sequence[Format], scale: npt.NDArray[Any]) -> npt.NDArray
     scale: positive, float32 [k], or float64 [k] for elements of that dtype; the result has its dtype.
     """
     pairs = [
-        (first_past(told.smallest / 2, scale, itself=False), first_past(told.middle, scale, itself=not told.even))
-        for told in formats
+        (first_past(form.smallest / 2, scale, itself=False), first_past(form.middle, scale, itself=not form.even))
+        for form in formats
     ]
     return np.stack([limit for pair in pairs for limit in pair], axis=1)
 
@@ -75,8 +75,8 @@ def limits_under(formats: tuple[str, ...], scale: float, dtype: str) -> npt.NDAr
     return limits_of([FORMATS[name] for name in formats], np.array([scale], dtype))
 
 
-def amax_scale(largest: npt.NDArray[Any], told: Format) -> npt.NDArray[Any]:
+def amax_scale(largest: npt.NDArray[Any], form: Format) -> npt.NDArray[Any]:
     """Return the largest number of a format over the largest magnitudes [k], in their dtype: at most its largest; 1 for 0."""
     with np.errstate(divide="ignore", over="ignore"):
-        factor = np.minimum(largest.dtype.type(told.largest) / largest, np.finfo(largest.dtype).max)
+        factor = np.minimum(largest.dtype.type(form.largest) / largest, np.finfo(largest.dtype).max)
     return np.where(largest > 0, factor, largest.dtype.type(1))

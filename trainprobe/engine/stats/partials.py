@@ -127,7 +127,7 @@ def all_finite(partials: F64) -> bool:
     return not partials[:, _AT["nan"] : _AT["neginf"] + 1].any()
 
 
-def finish(partials: F64, wanted: Iterable[str] = ("max", "min", "mean", "norm")) -> dict[str, npt.NDArray[Any]]:
+def finish(partials: F64, statistics: Iterable[str] = ("max", "min", "mean", "norm")) -> dict[str, npt.NDArray[Any]]:
     """Return statistic name → float64 [rows]. A NaN or infinity in the tensor shows in max, min, mean, norm and std."""
     table = _PLAIN if all_finite(partials) and column(partials, "count").all() else STATISTICS
-    return {name: table[name](partials) for name in wanted}
+    return {name: table[name](partials) for name in statistics}

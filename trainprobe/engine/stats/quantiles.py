@@ -20,9 +20,9 @@ def checked_levels(levels: Any) -> npt.NDArray[np.float64]:
 
 def quantiles(array: npt.NDArray[Any], levels: Any) -> npt.NDArray[np.float64]:
     """Return the quantiles [k] in float64, as numpy.quantile(method="linear"); NaN when there is a NaN or no element."""
-    wanted = checked_levels(levels)
+    levels_array = checked_levels(levels)
     x = np.asarray(array).reshape(-1).astype(np.float64)
     if x.size == 0 or np.isnan(x).any():
-        return np.full(wanted.size, np.nan)
+        return np.full(levels_array.size, np.nan)
     with np.errstate(invalid="ignore"):
-        return np.quantile(x, wanted)
+        return np.quantile(x, levels_array)

@@ -217,7 +217,7 @@ def read_journal(data: bytes | memoryview) -> tuple[StepData, Call | None] | Non
         framework=about["framework"],
         level=about["level"],
         task=about["task"],
-        wanted=tuple(about["wanted"]),
+        statistics=tuple(about["wanted"]),
         calls=reader.calls,
         values=reader.values,
         partials=rows,

@@ -98,7 +98,7 @@ class Writer:
         self._chunks = {name: sink for name, sink in sinks.items() if isinstance(sink, ChunkSink)}
         self._warning_sinks = {name: sink for name, sink in sinks.items() if isinstance(sink, WarningSink)}
         self._counting = {name: sink for name, sink in sinks.items() if isinstance(sink, CountingSink)}
-        self.tensors_wanted = bool(self._tensors)
+        self.takes_tensors = bool(self._tensors)
         self._place = place
         self._raise = on_error == "raise"
         self._on_finding = report
@@ -140,12 +140,12 @@ class Writer:
         data: what `SavedTensor.of` takes, or a function that returns it and is called on the writer's thread (where it may
         wait for a copy from a device that is under way); nothing changes it afterwards.
         """
-        if self.tensors_wanted:
+        if self.takes_tensors:
             self._put(_Job("tensor", (step, key, data), int(getattr(data, "nbytes", 0)), 0, step))
 
     def submit_chunk(self, step: int, chunk: Any) -> None:
         """Hand over many values of a step at once, as the compiled tape gathers them. Waits while too many bytes are queued."""
-        if self.tensors_wanted:
+        if self.takes_tensors:
             self._put(_Job("chunk", (step, chunk), chunk.nbytes, 0, step))
 
     def submit_findings(self, findings: Sequence[Finding]) -> None:
@@ -161,8 +161,8 @@ class Writer:
     def findings(self) -> list[Finding]:
         """Return and forget what the writer itself has to say: sinks given up, budgets reached."""
         with self._changed:
-            said, self._findings = self._findings, []
-        return said
+            findings, self._findings = self._findings, []
+        return findings
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all that was handed over is on disk; return whether it is."""
@@ -307,7 +307,7 @@ class Writer:
                 saved = self._guarded(name, _on_host, step, key, data)
             if saved is not None:
                 more |= self._guarded(name, sink.tensor, step, step, saved) is True
-        self.tensors_wanted = more
+        self.takes_tensors = more
 
     def _store_chunk(self, step: int, chunk: Any) -> None:
         more = False
@@ -316,7 +316,7 @@ class Writer:
         for name, sink in self._tensors.items():
             for saved in SavedTensor.all_of(chunk) if name not in self._chunks else ():
                 more |= self._guarded(name, sink.tensor, step, step, saved) is True
-        self.tensors_wanted = more
+        self.takes_tensors = more
 
     def _guarded(self, name: str, call: Callable[..., Any], step: int, *arguments: Any) -> Any:
         guard = self._guards[name]

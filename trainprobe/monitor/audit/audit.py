@@ -27,7 +27,7 @@ from trainprobe.monitor.audit.relations.replicated_buffers import is_shared
 from trainprobe.monitor.audit.relations.reported_loss import differentiated
 from trainprobe.monitor.audit.relations.saved_and_loaded import came_back, held
 from trainprobe.monitor.audit.replication import (
-    constants_beside_a_matrix,
+    constants_with_matrices,
     doubted_biases,
     logical_norms,
     replicas_at_first,
@@ -174,8 +174,10 @@ class Audit:
 
     def _shared_rows(self, draft: Evidence) -> Rows:
         """Return what the relations of the plan tell the other ranks."""
-        told = [self.part(_part_of(name), shares, draft) or {} for name, shares in _functions(self.plan, "shares").items()]
-        return {key: row for rows in told for key, row in rows.items()}
+        rows_of_relations = [
+            self.part(_part_of(name), shares, draft) or {} for name, shares in _functions(self.plan, "shares").items()
+        ]
+        return {key: row for rows in rows_of_relations for key, row in rows.items()}
 
     def _take_resharded(self, facts: StepFacts, tensors: Tensors, step_data: StepData) -> Resharded | None:
         """Return what was loaded before this step, where ranks or cuts are others than when this rank saved."""
@@ -218,13 +220,13 @@ class Audit:
         """Send this rank's message and return everybody's; nothing where a rank has stopped or is at another step."""
         assert self.gather is not None
         self._answered = draft.step
-        told = [
+        messages = [
             decode(words)
             for words in self.gather(encode(_message(draft, self._replicated, self._shared_rows(draft)), draft.step))
         ]
-        if any(peer.marks["out"] or step != draft.step for peer, step in told):
+        if any(peer.marks["out"] or step != draft.step for peer, step in messages):
             return ()
-        peers = sorted((peer for peer, _ in told), key=lambda peer: peer.rank)
+        peers = sorted((peer for peer, _ in messages), key=lambda peer: peer.rank)
         self._learn(draft, peers)
         return with_known_shares(peers, draft.axes, self.certain)
 
@@ -235,13 +237,13 @@ class Audit:
         seen = replicas_at_first([*new.values(), *gradients], draft.axes, peers, draft.place.rank) if new else {}
         doubted = doubted_biases(draft.model.parameters, draft.tensors, {n: seen[key] for n, key in new.items()}, draft.axes)
         for name, key in new.items():
-            said, over = draft.tensors.replicas.get((name, "value")), seen[key]
+            declared, over = draft.tensors.replicas.get((name, "value")), seen[key]
             unsure = draft.axes if name in doubted else draft.axes & {"pp"}  # other stages may have the same names and seeds
-            if said is None and over & unsure:
+            if declared is None and over & unsure:
                 if (name, "grad") not in draft.tensors:
                     continue  # once it has a gradient, that tells
                 over -= unsure - seen[key_of(name, "grad")]
-            self._replicated[name] = said if said is not None else over | (self.certain & set(draft.axes))
+            self._replicated[name] = declared if declared is not None else over | (self.certain & set(draft.axes))
         fresh = {f"buffer {name}": key_of(name, "buffer") for name in draft.facts.buffers}
         fresh |= {f"begun {name}": key_of(name, "begun") for name in draft.facts.begun if is_shared(name)}
         fresh = {name: key for name, key in fresh.items() if name not in self._replicated}
@@ -263,7 +265,7 @@ def _check(name: str, evidence: Evidence) -> list[Finding]:
     return list(load_relation(name).check(evidence))
 
 
-def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]], told: Rows) -> Peer:
+def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]], shared: Rows) -> Peer:
     seen, facts, place = draft.tensors, draft.facts, draft.place
     rows: dict[int, tuple[int, float]] = {}
     counter = float("nan")
@@ -278,7 +280,7 @@ def _message(draft: Evidence, replicated: Mapping[str, frozenset[str]], told: Ro
     rows |= {key_of(name, "begun"): (checksum, 0.0) for name, checksum in facts.begun.items() if is_shared(name)}
     rows |= {key_of(name, "rests"): (1, 0.0) for name, training in facts.model.modes.items() if not training}
     rows |= {key_of(p.name, "frozen"): (1, 0.0) for p in facts.model.parameters if not p.trainable}
-    rows |= stepped_here(draft) | told
+    rows |= stepped_here(draft) | shared
     own = _total(draft, "grad"), _total(draft, "grad_unclipped")
     numbers = {
         "lr": facts.rates[0] if facts.rates else float("nan"),
@@ -317,12 +319,12 @@ def _total(draft: Evidence, slot: str) -> float:
 def _shares(draft: Evidence, replicated: Mapping[str, frozenset[str]]) -> dict[int, Share]:
     """Return key of each gradient that this rank holds → its share, before and after clipping."""
     seen, shares = draft.tensors, dict[int, Share]()
-    beside = constants_beside_a_matrix(draft.model.parameters, seen)
+    constants = constants_with_matrices(draft.model.parameters, seen)
     for name in seen.with_slot("grad"):
         clipped = seen.number(name, "grad", "norm")
         unclipped = seen.number(name, "grad_unclipped", "norm") if (name, "grad_unclipped") in seen else clipped
         over = seen.replicas.get((name, "grad"), replicated.get(name, seen.replicas.get((name, "value"))))
-        doubted = over is None and (name in beside or "pp" in draft.axes)
+        doubted = over is None and (name in constants or "pp" in draft.axes)
         rectangle = seen.pieces.get((name, "grad"), seen.pieces.get((name, "value"), ""))
         piece = digest(rectangle) if rectangle else 0
         shares[key_of(name, "grad")] = Share(key_of(name, "value"), over, unclipped, clipped, doubted, piece)

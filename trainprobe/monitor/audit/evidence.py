@@ -225,8 +225,8 @@ class Evidence:
         """
         if slot in ("buffer", "begun"):
             return self.replicated.get(f"{slot} {name}", frozenset())
-        told = self.tensors.replicas.get((name, slot))
-        return self.replicated.get(name, frozenset()) if told is None else told
+        declared = self.tensors.replicas.get((name, slot))
+        return self.replicated.get(name, frozenset()) if declared is None else declared
 
     def finding(
         self,
@@ -318,11 +318,11 @@ def group_words(evidence: Evidence, axes: frozenset[str], group: list[Peer]) -> 
     """Name a group of ranks: "dp group of ranks 0, 1"."""
     over = "+".join(axis for axis in evidence.place.axes if axis in axes and evidence.place.axes[axis][1] > 1) or "world"
     ranks = [peer.rank for peer in group]
-    told = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
-    return f"{over} group of ranks {told}"
+    listed = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+    return f"{over} group of ranks {listed}"
 
 
-def apart_over_ranks(
+def differs_over_ranks(
     evidence: Evidence,
     rule: str,
     number: str,
@@ -337,12 +337,12 @@ def apart_over_ranks(
 
     words: returns the message for the numbers as text, `2 on rank 0, 3 on rank 1`.
     """
-    told = {peer.rank: peer.numbers[number] for peer in evidence.peers if peer.numbers[number] > 0}
-    high, low = max(told.values(), default=0.0), min(told.values(), default=0.0)
+    reported = {peer.rank: peer.numbers[number] for peer in evidence.peers if peer.numbers[number] > 0}
+    high, low = max(reported.values(), default=0.0), min(reported.values(), default=0.0)
     if high == low or high - low <= floor * high:  # equal also where all are infinite
         return []
-    listed = ", ".join(f"{value:.{digits}g} on rank {rank}" for rank, value in list(told.items())[:4])
-    own, equal = told.get(evidence.place.rank), "equal on all ranks"
+    listed = ", ".join(f"{value:.{digits}g} on rank {rank}" for rank, value in list(reported.items())[:4])
+    own, equal = reported.get(evidence.place.rank), "equal on all ranks"
     message = words(listed)
     return [evidence.finding(rule, message, name, measured=own, expected=equal, floor=floor, kind="scalar", next=next or None)]
 

@@ -25,8 +25,8 @@ def handed_over(evidence: Evidence) -> frozenset[str]:
     found: set[str] = set()
     for p in evidence.model.parameters if len(evidence.peers) > 1 else ():
         key = key_of(p.name, "stepped")
-        told = [key in peer.rows for peer in along(evidence, evidence.over(p.name, "value"))] if p.trainable else []
-        if any(told) and not all(told):
+        stepped = [key in peer.rows for peer in along(evidence, evidence.over(p.name, "value"))] if p.trainable else []
+        if any(stepped) and not all(stepped):
             found.add(p.name)
     return frozenset(found)
 
@@ -50,7 +50,7 @@ def _driven(evidence: Evidence) -> dict[str, int]:
             continue
         moved[name] = was != now
     for name, moves in moved.items():
-        beside = name.partition(".")[0]
-        together = moves or name in driven or any(m for other, m in moved.items() if other.partition(".")[0] == beside)
+        root = name.partition(".")[0]
+        together = moves or name in driven or any(m for other, m in moved.items() if other.partition(".")[0] == root)
         driven[name] = driven.get(name, 0) + 1 if moves else 0 if together else -1
     return driven

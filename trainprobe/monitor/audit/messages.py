@@ -57,13 +57,13 @@ def encode(peer: Peer, step: int) -> Payload:
     head += [peer.marks.get(name, 0) for name in MARKS]
     head += [peer.axes.get(axis, 0) for axis in AXES]
     rows = [word for key, (checksum, norm) in peer.rows.items() for word in (key, checksum, _bits(norm))]
-    told = [word for key, number in peer.projections.items() for word in (key, _bits(number))]
+    projections = [word for key, number in peer.projections.items() for word in (key, _bits(number))]
     shares = [
         word
         for key, s in peer.gradients.items()
         for word in (key, s.value, _axes_bits(s.over) | _DOUBTED * s.doubted, _bits(s.unclipped), _bits(s.clipped), s.piece)
     ]
-    return np.array([*head, *peer.batches, *rows, *told, *shares], dtype=np.uint64)
+    return np.array([*head, *peer.batches, *rows, *projections, *shares], dtype=np.uint64)
 
 
 def decode(words: Payload) -> tuple[Peer, int]:
@@ -77,14 +77,14 @@ def decode(words: Payload) -> tuple[Peer, int]:
     at += len(MARKS)
     axes = {axis: flat[at + i] for i, axis in enumerate(AXES)}
     at = _HEAD
-    told = tuple(flat[at : at + batches])
+    batches_seen = tuple(flat[at : at + batches])
     at += batches
     table = {flat[i]: (flat[i + 1], _number(flat[i + 2])) for i in range(at, at + 3 * rows, 3)}
     at += 3 * rows
     products = {flat[i]: _number(flat[i + 1]) for i in range(at, at + 2 * projections, 2)}
     at += 2 * projections
     shares = {flat[i]: _share(flat[i + 1 : i + 6]) for i in range(at, at + 6 * gradients, 6)}
-    return Peer(rank, axes, numbers, marks, told, table, products, shares), step
+    return Peer(rank, axes, numbers, marks, batches_seen, table, products, shares), step
 
 
 def out_of_service(rank: int, step: int) -> Payload:

@@ -54,11 +54,11 @@ class AuditProgram(Program):
         if self.tap.declared is not None:
             self._undeclared = Undeclared(self.audit, self.tap.has_declared_loss, probe.at_end)
 
-    def opened(self, model: Any, optimizer: Any, told: bool) -> None:
+    def opened(self, model: Any, optimizer: Any, declared: bool) -> None:
         """Learn over which ranks parameters are replicated for certain, and whether all ranks answer."""
-        certain = told or _is_wrapped(model, _REPLICATES)
+        certain = declared or _is_wrapped(model, _REPLICATES)
         self.audit.certain = frozenset({"dp", "cp"}) if certain else frozenset()
-        self.audit.assumed = not told and not _is_wrapped(model, *_DATA_PARALLEL)
+        self.audit.assumed = not declared and not _is_wrapped(model, *_DATA_PARALLEL)
         if not all(map(self._probe.plan.wants_rank, range(self.world_size))):
             self.audit.gather = None  # some ranks do not collect: they would never answer
 

@@ -60,7 +60,7 @@ def _learned(key: int, share: Share, learned: Mapping[int, frozenset[str]]) -> f
     return learned[share.value] & learned[key] if share.doubted else learned[share.value]
 
 
-def constants_beside_a_matrix(parameters: Sequence[ParameterFact], seen: Tensors) -> dict[str, list[str]]:
+def constants_with_matrices(parameters: Sequence[ParameterFact], seen: Tensors) -> dict[str, list[str]]:
     """Return name of each vector of one number throughout → matrices beside it in the same module that have as many rows.
 
     Such a bias, all zeros at first, looks alike on ranks that split the matrix by its rows, and each hold a part of it.
@@ -69,10 +69,10 @@ def constants_beside_a_matrix(parameters: Sequence[ParameterFact], seen: Tensors
     for p in parameters:
         if len(p.shape) > 1:
             matrices.setdefault((p.name.rpartition(".")[0], p.shape[0]), []).append(p.name)
-    beside = {p.name: matrices.get((p.name.rpartition(".")[0], p.shape[0]), []) for p in parameters if len(p.shape) == 1}
+    matrices_of = {p.name: matrices.get((p.name.rpartition(".")[0], p.shape[0]), []) for p in parameters if len(p.shape) == 1}
     return {
         name: found
-        for name, found in beside.items()
+        for name, found in matrices_of.items()
         if found and seen.number(name, "value", "min") == seen.number(name, "value", "max")
     }
 
@@ -84,8 +84,8 @@ def doubted_biases(
 
     learned: name → axes over which its value is the same.
     """
-    beside = constants_beside_a_matrix(parameters, seen)
-    return frozenset(name for name, found in beside.items() if any(axes - learned.get(m, axes) for m in found))
+    matrices_of = constants_with_matrices(parameters, seen)
+    return frozenset(name for name, found in matrices_of.items() if any(axes - learned.get(m, axes) for m in found))
 
 
 def logical_norms(peers: Sequence[Peer], axes: Collection[str], keys: Collection[int] | None = None) -> tuple[float, float]:

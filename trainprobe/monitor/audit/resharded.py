@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trainprobe.engine.core.facts import Piece, SavedTensors, Schedule
+from trainprobe.engine.core.facts import SavedShard, SavedTensors, Schedule
 from trainprobe.engine.stats.checksum import MASK
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.peers import Key, Peer
@@ -32,7 +32,7 @@ class Resharded:
     """
 
     step: int
-    pieces: Mapping[Key, Piece]
+    pieces: Mapping[Key, SavedShard]
     cut: bool = True
     saves: Mapping[int, Sequence[SavedTensors]] = field(default_factory=dict[int, Sequence[SavedTensors]])
     alone: bool = False
@@ -53,12 +53,12 @@ class Match(NamedTuple):
     share: float  # of the saved tensors that are there again, at whatever place
 
 
-def as_pieces(whole: Mapping[Key, int], cut: Mapping[Key, Piece]) -> dict[Key, Piece]:
+def as_pieces(whole: Mapping[Key, int], cut: Mapping[Key, SavedShard]) -> dict[Key, SavedShard]:
     """Return all tensors as pieces. whole: key → fingerprint of what this rank holds of it."""
-    return {key: cut.get(key, Piece(0, 0, 0, fingerprint)) for key, fingerprint in whole.items()}
+    return {key: cut.get(key, SavedShard(0, 0, 0, fingerprint)) for key, fingerprint in whole.items()}
 
 
-def is_resharded(saved: SavedTensors | None, now: Mapping[Key, Piece]) -> bool:
+def is_resharded(saved: SavedTensors | None, now: Mapping[Key, SavedShard]) -> bool:
     """Tell whether something is cut in another way now than when it was saved; True for a rank that saved nothing."""
     if saved is None:
         return True
@@ -79,13 +79,13 @@ def rows_of(resharded: Resharded) -> dict[int, tuple[int, float]]:
 
 def first_data(resharded: Resharded, peers: Sequence[Peer]) -> frozenset[int]:
     """Return the fingerprints of all data of the first update after the load, over the ranks that told."""
-    told = set(resharded.batches)
+    fingerprints = set(resharded.batches)
     for peer in peers:
         number = 0
         while (row := peer.rows.get(key_of(str(number), _DATA))) is not None:
-            told.add(row[0])
+            fingerprints.add(row[0])
             number += 1
-    return frozenset(told)
+    return frozenset(fingerprints)
 
 
 def loaded(keys: Iterable[Key], resharded: Resharded, peers: Sequence[Peer]) -> dict[Key, int | None]:
@@ -95,13 +95,13 @@ def loaded(keys: Iterable[Key], resharded: Resharded, peers: Sequence[Peer]) -> 
     """
     if not peers:
         return {key: logical([piece]) for key, piece in resharded.pieces.items()}
-    told: dict[Key, list[Piece]] = {}
+    found_pieces: dict[Key, list[SavedShard]] = {}
     for name, slot in keys:
         share, place = key_of(name, f"{slot} {_SHARE}"), key_of(name, f"{slot} {_PLACE}")
         for peer in (peer for peer in peers if share in peer.rows and place in peer.rows):
             (number, count), (at, whole) = peer.rows[share], peer.rows[place]
-            told.setdefault((name, slot), []).append(Piece(at, int(count), int(whole), number))
-    return {key: logical(pieces) for key, pieces in told.items()}
+            found_pieces.setdefault((name, slot), []).append(SavedShard(at, int(count), int(whole), number))
+    return {key: logical(pieces) for key, pieces in found_pieces.items()}
 
 
 def saves_of_all(resharded: Resharded) -> dict[Moment, dict[Key, int | None]]:
@@ -111,11 +111,11 @@ def saves_of_all(resharded: Resharded) -> dict[Moment, dict[Key, int | None]]:
         of_ranks = [_saved_at((step, world), resharded.saves.get(rank, ())) for rank in range(world)]
         if None in of_ranks:
             continue
-        told: dict[Key, list[Piece]] = {}
+        found_pieces: dict[Key, list[SavedShard]] = {}
         for saved in of_ranks:
             for key, piece in as_pieces(saved.tensors, saved.pieces).items() if saved is not None else ():
-                told.setdefault(key, []).append(piece)
-        found[step, world] = {key: logical(pieces) for key, pieces in told.items()}
+                found_pieces.setdefault(key, []).append(piece)
+        found[step, world] = {key: logical(pieces) for key, pieces in found_pieces.items()}
     return found
 
 
@@ -175,7 +175,7 @@ def _saved_at(moment: Moment, saves: Sequence[SavedTensors]) -> SavedTensors | N
     return next((saved for saved in reversed(saves) if (saved.step, saved.world) == moment), None)
 
 
-def logical(pieces: Sequence[Piece]) -> int | None:
+def logical(pieces: Sequence[SavedShard]) -> int | None:
     """Return the fingerprint of the tensor that pieces make up; None where they do not, or copies of one of them differ."""
     shares = {piece.place: piece for piece in pieces}
     if any(piece.share != shares[piece.place].share for piece in pieces):

@@ -59,9 +59,9 @@ def kept_differences(folder: Path) -> Iterator[KeptDifference]:
 def _compare(step: int, name: str, ranks: list[int], arrays: list[npt.NDArray[Any]]) -> Iterator[KeptDifference]:
     if len({(array.shape, array.dtype) for array in arrays}) > 1:
         return
-    odd = odd_one_out(arrays)
-    usual = next(i for i in range(len(ranks)) if i not in odd) if odd else 0
-    for i in odd or range(1, len(ranks)):
+    minority = odd_one_out(arrays)
+    usual = next(i for i in range(len(ranks)) if i not in minority) if minority else 0
+    for i in minority or range(1, len(ranks)):
         count, found = flips(*_as_kept(arrays[usual], arrays[i]))
         if count:
             yield KeptDifference(step, name, ranks[i], ranks[usual], count, found)

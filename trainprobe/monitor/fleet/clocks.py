@@ -134,7 +134,7 @@ def _late(
     for column, rows in sorted(found.items()):
         ranks, behind = [int(table.ranks[row]) for row in rows], float(np.nanmedian(lag[rows, column:]))
         who, step = ranks_in_words(ranks, table.catalog.places), int(table.steps[column])
-        told = (
+        text = (
             f"logged every step {behind:.1f} s after the earliest ranks, from the first one on: a clock that is set otherwise"
         )
         late = (
@@ -143,7 +143,7 @@ def _late(
         yield Finding(
             "fleet_late",
             severity,
-            f"{who} {told if severity == 'info' else late}" + (" would look the same" if severity == "info" else ""),
+            f"{who} {text if severity == 'info' else late}" + (" would look the same" if severity == "info" else ""),
             step,
             table.catalog.places.get(ranks[0]),
             measured=behind,

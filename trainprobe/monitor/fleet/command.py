@@ -12,7 +12,7 @@ from rich.text import Text
 from trainprobe.engine.core.ray_cluster import on_ray
 from trainprobe.engine.core.records import Finding
 from trainprobe.errors import UsageError
-from trainprobe.monitor.findings_of_run import Told
+from trainprobe.monitor.findings_of_run import JudgedFinding
 from trainprobe.monitor.fleet.spread import in_turn, survey
 from trainprobe.monitor.fleet.verdict import Verdict, judge_fleet
 from trainprobe.monitor.fleet.words import counted
@@ -27,7 +27,7 @@ def judge_all_ranks(folder: Path, ray: bool, json: bool) -> int:
     verdict = verdict_of(folder, ray)
     if json:
         for finding in verdict.findings:
-            typer.echo(orjson.dumps(Told(finding, "judged").to_json(), default=str).decode())
+            typer.echo(orjson.dumps(JudgedFinding(finding, "judged").to_json(), default=str).decode())
     else:
         _show(verdict)
     return verdict.code

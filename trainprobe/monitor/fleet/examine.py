@@ -132,7 +132,7 @@ def _load_sample(duck: Duck, files: Sequence[RankFiles]) -> tuple[str, str]:
     fingerprints = duck.table(f"select count(checksum) as n from raw where kind in {COMPARED}")["n"][0].as_py() > 0
     value = "checksum" if fingerprints else "numbers"
     duck.run("create table spelled as select distinct kind, name, slot, phase, call, micro from raw")
-    place = next(p for p in _PLACES_BY if p == _PLACES_BY[-1] or _tells_apart(duck, p))
+    place = next(p for p in _PLACES_BY if p == _PLACES_BY[-1] or _is_unique(duck, p))
     duck.run(f"create table known as select {place} as place, * from spelled")
     duck.run(
         f"create table shown as select rank, step, position, {place} as place, "
@@ -143,7 +143,7 @@ def _load_sample(duck: Duck, files: Sequence[RankFiles]) -> tuple[str, str]:
     return place, "checksum" if fingerprints else _NUMBERS
 
 
-def _tells_apart(duck: Duck, place: str) -> bool:
+def _is_unique(duck: Duck, place: str) -> bool:
     return duck.table(f"select count(*) = count(distinct {place}) as apart from spelled")["apart"][0].as_py()
 
 

@@ -68,7 +68,7 @@ def _judged(survey: Survey, first: list[Mapping[str, Any]], count: int) -> Findi
     rules = make_rules(["nonfinite"])
     found = next((f for f in _most_severe_first(judge_frames(frames, rules))), None)
     place = catalog.places[rank]
-    told = found.message if found is not None else f"step {step} has values that are not finite"
+    text = found.message if found is not None else f"step {step} has values that are not finite"
     if len(first) > 1:
         who = ranks_in_words([row["rank"] for row in first], catalog.places)
         head = f"{who} have it alike, and nothing that was recorded came before: which of them made it cannot be told"
@@ -78,9 +78,9 @@ def _judged(survey: Survey, first: list[Mapping[str, Any]], count: int) -> Findi
         head = f"rank {rank}{f' ({where})' if where else ''} had the first value that is not finite, at step {step}"
         head += f"; {count - 1} other ranks have one at that step, after it was handed on" if count > 1 else ""
         advice = None if found is None else found.next
-    made = found or Finding("nonfinite", "error", told, step)
+    made = found or Finding("nonfinite", "error", text, step)
     ranks = tuple(sorted(row["rank"] for row in first))
-    return replace(made, message=f"{head}: {told}", step=step, place=place, next=advice or made.next, ranks=ranks, count=1)
+    return replace(made, message=f"{head}: {text}", step=step, place=place, next=advice or made.next, ranks=ranks, count=1)
 
 
 def _most_severe_first(findings: Iterable[Finding]) -> list[Finding]:

@@ -41,7 +41,7 @@ def describe(verdict: Verdict, title: str = "") -> dict[str, Any]:
     table = verdict.table
     codes, every = joined(states(verdict))
     patterns, rows = np.unique(codes, axis=0, return_inverse=True)
-    odd = _odd_rows(verdict, codes)
+    deviating = _deviating_rows(verdict, codes)
     places = verdict.survey.catalog.places
     return {
         "title": title,
@@ -62,8 +62,8 @@ def describe(verdict: Verdict, title: str = "") -> dict[str, Any]:
         "every": every,
         "rows": rows.reshape(-1).tolist(),
         "patterns": [_runs(pattern) for pattern in patterns],
-        "odd": odd[:ODD_ROWS],
-        "more": max(0, len(odd) - ODD_ROWS),
+        "odd": deviating[:ODD_ROWS],
+        "more": max(0, len(deviating) - ODD_ROWS),
         "first": _first(verdict, every),
         "findings": [
             {"severity": f.severity, "rule": f.rule, "step": f.step, "message": f.message, "next": f.next}
@@ -100,14 +100,14 @@ def _runs(pattern: Codes) -> list[int]:
     return list(chain.from_iterable((state, len(list(run))) for state, run in groupby(pattern.tolist())))
 
 
-def _odd_rows(verdict: Verdict, codes: Codes) -> list[int]:
+def _deviating_rows(verdict: Verdict, codes: Codes) -> list[int]:
     """Return the rows of the ranks that findings are about, the gravest finding first; of a finding on many, the first few."""
-    table, odd = verdict.table, dict[int, None]()
+    table, deviating = verdict.table, dict[int, None]()
     for finding in verdict.findings:
         ranks = [rank for rank in ranks_of(finding) if rank in verdict.survey.catalog.places]
         rows = np.searchsorted(table.ranks, ranks[: max(1, ODD_ROWS // 5)]).tolist()
-        odd.update(dict.fromkeys(row for row in rows if codes[row].any()))
-    return [*odd]
+        deviating.update(dict.fromkeys(row for row in rows if codes[row].any()))
+    return [*deviating]
 
 
 def _first(verdict: Verdict, every: int) -> dict[str, int] | None:

@@ -18,7 +18,7 @@ FAR = 10.0  # deviations from the median, in standard deviations as the median d
 FLOOR = 1e-3  # of the median, where most ranks report the same number
 
 
-def odd_scalars(table: pa.Table, groups: Sequence[Group], places: Mapping[int, Place]) -> list[Finding]:
+def deviating_scalars(table: pa.Table, groups: Sequence[Group], places: Mapping[int, Place]) -> list[Finding]:
     """Return findings on scalars that stay far from the median of the replicas, or are the only ones that are not finite.
 
     table: rank, step, name, value, as in `Examined`.
@@ -33,11 +33,11 @@ def odd_scalars(table: pa.Table, groups: Sequence[Group], places: Mapping[int, P
         for code, name in enumerate(words):
             rows = np.flatnonzero((number == group.number) & (codes == code))
             if rows.size and len(group.ranks) >= LEAST_RANKS:
-                found += _odd_in(name, ranks[rows], steps[rows], values[rows], places)
+                found += _deviating(name, ranks[rows], steps[rows], values[rows], places)
     return found
 
 
-def _odd_in(
+def _deviating(
     name: str, ranks: npt.NDArray[np.int64], steps: npt.NDArray[np.int64], values: F64, places: Mapping[int, Place]
 ) -> Iterator[Finding]:
     rank, row = np.unique(ranks, return_inverse=True)

@@ -50,10 +50,10 @@ def survey(folder: Path, run: Run = in_turn) -> Survey:
 
 
 def _groups(catalog: Catalog, run: Run) -> list[Group]:
-    told = groups_of(catalog.places)
-    known = _signatures(catalog, [rank for group in told if len(group.ranks) > 1 for rank in group.sample], run)
-    more = undecided(told, known, catalog.places)
-    return regrouped(told, {**known, **_signatures(catalog, more, run)})
+    groups = groups_of(catalog.places)
+    known = _signatures(catalog, [rank for group in groups if len(group.ranks) > 1 for rank in group.sample], run)
+    more = undecided(groups, known, catalog.places)
+    return regrouped(groups, {**known, **_signatures(catalog, more, run)})
 
 
 def _signatures(catalog: Catalog, ranks: Sequence[int], run: Run) -> dict[int, Signature]:

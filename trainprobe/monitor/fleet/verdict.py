@@ -15,7 +15,7 @@ from trainprobe.engine.storage.run_log.schema import kind_of_address
 from trainprobe.monitor.fleet.clocks import Timetable, late_ranks, missing_steps
 from trainprobe.monitor.fleet.groups import Group
 from trainprobe.monitor.fleet.origin import first_not_finite
-from trainprobe.monitor.fleet.scalars import odd_scalars
+from trainprobe.monitor.fleet.scalars import deviating_scalars
 from trainprobe.monitor.fleet.spread import Survey
 from trainprobe.monitor.fleet.words import counted, place_in_words, ranks_in_words
 from trainprobe.monitor.remote_run import origin
@@ -54,7 +54,7 @@ def judge_fleet(survey: Survey) -> Verdict:
         *first_not_finite(survey, spelled),
         *missing_steps(table),
         *late_ranks(table),
-        *odd_scalars(survey.table("scalars"), survey.groups, catalog.places),
+        *deviating_scalars(survey.table("scalars"), survey.groups, catalog.places),
         *_unreadable(survey),
     ]
     found.sort(key=lambda f: (_GRAVITY[f.severity], f.step if f.step is not None else -1))
@@ -81,11 +81,14 @@ def _parted(survey: Survey, spelled: Mapping[int, Place]) -> list[Finding]:
             steps[rank] = steps.get(rank, 0) + 1
             if rank not in first or row["step"] < first[rank]["step"]:
                 first[rank] = row
-    alike: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+    together: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
     for rank, row in sorted(first.items()):
-        alike.setdefault((group_of[rank], row["step"], row["place"]), []).append(row)
-    found = [_left(survey, groups[key[0]], rows, spelled[key[2]], steps) for key, rows in alike.items()]
-    return [*found, *(_fell_apart(survey, groups[number], row, spelled[row["place"]]) for number, row in tied.items())]
+        together.setdefault((group_of[rank], row["step"], row["place"]), []).append(row)
+    found = [_left(survey, groups[key[0]], rows, spelled[key[2]], steps) for key, rows in together.items()]
+    return [
+        *found,
+        *(_group_without_majority(survey, groups[number], row, spelled[row["place"]]) for number, row in tied.items()),
+    ]
 
 
 def _left(survey: Survey, group: Group, rows: Sequence[Mapping[str, Any]], place: Place, steps: Mapping[int, int]) -> Finding:
@@ -117,7 +120,7 @@ def _compare(step: int, stayed: int, left: int) -> str:
     )
 
 
-def _fell_apart(survey: Survey, group: Group, row: Mapping[str, Any], place: Place) -> Finding:
+def _group_without_majority(survey: Survey, group: Group, row: Mapping[str, Any], place: Place) -> Finding:
     who = ranks_in_words(group.ranks, survey.catalog.places)
     return Finding(
         "fleet_replicas",

@@ -56,8 +56,8 @@ class RankStep:
         assert self.step_data is not None
         columns = numbers_of_rows(self.step_data)
         for slot, value in slots(call):
-            told = {name: column[value.row] for name, column in columns.items() if value.row >= 0}
-            yield slot, value.dtype, value.shape, {name: number for name, number in told.items() if number is not None}
+            numbers = {name: column[value.row] for name, column in columns.items() if value.row >= 0}
+            yield slot, value.dtype, value.shape, {name: number for name, number in numbers.items() if number is not None}
 
 
 def steps_of(path: Path) -> Iterator[list[RankStep]]:

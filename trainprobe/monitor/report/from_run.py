@@ -73,16 +73,16 @@ def view_of(title: str, histories: dict[int, History], findings: Sequence[Findin
     metrics = _metrics(histories)
     tables = [_worst_table(histories)]
     steps = [s.steps for s in histories.values() if s.steps.size]
-    told = dict(meta)
+    facts = dict(meta)
     if steps:
-        told |= {"steps": f"{min(int(s[0]) for s in steps)} to {max(s.last_step or 0 for s in histories.values())}"}
-    told |= {"ranks": str(len(histories)), "series": str(sum(len(s.series) for s in histories.values()))}
+        facts |= {"steps": f"{min(int(s[0]) for s in steps)} to {max(s.last_step or 0 for s in histories.values())}"}
+    facts |= {"ranks": str(len(histories)), "series": str(sum(len(s.series) for s in histories.values()))}
     notes = [
         f"rank {rank}: each column of the map joins {s.every} collected steps and shows the worst of them"
         for rank, s in histories.items()
         if s.every > 1
     ]
-    return RunView(title, told, _scalars(histories), metrics, findings, [t for t in tables if t.rows], notes[:1])
+    return RunView(title, facts, _scalars(histories), metrics, findings, [t for t in tables if t.rows], notes[:1])
 
 
 def _scalars(histories: dict[int, History]) -> dict[str, Curve]:
@@ -131,8 +131,8 @@ def _metrics(histories: dict[int, History]) -> list[Metric]:
             rows.clear()
             rows.update(turned)
     order = {label: i for i, label in enumerate(labels)}
-    wanted = sorted(groups, key=lambda key: (order.get(key[0], len(labels)), key[0], STATISTICS.index(key[1])))
-    return [_metric(label, statistic, groups[label, statistic], histories) for label, statistic in wanted]
+    shown = sorted(groups, key=lambda key: (order.get(key[0], len(labels)), key[0], STATISTICS.index(key[1])))
+    return [_metric(label, statistic, groups[label, statistic], histories) for label, statistic in shown]
 
 
 def _metric(label: str, statistic: str, rows: dict[str, dict[int, int]], histories: dict[int, History]) -> Metric:

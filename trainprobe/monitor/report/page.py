@@ -154,8 +154,10 @@ def thin(values: npt.NDArray[np.float64], points: int) -> npt.NDArray[np.int64]:
     finite = np.isfinite(grid)
     high = np.where(finite, grid, -np.inf).argmax(axis=1)
     low = np.where(finite, grid, np.inf).argmin(axis=1)
-    odd = (~finite).argmax(axis=1)
-    chosen = np.concatenate([base + high, base + low, (base + odd)[~finite.all(axis=1) & (~finite).any(axis=1)], [0, n - 1]])
+    first_nonfinite = (~finite).argmax(axis=1)
+    chosen = np.concatenate(
+        [base + high, base + low, (base + first_nonfinite)[~finite.all(axis=1) & (~finite).any(axis=1)], [0, n - 1]]
+    )
     return np.unique(np.minimum(chosen, n - 1))
 
 

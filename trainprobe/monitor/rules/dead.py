@@ -35,7 +35,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     is_share = memory.worked_out("share", places, lambda: memory.learned("share", frame, places, rows, _is_share) == 1)
     values = frame.values[places]
     dead = np.where(is_share, values >= options.share, values == 0)
-    dead &= ~_beside_one_that_lives(frame, places, dead & ~is_share, values)
+    dead &= ~_with_a_live_sibling(frame, places, dead & ~is_share, values)
     ripe = memory.newly("dead", rows, memory.lasting("zero", rows, dead) >= options.patience)
     if not ripe.any():
         return []
@@ -59,7 +59,7 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     ]
 
 
-def _beside_one_that_lives(frame: Frame, places: I64, zero: Bools, values: F64) -> Bools:
+def _with_a_live_sibling(frame: Frame, places: I64, zero: Bools, values: F64) -> Bools:
     """Tell which gradients are zero while another parameter of their module has one: gradient does arrive there.
 
     That of the last bias of a Wasserstein critic is, as what it adds to both of its means cancels.

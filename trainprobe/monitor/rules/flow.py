@@ -121,12 +121,12 @@ def _fit(norms: F64, layers: I64) -> Fit:
 def _finding(frame: Frame, options: Options, family: str, fit: Fit, place: int, how_many: int) -> Finding:
     slope, depth, quality = fit
     change = float(np.exp(abs(slope) * depth))
-    says = "vanishes towards the first layer" if slope > 0 else "explodes towards the first layer"
+    direction = "vanishes towards the first layer" if slope > 0 else "explodes towards the first layer"
     others = f"; {how_many - 1} other families too" if how_many > 1 else ""
     return Finding(
         rule="flow",
         severity=options.severity,
-        message=f"the gradient of {family} {says}: a factor {np.exp(abs(slope)):.3g} a layer, {change:.3g} over "
+        message=f"the gradient of {family} {direction}: a factor {np.exp(abs(slope)):.3g} a layer, {change:.3g} over "
         f"{depth + 1:.0f} layers (r² {quality:.2f}){others}",
         step=frame.step,
         place=frame.place,

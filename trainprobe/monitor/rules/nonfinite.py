@@ -64,14 +64,14 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
         memory.numbers["settled"] = max(memory.numbers.get("settled", 0.0), float(_scale(frame) > 1))
         return []
     scaled = _only_gradients_under_a_scale(frame, bad)
-    told = memory.numbers.get("told", 0.0) if before else 0.0
+    reported = memory.numbers.get("told", 0.0) if before else 0.0
     tried = memory.numbers.get("tried", 0.0) if before else 0.0
     severe = not scaled or tried >= options.scaler_patience
     searching = scaled and _scale(frame) > _HIGHEST and not memory.numbers.get("settled", 0.0)
     memory.numbers["tried"] = tried + (not searching)
     level = 2.0 if severe else 1.0
-    memory.numbers["told"] = max(told, level)
-    if told >= level:
+    memory.numbers["told"] = max(reported, level)
+    if reported >= level:
         return []
     after = "; the loss scaler skips such a step and lowers the scale" if scaled else ""
     return [_finding(frame, bad, options.severity if severe else "info", after)]

@@ -120,7 +120,7 @@ def collected_steps(draw: st.DrawFn) -> StepData:
         values=values,
         partials=partials_of(arrays),
         checksums=draw(st.none() | st.just(np.arange(len(arrays), dtype=np.uint64) * np.uint64(0xFFFFFFFFFFF))),
-        wanted=draw(st.sampled_from([("max", "min", "mean", "norm"), ("norm", "nan", "zero"), ("max",)])),
+        statistics=draw(st.sampled_from([("max", "min", "mean", "norm"), ("norm", "nan", "zero"), ("max",)])),
         scalars=draw(st.dictionaries(st.sampled_from(["loss", "lr"]), st.floats())),
         complete=draw(st.booleans()),
     )

@@ -123,7 +123,7 @@ def test_the_debug_level_writes_debug_json_alone(tmp_path):
 def test_bits_alone_are_written_where_tools_look_for_them(tmp_path):
     import numpy as np
 
-    step_data = small_step(wanted=(), checksums=np.arange(5, dtype=np.uint64) + np.uint64(0xAB))
+    step_data = small_step(statistics=(), checksums=np.arange(5, dtype=np.uint64) + np.uint64(0xAB))
     leaf = strictly(write(tmp_path, step_data) / "dump.json")["data"]["Functional.linear.0.forward"]["input_args"][0]
     assert (leaf["checksum"], leaf["md5"], leaf["Max"]) == ("0x00000000000000ab", "0x00000000000000ab", None)
 

@@ -119,9 +119,9 @@ CHANGES = {
     "nan": _poison,
     "no elements": _empty,
     "sum beyond float64": _overflow,
-    "std": lambda r: _set(r, wanted=("norm", "std", "nan")),
-    "fewer statistics": lambda r: _set(r, wanted=("norm",)),
-    "no statistics": lambda r: _set(r, wanted=()),
+    "std": lambda r: _set(r, statistics=("norm", "std", "nan")),
+    "fewer statistics": lambda r: _set(r, statistics=("norm",)),
+    "no statistics": lambda r: _set(r, statistics=()),
     "checksums": lambda r: _set(r, checksums=np.arange(6, dtype=np.uint64)),
     "crc": lambda r: _set(r, crc32={1: "0badcafe"}),
     "histogram": lambda r: _set(r, histograms={1: ([0.0, 1.0], [3])}),
@@ -244,7 +244,7 @@ def same_again(made, step, partials):
             setattr(twin, field, tree(getattr(call, field)))
         calls.append(twin)
     return StepData(
-        step, made.place, made.framework, made.level, made.task, calls, values, partials, made.checksums, made.wanted
+        step, made.place, made.framework, made.level, made.task, calls, values, partials, made.checksums, made.statistics
     )
 
 

@@ -113,7 +113,7 @@ class AuditTap:
 
     def unclipped(self, parameters: Sequence[Any]) -> None:
         """The gradients of these parameters are whole and not yet clipped."""
-        self._observers.tell("unclipped", parameters)
+        self._observers.notify("unclipped", parameters)
 
     def before_update(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
@@ -124,13 +124,13 @@ class AuditTap:
             audited.optimizers.append(optimizer)
         self.unclipped(list(parameters_of(optimizer)))
         if audited.plain:
-            self._observers.tell("before_update", audited.tape, optimizer)
-        self._observers.tell("steps", optimizer)
+            self._observers.notify("before_update", audited.tape, optimizer)
+        self._observers.notify("steps", optimizer)
 
     def after_update(self) -> None:
         """An optimizer has stepped."""
         if self._audited.tape is not None:
-            self._observers.tell("stepped")
+            self._observers.notify("stepped")
 
     # ---- afterwards ----------------------------------------------------------------------------------------------
 

@@ -33,11 +33,11 @@ class CutOff:
         """Tell whether one of these tensors, within lists and tuples too, is cut off."""
         return any(self._is_known(t) for t in flat(x))
 
-    def listen(self, places: Sequence[Place], told: Callable[[Any, Any], None]) -> None:
-        """Replace functions until `forget`, and tell `told(args, result)` of each call that is given what was cut off."""
+    def listen(self, places: Sequence[Place], listener: Callable[[Any, Any], None]) -> None:
+        """Replace functions until `forget`, and call `listener(args, result)` after each call that gets a cut-off tensor."""
         for owner, name in places:
             if hasattr(owner, name):
-                self._replaced.append(Replaced(owner, name, self._watched(getattr(owner, name), told), traced=True))
+                self._replaced.append(Replaced(owner, name, self._watched(getattr(owner, name), listener), traced=True))
 
     def forget(self) -> None:
         """Put the functions back, and follow nothing."""
@@ -45,19 +45,19 @@ class CutOff:
             replaced.back()
         self._known, self._replaced = {}, []
 
-    def _watched(self, original: Any, told: Callable[[Any, Any], None]) -> Any:
+    def _watched(self, original: Any, listener: Callable[[Any, Any], None]) -> Any:
         @wraps(original)  # ops are named by it
         def function(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             if not function.ended and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
-                self._guard.run(self._notify, told, args, result)
+                self._guard.run(self._notify, listener, args, result)
             return result
 
         return function
 
-    def _notify(self, told: Callable[[Any, Any], None], args: Any, result: Any) -> None:
+    def _notify(self, listener: Callable[[Any, Any], None], args: Any, result: Any) -> None:
         if isinstance(result, Tensor) and self.any_of(args):
-            told(args, result)
+            listener(args, result)
 
     def _is_known(self, t: Tensor) -> bool:
         if t.requires_grad:

@@ -50,7 +50,7 @@ def repeated_hooks(models: Sequence[Any]) -> tuple[tuple[str, str], ...]:
                 for attribute in attributes:
                     hooks = getattr(owner, attribute, None)
                     acting = [hook for hook in (hooks or {}).values() if attributes is _OF_PARAMETERS or _returns(hook)]
-                    found |= {(name or "root", told): None for told in _repeated(acting)}
+                    found |= {(name or "root", hook): None for hook in _repeated(acting)}
     return tuple(found)
 
 

@@ -27,7 +27,7 @@ class DeadUnits(Quiet):
         """Have `after` called."""
         return True
 
-    def after(self, name: str, module: Any, told: Any, out: Any) -> None:
+    def after(self, name: str, module: Any, before: Any, out: Any) -> None:
         """Tell the share for each tensor that comes out."""
         outputs = tensors_of(out)
         for i, t in enumerate(outputs):

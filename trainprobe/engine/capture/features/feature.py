@@ -44,7 +44,7 @@ class FeatureKind(Protocol):
         """Look at what a module is called with; what is returned is given to `after`."""
         ...
 
-    def after(self, name: str, module: Any, told: Any, out: Any) -> None:
+    def after(self, name: str, module: Any, before: Any, out: Any) -> None:
         """Look at what a module returned."""
         ...
 
@@ -100,14 +100,14 @@ class FeatureTap:
         self._thread = 0
         self._replaced: Replaced | None = None
         self._paused = False
-        self._odd: dict[str, None] = {}  # notes of what could not be looked at
+        self._left_out: dict[str, None] = {}  # notes of what could not be looked at
         for kind in self._kinds:
             self._guard_of(kind).on_trip(partial(self._drop, kind))
 
     @property
     def notes(self) -> list[str]:
         """What could not be seen, and why."""
-        return [*(note for kind in self._kinds for note in kind.notes), *self._odd]
+        return [*(note for kind in self._kinds for note in kind.notes), *self._left_out]
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember whose modules to look at."""
@@ -206,10 +206,10 @@ class FeatureTap:
         depth = len(self._inside)
         self._inside.append((entry[0], module))
         try:
-            told = self._guard.run(self._before, entry, module, args, kwargs) if entry[1] else None
+            before = self._guard.run(self._before, entry, module, args, kwargs) if entry[1] else None
             out = original(module, *args, **kwargs)
-            if told is not None:
-                self._guard.run(self._after, entry, module, told, out)
+            if before is not None:
+                self._guard.run(self._after, entry, module, before, out)
             return out
         finally:
             del self._inside[depth:]
@@ -219,9 +219,9 @@ class FeatureTap:
             kinds = [kind for kind in entry[1] if kind in self._due]
             return [(k, self._spared(entry[0], k.before, entry[0], module, args, kwargs)) for k in kinds]
 
-    def _after(self, entry: Entry, module: Any, told: list[tuple[FeatureKind, Any]], out: Any) -> None:
+    def _after(self, entry: Entry, module: Any, before: list[tuple[FeatureKind, Any]], out: Any) -> None:
         with without_autograd():
-            for kind, seen in told:
+            for kind, seen in before:
                 self._spared(entry[0], kind.after, entry[0], module, seen, out)
 
     def _spared(self, where: str, look: Callable[..., Any], *args: Any) -> Any:
@@ -229,7 +229,7 @@ class FeatureTap:
         return attempt(look, *args, otherwise=partial(self._leave_out, where, look))
 
     def _leave_out(self, where: str, look: Any, fault: Exception) -> None:
-        self._odd[f"{type(look.__self__).__name__} left out {where}: {fault_text(fault)}"] = None
+        self._left_out[f"{type(look.__self__).__name__} left out {where}: {fault_text(fault)}"] = None
 
 
 def feature_in(file: str) -> type[Quiet]:
@@ -289,7 +289,7 @@ class Quiet:
     def before(self, name: str, module: Any, args: Any, kwargs: Any) -> Any:
         """Look at nothing."""
 
-    def after(self, name: str, module: Any, told: Any, out: Any) -> None:
+    def after(self, name: str, module: Any, before: Any, out: Any) -> None:
         """Look at nothing."""
 
     def stepping(self) -> None:

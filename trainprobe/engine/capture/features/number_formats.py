@@ -67,7 +67,7 @@ class FormatFeature(Quiet):
         """Have `after` called."""
         return True
 
-    def after(self, name: str, module: Any, told: Any, out: Any) -> None:
+    def after(self, name: str, module: Any, before: Any, out: Any) -> None:
         """Look at what comes out, and wait for its gradients."""
         outputs = tensors_of(out)
         for i, t in enumerate(outputs):

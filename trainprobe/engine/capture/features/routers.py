@@ -42,10 +42,10 @@ class RouterFeature(Quiet):
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or not 1 < weight.shape[0] < weight.shape[1]:
             return False
-        wanted = self._chosen(name)
-        if wanted and all(module is not known for _, known in self._routers):
+        is_chosen = self._chosen(name)
+        if is_chosen and all(module is not known for _, known in self._routers):
             self._routers.append((name, module))
-        return wanted
+        return is_chosen
 
     def begin(self, tape: Tape, models: Sequence[Any]) -> None:
         """Look at the routers' weights as they are when the step begins."""
@@ -64,14 +64,15 @@ class RouterFeature(Quiet):
         bias = bias.detach().float() if isinstance(bias, Tensor) and bias.shape == weight.shape[:1] else None
         return functional.linear(x.detach().reshape(-1, weight.shape[1]).float(), weight.detach().float(), bias)
 
-    def after(self, name: str, module: Any, told: Any, out: Any) -> None:
+    def after(self, name: str, module: Any, before: Any, out: Any) -> None:
         """Tell the load and the entropy."""
-        if told is None or self._tape is None or told.shape[0] == 0:
+        logits = before
+        if logits is None or self._tape is None or logits.shape[0] == 0:
             return
         around = self._inside[-2][1] if len(self._inside) > 1 else None
-        p = _probabilities(told, module)
+        p = _probabilities(logits, module)
         self._tape.feature(name, "router_entropy", -torch.special.xlogy(p, p).sum(-1).mean())
-        counts = chosen(tensors_of(out), told.shape[1])
+        counts = chosen(tensors_of(out), logits.shape[1])
         if counts is None:
             k = self._top_k or _choices_of(module) or _choices_of(around)
             if k is None:
@@ -79,8 +80,8 @@ class RouterFeature(Quiet):
                     f"{name} does not say how many experts a token gets: its load counts each token's first choice; "
                     "give monitor.features.routers.top_k"
                 ] = None
-            best = told.topk(min(k or 1, told.shape[1]), -1).indices
-            counts = _tally(best, told.shape[1])
+            best = logits.topk(min(k or 1, logits.shape[1]), -1).indices
+            counts = _tally(best, logits.shape[1])
         counts = counts.double() if counts.device.type != "mps" else counts.float()
         self._tape.feature(name, "router_load", counts / counts.sum())
 
@@ -112,12 +113,12 @@ def _tally(places: Tensor, experts: int) -> Tensor:
 
 def _probabilities(logits: Tensor, module: Any) -> Tensor:
     places = (module, getattr(module, "config", None))
-    said = [
+    score_functions = [
         getattr(place, name, None)
         for place in places
         for name in ("score_function", "scoring_func", "moe_router_score_function")
     ]
-    if "sigmoid" in said:
+    if "sigmoid" in score_functions:
         p = logits.sigmoid()
         return p / p.sum(-1, keepdim=True)
     return logits.softmax(-1)

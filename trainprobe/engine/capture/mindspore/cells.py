@@ -113,8 +113,8 @@ def _same(members: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 class CellTap:
     """See the module text. `parameter_names`: id of parameter → MindSpore's own name, or its path where several have that."""
 
-    def __init__(self, wanted: ModuleRequest, guard: Guard, stacks: Stacks | None = None) -> None:
-        self.wanted = wanted
+    def __init__(self, request: ModuleRequest, guard: Guard, stacks: Stacks | None = None) -> None:
+        self.request = request
         self._stacks = stacks
         self.known: dict[int, CellInfo] = {}
         self.parameter_names: dict[int, str] = {}
@@ -160,13 +160,13 @@ class CellTap:
                 if RECOMPUTING in raw.split("."):
                     continue  # what MindSpore puts around a cell: the same names with and without it
                 name = raw or ROOT
-                wanted, names = self.wanted, self.parameter_names
+                request, names = self.request, self.parameter_names
                 held = [(n, p) for n, p in cell._params.items() if p is not None]
-                own = tuple((n, p) for n, p in held if wanted.parameter(names.get(id(p), str(p.name))))
+                own = tuple((n, p) for n, p in held if request.parameter(names.get(id(p), str(p.name))))
                 again = any(not outer or f"{name}.".startswith(f"{outer}.") for outer in repeated)
                 kind = type(cell).__name__
-                flags = wanted.flags(name, kind)
-                self.known.setdefault(id(cell), CellInfo(name, kind, own, flags, wanted.selected(name), again))
+                flags = request.flags(name, kind)
+                self.known.setdefault(id(cell), CellInfo(name, kind, own, flags, request.selected(name), again))
 
     def begin(self, tape: Tape) -> None:
         """Replace `Cell.__call__`."""
@@ -178,7 +178,7 @@ class CellTap:
         self._called, self._paused = 0, False
         self._arrived.clear()
         self._gradient_calls.clear()
-        if self.wanted.backward and "parameter_gradients" in self.wanted.data and not is_graph_mode():
+        if self.request.backward and "parameter_gradients" in self.request.data and not is_graph_mode():
             self._guard.run(self._watch_parameters)
         if self._original is not None:
             return
@@ -235,7 +235,7 @@ class CellTap:
             del self.stack[depth:]
 
     def _enter(self, info: CellInfo, args: Any, kwargs: Any) -> Call:
-        tape, wanted = self._tape, self.wanted
+        tape, request = self._tape, self.request
         assert tape is not None
         self._called += 1
         parent = self.stack[-1] if self.stack else None
@@ -248,17 +248,17 @@ class CellTap:
         stack = self._stacks.capture(-1, 0) if self._stacks is not None else -1
         number = self._number(info.name, again)
         call = Call("module", info.name, number, phase, cls=info.cls, micro=tape.micro, parent=parent, stack=stack)
-        if info.selected and wanted.micro(tape.micro) and (wanted.recompute or not again):
+        if info.selected and request.micro(tape.micro) and (request.recompute or not again):
             at = self._path(info, call)
-            if wanted.forward:
-                if "input" in wanted.data:
+            if request.forward:
+                if "input" in request.data:
                     call.args = tape.tree(args, info.flags, at and f"{at}.input")
-                if kwargs and "kwargs" in wanted.data:
+                if kwargs and "kwargs" in request.data:
                     call.kwargs = tape.tree(kwargs, info.flags, at and f"{at}.kwargs")
-                if info.parameters and "parameters" in wanted.data:
+                if info.parameters and "parameters" in request.data:
                     call.params = {n: tape.tree(p, info.flags, at and f"{at}.parameters.{n}") for n, p in info.parameters}
             tape.calls.append(call)
-            tape.told(call)
+            tape.more_known(call)
         self.stack.append(call)
         return call
 
@@ -272,19 +272,19 @@ class CellTap:
         return number
 
     def _leave(self, info: CellInfo, call: Call, args: Any, out: Any) -> None:
-        tape, wanted = self._tape, self.wanted
-        if tape is None or not info.selected or not wanted.micro(call.micro or 0):
+        tape, request = self._tape, self.request
+        if tape is None or not info.selected or not request.micro(call.micro or 0):
             return
-        if wanted.forward and "output" in wanted.data and (wanted.recompute or call.phase != "recompute"):
+        if request.forward and "output" in request.data and (request.recompute or call.phase != "recompute"):
             at = self._path(info, call)
             call.out = tape.tree(out, info.flags, at and f"{at}.output")
-            tape.told(call)
-        if wanted.backward:
+            tape.more_known(call)
+        if request.backward:
             back = Call("module", info.name, call.call, "backward", cls=info.cls, micro=call.micro, parent=call.parent)
-            told = {"input": out, "output": args}  # of backward: what goes into it arrives at the outputs
+            tensors = {"input": out, "output": args}  # of backward: what goes into it arrives at the outputs
             for part in ("input", "output"):
-                if part in wanted.data:
-                    for i, t in enumerate(told[part] if isinstance(told[part], tuple | list) else [told[part]]):
+                if part in request.data:
+                    for i, t in enumerate(tensors[part] if isinstance(tensors[part], tuple | list) else [tensors[part]]):
                         if isinstance(t, mindspore.Tensor):
                             self._watch(info, back, part, i, t)
 
@@ -312,7 +312,7 @@ class CellTap:
         places = back.args if part == "input" else back.out
         places += [None] * (i + 1 - len(places))
         places[i] = value
-        tape.told(back)
+        tape.more_known(back)
 
     def _watch_parameters(self) -> None:
         """Take the gradient of each selected parameter when it arrives: one a backward, of all that used the parameter."""
@@ -327,7 +327,7 @@ class CellTap:
 
     def _parameter(self, info: CellInfo, short: str, key: int, gradient: Any) -> None:
         tape = self._tape
-        if tape is None or not self.wanted.micro(tape.micro):
+        if tape is None or not self.request.micro(tape.micro):
             return
         number = self._arrived[key]
         self._arrived[key] += 1
@@ -337,7 +337,7 @@ class CellTap:
             call.params = {}
         at = f"Cell.{info.name}.{info.cls}.parameters_grad.{number}.{short}" if info.flags & SAVE else None
         call.params[short] = tape.tree(gradient, info.flags, at)
-        tape.told(call)
+        tape.more_known(call)
 
     def _path(self, info: CellInfo, call: Call) -> str | None:
         return f"Cell.{info.name}.{info.cls}.{call.phase}.{call.call}" if info.flags & SAVE else None

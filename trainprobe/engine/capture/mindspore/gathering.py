@@ -20,5 +20,5 @@ def ranks() -> int:
 
 def _all_gather(words: Payload) -> list[Payload]:
     """Gather words as int32: MindSpore's own AllGather keeps no more than 32 bits of an int64 on a CPU."""
-    told = mindspore.ops.AllGather()(mindspore.Tensor(words.view(np.int32)))
-    return [np.ascontiguousarray(row).view(np.uint64) for row in told.asnumpy().reshape(ranks(), -1)]
+    gathered = mindspore.ops.AllGather()(mindspore.Tensor(words.view(np.int32)))
+    return [np.ascontiguousarray(row).view(np.uint64) for row in gathered.asnumpy().reshape(ranks(), -1)]

@@ -40,11 +40,11 @@ def ops_are_seen() -> bool:
 class PrimitiveTap:
     """See the module text. stack: the running calls of cells that enclose the ops."""
 
-    def __init__(self, wanted: OpRequest, guard: Guard, stack: list[Call], stacks: Stacks | None = None) -> None:
+    def __init__(self, request: OpRequest, guard: Guard, stack: list[Call], stacks: Stacks | None = None) -> None:
         self.parent: str | None = None  # where calls outside every cell belong: "optimizer"
         self.asleep = False
         self.notes: dict[str, None] = {}
-        self._wanted = wanted
+        self._request = request
         self._guard = guard
         self._stack = stack
         self._stacks = stacks
@@ -119,38 +119,38 @@ class PrimitiveTap:
     def _flags_of(self, name: str) -> int | None:
         """Return the flags of an op that is wanted, None for one that is not."""
         if name not in self._flags:
-            wanted = name not in _NO_CALCULATION and self._wanted.selected(name)
-            self._flags[name] = self._wanted.flags(name) if wanted else None
+            request = name not in _NO_CALCULATION and self._request.selected(name)
+            self._flags[name] = self._request.flags(name) if request else None
         return self._flags[name]
 
     def _before(self, name: str, flags: int, given: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        tape, wanted = self._tape, self._wanted
+        tape, request = self._tape, self._request
         assert tape is not None
         parent: Call | str | None = self._stack[-1] if self._stack else self.parent
         again = isinstance(parent, Call) and parent.phase == "recompute"
         micro = parent.micro if isinstance(parent, Call) else tape.micro
-        if not wanted.micro(micro or 0) or (again and not wanted.recompute):
+        if not request.micro(micro or 0) or (again and not request.recompute):
             return None
         phase = "recompute" if again else "forward"
         taken = self._stacks.capture(-1, 0) if self._stacks is not None else -1
         call = Call("op", name, tape.count(name, phase), phase, micro=micro, parent=parent, stack=taken)
         at = f"{name}.{call.call}.{phase}" if flags & SAVE else None
-        if wanted.forward:
-            if "input" in wanted.data:
+        if request.forward:
+            if "input" in request.data:
                 call.args = tape.tree(given, flags, at and f"{at}.input")
-            if kwargs and "kwargs" in wanted.data:
+            if kwargs and "kwargs" in request.data:
                 call.kwargs = tape.tree(kwargs, flags, at and f"{at}.kwargs")
             tape.calls.append(call)
-            tape.told(call)
-        if wanted.backward and self.parent is None:
+            tape.more_known(call)
+        if request.backward and self.parent is None:
             self._watch(call, flags, given)
         return call
 
     def _after(self, call: Call, flags: int, out: Any) -> None:
-        if self._tape is not None and self._wanted.forward and "output" in self._wanted.data:
+        if self._tape is not None and self._request.forward and "output" in self._request.data:
             at = f"{call.name}.{call.call}.{call.phase}.output" if flags & SAVE else None
             call.out = self._tape.tree(out, flags, at)
-            self._tape.told(call)
+            self._tape.more_known(call)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class PrimitiveTap:
         back.out += [None] * (i + 1 - len(back.out))
         at = f"{back.name}.{back.call}.backward.output.{i}" if flags & SAVE else None
         back.out[i] = tape.tree(gradient, flags, at)
-        tape.told(back)
+        tape.more_known(back)
 
 
 def _dispatch(tap: PrimitiveTap) -> Any:

@@ -78,10 +78,10 @@ class CellStateTap:
     """
 
     def __init__(
-        self, wanted: StatesRequest, names: Callable[[], Mapping[int, str]], optimizers: Callable[[], Sequence[Any]]
+        self, request: StatesRequest, names: Callable[[], Mapping[int, str]], optimizers: Callable[[], Sequence[Any]]
     ) -> None:
         self.names, self.optimizers = names, optimizers
-        self._wanted = wanted
+        self._request = request
         self._named: Mapping[int, str] = {}
         self._taken: frozenset[str] = frozenset()
         self._models: list[Any] = []
@@ -128,11 +128,11 @@ class CellStateTap:
         if self._tape is None:
             return
         for part in self._parts(chosen, gradients):
-            wanted, sort = self._flags(part.slot)
+            request, sort = self._flags(part.slot)
             slot = f"{part.slot}_after" if name == "after_step" else part.slot
             if part.slot == "value":
                 self._update(name, part)
-            flags = (wanted(part.name) if self._collected % self._wanted.every.get(sort, 1) == 0 else 0) | self.more
+            flags = (request(part.name) if self._collected % self._request.every.get(sort, 1) == 0 else 0) | self.more
             if flags:
                 self._see(name, part.name, slot, self._tape.tree(part.tensor, flags))
         if self.more:
@@ -147,8 +147,8 @@ class CellStateTap:
         if self._tape is None:
             return
         name = self._names_in(optimizer).get(str(optimizer.parameters[i].name))
-        due = self._collected % self._wanted.every.get("gradient", 1) == 0
-        flags = (self._wanted.gradient(name) if name is not None and due else 0) | self.more
+        due = self._collected % self._request.every.get("gradient", 1) == 0
+        flags = (self._request.gradient(name) if name is not None and due else 0) | self.more
         if name is not None and flags:
             self._see("before_step", name, "grad", self._tape.tree(gradient, flags))
 
@@ -156,9 +156,9 @@ class CellStateTap:
         """Look at the gradients of one optimizer, which are about to be clipped."""
         if self._tape is None or len(optimizers) != 1 or not isinstance(gradients, tuple | list):
             return
-        due = self._collected % self._wanted.every.get("gradient", 1) == 0
+        due = self._collected % self._request.every.get("gradient", 1) == 0
         for name, gradient in self._gradients(optimizers[0], gradients):
-            flags = (self._wanted.gradient(name) if due else 0) | self.more
+            flags = (self._request.gradient(name) if due else 0) | self.more
             if flags:
                 self._see("unclipped", name, "grad_unclipped", self._tape.tree(gradient, flags))
 
@@ -205,13 +205,13 @@ class CellStateTap:
 
     def _flags(self, slot: str) -> tuple[Callable[[str], int], str]:
         if slot == "value":
-            return self._wanted.value, "value"
-        return (self._wanted.gradient, "gradient") if slot == "grad" else (self._wanted.state, "state")
+            return self._request.value, "value"
+        return (self._request.gradient, "gradient") if slot == "grad" else (self._request.state, "state")
 
     def _update(self, moment: str, part: Part) -> None:
         """Record value after the step minus value before it, in float32 for bfloat16 and else in the tensor's own dtype."""
-        flags = self._wanted.update(part.name)
-        if not flags or self._collected % self._wanted.every.get("update", 1) or without_data(part.tensor):
+        flags = self._request.update(part.name)
+        if not flags or self._collected % self._request.every.get("update", 1) or without_data(part.tensor):
             return
         assert self._tape is not None
         now = host_array(part.tensor)
@@ -233,7 +233,7 @@ class CellStateTap:
             call.node = moment
             call.params = {}
         call.params[slot] = value
-        self._tape.told(call)
+        self._tape.more_known(call)
 
 
 def _float32(bits: Any) -> Any:

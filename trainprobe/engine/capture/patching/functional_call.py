@@ -11,20 +11,20 @@ from torch.nn.utils import stateless
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.core.guard import Guard
 
-Told = Callable[[Any, Any], Any]
+Lookup = Callable[[Any, Any], Any]
 
 
-def follow(known: dict[int, Any], told: Told, guard: Guard) -> Replaced:
+def follow(known: dict[int, Any], lookup: Lookup, guard: Guard) -> Replaced:
     """Have what is known of modules name the parameters that they run with, until this is taken back.
 
-    known: id of module → what is known of it. told: given that and the module, returns what is true now, or None if that holds.
+    known: id of module → what is known of it. lookup: given that and the module, returns what holds now, None if unchanged.
     """
     below: Any = stateless._reparametrize_module  # pyright: ignore[reportPrivateUsage]
 
     @contextmanager
     def reparametrize(module: Any, *args: Any, **kwargs: Any) -> Generator[None]:
         with below(module, *args, **kwargs):
-            before = {} if reparametrize.ended else guard.run(_exchange, known, told, module) or {}  # type: ignore[attr-defined]
+            before = {} if reparametrize.ended else guard.run(_exchange, known, lookup, module) or {}  # type: ignore[attr-defined]
             try:
                 yield
             finally:
@@ -33,12 +33,12 @@ def follow(known: dict[int, Any], told: Told, guard: Guard) -> Replaced:
     return Replaced(stateless, "_reparametrize_module", reparametrize, traced=True)
 
 
-def _exchange(known: dict[int, Any], told: Told, module: Any) -> dict[int, Any]:
-    """Tell of a module and all in it what it is now; return what was known before of those that differ."""
+def _exchange(known: dict[int, Any], lookup: Lookup, module: Any) -> dict[int, Any]:
+    """Update what is known of a module and everything inside it; return the previous knowledge of those that differ."""
     before: dict[int, Any] = {}
     for each in module.modules():
         info = known.get(id(each))
-        now = None if info is None else told(info, each)
+        now = None if info is None else lookup(info, each)
         if now is not None:
             before[id(each)], known[id(each)] = info, now
     return before

@@ -24,14 +24,14 @@ class ModelStructure:
             held += [each for each in members if isinstance(each, dict)]  # a script module has others
             wanting += [p for p in own if p is not None]
         self._held, self._before = tuple(held), tuple(map(_flat, held))
-        self._wanting, self._wanted = tuple(wanting), tuple(p.requires_grad for p in wanting)
+        self._wanting, self._required = tuple(wanting), tuple(p.requires_grad for p in wanting)
 
     def holds(self) -> bool:
         """Tell whether the model is still made of the same."""
         return all(
             2 * len(members) == len(before) and all(map(is_, _flat(members), before))
             for members, before in zip(self._held, self._before, strict=True)
-        ) and all(p.requires_grad == wants for p, wants in zip(self._wanting, self._wanted, strict=True))
+        ) and all(p.requires_grad == wants for p, wants in zip(self._wanting, self._required, strict=True))
 
 
 def _flat(members: dict[str, Any]) -> tuple[Any, ...]:

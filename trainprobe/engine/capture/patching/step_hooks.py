@@ -59,9 +59,9 @@ def _all_before(optimizer: Any, args: Any, kwargs: Any) -> Any:
     while at < len(_listeners):  # not over a copy: a listener may begin a step, whose own listeners hear of this update too
         listener = _listeners[at]
         at += 1
-        told = listener.before(optimizer, args, kwargs) if listener.before is not None and listener.on else None
-        if told is not None:
-            args, kwargs = changed = told
+        replaced = listener.before(optimizer, args, kwargs) if listener.before is not None and listener.on else None
+        if replaced is not None:
+            args, kwargs = changed = replaced
     return changed
 
 

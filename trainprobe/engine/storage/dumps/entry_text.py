@@ -87,9 +87,9 @@ class EntryText:
         if call.phase == "backward":
             return f'{{"input": {args}, "output": {out}}}'
         kwargs = self._named(call.kwargs, at and at + "kwargs") if call.kwargs else "{}"
-        return f'{{"input_args": {args}, "input_kwargs": {kwargs}{self._beside(call, at)}, "output": {out}}}'
+        return f'{{"input_args": {args}, "input_kwargs": {kwargs}{self._params(call, at)}, "output": {out}}}'
 
-    def _beside(self, call: Call, at: str) -> str:
+    def _params(self, call: Call, at: str) -> str:
         """Return the parameters of a module, or what an operator has written and drew from, each under its key."""
         if not call.params:
             return ""

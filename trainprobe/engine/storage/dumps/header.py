@@ -19,7 +19,7 @@ def header(step_data: StepData, about_calls: Mapping[str, Any]) -> dict[str, Any
         "format": FORMAT,
         "step": step_data.step,
         "place": place_text(step_data.place),
-        "wanted": list(step_data.wanted),
+        "wanted": list(step_data.statistics),
         "complete": step_data.complete,
         "scalars": {name: _scalar(x) for name, x in step_data.scalars.items()},
         "notes": list(step_data.notes),

@@ -70,14 +70,14 @@ class _Shapes(dict[tuple[Any, ...], tuple[int, ...]]):
 
 
 class Leaves:
-    """Collects the values of one dump as its entries are read. wanted: the statistics that its header tells of."""
+    """Collects the values of one dump as its entries are read. statistics: those that its header names."""
 
-    def __init__(self, wanted: tuple[str, ...] = ()) -> None:
+    def __init__(self, statistics: tuple[str, ...] = ()) -> None:
         self.values: list[Value] = []
         self.histograms: dict[int, Any] = {}
         self.quantiles: dict[int, Any] = {}
-        self._wanted = tuple(name for name in wanted if name in STATISTICS)
-        self._keys = {name: KEYS.get(name, name) for name in self._wanted or KEYS}
+        self._statistics = tuple(name for name in statistics if name in STATISTICS)
+        self._keys = {name: KEYS.get(name, name) for name in self._statistics or KEYS}
         self._rows: list[tuple[Any, ...]] = []  # as they stand in the file
         self._checksums: dict[int, int] = {}
         self._md5: dict[int, str] = {}
@@ -92,9 +92,14 @@ class Leaves:
         if isinstance(thing, dict):
             form = self._forms.get(tuple(thing)) or self._new_form(thing)
             if form.plain is not None:
-                told = form.plain(thing)
-                if isinstance(told[0], str) and isinstance(told[1], str) and isinstance(told[2], list) and None not in told:
-                    return self._plain_value(told)
+                fields = form.plain(thing)
+                if (
+                    isinstance(fields[0], str)
+                    and isinstance(fields[1], str)
+                    and isinstance(fields[2], list)
+                    and None not in fields
+                ):
+                    return self._plain_value(fields)
             return self._object(form, thing, depth)
         if isinstance(thing, list):
             if depth > DEPTH:
@@ -102,16 +107,16 @@ class Leaves:
             return [self.tree(item, depth + 1) for item in thing]
         return thing
 
-    def _plain_value(self, told: tuple[Any, ...]) -> Value:
-        key = told[0], told[1], told[3], *told[2]
+    def _plain_value(self, fields: tuple[Any, ...]) -> Value:
+        key = fields[0], fields[1], fields[3], *fields[2]
         like = self._like.get(key)
         if like is None:
-            like = Value(-1, told[1], tuple(int(n) for n in told[2]), type=told[0], requires_grad=told[3])
+            like = Value(-1, fields[1], tuple(int(n) for n in fields[2]), type=fields[0], requires_grad=fields[3])
             if len(self._like) < _FORMS:
                 self._like[key] = like
         value = like.with_note(None)  # a copy, which takes a fraction of the time
         value.row = len(self._rows)
-        self._rows.append(told[4:])
+        self._rows.append(fields[4:])
         self.values.append(value)
         return value
 
@@ -173,8 +178,8 @@ class Leaves:
 
     def _read_special(self, leaf: dict[str, Any], row: int) -> None:
         if "histogram" in leaf:
-            told = leaf["histogram"]
-            self.histograms[row] = (np.array(told["edges"], float), np.array(told["counts"], float))
+            histogram = leaf["histogram"]
+            self.histograms[row] = (np.array(histogram["edges"], float), np.array(histogram["counts"], float))
         if "quantiles" in leaf:
             self.quantiles[row] = np.array([read_number(x) for x in leaf["quantiles"]])
 
@@ -196,7 +201,7 @@ class Leaves:
         finished: dict[str, npt.NDArray[np.float64]] = {}
         absent: dict[str, npt.NDArray[np.bool_]] = {}
         for i, name in enumerate(self._keys):
-            if rows and gone[:, i].all() and (not self._wanted):
+            if rows and gone[:, i].all() and (not self._statistics):
                 continue
             absent[name] = gone[:, i].copy()
             finished[name] = table[:, i].copy()

@@ -139,7 +139,7 @@ def _assemble(
         values=leaves.values,
         partials=partials,
         checksums=checksums,
-        wanted=tuple(finished),
+        statistics=tuple(finished),
         crc32=crc32,
         histograms=leaves.histograms or None,
         quantiles=leaves.quantiles or None,
@@ -198,8 +198,8 @@ def _fill(call: Call, entry: Any, leaves: Leaves) -> None:
         call.phase = "recompute"
     call.args = leaves.tree(entry.get("input_args", entry.get("input")))
     call.kwargs = leaves.tree(entry.get("input_kwargs") or None)
-    beside = {key: entry[key] for key in BESIDE if entry.get(key)} if call.kind == "op" else entry.get("parameters")
-    call.params = leaves.tree(beside or None)
+    params = {key: entry[key] for key in BESIDE if entry.get(key)} if call.kind == "op" else entry.get("parameters")
+    call.params = leaves.tree(params or None)
     call.out = leaves.tree(entry.get("output"))
 
 

@@ -137,8 +137,8 @@ class SafetensorsReader:
 
     def dtype(self, key: str) -> str:
         """Return the dtype a value was stored as, such as `torch.bfloat16`."""
-        told = self._as.get(f"dtype {key}")
-        return orjson.loads(told)[0] if told is not None else _NAMES[self.entries[key]["dtype"]]
+        stored = self._as.get(f"dtype {key}")
+        return orjson.loads(stored)[0] if stored is not None else _NAMES[self.entries[key]["dtype"]]
 
     def array(self, key: str) -> npt.NDArray[Any]:
         """Return a value, mapped from the file where its dtype needs no widening. What has no NumPy dtype stays bytes."""
@@ -150,7 +150,7 @@ class SafetensorsReader:
             return widen(np.zeros(shape, dtype), entry["dtype"])
         mapped = np.frombuffer(self._bytes, dtype, math.prod(shape), self._start + begin).reshape(shape)
         if f"dtype {key}" in self._as:
-            return _as_told(mapped, orjson.loads(self._as[f"dtype {key}"]))
+            return _as_described(mapped, orjson.loads(self._as[f"dtype {key}"]))
         return widen(mapped, entry["dtype"])
 
 
@@ -161,9 +161,9 @@ def array_of(saved: SavedTensor) -> npt.NDArray[Any]:
     return widen(raw.reshape(saved.shape), short)
 
 
-def _as_told(raw: npt.NDArray[Any], told: list[Any]) -> npt.NDArray[Any]:
-    name = str(told[0]).rpartition(".")[2]
-    return raw.view(name).reshape(told[1]) if name == "complex128" else raw
+def _as_described(raw: npt.NDArray[Any], described: list[Any]) -> npt.NDArray[Any]:
+    name = str(described[0]).rpartition(".")[2]
+    return raw.view(name).reshape(described[1]) if name == "complex128" else raw
 
 
 def _numpy_dtype(short: str) -> Any:

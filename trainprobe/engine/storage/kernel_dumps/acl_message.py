@@ -104,8 +104,8 @@ def read_raw(path: Path) -> RawDump:
         header = file.read(length) if headed else b""
     if headed:
         message = _parsed(header)
-        told = None if message is None else [int(tensor.size) for tensor in (*message.input, *message.output)]
-        if told and 8 + length + sum(told) <= size:
+        sizes = None if message is None else [int(tensor.size) for tensor in (*message.input, *message.output)]
+        if sizes and 8 + length + sum(sizes) <= size:
             return _dump(path, message, 8 + length)
     if size > _LARGEST_INLINE:
         raise FormatError(f"{path} is no dump of a kernel: its header of {length} bytes is none, and it is too large to be one")
@@ -125,8 +125,8 @@ def _dump(path: Path, message: Any, start: int | None) -> RawDump:
 
 def _tensors(path: Path, message: Any, start: int | None) -> Iterator[RawTensor]:
     at = start or 0
-    for io, told in (("input", message.input), ("output", message.output)):
-        for slot, tensor in enumerate(told):
+    for io, sizes in (("input", message.input), ("output", message.output)):
+        for slot, tensor in enumerate(sizes):
             name, stored = DTYPES.get(tensor.data_type, (_OTHER_DTYPES.get(tensor.data_type, f"type{tensor.data_type}"), ""))
             form = FORMATS.get(tensor.format, f"format{tensor.format}")
             shapes = [tuple(int(n) for n in shape.dim[: _MOST_AXES + 1]) for shape in (tensor.shape, tensor.original_shape)]

@@ -67,10 +67,10 @@ def _matched(name: str) -> tuple[str, re.Match[str]] | None:
 
 def parse_name(path: Path, name: str | None = None) -> KernelFile | None:
     """Return what a file's name says, None where it is not the name of a kernel's dump. name: its full name, if shortened."""
-    told = _matched(name or path.name)
-    if told is None:
+    matched = _matched(name or path.name)
+    if matched is None:
         return None
-    kind, m = told
+    kind, m = matched
     overflow = m["type"].lower() == "opdebug"
     if overflow and kind == "tensor":
         return None  # the converted copy of an overflow file

@@ -76,8 +76,8 @@ def graphs_of(folder: Path) -> list[Path]:
     if not _iterates(folder):
         return [folder]
     net = folder.absolute().parent.parent
-    beside = sorted(at / folder.name for at in net.iterdir() if re.fullmatch(r"\d{1,18}", at.name) and at.is_dir())
-    return [at for at in beside if at.is_dir() and holds_kernels(at)] or [folder]
+    numbered = sorted(at / folder.name for at in net.iterdir() if re.fullmatch(r"\d{1,18}", at.name) and at.is_dir())
+    return [at for at in numbered if at.is_dir() and holds_kernels(at)] or [folder]
 
 
 def rank_folder(folder: Path) -> Path | None:

@@ -101,10 +101,10 @@ def _of_json(path: Path) -> Iterator[Overflow]:
         raise FormatError(f"{path} cannot be read as the report of an overflow: {error}") from None
     if not isinstance(content, dict):
         raise FormatError(f"{path} is no report of an overflow: it holds no object")
-    told: Any = content.get("acc_list")
-    if isinstance(told, dict):
-        unit = str(told.get("acc_type"))
-        units: Mapping[str, Any] = {_SHORT.get(unit, unit): told.get("data")}
+    accelerator: Any = content.get("acc_list")
+    if isinstance(accelerator, dict):
+        unit = str(accelerator.get("acc_type"))
+        units: Mapping[str, Any] = {_SHORT.get(unit, unit): accelerator.get("data")}
     else:
         units = content
     for unit, about in units.items():

@@ -42,20 +42,20 @@ class _Rows:
     def __init__(self) -> None:
         self.values: list[Value] = []
         self._rows = NumpyStatsRows(STATS)
-        self._told: dict[int, Mapping[str, float]] = {}
+        self._from_files: dict[int, Mapping[str, float]] = {}
         self._reduced: dict[int, int] = {}  # row → row of its partials
 
     def reduced(self, array: npt.NDArray[Any], tensor: StoredTensor, extra: Mapping[str, Any]) -> Value:
         row = self._rows.add(array, tensor.dtype if array.dtype.kind in "uV" else array.dtype.name)
         note = None if row >= 0 else f"{tensor.dtype} has no statistics"
         if row >= 0:
-            self._reduced[len(self._reduced) + len(self._told)] = row
-        at = len(self._reduced) + len(self._told) - 1 if row >= 0 else -1
+            self._reduced[len(self._reduced) + len(self._from_files)] = row
+        at = len(self._reduced) + len(self._from_files) - 1 if row >= 0 else -1
         return self._add(at, tensor.dtype, tuple(array.shape), note, tensor.key, extra)
 
-    def told(self, row: StatisticRow, extra: Mapping[str, Any]) -> Value:
-        at = len(self._reduced) + len(self._told)
-        self._told[at] = row.numbers
+    def from_file(self, row: StatisticRow, extra: Mapping[str, Any]) -> Value:
+        at = len(self._reduced) + len(self._from_files)
+        self._from_files[at] = row.numbers
         return self._add(at, row.dtype, row.shape, None, None, extra)
 
     def without(self, tensor: StoredTensor, why: str, extra: Mapping[str, Any]) -> Value:
@@ -70,15 +70,15 @@ class _Rows:
         """Return statistic → [rows], where it is absent, and (unknown) partials of all rows."""
         partials, _, _ = self._rows.drain()
         numbers = finish(partials, WANTED)
-        rows = len(self._reduced) + len(self._told)
+        rows = len(self._reduced) + len(self._from_files)
         finished = {name: np.full(rows, np.nan) for name in WANTED}
         absent = {name: np.ones(rows, bool) for name in WANTED}
         for name in WANTED:
             for row, at in self._reduced.items():
                 finished[name][row], absent[name][row] = numbers[name][at], False
-            for row, told in self._told.items():
-                if name in told:
-                    finished[name][row], absent[name][row] = told[name], False
+            for row, numbers_of_row in self._from_files.items():
+                if name in numbers_of_row:
+                    finished[name][row], absent[name][row] = numbers_of_row[name], False
         return finished, absent, np.full((rows, len(PARTIALS)), np.nan)
 
 
@@ -104,12 +104,10 @@ def read_kernels(path: Path) -> StoredStepData:
             notes.append(str(error))
         file = tensor.file
         runs.add((file.op_type, file.op_name, file.task, file.stream or 0, file.path.parent), file.time, tensor, value)
-    for folder, told in _statistics(path, notes):
-        key = told.op_type, told.op_name, told.task, told.stream, folder
-        if not runs.has(key, told.io, told.slot):
-            runs.add(
-                key, told.time, told, rows.told(told, {"op_name": told.op_name, **({"md5": told.md5} if told.md5 else {})})
-            )
+    for folder, row in _statistics(path, notes):
+        key = row.op_type, row.op_name, row.task, row.stream, folder
+        if not runs.has(key, row.io, row.slot):
+            runs.add(key, row.time, row, rows.from_file(row, {"op_name": row.op_name, **({"md5": row.md5} if row.md5 else {})}))
     calls, stacks = runs.calls(names)
     if not calls and not store.files:
         raise FormatError(f"no kernel dump at {path}")
@@ -127,7 +125,7 @@ def read_kernels(path: Path) -> StoredStepData:
         calls=calls,
         values=rows.values,
         partials=partials,
-        wanted=WANTED,
+        statistics=WANTED,
         stacks=stacks,
         notes=(*notes[:_MOST_NOTES], *more),
         finished=finished,
@@ -159,13 +157,13 @@ def _statistics(path: Path, notes: list[str]) -> Iterable[tuple[Path, StatisticR
 
 
 def _extra(tensor: StoredTensor) -> dict[str, Any]:
-    told = {
+    described = {
         "op_name": tensor.op_name or tensor.file.op_name,
         "format": tensor.format,
         "original_shape": list(tensor.original_shape),
         "original_op": tensor.original_op,
     }
-    return {name: about for name, about in told.items() if about}
+    return {name: about for name, about in described.items() if about}
 
 
 class _Runs:

@@ -86,8 +86,8 @@ class KernelStore:
                 return _load_npy(file.path)
             if file.kind == "bin":
                 return _load_bin(file.path, tensor.dtype)
-            told = next(each for each in _read_raw(file.path).tensors if (each.io, each.slot) == (tensor.io, tensor.slot))
-            return array_of(file.path, told)
+            stored = next(each for each in _read_raw(file.path).tensors if (each.io, each.slot) == (tensor.io, tensor.slot))
+            return array_of(file.path, stored)
         except (OSError, ValueError, EOFError, StopIteration, MemoryError, OverflowError) as error:
             raise error if isinstance(error, FormatError) else FormatError(f"{file.path} cannot be read: {error}") from None
 
@@ -118,17 +118,17 @@ def _tensors_of(name: str, file: KernelFile) -> Iterator[StoredTensor]:
         yield StoredTensor(name, file, file.io, file.slot, plain, file.format, array.shape)
         return
     raw = _read_raw(file.path)
-    for told in raw.tensors:
+    for stored in raw.tensors:
         yield StoredTensor(
-            f"{name}#{told.io}.{told.slot}",
+            f"{name}#{stored.io}.{stored.slot}",
             file,
-            told.io,
-            told.slot,
-            told.dtype,
-            told.format,
-            told.shape,
-            told.original_shape,
-            told.original_op,
+            stored.io,
+            stored.slot,
+            stored.dtype,
+            stored.format,
+            stored.shape,
+            stored.original_shape,
+            stored.original_op,
             raw.op_name,
         )
 

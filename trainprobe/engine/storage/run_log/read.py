@@ -37,11 +37,11 @@ def read_tables(folder: Path, columns: Sequence[str] | None = None, bounds: Sequ
     in the order in which the steps were written, and of a step in the order of execution. Raises FormatError for a file that is
     no segment.
     """
-    wanted = None if columns is None else [*dict.fromkeys((*ALWAYS, *columns))]
-    yield from _read_ahead(partial(_rows_of_segment, wanted=wanted, bounds=bounds), find_segments(folder))
+    selected = None if columns is None else [*dict.fromkeys((*ALWAYS, *columns))]
+    yield from _read_ahead(partial(_rows_of_segment, selected=selected, bounds=bounds), find_segments(folder))
     live = live_table(folder)
     if live is not None:
-        live = live if wanted is None else live.select(wanted)
+        live = live if selected is None else live.select(selected)
         live = live.filter(pq.filters_to_expression([*bounds])) if bounds else live
         if live.num_rows:
             yield _in_order(live)
@@ -59,14 +59,14 @@ def _read_ahead(read: Callable[[Path], pa.Table], segments: Iterable[Path]) -> I
                 yield table
 
 
-def _rows_of_segment(segment: Path, wanted: Sequence[str] | None, bounds: Sequence[Bound]) -> pa.Table:
+def _rows_of_segment(segment: Path, selected: Sequence[str] | None, bounds: Sequence[Bound]) -> pa.Table:
     to = _refers_to(segment)
     if to is None:
-        return read_segment(segment, wanted, filters=[*bounds] or None)
-    named = None if wanted is None else [*dict.fromkeys((*wanted, *(name for name, _, _ in bounds)))]
+        return read_segment(segment, selected, filters=[*bounds] or None)
+    named = None if selected is None else [*dict.fromkeys((*selected, *(name for name, _, _ in bounds)))]
     table = expanded(segment, to, named)
     table = table.filter(pq.filters_to_expression([*bounds])) if bounds else table
-    return table if wanted is None else table.select(wanted)
+    return table if selected is None else table.select(selected)
 
 
 def _refers_to(segment: Path) -> SameAs | None:
@@ -120,7 +120,7 @@ def _step_data(table: pa.Table, layouts: dict[str, Any]) -> StoredStepData:
         values=shown,
         partials=np.zeros((len(rows), len(PARTIALS))),
         checksums=np.array([x or 0 for x in sums], np.uint64) if any(x is not None for x in sums) else None,
-        wanted=tuple(about["wanted"]),
+        statistics=tuple(about["wanted"]),
         crc32={i: row["crc32"] for i, row in enumerate(rows) if row.get("crc32")} or None,
         histograms={i: (np.array(r["edges"]), np.array(r["numbers"])) for i, r in enumerate(rows) if r.get("edges")} or None,
         quantiles={i: np.array(r["quantiles"]) for i, r in enumerate(rows) if r.get("quantiles")} or None,

@@ -212,7 +212,7 @@ class _Table:
             return whole, has
 
         def asked(name: str) -> Bools:
-            return np.repeat([name in step_data.wanted for _, step_data, _ in self._steps], lengths)
+            return np.repeat([name in step_data.statistics for _, step_data, _ in self._steps], lengths)
 
         found = {name: spread(column(partials, name).astype(np.int64)) for name in _COUNTS}
         found.update({name: spread(values) for name, values in finish(partials, _STATISTICS).items()})
@@ -250,7 +250,7 @@ def _about(step_data: StepData, layout: _Layout) -> bytes:
         "framework": step_data.framework,
         "level": step_data.level,
         "task": step_data.task,
-        "wanted": step_data.wanted,
+        "wanted": step_data.statistics,
         "programs": step_data.programs,
         "complete": step_data.complete,
         **({"notes": list(step_data.notes)} if step_data.notes else {}),

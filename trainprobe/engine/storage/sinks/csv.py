@@ -125,7 +125,7 @@ class WideCsv:
     def _append(self, sort: str, step_data: StepData, table: dict[tuple[str, int | None], Record]) -> None:
         file = self._file(sort, step_data.step)
         micro = sort in self.per_micro
-        statistics = ("value",) if sort in ("scalar", "feature") else step_data.wanted
+        statistics = ("value",) if sort in ("scalar", "feature") else step_data.statistics
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         if file.size == 0:
@@ -218,7 +218,7 @@ def hook_tables(features: Sequence[Feature]) -> _Hooks:
         if feature.slot not in _HOOKS:
             continue
         sort, _, last, number = _HOOKS[feature.slot]
-        names = [told[1] for told in _HOOKS.values() if told[0] == sort]
+        names = [hook[1] for hook in _HOOKS.values() if hook[0] == sort]
         head = ["vpp_stage", "name", "step", *(["micro_step"] if sort in _PER_CALL else [])]
         rows = tables.setdefault(sort, ([*head, *names], {}))[1]
         name = feature.name.removesuffix(".weight") if last == "linear" else feature.name

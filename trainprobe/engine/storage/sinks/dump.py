@@ -190,8 +190,8 @@ class DumpSink:
 
     def warnings_made(self) -> list[Finding]:
         """Return what there is to say since the last call."""
-        said, self._warnings = self._warnings, []
-        return said
+        warnings, self._warnings = self._warnings, []
+        return warnings
 
     def close(self) -> None:
         """Drop a step that never ended."""

@@ -55,11 +55,11 @@ class MsprobeSecondCsv(WideCsv):
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         if file.size == 0:
-            columns = [COLUMNS.get(statistic, statistic) for statistic in step_data.wanted]
+            columns = [COLUMNS.get(statistic, statistic) for statistic in step_data.statistics]
             rows.writerow(["vpp_stage", "step", "module_name", "scope", *(["micro_step"] if micro else []), *columns])
         for (name, scope, index), record in table.items():
             stage = self._vpp if self._chunks > 1 else -1
-            numbers = [self._number(record, statistic) for statistic in step_data.wanted]
+            numbers = [self._number(record, statistic) for statistic in step_data.statistics]
             rows.writerow([stage, step_data.step, defused(name), scope, *([index + 1] if micro else []), *numbers])
         file.write(text.getvalue().encode())
 

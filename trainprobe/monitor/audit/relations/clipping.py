@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import Evidence, and_more, apart_over_ranks
+from trainprobe.monitor.audit.evidence import Evidence, and_more, differs_over_ranks
 from trainprobe.monitor.audit.relations.replicas import differs
 
 COST = frozenset({"host", "ranks"})
@@ -45,8 +45,8 @@ def _too_late(evidence: Evidence) -> list[Finding]:
 
 def _over_parameters(evidence: Evidence) -> list[Finding]:
     calls = dict.fromkeys(clip.names for clip in evidence.facts.clips)
-    apart = len(calls) > 1 and len(frozenset[str]().union(*calls)) == sum(map(len, calls))
-    together = list(calls) if apart else [frozenset(evidence.tensors.names)]  # each optimizer may clip by its own norm
+    disjoint = len(calls) > 1 and len(frozenset[str]().union(*calls)) == sum(map(len, calls))
+    together = list(calls) if disjoint else [frozenset(evidence.tensors.names)]  # each optimizer may clip by its own norm
     return [finding for names in together for finding in _in_one_call(evidence, names)]
 
 
@@ -65,13 +65,13 @@ def _in_one_call(evidence: Evidence, names: frozenset[str]) -> list[Finding]:
         return []
     middle = float(np.median(list(ratios.values())))
     floor = _OVER_PARAMETERS + _rounding(evidence)
-    apart = [name for name, ratio in ratios.items() if abs(ratio - middle) > floor * middle + 1e-12]
-    if not apart:
+    outliers = [name for name, ratio in ratios.items() if abs(ratio - middle) > floor * middle + 1e-12]
+    if not outliers:
         return []
-    text = f"clipping multiplied {and_more(apart, len(ratios))} by {ratios[apart[0]]:.6g} and the others by {middle:.6g}"
+    text = f"clipping multiplied {and_more(outliers, len(ratios))} by {ratios[outliers[0]]:.6g} and the others by {middle:.6g}"
     return [
         evidence.finding(
-            "clipping", text, apart[0], "grad", measured=ratios[apart[0]], expected=middle, floor=floor, names=apart
+            "clipping", text, outliers[0], "grad", measured=ratios[outliers[0]], expected=middle, floor=floor, names=outliers
         )
     ]
 
@@ -80,8 +80,8 @@ def _over_ranks(evidence: Evidence) -> list[Finding]:
     def words(listed: str) -> str:
         seen = evidence.tensors
         replicated = [name for name in seen.with_slot("grad_unclipped") if evidence.over(name, "grad_unclipped")]
-        apart = any(differs(evidence, name, "grad_unclipped") for name in replicated)
-        joined = apart and not any(differs(evidence, name, "grad") for name in replicated)
+        several = any(differs(evidence, name, "grad_unclipped") for name in replicated)
+        joined = several and not any(differs(evidence, name, "grad") for name in replicated)
         why = (
             "each rank clipped its own gradients, before they were joined"
             if joined
@@ -90,7 +90,7 @@ def _over_ranks(evidence: Evidence) -> list[Finding]:
         return f"clip coefficients differ over the ranks: {listed}; {why}"
 
     floor = _OVER_RANKS + _rounding(evidence)
-    return apart_over_ranks(evidence, "clipping", "coefficient", "clip coefficient", floor, words, digits=6)
+    return differs_over_ranks(evidence, "clipping", "coefficient", "clip coefficient", floor, words, digits=6)
 
 
 def _rounding(evidence: Evidence) -> float:

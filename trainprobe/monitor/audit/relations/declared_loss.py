@@ -35,9 +35,9 @@ def check(evidence: Evidence) -> list[Finding]:
     projections, averaged = _over_ranks(evidence, mine)
     applied, both = sum(p.applied for p in projections), sum(p.both for p in projections)
     wrong = [p for p in projections if abs(p.applied - p.both) > 10 * floor * p.applied + 1e-6 * applied]
-    apart = abs(applied - both) > floor * applied
+    differs = abs(applied - both) > floor * applied
     lengths = abs(applied - sum(p.declared for p in projections)) > 2 * floor * applied and not averaged
-    if not applied > 0 or not (wrong or apart or lengths):
+    if not applied > 0 or not (wrong or differs or lengths):
         return []
     ratio = applied / both if both else float("inf")
     names = [p.name for p in wrong] or [max(projections, key=lambda p: abs(p.applied - p.both)).name]
@@ -68,6 +68,6 @@ def _over_ranks(evidence: Evidence, mine: Sequence[Projection]) -> tuple[list[Pr
         return list(mine), False
     out: list[Projection] = []
     for p in mine:
-        told = [peer.projections[key_of(p.name, "both")] for peer in group if key_of(p.name, "both") in peer.projections]
-        out.append(Projection(p.name, p.applied, p.declared, sum(told) / len(told)))
+        projections = [peer.projections[key_of(p.name, "both")] for peer in group if key_of(p.name, "both") in peer.projections]
+        out.append(Projection(p.name, p.applied, p.declared, sum(projections) / len(projections)))
     return out, True

@@ -39,7 +39,7 @@ def _same_epochs(evidence: Evidence) -> list[Finding]:
     if not evidence.facts.same_epochs:
         return []
     text = "a new epoch has the order of the one before: the DistributedSampler shuffles, and was not given the new epoch"
-    return [_alike(evidence, text, severity="warning", next="call sampler.set_epoch(epoch) before each epoch")]
+    return [_finding(evidence, text, severity="warning", next="call sampler.set_epoch(epoch) before each epoch")]
 
 
 def _stale(evidence: Evidence) -> list[Finding]:
@@ -50,31 +50,31 @@ def _stale(evidence: Evidence) -> list[Finding]:
     if not stage or again is None or evidence.facts.whole_numbers:
         return []
     text = f"pipeline stage {stage} ran micro-batch {again} of step {evidence.step} on activations that it had received before"
-    return [_alike(evidence, text, next="receive into a buffer of its own, and wait for it before the forward")]
+    return [_finding(evidence, text, next="receive into a buffer of its own, and wait for it before the forward")]
 
 
 def _over(evidence: Evidence, axis: str) -> list[Finding]:
     axes = frozenset({axis})
     group = along(evidence, axes)
-    told: dict[tuple[int, ...], list[int]] = {}
+    ranks_of: dict[tuple[int, ...], list[int]] = {}
     for peer in group:
         if peer.batches:
-            told.setdefault(peer.batches, []).append(peer.rank)
-    alike = next((ranks for ranks in told.values() if len(ranks) > 1), None)
-    if alike is None or not evidence.facts.batches:
+            ranks_of.setdefault(peer.batches, []).append(peer.rank)
+    sharing = next((ranks for ranks in ranks_of.values() if len(ranks) > 1), None)
+    if sharing is None or not evidence.facts.batches:
         return []
     if len(group) == evidence.place.world_size and _tensor_parallel_guess(evidence):
         return []
     text = (
-        f"ranks {', '.join(map(str, alike))} train on the same data "
+        f"ranks {', '.join(map(str, sharing))} train on the same data "
         f"({group_words(evidence, axes, group)}): equal fingerprints of the batch"
     )
     hint = "give each rank its own part: a DistributedSampler, or a seed that holds the rank"
     if not evidence.assumed:
-        return [_alike(evidence, text, next=hint)]
+        return [_finding(evidence, text, next=hint)]
     text += ". The ranks are assumed to be data parallel, because nothing says which data they share"
     hint += "; or give the position of each rank: trainprobe.watch(..., place=Place(rank, world, {'tp': (rank, world)}))"
-    return [_alike(evidence, text, severity="warning", next=hint)]
+    return [_finding(evidence, text, severity="warning", next=hint)]
 
 
 def _tensor_parallel_guess(evidence: Evidence) -> bool:
@@ -84,8 +84,8 @@ def _tensor_parallel_guess(evidence: Evidence) -> bool:
     """
     seen = evidence.tensors
     guessed = {name: over for name, over in evidence.replicated.items() if (name, "value") not in seen.replicas}
-    told = {name: over for (name, slot), over in seen.replicas.items() if slot == "value"} if evidence.assumed else {}
-    return any("dp" not in over for name, over in (guessed | told).items() if not name.startswith("buffer "))
+    declared = {name: over for (name, slot), over in seen.replicas.items() if slot == "value"} if evidence.assumed else {}
+    return any("dp" not in over for name, over in (guessed | declared).items() if not name.startswith("buffer "))
 
 
 def _same_over_tp(evidence: Evidence) -> list[Finding]:
@@ -102,7 +102,7 @@ def _again(evidence: Evidence) -> list[Finding]:
     if not now or not evidence.follows or len(seen) < 3 or now != seen[-1] or len(set(seen)) < len(seen):
         return []
     text = f"step {evidence.step} trains on the data of step {evidence.step - 1} again, though no step before did so"
-    return [_alike(evidence, text)]
+    return [_finding(evidence, text)]
 
 
 def _by_workers(evidence: Evidence) -> list[Finding]:
@@ -119,7 +119,7 @@ def _by_workers(evidence: Evidence) -> list[Finding]:
     hint = (
         "seed Python and NumPy in worker_init_fn from torch.initial_seed(); share out an IterableDataset by get_worker_info()"
     )
-    return [_alike(evidence, text, severity="warning", next=hint)]
+    return [_finding(evidence, text, severity="warning", next=hint)]
 
 
 def _micro(evidence: Evidence) -> list[Finding]:
@@ -129,10 +129,10 @@ def _micro(evidence: Evidence) -> list[Finding]:
         return []
     again = next(i for i, fingerprint in enumerate(now) if fingerprint in now[:i])
     text = f"micro-batch {again} is the same as micro-batch {now.index(now[again])} of this step"
-    return [_alike(evidence, text)]
+    return [_finding(evidence, text)]
 
 
-def _alike(evidence: Evidence, text: str, **more: Any) -> Finding:
+def _finding(evidence: Evidence, text: str, **more: Any) -> Finding:
     """Return the finding that data is equal which should differ."""
     return evidence.finding(
         "distinct_data", text, "batch", "input", measured="equal", expected="different", kind="scalar", **more

@@ -22,7 +22,7 @@ STAGE = "backward"
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find a finite loss with a gradient that is not, or the other way round."""
-    return _hidden(evidence) or _apart(evidence)
+    return _hidden(evidence) or _differs_over_ranks(evidence)
 
 
 def _hidden(evidence: Evidence) -> list[Finding]:
@@ -51,7 +51,7 @@ def _hidden(evidence: Evidence) -> list[Finding]:
     ]
 
 
-def _apart(evidence: Evidence) -> list[Finding]:
+def _differs_over_ranks(evidence: Evidence) -> list[Finding]:
     loss, scale = scalar(evidence.scalars, "loss"), scalar(evidence.scalars, "loss scale")
     slot = "grad_unclipped" if any(evidence.tensors.with_slot("grad_unclipped")) else "grad"
     names = list(evidence.tensors.with_slot(slot))

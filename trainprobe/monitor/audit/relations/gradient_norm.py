@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from trainprobe.engine.core.records import Finding
-from trainprobe.monitor.audit.evidence import HALF_UNITS, Evidence, apart_over_ranks
+from trainprobe.monitor.audit.evidence import HALF_UNITS, Evidence, differs_over_ranks
 from trainprobe.monitor.audit.messages import key_of
 from trainprobe.monitor.audit.relations.replicas import differs
 from trainprobe.monitor.audit.replication import logical_norms
@@ -37,9 +37,9 @@ _NEXT = "sum the squares over every group that shards parameters, and count repl
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find a reported norm that is not the true one."""
-    apart = _over_ranks(evidence)
-    if apart:
-        return apart
+    differing = _over_ranks(evidence)
+    if differing:
+        return differing
     if any(clip.others for clip in evidence.facts.clips):
         return []
     reported = scalar(evidence.scalars, "gradient norm")
@@ -47,7 +47,7 @@ def check(evidence: Evidence) -> list[Finding]:
     if reported is None or true is None or not true > 0 or reported != reported:
         return []
     parts = _of_each_call(evidence)
-    wrong = next(((told, value) for told, value in parts if not _accepted(evidence, told, [value])), None)
+    wrong = next(((norm, value) for norm, value in parts if not _accepted(evidence, norm, [value])), None)
     if wrong is not None:
         return [_finding(evidence, *wrong)]
     if _accepted(evidence, reported, [true, *(value for _, value in parts)]):
@@ -61,23 +61,23 @@ def check(evidence: Evidence) -> list[Finding]:
     return [_finding(evidence, reported, true)]
 
 
-def _accepted(evidence: Evidence, told: float, norms: list[float]) -> bool:
+def _accepted(evidence: Evidence, norm: float, norms: list[float]) -> bool:
     scale = scalar(evidence.scalars, "loss scale") or 1.0
     values = [*norms, _largest(evidence)]
-    floor = _floor(evidence, told)
-    return any(abs(told * factor - value) <= floor * value for value in values for factor in (1.0, scale))
+    floor = _floor(evidence, norm)
+    return any(abs(norm * factor - value) <= floor * value for value in values for factor in (1.0, scale))
 
 
-def _floor(evidence: Evidence, told: float) -> float:
+def _floor(evidence: Evidence, norm: float) -> float:
     """Return by how much of itself a norm that was told may be off."""
-    return _FLOOR + evidence.tensors.half_unit("grad", "grad_unclipped") + _format_of(told)
+    return _FLOOR + evidence.tensors.half_unit("grad", "grad_unclipped") + _format_of(norm)
 
 
-def _format_of(told: float) -> float:
+def _format_of(norm: float) -> float:
     """Return half a unit in the last place of the shortest format that holds a number as it is; 0 for 32 bits and more."""
     with np.errstate(over="ignore"):  # what is too large for a format is infinite there, and not equal
-        bits, half = int(np.float32(told).view(np.uint32)), float(np.float16(told))
-    return 0.0 if bits & 0xFFFF and half != told else HALF_UNITS["float16" if bits & 0xFFFF else "bfloat16"]
+        bits, half = int(np.float32(norm).view(np.uint32)), float(np.float16(norm))
+    return 0.0 if bits & 0xFFFF and half != norm else HALF_UNITS["float16" if bits & 0xFFFF else "bfloat16"]
 
 
 def _of_each_call(evidence: Evidence) -> list[tuple[float, float]]:
@@ -105,7 +105,7 @@ def _finding(evidence: Evidence, reported: float, true: float) -> Finding:
     elif own is not None and several and abs(reported - own) <= _floor(evidence, reported) * own:
         why = f"; it is the norm of what rank {evidence.place.rank} holds: the sum over the ranks is missing"
     text = f"the reported gradient norm {reported:.6g} is {reported / true:.4g} times the true one, {true:.6g}{why}"
-    return _told(evidence, text, reported, true, next=hint)
+    return _finding_of_norms(evidence, text, reported, true, next=hint)
 
 
 def _is_scaled(evidence: Evidence, reported: float, true: float) -> bool:
@@ -119,10 +119,10 @@ def _after_clipping(evidence: Evidence, reported: float, true: float) -> Finding
         f"the reported gradient norm {reported:.6g} is that after clipping, and was {true:.6g} before it: a norm that is "
         "reported so never exceeds the threshold, and hides every spike"
     )
-    return _told(evidence, text, reported, true, severity="warning", next="report what clip_grad_norm_ returns")
+    return _finding_of_norms(evidence, text, reported, true, severity="warning", next="report what clip_grad_norm_ returns")
 
 
-def _told(evidence: Evidence, text: str, measured: float, expected: float, **more: Any) -> Finding:
+def _finding_of_norms(evidence: Evidence, text: str, measured: float, expected: float, **more: Any) -> Finding:
     """Return a finding of two norms that are further apart than the noise floor."""
     floor = _floor(evidence, measured) * expected
     return evidence.finding(
@@ -137,8 +137,8 @@ def _by_itself(evidence: Evidence, reported: float, true: float) -> list[Finding
     if before is None or scaled:
         return []
     floor = _floor(evidence, reported)
-    was, told = before.norms.get("clipped", 0.0), scalar(before.scalars, "gradient norm") or 0.0
-    clipped = told > was * (1 + floor) > 0
+    was, reported_before = before.norms.get("clipped", 0.0), scalar(before.scalars, "gradient norm") or 0.0
+    clipped = reported_before > was * (1 + floor) > 0
     if not clipped or abs(true - was) <= floor * was:
         return []
     text = (
@@ -146,7 +146,7 @@ def _by_itself(evidence: Evidence, reported: float, true: float) -> list[Finding
         f"not {was:.6g}, as at step {before.step}: "
         f"the reported norm is {max(true, was) / min(true, was):.4g} times {'the true one' if true < was else 'too small'}"
     )
-    return [_told(evidence, text, true, was, next=_NEXT)]
+    return [_finding_of_norms(evidence, text, true, was, next=_NEXT)]
 
 
 def _over_ranks(evidence: Evidence) -> list[Finding]:
@@ -155,7 +155,7 @@ def _over_ranks(evidence: Evidence) -> list[Finding]:
         return f"the reported gradient norms differ over the ranks: {listed}; {why}"
 
     hint = "sum the squares over every group that shards parameters"
-    return apart_over_ranks(evidence, "gradient_norm", "reported_norm", "grad_norm", _RANKS_FLOOR, words, digits=9, next=hint)
+    return differs_over_ranks(evidence, "gradient_norm", "reported_norm", "grad_norm", _RANKS_FLOOR, words, digits=9, next=hint)
 
 
 def _largest(evidence: Evidence) -> float:

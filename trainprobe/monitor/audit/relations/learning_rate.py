@@ -57,7 +57,7 @@ def _known(evidence: Evidence) -> _Schedulers:
 def _follows(schedule: Schedule) -> bool:
     """Tell whether the rates in use are those that a scheduler declares."""
     pairs = zip(schedule.actual, schedule.rates, strict=False)
-    return bool(schedule.rates) and not any(_apart(used, declared, max(schedule.rates)) for used, declared in pairs)
+    return bool(schedule.rates) and not any(_differs(used, declared, max(schedule.rates)) for used, declared in pairs)
 
 
 def _steps(evidence: Evidence) -> int:
@@ -96,7 +96,7 @@ def _not_declared(evidence: Evidence, schedule: Schedule) -> Finding | None:
     if not schedule.rates or not schedule.actual or _follows(schedule) or schedule.kind not in _known(evidence).followed:
         return None
     size = max(schedule.rates)
-    used, declared = next((u, d) for u, d in zip(schedule.actual, schedule.rates, strict=False) if _apart(u, d, size))
+    used, declared = next((u, d) for u, d in zip(schedule.actual, schedule.rates, strict=False) if _differs(u, d, size))
     text = (
         f"the learning rate {used:.9g} is not the {declared:.9g} that {schedule.kind} declares for position "
         f"{schedule.position}, as it was at an audited step before"
@@ -108,7 +108,7 @@ def _not_planned(evidence: Evidence) -> Finding | None:
     if evidence.plan.schedule is None or not evidence.facts.rates:
         return None
     used, declared = evidence.facts.rates[0], float(evidence.plan.schedule(evidence.step))
-    if not _apart(used, declared, declared):
+    if not _differs(used, declared, declared):
         return None
     text = f"the learning rate {used:.9g} is not the {declared:.9g} that the plan declares for step {evidence.step}"
     return _finding(evidence, text, used, declared, "compare the plan's `schedule` with what sets the rate")
@@ -117,13 +117,13 @@ def _not_planned(evidence: Evidence) -> Finding | None:
 def _not_reported(evidence: Evidence) -> Finding | None:
     facts, reported = evidence.facts, scalar(evidence.scalars, "learning rate")
     known = [*facts.rates, *facts.rates_next, *(rate for schedule in facts.schedules for rate in schedule.rates)]
-    if reported is None or not facts.rates or not facts.updates or not all(_apart(reported, rate, rate) for rate in known):
+    if reported is None or not facts.rates or not facts.updates or not all(_differs(reported, rate, rate) for rate in known):
         return None
     text = f"the reported learning rate {reported:.9g} is not the rate in use, {facts.rates[0]:.9g}"
     return _finding(evidence, text, reported, facts.rates[0], "report the rate of optimizer.param_groups", "warning")
 
 
-def _apart(a: float, b: float, size: float) -> bool:
+def _differs(a: float, b: float, size: float) -> bool:
     return abs(a - b) > _FLOOR * abs(size) + 1e-12
 
 

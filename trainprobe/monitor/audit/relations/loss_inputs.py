@@ -41,9 +41,9 @@ _APART = 1e-2  # inputs that differ by less may be the output of a layer that be
 def check(evidence: Evidence) -> list[Finding]:
     """Find the first call of a loss function whose input does not fit it."""
     for call in evidence.facts.losses:
-        told = _wrong(call) or _twice_squashed(call, evidence) or _longer(call, evidence)
-        if told is not None:
-            what, hint = told
+        problem = _wrong(call) or _twice_squashed(call, evidence) or _longer(call, evidence)
+        if problem is not None:
+            what, hint = problem
             return [evidence.finding("loss_inputs", what, call.kind, kind="scalar", severity="warning", next=hint)]
     return []
 

@@ -50,17 +50,19 @@ def check(evidence: Evidence) -> list[Finding]:
     axes = frozenset({"dp", "cp", "tp"})
     group = along(evidence, axes)
     if len({peer.marks["modes"] for peer in group}) > 1:
-        resting = {name: [p.rank for p in group if key_of(name, "rests") in p.rows] for name, mode in modes.items() if mode}
-        apart = [name for name, ranks in resting.items() if ranks]
-        if not apart:
+        in_eval_mode = {
+            name: [p.rank for p in group if key_of(name, "rests") in p.rows] for name, mode in modes.items() if mode
+        }
+        differing = [name for name, ranks in in_eval_mode.items() if ranks]
+        if not differing:
             return []  # ranks with other modules, or this one rests: the others tell
-        first = next((name for name in apart if name), "root")
-        ranks = ", ".join(map(str, resting.get(first, resting.get("", ()))))
+        first = next((name for name in differing if name), "root")
+        ranks = ", ".join(map(str, in_eval_mode.get(first, in_eval_mode.get("", ()))))
         text = (
             f"training modes differ in the {group_words(evidence, axes, group)}: {first} is in evaluation "
             f"mode on rank {ranks} only"
         )
-        return [_finding(evidence, text, first, "evaluation mode", "equal on all ranks", apart)]
+        return [_finding(evidence, text, first, "evaluation mode", "equal on all ranks", differing)]
     return []
 
 

@@ -66,18 +66,18 @@ def check(evidence: Evidence) -> list[Finding]:
     if idle and scalar(evidence.scalars, "loss scale") is None:
         text = f"the optimizer of {and_more(list(idle))} did not step, as it did at each audited step before"
         hint = "call step() on every optimizer"
-        told = evidence.finding(
+        finding = evidence.finding(
             "movement", text, idle[0], measured="no step", expected="a step", severity="warning", next=hint, names=list(idle)
         )
-        found.append(told)
+        found.append(finding)
     never = evidence.facts.never
     if never:
         text = f"the optimizer of {and_more(list(never))} has not stepped once, though these have gradients and others step"
         hint = "call step() on every optimizer"
-        told = evidence.finding(
+        finding = evidence.finding(
             "movement", text, never[0], measured="no step", expected="a step", severity="warning", next=hint, names=list(never)
         )
-        found.append(told)
+        found.append(finding)
     if evidence.stalled == _STALLED:
         name = next((p.name for p in evidence.model.parameters if p.trainable), "")
         text = (

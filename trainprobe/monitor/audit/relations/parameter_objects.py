@@ -23,18 +23,18 @@ def check(evidence: Evidence) -> list[Finding]:
     now = {name: p for p in evidence.model.parameters for name in p.names}
     other = [name for name in was if name in now and now[name].identity != was[name].identity]
     gone = [name for name in was if name not in now] + [name for name in now if name not in was]
-    told: list[Finding] = []
+    findings: list[Finding] = []
     if other:
         text = f"the parameter objects are not those seen at set-up: {and_more(other, len(was))} was replaced"
         hint = "replace values in place (copy_) or make the optimizer and wrappers again afterwards"
-        told.append(
+        findings.append(
             evidence.finding(
                 "parameter_objects", text, other[0], measured="replaced", expected="the same object", next=hint, names=other
             )
         )
     elif gone:
         text = f"the model does not have the parameters that it had at set-up: {and_more(gone)} came or went"
-        told.append(
+        findings.append(
             evidence.finding("parameter_objects", text, gone[0], measured="came or went", expected="as at set-up", names=gone)
         )
     foreign = evidence.model.foreign
@@ -44,7 +44,7 @@ def check(evidence: Evidence) -> list[Finding]:
             "registered other objects before "
             "they were replaced, so their gradients stay those of one rank"
         )
-        told.append(
+        findings.append(
             evidence.finding(
                 "parameter_objects",
                 text,
@@ -55,4 +55,4 @@ def check(evidence: Evidence) -> list[Finding]:
                 names=list(foreign),
             )
         )
-    return told
+    return findings

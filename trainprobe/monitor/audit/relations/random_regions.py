@@ -21,14 +21,14 @@ def check(evidence: Evidence) -> list[Finding]:
     """Find ranks whose regions draw the same numbers."""
     axes = frozenset({"tp"})
     group = [peer for peer in along(evidence, axes) if peer.marks["region"]]
-    told: dict[int, list[int]] = {}
+    ranks_of: dict[int, list[int]] = {}
     for peer in group:
-        told.setdefault(peer.marks["region"], []).append(peer.rank)
-    alike = next((ranks for ranks in told.values() if len(ranks) > 1), None)
-    if alike is None:
+        ranks_of.setdefault(peer.marks["region"], []).append(peer.rank)
+    sharing = next((ranks for ranks in ranks_of.values() if len(ranks) > 1), None)
+    if sharing is None:
         return []
     text = (
-        f"ranks {', '.join(map(str, alike))} draw the same random numbers within tensor-parallel regions "
+        f"ranks {', '.join(map(str, sharing))} draw the same random numbers within tensor-parallel regions "
         f"({group_words(evidence, axes, group)})"
     )
     return [

@@ -25,7 +25,7 @@ _REMEMBERED = 32
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find random states that came apart over tp, or fell together over dp."""
-    return [*_apart(evidence), *_together(evidence), *_again(evidence)]
+    return [*_differing(evidence), *_together(evidence), *_again(evidence)]
 
 
 def remember(evidence: Evidence) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ def _repeated(evidence: Evidence, text: str, hint: str) -> list[Finding]:
     ]
 
 
-def _apart(evidence: Evidence) -> list[Finding]:
+def _differing(evidence: Evidence) -> list[Finding]:
     states = _states(evidence, "tp")
     if states is None or states.before > 1 or states.now == 1:
         return []

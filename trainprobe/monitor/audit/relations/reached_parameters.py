@@ -46,8 +46,8 @@ def _is_masked(evidence: Evidence, name: str) -> bool:
     if seen.number(name, "grad", "absmax") != 0 or before is None or not before.tensors.number(name, "grad", "absmax") > 0:
         return False
     module = name.rpartition(".")[0]
-    beside = (n for n in seen.names if n != name and n.rpartition(".")[0] == module)
-    return any(seen.number(other, "grad", "absmax") > 0 for other in beside)
+    siblings = (n for n in seen.names if n != name and n.rpartition(".")[0] == module)
+    return any(seen.number(other, "grad", "absmax") > 0 for other in siblings)
 
 
 def _finding(evidence: Evidence, text: str, names: list[str], severity: str) -> Finding:

@@ -50,12 +50,12 @@ def check(evidence: Evidence) -> list[Finding]:
 
 def _is_one_of(repeat: Repeat) -> bool:
     return any(
-        len(first) == len(repeat.again) and all(_alike(a, b) for a, b in zip(first, repeat.again, strict=True))
+        len(first) == len(repeat.again) and all(_same(a, b) for a, b in zip(first, repeat.again, strict=True))
         for first in repeat.first
     )
 
 
-def _alike(a: Output, b: Output) -> bool:
+def _same(a: Output, b: Output) -> bool:
     if a.fingerprint == b.fingerprint:
         return True
     floor = (_FLOOR if "32" in a.dtype or "64" in a.dtype else _FLOOR_SHORT) * a.norm

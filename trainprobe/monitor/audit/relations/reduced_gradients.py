@@ -46,29 +46,29 @@ def check(evidence: Evidence) -> list[Finding]:
         return another
     if abs(factor - 1) <= _FLOOR and evidence.axes == frozenset({"dp"}) and _reports_its_own(evidence):
         return [_summed(evidence, mine[0].name)]
-    apart = [
+    outliers = [
         seen.name
         for seen in mine
         if abs(seen.used - factor * totals[seen.name]) > _FLOOR * (seen.norm + abs(factor * totals[seen.name]))
     ]
-    if not apart or 2 * len(apart) > len(mine) or any(differs(evidence, name, "grad") for name in evidence.tensors.names):
+    if not outliers or 2 * len(outliers) > len(mine) or any(differs(evidence, name, "grad") for name in evidence.tensors.names):
         return []  # what differs between replicas is told by `replicas`
-    own = ratios.get(apart[0], float("nan")) / factor
+    own = ratios.get(outliers[0], float("nan")) / factor
     text = (
-        f"the gradient of {and_more(apart, len(mine))} is not what the ranks' own gradients make of it: it is {own:.4g} times "
-        "what the reduction of the others gives"
+        f"the gradient of {and_more(outliers, len(mine))} is not what the ranks' own gradients make of it: it is {own:.4g} "
+        "times what the reduction of the others gives"
     )
     return [
         evidence.finding(
             "reduced_gradients",
             text,
-            apart[0],
+            outliers[0],
             "grad",
             measured=own,
             expected=1.0,
             floor=_FLOOR,
             next="reduce every gradient once, over the same group and by the same divisor, after its last micro-batch",
-            names=apart,
+            names=outliers,
         )
     ]
 
@@ -144,10 +144,10 @@ def _another_divisor(evidence: Evidence, factor: float, name: str) -> list[Findi
 def _reports_its_own(evidence: Evidence) -> bool:
     """Tell whether the loss that each rank reports is that of its own backward passes, or the mean of that over the ranks."""
     own = [peer.numbers["differentiated"] for peer in evidence.peers]
-    told = [peer.numbers["loss"] for peer in evidence.peers]
+    losses = [peer.numbers["loss"] for peer in evidence.peers]
     mean = sum(own) / len(own)
-    return all(abs(r - o) <= 1e-4 * abs(o) for r, o in zip(told, own, strict=True)) or all(
-        abs(r - mean) <= 1e-4 * abs(mean) for r in told
+    return all(abs(r - o) <= 1e-4 * abs(o) for r, o in zip(losses, own, strict=True)) or all(
+        abs(r - mean) <= 1e-4 * abs(mean) for r in losses
     )
 
 

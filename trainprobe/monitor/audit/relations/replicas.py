@@ -52,8 +52,10 @@ def check(evidence: Evidence) -> list[Finding]:
         if differing and slot == "grad_unclipped" and not any(differs(evidence, name, "grad") for name in differing):
             continue  # they were clipped before they were joined, which `clipping` tells
         if differing and slot == "grad":
-            apart = beside_one_factor(evidence, differing)
-            return [_finding(evidence, slot, apart or differing, scaled=bool(apart))] if apart or apart is None else []
+            outliers = beyond_one_factor(evidence, differing)
+            return (
+                [_finding(evidence, slot, outliers or differing, scaled=bool(outliers))] if outliers or outliers is None else []
+            )
         if differing:
             return [_finding(evidence, slot, differing)]
     buffers = [name for name in evidence.facts.buffers if evidence.over(name, "buffer") and differs(evidence, name, "buffer")]
@@ -109,7 +111,7 @@ def _missing(evidence: Evidence, names: list[str]) -> Finding:
     )
 
 
-def beside_one_factor(evidence: Evidence, names: list[str]) -> list[str] | None:
+def beyond_one_factor(evidence: Evidence, names: list[str]) -> list[str] | None:
     """Return the parameters whose gradients differ by more than one factor between ranks that most share; None: there is no
     such factor.
 
@@ -121,7 +123,7 @@ def beside_one_factor(evidence: Evidence, names: list[str]) -> list[str] | None:
         return []
     if names and all(_by_own_norm(evidence, name) for name in names):
         return []
-    alike = _ALIKE if all("float32" in seen.dtypes.get((name, "grad"), "") for name in names) else _ALIKE_SHORT
+    tolerance = _ALIKE if all("float32" in seen.dtypes.get((name, "grad"), "") for name in names) else _ALIKE_SHORT
     ratios: dict[str, float] = {}
     for name in names:
         norms = [peer.rows[key_of(name, "grad")][1] for peer in group_of(evidence, name, "grad")]
@@ -130,29 +132,29 @@ def beside_one_factor(evidence: Evidence, names: list[str]) -> list[str] | None:
     if finite.size < 2:
         return None
     middle = float(np.median(finite))
-    apart = [name for name, ratio in ratios.items() if not abs(ratio - middle) <= alike * middle]
-    return None if len(apart) > 0.5 * len(ratios) else apart
+    outliers = [name for name, ratio in ratios.items() if not abs(ratio - middle) <= tolerance * middle]
+    return None if len(outliers) > 0.5 * len(ratios) else outliers
 
 
 def _by_own_norm(evidence: Evidence, name: str) -> bool:
     """Tell whether ‖g‖ times the reported norm is one number over the ranks, and the reported norm is not."""
-    told = [(p.rows[key_of(name, "grad")][1], p.numbers["reported_norm"]) for p in group_of(evidence, name, "grad")]
-    if len({norm for _, norm in told}) < 2:
+    norms = [(p.rows[key_of(name, "grad")][1], p.numbers["reported_norm"]) for p in group_of(evidence, name, "grad")]
+    if len({norm for _, norm in norms}) < 2:
         return False
-    products = [own * norm for own, norm in told]
+    products = [own * norm for own, norm in norms]
     return max(products) - min(products) <= _ALIKE_SHORT * 0.1 * max(products)
 
 
 def _finding(evidence: Evidence, slot: str, names: list[str], scaled: bool = False) -> Finding:
     first = names[0]
     group, key = group_of(evidence, first, slot), key_of(first, slot)
-    odd, norms = odd_ones(group, key)
+    minority, norms = minority_ranks(group, key)
     words = WORDS.get(slot, f"the optimizer state {slot} differs before the update")
     over = copied_over(evidence, first, slot)
     cause = _cause(evidence, slot, names, group, key)
     if scaled:
         cause += "; all others differ by one factor alone, the clip coefficient that follows from it"
-    where = f"{group_words(evidence, over, group)}: first {and_more(names)}, ranks {odd}; norms {norms}"
+    where = f"{group_words(evidence, over, group)}: first {and_more(names)}, ranks {minority}; norms {norms}"
     seen = dict.fromkeys(f"{peer.rows[key][0]:016x}" for peer in group)
     return evidence.finding(
         "replicas",
@@ -167,12 +169,12 @@ def _finding(evidence: Evidence, slot: str, names: list[str], scaled: bool = Fal
     )
 
 
-def odd_ones(group: list[Peer], key: int) -> tuple[str, str]:
+def minority_ranks(group: list[Peer], key: int) -> tuple[str, str]:
     """Name the ranks whose fingerprint is not the usual one (all, if there is no usual one), and the norms on some ranks."""
     usual, count = Counter(peer.rows[key][0] for peer in group).most_common(1)[0]
-    odd = [peer.rank for peer in group if peer.rows[key][0] != usual or count == 1]
+    minority = [peer.rank for peer in group if peer.rows[key][0] != usual or count == 1]
     norms = ", ".join(f"{peer.rows[key][1]:.9g} on rank {peer.rank}" for peer in group[:4])
-    return ", ".join(map(str, odd)), norms
+    return ", ".join(map(str, minority)), norms
 
 
 def _cause(evidence: Evidence, slot: str, names: list[str], group: list[Peer], key: int) -> str:

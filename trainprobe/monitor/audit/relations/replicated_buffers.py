@@ -26,27 +26,27 @@ def check(evidence: Evidence) -> list[Finding]:
     """Find buffers that went apart."""
     if len(evidence.peers) < 2 or evidence.model.broadcasts:
         return []
-    apart = [name for name in evidence.facts.begun if is_shared(name) and _differs(evidence, name)]
-    if not apart:
+    differing = [name for name in evidence.facts.begun if is_shared(name) and _differs(evidence, name)]
+    if not differing:
         return []
-    over = evidence.over(apart[0], "begun") & _DATA
+    over = evidence.over(differing[0], "begun") & _DATA
     text = (
-        f"the buffer {and_more(apart)} differs in the {group_words(evidence, over, along(evidence, over))}, where it was equal "
-        "at first: each rank follows its own data, and a checkpoint keeps the buffer of one"
+        f"the buffer {and_more(differing)} differs in the {group_words(evidence, over, along(evidence, over))}, where it was "
+        "equal at first: each rank follows its own data, and a checkpoint keeps the buffer of one"
     )
     hint = "all_reduce what the buffer is updated with, or hand it from one rank to all (broadcast_buffers=True)"
     return [
         evidence.finding(
             "replicated_buffers",
             text,
-            apart[0],
+            differing[0],
             "buffer",
             kind="buffer",
             measured="different bits",
             expected="equal on all ranks",
             severity="warning",
             next=hint,
-            names=apart,
+            names=differing,
         )
     ]
 

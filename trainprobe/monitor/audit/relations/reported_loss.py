@@ -57,11 +57,11 @@ def check(evidence: Evidence) -> list[Finding]:
     unscaled = _not_scaled(evidence, losses, reported)
     if unscaled:
         return [_missed_the_scaler(evidence, unscaled, totals[0], reported)]
-    if _scales_apart(evidence, losses, reported):
+    if _scales_differ(evidence, losses, reported):
         return [_scale_changed(evidence, totals[0], reported)]
     known = _known(evidence)
-    apart = _FLOOR if known.exactly >= STEADY else _APART
-    if known.explained < STEADY or min(abs(reported - k) for k in (*totals, *losses)) <= apart * size:
+    tolerance = _FLOOR if known.exactly >= STEADY else _APART
+    if known.explained < STEADY or min(abs(reported - k) for k in (*totals, *losses)) <= tolerance * size:
         return []
     return [_no_longer(evidence, totals, reported)]
 
@@ -115,8 +115,8 @@ def _losses(evidence: Evidence) -> list[float]:
 
 def _totals(evidence: Evidence) -> list[float]:
     """Return the sum of this rank's losses, and its mean and its sum over the ranks that differ in data or tokens."""
-    told = [peer.numbers["differentiated"] for peer in along(evidence, frozenset({"dp", "cp"}))]
-    return [differentiated(evidence), *([sum(told) / len(told), sum(told)] if told else [])]
+    losses = [peer.numbers["differentiated"] for peer in along(evidence, frozenset({"dp", "cp"}))]
+    return [differentiated(evidence), *([sum(losses) / len(losses), sum(losses)] if losses else [])]
 
 
 def _near(a: float, b: float, size: float, floor: float = _FLOOR) -> bool:
@@ -143,7 +143,7 @@ def _not_scaled(evidence: Evidence, losses: Sequence[float], reported: float) ->
     return []
 
 
-def _scales_apart(evidence: Evidence, losses: Sequence[float], reported: float) -> bool:
+def _scales_differ(evidence: Evidence, losses: Sequence[float], reported: float) -> bool:
     """Tell whether a loss scale that was doubled or halved between backward passes explains the reported loss."""
     if (scalar(evidence.scalars, "loss scale") or 1.0) == 1.0 or not 1 < len(losses) <= _SEVERAL:
         return False

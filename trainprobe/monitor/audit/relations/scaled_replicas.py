@@ -10,7 +10,7 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more, group_words
 from trainprobe.monitor.audit.messages import key_of
-from trainprobe.monitor.audit.relations.replicas import beside_one_factor, differs, group_of, odd_ones
+from trainprobe.monitor.audit.relations.replicas import beyond_one_factor, differs, group_of, minority_ranks
 
 COST = frozenset({"fingerprints", "ranks"})
 OBSERVERS: frozenset[str] = frozenset()
@@ -24,18 +24,18 @@ def check(evidence: Evidence) -> list[Finding]:
         return []
     names = [name for name in evidence.tensors.with_slot("grad") if evidence.over(name, "grad")]
     differing = [name for name in names if differs(evidence, name, "grad")]
-    if not differing or beside_one_factor(evidence, differing) != [] or any(differs(evidence, name, "value") for name in names):
+    if not differing or beyond_one_factor(evidence, differing) != [] or any(differs(evidence, name, "value") for name in names):
         return []
     first = differing[0]
     group, key = group_of(evidence, first, "grad"), key_of(first, "grad")
     norms = [peer.rows[key][1] for peer in group]
     factor = max(norms) / min(norms) if min(norms) > 0 else float("inf")
-    odd, told = odd_ones(group, key)
+    minority, listed_norms = minority_ranks(group, key)
     text = (
         "the gradients that the optimizer uses differ in the "
         f"{group_words(evidence, evidence.over(first, 'grad'), group)} by the factor "
-        f"{factor:.6g}: first {and_more(differing, len(evidence.tensors.names))}, ranks {odd}; norms "
-        f"{told}; it began at clipping, whose "
+        f"{factor:.6g}: first {and_more(differing, len(evidence.tensors.names))}, ranks {minority}; norms "
+        f"{listed_norms}; it began at clipping, whose "
         "coefficient was not the same on all ranks"
     )
     return [

@@ -50,9 +50,9 @@ def check(evidence: Evidence) -> list[Finding]:
 def _has_itself(call: LossCall) -> bool:
     high, low = call.number("self_high"), call.number("self_low")
     near = _EQUAL * abs(high)
-    alike = high - low <= near and call.number("self_below") <= near
-    apart = call.number("input_high") - call.number("input_low") > 10 * near
-    return alike and apart and call.count >= _FEWEST and call.number("self_targets") == 0
+    outputs_equal = high - low <= near and call.number("self_below") <= near
+    inputs_differ = call.number("input_high") - call.number("input_low") > 10 * near
+    return outputs_equal and inputs_differ and call.count >= _FEWEST and call.number("self_targets") == 0
 
 
 def _nothings(facts: StepFacts) -> list[LossCall]:

@@ -47,8 +47,8 @@ def remember(evidence: Evidence) -> int:
 
 
 def _agree(evidence: Evidence) -> bool:
-    told = [peer.numbers["loss"] for peer in along(evidence, AXES)]
-    return len(told) > 1 and len(set(told)) == 1  # NaN is not equal to itself, and so is no agreement
+    losses = [peer.numbers["loss"] for peer in along(evidence, AXES)]
+    return len(losses) > 1 and len(set(losses)) == 1  # NaN is not equal to itself, and so is no agreement
 
 
 def _listed(values: Mapping[int, float]) -> str:

@@ -35,35 +35,35 @@ def check(evidence: Evidence) -> list[Finding]:
     everywhere = sum(peer.numbers["tokens"] for peer in group) if group else float(sum(own))
     if not group and evidence.place.world_size > 1:
         return []
-    for name, told in evidence.scalars.items():
+    for name, reported in evidence.scalars.items():
         lower = name.lower()
         if _RATES.search(lower):
             continue
         if _GROWS.search(lower):
             before = evidence.before.scalars.get(name) if evidence.before is not None and evidence.follows else None
-            found = [] if before is None else _judge(evidence, name, told - before, own, everywhere, " grew by")
+            found = [] if before is None else _judge(evidence, name, reported - before, own, everywhere, " grew by")
         else:
-            found = _judge(evidence, name, told, own, everywhere, " is") if _OF_A_STEP.search(lower) else []
+            found = _judge(evidence, name, reported, own, everywhere, " is") if _OF_A_STEP.search(lower) else []
         if found:
             return found
     return []
 
 
-def _judge(evidence: Evidence, name: str, told: float, own: tuple[int, ...], everywhere: float, verb: str) -> list[Finding]:
+def _judge(evidence: Evidence, name: str, reported: float, own: tuple[int, ...], everywhere: float, verb: str) -> list[Finding]:
     first, several = float(own[0]), len(own) > 1 and sum(own) > own[0]
-    if not told > everywhere and not (several and told == first):
+    if not reported > everywhere and not (several and reported == first):
         return []
-    why = "a micro-batch alone was counted" if several and told == first else f"{told / everywhere:.4g} times as many"
+    why = "a micro-batch alone was counted" if several and reported == first else f"{reported / everywhere:.4g} times as many"
     text = (
-        f"the reported number of tokens {name}{verb} {told:.12g}, and the model was called with {everywhere:.12g} in this step "
-        f"({sum(own)} on this rank in {len(own)} calls): {why}"
+        f"the reported number of tokens {name}{verb} {reported:.12g}, and the model was called with {everywhere:.12g} in "
+        f"this step ({sum(own)} on this rank in {len(own)} calls): {why}"
     )
     return [
         evidence.finding(
             "token_count",
             text,
             name,
-            measured=told,
+            measured=reported,
             expected=everywhere,
             floor=0.0,
             kind="scalar",

@@ -33,7 +33,7 @@ def _not_declared(evidence: Evidence) -> list[Finding]:
     if not wrong:
         return _over_ranks(evidence)
     what = "requires a gradient and is not among" if wrong[0].trainable else "requires no gradient and is among"
-    return [_told(evidence, wrong, f"{what} the parameters that the plan's `trainable` names", "error")]
+    return [_finding(evidence, wrong, f"{what} the parameters that the plan's `trainable` names", "error")]
 
 
 def _changed(evidence: Evidence) -> list[Finding]:
@@ -44,10 +44,10 @@ def _changed(evidence: Evidence) -> list[Finding]:
     frozen = [p for p in others if not p.trainable and p.name not in evidence.facts.reached and not _takes_turns(evidence, p)]
     if thawed:
         text = "requires a gradient, which it did not at set-up, and no optimizer holds it: it does not move"
-        return [_told(evidence, thawed, text, "warning", "add it to the optimizer with add_param_group")]
+        return [_finding(evidence, thawed, text, "warning", "add it to the optimizer with add_param_group")]
     if not frozen:
         return []
-    return [_told(evidence, frozen, "required a gradient at set-up and no longer does", "warning")]
+    return [_finding(evidence, frozen, "required a gradient at set-up and no longer does", "warning")]
 
 
 def _takes_turns(evidence: Evidence, parameter: ParameterFact) -> bool:
@@ -61,7 +61,7 @@ def _takes_turns(evidence: Evidence, parameter: ParameterFact) -> bool:
     )
 
 
-def _told(evidence: Evidence, wrong: list[ParameterFact], text: str, severity: str, hint: str = "") -> Finding:
+def _finding(evidence: Evidence, wrong: list[ParameterFact], text: str, severity: str, hint: str = "") -> Finding:
     first, of = wrong[0], len(evidence.model.parameters)
     hint = hint or "look for requires_grad_; if this is intended, name what is trained: `audit: {trainable: [...]}`"
     measured, expected = ("requires a gradient", "frozen") if first.trainable else ("frozen", "requires a gradient")
@@ -85,14 +85,16 @@ def _over_ranks(evidence: Evidence) -> list[Finding]:
         return []
     trained = [p.name for p in evidence.model.parameters if p.trainable]
     frozen = {name: [peer.rank for peer in group if key_of(name, "frozen") in peer.rows] for name in trained}
-    apart = [name for name, ranks in frozen.items() if ranks]
-    if not apart:
+    differing = [name for name, ranks in frozen.items() if ranks]
+    if not differing:
         return []  # ranks with other parameters: experts, stages
-    ranks = ", ".join(map(str, frozen[apart[0]]))
+    ranks = ", ".join(map(str, frozen[differing[0]]))
     text = (
-        f"the set of trainable parameters differs in the {group_words(evidence, axes, group)}: {and_more(apart, len(trained))} "
-        f"is trained on rank {evidence.place.rank} and not on rank {ranks}"
+        f"the set of trainable parameters differs in the {group_words(evidence, axes, group)}: "
+        f"{and_more(differing, len(trained))} is trained on rank {evidence.place.rank} and not on rank {ranks}"
     )
     return [
-        evidence.finding("trainable_set", text, apart[0], measured="not trainable", expected="equal on all ranks", names=apart)
+        evidence.finding(
+            "trainable_set", text, differing[0], measured="not trainable", expected="equal on all ranks", names=differing
+        )
     ]

@@ -69,8 +69,8 @@ def check(evidence: Evidence) -> list[Finding]:
 def _of_others(evidence: Evidence) -> frozenset[str]:
     """Return the parameters that other ranks step and hand over, and frozen ones that something has moved before."""
     here = frozenset(name for group in evidence.facts.groups for name in group.names)
-    rests = untrained_parameters(evidence)
-    return (evidence.history.handed_over - here) | {name for name in rests if evidence.history.driven.get(name, 0) >= 0}
+    untrained = untrained_parameters(evidence)
+    return (evidence.history.handed_over - here) | {name for name in untrained if evidence.history.driven.get(name, 0) >= 0}
 
 
 def _statistics(evidence: Evidence, before: Evidence) -> list[Finding]:

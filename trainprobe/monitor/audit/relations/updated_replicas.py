@@ -11,7 +11,7 @@ from __future__ import annotations
 from trainprobe.engine.core.records import Finding
 from trainprobe.monitor.audit.evidence import Evidence, and_more, group_words
 from trainprobe.monitor.audit.messages import key_of
-from trainprobe.monitor.audit.relations.replicas import copied_over, differs, group_of, odd_ones
+from trainprobe.monitor.audit.relations.replicas import copied_over, differs, group_of, minority_ranks
 
 COST = frozenset({"fingerprints", "ranks"})
 OBSERVERS: frozenset[str] = frozenset()
@@ -26,18 +26,18 @@ def check(evidence: Evidence) -> list[Finding]:
     seen = evidence.tensors
     names = [name for name in seen.with_slot("value_after") if copied_over(evidence, name, "value_after")]
     names = [name for name in names if name not in evidence.history.handed_over]  # one rank steps it, and hands it over later
-    apart = [name for name in names if differs(evidence, name, "value_after")]
+    differing = [name for name in names if differs(evidence, name, "value_after")]
     before = [slot for slot in {slot for _, slot in seen.rows} if not slot.endswith("_after")]
-    if not apart or any((name, slot) in seen and differs(evidence, name, slot) for name in apart for slot in before):
+    if not differing or any((name, slot) in seen and differs(evidence, name, slot) for name in differing for slot in before):
         return []
-    first = apart[0]
+    first = differing[0]
     group, key = group_of(evidence, first, "value_after"), key_of(first, "value_after")
-    odd, norms = odd_ones(group, key)
+    minority, norms = minority_ranks(group, key)
     where = group_words(evidence, copied_over(evidence, first, "value_after"), group)
     text = (
         f"the weights differ after the update in the {where}, although weights, state and gradients "
         "were equal before it: first "
-        f"{and_more(apart, len(names))}, ranks {odd}; norms {norms}"
+        f"{and_more(differing, len(names))}, ranks {minority}; norms {norms}"
     )
     return [
         evidence.finding(
@@ -49,6 +49,6 @@ def check(evidence: Evidence) -> list[Finding]:
             expected="equal",
             floor=0.0,
             next="compare learning rates, weight decay and step counters of the ranks",
-            names=apart,
+            names=differing,
         )
     ]

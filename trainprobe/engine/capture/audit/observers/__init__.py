@@ -71,9 +71,9 @@ class Audited:
         """Return an observer that the caller has among its `needs`."""
         return self.observers.of(kind)
 
-    def tell(self, event: str, *args: Any) -> None:
+    def notify(self, event: str, *args: Any) -> None:
         """Call the method of that name of every observer that has one."""
-        self.observers.tell(event, *args)
+        self.observers.notify(event, *args)
 
 
 class Observer:
@@ -177,19 +177,19 @@ class Observers:
         """The run begins, or goes on with another model. names: of the observers to have; None: all."""
         self._add(names)
         self._heard = self._table(self._all.values())
-        self.tell("start")
+        self.notify("start")
 
     def begin(self, names: Collection[str] | None, due: Collection[str] | None) -> None:
         """An audited step begins. names: as for `start`, as a plan may have changed. due: those of the relations due now."""
         fresh = self._add(names)
         self._heard = self._table(fresh)
-        self.tell("start")
-        wanted = _closure(due)
-        self._heard = self._table(one for kind, one in self._all.items() if not kind.only_when_due or kind in wanted)
-        self.tell("begin")
+        self.notify("start")
+        needed = _closure(due)
+        self._heard = self._table(one for kind, one in self._all.items() if not kind.only_when_due or kind in needed)
+        self.notify("begin")
 
-    def tell(self, event: str, *args: Any) -> None:
-        """Have all that define an event hear of it, those that others need first."""
+    def notify(self, event: str, *args: Any) -> None:
+        """Notify all observers that define an event, those that others need first."""
         for own, method in self._heard.get(event, ()):
             if own is None:
                 method(*args)

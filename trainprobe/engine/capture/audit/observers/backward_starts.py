@@ -61,8 +61,8 @@ class BackwardStarts(Observer):
             if not backward.ended and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
                 self.count += 1
                 if self.count == 1:
-                    self._guard.run(self._audited.tell, "first_backward")
-                self._guard.run(self._audited.tell, "backward_begins", _root(args, kwargs))
+                    self._guard.run(self._audited.notify, "first_backward")
+                self._guard.run(self._audited.notify, "backward_begins", _root(args, kwargs))
                 self.unused += 1
             return original(*args, **kwargs)
 
@@ -72,7 +72,7 @@ class BackwardStarts(Observer):
         def zero_grad(*args: Any, **kwargs: Any) -> Any:
             if self.count and not zero_grad.ended:  # type: ignore[attr-defined]
                 self.was_cleared = True
-                self._guard.run(self._audited.tell, "cleared", args[0])
+                self._guard.run(self._audited.notify, "cleared", args[0])
             return original(*args, **kwargs)
 
         return zero_grad

@@ -238,15 +238,15 @@ def _targets(y: Tensor, ignored: int, given: Mapping[str, Tensor]) -> dict[str, 
     found |= {} if mask is None else _padding(tokens, mask)
     for dim, rows in _laid_out(y, tokens):
         for shift in SHIFTS:
-            at, beside = _beside(rows, tokens, dim, shift)
+            at, shifted = _shifted_pairs(rows, tokens, dim, shift)
             there = at != ignored
             found[f"pairs {dim} {shift}"] = there.sum()
-            found[f"equal {dim} {shift}"] = (there & (at == beside)).sum()
+            found[f"equal {dim} {shift}"] = (there & (at == shifted)).sum()
             if mask is not None:
-                seen = _beside(rows, mask, dim, shift)[1] != 0
+                seen = _shifted_pairs(rows, mask, dim, shift)[1] != 0
                 found[f"masked {dim} {shift}"] = (there & ~seen).sum()
                 if shift == 1:
-                    ends = seen & (beside == found["pad_high"])
+                    ends = seen & (shifted == found["pad_high"])
                     found |= {f"ends {dim}": ends.sum(), f"ended {dim}": (ends & there).sum()}
     return found
 
@@ -268,7 +268,7 @@ def _laid_out(y: Tensor, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
             yield dim, y.reshape(shape)
 
 
-def _beside(rows: Tensor, tokens: Tensor, dim: int, shift: int) -> tuple[Tensor, Tensor]:
+def _shifted_pairs(rows: Tensor, tokens: Tensor, dim: int, shift: int) -> tuple[Tensor, Tensor]:
     """Return targets, and the tokens that stand `shift` places further, where there are some."""
     first = max(0, -shift)
     count = max(0, min(rows.shape[dim] - first, tokens.shape[dim] - first - shift))

@@ -177,21 +177,21 @@ class ModelCalls(Observer):
         if self._tape is None or self._audited.asleep or id(module) not in self.names:
             return self._call_root(original, module, args, kwargs)
         if self._reports["module_called"] and module.training:
-            self._guard.run(self._audited.tell, "module_called", self.names[id(module)], module, args, kwargs)
+            self._guard.run(self._audited.notify, "module_called", self.names[id(module)], module, args, kwargs)
         self.within += 1
         try:
             result = self._call_root(original, module, args, kwargs)
         finally:
             self.within -= 1
         if self._reports["module_returned"]:
-            self._guard.run(self._audited.tell, "module_returned", module, result)
+            self._guard.run(self._audited.notify, "module_returned", module, result)
         return result
 
     def _call_root(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         wrappers = self._roots.get(id(module))
         if wrappers is None or self._depth or self._audited.asleep or self._guard.tripped is not None:
             if wrappers is None and not module.training:
-                self._guard.run(self._audited.tell, "other_called", module)
+                self._guard.run(self._audited.notify, "other_called", module)
             return original(module, *args, **kwargs)
         if not module.training:
             return self._evaluate(original, module, args, kwargs) if self._left else original(module, *args, **kwargs)
@@ -209,13 +209,13 @@ class ModelCalls(Observer):
     def _take(self, module: Any, wrappers: int, args: Any, kwargs: Any) -> None:
         assert self._tape is not None
         if not self.batches:
-            self._audited.tell("first_forward")
+            self._audited.notify("first_forward")
         self.bypassed |= wrappers > 0
         with DisableTorchFunction():
             self.batches.append([self._tape.value(t, STATS | CHECKSUM) for t in tensors_of((args, kwargs))])
         if self._audited.observers.hears("model_called"):
             inner = list(unwrapped(module))[-1]
-            self._audited.tell("model_called", inner, named_arguments(inner, args, kwargs))
+            self._audited.notify("model_called", inner, named_arguments(inner, args, kwargs))
 
     def _evaluate(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
         self._left -= 1

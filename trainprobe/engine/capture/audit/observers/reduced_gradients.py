@@ -34,7 +34,7 @@ class ReducedGradients(Observer):
         super().__init__(guard, audited)
         self._tap = UnreducedTap(guard, self._arrived, lambda: audited.plain)
         self._sums: dict[int, Tensor] = {}
-        self._told: list[tuple[str, Deferred]] = []
+        self._pending: list[tuple[str, Deferred]] = []
         self._tape: Tape | None = None
 
     def start(self) -> None:
@@ -43,7 +43,7 @@ class ReducedGradients(Observer):
 
     def begin(self) -> None:
         """Hook the accumulators where this step is wanted."""
-        self._sums, self._told, self._tape = {}, [], self._audited.tape
+        self._sums, self._pending, self._tape = {}, [], self._audited.tape
         if self._tape is not None:
             self._tap.begin(self._tape)
 
@@ -62,12 +62,12 @@ class ReducedGradients(Observer):
                 arrived = self._sums.pop(id(p), None)
                 if arrived is not None and type(p.grad) is Tensor and p.grad.dtype in (torch.float32, torch.float64):
                     row = [arrived, self._number(p.grad), torch.linalg.vector_norm(p.grad, dtype=torch.float64)]
-                    self._told.append((names[id(p)], tape.defer(torch.stack(row))))
+                    self._pending.append((names[id(p)], tape.defer(torch.stack(row))))
 
     def facts(self, step_data: StepData) -> Mapping[str, Any]:
         """Return what was seen."""
-        told, self._told = self._told, []
-        return {"reductions": tuple(Reduction(name, *row.numbers.tolist()) for name, row in told if row.numbers is not None)}
+        pending, self._pending = self._pending, []
+        return {"reductions": tuple(Reduction(name, *row.numbers.tolist()) for name, row in pending if row.numbers is not None)}
 
     def _number(self, t: Tensor) -> Tensor:
         return _product(t) if self._audited.run.world_size > 1 else t.detach().sum(dtype=torch.float64)

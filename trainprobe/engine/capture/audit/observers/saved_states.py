@@ -23,7 +23,7 @@ from trainprobe.engine.capture.audit.set_up import optimizer_groups
 from trainprobe.engine.capture.patching.replaced import Replaced
 from trainprobe.engine.capture.random_state import random_fingerprints
 from trainprobe.engine.capture.saved_shards import HeldShards
-from trainprobe.engine.core.facts import Piece, SavedTensors
+from trainprobe.engine.core.facts import SavedShard, SavedTensors
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.records import Place, StepData
 from trainprobe.engine.stats.partials import CHECKSUM, STATS
@@ -222,16 +222,16 @@ def _of_all_ranks(path: Path) -> Iterator[tuple[int, Path]]:
 def _read(path: Path) -> list[SavedTensors]:
     return [
         SavedTensors(
-            told["step"],
-            {(name, slot): fingerprint for name, slot, fingerprint in told["tensors"]},
-            told["positions"],
-            tuple((step, tuple(batches)) for step, batches in told["batches"]),
-            told["world"],
-            {(name, slot): Piece(*piece) for name, slot, *piece in told.get("pieces", ())},
-            told.get("settings", {}),
-            told.get("scale", 0.0),
-            {name: (first, stood) for name, (first, stood) in told.get("randoms", {}).items()},
+            saved["step"],
+            {(name, slot): fingerprint for name, slot, fingerprint in saved["tensors"]},
+            saved["positions"],
+            tuple((step, tuple(batches)) for step, batches in saved["batches"]),
+            saved["world"],
+            {(name, slot): SavedShard(*piece) for name, slot, *piece in saved.get("pieces", ())},
+            saved.get("settings", {}),
+            saved.get("scale", 0.0),
+            {name: (first, stood) for name, (first, stood) in saved.get("randoms", {}).items()},
         )
-        for told in json.loads(path.read_text())
-        if isinstance(told, dict)
+        for saved in json.loads(path.read_text())
+        if isinstance(saved, dict)
     ]

@@ -87,13 +87,13 @@ class UpdateRerun(Observer):
     def __init__(self, guard: Guard, audited: Audited) -> None:
         super().__init__(guard, audited)
         self._expected: list[tuple[str, Any, Tensor, Tensor, Tensor]] = []
-        self._told: list[tuple[str, Any, Deferred]] = []
+        self._pending: list[tuple[str, Any, Deferred]] = []
         self._tape: Tape | None = None
         self._turn = 0
 
     def begin(self) -> None:
         """Forget the last step."""
-        self._expected, self._told, self._tape = [], [], self._audited.tape
+        self._expected, self._pending, self._tape = [], [], self._audited.tape
 
     def steps(self, optimizer: Any) -> None:
         """Work out what the parameters will be; as many as the limit allows, each in its turn."""
@@ -124,15 +124,15 @@ class UpdateRerun(Observer):
                 error, change = (held.double() - expected).abs(), expected - was
                 if error.numel() and self._tape is not None:
                     worst, at = (error / floor).reshape(-1).max(0)
-                    told = [worst, (held.double() - was).norm(), change.norm(), at.double()]
-                    self._told.append((name, held, self._tape.defer(torch.stack(told))))
+                    numbers = [worst, (held.double() - was).norm(), change.norm(), at.double()]
+                    self._pending.append((name, held, self._tape.defer(torch.stack(numbers))))
         self._expected = []
 
     def facts(self, step_data: StepData) -> Mapping[str, Any]:
         """Return what was found."""
-        told, self._told = self._told, []
+        pending, self._pending = self._pending, []
         found: list[Rerun] = []
-        for name, p, row in told:
+        for name, p, row in pending:
             if row.numbers is not None:
                 *numbers, at = row.numbers.tolist()
                 found.append(Rerun(name or self._piece(p, int(at)), *numbers))
