@@ -56,10 +56,10 @@ class BuildParts(build_ext):
 
 
 def row_layout() -> list[tuple[str, str | None]]:
-    """Return the columns of a row of partials and the flags of what is wanted, as engine/stats/partials.py has them."""
+    """Return the number of columns of a row of partials and the flags, as engine/stats/partials.py defines them."""
     tree = ast.parse(Path("trainprobe/engine/stats/partials.py").read_text(encoding="utf-8"))
     given = {ast.unparse(node.targets[0]).strip("()"): node.value for node in tree.body if isinstance(node, ast.Assign)}
-    names = "STATS, CHECKSUM, STD, CRC32, SUBNORMAL"
+    names = next(names for names in given if names.startswith("STATS, "))
     flags = zip(names.split(", "), ast.literal_eval(given[names]), strict=True)
     return [("COLUMNS", str(len(ast.literal_eval(given["PARTIALS"])))), *((name, str(bit)) for name, bit in flags)]
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trainprobe.compiled import native
 from trainprobe.engine.stats.checksum import fingerprint
-from trainprobe.engine.stats.partials import CHECKSUM, CRC32, PARTIALS, STD, SUBNORMAL
+from trainprobe.engine.stats.partials import CHECKSUM, CRC32, DEVIATIONS, PARTIALS, SUBNORMAL
 
 _CODES: dict[str, int] = dict(native.DTYPES) if native is not None else {}
 _SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
@@ -118,7 +118,7 @@ def values_of(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 def reduce_row(array: npt.NDArray[Any], dtype: str, flags: int) -> npt.NDArray[np.float64]:
     """Return the partials of an array, float64 [12] (see engine.stats.partials). The portable twin of the compiled kernel."""
-    row = dict.fromkeys(PARTIALS, 0.0)
+    row: dict[str, float] = dict.fromkeys(PARTIALS, 0.0)
     row["min"], row["max"] = math.inf, -math.inf
     exact = values_of(array, dtype)
     x = exact.astype(np.float64)
@@ -131,9 +131,9 @@ def reduce_row(array: npt.NDArray[Any], dtype: str, flags: int) -> npt.NDArray[n
     kept = x[finite]
     row["sum"] = _sum(exact, kept, dtype)
     row["sumsq"], row["exponent"] = _squares(kept, dtype)
-    if flags & STD and kept.size:
-        deviations = kept - row["sum"] / kept.size
-        row["m2"] = float((deviations * deviations).sum())
+    for name, (flag, power) in DEVIATIONS.items():
+        if flags & flag and kept.size:
+            row[name] = float(((kept - row["sum"] / kept.size) ** power).sum())
     if flags & SUBNORMAL and dtype in _SMALLEST:
         row["subnormal"] = float(((np.abs(kept) < _SMALLEST[dtype]) & (kept != 0)).sum())
     return np.array([row[name] for name in PARTIALS])

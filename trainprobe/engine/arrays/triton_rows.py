@@ -24,16 +24,16 @@ from torch import Tensor
 
 from trainprobe.engine.arrays.torch_checksum import mix
 from trainprobe.engine.arrays.torch_reduce import REDUCED, SMALLEST_NORMAL, write_row
-from trainprobe.engine.stats.partials import CHECKSUM, CHUNK, CHUNK_INTEGERS, PARTIALS, STATS, STD, SUBNORMAL
+from trainprobe.engine.stats.partials import ASKED, CHECKSUM, CHUNK, CHUNK_INTEGERS, DEVIATIONS, PARTIALS, STATS, asked_flags
 
 DEVICES = {"cuda"}
-TAKEN = STATS | CHECKSUM | STD | SUBNORMAL
+TAKEN = STATS | CHECKSUM | asked_flags(ASKED)
 _LEVELS, _MERGE_LEVELS = (10, 10, 8, 10), 7  # 2^this lanes a program, by the sort of a dtype; compensated lanes hold more each
 _LEAST, _MOST, _PARTS = 1 << 14, 1 << 18, 1 << 13  # elements a chunk; chunks a tensor, before chunks grow
 _TOGETHER, _HELD = 512, 32 << 20  # tensors and bytes that wait for one launch
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # a fused multiply and add would spoil the errors of sums
 _COLUMNS, _PART = 14, len(CHUNK) + len(CHUNK_INTEGERS)  # of triton_kernels: numbers a job and a part
-Key = tuple[torch.dtype, int]  # a dtype, and the flags that the kernels take of what is wanted
+Key = tuple[torch.dtype, int]  # a dtype, and the flags that the kernels handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ def samples(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     kind = KINDS[dtype]
     n = _LEAST + 5077
     bits = mix(torch.arange(1, n * max(kind.size // 8, 1) + 1, dtype=torch.int64, device=device))
-    if kind.sort == 2:  # magnitudes below 2, and some odd ones: sums of all float64 would leave the range
+    if kind.sort == 2:  # magnitudes below 2, and a few non-finite ones: sums of all float64 would leave the range
         bits &= ~(1 << 62)
         for place, pattern in ((7, 0x7FF0), (8, -0x10), (2 * n // 3, 0x7FF8)):
             bits[place : place + 1] = pattern << 48
@@ -326,7 +326,8 @@ def difference(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64], magnitudes: b
             np.sqrt(columns["count"] * columns["sumsq"]) * np.exp2(columns["exponent"]) * 2.0**-40
         )
         allowed[:, PARTIALS.index("sumsq")] = squares
-        allowed[:, PARTIALS.index("m2")] = squares * np.exp2(2 * columns["exponent"])
+        for name, (_, power) in DEVIATIONS.items():
+            allowed[:, PARTIALS.index(name)] = (np.sqrt(columns["sumsq"]) * np.exp2(columns["exponent"])) ** power * 2.0**-40
         if magnitudes:
             allowed[:, [PARTIALS.index("min"), PARTIALS.index("max")]] = (
                 np.abs(x[:, [PARTIALS.index("min"), PARTIALS.index("max")]]) * 2.0**-51

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
-from trainprobe.engine.stats.partials import ASKED, CHECKSUM, CRC32, STATS
+from trainprobe.engine.stats.partials import CHECKSUM, CRC32, STATS, asked_flags
 from trainprobe.engine.tape import CUT, SAVE
 
 
@@ -44,9 +44,9 @@ class OpRequest(CallRequest):
 
 @dataclass(frozen=True, slots=True)
 class StatesRequest:
-    """What is wanted of parameters: flags by name (0 for one that is not selected), for each sort of tensor.
+    """What to record of parameters: flags by name (0 for one that is not selected), for each sort of tensor.
 
-    without: slots that are not wanted at all, such as "grad_unreduced". update: the change that the step makes, which needs a
+    without: slots that are not recorded at all, such as "grad_unreduced". update: the change that the step makes, which needs a
     copy of the parameter while the optimizer runs. every: sort ("value", "gradient", "state", "update") → at each so
     many collected steps only.
     """
@@ -84,7 +84,7 @@ def _of_plan(kind: Literal["module", "op"], selected: Callable[[str], bool], pla
 
 
 def flags_of(detail: Detail, cuts: list[Detail] | None = None) -> int:
-    """Return the tape's flags for a level of detail; one that stores only a slice is put into `cuts` and told by its number."""
+    """Return the tape's flags for a level of detail; one that stores only a slice is added to `cuts` and numbered."""
     cut = 0
     if detail.wants_tensor and detail.slice and cuts is not None:
         if detail not in cuts:
@@ -95,7 +95,7 @@ def flags_of(detail: Detail, cuts: list[Detail] | None = None) -> int:
         (STATS if statistics else 0)
         | (CHECKSUM if detail.wants_checksum else 0)
         | (CRC32 if detail.wants_crc32 else 0)
-        | sum(flag for name, flag in ASKED.items() if name in statistics)
+        | asked_flags(statistics)
         | (SAVE if detail.wants_tensor else 0)
         | (cut << CUT)
     )

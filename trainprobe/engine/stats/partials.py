@@ -1,15 +1,15 @@
 """The partials of a tensor, and how they become numbers.
 
 A device reduces a tensor to one row of float64 partials; the host finishes them. Columns, in order: see `PARTIALS`.
-Non-finite elements are counted apart, so that one NaN does not hide the rest:
+Non-finite elements are counted separately, so that one NaN does not hide the rest:
 
 * count: elements; nan, posinf, neginf, zero: how many of each
 * min, max: over the elements that are not NaN (+inf and -inf when there is none); a zero has no sign here
 * sum, sumsq: over the finite elements, accumulated in float64 (float64 input: compensated)
-* m2: sum of squared deviations from the mean of the finite elements, 0 unless std was wanted
+* m2: sum of squared deviations from the mean of the finite elements, 0 without the flag STD
 * exponent: true sum of squares = sumsq · 4^exponent, non-zero only where float64 squares could leave the range: 600 when
   the largest magnitude is above 2^480, -600 when it is below 2^-480
-* subnormal: finite non-zero elements below the dtype's smallest normal number, 0 unless wanted
+* subnormal: finite non-zero elements below the dtype's smallest normal number, 0 without the flag SUBNORMAL
 
 Complex elements enter by their magnitude; bool as 0 and 1.
 """
@@ -17,12 +17,14 @@ Complex elements enter by their magnitude; bool as 0 and 1.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-# The layout of a row, and the flags of what is wanted of a tensor. All kernels take them from here, those in C at their build.
+# The layout of a row, and the flags that say what to compute. All kernels take them from here, those in C at their build.
 PARTIALS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "sum", "sumsq", "m2", "exponent", "subnormal")
 WIDTH = len(PARTIALS)
 # the layout of a chunk on a device, before the chunks of a tensor become its row: sums with their corrections, what the
@@ -33,12 +35,19 @@ CHUNK = (
 )
 CHUNK_INTEGERS = ("fingerprint", "upper", "lower")
 STATS, CHECKSUM, STD, CRC32, SUBNORMAL = 1, 2, 4, 8, 16
-# statistics that are worked out where they are asked for alone, by their flags
+# statistics that are computed only where a plan names them, by their flags
 ASKED = {"std": STD, "sublow": SUBNORMAL}
-# by which power of a factor a column grows with the tensor; a column that is not here stays
+# sums of powers of the deviations from the mean of the finite elements: column → its flag and the power
+DEVIATIONS = {"m2": (STD, 2)}
+# the power of a factor by which a column changes when the tensor is multiplied by it; columns that are not here stay the same
 POWERS = {"min": 1, "max": 1, "sum": 1, "sumsq": 2, "m2": 2}
 _AT = {name: i for i, name in enumerate(PARTIALS)}
 F64 = npt.NDArray[np.float64]
+
+
+def asked_flags(statistics: Iterable[str]) -> int:
+    """Return the flags of statistics that are computed only where a plan names them; other names have none."""
+    return reduce(or_, (ASKED.get(name, 0) for name in statistics), 0)
 
 
 def column(partials: F64, name: str) -> F64:
