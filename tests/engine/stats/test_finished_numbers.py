@@ -28,6 +28,13 @@ def test_std_and_mean_are_those_of_numpy(numbers: list[float]) -> None:
     assert got["std"][0] == pytest.approx(x.std(ddof=1), rel=1e-9, abs=1e-9 * (1 + np.abs(x).max()))
 
 
+def test_std_is_unknown_of_a_row_that_was_reduced_without_it() -> None:
+    rows = TorchStatsRows(STATS)
+    for t in (torch.tensor([1.0, 2.0]), torch.tensor([3.0, 3.0])):
+        rows.add(t)
+    np.testing.assert_array_equal(finish(rows.drain()[0], ["std"])["std"], [np.nan, 0.0])
+
+
 def test_zeros_beside_the_tiny_keep_the_norm_of_the_tiny() -> None:
     both = torch.cat([torch.zeros(4).double(), torch.full((4,), 1e-300, dtype=torch.float64)])
     assert finish(partials(both))["norm"][0] == pytest.approx(2e-300)

@@ -60,6 +60,11 @@ def finite_count(partials: F64) -> F64:
     return column(partials, "count") - column(partials, "nan") - column(partials, "posinf") - column(partials, "neginf")
 
 
+def without_deviations(partials: F64) -> npt.NDArray[np.bool_]:
+    """Tell the rows that were reduced without the flag STD: their elements differ and m2 is 0."""
+    return (column(partials, "m2") == 0) & (column(partials, "min") < column(partials, "max"))
+
+
 def _poisoned(partials: F64, value: F64) -> F64:
     """Let NaN and infinities show in a sum-like number as IEEE arithmetic would have it."""
     pos, neg = column(partials, "posinf") > 0, column(partials, "neginf") > 0
@@ -88,11 +93,11 @@ def _norm(p: F64) -> F64:
 
 
 def _std(p: F64) -> F64:
-    """Unbiased, as torch.std: sqrt(m2 / (n - 1)); NaN for fewer than two elements or any non-finite one."""
+    """Unbiased, as torch.std: sqrt(m2 / (n - 1)); NaN for fewer than two elements, any non-finite one, or without m2."""
     n = column(p, "count")
     with np.errstate(all="ignore"):
         value = np.sqrt(column(p, "m2") / (n - 1))
-    return np.where((finite_count(p) == n) & (n > 1), value, np.nan)
+    return np.where((finite_count(p) == n) & (n > 1) & ~without_deviations(p), value, np.nan)
 
 
 def _absmax(p: F64) -> F64:

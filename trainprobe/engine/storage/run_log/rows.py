@@ -16,7 +16,7 @@ from trainprobe.engine.core.addresses import in_order
 from trainprobe.engine.core.records import StepData
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.stats import finish
-from trainprobe.engine.stats.partials import ASKED, column
+from trainprobe.engine.stats.partials import ASKED, STD, column, without_deviations
 from trainprobe.engine.storage.dumps.header import place_text
 from trainprobe.engine.storage.dumps.record_log import structure
 from trainprobe.engine.storage.run_log import arrow_arrays
@@ -218,6 +218,7 @@ class _Table:
         found.update({name: spread(values) for name, values in finish(partials, _STATISTICS).items()})
         for name in ASKED:
             if (wants := asked(name)).any():
+                wants &= ~without_deviations(partials) if ASKED[name] & STD else True
                 kind = COLUMNS[OF_STATISTIC[name]][0].to_pandas_dtype()
                 found[OF_STATISTIC[name]] = spread(finish(partials, (name,))[name].astype(kind), wants)
         if any(step_data.checksums is not None for _, step_data, _ in self._steps):
