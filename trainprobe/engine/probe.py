@@ -5,7 +5,7 @@
     moment(name, …)            something happens inside the step: "micro", "optimizer", "optimizer_done" …
     note(name, value)          a scalar of the step: loss, lr, grad_norm …
     end_step()                 the taps are removed, the tape crosses to the host once, the writer gets the collected step
-    close()                    everything is written; what could not be seen is said
+    close()                    everything is written; what could not be seen is reported
 
 What a plan asks for are its programs (`engine.program`); the scheduler installs their taps (`engine.scheduling`). `Probe` knows
 no tensor library and no framework: `trainprobe.build` composes it from a plan.

@@ -46,7 +46,7 @@ class Scheduler:
 
     def follow(self) -> None:
         """Follow the schedules of the programs from the next step on; taps that are new learn the model."""
-        all_of(partial(tap.end, False) for tap in reversed(self.taps))  # some may wait for a step that is not wanted any more
+        all_of(partial(tap.end, False) for tap in reversed(self.taps))  # some may wait for a step that no longer comes
         schedules = [program.schedule for program in self.programs]
         known, self.taps = self.taps, tuple(dict.fromkeys(tap for schedule in schedules for tap, _ in schedule.taps))
         for tap in self.taps:

@@ -30,7 +30,7 @@ from trainprobe.engine.stats.checksum import joined
 from trainprobe.engine.stats.partials import CHECKSUM, PARTIALS, STATS, finish
 from trainprobe.engine.storage.step_journal import StepJournal
 
-SAVE = 256  # the values themselves are wanted too
+SAVE = 256  # save the values themselves too
 KINDS = 0xFFFF
 CUT = 16  # above these bits: number of the cut through the values that is saved, 0 for the whole
 _DEPTH = 400
@@ -45,8 +45,8 @@ Save = Callable[[str, Any, Value, int], None]
 class Tape:
     """Calls and values of the step being collected on this rank.
 
-    value(tensor, flags): look at a tensor once and return its Value; flags: what is wanted of it. tree(x, flags, path=None):
-    turn an argument or a result into a tree of Values and scalars; path: where to save its values, where they are wanted.
+    value(tensor, flags): look at a tensor once and return its Value; flags: what to record of it. tree(x, flags, path=None):
+    turn an argument or a result into a tree of Values and scalars; path: where to save its values, if they are to be saved.
     touched(tensor): forget a tensor, which was written in a way that its version counter does not show. forget_all(): forget
     every tensor.
 

@@ -10,7 +10,7 @@ from trainprobe.monitor.plan import MonitorPlan
 
 
 def chosen_calls(plan: MonitorPlan) -> Callable[[StepData], list[Finding]] | None:
-    """Return what drops from a collected step the calls of modules that were not chosen; None where both kinds choose alike.
+    """Return what drops from a collected step the calls of modules that were not chosen; None where both kinds choose the same.
 
     A step that is dumped in full is left as it is.
     """

@@ -24,7 +24,7 @@ def _listed(value: object) -> object:
 
 
 class Feature(BaseModel):
-    """OBSERVER: the file of `engine.capture.features` that works it out, with the fields of the section beside `names`."""
+    """OBSERVER: the file of `engine.capture.features` that works it out, with the fields of the section other than `names`."""
 
     OBSERVER: ClassVar[str]
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

@@ -18,15 +18,15 @@ CAPACITY = 4096
 
 
 class History:
-    """The series of one rank. wanted: which series are kept (all by default)."""
+    """The series of one rank. selected: which series are kept (all by default)."""
 
-    def __init__(self, capacity: int = CAPACITY, wanted: Callable[[Series], bool] | None = None) -> None:
+    def __init__(self, capacity: int = CAPACITY, selected: Callable[[Series], bool] | None = None) -> None:
         self.capacity = max(4, capacity - capacity % 2)
         self.every = 1  # how many collected steps a column joins
         self.series: list[Series] = []
         self.last_step: int | None = None
-        self._wanted = wanted
-        self._row_of = np.zeros(0, dtype=np.int64)  # series number of the table → row, -1 unwanted
+        self._selected = selected
+        self._row_of = np.zeros(0, dtype=np.int64)  # series number of the table → row, -1 not selected
         self._table: SeriesTable | None = None
         self._last: tuple[I64, I64, I64] | None = None  # `at` of the last frame, its places that are kept, and their rows
         self._values: npt.NDArray[np.float32] = np.zeros((0, 0), dtype=np.float32)
@@ -64,7 +64,7 @@ class History:
         return self._values[: self._columns, rows].T, self._present[: self._columns, rows].T
 
     def _rows(self, frame: Frame) -> tuple[I64, I64]:
-        """Return the places in `frame.at` that are kept, and the row of each; worked out once for steps that follow alike."""
+        """Return the places in `frame.at` that are kept, and the row of each; computed once for steps with the same layout."""
         if self._last is not None and self._last[0] is frame.at and self._table is frame.table:
             return self._last[1:]
         rows = self._number(frame)
@@ -79,7 +79,7 @@ class History:
         more: list[int] = []
         for series in frame.table.series[self._row_of.size :]:
             row = known.get(series) if known else None
-            if row is None and (self._wanted is None or self._wanted(series)):
+            if row is None and (self._selected is None or self._selected(series)):
                 row = len(self.series)
                 self.series.append(series)
             more.append(-1 if row is None else row)

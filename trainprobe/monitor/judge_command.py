@@ -1,4 +1,4 @@
-"""`trainprobe judge DIR`: what a run found, the audit included, beside what the rules find in its record now."""
+"""`trainprobe judge DIR`: what a run found, the audit included, and what the rules find in its record now."""
 
 from __future__ import annotations
 

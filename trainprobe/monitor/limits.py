@@ -46,7 +46,7 @@ def falling(frame: Frame, memory: Memory, places: I64, rows: I64) -> Bools:
 
 
 def above_rounding(memory: Memory, rows: I64, size: F64) -> F64:
-    """Return magnitudes, [n], of which those are raised that are nothing but rounding beside what their series has been.
+    """Return magnitudes, [n], raised where they are nothing but rounding compared with what their series has been.
 
     The loss of a model that has learned its data by heart wanders over decades, and says nothing by it. What is remembered of
     the largest value rises by no more than a factor of three at a time, because of outliers, and fades slowly.

@@ -67,7 +67,7 @@ class MonitorProgram(Program):
             self._probe.report(keep_state(self.watcher, self._state_file()))
 
     def keep(self, step: int) -> None:
-        """Keep what the rules remember beside the output, for a run that goes on from the checkpoint of this step."""
+        """Keep what the rules remember next to the output, for a run that goes on from the checkpoint of this step."""
         if self._probe.writer is not None:
             self._probe.report(keep_state(self.watcher, self._state_file(f"rules_step{step}.json")))
 

@@ -83,7 +83,7 @@ class View:
     def add(self, frame: Frame) -> None:
         """Take one step in."""
         rank = frame.place.rank
-        self.histories.setdefault(rank, History(capacity=1024, wanted=lambda t: t.statistic in ("norm", "value"))).add(frame)
+        self.histories.setdefault(rank, History(capacity=1024, selected=lambda t: t.statistic in ("norm", "value"))).add(frame)
         self.judged += self._watchers.setdefault(rank, Watcher(make_rules(None))).judge(frame)
 
     def render(self) -> Group:

@@ -1,4 +1,4 @@
-"""Two recorded runs beside each other: the first step, and the series, where they are further apart than rounding takes them.
+"""Two recorded runs side by side: the first step, and the series, where they are further apart than rounding takes them.
 
 The distance of two numbers is |a − b| / max(|a|, |b|). A series leaves the floor where that is more than ten times what
 rounding does to it: as a third run measured it (one of the two again, on other threads say), the largest distance up to that

@@ -100,7 +100,7 @@ class TorchLibrary:
         return reason_without_statistics(t)
 
     def opaque(self, x: Any) -> Any:
-        """Describe what torch calls take beside tensors and plain scalars, as existing tools write it; None for the rest."""
+        """Describe arguments that are neither tensors nor plain scalars, as existing tools write them; None for the rest."""
         kind = type(x)
         if kind is torch.Size:
             return Opaque("torch.Size", [_plain(n) for n in x])
@@ -133,5 +133,5 @@ def exponent_edges(counts: npt.NDArray[np.float64], dtype: str) -> tuple[npt.NDA
 
 
 def _plain(x: Any) -> Any:
-    """Keep plain numbers; a tensor as a bound of a slice is told by its type (reading it would wait for the device)."""
+    """Keep plain numbers; a tensor as a bound of a slice is named by its type (reading it would wait for the device)."""
     return x if x is None or isinstance(x, int) else f"<{type(x).__name__}>"

@@ -57,7 +57,7 @@ def _deviations(start, stop, mean, address, layout, kind: tl.constexpr, size: tl
 
 @triton.jit
 def _tally(x, inside, nan, pos, neg, zero, low, high):
-    """Count the odd ones and move the extremes; last, the elements with everything that is not finite as 0."""
+    """Count NaN, infinities and zeros and update the extremes; return them and the elements, non-finite ones replaced by 0."""
     inf = float("inf")
     real = inside & (x == x)
     nan += (inside & (x != x)).to(tl.int32)

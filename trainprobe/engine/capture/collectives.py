@@ -77,7 +77,7 @@ class CollectiveTap:
         self._pending: dict[int, tuple[Any, Call, Any]] = {}
 
     def open(self, model: Any, optimizer: Any = None) -> None:
-        """Look for a wrapper whose collectives do not pass here; process groups are told by each call."""
+        """Look for a wrapper whose collectives do not pass here; each call names its process group."""
         for chunk in model if isinstance(model, list | tuple) else [model]:
             if type(chunk).__name__ == "DistributedDataParallel":
                 self.notes[_NATIVE] = None

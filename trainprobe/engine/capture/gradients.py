@@ -1,4 +1,4 @@
-"""Gradients at the inputs and outputs of a part of the model, read beside the autograd graph and never inside it.
+"""Gradients at the inputs and outputs of a part of the model, read next to the autograd graph and never inside it.
 
 The gradient at an output is what arrives at the autograd node that made it: a pre-hook on that node sees it. The gradient at
 an input is this part's own contribution, as a full-backward hook would report it: the sum of what flows along those edges of

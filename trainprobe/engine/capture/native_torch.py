@@ -1,4 +1,4 @@
-"""What the compiled parts ask of torch, told to them before they are used."""
+"""What the compiled parts need of torch, handed to them before they are used."""
 
 from __future__ import annotations
 

@@ -64,12 +64,12 @@ class ParameterStateTap:
         self._request = request
         self._names = names
         self._known: dict[tuple[str, str], _SlotRequest] = {}
-        self._anywhere: tuple[frozenset[str], bool] | None = None  # sorts that are wanted of any parameter; whether updates are
+        self._anywhere: tuple[frozenset[str], bool] | None = None  # sorts recorded of any parameter; whether updates are
         self._models: list[Any] = []
         self._plain: PlainSource | None = None
         self._tape: Tape | None = None
         self._calls: dict[tuple[str, str, int], Call] = {}
-        self._before: dict[str, Any] = {}  # copies of parameters while the optimizer runs, where updates are wanted
+        self._before: dict[str, Any] = {}  # copies of parameters while the optimizer runs, where updates are recorded
         self._collected = -1
         self.clips: list[Clipping] = []  # calls that clipped in this step
         self._clipping: frozenset[str] = frozenset()
@@ -292,7 +292,7 @@ class ParameterStateTap:
         return frozenset(sort for sort in (*SORTS, "update") if self._collected % every.get(sort, 1) == 0)
 
     def _asked(self, due: frozenset[str]) -> frozenset[str]:
-        """Return the sorts of tensors that are wanted of any parameter now; more need not be found."""
+        """Return the sorts of tensors to record of any parameter now; others need not be looked up."""
         if self._anywhere is None and self._plain is not None:
             slices = [flat_slice.name for held in self._plain.slices.values() for flat_slice in held]
             names = dict.fromkeys([*self._plain.names.values(), *slices])

@@ -32,7 +32,7 @@ class RepeatedOps:
         self._forwards.clear()
 
     def number(self, name: str, parent: Call | str | None) -> int | None:
-        """Return the number of the forward that a call repeats, -1 where that cannot be told, None where it repeats none.
+        """Return the number of the forward that a call repeats, -1 where that is unknown, None where it repeats none.
 
         Outside modules nothing tells which forward a recomputed call belongs to; it then is a call of its own.
         """

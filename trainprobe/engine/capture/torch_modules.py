@@ -76,7 +76,7 @@ class ModuleTap:
     def __init__(self, request: ModuleRequest, guard: Guard, stacks: Stacks | None, rename: Rename | None = None) -> None:
         self.request = request
         self.stack: list[Call] = []
-        self.position: Position | None = None  # is told which module runs
+        self.position: Position | None = None  # notified which module runs
         self.known: dict[int, ModuleInfo] = {}
         self.parameter_names: dict[int, str] = {}
         self.notes: dict[str, None] = {}

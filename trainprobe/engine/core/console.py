@@ -16,7 +16,7 @@ from trainprobe.engine.core.findings import Cause, cause_of, sentence
 from trainprobe.engine.core.records import Finding
 
 PRINTED_PER_RULE = 5  # findings of one rule that are printed; further ones are in the log
-_OF_ALL_RANKS = frozenset({"plan"})  # what every rank finds alike: printed by one rank
+_OF_ALL_RANKS = frozenset({"plan"})  # what is the same on every rank: printed by one rank
 _PRINTED_THERE = frozenset({"guard", "writer"})  # faults of the tool, which these print themselves
 
 

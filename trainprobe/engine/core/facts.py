@@ -1,4 +1,4 @@
-"""What can be told of a training's set-up without reading a device: who owns which parameter, modes, ties, schedules, data.
+"""What is known of a training's set-up without reading a device: who owns which parameter, modes, ties, schedules, data.
 
 Taps take these facts; the audit judges them. A fingerprint is the 64-bit number of `engine.stats.checksum`.
 """
@@ -15,7 +15,7 @@ class ParameterFact:
     """One parameter object. names: every name that leads to it, first one first. storage: the address of its data, 0 where it
     has none.
 
-    owned: an optimizer steps it (None: cannot be told).
+    owned: an optimizer steps it (None: unknown).
     """
 
     names: tuple[str, ...]
@@ -40,7 +40,7 @@ class ModelFacts:
     model does not. foreign: parameters that a data-parallel wrapper reduces and that are not the model's (and the other way
     round). hidden: parameters with a gradient that modules keep in plain lists and dicts, so that they are not the model's, and
     that no optimizer holds. hooked: (parameter or module, function) of each hook that is registered there more than once.
-    dropouts: modules that drop with a probability above 0. adapters: parameters of active adapters beside a base layer.
+    dropouts: modules that drop with a probability above 0. adapters: parameters of active adapters on top of a base layer.
     broadcasts: a wrapper hands the buffers of one rank to the others at each forward.
     """
 
@@ -370,7 +370,7 @@ class StepFacts:
     last. begun: name → fingerprint of a buffer before the first forward. ordinal: how many steps had begun with this one.
     updates_between: how often optimizers stepped since the audited step before, in steps that are not audited, or in none.
     clips: the calls that clipped. random: fingerprint of the random state at the end of the step; random_begun: of that at its
-    beginning. region: that of the random state of what is split over tp, 0 where none is told. randoms: generator →
+    beginning. region: that of the random state of what is split over tp, 0 if none was named. randoms: generator →
     fingerprint of its state at the beginning, of the first step of a run and of one that follows a load. reductions:
     gradients before and after they were joined over the ranks. recomputed: forwards that ran again. reruns: updates that were
     worked out again.

@@ -202,7 +202,7 @@ def simply(name: str, call: Callable[..., T], *args: Any) -> T:
 
 
 def attempt(call: Callable[..., T], *args: Any, otherwise: Callable[[Exception], T | Any]) -> T | Any:
-    """Return `call(*args)`, or `otherwise(fault)` where it fails: for what an odd value of the program may break."""
+    """Return `call(*args)`, or `otherwise(fault)` where it fails: for what an unusual value of the program may break."""
     try:
         return call(*args)
     except StopTraining:

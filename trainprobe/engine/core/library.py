@@ -52,7 +52,7 @@ class StatsRows(Protocol):
         ...
 
     def drain_extras(self) -> Sequence[Any]:
-        """Return what else was computed for each row; called after `drain`, and only where extras are wanted."""
+        """Return what else was computed for each row; called after `drain`, and only where the plan asks for extras."""
         ...
 
 

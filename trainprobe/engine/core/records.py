@@ -198,7 +198,7 @@ class StepData:
     partials: float64 [rows, len(PARTIALS)] (see engine.stats.partials). checksums: uint64 [rows] or None; 0 where none was
     asked for, and of no elements.
     tensors: tensor key → host array-like, only when the sinks must write them themselves.
-    scalars: name → float, told by `note` (loss, lr, grad_norm …). notes: what could not be seen and why, each once.
+    scalars: name → float, from `note` (loss, lr, grad_norm …). notes: what could not be seen and why, each once.
     features: what was worked out from tensors. batches: fingerprint of what the model was called with, a number a call.
     """
 
@@ -218,7 +218,7 @@ class StepData:
     scalars: Mapping[str, float] = field(default_factory=dict[str, float])
     stacks: Sequence[Sequence[str]] = ()
     notes: Sequence[str] = ()
-    programs: Sequence[str] = ("dump",)  # who wanted this step: the dump, the monitor
+    programs: Sequence[str] = ("dump",)  # those that asked for this step: the dump, the monitor
     complete: bool = True
     features: Sequence[Feature] = ()
     batches: Sequence[int] = ()

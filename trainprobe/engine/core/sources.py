@@ -66,7 +66,7 @@ class PlainSource:
     DTensor shards are handed on as they are. Of parameters that `FullyShardedDataParallel` flattened, the slices that this
     process holds. names: id of parameter → logical name. slices: id of what the optimizer steps → those slices.
     flat: id of a flat parameter → all of its own. others: ids of what other optimizers step, which is left out. Where
-    optimizers step copies of another dtype, these and their state are told as those of the parameters (see `masters`).
+    optimizers step copies of another dtype, these and their state are reported as those of the parameters (see `masters`).
     """
 
     names: Mapping[int, str]

@@ -43,7 +43,7 @@ class StoredStepData(StepData):
 def entry_name(call: Call, framework: str = "pytorch", phase: Phase | None = None) -> str:
     """Return the key of a call in a dump: `Module.layers.0.Block.forward.1`, `Functional.linear.0.backward`, `loss.0.debug`.
 
-    phase: name the call as if it were of this phase (the parent of a backward call is told by its forward). A recomputed
+    phase: name the call as if it were of this phase (the parent of a backward call comes from its forward). A recomputed
     forward has the name of the forward that it repeats; an op of the optimizer is a forward.
     """
     side = "backward" if (phase or call.phase) == "backward" else "forward"
@@ -61,7 +61,7 @@ def entry_name(call: Call, framework: str = "pytorch", phase: Phase | None = Non
 def parent_name(call: Call, framework: str = "pytorch") -> str | None:
     """Return the entry that encloses a call, or "optimizer" or "clip_grad", or None at the outermost level.
 
-    A backward call encloses and is enclosed by backward calls, whichever phase its parent was told with.
+    A backward call encloses and is enclosed by backward calls, whichever phase its parent was recorded with.
     """
     parent = call.parent
     if parent is None or isinstance(parent, str):

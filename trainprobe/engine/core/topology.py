@@ -1,4 +1,4 @@
-"""Where this process stands in the job, learned from the environment or told by an integration; never by a collective."""
+"""Where this process stands in the job, taken from the environment or from an integration; never from a collective."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MESH_NAMES = {
 def place_from_environment(axes: Mapping[str, tuple[int, int]] | None = None) -> Place:
     """Return this process's Place from torch.distributed when it is initialised, else from RANK and WORLD_SIZE.
 
-    A data-parallel axis of the whole world is assumed when nothing else is told and the world has more than one rank.
+    A data-parallel axis of the whole world is assumed when nothing else is known and the world has more than one rank.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     distributed: Any = sys.modules.get("torch.distributed")

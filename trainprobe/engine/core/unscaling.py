@@ -1,4 +1,4 @@
-"""Takes a loss scale out of the numbers of a step: what was seen multiplied is told divided, and the scale beside it."""
+"""Divides the scaled gradients of a step by the loss scale, and records the scale with them."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ControlFile:
             raise PlanError(f"{self._path} is not UTF-8 text ({error}): the plan stays as it is") from error
 
     def _new(self) -> bytes:
-        """Return the bytes of the file where they are not those that were told last; on other ranks than 0 nothing."""
+        """Return the bytes of the file if they have changed since they were last shared; nothing on ranks other than 0."""
         if self._rank:
             return b""
         try:

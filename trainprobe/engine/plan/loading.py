@@ -22,7 +22,7 @@ def load_plan(
     """Make a plan from a file, a mapping, another plan or nothing, with `overrides` (fields of `Plan`) on top.
 
     framework: "pytorch" or "mindspore", which the training runs under. A file or mapping in the `config.json` dialect of
-    mindstudio-probe is recognised by its keys and translated; what has no equivalent is told in `Plan.notes`.
+    mindstudio-probe is recognised by its keys and translated; what has no equivalent is listed in `Plan.notes`.
     Raises PlanError, which names every problem, the value, the file and the key.
     """
     origin = "plan"

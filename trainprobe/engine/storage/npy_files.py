@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trainprobe.errors import FormatError
 
-# what NumPy raises for a header that is damaged, beside the errors that it documents
+# what NumPy raises for a header that is damaged, in addition to the errors that it documents
 _DAMAGED = (OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError, TypeError, KeyError, OverflowError, MemoryError)
 
 

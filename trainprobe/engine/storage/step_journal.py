@@ -8,7 +8,7 @@
     F   a tree of a call: args, kwargs, out, params  S   a scalar: its name and a tree
     B   the fingerprint of a batch
 
-Who a value or a call is, is told by the object's address while the step runs (uint64). Texts have their length before them
+Values and calls are identified by the object's address while the step runs (uint64). Texts have their length before them
 (uint16), columns of partials that are zero are left out (a mask of uint16 says which). A record counts when `used` says so,
 which is written last: whatever ends the process, the memory holds whole records. Numbers that are on a device are not there.
 
@@ -36,7 +36,7 @@ _NONE = -(1 << 63)
 
 
 class StepJournal(Protocol):
-    """What is told of a step. Everything is dropped between `end` and the next `begin`, and after `close`."""
+    """What is recorded of a step. Everything is dropped between `end` and the next `begin`, and after `close`."""
 
     def begin(self, step: int, about: bytes) -> None:
         """A step begins. about: JSON of what all of it has in common (see `read_journal`)."""

@@ -46,8 +46,8 @@ class Audit:
     """The audit of one rank. Call it with each collected step, in order.
 
     take: the facts of a collected step. gather: brings every rank's message to every rank; None: ranks are not
-    compared. certain: axes over which plain parameters are known to be replicated, because somebody told the topology.
-    assumed: nobody told it, nor shows a wrapper what the ranks share. own_loop: the loop is the user's own, and no trainer's.
+    compared. certain: axes over which plain parameters are known to be replicated, because the caller gave the topology.
+    assumed: neither the caller nor a wrapper says what the ranks share. own_loop: the loop is the user's own, not a trainer's.
     """
 
     def __init__(self, plan: AuditPlan, take: Callable[[StepData], StepFacts], gather: Gather | None) -> None:
@@ -173,7 +173,7 @@ class Audit:
         return evidence
 
     def _shared_rows(self, draft: Evidence) -> Rows:
-        """Return what the relations of the plan tell the other ranks."""
+        """Return what the relations of the plan send to the other ranks."""
         rows_of_relations = [
             self.part(_part_of(name), shares, draft) or {} for name, shares in _functions(self.plan, "shares").items()
         ]

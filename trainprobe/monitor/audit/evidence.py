@@ -333,7 +333,7 @@ def differs_over_ranks(
     digits: int,
     next: str = "",
 ) -> list[Finding]:
-    """Find that a number above 0 which the ranks told is not equal on all of them, within `floor` of the largest.
+    """Find a number above 0 that is not equal on all ranks that report it, within `floor` of the largest.
 
     words: returns the message for the numbers as text, `2 on rank 0, 3 on rank 1`.
     """

@@ -32,7 +32,7 @@ def handed_over(evidence: Evidence) -> frozenset[str]:
 
 
 def stepped_here(evidence: Evidence) -> dict[int, tuple[int, float]]:
-    """Return what a rank tells of the parameters that its optimizers step, where these are not all that are trained."""
+    """Return what a rank reports of the parameters that its optimizers step, if these are not all that are trained."""
     trained = [p for p in evidence.model.parameters if p.trainable]
     if all(p.owned is not False for p in trained):
         return {}

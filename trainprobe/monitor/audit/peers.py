@@ -25,7 +25,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What one rank told. axes: its index on each. numbers, marks: see `messages`. rows: key → (fingerprint, norm).
+    """What one rank sent. axes: its index on each. numbers, marks: see `messages`. rows: key → (fingerprint, norm).
 
     gradients: key of a parameter's gradient → the share of it that this rank holds.
     """

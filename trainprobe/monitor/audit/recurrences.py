@@ -27,7 +27,7 @@ _KNOWN = frozenset({"Adam", "AdamW"})  # whose rule is known and judged as such
 class Recurrence:
     """s' = a s + b g of a slot of state, or a s + b g² where `squared`.
 
-    factors: a, b, and that of the parameter itself where it could be told. steps: audited steps in a row at which it held.
+    factors: a, b, and that of the parameter itself if it could be found. steps: audited steps in a row at which it held.
     """
 
     squared: bool

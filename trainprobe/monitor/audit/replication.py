@@ -40,7 +40,7 @@ def _line(peers: Sequence[Peer], mine: Peer, axes: Collection[str], over: Collec
 
 
 def with_known_shares(peers: Sequence[Peer], axes: Collection[str], certain: frozenset[str]) -> tuple[Peer, ...]:
-    """Return the peers with every share's replicas known: told, or learned from the values. certain: see `Audit`."""
+    """Return the peers with every share's replicas known: declared, or learned from the values. certain: see `Audit`."""
     out: list[Peer] = []
     for peer in peers:
         unknown = {share.value for share in peer.gradients.values() if share.over is None}
@@ -61,9 +61,9 @@ def _learned(key: int, share: Share, learned: Mapping[int, frozenset[str]]) -> f
 
 
 def constants_with_matrices(parameters: Sequence[ParameterFact], seen: Tensors) -> dict[str, list[str]]:
-    """Return name of each vector of one number throughout → matrices beside it in the same module that have as many rows.
+    """Return name of each vector of one number throughout → matrices in the same module that have as many rows.
 
-    Such a bias, all zeros at first, looks alike on ranks that split the matrix by its rows, and each hold a part of it.
+    Such a bias, all zeros at first, looks the same on ranks that split the matrix by its rows, each holding a part of it.
     """
     matrices: dict[tuple[str, int], list[str]] = {}
     for p in parameters:
@@ -80,7 +80,7 @@ def constants_with_matrices(parameters: Sequence[ParameterFact], seen: Tensors) 
 def doubted_biases(
     parameters: Sequence[ParameterFact], seen: Tensors, learned: Mapping[str, frozenset[str]], axes: frozenset[str]
 ) -> frozenset[str]:
-    """Return the vectors whose equal values do not show that they are replicated: a matrix beside them is not.
+    """Return the vectors whose equal values do not show that they are replicated: a matrix in the same module is not.
 
     learned: name → axes over which its value is the same.
     """

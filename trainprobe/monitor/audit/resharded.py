@@ -1,8 +1,8 @@
 """What was saved in one layout and loaded in another, set against each other as logical tensors.
 
 Each rank tells the share of its piece in the fingerprint of the whole tensor; over pieces that cover it once the shares add up
-(`engine.stats.checksum`). Those of the save lie beside the output. Those of the load are taken before the first update after it
-and travel with the next message of the ranks, and with them what data that update was made of.
+(`engine.stats.checksum`). Those of the save lie next to the output. Those of the load are taken before the first update after
+it and travel with the next message of the ranks, and with them what data that update was made of.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Resharded:
     """What this rank held before the first update after a load, where ranks or cuts are others than when it was saved.
 
     step: of that update. pieces: a tensor that is whole is the piece at place 0. cut: something is cut in another way. saves:
-    rank → its saves, on rank 0 alone. alone: no other rank will tell of its pieces. batches: fingerprints of the data of that
+    rank → its saves, on rank 0 alone. alone: no other rank will send its pieces. batches: fingerprints of the data of that
     update. schedules: as they stood when they were first seen, None before that; empty where they were judged already.
     """
 
@@ -40,7 +40,7 @@ class Resharded:
     schedules: tuple[Schedule, ...] | None = None
 
     def judgeable(self, peers: Sequence[Peer]) -> bool:
-        """Tell whether all have told that will: `peers` are the ranks that did, none where ranks were not compared."""
+        """Tell whether every rank that sends has sent: `peers` are those that did, none if ranks were not compared."""
         return bool(peers) or self.alone
 
 
@@ -67,7 +67,7 @@ def is_resharded(saved: SavedTensors | None, now: Mapping[Key, SavedShard]) -> b
 
 
 def rows_of(resharded: Resharded) -> dict[int, tuple[int, float]]:
-    """Return what a rank tells of it, as rows of its message."""
+    """Return what a rank sends of it, as rows of its message."""
     rows: dict[int, tuple[int, float]] = {}
     for (name, slot), piece in resharded.pieces.items():
         rows[key_of(name, f"{slot} {_SHARE}")] = (piece.share, float(piece.count))
@@ -78,7 +78,7 @@ def rows_of(resharded: Resharded) -> dict[int, tuple[int, float]]:
 
 
 def first_data(resharded: Resharded, peers: Sequence[Peer]) -> frozenset[int]:
-    """Return the fingerprints of all data of the first update after the load, over the ranks that told."""
+    """Return the fingerprints of all data of the first update after the load, over the ranks that sent theirs."""
     fingerprints = set(resharded.batches)
     for peer in peers:
         number = 0
@@ -91,7 +91,7 @@ def first_data(resharded: Resharded, peers: Sequence[Peer]) -> frozenset[int]:
 def loaded(keys: Iterable[Key], resharded: Resharded, peers: Sequence[Peer]) -> dict[Key, int | None]:
     """Return the logical fingerprints of these tensors, as `logical` does; those that nobody holds are left out.
 
-    peers: the ranks that told; none: this one holds all.
+    peers: the ranks that sent theirs; none: this one holds all.
     """
     if not peers:
         return {key: logical([piece]) for key, piece in resharded.pieces.items()}
@@ -129,7 +129,7 @@ def match(saves: Mapping[Moment, Mapping[Key, int | None]], resharded: Resharded
 
 
 def what_was_loaded(resharded: Resharded, peers: Sequence[Peer]) -> SavedTensors | None:
-    """Return rank 0's part of the save that was loaded; None where that cannot be told, as on all other ranks."""
+    """Return rank 0's part of the save that was loaded; None where that is unknown, as on all other ranks."""
     best = match(saves_of_all(resharded), resharded, peers) if resharded.saves else None
     return None if best is None or best.share < ENOUGH else _saved_at(best.moment, resharded.saves[0])
 

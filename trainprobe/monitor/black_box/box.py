@@ -77,7 +77,7 @@ class BlackBox:
             )
 
     def follow(self, step: int) -> StepJournal:
-        """Return what is to be told of a step that begins; it is in the file as it comes."""
+        """Return the journal of a step that begins; its entries are in the file as they come."""
         self._journal.begin(step, self._about)
         return self._journal
 

@@ -68,7 +68,7 @@ def _compare(step: int, name: str, ranks: list[int], arrays: list[npt.NDArray[An
 
 
 def _as_kept(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any], str | None]:
-    """Undo the widening of bfloat16, whose lower half is empty: a bit is told by its number in the tensor's own dtype."""
+    """Undo the widening of bfloat16, whose lower half is empty: bits are numbered as in the tensor's own dtype."""
     if a.dtype == np.float32:
         wide = [np.ascontiguousarray(x).view(np.uint32) for x in (a, b)]
         if all(not (x & 0xFFFF).any() for x in wide) and any(x.any() for x in wide):

@@ -13,7 +13,7 @@ from trainprobe.monitor.black_box.ring import read_journal_bytes
 
 
 def step_in_progress(ring: Path) -> dict[str, Any] | None:
-    """Return {"facts": {"batches": …, "seen_last": a call}, "reel": …} of the step that a ring's journal tells of, or None.
+    """Return {"facts": {"batches": …, "seen_last": a call}, "reel": …} of the step that a ring's journal describes, or None.
 
     Raises FormatError for a file that is no ring.
     """

@@ -1,4 +1,4 @@
-"""`trainprobe runs --compact DIR`: rows that data-parallel replicas hold alike are stored once, in closed segments."""
+"""`trainprobe runs --compact DIR`: rows that data-parallel replicas share are stored once, in closed segments."""
 
 from __future__ import annotations
 

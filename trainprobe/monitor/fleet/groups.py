@@ -17,7 +17,7 @@ SHARE = 128  # ranks that are looked at together
 class Group:
     """Ranks that should hold the same parameters. label: what they have in common, in words.
 
-    sample: the ranks whose values show the majority's. by_topology: whether the run itself told that they are replicas.
+    sample: the ranks whose values show the majority's. by_topology: whether the run itself recorded that they are replicas.
     """
 
     number: int

@@ -40,7 +40,7 @@ def first_not_finite(survey: Survey, spelled: Mapping[int, Place]) -> list[Findi
 
 
 def _earliest(survey: Survey, rows: Sequence[Mapping[str, Any]], spelled: Mapping[int, Place]) -> list[Mapping[str, Any]]:
-    """Return the rows of the ranks that come first: the first one, and those that cannot be told from it."""
+    """Return the rows of the ranks that come first: the first one, and those that are as early."""
 
     def order(row: Mapping[str, Any]) -> tuple[int, int]:
         how = how_it_came(spelled[row["place"]])

@@ -12,8 +12,8 @@ from trainprobe.engine.core.records import Finding, Place, Site
 from trainprobe.monitor.fleet.groups import Group
 
 F64 = npt.NDArray[np.float64]
-LEAST_RANKS = 4  # of fewer the odd one cannot be told
-LEAST_STEPS = 3  # in a row: a single batch may be odd
+LEAST_RANKS = 4  # of fewer ranks, the outlier cannot be identified
+LEAST_STEPS = 3  # in a row: a single batch may be unusual
 FAR = 10.0  # deviations from the median, in standard deviations as the median deviation tells them
 FLOOR = 1e-3  # of the median, where most ranks report the same number
 

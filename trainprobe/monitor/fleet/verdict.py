@@ -1,4 +1,4 @@
-"""Findings about a fleet: who left its replicas, who made the first NaN, who stopped or comes late, whose scalars are odd."""
+"""Findings about a fleet: who left its replicas, who made the first NaN, who stopped or comes late, whose scalars deviate."""
 
 from __future__ import annotations
 

@@ -59,11 +59,11 @@ _FIRST = ("loss", "gradient norm", "learning rate", "loss scale")
 def collect_histories(frames: Iterable[Frame], histories: dict[int, History]) -> Iterator[Frame]:
     """Add each frame to the series of its rank, keeping what a page can show, and pass it on."""
     for frame in frames:
-        histories.setdefault(frame.place.rank, History(COLUMNS, _wanted)).add(frame)
+        histories.setdefault(frame.place.rank, History(COLUMNS, _selected)).add(frame)
         yield frame
 
 
-def _wanted(series: Series) -> bool:
+def _selected(series: Series) -> bool:
     address = series.address
     return address.kind == "scalar" or (series.statistic in STATISTICS and address.phase != "recompute")
 

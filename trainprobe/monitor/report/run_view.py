@@ -61,7 +61,7 @@ class RunView:
 
     meta: label → text, shown under the title. scalars: name → (steps [S], values [S]), drawn as curves in this order.
     metrics: the heatmaps. findings: in any order; the page shows one entry a cause, causes first. tables: shown last. notes:
-    sentences on what was not seen, shown beside the findings.
+    sentences on what was not seen, shown with the findings.
     """
 
     title: str

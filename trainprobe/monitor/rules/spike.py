@@ -10,8 +10,8 @@ single parameter has heavy tails: in 60 healthy trainings of small batches it wa
 the largest of the last 128 values while the loss did not move. It is a spike only above `parameter_ratio` times the largest
 value of the window. Nothing is judged before `warmup` values. A spike enters the history clipped to the alarm line, so that
 one bad value does not poison it and a lasting change of level is learnt. Median and MAD are renewed every eighth value.
-Spikes less than eight collected steps apart are one event, told once, and again when one is four times higher than what was
-told.
+Spikes less than eight collected steps apart are one event, reported once, and again when one is four times higher than what was
+reported.
 
 Sources: the modified z-score of Iglewicz and Hoaglin (1993); spike rules of OLMo (6 standard deviations over 128 steps)
 and ZClip (Kumar et al., 2025), here with robust estimates.

@@ -1,4 +1,4 @@
-"""What modules hold beside their registered parts, and what is registered with them twice. Reads no device."""
+"""What modules hold in addition to their registered parts, and what is registered twice. Reads no device."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def model_facts(
 ) -> ModelFacts:
     """Return the facts of model chunks and optimizers.
 
-    names: id of parameter → recorded name. owners_known: ownership can be told.
+    names: id of parameter → recorded name. owners_known: ownership is known.
     """
     held = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
     everything: dict[int, tuple[Any, list[str]]] = {}
@@ -53,7 +53,7 @@ def model_facts(
 
 
 def _adapters(models: Sequence[Any]) -> Iterator[int]:
-    """Yield the ids of the parameters of adapters that are active beside a base layer, as PEFT keeps them."""
+    """Yield the ids of the parameters of adapters that are active on top of a base layer, as PEFT keeps them."""
     for _, module in _named_modules(models):
         kinds = getattr(module, "adapter_layer_names", None)
         if not isinstance(kinds, tuple) or not hasattr(module, "base_layer"):

@@ -29,7 +29,7 @@ class BatchTap:
         self._roots: set[int] = set()
         self._tape: Tape | None = None
         self._running = False
-        self.position: Position | None = None  # is told when forward passes begin and end
+        self.position: Position | None = None  # notified when forward passes begin and end
         self._forwards: Counter[int] = Counter()  # id of a model → forward passes of this step
         self._replaced: Replaced | None = None
 

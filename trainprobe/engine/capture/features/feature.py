@@ -37,7 +37,7 @@ class FeatureKind(Protocol):
         ...
 
     def begin(self, tape: Tape, models: Sequence[Any]) -> None:
-        """A step begins in which this kind is wanted."""
+        """A step begins in which this kind is due."""
         ...
 
     def before(self, name: str, module: Any, args: Any, kwargs: Any) -> Any:
@@ -245,7 +245,7 @@ def part_of_feature(kind: type) -> str:
 
 
 class without_autograd:  # noqa: N801 - used like a function
-    """Work beside the training: without gradients, torch-function modes, or a lower precision that autocast would choose.
+    """Work apart from the training: without gradients, torch-function modes, or a lower precision that autocast would choose.
 
     Not made by `contextlib`: it is entered some hundred times a step.
     """

@@ -147,7 +147,7 @@ class CountedFormats:
         self._dtypes: list[str] = []
 
     def add(self, t: Tensor) -> Callable[[npt.NDArray[Any]], Sequence[tuple[F64 | None, F64]]]:
-        """Count a tensor; return how to read what is told of it."""
+        """Count a tensor; return how to read its counts."""
         self._dtypes.append(self._texts[t.dtype])
         return partial(self._results_of, self._magnitudes.add(t))
 

@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts: how the load is spread, how sure the router is, and how alike its experts' rows are.
+"""Routers of mixtures of experts: how the load is spread, how sure the router is, and how similar its experts' rows are.
 
     load         share of all (token, expert) assignments that each expert gets, [experts]
     entropy      mean over tokens of -Σ_e p_e ln p_e (nats), p = softmax of the logits x·Wᵀ (+ bias), or sigmoid over its sum

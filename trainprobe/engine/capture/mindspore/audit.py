@@ -1,7 +1,7 @@
 """Gathers, for each audited step of a MindSpore training, the facts that the relations of the audit are about.
 
 What is not called from Python in graph mode is learned otherwise: the number of updates from the optimizer's own count, the
-data from the arguments of the cell that trains. Parameter groups are told where gradients are seen.
+data from the arguments of the cell that trains. Parameter groups are reported where gradients are seen.
 """
 
 from __future__ import annotations

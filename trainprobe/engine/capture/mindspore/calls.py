@@ -20,7 +20,7 @@ Before = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 
 class KnownCalls:
-    """Tells of outermost calls of `cells`: `before(cell, args, kwargs)` and, once it has run, `after(cell)`."""
+    """Reports outermost calls of `cells`: `before(cell, args, kwargs)` and, once it has run, `after(cell)`."""
 
     def __init__(self, guard: Guard, before: Before, after: Callable[[Any], None] | None = None) -> None:
         self._guard = guard
@@ -34,7 +34,7 @@ class KnownCalls:
         """Nothing to learn: `know` tells."""
 
     def know(self, cells: Iterable[Any]) -> None:
-        """Tell of calls of these cells from now on."""
+        """Report calls of these cells from now on."""
         self.cells = tuple(cells)
         self._known = frozenset(map(id, self.cells))
 
@@ -84,7 +84,7 @@ class KnownCalls:
 
 
 class OptimizerTap(KnownCalls):
-    """Tells of calls of the optimizers: `before(optimizer, gradients)` and `after(optimizer)`.
+    """Reports calls of the optimizers: `before(optimizer, gradients)` and `after(optimizer)`.
 
     Another one that steps a parameter of the model takes the place of those that hold a parameter that it holds too.
     """

@@ -130,7 +130,7 @@ class CellTap:
         self._recomputed: dict[str, int] = {}
         self._called = 0
         self._paused = False
-        self.position: Position | None = None  # is told which cell runs
+        self.position: Position | None = None  # notified which cell runs
         self._arrived: Counter[int] = Counter()  # id of parameter → gradients of this step
         self._gradient_calls: dict[tuple[str, int], Call] = {}
 

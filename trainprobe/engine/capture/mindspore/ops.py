@@ -100,7 +100,7 @@ class PrimitiveTap:
         return self._record(self._names[func], args, kwargs, lambda: otherwise(*args, **kwargs))
 
     def _record(self, name: str, given: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        """Run an op, and record it if it is wanted."""
+        """Run an op, and record it if it is selected."""
         flags = self._guard.run(self._flags_of, name)
         if flags is None:
             return run()
@@ -117,7 +117,7 @@ class PrimitiveTap:
             self.asleep = False
 
     def _flags_of(self, name: str) -> int | None:
-        """Return the flags of an op that is wanted, None for one that is not."""
+        """Return the flags of an op that is selected, None for one that is not."""
         if name not in self._flags:
             request = name not in _NO_CALCULATION and self._request.selected(name)
             self._flags[name] = self._request.flags(name) if request else None

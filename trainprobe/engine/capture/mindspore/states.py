@@ -73,7 +73,7 @@ def _number(x: Any) -> float:
 class CellStateTap:
     """Hands parameters, gradients and optimizer state to the tape at "before_step" and "after_step".
 
-    more: flags of the tape that are wanted of every tensor in any case; the optimizer's own count of steps is then the slot
+    more: flags of the tape that every tensor gets in any case; the optimizer's own count of steps is then the slot
     `step` of its parameters. names: id of parameter → name, as the model is now. optimizers: those of the training as of now.
     """
 

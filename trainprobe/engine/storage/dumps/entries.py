@@ -16,7 +16,7 @@ _COLLECTIVES = ("Distributed.", "MintDistributed.")
 def parse_entry(name: str) -> Call | None:
     """Return an empty call with the name, class, number and phase of an entry, or None when the name has no known form.
 
-    Older files number neither the gradients of parameters nor distinguish collectives: such are 0, and told by prefix.
+    Older files number neither the gradients of parameters nor distinguish collectives: these are 0, and known by their prefix.
     """
     last = name.rpartition(".")[2]
     if last in ("forward", "backward"):

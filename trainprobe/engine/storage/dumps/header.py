@@ -28,7 +28,7 @@ def header(step_data: StepData, about_calls: Mapping[str, Any]) -> dict[str, Any
 
 
 def states_text(step_data: StepData, text: Callable[[Any], Any]) -> list[list[Any]]:
-    """Return what was seen of parameters and optimizers beside the calls: [name, moment, micro-batch, {slot: leaf}] each.
+    """Return what was seen of parameters and optimizers, apart from the calls: [name, moment, micro-batch, {slot: leaf}] each.
 
     text: turns a value into a leaf of JSON. A leaf has the `shard` that this process holds, where it is not all of the tensor.
     """

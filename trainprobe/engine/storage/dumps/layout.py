@@ -27,9 +27,9 @@ Files = list[tuple[str, bytes]]  # names and texts
 
 
 class RankFolder:
-    """The folder of one rank and step while it is being written, hidden beside its final place until `complete`.
+    """The folder of one rank and step while it is being written, hidden next to its final place until `complete`.
 
-    Each file in it has the ending `.partial` until it is whole, so that what a killed run leaves behind is told by its name.
+    Each file in it has the ending `.partial` until it is whole, so that the name shows what a killed run left behind.
     Names are text here and not `Path`, which would take as long as the system calls.
     """
 

@@ -1,4 +1,4 @@
-"""Columns of numbers as JSON text, fast: each column is turned into text at once, and NaN and infinities are told apart."""
+"""Columns of numbers as JSON text, fast: each column is turned into text at once; NaN and infinities have names."""
 
 from __future__ import annotations
 

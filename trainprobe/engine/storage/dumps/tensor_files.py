@@ -289,7 +289,7 @@ def open_tensor_files(folder: Path, tensor_format: str, reserve: int = 0) -> Ten
 
 
 def file_name(key: str, suffix: str) -> str:
-    """Return the file name of a key: the key itself where every file system takes it, otherwise made safe and told apart."""
+    """Return the file name of a key: the key itself where every file system takes it, otherwise made safe and distinct."""
     if _PLAIN_NAME.fullmatch(key) and not key.startswith("."):
         return f"{key}.{suffix}"
     safe = re.sub(r"[^\w.+\-]", "_", key, flags=re.ASCII)[:180].lstrip(".") or "_"

@@ -148,7 +148,7 @@ def array_of(path: Path, tensor: RawTensor) -> npt.NDArray[Any]:
         raise FormatError(f"{path}: {tensor.io}.{tensor.slot} is {tensor.dtype}, whose elements cannot be read")
     dtype = np.dtype(tensor.stored)
     shape = tensor.shape
-    if not shape and tensor.size > dtype.itemsize:  # no shape is told: all there is
+    if not shape and tensor.size > dtype.itemsize:  # without a shape: everything there is
         shape = (tensor.size // dtype.itemsize,)
     count = math.prod(shape)
     if count * dtype.itemsize > tensor.size:

@@ -2,7 +2,7 @@
 
 A whole name is a path of cells, each `name-Class`, with the kernel at its end:
 `Gradients/Default/network-WithLossCell/_backbone-Net/head-Dense/Grad_MatMul/MatMul-op3`. File names have `_` in place of `/`;
-`execution_order/*.csv` and the text of `graphs/*.ir`, which MindSpore writes beside its dump, hold the names as they were.
+`execution_order/*.csv` and the text of `graphs/*.ir`, which MindSpore writes next to its dump, hold the original names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LINE = re.compile(r"\s*# In file (.+?):(\d+)(?:~\d+)?, [\d~]+/(.*)/\s*")
 
 @dataclass(slots=True)
 class GraphNames:
-    """What the graphs beside a dump say. Flat names are those of files.
+    """What the graphs next to a dump say. Flat names are those of files.
 
     order: whole name of a kernel → its place in the order of execution. whole: flat name of a kernel → its whole name.
     parameters: flat name → name. lines: whole name of a kernel → lines of the program, outermost first.
@@ -51,7 +51,7 @@ def flatten(name: str) -> str:
 
 
 def read_graph_names(rank: Path | None) -> GraphNames:
-    """Read what MindSpore wrote of the graphs beside the dump of a rank. What cannot be read names nothing."""
+    """Read the graphs that MindSpore wrote next to the dump of a rank. What cannot be read yields no names."""
     names = GraphNames()
     if rank is None:
         return names

@@ -81,5 +81,5 @@ def graphs_of(folder: Path) -> list[Path]:
 
 
 def rank_folder(folder: Path) -> Path | None:
-    """Return MindSpore's folder of the rank, which holds the graphs beside the dump; None where there is none."""
+    """Return MindSpore's folder of the rank, which holds the graphs next to the dump; None if there is none."""
     return next((at for at in [folder.absolute(), *folder.absolute().parents][:_DEPTH] if _RANK.fullmatch(at.name)), None)

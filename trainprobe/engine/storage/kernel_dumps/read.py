@@ -37,7 +37,7 @@ _Key = tuple[str, str, int, int, Path]  # op type, op name, task, stream, folder
 
 
 class _Rows:
-    """Collects the values of the step, with one row of statistics each, reduced from a tensor or told by a file."""
+    """Collects the values of the step, with one row of statistics each, reduced from a tensor or read from a file."""
 
     def __init__(self) -> None:
         self.values: list[Value] = []

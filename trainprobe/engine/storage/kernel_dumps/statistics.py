@@ -1,4 +1,4 @@
-"""`statistic.csv` of MindSpore's dump: one line of statistics for each tensor, in place of its values or beside them."""
+"""`statistic.csv` of MindSpore's dump: one line of statistics per tensor, instead of its values or in addition to them."""
 
 from __future__ import annotations
 

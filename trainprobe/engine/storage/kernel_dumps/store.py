@@ -53,7 +53,7 @@ class KernelStore:
         return self._files
 
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Return the tensors by name. What cannot be read is told in `unread`. Raises MissingExtra without protobuf."""
+        """Return the tensors by name. What cannot be read is listed in `unread`. Raises MissingExtra without protobuf."""
         if self._tensors is None:
             self._tensors = {}
             for name, file in self._files.items():

@@ -49,7 +49,7 @@ class SameAs:
     segments: dict[str, str]
 
     def covers(self, steps: I64) -> Bools:
-        """Tell of each step [n] whether its missing rows are those of the reference."""
+        """Tell for each step [n] whether its missing rows are those of the reference."""
         return np.any([(steps >= first) & (steps <= last) for first, last in self.steps], axis=0)
 
 
@@ -140,7 +140,7 @@ def _as_many(table: pa.Table, rows: I64, steps: I64) -> I64:
 
 
 def _equal(left: pa.Array, right: pa.Array, name: str) -> Bools:
-    """Tell of each row whether two columns hold the same bits; a NaN is a NaN."""
+    """Tell for each row whether two columns hold the same bits; every NaN equals every other."""
     if left.null_count == right.null_count == len(left):
         return np.ones(len(left), bool)
     if name in _LISTS:
@@ -181,7 +181,7 @@ def _runs(steps: I64) -> tuple[tuple[int, int], ...]:
 
 
 def expanded(path: Path, to: SameAs, columns: Sequence[str] | None) -> pa.Table:
-    """Return the rows that a compacted segment had before, in any order. columns: those wanted, None for all.
+    """Return the rows that a compacted segment had before, in any order. columns: those to read, None for all.
 
     Raises FormatError where the reference's segments are gone or were written anew.
     """

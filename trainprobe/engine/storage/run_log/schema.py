@@ -62,7 +62,7 @@ _PARAMETER_SLOTS = {"value", "value_after", "update"}
 
 
 def kind_in_words(kind: str, slot: str) -> str:
-    """Return what a value is in the table: what belongs to a parameter is told apart by its slot."""
+    """Return what a value is in the table: what belongs to a parameter is distinguished by its slot."""
     if kind != "parameter":
         return kind
     first = slot.partition(".")[0]

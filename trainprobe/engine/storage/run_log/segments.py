@@ -1,7 +1,7 @@
 """Closed parts of the run log: Parquet files that are written once, with checksums in their pages, and never changed.
 
 Rows are sorted by kind, name, slot, phase, call, micro-batch and step, so that a series lies in one piece: a query for one name
-reads little, and neighbouring numbers are alike, which halves the file.
+reads little, and neighbouring numbers are similar, which halves the file.
 """
 
 from __future__ import annotations

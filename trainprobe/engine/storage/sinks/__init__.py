@@ -34,7 +34,7 @@ class TensorSink(Protocol):
     """A sink that stores tensor values too, as they come; the data of their step follow them."""
 
     def tensor(self, step: int, saved: SavedTensor) -> bool:
-        """Store one value; return whether more are wanted (False: the size budget is reached)."""
+        """Store one value; return whether more may follow (False: the size budget is reached)."""
         ...
 
 
@@ -43,7 +43,7 @@ class ChunkSink(Protocol):
     """A tensor sink that takes many values at once."""
 
     def chunk(self, step: int, chunk: Any) -> bool:
-        """Store the values of a chunk (see `SavedTensor.all_of`); return whether more are wanted."""
+        """Store the values of a chunk (see `SavedTensor.all_of`); return whether more may follow."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The run log: `rank{R}/metrics-*.parquet`, one row a value, place and step, which any tool can query.
 
 The steps since the last segment stand in `metrics.arrow`, Arrow's streaming format. A killed run leaves them there: they are
-read all the same, and the next run in the folder makes a segment of them. `findings.jsonl` lies beside it.
+read all the same, and the next run in the folder makes a segment of them. `findings.jsonl` lies next to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEGMENT = 1 << 17  # rows of the live stream that become a segment: some 35 MB o
 class ParquetSink:
     """Appends to the run log of one rank.
 
-    findings: the file of findings, None where another sink writes it. dumped: steps that only the dump wanted are in a dump,
+    findings: the file of findings, None where another sink writes it. dumped: steps that only the dump asked for are in a dump,
     and are left out here.
     """
 

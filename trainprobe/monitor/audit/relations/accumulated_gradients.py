@@ -2,7 +2,7 @@
 
 Relation: where a backward pass adds to a gradient that is already there, and the update uses the sum, no optimizer has
 stepped, and no program has written to most of the weights, between the pass that the older part came from and this one.
-Tolerance none; an older part that is zero is none. Told as a warning, since somebody may want the sum.
+Tolerance none; an older part that is zero is none. Reported as a warning, since the sum may be intended.
 Usually caused by an output that is not detached, so that the loss of one network leaves its gradient in another, which then
 adds its own (a generator and its discriminator); and by an ascent step (sharpness-aware minimization, extragradient) whose
 gradient is not cleared before the second pass. Micro-batches that are accumulated cannot violate this, nor can networks that
@@ -23,7 +23,7 @@ STAGE = "backward"
 def check(evidence: Evidence) -> list[Finding]:
     """Find gradients that were added up over different weights."""
     mixed = evidence.facts.mixed
-    names = [name for name in mixed if name not in evidence.facts.left]  # `cleared_gradients` tells of those
+    names = [name for name in mixed if name not in evidence.facts.left]  # `cleared_gradients` reports those
     if not names:
         return []
     text = (

@@ -1,10 +1,10 @@
 """Adapters that are active in a training are trained.
 
-Relation: where modules hold adapters beside a base layer (PEFT) that are active, switched on and not merged into it, and an
-update is made, a parameter of at least one of these adapters requires a gradient. Tolerance none. Told as a warning, as a
+Relation: where modules hold adapters on top of a base layer (PEFT) that are active, switched on and not merged into it, and an
+update is made, a parameter of at least one of these adapters requires a gradient. Tolerance none. Reported as a warning, as a
 frozen adapter may be meant.
 Usually caused by an adapter that is loaded for inference, which is the default (`PeftModel.from_pretrained` without
-`is_trainable=True`), so that only what is trained beside it moves, or by a loop that freezes what it does not know by name.
+`is_trainable=True`), so that only what else is trained moves, or by a loop that freezes what it does not know by name.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Relation: where the first optimizer of a step begins to update, autocast, grad mode, inference mode, the default dtype,
 deterministic algorithms and the precision of float32 matrix products are what they were there at the audited step before.
-Autocast is off there: it is for the forward pass and the loss. Tolerance none. Told as warnings, since a program may do
+Autocast is off there: it is for the forward pass and the loss. Tolerance none. Reported as warnings, since a program may do
 either on purpose.
 Usually caused by an evaluation or a library that sets one of them and does not put it back (`torch.set_default_dtype`,
 `set_float32_matmul_precision`, an `__enter__` without its end): new tensors, caches and optimizer states then have another

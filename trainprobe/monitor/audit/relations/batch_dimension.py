@@ -4,7 +4,7 @@ Relation, for the recurrent and attention layers of torch that are given [a, b, 
 where every loss function of the step has one target [N] or [N, k] a row: the layer's batch dimension (the second one, or the
 first with `batch_first`) has N entries, if one of the two has and no dimension of a target has the other's. A multiple of N
 is right as well, unless the model itself is called with [a, b, …]: rows may be folded together with something else. Tolerance
-none; at this audited step and the one before. Told as a warning.
+none; at this audited step and the one before. Reported as a warning.
 Usually caused by `batch_first=True` that is missing for data [batch, time, features]: each row of the batch then is a moment
 of time, and every row is mixed with those before it. A layer whose `batch_first` fits its data cannot violate this; where the
 loss is written by hand, or there are as many rows as moments, nothing is judged.

@@ -3,7 +3,8 @@
 Relation: fingerprints of what the model is called with differ over dp (and cp) and between the micro-batches of a step, and
 whole numbers (tokens) agree over tp; a step does not repeat the data of the step before, nor a later pipeline stage any
 activations, nor an epoch of a shuffling `DistributedSampler` the order of the one before. Tolerance none. Micro-batches or
-steps that were alike before are taken for meant, unless a loader with several workers handed out another batch in between.
+steps that had equal data before are assumed to be intended, unless a loader with several workers handed out another batch in
+between.
 Usually caused by the same seed or the same sampler on all ranks (pytorch issue 56488), by an iterator that is made anew, or by
 workers that draw the same random numbers or each read a whole `IterableDataset` (pytorch issue 5059).
 """
@@ -19,11 +20,11 @@ COST = frozenset({"ranks"})
 OBSERVERS = frozenset({"loaders", "model_calls", "samplers", "updates"})
 EVERY = 10
 STAGE = "data"
-_KINDS = 3  # data that are made up may be all alike, but for the last batch of an epoch
+_KINDS = 3  # synthetic data may all be the same, but for the last batch of an epoch
 
 
 def check(evidence: Evidence) -> list[Finding]:
-    """Find batches that are alike where they must differ, and the other way round."""
+    """Find batches that are equal where they must differ, and the other way round."""
     stale = _stale(evidence)
     return [
         *_same_epochs(evidence),

@@ -1,7 +1,7 @@
 """Different pieces of one tensor have different elements.
 
-Relation: of two ranks that are told to hold different rectangles of one weight (tensor parallel, FSDP2, ZeRO 3), each of at
-least 64 elements that are not all the same number, the values do not have the same fingerprint. Tolerance none. Told as a
+Relation: of two ranks that are declared to hold different rectangles of one weight (tensor parallel, FSDP2, ZeRO 3), each of at
+least 64 elements that are not all the same number, the values do not have the same fingerprint. Tolerance none. Reported as a
 warning, because weights may be made so on purpose.
 Usually caused by ranks that draw their pieces from the same random state: a column-parallel layer then has the same columns on
 each rank, they get the same gradients, and the layer stays as narrow as one rank's part of it. Also by a checkpoint whose one
@@ -19,7 +19,7 @@ COST = frozenset({"fingerprints", "ranks"})
 OBSERVERS: frozenset[str] = frozenset()
 EVERY = 10
 STAGE = "set-up"
-_ELEMENTS = 64  # fewer may well be alike
+_ELEMENTS = 64  # fewer may well be equal
 
 
 def check(evidence: Evidence) -> list[Finding]:

@@ -1,6 +1,6 @@
 """Buffers stay free of NaN.
 
-Relation: a buffer without a NaN at one audited step has none at the next. Tolerance none. Told as an error where it is a
+Relation: a buffer without a NaN at one audited step has none at the next. Tolerance none. Reported as an error where it is a
 running statistic, which no later step can mend, as a warning elsewhere.
 Usually caused by a batch with a NaN or an infinity whose step was skipped because its loss was not finite: the forward has
 already averaged it into the running statistics. Training goes on with the statistics of each batch, and every evaluation

@@ -1,13 +1,12 @@
 """What is frozen is at rest: no statistics that move, no dropout.
 
-Relation, for what was frozen at set-up, is frozen now and has stood still since the audited step before (so that nothing
-drives it, as a moving average would): the running statistics of a normalisation layer whose parameters are frozen (or that
-has none and lies in a module all of whose parameters are) do not move between the first forward of a step and its update; and
-a dropout in such a module is not active while the module runs without gradients (a teacher, a reference, a fixed encoder).
-Dropout in a frozen part through which gradients flow is left alone: adapters are trained like that. Tolerance none. Told as a
-warning.
-Usually caused by `requires_grad_(False)` without `eval()`, or by a `model.train()` after it that wakes the frozen part too:
-its outputs then drift, or are random, though no weight changes. A frozen part in evaluation mode cannot violate this.
+Relation, for what was frozen at set-up, is frozen now and has stood still since the audited step before (so that nothing drives
+it, as a moving average would): the running statistics of a normalisation layer whose parameters are frozen (or that has none
+and lies in a module all of whose parameters are) do not move between the first forward of a step and its update; and a dropout
+in such a module is not active while the module runs without gradients (a teacher, a reference, a fixed encoder). Dropout in a
+frozen part through which gradients flow is left alone: adapters are trained like that. Tolerance none. Reported as a warning.
+Usually caused by `requires_grad_(False)` without `eval()`, or by a `model.train()` after it that wakes the frozen part too: its
+outputs then drift, or are random, though no weight changes. A frozen part in evaluation mode cannot violate this.
 """
 
 from __future__ import annotations

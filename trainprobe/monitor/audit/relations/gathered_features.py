@@ -2,7 +2,7 @@
 
 Relation: where `torch.distributed.all_gather` is called in training, with gradients enabled, on a matrix that requires a
 gradient, what it brings, alone or joined with others that came so, is not an operand of a matrix product whose other operand
-requires a gradient. Tolerance none. Told as a warning, as others may be meant to be constants. Of `all_gather_into_tensor`
+requires a gradient. Tolerance none. Reported as a warning, as others may be meant to be constants. Of `all_gather_into_tensor`
 torch itself warns.
 Usually caused by a contrastive loss over all ranks: `all_gather` has no backward pass, so that the features count as constants
 where they stand for the negatives and positives of others, and half of the gradient is missing. A loss that puts the rank's own

@@ -1,7 +1,7 @@
 """The reported gradient norm is the norm over the logical (unsharded) gradients.
 
 Relation: the scalar that is reported equals √Σ‖g‖² over all parameters, each element of the logical model counted once,
-before clipping, and is the same on all ranks. A report of the norm after clipping is told as a warning where one call of
+before clipping, and is the same on all ranks. A report of the norm after clipping is reported as a warning where one call of
 `torch.nn.utils` shows what it was before: it cannot rise above the threshold. Where several calls clip the gradients of
 several optimizers, the norm that each finds is that over the gradients that it was given; where a call is given more than those
 of the model, nothing is judged. Where a loop clips by itself, the norm before clipping is only known to be at least that after
@@ -69,7 +69,7 @@ def _accepted(evidence: Evidence, norm: float, norms: list[float]) -> bool:
 
 
 def _floor(evidence: Evidence, norm: float) -> float:
-    """Return by how much of itself a norm that was told may be off."""
+    """Return the relative error that a reported norm may have."""
     return _FLOOR + evidence.tensors.half_unit("grad", "grad_unclipped") + _format_of(norm)
 
 
@@ -93,7 +93,7 @@ def _of_each_call(evidence: Evidence) -> list[tuple[float, float]]:
             true = sum(seen.number(name, "grad_unclipped", "norm") ** 2 for name in clip.names) ** 0.5
         if true > 0 and clip.norm == clip.norm:
             out.append((clip.norm, true))
-    return [] if evidence.axes - {"dp", "cp"} else out  # other axes have gradients that no name here tells of
+    return [] if evidence.axes - {"dp", "cp"} else out  # other axes have gradients that have no name here
 
 
 def _finding(evidence: Evidence, reported: float, true: float) -> Finding:

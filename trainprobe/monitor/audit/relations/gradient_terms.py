@@ -2,7 +2,7 @@
 
 Relation: where `torch.autograd.grad` is called in a step, with gradients enabled, by something that is no parameter (a point,
 an input), and its result requires no gradient, numbers that are made of it by norms, powers, means and regression losses of
-torch are not added to one number that requires a gradient. Tolerance none. Told as a warning.
+torch are not added to one number that requires a gradient. Tolerance none. Reported as a warning.
 Usually caused by a gradient penalty, a residual of a differential equation or a force whose `create_graph=True` is missing: the
 term is a constant then, and counts in the reported loss while it trains nothing. Inputs that are moved along a gradient
 (adversarial examples), weights that are multiplied with a loss, and gradients of parameters are left alone.

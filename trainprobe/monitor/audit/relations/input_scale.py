@@ -2,7 +2,7 @@
 
 Relation, for the numbers [rows, …] that the model is called with: they are not all whole multiples of 1/255² with none above
 1/255 (the largest at least 16 such parts, and eight or more between 0 and the largest). Tolerance 1e-3 of a part; up to four
-rows are looked at. Told as a warning.
+rows are looked at. Reported as a warning.
 Usually caused by a division by 255 behind a transform that scales to [0, 1] already (`ToTensor`, `to_dtype(scale=True)`): the
 picture is nearly black, and the biases of the first layer outweigh it. Bytes that were divided once are whole multiples of
 1/255 up to 1, and other data do not lie on this grid.

@@ -8,7 +8,7 @@ there is no loss scale, an optimizer that stepped at each of three or more audit
 updated, no eight audited steps in a row go without an update. What nothing here trains and something moves all the same (the
 moving average of a student) goes on to be moved, where that was so at three audited steps or more.
 Usually caused by an optimizer that holds other tensors, by a step that was skipped on some ranks, or by something that writes
-to weights beside the optimizer.
+to weights without the optimizer.
 """
 
 from __future__ import annotations

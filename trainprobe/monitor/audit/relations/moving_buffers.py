@@ -2,7 +2,7 @@
 
 Relation: a buffer that moved between the first forward and the update at five or more audited steps in a row (running
 statistics, a codebook that is averaged, a queue) moves at each later one in which its module runs in training mode and an
-update is made. Tolerance none. Told as a warning.
+update is made. Tolerance none. Reported as a warning.
 Usually caused by a momentum that was set to 0, by a buffer that was replaced by another object so that the module updates one
 and saves the other, or by a forward that takes another path after an evaluation. A module in evaluation mode is not judged
 (`modes` judges that), and a buffer of a module in training mode that follows its data cannot violate this.

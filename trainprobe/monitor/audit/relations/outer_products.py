@@ -2,7 +2,7 @@
 
 Relation, for + - * / of tensors outside of the modules of the model, in a step in which a linear layer with a single output
 ran: numbers [N] and [N, 1] are not broadcast to [N, N], unless the program made the column on purpose, as a view (`x[:,
-None]`, `x.view(-1, 1)`). At this audited step and the one before, on the same line. Tolerance none. Told as a warning.
+None]`, `x.view(-1, 1)`). At this audited step and the one before, on the same line. Tolerance none. Reported as a warning.
 Usually caused by the output [N, 1] of a network that is not squeezed before it is subtracted from targets, returns or rewards
 [N]: the mean is then over all pairs, and what is learned is the mean of the targets. Operands of one shape cannot violate
 this.

@@ -3,8 +3,8 @@
 Relation: the set of parameter objects that the optimizers step contains every parameter of the model that requires a
 gradient, but for those that other ranks of its replica group step and hand over. Tolerance none. One of which an optimizer
 holds a copy of its shape and another dtype has a master weight; where an optimizer holds none of them and nothing that looks
-like them, nothing can be told. Parameters that a module keeps in a plain list or dict are no parameters of the model: where
-one of them has a gradient and no optimizer holds it, it is told.
+like them, nothing is known. Parameters that a module keeps in a plain list or dict are no parameters of the model: where
+one of them has a gradient and no optimizer holds it, it is reported.
 Usually caused by parameters that were replaced (moved, cast, resized, wrapped) after the optimizer was made (accelerate issue
 2665), by a part of the model that was left out of the parameter groups, or by a list where `nn.ModuleList` is meant.
 """

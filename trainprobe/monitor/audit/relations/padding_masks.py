@@ -3,7 +3,7 @@
 Relation, for masks over the tokens [rows, time] that an embedding with `padding_idx` looked up (`key_padding_mask` of torch's
 attention, where True hides), and for the `attention_mask` of a model whose `config` names its `pad_token_id` (where 0 hides):
 not every row that has both padding and other tokens is hidden the wrong way round, all of its other tokens and none of its
-padding. At least four such rows in a step. Tolerance none. Told as a warning.
+padding. At least four such rows in a step. Tolerance none. Reported as a warning.
 Usually caused by a mask that is True where a token is real, handed to torch's attention, for which True means hidden (pytorch
 issue 39321), or by the reverse elsewhere: the model then sees padding only, and the loss falls all the same. A mask that is
 made of the tokens for what it is given to cannot violate this.

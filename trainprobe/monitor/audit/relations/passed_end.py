@@ -1,8 +1,8 @@
 """A schedule that anneals the rate is not stepped on beyond its end, where it would raise the rate again.
 
 Relation: a scheduler that goes down to its least rate at one position and up again behind it (`CosineAnnealingLR`, whose end is
-`T_max`) and is stepped at every update does not stand at twice that position or more. Tolerance none. Told as a warning, as a
-rate that goes up and down may be meant.
+`T_max`) and is stepped at every update does not stand at twice that position or more. Tolerance none. Reported as a warning, as
+a rate that goes up and down may be meant.
 Usually caused by an end that is counted in epochs while the scheduler is stepped at each batch: the rate then goes up and down
 every few steps. A scheduler whose end is the end of the training cannot violate this; one that is stepped once an epoch, or
 that says that it begins anew (`CosineAnnealingWarmRestarts`), is not judged.

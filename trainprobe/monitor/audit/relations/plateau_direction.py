@@ -1,8 +1,8 @@
 """A plateau scheduler lowers the rate when its metric gets worse or stays, and not when it gets better.
 
 Relation: where `ReduceLROnPlateau` has lowered the rate twice or more since its first call, its metric was at some time better
-than at that call, in the direction that it was told (`mode`), or it went no more than 3 % of that value in the other direction,
-as a metric that shakes does. Told as a warning.
+than at that call, in the direction that `mode` names, or it went no more than 3 % of that value in the other direction,
+as a noisy metric does. Reported as a warning.
 Usually caused by an accuracy or another score that is handed to a scheduler whose mode is "min", which is the default: the
 better the model, the smaller its rate. A validation loss that rises from the first evaluation on violates it too, and is worth
 a look; a metric that improves once cannot.

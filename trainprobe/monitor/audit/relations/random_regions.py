@@ -1,7 +1,7 @@
 """Dropout within a tensor-parallel region draws other numbers on every rank.
 
 Relation: where the framework keeps a random state of its own for what is split over tp, the states of the ranks of a tp group
-differ from each other. Tolerance none. Nothing is judged where no such state is told (only Megatron's tracker is).
+differ from each other. Tolerance none. Nothing is judged where no such state is reported (only Megatron's tracker is).
 Usually caused by one seed for all ranks, by a state that was loaded from one rank's checkpoint, or by a reset: masks of the
 split activations are then copies of each other, and the regularisation is weaker than declared.
 """

@@ -2,10 +2,10 @@
 
 Relation: where no scheduler of torch was made for an optimizer, and the rate of one of its parameter groups has been another
 one at each of four or more audited steps in a row, no other group has stood at one rate above 0, to the bit, since the first
-audited step. Told as a warning: a group may be left out of the schedule on purpose.
+audited step. Reported as a warning: a group may be left out of the schedule on purpose.
 Usually caused by a loop over the groups that sets the rate behind it, so that only the last group follows the schedule, or by
-`param_groups[0]["lr"] = …` where there are several. A schedule that multiplies all rates alike cannot violate this; what
-is set once an epoch is not judged, and neither are schedulers of torch, which declare a rate for each group.
+`param_groups[0]["lr"] = …` where there are several. A schedule that multiplies all rates by the same factor cannot violate
+this; what is set once an epoch is not judged, and neither are schedulers of torch, which declare a rate for each group.
 """
 
 from __future__ import annotations

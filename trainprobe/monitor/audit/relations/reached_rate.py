@@ -2,7 +2,7 @@
 
 Relation, where a trainer tells how many updates it is to make, and a scheduler of torch was made: once half of them are made,
 the rate of no parameter group is below a tenth of the one that its schedule multiplies, if it was never higher at an audited
-step. Told as a warning.
+step. Reported as a warning.
 Usually caused by a warm-up that is longer than the training: its steps were taken from the recipe of a longer one, or counted
 in micro-batches or samples. A schedule that has come down again was higher before, and cannot violate this.
 """

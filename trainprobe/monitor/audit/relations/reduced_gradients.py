@@ -7,7 +7,7 @@ alone, and what has one name on several of them is replicated. Floor: 0.05 â€–gâ
 travel in 16 bits. And where every rank of a dp group reports the loss that its own backward passes began from, c is not 1:
 the gradient would be that of the sum over the ranks, and the report is of one, or of their mean. And where there is no loss
 scale, c stays what it was at three checked steps in a row that had as many backward passes; where no call of `torch.nn.utils`
-clips, only a change by a whole number (within 1e-4) is told. Both are told as a warning.
+clips, only a change by a whole number (within 1e-4) is reported. Both are warnings.
 Usually caused by a parameter that is divided twice or not at all, that is reduced in another group, or whose last micro-batch
 comes after its reduction, and by a communication hook or a loop that sums all and does not divide; all ranks agree on the
 result, so that no comparison of replicas shows it.
@@ -52,7 +52,7 @@ def check(evidence: Evidence) -> list[Finding]:
         if abs(seen.used - factor * totals[seen.name]) > _FLOOR * (seen.norm + abs(factor * totals[seen.name]))
     ]
     if not outliers or 2 * len(outliers) > len(mine) or any(differs(evidence, name, "grad") for name in evidence.tensors.names):
-        return []  # what differs between replicas is told by `replicas`
+        return []  # what differs between replicas is reported by `replicas`
     own = ratios.get(outliers[0], float("nan")) / factor
     text = (
         f"the gradient of {and_more(outliers, len(mine))} is not what the ranks' own gradients make of it: it is {own:.4g} "

@@ -1,8 +1,8 @@
 """Replicas are bit-equal: values, optimizer state, gradients before and after clipping, and buffers.
 
 Relation: within each group of ranks that hold the same tensor (dp, cp, tp-replicated …) its fingerprint is the same on every
-rank, looked at in the order in which one causes the other. Tolerance zero. Which parameters are replicated is told by their
-source or the placement of a DTensor; over an axis of which nothing is told, those are that were equal at the first comparison.
+rank, looked at in the order in which one causes the other. Tolerance zero. Which parameters are replicated is known from their
+source or the placement of a DTensor; over an axis of which nothing is known, those that were equal at the first comparison.
 Ranks that differ in `dp` and hold the same piece of a tensor (hybrid sharding) are replicas of it.
 Usually caused by a reduction that was left out or done in the wrong group (Megatron-LM issue 1446), by clipping on some ranks
 only (DeepSpeed issue 1801), by a wrapper that was not called, or by corrupted memory.
@@ -36,7 +36,7 @@ WORDS = {
 
 
 def check(evidence: Evidence) -> list[Finding]:
-    """Find the first thing that differs between replicas; what follows from it is not told."""
+    """Find the first thing that differs between replicas; what follows from it is not reported."""
     if len(evidence.peers) < 2:
         return []
     own_step = evidence.history.handed_over  # which its owner alone clips and uses
@@ -75,7 +75,7 @@ def copied_over(evidence: Evidence, name: str, slot: str) -> frozenset[str]:
 
 
 def piece_of(evidence: Evidence, name: str, slot: str) -> int:
-    """Return the digest of the piece that a tensor is; 0: it is whole, or what the ranks told is how another one is cut."""
+    """Return the digest of the piece that a tensor is; 0: it is whole, or the ranks reported how another one is cut."""
     pieces = evidence.tensors.pieces
     rectangle = pieces.get((name, slot), pieces.get((name, "value"), ""))
     if not rectangle:
@@ -86,7 +86,7 @@ def piece_of(evidence: Evidence, name: str, slot: str) -> int:
 
 
 def differs(evidence: Evidence, name: str, slot: str) -> bool:
-    """Tell whether a replicated tensor has more than one fingerprint; one that no rank told of does not differ."""
+    """Tell whether a replicated tensor has more than one fingerprint; one that no rank reported does not differ."""
     key = key_of(name, slot)
     return len({peer.rows[key][0] for peer in group_of(evidence, name, slot)}) > 1
 

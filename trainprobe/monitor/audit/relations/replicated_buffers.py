@@ -1,10 +1,10 @@
-"""Buffers that data-parallel ranks began with alike stay alike.
+"""Buffers that are equal on data-parallel ranks at first stay equal.
 
 Relation: a buffer that had the same bits on all data-parallel ranks before the first forward of the run has them before the
 first forward of each later audited step. Running statistics of normalisation layers, which each rank keeps by itself unless
 they are synchronised, are left out, and so is a model whose wrapper hands the buffers of one rank to the others at each
-forward. Tolerance none. Told as a warning: a buffer may belong to its rank.
-Usually caused by a state that follows the data beside the optimizer (a codebook, a queue, a centre, the load of experts) and
+forward. Tolerance none. Reported as a warning: a buffer may belong to its rank.
+Usually caused by a state that follows the data without the optimizer (a codebook, a queue, a centre, the load of experts) and
 whose sums are not reduced over the ranks: each rank then works with its own, and a checkpoint keeps that of one.
 """
 
@@ -52,7 +52,7 @@ def check(evidence: Evidence) -> list[Finding]:
 
 
 def is_shared(name: str) -> bool:
-    """Tell whether the ranks are expected to keep a buffer alike, by its name."""
+    """Tell by its name whether the ranks are expected to keep a buffer equal."""
     return name.rpartition(".")[2] not in _OF_EACH_RANK
 
 

@@ -1,7 +1,7 @@
 """The reported loss is the one whose gradient is taken.
 
 Relation: with ℓᵢ the numbers that the n backward passes of a step begin from, divided by the loss scale, the reported loss R is
-their sum, or the mean or sum of that over the dp and cp ranks, or one of them where they belong to several models. Told are
+their sum, or the mean or sum of that over the dp and cp ranks, or one of them where they belong to several models. Reported are
 
     Σℓᵢ = n R          for one pass a micro-batch: the gradient is that of a sum, and the report that of the mean
     R = n ℓₙ, or ℓₙ    and neither Σℓᵢ nor its mean: the report is that of the last micro-batch alone

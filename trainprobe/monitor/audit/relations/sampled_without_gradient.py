@@ -2,9 +2,10 @@
 
 Relation: in a step with an update, what the model draws in its forward, in training and with gradients enabled, from a
 distribution of torch whose numbers depend on trainable parameters and that can let gradients through (`has_rsample`), is drawn
-by `rsample`; unless the log-probability of something is taken in the step, as policies do. Tolerance none. Told as a warning.
-Usually caused by `sample()` in a variational autoencoder: the encoder is then trained by the divergence alone, which no
-number but the quality of the result shows. What is drawn under `no_grad` (rollouts, pictures for the eye), from discrete
+by `rsample`; unless the log-probability of something is taken in the step, as policies do. Tolerance none. Reported as a
+warning.
+Usually caused by `sample()` in a variational autoencoder: the encoder is then trained by the divergence alone, which no number
+but the quality of the result shows. What is drawn under `no_grad` (rollouts, pictures for the eye), from discrete
 distributions, or outside of the model cannot violate this.
 """
 

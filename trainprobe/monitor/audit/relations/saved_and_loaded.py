@@ -4,10 +4,11 @@ Relation: the first update after a load begins with the weights and the optimize
 bit for bit under the name that it had; and the first forward with the buffers that the model's state dict held. Which save it
 is follows from the tensors: one of which at least a quarter is there again, at whatever place (of Adam's training the weights
 are a third); where there is none (a fresh start, another checkpoint) nothing is judged. Fingerprints are taken when an
-optimizer's state dict is, and lie beside the output for the process that resumes. Where tensors were cut in another way when
+optimizer's state dict is, and lie next to the output for the process that resumes. Where tensors were cut in another way when
 they were saved, or by another number of ranks, logical tensors are compared (see `resharded`), by rank 0 when the ranks next
-compare anything; what is missing for that is told. Tolerance zero. Usually caused by state that is matched by position and
-not by name, by tensors that were left out or cast on the way, or by weights that are initialised after they were loaded.
+compare anything; what is missing for that is reported. Tolerance zero.
+Usually caused by state that is matched by position and not by name, by tensors that were left out or cast on the way, or by
+weights that are initialised after they were loaded.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def held(seen: Tensors) -> dict[Key, int]:
 
 
 def _over_layouts(evidence: Evidence, resharded: Resharded) -> list[Finding]:
-    """Compare logical tensors, once the ranks have told theirs; rank 0, which has read what was saved, does it for all."""
+    """Compare logical tensors, once the ranks have sent theirs; rank 0, which has read what was saved, does it for all."""
     if not resharded.saves or not resharded.judgeable(evidence.peers):
         return []
     if evidence.place.world_size > 1 and not evidence.peers:

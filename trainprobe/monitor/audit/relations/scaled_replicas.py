@@ -1,7 +1,7 @@
 """Clipping leaves replicas bit-equal.
 
 Relation: gradients of replicated parameters that were equal before clipping, or that differ by one factor throughout, are
-equal after it. Tolerance zero. What differs otherwise is told by `replicas`.
+equal after it. Tolerance zero. What differs otherwise is reported by `replicas`.
 Usually caused by clipping on some ranks only (DeepSpeed issue 1801), or by a coefficient that comes from each rank's own norm.
 """
 

@@ -3,7 +3,7 @@
 Relation: an optimizer for which a scheduler of torch was made, and for which none has been stepped, does not update at one and
 the same rate, to the bit, at four or more audited steps in a row and over the end of an epoch where that rate is at most half
 of the one that the schedule multiplies (the first of a warm-up), or over the ends of three epochs. Tolerance none.
-Judged where a trainer tells its epochs. Told as a warning.
+Judged where a trainer reports its epochs. Reported as a warning.
 Usually caused by manual optimization, where the trainer steps no scheduler (Lightning), or by a loop that was copied without
 the call. A scheduler that is stepped once an epoch cannot violate this.
 """

@@ -4,7 +4,7 @@ Relation: (a) where a loss over classes is given as many classes as rows [N, N],
 the same number: these entries are not all equal (within 1e-4) and the largest of their rows, as the similarity of a thing
 with itself is. (b) a loss function that is called with gradients enabled and measures a difference (`mse_loss`, `l1_loss`,
 `kl_div` …) is not 0, within 1e-6 for each element, and without a gradient as well, at two audited steps in a row behind the
-twentieth, while its target varies. Told as warnings.
+twentieth, while its target varies. Reported as warnings.
 Usually caused by (a) a contrastive loss whose similarities are not masked on the diagonal, so that each sample competes with
 itself; (b) a loss between a teacher, or a detached copy, and itself. A difference of two things of which one is trained has a
 gradient, and a masked diagonal is not the largest of its rows.

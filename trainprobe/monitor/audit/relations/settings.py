@@ -1,10 +1,10 @@
 """The settings of the optimizer stay what they are.
 
-Relation: a setting of a parameter group that was one value at three audited steps in a row keeps it, and has it after a load
-as it had it when it was saved: decay, betas, momentum, ε and their like, but not the learning rate, which `learning_rate`
-judges. One that a schedule moves at each step is not judged. Tolerance none. Told as a warning. Usually caused by a callback
-that sets all groups alike (norms and biases then decay), or by settings of a configuration that are written over those of a
-checkpoint, with their order or their names mixed up.
+Relation: a setting of a parameter group that was one value at three audited steps in a row keeps it, and has it after a load as
+it had it when it was saved: decay, betas, momentum, ε and their like, but not the learning rate, which `learning_rate` judges.
+One that a schedule moves at each step is not judged. Tolerance none. Reported as a warning.
+Usually caused by a callback that sets all groups to the same values (norms and biases then decay), or by settings of a
+configuration that are written over those of a checkpoint, with their order or their names mixed up.
 """
 
 from __future__ import annotations

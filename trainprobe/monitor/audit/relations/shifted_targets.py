@@ -5,8 +5,8 @@ not all valid targets are the input token at the same place, two places further,
 token that comes next. Targets that are the next token lie where the attention mask is not 0, but for one a row (an end of text
 may have the token that pads). At least 16 targets; an equality that holds for all of them, tolerance none. Where a loss of the
 step does predict the next token, others may predict the one behind it. Models with an encoder and a decoder are not judged, as
-their input may be copied. Told as a warning, because it is assumed that the model is to predict the next token: a model that is
-to reproduce its input does the first on purpose.
+their input may be copied. Reported as a warning, because it is assumed that the model is to predict the next token: a model
+that is to reproduce its input does the first on purpose.
 Usually caused by labels that are not shifted (the loss falls to nothing, as the model may copy), that are shifted by the loader
 and once more by the model, or by labels that are a copy of padded inputs. A model that predicts the next token of text cannot
 violate this.

@@ -2,7 +2,7 @@
 
 Relation, for classifications with one target [N] a row, N at least 8: not all targets of a step are of one class, at four or
 more audited steps in a row that have at least two different classes together. Tolerance none: where classes are drawn at
-random, this has a probability far below that of a wrong bit. Told as a warning, since a loop may go through its classes on
+random, this has a probability far below that of a wrong bit. Reported as a warning, since a loop may go through its classes on
 purpose.
 Usually caused by `shuffle=False` for files that lie sorted by class: the model learns and forgets one class after the other,
 and the statistics of its normalisation follow. A loader that shuffles cannot violate this.

@@ -2,7 +2,7 @@
 
 Relation: where a copy of the model (a module of its class, with parameters and buffers of the same names) is called in
 evaluation mode, and its weights were written since it was called before while running statistics of the model moved, those of
-the copy were written too. Tolerance none. Told as a warning.
+the copy were written too. Tolerance none. Reported as a warning.
 Usually caused by a moving average of the weights that goes over `parameters()` and not over `buffers()`: the copy is
 normalised with the statistics of the day it was made, and its evaluations are wrong. A copy that takes over the whole
 `state_dict` cannot violate this; nor can one that rests, a copy in training mode, or a model without running statistics.

@@ -2,7 +2,7 @@
 
 Relation: no parameter group is updated at one and the same rate, to the bit, at four or more audited steps in a row that span
 20 steps or more, where that rate is 0 or at most 1e-3 of the largest at which the group was updated at an audited step
-before. Told as a warning.
+before. Reported as a warning.
 Usually caused by a scheduler whose number of steps is too small (counted before accumulation, for one epoch, or for one rank
 of several), so that the rest of the training hardly moves, or by one that is stepped too often. Warm-up cannot violate this,
 as the rate was never higher; nor can a schedule that ends with the training, or one that goes down to a tenth or a hundredth.

@@ -1,8 +1,8 @@
 """A batch goes into the running statistics once.
 
 Relation: a normalisation whose running statistics a forward of the step has moved is not run again, in training mode and with
-statistics that are tracked, within the backward pass. Tolerance none. Told as a warning: the training itself is the same, and
-what is evaluated differs a little.
+statistics that are tracked, within the backward pass. Tolerance none. Reported as a warning: the training itself is the same,
+and what is evaluated differs a little.
 Usually caused by activation checkpointing around batch normalisation: the second forward moves the statistics again, so they
 forget twice as fast as their momentum says (pytorch issue 96136). Checkpoints that hold back tracking in one of the two
 forwards, and normalisation without running statistics, cannot violate this.

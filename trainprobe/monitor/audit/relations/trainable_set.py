@@ -3,9 +3,10 @@
 Relation: the parameters that require a gradient are those that the plan names (`trainable`); it is the same on all ranks that
 hold the same parameters. Where the plan names none, those of the set-up go on to be trained, and one that begins to require a
 gradient is held by an optimizer: that is gradual unfreezing. One that ceases to with all others of its parameter group
-(adversaries take turns) is not judged. As a program may freeze on purpose, what is not declared is told as a warning.
-Tolerance none. Usually caused by a `requires_grad_(False)` that reached too far, by adapters that were merged or reloaded, or
-by a wrapper that was applied on some ranks only.
+(adversaries take turns) is not judged. As a program may freeze on purpose, what is not declared is reported as a warning.
+Tolerance none.
+Usually caused by a `requires_grad_(False)` that reached too far, by adapters that were merged or reloaded, or by a wrapper that
+was applied on some ranks only.
 """
 
 from __future__ import annotations

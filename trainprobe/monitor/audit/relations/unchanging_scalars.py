@@ -4,7 +4,7 @@ Relation: no scalar that is called a loss or a gradient norm, or that was noted 
 depends on the weights), has one value, to the bit, at six or more audited steps in a row at which the weights moved. Zero,
 infinity and NaN are left out (a hinge loss may be 0 for long), a scalar of another name that moved before (a temperature may
 come to its limit), and so is a norm that equals the limit of the clipping. Tolerance none: the numbers of two updates of a
-training do not agree in all bits by chance. Told as a warning.
+training do not agree in all bits by chance. Reported as a warning.
 Usually caused by a report of a value that was taken once (a closure over an old batch, a cached or detached result, a
 variable that is not assigned any more), by a loss that does not depend on the batch, or by a quotient of a thing and itself
 (a policy's ratio whose old log-probabilities are taken anew at each step is 1 for ever). A training that reports what it

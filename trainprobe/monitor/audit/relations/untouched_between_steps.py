@@ -9,7 +9,7 @@ updates changed of any parameter: it is not the update's own, but kept there for
 ascent). Tolerance zero.
 Usually caused by state that was lost, reset or mixed up in saving and loading, by weights that were overwritten in place, by
 master weights that are made anew from rounded ones, or by corrupted memory. Where one parameter's state is now what another's
-was, that is said.
+was, that is reported.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Relation: with mᵢ the factor by which the mean loss of micro-batch i goes into
 targets of it that are not ignored, mᵢ / vᵢ is the same for all micro-batches of a step. Found is the usual violation: all mᵢ
 are equal within 1e-3 and the largest vᵢ is 1.25 times the smallest or more, in this audited step and in the one before. Over
 the dp and cp ranks the same is found where a rank does weigh its own micro-batches by their targets. One call of
-`cross_entropy` or `nll_loss` for each backward pass is judged, without weights of classes. Told as a warning: some want a
+`cross_entropy` or `nll_loss` for each backward pass is judged, without weights of classes. Reported as a warning: some want a
 mean of means.
 Usually caused by gradient accumulation that divides by the number of micro-batches where rows are padded or prompts are masked:
 a target of a short micro-batch then weighs more than one of a long one, and the loss depends on how the batch is cut (the

@@ -83,7 +83,7 @@ def _writes(module: Any) -> int:
 
 
 def _statistics(module: Any) -> Iterable[tuple[str, _Mark]]:
-    """Yield a mark of each running statistic: a forward in training leaves it in the counter of batches beside it alone."""
+    """Yield a mark of each running statistic: after a forward in training it is left only in the batch counter next to it."""
     buffers = {name: b for name, b in module.named_buffers() if not b.is_inference()}
     for name in (name for name in buffers if name.endswith(_STATISTICS)):
         counter = buffers.get(f"{name.rpartition('.')[0]}.num_batches_tracked".removeprefix("."))

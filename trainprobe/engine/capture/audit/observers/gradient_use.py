@@ -19,7 +19,7 @@ from trainprobe.engine.stats.partials import STATS
 from trainprobe.engine.tape import Tape
 
 _STEADY = 3  # audited steps in a row after which an optimizer is expected to step
-_NEVER = 8  # those after which one that has left no trace of a step is told
+_NEVER = 8  # after so many, an optimizer that has left no trace of a step is reported
 
 
 class GradientUse(Observer):

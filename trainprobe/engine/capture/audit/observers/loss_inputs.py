@@ -91,7 +91,7 @@ class LossInputs(Observer):
             out = original(*args, **kwargs)
             if not loss_function.ended and not torch.compiler.is_compiling() and self._counts(out, args):  # type: ignore[attr-defined]
                 look = self._look if out.requires_grad else self._look_at_result
-                self._guard.run(lambda: attempt(look, kind, args, kwargs, out, otherwise=lambda _: None))  # an odd tensor
+                self._guard.run(lambda: attempt(look, kind, args, kwargs, out, otherwise=lambda _: None))  # unreadable
             return out
 
         return loss_function

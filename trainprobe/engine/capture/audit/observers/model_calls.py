@@ -232,7 +232,7 @@ class ModelCalls(Observer):
                 self._uninstall()
 
     def _look_inside(self, original: Any, module: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call of an evaluation and tell whether it drew random numbers that no module inside it drew."""
+        """Run a call of an evaluation; tell whether it drew random numbers that no module inside it drew."""
         stack = self._inside
         assert stack is not None
         before = self._guard.run(random_fingerprint)

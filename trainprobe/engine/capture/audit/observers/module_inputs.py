@@ -158,4 +158,4 @@ def _masks(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
 
 
 def _left_out(_: Exception) -> None:
-    """Leave out what cannot be looked at: a value of an odd kind (nested, sparse, of a class of the program)."""
+    """Leave out what cannot be looked at: a nested or sparse tensor, or one of the program's own class."""

@@ -22,7 +22,7 @@ from trainprobe.engine.core.records import StepData
 from trainprobe.engine.tape import Tape
 
 _STEP = 0.6180339887498949
-_BLOCK = 1 << 22  # elements at a time: the weights of a whole embedding would not fit beside it
+_BLOCK = 1 << 22  # elements at a time: the factors of a whole embedding would take as much memory again
 
 
 class ReducedGradients(Observer):
@@ -42,7 +42,7 @@ class ReducedGradients(Observer):
         self._tap.open(self._audited.models)
 
     def begin(self) -> None:
-        """Hook the accumulators where this step is wanted."""
+        """Hook the accumulators if this step is due."""
         self._sums, self._pending, self._tape = {}, [], self._audited.tape
         if self._tape is not None:
             self._tap.begin(self._tape)

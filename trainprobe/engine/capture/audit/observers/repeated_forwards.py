@@ -1,4 +1,4 @@
-"""Forwards that ran again within a backward pass, beside the first ones of the same module: what recomputation gave."""
+"""Forwards that ran again within a backward pass, compared with the first ones of the same module: what recomputation gave."""
 
 from __future__ import annotations
 

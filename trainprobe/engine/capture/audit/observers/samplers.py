@@ -1,4 +1,4 @@
-"""Epochs of `DistributedSampler` that have the order of the epoch before, because nobody told the sampler of a new one."""
+"""Epochs of `DistributedSampler` that repeat the order of the previous epoch, because `set_epoch` was not called."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class SavedStates(Observer):
         return tuple(self._saved)
 
     def _everyone(self) -> dict[int, list[SavedTensors]]:
-        """Return rank → what it saved, as far as that lies beside the output; nothing on other ranks than 0."""
+        """Return rank → what it saved, as far as it lies next to the output; nothing on ranks other than 0."""
         if self._path is None or self._path.parent.name != "rank0":
             return {}
         return {rank: _read(path) for rank, path in _of_all_ranks(self._path)}

@@ -1,7 +1,7 @@
 """Gradients of `fully_shard` that were computed and not yet reduced: a backward pass without communication leaves them there.
 
-They live beside the sharded parameter, in torch 2.4 to 2.13 as `unsharded_accumulated_grad` of its `FSDPParam`, or as `grad` of
-the unsharded parameter. Where these private fields are not found, nothing is told.
+They stay with the sharded parameter, in torch 2.4 to 2.13 as `unsharded_accumulated_grad` of its `FSDPParam`, or as `grad` of
+the unsharded parameter. Where these private fields are not found, nothing is reported.
 """
 
 from __future__ import annotations
