@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "TRAINPROBE_RUN"  # path of the plan, or "default"
 OUTPUT = "TRAINPROBE_RUN_OUTPUT"  # folder that this run is written to
-EARLIER = "TRAINPROBE_RUN_EARLIER"  # folder of the earlier run that it was put beside; empty where there is none
+EARLIER = "TRAINPROBE_RUN_EARLIER"  # folder of the earlier run in the same output; empty if there is none
 
 # what a program imports → file of trainprobe.integrations that has attach_to_script(plan); it is called once that is imported
 FRAMEWORKS = {
@@ -70,13 +70,13 @@ def _holds_run(folder: Path) -> bool:
 
 
 def resumed_output(output: Path) -> Path:
-    """Return where a training that is resumed goes on: the earlier run, where `output` was written beside one."""
+    """Return where a training that is resumed goes on: the earlier run, if this one was written next to one."""
     earlier = os.environ.get(EARLIER)
     return Path(earlier) if earlier and output == Path(os.environ.get(OUTPUT, "")) else output
 
 
 def asked_output(output: Path) -> Path:
-    """Return the folder that was asked for, where `output` was put beside it."""
+    """Return the folder that was asked for, if `output` was put next to it."""
     return output.with_name(output.name.rpartition(".")[0]) if resumed_output(output) != output else output
 
 

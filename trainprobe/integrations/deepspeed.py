@@ -139,7 +139,9 @@ class LoopHooks:
         self._per_micro = self._gradients is not None and self._gradients.per_micro
         managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
         self._pipeline = hasattr(type(engine), "train_batch")
-        self._each_micro = self._per_micro or self._pipeline or not managed  # else nobody knows in time which one is the last
+        self._each_micro = (
+            self._per_micro or self._pipeline or not managed
+        )  # else it is not known in time which one is the last
         self._may_stop = monitor is not None and any("stop" in rule.actions for rule in monitor.rules.values())
 
     def around(self, name: str, listener: Callable[..., Any]) -> None:

@@ -49,7 +49,7 @@ class Layout:
 
 
 def place_of(engine: Any) -> Place:
-    """Return where this process stands: its data- and expert-parallel index, and what the engine's `mpu` tells of others."""
+    """Return where this process stands: its data- and expert-parallel index, and those that the engine's `mpu` reports."""
     place = place_from_environment()
     return Place(place.rank, place.world_size, _axes(engine))
 

@@ -1,4 +1,4 @@
-"""What else a process trains or calls beside the model that is watched, in words for the line that ends the run."""
+"""What else a process trains or calls apart from the watched model, in words for the line that ends the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model a loop trains, when nobody says so: looked for among the modules and optimizers that are alive.
+"""Which model a loop trains, when it is not given: searched among the modules and optimizers that are alive.
 
 Only the dictionaries in which `torch.nn.Module` keeps its parameters and modules are read, so no code of the program runs.
 """

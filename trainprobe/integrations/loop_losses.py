@@ -1,4 +1,4 @@
-"""The loss of a step in a loop that nobody describes: what backward passes begin from, or what a GradScaler scales."""
+"""The loss of a step in a loop without instrumentation: what backward passes begin from, or what a GradScaler scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step of a loop that nobody describes: what it has seen so far, and whether its update has been made."""
+"""One step of a loop without instrumentation: what it has seen so far, and whether its update has been made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loop that nobody describes says to people: that updates cannot be seen, or that there are none."""
+"""Messages about a loop without instrumentation: updates cannot be seen, or there are none."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ def _note_report(probe: Probe, report: Mapping[str, Any]) -> None:
 
 
 def _keep_memories(training: Any, probe: Probe, loop_hooks: LoopHooks) -> None:
-    """Write what the rules remember beside the output with each checkpoint; a run that is resumed goes on from there."""
+    """Write the memory of the rules next to the output with each checkpoint; a resumed run continues from it."""
     monitor, resumed = probe.monitor, getattr(training.get_args(), "iteration", 0)
     if monitor is None:
         return

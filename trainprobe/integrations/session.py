@@ -1,7 +1,7 @@
 """One training as a callback sees it: a probe from its first step to its last, and what the next training inherits.
 
 A framework's callback tells a Session when training begins, when a step begins and ends, and when training ends, in the
-framework's own step numbers. The Session takes what frameworks do besides: events told twice, a second training, a crash, a
+framework's own step numbers. The Session takes what frameworks do besides: events reported twice, a second training, a crash, a
 resumed run.
 """
 
@@ -204,7 +204,7 @@ class Session:
     # ---- over a restart ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return what the rules remember, for the framework's checkpoint; ranks other than 0 keep theirs beside the output."""
+        """Return what the rules remember, for the framework's checkpoint; ranks other than 0 keep theirs next to the output."""
         watcher, place = self._watcher, self._place
         if watcher is None or place is None:
             return dict(self.inherited or {})
@@ -214,7 +214,7 @@ class Session:
         return {"step": step, "rank": place.rank, "output": str(self.plan.output), "rules": watcher.state()}
 
     def keep(self) -> None:
-        """Write what the rules of this rank remember beside the output, for the run that goes on after the last step."""
+        """Write what the rules of this rank remember next to the output, for the run that goes on after the last step."""
         watcher, place = self._watcher, self._place
         if watcher is None or place is None:
             return

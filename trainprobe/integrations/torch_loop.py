@@ -359,7 +359,7 @@ class TorchLoop:
     # ---- other models -----------------------------------------------------------------------------------------------------
 
     def _other_updated(self, optimizer: Any) -> None:
-        """Take an update of another model: beside this training, or in one that has followed it."""
+        """Take an update of another model: during this training, or in one that has followed it."""
         idle = optimizer not in self._left_out and not self._updates and not self._own_updates and not self._is_held()
         self._left_out.saw(optimizer, begins=self._updates > 0)
         if self._step is not None and self._step.backward and not self._step.stepped:

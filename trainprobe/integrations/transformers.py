@@ -215,7 +215,7 @@ def _output_of(entry: Any) -> Any:
 
 
 def _calling_trainer() -> Any:
-    """Return the Trainer that called back, or None: it stands a few frames up and is handed to nobody."""
+    """Return the Trainer that called back, or None: it is found a few frames up, because callbacks do not get it."""
     frame = sys._getframe(2)
     for _ in range(6):
         caller = frame.f_locals.get("self")

@@ -257,7 +257,7 @@ def _placement(p: Any) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """The elements of a tensor on the host: row-major bytes that nobody changes, with the dtype as text and the shape."""
+    """The elements of a tensor on the host: row-major bytes that do not change, with the dtype as text and the shape."""
 
     dtype: str
     shape: tuple[int, ...]

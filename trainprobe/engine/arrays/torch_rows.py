@@ -57,7 +57,7 @@ class DeviceRows:
         return crc32_on_host(t) if self._device.type == "cpu" else crc32_register(t)
 
     def peek(self, row: int) -> tuple[bytes, int] | None:
-        """Return (partials as bytes, fingerprint) of a row on the host; None for any other, which nobody waits for."""
+        """Return (partials as bytes, fingerprint) of a row on the host; None for any other, to wait for no device."""
         if self._device.type != "cpu":
             return None
         bits = self._filled[row // _ROOM][row % _ROOM].numpy()

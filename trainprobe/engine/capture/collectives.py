@@ -105,7 +105,7 @@ class CollectiveTap:
             self._wait = Replaced(dist.Work, "wait", self._recording_wait(dist.Work.wait))
 
     def end(self, again: bool = False) -> None:
-        """Put everything back; collectives that nobody waited for are recorded as pending."""
+        """Put everything back; collectives that were not waited for are recorded as pending."""
         self.pause()
         if self._wait is not None:
             self._wait.back()

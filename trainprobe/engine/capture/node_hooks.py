@@ -26,7 +26,7 @@ def hold(tap: object) -> None:
 
 
 def let_go(tap: object) -> None:
-    """Tell that a tap needs it no more; it leaves when nobody does. Safe to call twice."""
+    """A tap no longer needs it; it is removed when no tap does. Safe to call twice."""
     _holders.discard(tap)
     while _replaced and not _holders:
         _replaced.pop().back()

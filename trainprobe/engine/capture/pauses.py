@@ -33,7 +33,7 @@ class Pauses:
             paused_by.add(whom)
 
     def end(self, whom: str, taps: Iterable[Tap | None] | None = None) -> None:
-        """Resume those of them that nobody else has paused; does nothing for one who paused none."""
+        """Resume those of them that no one else has paused; does nothing for a caller that paused none."""
         for tap, paused_by in self._chosen(taps):
             if whom in paused_by:
                 paused_by.remove(whom)

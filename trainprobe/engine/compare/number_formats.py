@@ -86,7 +86,7 @@ _ITEMSIZES = {f.storage: np.dtype(f.storage).itemsize for f in _ALL}
 
 
 def number_format(name: str) -> NumberFormat:
-    """Return the format called `name` (`float32`, `torch.bfloat16`, …); raise FormatError for a name nobody knows."""
+    """Return the format called `name` (`float32`, `torch.bfloat16`, …); raise FormatError for an unknown name."""
     short = name.removeprefix("torch.")
     if short not in FORMATS:
         raise FormatError(f"unknown number format {name!r}{did_you_mean(short, list(FORMATS))}")

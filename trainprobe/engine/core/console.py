@@ -1,4 +1,4 @@
-"""What a person reads while a training runs: warnings and errors when they happen, each once, and one line at the end.
+"""What is printed while a training runs: warnings and errors when they happen, each once, and one line at the end.
 
 Nothing is printed inside a step: a finding is reported when its step has ended.
 """

@@ -121,7 +121,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a trainer is. epochs: those that have ended. updates: those that it is to make in all, 0 where nobody knows."""
+    """How far a trainer is. epochs: those that have ended. updates: those that it is to make in all, 0 if unknown."""
 
     epochs: int = 0
     updates: int = 0

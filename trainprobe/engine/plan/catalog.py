@@ -31,7 +31,7 @@ _SILENT = frozenset(
     is_autocast_cache_enabled _sync _lazy_clone _to_dense parse_schema from_file module_load set_output_hint
     """.split()  # noqa: SIM905  (words read better than a column of quotes)
 )
-# Their outputs are memory nobody has written yet: a statistic of it would be a random number.
+# Their outputs are memory that has not been written yet: a statistic of it would be a random number.
 _UNWRITTEN = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"})
 # Positions of arguments that are written without a trace in their version counters, by functions that are no methods in place;
 # torch.batch_norm has its running statistics at 3 and 4, torch.nn.functional.batch_norm at 1 and 2.

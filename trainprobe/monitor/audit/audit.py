@@ -1,7 +1,7 @@
 """Puts the relations to each audited step: a watcher of the probe that compares the ranks where the plan says so.
 
 The one collective of the audit is issued here, after the step's numbers have come to the host, at steps that follow from the
-plan alone: every rank issues it at the same ones. A rank whose probe has stopped still answers, so that nobody waits for it.
+plan alone: every rank issues it at the same ones. A rank whose probe has stopped still answers, so that no rank waits for it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ NUMBERS = (
 )
 MARKS = ("modes", "trainable", "random", "drawn", "whole_numbers", "region", "out")
 _COUNTS = ("rank", "step", "batches", "rows", "projections", "gradients")
-_UNKNOWN = 1 << 63  # nobody knows yet over which axes it is replicated
+_UNKNOWN = 1 << 63  # it is not known yet over which axes it is replicated
 _DOUBTED = 1 << 62  # equal values alone would not show it
 _HEAD = len(_COUNTS) + len(NUMBERS) + len(MARKS) + len(AXES)
 Rows = dict[int, tuple[int, float]]  # key → fingerprint and a number

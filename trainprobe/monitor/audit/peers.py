@@ -11,7 +11,7 @@ Key = tuple[str, str]  # name of the parameter, slot
 @dataclass(frozen=True, slots=True)
 class Share:
     """A rank's piece of one gradient. value: key of the parameter's value. over: axes over which others hold the same piece,
-    None where nobody knows yet. unclipped, clipped: its norm before and after clipping. doubted: equal values alone do not show
+    None if not known yet. unclipped, clipped: its norm before and after clipping. doubted: equal values alone do not show
     that it is replicated. piece: a digest of the rectangle that it is, the same for the same one; 0 where it is the whole.
     """
 

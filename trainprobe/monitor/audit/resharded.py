@@ -89,7 +89,7 @@ def first_data(resharded: Resharded, peers: Sequence[Peer]) -> frozenset[int]:
 
 
 def loaded(keys: Iterable[Key], resharded: Resharded, peers: Sequence[Peer]) -> dict[Key, int | None]:
-    """Return the logical fingerprints of these tensors, as `logical` does; those that nobody holds are left out.
+    """Return the logical fingerprints of these tensors, as `logical` does; those that no rank holds are left out.
 
     peers: the ranks that sent theirs; none: this one holds all.
     """

@@ -1,4 +1,4 @@
-"""Says in one line what the audit could judge and does not, because nobody declared it."""
+"""Says in one line what the audit could judge and does not, because it was not declared."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Keeps the last collected steps of one rank, and writes them out when something happens.
 
 Each step goes into a `Ring` before the next one begins, on the training's own thread (about a millisecond for 1,600 values):
-whatever ends the process then, be it `kill -9` or a fault in C, the last steps are in the file, and beside them the `Position`
+whatever ends the process then, be it `kill -9` or a fault in C, the last steps are in the file, and with them the `Position`
 in the step in progress and its `StepJournal`: what that step has brought so far. `LastWords` adds the stacks at a fatal signal.
 A severe finding, or an error, writes the box out as `black_box.jsonl`; a run that ends well leaves nothing behind.
 """

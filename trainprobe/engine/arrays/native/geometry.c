@@ -35,10 +35,10 @@ static PyObject *n_data_ptr, *n_shape, *n_is_cpu, *n_stride;
 int geometry_learn(PyObject *capsule) { /* None: this torch has no such table */
     exchange = NULL;
     if (capsule == Py_None) return 0;
-    const Exchange *told = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    if (!told) return -1;
-    while (told && told->version.major > DL_MAJOR) told = told->previous;
-    if (told && told->version.major == DL_MAJOR && told->describe) exchange = told;
+    const Exchange *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (!api) return -1;
+    while (api && api->version.major > DL_MAJOR) api = api->previous;
+    if (api && api->version.major == DL_MAJOR && api->describe) exchange = api;
     return 0;
 }
 
@@ -58,17 +58,17 @@ static int read_attributes(PyObject *t, Geometry *out) {
 
 /* 0, or -1 for what has no address and shape, often with an exception set. What is read holds while the tensor is held and unchanged. */
 int geometry_read(PyObject *t, Geometry *out) {
-    DLTensor told;
+    DLTensor described;
     out->cpu = -1, out->kind = 0, out->strides = NULL;
     if (!exchange) return read_attributes(t, out);
-    if (exchange->describe(t, &told)) {
+    if (exchange->describe(t, &described)) {
         PyErr_Clear(); /* on a device or with elements that DLPack does not know */
         return read_attributes(t, out);
     }
-    if (told.ndim > MAX_DIMS) return -1;
-    out->data = (char *)told.data + told.byte_offset, out->nd = told.ndim, out->sizes = told.shape, out->strides = told.strides;
-    out->cpu = told.device_type == DL_CPU;
-    out->kind = (uint32_t)told.dtype.lanes << 16 | (uint32_t)told.dtype.bits << 8 | told.dtype.code;
+    if (described.ndim > MAX_DIMS) return -1;
+    out->data = (char *)described.data + described.byte_offset, out->nd = described.ndim, out->sizes = described.shape, out->strides = described.strides;
+    out->cpu = described.device_type == DL_CPU;
+    out->kind = (uint32_t)described.dtype.lanes << 16 | (uint32_t)described.dtype.bits << 8 | described.dtype.code;
     return 0;
 }
 

@@ -51,16 +51,16 @@ static const Dtype *dtype_of(Tape *self, PyObject *t, uint32_t kind) {
         if (kind) self->dtypes[at].kind = kind;
         return &self->dtypes[at];
     }
-    PyObject *told = call_one(self->describe, dtype); /* (text, code) */
-    if (!told) return NULL;
+    PyObject *described = call_one(self->describe, dtype); /* (text, code) */
+    if (!described) return NULL;
     at = self->dtypes_known < DTYPES_KNOWN ? self->dtypes_known++ : DTYPES_KNOWN - 1;
     Dtype *known = &self->dtypes[at];
     Py_XDECREF(known->dtype);
     Py_XDECREF(known->text);
     known->dtype = Py_NewRef(dtype), known->kind = kind;
-    known->text = Py_NewRef(PyTuple_GetItem(told, 0));
-    known->code = (int)PyLong_AsLong(PyTuple_GetItem(told, 1));
-    Py_DECREF(told);
+    known->text = Py_NewRef(PyTuple_GetItem(described, 0));
+    known->code = (int)PyLong_AsLong(PyTuple_GetItem(described, 1));
+    Py_DECREF(described);
     return known;
 }
 
@@ -68,19 +68,19 @@ static Slot *slot_of(Tape *self, long kinds) {
     for (int i = 0; i < ROW_SLOTS && self->slots[i].stats_rows; i++)
         if (self->slots[i].kinds == kinds) return &self->slots[i];
     PyObject *number = PyLong_FromLong(kinds);
-    PyObject *told = number ? call_one(self->open_rows, number) : NULL; /* (row buffer, its native part or None, list) */
+    PyObject *opened = number ? call_one(self->open_rows, number) : NULL; /* (row buffer, its native part or None, list) */
     Py_XDECREF(number);
-    if (!told) return NULL;
+    if (!opened) return NULL;
     int at = 0;
     while (at < ROW_SLOTS - 1 && self->slots[at].stats_rows) at++;
     Slot *slot = &self->slots[at];
     Py_XDECREF(slot->stats_rows), Py_XDECREF(slot->rows), Py_XDECREF(slot->owned);
     slot->kinds = kinds;
-    slot->stats_rows = Py_NewRef(PyTuple_GetItem(told, 0));
-    PyObject *rows = PyTuple_GetItem(told, 1);
+    slot->stats_rows = Py_NewRef(PyTuple_GetItem(opened, 0));
+    PyObject *rows = PyTuple_GetItem(opened, 1);
     slot->rows = Py_TYPE(rows) == stats_rows_type ? (StatsRows *)Py_NewRef(rows) : NULL;
-    slot->owned = Py_NewRef(PyTuple_GetItem(told, 2));
-    Py_DECREF(told);
+    slot->owned = Py_NewRef(PyTuple_GetItem(opened, 2));
+    Py_DECREF(opened);
     return slot;
 }
 

@@ -13,12 +13,12 @@ typedef struct {
 typedef struct {
     uint64_t hash;
     Py_ssize_t base, length, number;
-    Frame *frames; /* the code objects are held by `told` */
+    Frame *frames; /* the code objects are held by `stacks` */
 } Known;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *told; /* list of (base, ((code, instruction), …)), by number */
+    PyObject *stacks; /* list of (base, ((code, instruction), …)), by number */
     Known *table;
     Py_ssize_t used, room; /* room: a power of two */
 } Stacks;
@@ -43,7 +43,7 @@ static int stacks_grow(Stacks *self) {
     return 0;
 }
 
-static PyObject *told_of(PyObject *frame, Py_ssize_t skip, const Frame *frames, Py_ssize_t length, Py_ssize_t base) {
+static PyObject *stack_of(PyObject *frame, Py_ssize_t skip, const Frame *frames, Py_ssize_t length, Py_ssize_t base) {
     PyObject *own = PyTuple_New(length);
     Py_INCREF(frame);
     for (Py_ssize_t i = 0; own && i < length + skip; i++) {
@@ -81,14 +81,14 @@ static Py_ssize_t stacks_number(Stacks *self, PyObject *first, int skip, const F
     Frame *copy = PyMem_Malloc((size_t)(length + 1) * sizeof *copy);
     if (!copy) return PyErr_NoMemory(), -2;
     memcpy(copy, frames, (size_t)length * sizeof *copy);
-    PyObject *told = told_of(first, skip, frames, length, base);
-    Py_ssize_t number = PyList_Size(self->told);
-    if (!told || PyList_Append(self->told, told)) {
-        Py_XDECREF(told);
+    PyObject *stack = stack_of(first, skip, frames, length, base);
+    Py_ssize_t number = PyList_Size(self->stacks);
+    if (!stack || PyList_Append(self->stacks, stack)) {
+        Py_XDECREF(stack);
         PyMem_Free(copy);
         return -2;
     }
-    Py_DECREF(told);
+    Py_DECREF(stack);
     self->table[at] = (Known){hash, base, length, number, copy};
     self->used++;
     return number;
@@ -139,12 +139,12 @@ static PyObject *capture(Stacks *self, PyObject *const *args, Py_ssize_t nargs) 
 }
 
 static PyObject *stacks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *told;
-    if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &told) || kwargs) return NULL;
+    PyObject *stacks;
+    if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &stacks) || kwargs) return NULL;
     Stacks *self = (Stacks *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
-    Py_INCREF(told);
-    self->told = told;
+    Py_INCREF(stacks);
+    self->stacks = stacks;
     return (PyObject *)self;
 }
 
@@ -152,7 +152,7 @@ static void stacks_free(Stacks *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     for (Py_ssize_t i = 0; i < self->room; i++) PyMem_Free(self->table[i].frames);
     PyMem_Free(self->table);
-    Py_XDECREF(self->told);
+    Py_XDECREF(self->stacks);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }

@@ -106,7 +106,7 @@ class AuditTap:
 
     @property
     def awaits(self) -> bool:
-        """Whether something was loaded, or a run goes on, and nobody has compared yet: the next step is audited."""
+        """Whether something was loaded, or a run goes on, and no comparison was made yet: the next step is audited."""
         return self._observers.awaits
 
     # ---- moments of the step -------------------------------------------------------------------------------------

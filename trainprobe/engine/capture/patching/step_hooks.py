@@ -46,7 +46,7 @@ _walks = 0  # how many walks over torch's hooks are under way
 
 
 def settle() -> None:
-    """Take torch's hooks off if nobody listens."""
+    """Take torch's hooks off if there is no listener."""
     if not _listeners and not _walks:
         for handle in _handles:
             handle.remove()

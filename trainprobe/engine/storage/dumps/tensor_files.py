@@ -50,7 +50,7 @@ class SavedTensor:
     """One tensor value on the host.
 
     key: unique in its step; `Value.tensor` names it. dtype: as in `Value.dtype`. data: its bytes, row-major and contiguous
-    (bytes, or any buffer that nobody changes any more).
+    (bytes, or any buffer that no longer changes).
     """
 
     key: str

@@ -1,10 +1,10 @@
 """Every parameter of a module that ran gets a gradient.
 
 Relation: where a module ran in training, the optimizer that steps holds its parameters, and they require a gradient, they have
-one when it steps. Told at once where they had one at each of the audited steps before, of which there were three or more; and
-where they never had one although the module ran with gradients enabled. A gradient that is all zeros is none where it was not
-at the audited step before and that of another parameter of the module is not. Tolerance none. Experts and layers that did not
-run are not judged.
+one when it steps. Reported at once where they had one at each of the audited steps before, of which there were three or more;
+and where they never had one although the module ran with gradients enabled. A gradient that is all zeros is none where it was
+not at the audited step before and that of another parameter of the module is not. Tolerance none. Experts and layers that did
+not run are not judged.
 Usually caused by a `detach`, an `item`, an index or a `no_grad` between the module and the loss, or by an output that the loss
 does not use: the parameters then never train, and no number looks wrong.
 """
