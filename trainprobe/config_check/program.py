@@ -28,7 +28,7 @@ class ConfigCheckProgram(Program):
         """Take all patches away where the tool stops, after those of the taps, which were put in later."""
         probe.guard.of(self.part).on_trip(self._release)
 
-    def opened(self, model: Any, optimizer: Any, told: bool) -> None:
+    def opened(self, model: Any, optimizer: Any, declared: bool) -> None:
         """Begin to capture the model; a second model is not looked at."""
         if self._checker is None:
             self._checker = ConfigChecker(model, output_zip_path=self._pack, optimizer=optimizer, **self._settings)

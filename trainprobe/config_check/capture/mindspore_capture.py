@@ -66,7 +66,7 @@ class CellCapture(Program):
         self._guard = probe.guard.of(self.part)
         self._calls = KnownCalls(self._guard, self._called)
 
-    def opened(self, model: Any, optimizer: Any, told: bool) -> None:
+    def opened(self, model: Any, optimizer: Any, declared: bool) -> None:
         """Remember the model; a second one is not looked at."""
         if not self._models:
             self._models, self._optimizers = listed(model), listed(optimizer)

@@ -47,8 +47,10 @@ class GraphCellTap(CellTap):
 
     handed: Callable[[Any, int, HostArray], None] | None = None
 
-    def __init__(self, wanted: ModuleRequest, guard: Guard, stacks: Stacks | None = None, *, callbacks: GraphCallbacks) -> None:
-        super().__init__(wanted, guard, stacks)
+    def __init__(
+        self, request: ModuleRequest, guard: Guard, stacks: Stacks | None = None, *, callbacks: GraphCallbacks
+    ) -> None:
+        super().__init__(request, guard, stacks)
         self.callbacks = callbacks
         self._fired: Counter[tuple[str, str, int]] = Counter()
         self._calls: dict[tuple[str, int, str], Call] = {}
@@ -74,7 +76,7 @@ class GraphCellTap(CellTap):
 
     @property
     def _wants_gradients(self) -> bool:
-        return self.wanted.backward and "parameter_gradients" in self.wanted.data
+        return self.request.backward and "parameter_gradients" in self.request.data
 
     def begin(self, tape: Tape) -> None:
         """Take what the graph tells."""
@@ -93,38 +95,38 @@ class GraphCellTap(CellTap):
 
     def _hold_parameters(self) -> None:
         """Look at the parameters now: a graph that runs holds them."""
-        tape, wanted = self._tape, self.wanted
-        if tape is None or not wanted.forward or "parameters" not in wanted.data or not is_graph_mode():
+        tape, request = self._tape, self.request
+        if tape is None or not request.forward or "parameters" not in request.data or not is_graph_mode():
             return
         for info in self.known.values():
             if info.selected and info.parameters:
                 at = self._path(info, Call("module", info.name, 0, "forward"))
                 self._held[info.name] = {n: tape.tree(p, info.flags, at and f"{at}.parameters.{n}") for n, p in info.parameters}
 
-    def _arrives(self, info: CellInfo, part: str, i: int, told: int, array: HostArray) -> None:
-        """Record a tensor of a cell's call. told: the number of the call since the cell is watched."""
+    def _arrives(self, info: CellInfo, part: str, i: int, number_of_call: int, array: HostArray) -> None:
+        """Record a tensor of a cell's call. number_of_call: counted since the cell is watched."""
         tape = self._tape
         backward = part.startswith("grad")
-        if tape is None or (not self.wanted.backward if backward else self._paused):
+        if tape is None or (not self.request.backward if backward else self._paused):
             return
         key = (info.name, part.removeprefix("grad_"), i)
         if backward:
-            number, i = self._number_of_gradient(key, told), max(i, 0)
+            number, i = self._number_of_gradient(key, number_of_call), max(i, 0)
             if number is None:
                 return  # its forward was not collected
         else:
-            number = self._numbers.setdefault((info.name, told), self._forwards.get(info.name, 0))
+            number = self._numbers.setdefault((info.name, number_of_call), self._forwards.get(info.name, 0))
             self._fired[key] += 1
         call = self._calls.get((info.name, number, "backward" if backward else "forward"))
         if call is None:
             call = self._begins(info, number, backward)
         what = "input" if _PLACES[part] == "args" else "output"
-        if what not in self.wanted.data or not self.wanted.micro(call.micro or 0) or not (backward or self.wanted.forward):
+        if what not in self.request.data or not self.request.micro(call.micro or 0) or not (backward or self.request.forward):
             return
         at = self._path(info, call)
         if i == ALONE:
             call.out = tape.tree(array, info.flags, at and f"{at}.output")
-            tape.told(call)
+            tape.more_known(call)
             return
         places = getattr(call, _PLACES[part])
         if places is None:
@@ -132,12 +134,12 @@ class GraphCellTap(CellTap):
             setattr(call, _PLACES[part], places)
         places += [None] * (i + 1 - len(places))
         places[i] = tape.tree(array, info.flags, at and f"{at}.{what}.{i}")
-        tape.told(call)
+        tape.more_known(call)
 
-    def _number_of_gradient(self, key: tuple[str, str, int], told: int) -> int | None:
-        """Return the number of the call that a gradient is of; where it is not told, backward is reverse."""
-        if told != UNKNOWN:
-            return self._numbers.get((key[0], told))
+    def _number_of_gradient(self, key: tuple[str, str, int], number_of_call: int) -> int | None:
+        """Return the number of the call that a gradient is of; where it is UNKNOWN, backward runs in reverse order."""
+        if number_of_call != UNKNOWN:
+            return self._numbers.get((key[0], number_of_call))
         back = (key[0], f"grad_{key[1]}", key[2])
         self._fired[back] += 1
         return max(self._fired[key] - self._fired[back], 0)
@@ -158,9 +160,9 @@ class GraphCellTap(CellTap):
         self._calls[info.name, number, phase] = call
         if not backward and info.name in self._held:
             call.params = self._held[info.name]
-        if self.wanted.micro(micro):
+        if self.request.micro(micro):
             tape.calls.append(call)
-            tape.told(call)
+            tape.more_known(call)
         return call
 
     def _around(self, name: str) -> Call | None:
@@ -173,7 +175,7 @@ class GraphCellTap(CellTap):
                 return self._calls.get((above, self._forwards[above] - 1, "forward"))
         return None
 
-    def _handed(self, optimizer: Any, part: str, i: int, told: int, gradient: HostArray) -> None:
+    def _handed(self, optimizer: Any, part: str, i: int, number_of_call: int, gradient: HostArray) -> None:
         """Record a gradient that an optimizer is handed, as the parameter's."""
         if self.handed is not None:
             self.handed(optimizer, i, gradient)
