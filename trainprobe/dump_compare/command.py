@@ -219,6 +219,9 @@ def compare_rank(
             else:
                 told(judged, sides, Side(folder))
 
+    steps = [side.step_data.step for side in sides]
+    if steps[0] != steps[1]:
+        notes.append(f"A is step {steps[0]} and B is step {steps[1]}")
     judged = judge_calls(calls, *sides, measure)
     if sheet is not None:
         write_sheet(judged, *sides, sheet)

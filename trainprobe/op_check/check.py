@@ -62,7 +62,7 @@ def check(case: Case, backward: bool = False, tolerance: Tolerance | None = None
         return Checked("forward", [Judgement("unspecified", "memory that nobody has written yet")], "properties")
     direction: Direction = "backward" if backward else "forward"
     if all(o is None for o in recorded):
-        return Checked(direction, [Judgement("not checked", "the dump does not hold what it wrote or returned")])
+        return Checked(direction, [Judgement("not checked", "the dump does not hold the values that it wrote or returned")])
     return _guarded(case, direction, tolerance)
 
 

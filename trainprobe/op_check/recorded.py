@@ -255,7 +255,9 @@ class RecordedRank:
         if self._maker is not None:
             return self._maker(value)
         if value.tensor is None:
-            raise NotChecked(f"the dump does not hold an argument of it{f': {value.note}' if value.note else ''}")
+            raise NotChecked(
+                f"the dump does not hold the values of an argument: {value.note or 'a plan with `task: tensor` records them'}"
+            )
         if value.extra and "placements" in value.extra:
             raise NotChecked("an argument is sharded over ranks")
         try:

@@ -140,9 +140,7 @@ def _of_result(
 ) -> Joined | None:
     inputs = [made for slot, made in given.items() if not is_result(slot)]
     if all(way in ("copies", "whole") for _, _, way in inputs):
-        if calls[0][0].name.endswith(
-            "__getitem__"
-        ):  # no dump tells all that stands between brackets, which may be a rank's own
+        if calls[0][0].name.endswith("__getitem__"):  # a dump does not hold all of an index, which may be a rank's own
             made = _joined(a, b)
             return made if made is not None and made[2] in ("copies", "whole") else None
         return _joined(a, b, copies=True) if _is_function(calls, alone=not inputs) else None
