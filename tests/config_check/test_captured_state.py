@@ -89,10 +89,14 @@ def test_clipping_is_seen_where_its_function_was_imported_by_name(begun, tmp_pat
 def test_loaders_are_captured_as_they_were_made(begun, tmp_path):
     generator = torch.Generator().manual_seed(3)
     data = TensorDataset(torch.zeros(10, 4))
-    DataLoader(data, batch_size=3, shuffle=True, drop_last=True, generator=generator)
-    values = source(captured(tmp_path / "pack.zip", nn.Linear(4, 1)), "loader")
+    DataLoader(data, batch_size=5)
+    assert len(list(DataLoader(data, batch_size=3, shuffle=True, drop_last=True, generator=generator))) == 3
+    content = captured(tmp_path / "pack.zip", nn.Linear(4, 1))
+    values = source(content, "loader")
     expected = {"batch_size": 3, "shuffle": True, "drop_last": True, "num_workers": 0, "generator": "seed 3", "samples": 10}
     assert {name: values[name] for name in expected} == expected
+    assert source(content, "idle loader")["batch_size"] == 5
+    assert not hasattr(DataLoader.__iter__, "__wrapped__")
     assert DataLoader.__init__.__module__ == "torch.utils.data.dataloader"
     assert not hasattr(DataLoader.__init__, "__wrapped__")
 
@@ -105,18 +109,20 @@ def test_loss_scalers_are_captured_and_one_that_is_off_says_so(begun, tmp_path):
     assert len(kept) == 2
 
 
-def test_plain_attributes_of_modules_that_are_not_torchs_are_captured_without_places_and_secrets(begun, tmp_path):
+def test_arguments_that_modules_keep_are_captured_without_places_secrets_and_counters(begun, tmp_path):
     class Pooling(nn.Module):
-        def __init__(self, mode: str) -> None:
+        def __init__(
+            self, mode: str, run: str, cache_dir: str, api_key: str, scale: float = 0.5, normalized: bool = False
+        ) -> None:
             super().__init__()
-            self.mode, self.scale, self.normalized = mode, 0.5, False
-            self.cache_dir, self.api_key, self.notes, self._calls = "there", "abc", "two words", 3
+            self.mode, self.run, self.cache_dir, self.api_key = mode, run, cache_dir, api_key
+            self.scale, self.normalized, self.calls = scale, normalized, 3
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    content = captured(tmp_path / "pack.zip", nn.Sequential(nn.Linear(4, 1), Pooling("cls")))
-    assert source(content, "model")["1"] == "Pooling(mode=cls, scale=0.5, normalized=False)"
+    content = captured(tmp_path / "pack.zip", nn.Sequential(nn.Linear(4, 1), Pooling("mean", "again", "there", "abc")))
+    assert source(content, "model")["1"] == "Pooling(mode=mean, scale=0.5, normalized=False)"
 
 
 def test_arguments_that_jsonargparse_has_parsed_are_captured(begun, tmp_path):

@@ -216,6 +216,14 @@ def test_more_loader_workers_are_told_only_where_the_data_differ():
     assert comparison.exit_code == 2
 
 
+@pytest.mark.parametrize(("kind", "code"), [("loader", 2), ("idle loader", 0)])
+def test_a_loader_from_which_no_step_drew_changes_nothing(kind, code):
+    sides = [[{"kind": kind, "name": "1", "values": {"batch_size": n, "drop_last": False}}] for n in (8, 16)]
+    comparison = compare(*(rank_pack(settings=side) for side in sides))
+    assert comparison.exit_code == code
+    assert any("batch size differs: 8 and 16" in f.text for check in comparison.checks for f in check.findings)
+
+
 def test_gradient_accumulation_shows_in_the_steps_of_the_optimizer():
     comparison = compare(trained(rank_pack()), trained(rank_pack(), OTHER_WEIGHTS, steps=(0, 0, 1)))
     assert comparison.sentence == ("gradient accumulation differs: an optimizer step every 1 micro-step and 2 micro-steps")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import re
 import sys
 import weakref
@@ -17,6 +18,7 @@ from trainprobe.config_check.capture.on_import import ImportWatch
 from trainprobe.config_check.capture.patches import Patches
 from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.setting_files import flat, source
+from trainprobe.config_check.capture.sources import is_own
 from trainprobe.config_check.capture.wrapper_settings import wrapper_values
 from trainprobe.config_check.names import load_names
 
@@ -211,19 +213,31 @@ def _model(model: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _describe(module: Any) -> str:
-    """Return class and settings of a module: torch's own say them, of any other they are its plain public attributes."""
+    """Return class and settings of a module: torch's own say them, any other may keep its constructor's arguments."""
     kind = type(module)
     text = module.extra_repr() if kind.__module__.startswith("torch.nn.") else _attributes(module)
     return f"{kind.__name__}({text})" if text else kind.__name__
 
 
 def _attributes(module: Any) -> str:
-    """Return the numbers, switches and words among a module's attributes as `p=0.1, mode=cls`; no places, no long texts."""
+    """Return the arguments of its constructor that a module keeps under their names, as `p=0.1, mode=cls`.
+
+    They are numbers, switches and words: no places, no long texts, no counters that others put there. A class that is not of an
+    installed package may keep the name of its run: of its words only names of torch's are kept.
+    """
     kept: list[str] = []
-    names = load_names()
-    for name, value in vars(module).items():
-        if name.startswith("_") or name == "training" or names.is_place(name) or names.is_secret(name):
+    names, own = load_names(), is_own(sys.modules.get(type(module).__module__))
+    for name in inspect.signature(type(module).__init__).parameters:
+        value = vars(module).get(name)
+        if name.startswith("_") or names.is_place(name) or names.is_secret(name):
             continue
-        if isinstance(value, bool | int | float) or (isinstance(value, str) and _WORD.fullmatch(value)):
+        if isinstance(value, bool | int | float) or (isinstance(value, str) and _is_kept(value, own)):
             kept.append(f"{name}={value}")
     return ", ".join(kept)
+
+
+def _is_kept(word: str, own: bool) -> bool:
+    if not own:
+        return _WORD.fullmatch(word) is not None
+    torch = sys.modules["torch"]
+    return hasattr(torch, word) or hasattr(torch.nn.functional, word)

@@ -1,8 +1,9 @@
-"""The data loaders of a program, as they were made."""
+"""The data loaders of a program, as they were made, and whether a captured step can have drawn from them."""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from trainprobe.config_check.capture.patches import Patches
 from trainprobe.config_check.capture.plain_values import plain
-from trainprobe.config_check.capture.setting_files import source
+from trainprobe.config_check.capture.setting_files import IDLE_LOADER, source
 from trainprobe.engine.core.guard import Guard
 
 _PLAIN = ("batch_size", "drop_last", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order")
@@ -21,16 +22,19 @@ _MOST = 16  # loaders that are kept
 
 
 class LoaderWatch:
-    """Sees every DataLoader that is made."""
+    """Sees every DataLoader that is made, and which of them are iterated."""
 
     def __init__(self, patches: Patches, guard: Guard) -> None:
         self._patches = patches
         self._guard = guard
         self._found: list[dict[str, Any]] = []
+        self._idle: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # not iterated → its number
+        self._used: set[int] = set()
 
     def install(self) -> None:
-        """Replace the constructor."""
+        """Replace the constructor, and what begins to iterate."""
         self._patches.replace(DataLoader, "__init__", self._making)
+        self._patches.replace(DataLoader, "__iter__", self._iterating)
 
     def _making(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -41,12 +45,31 @@ class LoaderWatch:
 
         return init
 
+    def _iterating(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def begin(loader: Any) -> Any:
+            self._guard.run(self._use, loader)
+            return original(loader)
+
+        return begin
+
     def _take(self, loader: Any) -> None:
+        self._idle[loader] = len(self._found)
         self._found.append(loader_values(loader))
+        if type(loader).__iter__ is not DataLoader.__iter__:  # it may iterate without DataLoader's own
+            self._use(loader)
+
+    def _use(self, loader: Any) -> None:
+        number = self._idle.pop(loader, None)
+        if number is not None:
+            self._used.add(number)
 
     def sources(self) -> list[dict[str, Any]]:
-        """Return one source of settings a loader."""
-        return [source("loader", str(index), values) for index, values in enumerate(self._found)]
+        """Return one source of settings a loader; those that were never iterated are of a kind of their own."""
+        return [
+            source("loader" if number in self._used else IDLE_LOADER, str(number), values)
+            for number, values in enumerate(self._found)
+        ]
 
 
 def loader_values(loader: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainprobe.config_check.capture.setting_files import IDLE_LOADER
 from trainprobe.config_check.compare.model_state import state_findings
 from trainprobe.config_check.compare.pair import BENCH, CMP, absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.step_schedule import schedule_findings
@@ -27,6 +28,7 @@ _KINDS = {
     "yaml": "YAML file",
     "json": "JSON file",
     "loader": "data loader",
+    IDLE_LOADER: "data loader from which no captured step drew",
     "wrapper": "data-parallel wrapper",
     "clipping": "gradient clipping",
     "scaler": "loss scaler",
@@ -36,6 +38,7 @@ _KINDS = {
 _LEADING = ("function", "class", "batch_size", "loss_scale")  # the setting without which there is no such object
 _OF_OBJECTS = (
     "loader",
+    IDLE_LOADER,
     "clipping",
     "scaler",
     "optimizer",
@@ -174,11 +177,12 @@ def _differences(left: dict[Any, _Item], right: dict[Any, _Item], same_size: boo
                 continue
             matched |= {id(a), id(b)}
         key = (a or b).key  # pyright: ignore[reportOptionalMemberAccess]
-        wrapper = (a or b).kind == "wrapper"  # pyright: ignore[reportOptionalMemberAccess]
-        if (wrapper or names.follows_rank_count(key)) and not same_size:
+        kind = (a or b).kind  # pyright: ignore[reportOptionalMemberAccess]
+        if (kind == "wrapper" or names.follows_rank_count(key)) and not same_size:
             continue
         told = a is not None and b is not None and not (_is_unset(a.value) and _is_unset(b.value))
-        level: Level = "note" if names.is_place(key) or names.is_speed(key) else "error" if told else "warning"
+        harmless = names.is_place(key) or names.is_speed(key) or kind == IDLE_LOADER
+        level: Level = "note" if harmless else "error" if told else "warning"
         yield _Difference(a, b, matched_by, level)
 
 

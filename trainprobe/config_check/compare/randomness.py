@@ -72,7 +72,7 @@ def compare_randomness(bench: Pack, cmp: Pack) -> Check:
     findings = rank_findings("randomness", bench, cmp)
     for f, where in told.items():
         findings.append(Finding(f.level, f"{f.text}{which_ranks(where, ranks)}", f.topic, f.explained_by))
-    findings.sort(key=lambda f: (("error", "warning", "note").index(f.level), f.topic != "random seed"))
+    findings.sort(key=lambda f: (("error", "warning", "note").index(f.level), not f.topic.startswith("random seed")))
     return Check("randomness", COLUMNS, rows, tuple(findings))
 
 
@@ -196,7 +196,7 @@ def _other_count(call: _Call, x: Mapping[int, int], y: Mapping[int, int]) -> Fin
     times = f"{counted(total_a, 'time')} and {counted(total_b, 'time')}"
     text = f"{f'{_short(call.function)} {call.detail}'.rstrip()} is called {times}, {where}, at {_place(call)}"
     if _is_seed(call) and not call.function.startswith(_GENERATOR):
-        return Finding("error", text, "random seed", ("setting seed",))
+        return Finding("error", text, "random seed missing", ("setting seed",))
     if x and y and call.detail == OWN_GENERATOR:  # a loader with workers draws ahead
         return Finding("note", text, "random counts", ("",), suspect=True)
     if x and y:  # how often both sides call it follows from whatever else differs
@@ -299,7 +299,7 @@ def _flags(rank: int, a: Mapping[str, Any], b: Mapping[str, Any], rows: list[tup
             continue
         if name == "initial_seed":
             text = f"seed of torch differs: {shown(x)} and {shown(y)}"
-            found.append(Finding("error", text, "random seed state", ("setting seed", "random calls", "random seed")))
+            found.append(Finding("error", text, "random seed", ("setting seed", "random calls", "random seed missing")))
         else:
             text = f"{name if '.' in name else name.replace('_', ' ')} differs: {shown(x)} and {shown(y)}"
             explained = ("variable OMP_NUM_THREADS", "variable MKL") if name == "threads" else ()
