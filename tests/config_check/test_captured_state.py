@@ -122,7 +122,7 @@ def test_arguments_that_modules_keep_are_captured_without_places_secrets_and_cou
             return x
 
     content = captured(tmp_path / "pack.zip", nn.Sequential(nn.Linear(4, 1), Pooling("mean", "again", "there", "abc")))
-    assert source(content, "model")["1"] == "Pooling(mode=mean, scale=0.5, normalized=False)"
+    assert source(content, "model")["1"] == "Pooling(scale=0.5, normalized=False)"
 
 
 def test_arguments_that_jsonargparse_has_parsed_are_captured(begun, tmp_path):

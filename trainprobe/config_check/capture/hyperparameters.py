@@ -222,8 +222,8 @@ def _describe(module: Any) -> str:
 def _attributes(module: Any) -> str:
     """Return the arguments of its constructor that a module keeps under their names, as `p=0.1, mode=cls`.
 
-    They are numbers, switches and words: no places, no long texts, no counters that others put there. A class that is not of an
-    installed package may keep the name of its run: of its words only names of torch's are kept.
+    They are numbers, switches and words: no places, no long texts, no counters that others put there. Words are taken of
+    classes of installed packages alone: a program's own class may keep the name of its run.
     """
     kept: list[str] = []
     names, own = load_names(), is_own(sys.modules.get(type(module).__module__))
@@ -231,13 +231,6 @@ def _attributes(module: Any) -> str:
         value = vars(module).get(name)
         if name.startswith("_") or names.is_place(name) or names.is_secret(name):
             continue
-        if isinstance(value, bool | int | float) or (isinstance(value, str) and _is_kept(value, own)):
+        if isinstance(value, bool | int | float) or (isinstance(value, str) and not own and _WORD.fullmatch(value)):
             kept.append(f"{name}={value}")
     return ", ".join(kept)
-
-
-def _is_kept(word: str, own: bool) -> bool:
-    if not own:
-        return _WORD.fullmatch(word) is not None
-    torch = sys.modules["torch"]
-    return hasattr(torch, word) or hasattr(torch.nn.functional, word)
