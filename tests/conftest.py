@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.proofs import pytest_collection_modifyitems, pytest_runtest_logreport, pytest_sessionfinish
 
-__all__ = ["pytest_collection_modifyitems", "pytest_runtest_logreport", "pytest_sessionfinish", "require"]
+__all__ = ["cluster", "pytest_collection_modifyitems", "pytest_runtest_logreport", "pytest_sessionfinish", "require"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRAINPROBE_ON_ERROR", "raise")
@@ -59,6 +60,19 @@ def require() -> Callable[[str], ModuleType]:
         pytest.skip(reason)
 
     return import_or_skip
+
+
+@pytest.fixture
+def cluster(require: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray cluster of two processes on this machine; the test is skipped where such a cluster cannot start at all."""
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray = cast(Any, require("ray"))
+    try:
+        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    except (OSError, RuntimeError) as error:
+        pytest.skip(f"Ray cannot start here: {error}")
+    yield
+    ray.shutdown()
 
 
 def _must_have(library: str) -> bool:

@@ -51,19 +51,6 @@ def test_a_task_can_travel_to_another_machine(files):
     assert (pickle.loads(pickle.dumps(tensor)).pieces[0].source.load() == tensor.pieces[0].source.load()).all()
 
 
-@pytest.fixture
-def cluster(require, monkeypatch):
-    """A Ray cluster of two processes on this machine; the test is skipped where such a cluster cannot start at all."""
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    ray = require("ray")
-    try:
-        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
-    except (OSError, RuntimeError) as error:
-        pytest.skip(f"Ray cannot start here: {error}")
-    yield
-    ray.shutdown()
-
-
 @pytest.mark.slow
 def test_ray_gives_the_result_of_one_process(files, cluster):
     a, b = map(open_checkpoint, files)

@@ -44,16 +44,6 @@ def test_processes_give_the_answer_of_one(runs, monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_ray_gives_the_answer_of_one_process(runs, require, monkeypatch, tmp_path, capsys):
+def test_ray_gives_the_answer_of_one_process(runs, cluster, tmp_path, capsys):
     before = answers(runs, tmp_path, capsys)
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    ray = require("ray")
-    try:
-        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
-    except (OSError, RuntimeError) as error:
-        pytest.skip(f"Ray cannot start here: {error}")
-    try:
-        after = answers(runs, tmp_path, capsys, "--ray")
-    finally:
-        ray.shutdown()
-    assert after == before
+    assert answers(runs, tmp_path, capsys, "--ray") == before

@@ -95,20 +95,10 @@ def test_the_page_shows_the_gravest_result_first_and_finds_by_name(dump: Path, t
 
 
 @pytest.mark.slow
-def test_ray_gives_the_answer_of_one_process(
-    dump: Path, document: dict[str, Any], tmp_path: Path, require: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ray = require("ray")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
-    except (OSError, RuntimeError) as error:
-        pytest.skip(f"Ray cannot start here: {error}")
-    try:
-        path = tmp_path / "o.json"
-        arguments = ["--standard", "by-operator", "--replay", str(tmp_path / "out")]
-        assert main(["op-check", str(dump), "-q", "--ray", "--json", str(path), *arguments]) == 2
-    finally:
-        ray.shutdown()
+@pytest.mark.usefixtures("cluster")
+def test_ray_gives_the_answer_of_one_process(dump: Path, document: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "o.json"
+    arguments = ["--standard", "by-operator", "--replay", str(tmp_path / "out")]
+    assert main(["op-check", str(dump), "-q", "--ray", "--json", str(path), *arguments]) == 2
     assert json.loads(path.read_bytes()) == document
     assert (tmp_path / "out" / "Functional_linear_0_forward.py").exists()

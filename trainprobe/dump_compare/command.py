@@ -29,14 +29,9 @@ from trainprobe.dump_compare.sheet import sheet_path, write_sheet
 from trainprobe.dump_compare.spread import Run, suitable, without_agreeing
 from trainprobe.dump_compare.vis_db import vis_of_rank, write_vis_db
 from trainprobe.engine.compare.uncollected import uncollected
+from trainprobe.engine.core.json_schema import prints
 from trainprobe.engine.core.ray_cluster import on_ray
 from trainprobe.errors import CompareError, UsageError
-
-
-def _print_schema(wanted: bool) -> None:
-    if wanted:
-        typer.echo(schema_text(), nl=False)
-        raise typer.Exit
 
 
 def dump_compare(
@@ -77,7 +72,7 @@ def dump_compare(
         ),
     ] = None,
     schema: Annotated[
-        bool, typer.Option("--schema", help="print the JSON schema of --json", is_eager=True, callback=_print_schema)
+        bool, typer.Option("--schema", help="print the JSON schema of --json", is_eager=True, callback=prints(schema_text))
     ] = False,
     ray: Annotated[
         bool, typer.Option("--ray", help="compare the ranks and steps on a Ray cluster whose machines see the same paths")

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trainprobe.engine.core.findings import in_folder, place_in_words, schema_text
+from trainprobe.engine.core.json_schema import prints
 from trainprobe.engine.core.records import Finding
 from trainprobe.errors import FormatError, PlanError
 from trainprobe.monitor.findings_of_run import JudgedFinding, all_findings
@@ -29,12 +30,6 @@ _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 _ORIGINS = {"recorded": "recorded", "judged": "found now", "both": "recorded and found now"}
 
 
-def _print_schema(printed: bool) -> None:
-    if printed:
-        typer.echo(schema_text(), nl=False)
-        raise typer.Exit
-
-
 def judge(
     folder: Annotated[Path, typer.Argument(help="folder that the run wrote to, or its URL", metavar="DIR", parser=as_given)],
     rules: Annotated[
@@ -47,7 +42,7 @@ def judge(
     ] = False,
     ray: Annotated[bool, typer.Option("--ray", help="--fleet on a Ray cluster whose machines see the same paths")] = False,
     schema: Annotated[
-        bool, typer.Option("--schema", help="print the JSON schema of a finding", is_eager=True, callback=_print_schema)
+        bool, typer.Option("--schema", help="print the JSON schema of a finding", is_eager=True, callback=prints(schema_text))
     ] = False,
 ) -> int:
     """Show the findings of the run in DIR, those of the audit included, and what the rules find in its log now.

@@ -14,7 +14,7 @@ from trainprobe.engine.core.ray_cluster import on_ray
 from trainprobe.errors import UsageError
 from trainprobe.op_check import report
 from trainprobe.op_check.classic.precision import read_details, write_precision
-from trainprobe.op_check.classic.tables import folder_of, stamped, write_details
+from trainprobe.op_check.classic.tables import folder_of, places, stamped, write_details
 from trainprobe.op_check.conclusion import Conclusion, conclude
 from trainprobe.op_check.dump import DumpChecked, Measure, Row, check_dump, rank_folders
 from trainprobe.op_check.page import write_page
@@ -122,11 +122,6 @@ def _write_classic(folder: Path, digits: int, result: Answer) -> None:
     for at in [place for place in a if place in b]:
         into = folder_of(folder, *at, len(a) > 1)
         write_precision(read_details(a[at]), read_details(b[at]), into, stamp)
-
-
-def places(rows: Sequence[Row]) -> list[tuple[int, int]]:
-    """Return the (step, rank) that there are rows of, in order."""
-    return sorted({(row.step, row.rank) for row in rows})
 
 
 def _print(request: Request, result: Answer) -> None:

@@ -11,15 +11,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from trainprobe.engine.core.json_schema import prints
 from trainprobe.errors import MissingExtra, UsageError, did_you_mean
 
 
-def _print_schema(wanted: bool) -> None:
-    if wanted:
-        from trainprobe.op_check.result_schema import schema_text
+def _schema() -> str:
+    from trainprobe.op_check.result_schema import schema_text
 
-        typer.echo(schema_text(), nl=False)
-        raise typer.Exit
+    return schema_text()
 
 
 def op_check(
@@ -56,7 +55,7 @@ def op_check(
         bool, typer.Option("--ray", help="judge the ranks on a Ray cluster whose machines see the same paths")
     ] = False,
     schema: Annotated[
-        bool, typer.Option("--schema", help="print the JSON schema of --json", is_eager=True, callback=_print_schema)
+        bool, typer.Option("--schema", help="print the JSON schema of --json", is_eager=True, callback=prints(_schema))
     ] = False,
     condition: Annotated[
         str | None,

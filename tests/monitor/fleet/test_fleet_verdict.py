@@ -181,19 +181,10 @@ def test_runs_compact_stores_replicas_once_and_changes_no_answer(tmp_path, capsy
 
 @pytest.mark.slow
 @pytest.mark.parametrize("faulty", ["stored once"], indirect=True)
-def test_ray_gives_the_answer_of_one_machine(faulty, require, monkeypatch, capsys):
+def test_ray_gives_the_answer_of_one_machine(faulty, cluster, capsys):
     folder, _ = faulty
     before = judged(folder, capsys)
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    ray = require("ray")
-    try:
-        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
-    except (OSError, RuntimeError) as error:
-        pytest.skip(f"Ray cannot start here: {error}")
-    try:
-        code = main(["judge", "--fleet", "--ray", str(folder), "--json"])
-    finally:
-        ray.shutdown()
+    code = main(["judge", "--fleet", "--ray", str(folder), "--json"])
     assert (code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]) == before
 
 

@@ -227,10 +227,18 @@ def _attributes(module: Any) -> str:
     """
     kept: list[str] = []
     names, own = load_names(), is_own(sys.modules.get(type(module).__module__))
-    for name in inspect.signature(type(module).__init__).parameters:
+    for name in _arguments(type(module)):
         value = vars(module).get(name)
         if name.startswith("_") or names.is_place(name) or names.is_secret(name):
             continue
         if isinstance(value, bool | int | float) or (isinstance(value, str) and not own and _WORD.fullmatch(value)):
             kept.append(f"{name}={value}")
     return ", ".join(kept)
+
+
+def _arguments(kind: type) -> list[str]:
+    """Return the names of a constructor's arguments; none of a compiled class, which has no signature."""
+    try:
+        return list(inspect.signature(kind.__init__).parameters)
+    except (TypeError, ValueError):
+        return []

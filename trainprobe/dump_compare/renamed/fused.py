@@ -18,7 +18,7 @@ from trainprobe.dump_compare.call_slots import fill
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.dump_compare.renamed.composed import Composed
-from trainprobe.dump_compare.renamed.modules import Module, has_weights, result_size
+from trainprobe.dump_compare.renamed.modules import Module, has_weights, result_size, value_look
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import slots
 
@@ -89,8 +89,8 @@ def _runs(modules: Sequence[Module], side: Side) -> Iterator[Sequence[Module]]:
 def _given(module: Module, side: Side) -> Hashable:
     """Return what tells the tensor that a module is given; the module itself where the dump holds no numbers of it."""
     value = next((value for slot, value in slots(module.first) if slot.startswith(("input", "kwargs"))), None)
-    told = {} if value is None else {**side.numbers(value), **side.bits(value)}
-    return (value.shape, *sorted(told.items())) if value is not None and told else module.name
+    look = None if value is None else value_look(side, value)
+    return module.name if look is None else look
 
 
 def _make(parts: Sequence[Module], whole: Module) -> bool:

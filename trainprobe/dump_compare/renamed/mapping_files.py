@@ -25,7 +25,7 @@ from trainprobe.errors import FormatError
 _VALUE = re.compile(
     r"\.(forward|backward)\.(\d+\.)?(input|output|kwargs|parameters)(\.|$)|\.\d+\.(forward|backward)\.|\.parameters_grad(\.|$)"
 )
-_TOP, _OLD_TOP = "TopLayer", "Cell"
+TOP, _OLD_TOP = "TopLayer", "Cell"  # stand for what is above all layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def _add_layers(made: MappingFile, data: Mapping[Any, Mapping[Any, Any]], where:
         wrong = next((f"{key!r}: {value!r}" for key, value in names.items() if not _name(key) or not _name(value)), None)
         if wrong is not None:
             raise FormatError(f"{where}, {cls}: has {wrong}: both must be names of what is within the layer")
-        found = made.layers.setdefault(_TOP if cls == _OLD_TOP else str(cls), [])
+        found = made.layers.setdefault(TOP if cls == _OLD_TOP else str(cls), [])
         found += [(key, value.partition("(")[0]) for key, value in names.items()]
         found.sort(key=lambda pair: -pair[0].count("."))
 

@@ -11,7 +11,6 @@ from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import slots
 
-Shape = tuple[int, ...]
 _RESULT = "output"
 
 
@@ -98,10 +97,11 @@ def passes_on(module: Module, side: Side) -> bool:
     """Return whether a module gives the numbers that it is given, as dropout does that drops nothing."""
     values = slots(module.first)
     ends = [[value for slot, value in values if slot.startswith(start)] for start in (("input", "kwargs"), (_RESULT,))]
-    return len(ends[0]) >= 1 == len(ends[1]) and _numbers(side, ends[0][0]) == _numbers(side, ends[1][0]) is not None
+    return len(ends[0]) >= 1 == len(ends[1]) and value_look(side, ends[0][0]) == value_look(side, ends[1][0]) is not None
 
 
-def _numbers(side: Side, value: Value) -> Hashable:
+def value_look(side: Side, value: Value) -> Hashable:
+    """Return all that a dump holds of a value, which tells it from others; None where it holds no numbers of it."""
     told = {**side.numbers(value), **side.bits(value)}
     return (tuple(value.shape), *sorted(told.items())) if told else None
 

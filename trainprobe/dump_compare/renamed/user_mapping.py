@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from trainprobe.dump_compare.call_slots import fill
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
-from trainprobe.dump_compare.renamed.mapping_files import MappingFile
+from trainprobe.dump_compare.renamed.mapping_files import TOP, MappingFile
 from trainprobe.dump_compare.sheet import classic_name
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import entry_name, slots
 
-_TOP = "TopLayer"
 Places = Mapping[str, tuple[Call, str]]  # name of a value → its call and slot
 
 
@@ -52,7 +51,7 @@ def _by_layers(
     """Return the name in B of a module, layer by layer from above; a list of modules goes by its own name for a class."""
     parts, made, at = name.split("."), list[str](), 0
     while at < len(parts):
-        around = [_TOP, classes.get(ROOT, "")] if at == 0 else [classes.get(".".join(parts[:at]), parts[at - 1])]
+        around = [TOP, classes.get(ROOT, "")] if at == 0 else [classes.get(".".join(parts[:at]), parts[at - 1])]
         rest = ".".join(parts[at:])
         fitting = ((cls, path, new) for cls in around for path, new in layers.get(cls, ()) if f"{rest}.".startswith(f"{path}."))
         cls, path, new = next(fitting, ("", parts[at], parts[at]))

@@ -40,6 +40,11 @@ def stamped() -> str:
     return time.strftime("%Y%m%d%H%M%S")
 
 
+def places(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """Return the (step, rank) that there are rows of, in order."""
+    return sorted({(row.step, row.rank) for row in rows})
+
+
 def folder_of(folder: Path, step: int, rank: int, several: bool) -> Path:
     """Return where the files of a step and rank lie: in a folder of their own where there are several."""
     return folder / f"step{step}" / f"rank{rank}" if several else folder
@@ -50,12 +55,12 @@ def write_details(rows: Sequence[Row], folder: Path, stamp: str, digits: int = _
 
     Raises OutputError.
     """
-    places = sorted({(row.step, row.rank) for row in rows})
+    each = places(rows)
     written: list[Path] = []
-    for step, rank in places:
+    for step, rank in each:
         here = [row for row in rows if (row.step, row.rank) == (step, rank)]
         calls = details(here, digits)
-        into = folder_of(folder, step, rank, len(places) > 1)
+        into = folder_of(folder, step, rank, len(each) > 1)
         path = into / f"accuracy_checking_details_{stamp}.csv"
         _write(path, DETAILS_COLUMNS, (r for records in calls.values() for r in records), go_on)
         results = (summary(call, records) for call, records in calls.items())

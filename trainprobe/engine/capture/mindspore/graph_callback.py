@@ -75,14 +75,14 @@ def callbacks_work() -> bool:
     return mindspore.get_context("device_target") == "CPU"
 
 
-def _operator(run: Callable[..., Any], told: list[Any], inputs: int, effect: str) -> Any:
-    """Return an operator that calls `run` with arrays; `told` gets the dtype of the first, as MindSpore compiles it.
+def _operator(run: Callable[..., Any], dtypes: list[Any], inputs: int, effect: str) -> Any:
+    """Return an operator that calls `run` with arrays; `dtypes` gets the dtype of the first, as MindSpore compiles it.
 
     It cannot be differentiated: give it `ops.stop_gradient(x)`. No input may be empty. effect: "side_effect_io" or "…_hidden".
     """
 
     def dtype(given: Any, *others: Any) -> Any:
-        told.append(mindspore.dtype_to_nptype(getattr(given, "element_type", lambda: given)()))
+        dtypes.append(mindspore.dtype_to_nptype(getattr(given, "element_type", lambda: given)()))
         return mindspore.int32
 
     shape: Any = (lambda _: (1,)) if inputs == 1 else (lambda _, __: (1,))
@@ -94,26 +94,26 @@ def _operator(run: Callable[..., Any], told: list[Any], inputs: int, effect: str
 
 def _forward(part: str, i: int, seen: Seen, numbers: Iterator[int]) -> Any:
     """Return an operator that tells of a tensor of the call with a number; it returns the number, a new one for UNKNOWN."""
-    told: list[Any] = []
+    dtypes: list[Any] = []
 
     def run(data: Any, number: Any) -> Any:
         n = int(number[0])
         n = next(numbers) if n == UNKNOWN else n
-        seen(part, i, n, _array(data, told))
+        seen(part, i, n, _array(data, dtypes))
         return np.full(1, n, np.int32)
 
-    return _operator(run, told, 2, "side_effect_hidden")
+    return _operator(run, dtypes, 2, "side_effect_hidden")
 
 
 def array_callback(tell: Callable[[HostArray], None]) -> Any:
     """Return an operator that hands a tensor to Python where it stands in the program, in a graph or outside of one."""
-    told: list[Any] = []
+    dtypes: list[Any] = []
 
     def run(data: Any) -> Any:
-        tell(_array(data, told))
+        tell(_array(data, dtypes))
         return _NOTHING
 
-    return _operator(run, told, 1, "side_effect_io")
+    return _operator(run, dtypes, 1, "side_effect_io")
 
 
 class _Passed(nn.Cell):  # pyright: ignore[reportUntypedBaseClass]
@@ -121,13 +121,13 @@ class _Passed(nn.Cell):  # pyright: ignore[reportUntypedBaseClass]
 
     def __init__(self, part: str, i: int, seen: Seen) -> None:
         super().__init__()
-        told: list[Any] = []
+        dtypes: list[Any] = []
 
         def run(data: Any, number: Any) -> Any:
-            seen(part, i, int(number[0]), _array(data, told))
+            seen(part, i, int(number[0]), _array(data, dtypes))
             return _NOTHING
 
-        self.tell = _operator(run, told, 2, "side_effect_io")
+        self.tell = _operator(run, dtypes, 2, "side_effect_io")
 
     def construct(self, x: Any, number: Any) -> Any:
         return x
@@ -155,8 +155,8 @@ class _Inserted:
         return self.insert(x)
 
 
-def _array(data: Any, told: list[Any]) -> HostArray:
-    array = np.asarray(data, None if isinstance(data, np.ndarray) else told[-1])  # MindSpore hands over scalars as numbers
+def _array(data: Any, dtypes: list[Any]) -> HostArray:
+    array = np.asarray(data, None if isinstance(data, np.ndarray) else dtypes[-1])  # MindSpore hands over scalars as numbers
     return HostArray(_TEXT.get(array.dtype.name, array.dtype.name), array.shape, None, array)
 
 
