@@ -7,6 +7,7 @@ import torch
 
 import trainprobe
 from trainprobe import PrecisionDebugger
+from trainprobe.cli import main
 from trainprobe.engine.core.console import PRINTED_PER_RULE, Console
 from trainprobe.engine.core.records import Finding, Place, Site
 from trainprobe.monitor.plan import make_rules
@@ -64,12 +65,20 @@ def test_the_line_at_the_end_says_steps_findings_the_first_and_where_to_look(cap
         "trainprobe: 6 steps watched, 1 finding (nonfinite); it is error nonfinite (step 5, rank 0): the first NaN"
     )
     folder = f"'{tmp_path / 'a run'}'"
-    assert end.endswith(f"for all: trainprobe judge {folder}, as a page: trainprobe report {folder}")
+    assert f"for all: trainprobe judge {folder}, as a page: trainprobe report {folder}. " in end
 
 
-def test_a_healthy_run_says_so_in_one_line(capfd, tmp_path):
-    train_with_a_nan(tmp_path / "out", at=None, steps=5)
-    assert capfd.readouterr().err == f"trainprobe: 5 steps watched, no findings; log in {tmp_path / 'out'}\n"
+def test_a_healthy_run_says_so_in_one_line_and_names_the_rules_that_it_was_too_short_for(capfd, tmp_path):
+    train_with_a_nan(tmp_path / "out", at=None, steps=70)
+    missing = "Not judged by rules that need more collected steps: drift (10 more)."
+    assert capfd.readouterr().err == f"trainprobe: 70 steps watched, no findings; log in {tmp_path / 'out'}. {missing}\n"
+    main(["judge", str(tmp_path / "out")])
+    assert capfd.readouterr().out == f"70 steps of 1 rank, 10 rules: nothing found. {missing}\n"
+
+
+def test_a_run_that_every_rule_has_judged_says_no_more(capfd, tmp_path):
+    train_with_a_nan(tmp_path / "out", at=None, steps=80)
+    assert capfd.readouterr().err == f"trainprobe: 80 steps watched, no findings; log in {tmp_path / 'out'}\n"
 
 
 def test_a_sentence_of_an_integration_stands_at_the_end_once(capfd, tmp_path):

@@ -24,7 +24,7 @@ from trainprobe.monitor.plan import make_rules
 from trainprobe.monitor.remote_run import as_given, origin, run_folder
 from trainprobe.monitor.rules import RuleOptions, rule_names
 from trainprobe.monitor.run_folder import read_findings, read_frames
-from trainprobe.monitor.watcher import judge_frames
+from trainprobe.monitor.watcher import judge_run
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 _ORIGINS = {"recorded": "recorded", "judged": "found now", "both": "recorded and found now"}
@@ -58,17 +58,18 @@ def judge(
     chosen = read_rules(rules)
     recorded = [f for f in read_findings(folder) if rules is None or f.rule in chosen]
     steps = Counter[int]()
-    findings = all_findings(recorded, _judge_again(folder, chosen, steps, bool(recorded)))
+    found, too_short = _judge_again(folder, chosen, steps, bool(recorded))
+    findings = all_findings(recorded, found)
     if json:
         for one in findings:
             typer.echo(orjson.dumps(one.to_json(), default=str).decode())
     else:
-        _show(findings, steps, chosen)
+        _show(findings, steps, chosen, too_short)
     return int(any(one.finding.severity != "info" for one in findings))
 
 
-def _judge_again(folder: Path, rules: dict[str, RuleOptions], steps: Counter[int], recorded: bool) -> list[Finding]:
-    """Apply the rules to the record and count the steps of each rank.
+def _judge_again(folder: Path, rules: dict[str, RuleOptions], steps: Counter[int], recorded: bool) -> tuple[list[Finding], str]:
+    """Apply the rules to the record and count the steps of each rank; see `judge_run`.
 
     Raises FormatError when there is no record, unless the run recorded findings, which can be shown by themselves.
     """
@@ -79,14 +80,14 @@ def _judge_again(folder: Path, rules: dict[str, RuleOptions], steps: Counter[int
             yield frame
 
     try:
-        found = [in_folder(finding, origin(folder)) for finding in judge_frames(frames(), rules)]
+        found, too_short = judge_run(frames(), rules)
     except FormatError:
         if not recorded or steps:
             raise
-        return []
+        return [], ""
     if not steps and not recorded:
         raise FormatError(f"{folder} holds no step that could be judged: the run wrote none before it ended, or not to here")
-    return found
+    return [in_folder(finding, origin(folder)) for finding in found], too_short
 
 
 def read_rules(text: str | None) -> dict[str, RuleOptions]:
@@ -109,7 +110,7 @@ def read_rules(text: str | None) -> dict[str, RuleOptions]:
     return make_rules(names)
 
 
-def _show(findings: list[JudgedFinding], steps: Counter[int], rules: dict[str, RuleOptions]) -> None:
+def _show(findings: list[JudgedFinding], steps: Counter[int], rules: dict[str, RuleOptions], too_short: str) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for one in findings:
         finding, where = one.finding, place_in_words(one.finding)
@@ -122,4 +123,4 @@ def _show(findings: list[JudgedFinding], steps: Counter[int], rules: dict[str, R
     found = ", ".join(f"{n} info" if severity == "info" else counted(n, severity) for severity, n in count.items())
     seen = f"{counted(max(steps.values(), default=0), 'step')} of {counted(len(steps), 'rank')}"
     seen += f", {counted(len(rules), 'rule')}" if steps else " to judge again"
-    console.print(f"{seen}: {found or 'nothing found'}")
+    console.print(f"{seen}: {found or 'nothing found'}{f'. {too_short}' if too_short else ''}")

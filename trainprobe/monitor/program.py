@@ -13,7 +13,7 @@ from trainprobe.errors import StopTraining
 from trainprobe.monitor.actions import Alerts, decide
 from trainprobe.monitor.chosen_calls import chosen_calls
 from trainprobe.monitor.plan import MonitorPlan
-from trainprobe.monitor.watcher import Watcher, keep_state, resume_state
+from trainprobe.monitor.watcher import Watcher, keep_state, resume_state, too_few_steps
 
 
 class MonitorProgram(Program):
@@ -62,7 +62,9 @@ class MonitorProgram(Program):
         return decision.dump_steps, decision.stop
 
     def closing(self) -> None:
-        """Keep what the rules remember, so that a run that is continued is judged as one."""
+        """Name the rules that the run was too short for, and keep what they remember: a continued run is judged as one."""
+        if sentence := too_few_steps(self.watcher.not_judged()):
+            self._probe.at_end(sentence)
         if self._probe.writer is not None:
             self._probe.report(keep_state(self.watcher, self._state_file()))
 

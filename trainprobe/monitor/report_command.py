@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from trainprobe.monitor.report.from_run import collect_histories, view_of
 from trainprobe.monitor.report.run_view import RunView
 from trainprobe.monitor.run_folder import read_findings, read_frames
 from trainprobe.monitor.two_runs import add_run, departures, first_departure
-from trainprobe.monitor.watcher import judge_frames
+from trainprobe.monitor.watcher import judge_run
 
 
 def report(
@@ -56,12 +57,15 @@ def report(
     recorded = read_findings(folder)
     judged = judge or not of_rules(recorded)
     frames = collect_histories(read_frames(folder), histories)
-    found = [in_folder(f, origin(folder)) for f in judge_frames(frames, make_rules(None) if judged else {})]
+    judged_now, too_short = judge_run(frames, make_rules(None) if judged else {})
+    found = [in_folder(finding, origin(folder)) for finding in judged_now]
     findings = found if judge else [*recorded, *found]
     by = ["the run itself"] if recorded and not judge else []
     by += ["rules applied when this page was written"] if judged else []
     meta = {"findings by": ", ".join(by)}
     view = view_of(title or folder.resolve().name, histories, findings, meta)
+    if too_short:
+        view = replace(view, notes=(*view.notes, too_short))
     console = Console(highlight=False, soft_wrap=True)
     if beside is not None:
         view = _with_another_run(view, histories, run_folder(beside), floor and run_folder(floor), console)

@@ -21,6 +21,7 @@ from trainprobe.monitor.rules import RuleOptions, load_rule
 from trainprobe.monitor.scalar_names import role_of
 
 FORMAT = 1
+_STEPS = "collected steps"  # in the memory of each rule
 
 
 class Watcher:
@@ -48,7 +49,9 @@ class Watcher:
         return found
 
     def _judge_by(self, name: str, frame: Frame) -> list[Finding]:
-        fresh = self._checks[name](frame, self.memories[name], self.rules[name])
+        memory = self.memories[name]
+        memory.numbers[_STEPS] = memory.numbers.get(_STEPS, 0.0) + 1
+        fresh = self._checks[name](frame, memory, self.rules[name])
         lasts = getattr(load_rule(name), "lasts", None)
         if lasts is not None:
             self._follow(name, fresh, lasts(self.memories[name]), frame.step)
@@ -62,6 +65,15 @@ class Watcher:
             self._last[rule] = self.count(self._last[rule], step)
         else:
             self._last.pop(rule, None)
+
+    def not_judged(self) -> dict[str, int]:
+        """Return the rules that the run was too short for, with how many more collected steps each needs.
+
+        Rules whose findings are notes only are left out.
+        """
+        seen = {name: int(self.memories[name].numbers.get(_STEPS, 0)) for name in self.rules}
+        needs = {name: rule.needs() for name, rule in self.rules.items() if rule.severity != "info"}
+        return {name: need - seen[name] for name, need in sorted(needs.items()) if need > seen[name] > 0}
 
     def change(self, rules: Mapping[str, RuleOptions]) -> None:
         """Judge by these rules from now on; those that go on judging keep what they remember."""
@@ -129,9 +141,15 @@ def resume_state(watcher: Watcher, path: Path) -> Finding | None:
 
 
 def judge_frames(frames: Iterable[Frame], rules: Mapping[str, RuleOptions]) -> list[Finding]:
+    """Return what the rules find in a recorded run; see `judge_run`."""
+    return judge_run(frames, rules)[0]
+
+
+def judge_run(frames: Iterable[Frame], rules: Mapping[str, RuleOptions]) -> tuple[list[Finding], str]:
     """Judge a recorded run of one or several ranks: frames in any order of ranks, each rank's own in order of steps.
 
-    The frames of one rank share one `SeriesTable`.
+    The frames of one rank share one `SeriesTable`. Return the findings, and a sentence on the rules that the run is too short
+    for on every rank, or "".
     """
     watchers: dict[int, Watcher] = {}
     found: list[Finding] = []
@@ -140,10 +158,24 @@ def judge_frames(frames: Iterable[Frame], rules: Mapping[str, RuleOptions]) -> l
         return list(recount(found, seen, step).values())
 
     for frame in frames:
-        watcher = watchers.setdefault(frame.place.rank, Watcher(rules))
-        watcher.count = count
+        watcher = watchers.get(frame.place.rank)
+        if watcher is None:
+            watcher = watchers[frame.place.rank] = Watcher(rules)
+            watcher.count = count
         found += watcher.judge(frame)
-    return in_order(found)
+    longest = min(
+        (watcher.not_judged() for watcher in watchers.values()), key=lambda missing: sum(missing.values()), default={}
+    )
+    return in_order(found), too_few_steps(longest)
+
+
+def too_few_steps(missing: Mapping[str, int]) -> str:
+    """Return one sentence on what `Watcher.not_judged` returned; "" for nothing."""
+    if not missing:
+        return ""
+    return (
+        f"Not judged by rules that need more collected steps: {', '.join(f'{name} ({n} more)' for name, n in missing.items())}."
+    )
 
 
 def causes(findings: Iterable[Finding]) -> list[Finding]:

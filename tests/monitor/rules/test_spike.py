@@ -67,8 +67,23 @@ def test_the_gradient_of_one_parameter_is_a_spike_only_far_above_all_that_is_rem
     assert len(bench.feed(*grads({"w": 1.0}))) == 0
 
 
-def test_nothing_is_a_spike_before_the_warm_up():
+def test_a_height_that_was_there_before_is_no_spike_before_the_warm_up():
     bench = Bench("spike")
     for step in range(60):
         bench.feed(loss=1.0 if step % 10 else 1e6)
     assert bench.found == []
+
+
+@pytest.mark.parametrize(("step", "height", "spikes"), [(10, 1e4, 0), (30, 500.0, 0), (30, 1e4, 1), (63, 1e4, 1)])
+def test_before_the_warm_up_only_a_jump_far_above_all_before_is_a_spike(step, height, spikes):
+    bench, rng = Bench("spike"), np.random.default_rng(0)
+    for _ in range(step):
+        bench.feed(*grads({"w": noisy(rng), "v": noisy(rng)}))
+    found = bench.feed(*grads({"w": height, "v": 1.0}))
+    assert [f.site.name for f in found] == ["w"] * spikes
+
+
+def test_an_early_spike_does_not_hide_the_next():
+    bench, rng = Bench("spike"), np.random.default_rng(0)
+    hits = [step for step in range(120) if bench.feed(*grads({"w": 1e4 if step in (30, 100) else noisy(rng)}))]
+    assert hits == [30, 100]

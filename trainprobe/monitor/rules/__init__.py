@@ -53,6 +53,10 @@ class RuleOptions(BaseModel):
     def _check_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return parse_names(value).patterns
 
+    def needs(self) -> int:
+        """Return how many steps must be collected until the rule can find something."""
+        return 1
+
 
 class Rule(Protocol):
     """What the module of a rule holds."""

@@ -26,6 +26,10 @@ class Options(RuleOptions):
     patience: int = 20
     """At how many collected steps in a row it must have been dead."""
 
+    def needs(self) -> int:
+        """Return how many steps must be collected until the rule can find something."""
+        return self.patience
+
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Find outputs and gradients that have been zero for too long."""

@@ -46,6 +46,10 @@ class Options(RuleOptions):
     patience: int = 16
     """For how many collected steps the level must have left."""
 
+    def needs(self) -> int:
+        """Return how many steps must be collected until the rule can find something."""
+        return self.warmup + self.patience
+
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Find the series whose recent level has left its long-term level."""

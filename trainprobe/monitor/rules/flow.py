@@ -35,6 +35,10 @@ class Options(RuleOptions):
     patience: int = 10
     """At how many collected steps in a row it must have been broken."""
 
+    def needs(self) -> int:
+        """Return how many steps must be collected until the rule can find something."""
+        return self.patience
+
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Fit each family of layers and find the ones whose gradient explodes or vanishes."""

@@ -37,6 +37,10 @@ class Options(RuleOptions):
     patience_short: int = 100
     """The same for parameters of 16 bits that have moved before."""
 
+    def needs(self) -> int:
+        """Return how many steps must be collected until the rule can find something."""
+        return self.patience + 1
+
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Find parameters that have not moved for too long."""

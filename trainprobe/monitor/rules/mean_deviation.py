@@ -31,6 +31,10 @@ class Options(RuleOptions):
     warmup: int = 20
     """How many values of a series pass before it is judged."""
 
+    def needs(self) -> int:
+        """Return how many steps must be collected until the rule can find something."""
+        return self.warmup + 1
+
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Find values that deviate from their running mean; one finding a step, with the largest."""

@@ -30,6 +30,10 @@ class Options(RuleOptions):
     least: float = 0.002
     """The share by which the newer half must be lower."""
 
+    def needs(self) -> int:
+        """Return how many steps must be collected until the rule can find something."""
+        return self.window
+
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Compare the two halves of the window from time to time."""

@@ -8,10 +8,10 @@ and a spike is z > `z` with value / median > r = `ratio` (`loss_ratio` for the l
 of the last four values by a factor of sqrt(r), so that a climb, as at the end of a warm-up, is no spike. The gradient of a
 single parameter has heavy tails: in 60 healthy trainings of small batches it was seen at 143 times its median and 16 times
 the largest of the last 128 values while the loss did not move. It is a spike only above `parameter_ratio` times the largest
-value of the window. Nothing is judged before `warmup` values. A spike enters the history clipped to the alarm line, so that
-one bad value does not poison it and a lasting change of level is learnt. Median and MAD are renewed every eighth value.
-Spikes less than eight collected steps apart are one event, reported once, and again when one is four times higher than what was
-reported.
+value of the window. Before `warmup` values only a jump that needs no statistics is a spike: after `early` values, one of more
+than `early_ratio` times the largest value so far. A spike enters the history clipped to the alarm line, so that one bad value
+does not poison it and a lasting change of level is learnt. Median and MAD are renewed every eighth value. Spikes less than
+eight collected steps apart are one event, reported once, and again when one is four times higher than what was reported.
 
 Sources: the modified z-score of Iglewicz and Hoaglin (1993); spike rules of OLMo (6 standard deviations over 128 steps)
 and ZClip (Kumar et al., 2025), here with robust estimates.
@@ -49,7 +49,15 @@ class Options(RuleOptions):
     window: int = 128
     """How many collected steps are remembered."""
     warmup: int = 64
-    """How many collected steps pass before anything is judged."""
+    """How many values of a series are collected before it is judged by its own level."""
+    early: int = 16
+    """How many values of a series are collected before it is judged at all."""
+    early_ratio: float = 1000.0
+    """Before `warmup`, a spike is more than so many times the largest value so far."""
+
+    def needs(self) -> int:
+        """Return how many steps must be collected until a series is judged by its own level."""
+        return self.warmup + 1
 
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
@@ -69,6 +77,12 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     risen = jumped
     jumped = _above_the_largest(frame, memory, options, places, rows, x, jumped)
     clipped = np.where(known, np.minimum(x, middle + options.z * spread), x)
+    if not known.all():
+        highest = memory.array("highest", fill=-np.inf)[rows]
+        early = usable & ~known & (count >= options.early) & (x - highest > np.log(options.early_ratio))
+        jumped, risen, clipped = jumped | early, risen | early, np.where(early, highest, clipped)
+        middle = np.where(known, middle, highest)
+        memory.array("highest")[rows[usable]] = np.maximum(highest, clipped)[usable]
     _remember(memory, options, rows[usable], clipped[usable], x[usable])
     worst = int(np.argmax(np.where(jumped, x - middle, -np.inf)))
     event = memory.row("event")
@@ -76,7 +90,8 @@ def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     if not jumped.any() or (not begins and x[worst] - middle[worst] < memory.numbers["height"] + np.log(ESCALATION)):
         return []
     memory.numbers["height"] = float(x[worst] - middle[worst])
-    return [_finding(frame, options, int(places[worst]), float(np.exp(middle[worst])), float(z[worst]), places[risen])]
+    robust = float(z[worst]) if known[worst] else None
+    return [_finding(frame, options, int(places[worst]), float(np.exp(middle[worst])), robust, places[risen])]
 
 
 @cache
@@ -132,14 +147,15 @@ def _median(x: F64) -> F64:
     return (ordered[row, last // 2] + ordered[row, (last + 1) // 2]) / 2
 
 
-def _finding(frame: Frame, options: Options, place: int, usual: float, z: float, risen: I64) -> Finding:
+def _finding(frame: Frame, options: Options, place: int, usual: float, z: float | None, risen: I64) -> Finding:
+    """Return the finding. usual: the median, or the largest value so far where there is no robust z-score yet."""
     series, value = frame.table.series[frame.at[place]], float(frame.values[place])
+    compared = f"the largest so far, {usual:.4g}" if z is None else f"its usual {usual:.4g} (robust z = {z:.1f})"
     others = f"; {risen.size - 1} other series jumped with it" if risen.size > 1 else ""
     return Finding(
         rule="spike",
         severity=options.severity,
-        message=f"{series} jumped to {value:.4g}, {abs(value) / usual:.3g} times its usual {usual:.4g} "
-        f"(robust z = {z:.1f}){others}",
+        message=f"{series} jumped to {value:.4g}, {abs(value) / usual:.3g} times {compared}{others}",
         step=frame.step,
         place=frame.place,
         site=series.address.site(),

@@ -34,6 +34,10 @@ class Options(RuleOptions):
     patience: int = 3
     """At how many collected steps in a row it must be out of range; twenty times as many on the lower side."""
 
+    def needs(self) -> int:
+        """Return how many steps must be collected until the rule can find something."""
+        return self.warmup + self.patience
+
 
 def check(frame: Frame, memory: Memory, options: Options) -> list[Finding]:
     """Find parameters whose update is out of range."""
