@@ -11,6 +11,7 @@ from trainprobe.cli import main
 from trainprobe.engine.core.console import PRINTED_PER_RULE, Console
 from trainprobe.engine.core.records import Finding, Place, Site
 from trainprobe.monitor.plan import make_rules
+from trainprobe.monitor.program import OF_THE_LOSS
 from trainprobe.monitor.run_folder import read_findings, read_frames
 from trainprobe.monitor.watcher import judge_frames
 
@@ -21,8 +22,8 @@ def train(probe, model, steps=3):
             model(torch.ones(2, 3)).sum().backward()
 
 
-def train_with_a_nan(folder, at, steps=4, **plan):
-    """Train some steps of which the batch of one holds a NaN; return the probe."""
+def train_with_a_nan(folder, at, steps=4, notes=True, **plan):
+    """Train some steps, the loss noted, of which the batch of one holds a NaN; return the probe."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -32,8 +33,11 @@ def train_with_a_nan(folder, at, steps=4, **plan):
                 x = torch.ones(2, 3)
                 x[0, 0] = float("nan") if i == at else 1.0
                 optimizer.zero_grad()
-                model(x).square().mean().backward()
+                loss = model(x).square().mean()
+                loss.backward()
                 optimizer.step()
+                if notes:
+                    probe.note("loss", loss)
     return probe
 
 
@@ -74,6 +78,12 @@ def test_a_healthy_run_says_so_in_one_line_and_names_the_rules_that_it_was_too_s
     assert capfd.readouterr().err == f"trainprobe: 70 steps watched, no findings; log in {tmp_path / 'out'}. {missing}\n"
     main(["judge", str(tmp_path / "out")])
     assert capfd.readouterr().out == f"70 steps of 1 rank, 10 rules: nothing found. {missing}\n"
+
+
+@pytest.mark.parametrize(("rules", "said"), [({}, 1), (dict.fromkeys(OF_THE_LOSS, False), 0)])
+def test_a_loss_that_rules_would_judge_and_no_step_recorded_is_said(capfd, tmp_path, rules, said):
+    train_with_a_nan(tmp_path / "out", at=None, steps=70, notes=False, monitor={"rules": rules})
+    assert capfd.readouterr().err.count('Not judged: the loss, which no step recorded (`probe.note("loss", loss)`') == said
 
 
 def test_a_run_that_every_rule_has_judged_says_no_more(capfd, tmp_path):

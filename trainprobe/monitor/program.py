@@ -15,6 +15,8 @@ from trainprobe.monitor.chosen_calls import chosen_calls
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.watcher import Watcher, keep_state, resume_state, too_few_steps
 
+OF_THE_LOSS = frozenset({"blow_up", "drift", "plateau", "spike"})  # rules that judge it
+
 
 class MonitorProgram(Program):
     """See the module text. plan: the `monitor` section of a plan."""
@@ -63,8 +65,9 @@ class MonitorProgram(Program):
 
     def closing(self) -> None:
         """Name the rules that the run was too short for, and keep what they remember: a continued run is judged as one."""
-        if sentence := too_few_steps(self.watcher.not_judged()):
-            self._probe.at_end(sentence)
+        for sentence in (self._loss_unknown(), too_few_steps(self.watcher.not_judged())):
+            if sentence:
+                self._probe.at_end(sentence)
         if self._probe.writer is not None:
             self._probe.report(keep_state(self.watcher, self._state_file()))
 
@@ -76,6 +79,13 @@ class MonitorProgram(Program):
     def go_on_from(self, step: int) -> None:
         """Go on from what was kept with the checkpoint of this step; the rules stay as they are where nothing was."""
         self._probe.report(resume_state(self.watcher, self._state_file(f"rules_step{step}.json")))
+
+    def _loss_unknown(self) -> str:
+        """Return what to say where rules would judge the loss and no step had one; only the last pipeline stage has it."""
+        stages = self._probe.place.axes.get("pp", (0, 1))[1]
+        if self.watcher.knows_loss or stages > 1 or not self._probe.collected or not OF_THE_LOSS & self.plan.rules.keys():
+            return ""
+        return 'Not judged: the loss, which no step recorded (`probe.note("loss", loss)` records it).'
 
     def _state_file(self, name: str = "monitor_state.json") -> Path:
         return self._probe.plan.output / f"rank{self._probe.place.rank}" / name

@@ -18,7 +18,7 @@ from trainprobe.monitor.audit.relations import STAGES, load_relation, relation_n
 from trainprobe.monitor.frames import Frame, SeriesTable, frame_of_step
 from trainprobe.monitor.memory import Memory
 from trainprobe.monitor.rules import RuleOptions, load_rule
-from trainprobe.monitor.scalar_names import role_of
+from trainprobe.monitor.scalar_names import role_of, scalar
 
 FORMAT = 1
 _STEPS = "collected steps"  # in the memory of each rule
@@ -34,6 +34,7 @@ class Watcher:
         self._checks = {name: load_rule(name).check for name in rules}
         self.count: Count = counted_all  # findings that hold at one more step
         self.part: Part = simply  # runs one rule
+        self.knows_loss = False  # whether a judged step had one
         self._last: dict[str, list[Finding]] = {}  # rule → what it reported last, while that lasts
 
     def __call__(self, step_data: StepData) -> list[Finding]:
@@ -43,6 +44,7 @@ class Watcher:
     def judge(self, frame: Frame) -> list[Finding]:
         """Judge one frame. A step that an error cut short is looked at for non-finite values only."""
         names = self._checks if frame.complete else [name for name in self._checks if name == "nonfinite"]
+        self.knows_loss = self.knows_loss or scalar(frame.scalars, "loss") is not None
         found: list[Finding] = []
         for name in names:
             found += self.part(f"the rule {name}", self._judge_by, name, frame) or ()
