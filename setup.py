@@ -14,6 +14,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("trainprobe/engine/arrays/native")
+SCHEMA = "trainprobe/engine/stats/partials.py"
 KERNEL = ("module.c", "rows.c", "kernels.c", "fingerprint.c", "crc32.c", "pool.c")
 TAPE = (
     "objects.c",
@@ -40,6 +41,7 @@ TAPE = (
     "step_journal.c",
     "structure.c",
 )
+HEADERS = ("reduce.h", "sweeps.h", "asked.h", "objects.h", "native_tape.h", "module_watch.h")
 FLAGS = [] if sys.platform == "win32" else ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]
 
 
@@ -56,12 +58,20 @@ class BuildParts(build_ext):
 
 
 def row_layout() -> list[tuple[str, str | None]]:
-    """Return the number of columns of a row of partials and the flags, as engine/stats/partials.py defines them."""
-    tree = ast.parse(Path("trainprobe/engine/stats/partials.py").read_text(encoding="utf-8"))
+    """Return the flags, the columns of a row of partials and what each is computed with, as engine/stats/partials.py has them."""
+    tree = ast.parse(Path(SCHEMA).read_text(encoding="utf-8"))
     given = {ast.unparse(node.targets[0]).strip("()"): node.value for node in tree.body if isinstance(node, ast.Assign)}
     names = next(names for names in given if names.startswith("STATS, "))
     flags = zip(names.split(", "), ast.literal_eval(given[names]), strict=True)
-    return [("COLUMNS", str(len(ast.literal_eval(given["PARTIALS"])))), *((name, str(bit)) for name, bit in flags)]
+    columns = ast.literal_eval(given["PARTIALS"])
+    table = given["COMPUTED_WITH"]
+    with_flags = dict(zip(map(ast.literal_eval, table.keys), map(ast.unparse, table.values), strict=True))
+    return [
+        *((name, str(bit)) for name, bit in flags),
+        *((f"AT_{name}", str(i)) for i, name in enumerate(columns)),
+        ("COLUMNS", str(len(columns))),
+        ("COMPUTED_WITH", f"{{{', '.join(with_flags.get(name, 'STATS') for name in columns)}}}"),
+    ]
 
 
 setup(
@@ -70,7 +80,7 @@ setup(
         Extension(
             "trainprobe._native",
             sources=[str(NATIVE / name) for name in (*KERNEL, *TAPE)],
-            depends=[str(NATIVE / name) for name in ("reduce.h", "sweeps.h", "objects.h", "native_tape.h", "module_watch.h")],
+            depends=[SCHEMA, *(str(NATIVE / name) for name in HEADERS)],
             define_macros=row_layout(),
             extra_compile_args=FLAGS,
             libraries=[] if sys.platform == "win32" else ["m", "pthread"],

@@ -22,7 +22,7 @@ from trainprobe.engine.core.records import Feature, Place, Record, StepData
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.plan.selection import Names
 from trainprobe.engine.stats import finish
-from trainprobe.engine.stats.partials import all_finite, column
+from trainprobe.engine.stats.partials import all_finite, column, known
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -199,10 +199,11 @@ def _with_features(table: SeriesTable, at: I64, values: F64, features: Sequence[
 
 
 def _entries(step_data: StepData, table: SeriesTable) -> tuple[I64, I64]:
-    """Return address and row of every value of a step that has elements, in the order of execution, [n] each."""
+    """Return address and row of every value of a step that has numbers, in the order of execution, [n] each."""
     addresses, rows = layout_of(step_data).derived(table, lambda: _number_addresses(step_data, table))
     there = rows >= 0
-    there[there] = column(step_data.partials, "count")[rows[there]] > 0
+    partials = step_data.partials[rows[there]]
+    there[there] = known(partials, "nan") & (column(partials, "count") > 0)
     return (addresses, rows) if there.all() else (addresses[there], rows[there])
 
 

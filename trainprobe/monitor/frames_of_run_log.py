@@ -82,7 +82,8 @@ class _Segment:
         self._value = _numbers(table["value"], np.nan)
         self._kind = {name: self._codes["kind"] == _index(self._words["kind"], name) for name in _NO_VALUE}
         self._has_address = ~np.any([rows for kind, rows in self._kind.items() if kind != "feature"], axis=0)
-        self._is_value = (_numbers(table["count"], 0) > 0) & self._has_address & ~self._kind["feature"]
+        counted = table["nan"].is_valid().to_numpy() & (_numbers(table["count"], 0) > 0)
+        self._is_value = counted & self._has_address & ~self._kind["feature"]
         self._addresses = self._number_addresses()
         self._health = health_of(*(_numbers(table[name], 0) for name in ("neginf", "posinf", "nan")))
         self._statistics = _statistics(table)

@@ -28,11 +28,12 @@ def test_std_and_mean_are_those_of_numpy(numbers: list[float]) -> None:
     assert got["std"][0] == pytest.approx(x.std(ddof=1), rel=1e-9, abs=1e-9 * (1 + np.abs(x).max()))
 
 
-def test_std_is_unknown_of_a_row_that_was_reduced_without_it() -> None:
+@pytest.mark.parametrize("statistic", ["std", "sublow"])
+def test_a_statistic_is_unknown_of_a_row_that_was_reduced_without_it(statistic: str) -> None:
     rows = TorchStatsRows(STATS)
     for t in (torch.tensor([1.0, 2.0]), torch.tensor([3.0, 3.0])):
         rows.add(t)
-    np.testing.assert_array_equal(finish(rows.drain()[0], ["std"])["std"], [np.nan, 0.0])
+    np.testing.assert_array_equal(finish(rows.drain()[0], [statistic])[statistic], [np.nan, np.nan])
 
 
 def test_zeros_beside_the_tiny_keep_the_norm_of_the_tiny() -> None:

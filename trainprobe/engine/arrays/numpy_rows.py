@@ -18,10 +18,13 @@ import numpy.typing as npt
 
 from trainprobe.compiled import native
 from trainprobe.engine.stats.checksum import fingerprint
-from trainprobe.engine.stats.partials import CHECKSUM, CRC32, DEVIATIONS, PARTIALS, SUBNORMAL
+from trainprobe.engine.stats.partials import CHECKSUM, COMPUTED_WITH, CRC32, DEVIATIONS, PARTIALS, SUBNORMAL, uncomputed
 
 _CODES: dict[str, int] = dict(native.DTYPES) if native is not None else {}
-_SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
+_SMALLEST = {
+    **{"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022},
+    **{"complex64": 2.0**-126, "complex128": 2.0**-1022},
+}
 _LARGE, _SMALL, _SHIFT = 2.0**480, 2.0**-480, 600
 
 
@@ -131,12 +134,14 @@ def reduce_row(array: npt.NDArray[Any], dtype: str, flags: int) -> npt.NDArray[n
     kept = x[finite]
     row["sum"] = _sum(exact, kept, dtype)
     row["sumsq"], row["exponent"] = _squares(kept, dtype)
-    for name, (flag, power) in DEVIATIONS.items():
-        if flags & flag and kept.size:
+    for name, power in DEVIATIONS.items():
+        if COMPUTED_WITH[name] & ~flags == 0 and kept.size:
             row[name] = float(((kept - row["sum"] / kept.size) ** power).sum())
     if flags & SUBNORMAL and dtype in _SMALLEST:
         row["subnormal"] = float(((np.abs(kept) < _SMALLEST[dtype]) & (kept != 0)).sum())
-    return np.array([row[name] for name in PARTIALS])
+    found = np.array([row[name] for name in PARTIALS])
+    found[[*uncomputed(flags)]] = np.nan
+    return found
 
 
 def _sum(exact: npt.NDArray[Any], kept: npt.NDArray[np.float64], dtype: str) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainprobe.engine.arrays.torch_checksum import fingerprint_of_chunk
 from trainprobe.engine.arrays.torch_chunks import chunks
-from trainprobe.engine.stats.partials import CHECKSUM, CHUNK, PARTIALS, STATS, STD, SUBNORMAL, WIDTH
+from trainprobe.engine.stats.partials import CHECKSUM, CHUNK, PARTIALS, STATS, STD, SUBNORMAL, WIDTH, uncomputed
 
 _LOW = 0xFFFFFFFF
 _UNSIGNED = {torch.uint16: (torch.int16, 0xFFFF), torch.uint32: (torch.int32, _LOW)}
@@ -68,6 +68,8 @@ def reduce_tensor(t: Tensor, flags: int) -> tuple[Tensor, Tensor | None]:
         row = _merge_parts(torch.stack(parts), t.numel(), bool(flags & STD)) if parts else _empty_row(t)
         if exact:
             row[PARTIALS.index("sum")] = _exact_sum(torch.stack(exact))
+        for at in uncomputed(flags):
+            row[at] = torch.nan
         return row, total
 
 
@@ -82,6 +84,7 @@ def write_row(t: Tensor, flags: int, row: Tensor) -> None:
 
 def _empty_row(t: Tensor) -> Tensor:
     row = torch.zeros(WIDTH, dtype=accumulator(t.device), device=t.device)
+    row[PARTIALS.index("count")] = t.numel()
     row[PARTIALS.index("min")], row[PARTIALS.index("max")] = torch.inf, -torch.inf
     return row
 

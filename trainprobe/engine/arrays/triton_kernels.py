@@ -306,7 +306,6 @@ def _write_row(row, part, count, blocks, sort: tl.constexpr, flags: tl.constexpr
         total, lost = tl.sum(s, 0), tl.sum(c, 0)
         squares_sum, squares_lost, shared_all = tl.sum(q, 0), tl.sum(qc, 0), 0.0
     total = tl.where(tl.abs(total) < float("inf"), total + lost, total)
-    tl.store(row + ROW_COUNT, count.to(tl.float64))
     tl.store(row + ROW_NAN, _added(part, NAN, blocks, levels))
     tl.store(row + ROW_POSINF, _added(part, POSINF, blocks, levels))
     tl.store(row + ROW_NEGINF, _added(part, NEGINF, blocks, levels))
@@ -315,11 +314,11 @@ def _write_row(row, part, count, blocks, sort: tl.constexpr, flags: tl.constexpr
     tl.store(row + ROW_MAX, tl.max(high, 0) + 0.0)
     tl.store(row + ROW_SUM, _exact_sum(part, blocks, levels) if sort == EXACT else total)
     tl.store(row + ROW_SUMSQ, squares_sum + squares_lost)
-    if STD & flags:
-        tl.store(row + ROW_M2, _spread(part, total, blocks, levels))
     tl.store(row + ROW_EXPONENT, shared_all)
-    if SUBNORMAL & flags:
-        tl.store(row + ROW_BELOW, _added(part, BELOW, blocks, levels))
+    tl.store(
+        row + ROW_M2, _spread(part, total, blocks, levels) if STD & flags else float("nan")
+    )  # unknown, where not asked for
+    tl.store(row + ROW_BELOW, _added(part, BELOW, blocks, levels) if SUBNORMAL & flags else float("nan"))
 
 
 @triton.jit
@@ -345,8 +344,10 @@ def merge_parts(
     if CHECKSUM & flags:
         tl.store(integers + ROW, _integers(part, FINGERPRINT, blocks, levels))
     numbers = row.to(tl.pointer_type(tl.float64))
+    tl.store(numbers + ROW_COUNT, count.to(tl.float64))
     if STATS & flags:
         _write_row(numbers, part, count, blocks, sort, flags, levels)
     else:
-        tl.store(numbers + ROW_MIN, float("inf"))
-        tl.store(numbers + ROW_MAX, float("-inf"))
+        for column in tl.static_range(ROW):
+            if column != ROW_COUNT:
+                tl.store(numbers + column, float("nan"))

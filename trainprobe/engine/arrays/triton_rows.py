@@ -326,7 +326,7 @@ def difference(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64], magnitudes: b
             np.sqrt(columns["count"] * columns["sumsq"]) * np.exp2(columns["exponent"]) * 2.0**-40
         )
         allowed[:, PARTIALS.index("sumsq")] = squares
-        for name, (_, power) in DEVIATIONS.items():
+        for name, power in DEVIATIONS.items():
             allowed[:, PARTIALS.index(name)] = (np.sqrt(columns["sumsq"]) * np.exp2(columns["exponent"])) ** power * 2.0**-40
         if magnitudes:
             allowed[:, [PARTIALS.index("min"), PARTIALS.index("max")]] = (

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call, Phase, Record, Site, Step, StepData, Value
-from trainprobe.engine.stats.partials import column
+from trainprobe.engine.stats.partials import column, known
 
 # side of a call → first part of the slot of the values in it, for each sort of call
 FORWARD = (("args", "input"), ("kwargs", "kwargs"), ("params", "parameters"), ("out", "output"))
@@ -163,22 +163,35 @@ def numbers_of_rows(step_data: StepData) -> dict[str, list[Any]]:
     "checksum" is the 64-bit fingerprint and "crc32" what existing files call md5, both whole numbers.
     """
     columns: dict[str, list[Any]] = {}
-    nothing = None if isinstance(step_data, StoredStepData) else column(step_data.partials, "count") == 0
     for name, array in step_data.numbers().items():
         columns[name] = array.tolist()
-        absent = step_data.absent[name] if isinstance(step_data, StoredStepData) else nothing
-        for row in np.flatnonzero(absent).tolist() if absent is not None else ():
+        for row in np.flatnonzero(unknown(step_data, name)).tolist():
             columns[name][row] = None
     if step_data.checksums is not None:
         columns["checksum"] = step_data.checksums.tolist()
-        unasked = (step_data.checksums == 0) & (column(step_data.partials, "count") > 0)
-        for row in np.flatnonzero(step_data.absent["checksum"] if isinstance(step_data, StoredStepData) else unasked).tolist():
+        for row in np.flatnonzero(~fingerprinted(step_data)).tolist():
             columns["checksum"][row] = None
     if step_data.crc32:
         columns["crc32"] = [None] * len(step_data.partials)
         for row, text in step_data.crc32.items():
             columns["crc32"][row] = int(text, 16)
     return columns
+
+
+def unknown(step_data: StepData, statistic: str) -> npt.NDArray[np.bool_]:
+    """Tell the rows of which a statistic is not known: nothing was reduced, not to this, or nothing is there."""
+    if isinstance(step_data, StoredStepData):
+        return step_data.absent[statistic]
+    return ~known(step_data.partials, statistic) | (column(step_data.partials, "count") == 0)
+
+
+def fingerprinted(step_data: StepData) -> npt.NDArray[np.bool_]:
+    """Tell the rows of which a fingerprint is known: it was taken, or there are no elements, whose fingerprint is 0."""
+    if step_data.checksums is None:
+        return np.zeros(len(step_data.partials), bool)
+    if isinstance(step_data, StoredStepData):
+        return ~step_data.absent["checksum"]
+    return (step_data.checksums != 0) | (column(step_data.partials, "count") == 0)
 
 
 def _site(call: Call, slot: str) -> Site:

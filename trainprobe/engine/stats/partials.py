@@ -1,15 +1,16 @@
-"""The partials of a tensor, and how they become numbers.
+"""The partials of a tensor, and how they become numbers. This is the only place where their names, flags and meanings stand.
 
-A device reduces a tensor to one row of float64 partials; the host finishes them. Columns, in order: see `PARTIALS`.
+A device reduces a tensor to one row of float64 partials; the host finishes them. Columns, in order: see `PARTIALS`. A column
+that the flags of the reduction did not ask for is NaN, which no computed count is: unknown, and not 0 (see `COMPUTED_WITH`).
 Non-finite elements are counted separately, so that one NaN does not hide the rest:
 
-* count: elements; nan, posinf, neginf, zero: how many of each
+* count: elements, known of every row; nan, posinf, neginf, zero: how many of each
 * min, max: over the elements that are not NaN (+inf and -inf when there is none); a zero has no sign here
 * sum, sumsq: over the finite elements, accumulated in float64 (float64 input: compensated)
-* m2: sum of squared deviations from the mean of the finite elements, 0 without the flag STD
+* m2: sum of squared deviations from the mean of the finite elements
 * exponent: true sum of squares = sumsq · 4^exponent, non-zero only where float64 squares could leave the range: 600 when
   the largest magnitude is above 2^480, -600 when it is below 2^-480
-* subnormal: finite non-zero elements below the dtype's smallest normal number, 0 without the flag SUBNORMAL
+* subnormal: finite non-zero elements below the dtype's smallest normal number; 0 for a dtype that has none, such as integers
 
 Complex elements enter by their magnitude; bool as 0 and 1.
 """
@@ -17,9 +18,9 @@ Complex elements enter by their magnitude; bool as 0 and 1.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,19 +36,48 @@ CHUNK = (
 )
 CHUNK_INTEGERS = ("fingerprint", "upper", "lower")
 STATS, CHECKSUM, STD, CRC32, SUBNORMAL = 1, 2, 4, 8, 16
-# statistics that are computed only where a plan names them, by their flags
-ASKED = {"std": STD, "sublow": SUBNORMAL}
-# sums of powers of the deviations from the mean of the finite elements: column → its flag and the power
-DEVIATIONS = {"m2": (STD, 2)}
+# column → the flags that it is computed with, STATS alone where it is not named here
+COMPUTED_WITH = {"count": 0, "m2": STATS | STD, "subnormal": STATS | SUBNORMAL}
+# sums of powers of the deviations from the mean of the finite elements: column → the power
+DEVIATIONS = {"m2": 2}
 # the power of a factor by which a column changes when the tensor is multiplied by it; columns that are not here stay the same
 POWERS = {"min": 1, "max": 1, "sum": 1, "sumsq": 2, "m2": 2}
 _AT = {name: i for i, name in enumerate(PARTIALS)}
 F64 = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+StatisticName: TypeAlias = Literal["max", "min", "mean", "norm", "std", "absmax", "nan", "inf", "zero", "sublow", "count"]
+
+
+class Asked(NamedTuple):
+    """A statistic that is computed only where a plan names it.
+
+    partial: the column that is NaN where it was not computed. column, whole, about: its column in the run log, whether that
+    holds whole numbers, and what it says.
+    """
+
+    partial: str
+    column: str
+    about: str
+    whole: bool = False
+
+
+ASKED = {
+    "std": Asked("m2", "std", "standard deviation with n - 1"),
+    "sublow": Asked("subnormal", "subnormal", "elements below the dtype's smallest normal number", whole=True),
+}
 
 
 def asked_flags(statistics: Iterable[str]) -> int:
     """Return the flags of statistics that are computed only where a plan names them; other names have none."""
-    return reduce(or_, (ASKED.get(name, 0) for name in statistics), 0)
+    return reduce(or_, (COMPUTED_WITH[ASKED[name].partial] for name in statistics if name in ASKED), 0) & ~STATS
+
+
+@cache
+def uncomputed(flags: int) -> tuple[int, ...]:
+    """Return the numbers of the columns that a reduction with these flags leaves unknown."""
+    needed = [COMPUTED_WITH.get(name, STATS) for name in PARTIALS]
+    return tuple(i for i, need in enumerate(needed) if need & flags != need)
 
 
 def column(partials: F64, name: str) -> F64:
@@ -60,9 +90,10 @@ def finite_count(partials: F64) -> F64:
     return column(partials, "count") - column(partials, "nan") - column(partials, "posinf") - column(partials, "neginf")
 
 
-def without_deviations(partials: F64) -> npt.NDArray[np.bool_]:
-    """Tell the rows that were reduced without the flag STD: their elements differ and m2 is 0."""
-    return (column(partials, "m2") == 0) & (column(partials, "min") < column(partials, "max"))
+def known(partials: F64, statistic: str) -> Bools:
+    """Tell the rows of which a statistic was computed."""
+    partial = ASKED[statistic].partial if statistic in ASKED else "count" if statistic == "count" else "nan"
+    return ~np.isnan(column(partials, partial))
 
 
 def _poisoned(partials: F64, value: F64) -> F64:
@@ -93,11 +124,11 @@ def _norm(p: F64) -> F64:
 
 
 def _std(p: F64) -> F64:
-    """Unbiased, as torch.std: sqrt(m2 / (n - 1)); NaN for fewer than two elements, any non-finite one, or without m2."""
+    """Unbiased, as torch.std: sqrt(m2 / (n - 1)); NaN for fewer than two elements or any non-finite one."""
     n = column(p, "count")
     with np.errstate(all="ignore"):
         value = np.sqrt(column(p, "m2") / (n - 1))
-    return np.where((finite_count(p) == n) & (n > 1) & ~without_deviations(p), value, np.nan)
+    return np.where((finite_count(p) == n) & (n > 1), value, np.nan)
 
 
 def _absmax(p: F64) -> F64:
@@ -142,6 +173,9 @@ def all_finite(partials: F64) -> bool:
 
 
 def finish(partials: F64, statistics: Iterable[str] = ("max", "min", "mean", "norm")) -> dict[str, npt.NDArray[Any]]:
-    """Return statistic name → float64 [rows]. A NaN or infinity in the tensor shows in max, min, mean, norm and std."""
+    """Return statistic name → float64 [rows]. A NaN or infinity in the tensor shows in max, min, mean, norm and std.
+
+    NaN too where the statistic is unknown (see `known`).
+    """
     table = _PLAIN if all_finite(partials) and column(partials, "count").all() else STATISTICS
     return {name: table[name](partials) for name in statistics}

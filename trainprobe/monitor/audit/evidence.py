@@ -56,7 +56,10 @@ class Tensors:
     def checksum(self, name: str, slot: str) -> int | None:
         """Return the fingerprint, or None where none was taken."""
         row = self.rows.get((name, slot))
-        return None if row is None or self.checksums is None else int(self.checksums[row])
+        if row is None or self.checksums is None:
+            return None
+        number = int(self.checksums[row])
+        return number if number or self.partials[row, 0] == 0 else None
 
     def half_unit(self, *slots: str) -> float:
         """Return the largest relative rounding of the formats that these slots have, 0 where all have 32 bits or more."""

@@ -18,8 +18,8 @@
 #define NEAR 1024
 #define FAR 8192
 
-/* COLUMNS of a row, and the flags of what is wanted of a tensor (STATS, CHECKSUM, STD, CRC32, SUBNORMAL), come from engine/stats/partials.py:
-   setup.py defines them. */
+/* COLUMNS of a row, where each is (AT_m2), what it is computed with, and the flags of what is wanted of a tensor (STATS, CHECKSUM, STD, CRC32,
+   SUBNORMAL) come from engine/stats/partials.py: setup.py defines them. */
 #ifndef COLUMNS
 #error "build with setup.py, which defines the layout of a row"
 #endif
@@ -32,9 +32,10 @@ enum {
 
 typedef __int128 int128;
 
-/* sum is s + c, sum of squares (q + qc) * 4^exponent; integer_sum is exact and used for 64-bit integers. */
+/* sum is s + c, sum of squares (q + qc) * 4^exponent; integer_sum is exact and used for 64-bit integers. asked: the sums that a flag asks for, by
+   their columns (see asked.h). */
 typedef struct {
-    double count, nan, posinf, neginf, zero, min, max, s, c, q, qc, m2, subnormal;
+    double count, nan, posinf, neginf, zero, min, max, s, c, q, qc, asked[COLUMNS];
     int128 integer_sum;
     uint64_t checksum;
     uint32_t crc;
@@ -64,10 +65,8 @@ typedef struct {
     void (*stats_f64)(const double *x, int64_t n, double scale, int64_t *bad, Part *p);
     void (*clean_f32)(const float *x, float *out, int64_t n, Part *p); /* non-finite to 0, counted */
     void (*clean_f64)(const double *x, double *out, int64_t n, Part *p);
-    double (*m2_f32)(const float *x, int64_t n, double mean); /* all x finite */
-    double (*m2_f64)(const double *x, int64_t n, double mean);
-    double (*subnormal_f32)(const float *x, int64_t n, float tiny);
-    double (*subnormal_f64)(const double *x, int64_t n, double tiny);
+    void (*asked_f32)(const float *x, int64_t n, double mean, double tiny, int flags, Part *p); /* all x finite, others 0 and counted */
+    void (*asked_f64)(const double *x, int64_t n, double mean, double tiny, int flags, Part *p);
     uint64_t (*products)(const uint32_t *x, int64_t n, const uint32_t *low, const uint32_t *high, uint64_t key);
     uint64_t (*row_products)(const uint32_t *x, int64_t rows, int64_t left, uint64_t row);
     void (*keys)(uint64_t place, uint64_t step, int64_t n, uint32_t *low, uint32_t *high);
@@ -88,6 +87,7 @@ void kernels_init(void);
 int kernels_select(const char *name); /* 0 when this machine has that instruction set */
 
 void layout(Job *job, int nd, const int64_t *shape, const int64_t *strides);
+static inline double finite_count(const Part *p) { return p->count - p->nan - p->posinf - p->neginf; }
 void part_clear(Part *p);
 void part_merge(Part *into, const Part *from, int flags, uint64_t from_bytes);
 const char *element_at(const Job *job, int64_t index); /* of the enumeration */

@@ -5,8 +5,12 @@
 
 #include "reduce.h"
 
+#include "asked.h"
+
 #define LINE 64    /* bytes of the cache */
 #define SLICE 1024 /* bytes that are widened at a time */
+
+static const int computed_with[COLUMNS] = COMPUTED_WITH;
 
 typedef struct {
     int64_t size, memory, place;
@@ -81,8 +85,6 @@ static void two_sum(double *s, double *c, double v) {
     *s = t;
 }
 
-static double finite_count(const Part *p) { return p->count - p->nan - p->posinf - p->neginf; }
-
 static void merge_squares(Part *a, const Part *b) {
     if (b->q == 0) return;
     double scale = 1;
@@ -99,17 +101,10 @@ static void merge_squares(Part *a, const Part *b) {
 }
 
 void part_merge(Part *a, const Part *b, int flags, uint64_t bytes_of_b) {
-    if (flags & STD) { /* Chan, Golub and LeVeque (1979) */
-        double na = finite_count(a), nb = finite_count(b);
-        a->m2 += b->m2;
-        if (na > 0 && nb > 0) {
-            double delta = (b->s + b->c) / nb - (a->s + a->c) / na;
-            a->m2 += delta * delta * (na * nb / (na + nb));
-        }
-    }
     if (flags & STATS) {
+        merge_asked(a, b, flags); /* first: it takes the sums and counts of both */
         a->count += b->count, a->nan += b->nan, a->posinf += b->posinf, a->neginf += b->neginf;
-        a->zero += b->zero, a->subnormal += b->subnormal;
+        a->zero += b->zero;
         if (b->min < a->min) a->min = b->min;
         if (b->max > a->max) a->max = b->max;
         two_sum(&a->s, &a->c, b->s);
@@ -124,7 +119,6 @@ void part_merge(Part *a, const Part *b, int flags, uint64_t bytes_of_b) {
 static void stats_single(const float *x, int64_t n, int64_t left, int dtype, int flags, Part *p) {
     float clean[CHUNK];
     kernels.stats_f32(x, n, left, p);
-    if (flags & SUBNORMAL) p->subnormal = kernels.subnormal_f32(x, n, (float)smallest_normal[dtype]);
     if (!(p->q <= DBL_MAX)) {
         Part finite_part;
         kernels.clean_f32(x, clean, n, p);
@@ -132,19 +126,13 @@ static void stats_single(const float *x, int64_t n, int64_t left, int dtype, int
         p->s = finite_part.s, p->q = finite_part.q;
         x = clean;
     }
-    double good = finite_count(p);
-    if (flags & STD && good > 0) {
-        double mean = p->s / good;
-        p->m2 = kernels.m2_f32(x, n, mean);
-        if (good < (double)n) p->m2 -= mean * mean * ((double)n - good); /* only where no std is defined */
-    }
+    kernels.asked_f32(x, n, mean_of(p), smallest_normal[dtype], flags, p);
 }
 
 static void stats_double(const double *x, int64_t n, int dtype, int flags, Part *p) {
     double clean[CHUNK];
     int64_t bad;
     kernels.stats_f64(x, n, 1.0, &bad, p);
-    if (flags & SUBNORMAL) p->subnormal = kernels.subnormal_f64(x, n, smallest_normal[dtype]);
     Part again = *p;
     if (bad) {
         kernels.clean_f64(x, clean, n, p);
@@ -156,12 +144,7 @@ static void stats_double(const double *x, int64_t n, int dtype, int flags, Part 
     if (big < 0x1p-480 && big > 0) p->exponent = -600;
     if (p->exponent) kernels.stats_f64(x, n, ldexp(1.0, -p->exponent), &bad, &again);
     p->s = again.s, p->c = again.c, p->q = again.q, p->qc = again.qc;
-    double good = finite_count(p);
-    if (flags & STD && good > 0) {
-        double mean = (p->s + p->c) / good;
-        p->m2 = kernels.m2_f64(x, n, mean);
-        if (good < (double)n) p->m2 -= mean * mean * ((double)n - good);
-    }
+    kernels.asked_f64(x, n, mean_of(p), smallest_normal[dtype], flags, p);
 }
 
 /* In slices, before each of which as much is asked for of what comes FAR behind it. */
@@ -300,8 +283,12 @@ void part_finish(const Part *p, const Job *job, double *row) {
     double k = job->repeat, sum = isfinite(p->s) ? p->s + p->c : p->s;
     if (job->dtype == D_I64 || job->dtype == D_U64) sum = (double)(p->integer_sum * job->repeats);
     else sum *= k;
+    for (int i = 0; i < COLUMNS; i++) row[i] = p->asked[i] * k;
+    row[AT_count] = (double)job->n * k;
+    row[AT_nan] = p->nan * k, row[AT_posinf] = p->posinf * k, row[AT_neginf] = p->neginf * k, row[AT_zero] = p->zero * k;
     /* + 0.0: a minimum or maximum of zero has no sign, because which of the two zeros came first is no property of a set */
-    double values[COLUMNS] = {p->count * k, p->nan * k, p->posinf * k, p->neginf * k, p->zero * k, p->min + 0.0, p->max + 0.0, sum,
-                              (p->q + p->qc) * k, p->m2 * k, p->exponent, p->subnormal * k};
-    memcpy(row, values, sizeof values);
+    row[AT_min] = p->min + 0.0, row[AT_max] = p->max + 0.0;
+    row[AT_sum] = sum, row[AT_sumsq] = (p->q + p->qc) * k, row[AT_exponent] = p->exponent;
+    for (int i = 0; i < COLUMNS; i++)
+        if (computed_with[i] & ~job->flags) row[i] = NAN; /* nobody asked for it: unknown */
 }

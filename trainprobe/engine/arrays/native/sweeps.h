@@ -199,44 +199,7 @@ static void F(clean_f64)(const double *restrict x, double *restrict out, int64_t
     p->nan = (double)nan, p->posinf = (double)pos, p->neginf = (double)neg;
 }
 
-/* Squared deviations from the mean; the last term takes back what the rounding of the mean put in. */
-#define M2(NAME, TYPE, VECTOR, WIDENED)                                            \
-    static double F(NAME)(const TYPE *restrict x, int64_t n, double mean) {        \
-        F(vd) a[ND], b[ND];                                                        \
-        double d1[L], d2[L];                                                       \
-        int64_t whole = n / L * L;                                                 \
-        EACH(ND) a[l] = b[l] = (F(vd)){0};                                         \
-        for (int64_t i = 0; i < whole; i += L)                                     \
-            EACH(ND) {                                                             \
-                VECTOR v;                                                          \
-                memcpy(&v, x + i + l * (WIDTH / 8), sizeof v);                     \
-                F(vd) d = WIDENED - mean;                                          \
-                a[l] += d;                                                         \
-                b[l] += d * d;                                                     \
-            }                                                                      \
-        memcpy(d1, a, sizeof d1), memcpy(d2, b, sizeof d2);                        \
-        for (int64_t l = 0; l < n - whole; l++) {                                  \
-            double d = (double)x[whole + l] - mean;                                \
-            d1[l] += d;                                                            \
-            d2[l] += d * d;                                                        \
-        }                                                                          \
-        double sum = F(fold)(d1), m2 = F(fold)(d2) - sum * sum / (double)n;        \
-        return m2 > 0 || m2 != m2 ? m2 : 0;                                         \
-    }
-M2(m2_f32, float, F(half_vf), WIDEN_F(v))
-M2(m2_f64, double, F(vd), v)
-
-static double F(subnormal_f32)(const float *restrict x, int64_t n, float tiny) {
-    int32_t found = 0;
-    for (int64_t i = 0; i < n; i++) found += (fabsf(x[i]) < tiny) & (x[i] != 0);
-    return found;
-}
-
-static double F(subnormal_f64)(const double *restrict x, int64_t n, double tiny) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < n; i++) found += (fabs(x[i]) < tiny) & (x[i] != 0);
-    return (double)found;
-}
+#include "asked.h"
 
 /* For fingerprint.c: the sums of the products of words with the halves of their keys, at low and high, each with those of a key on top. */
 static inline __attribute__((always_inline)) void F(multiply)(F(vul) *even, F(vul) *odd, const uint32_t *x, const uint32_t *low,
@@ -363,7 +326,7 @@ EXACT_SUM(sum_u64, uint64_t)
 
 static const Kernels F(table) = {
     .stats_f32 = F(stats_f32), .stats_f64 = F(stats_f64), .clean_f32 = F(clean_f32), .clean_f64 = F(clean_f64),
-    .m2_f32 = F(m2_f32), .m2_f64 = F(m2_f64), .subnormal_f32 = F(subnormal_f32), .subnormal_f64 = F(subnormal_f64),
+    .asked_f32 = F(asked_f32), .asked_f64 = F(asked_f64),
     .products = F(products), .row_products = F(row_products), .keys = F(keys), .to_words = {[1] = F(words_1), [2] = F(words_2)},
     .to_f32 = {
         [D_BOOL] = F(from_bool), [D_U8] = F(from_u8), [D_I8] = F(from_i8), [D_U16] = F(from_u16), [D_I16] = F(from_i16),
@@ -381,7 +344,6 @@ static const Kernels F(table) = {
 #undef JOIN
 #undef F
 #undef L
-#undef M2
 #undef TWO_SUM_OF
 #undef TWO_SUM
 #undef VECTOR_TWO_SUM

@@ -18,8 +18,8 @@ def checksum_of(step_data: StepData, value: Value) -> int:
 
 
 def norm_of(step_data: StepData, value: Value) -> float:
-    """Return the norm of a value; 0 where it was not looked at."""
-    return _statistic(step_data, value, "norm") if value.row >= 0 else 0.0
+    """Return the norm of a value; NaN where it was not looked at."""
+    return _statistic(step_data, value, "norm") if value.row >= 0 else float("nan")
 
 
 def mean_of(step_data: StepData, value: Value) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 
 from trainprobe.engine.core.records import Call, Opaque, StepData, Value
-from trainprobe.engine.core.step_data import entry_name, parent_name
+from trainprobe.engine.core.step_data import entry_name, fingerprinted, parent_name, unknown
 from trainprobe.engine.stats.partials import column
 from trainprobe.engine.storage.dumps.numbers_text import BARE, STRICT, column_text, number_text, plain_numbers
 from trainprobe.engine.storage.dumps.tensor_files import file_name, plain_dtype
@@ -206,21 +206,26 @@ def _free_name(call: Call, taken: set[str], framework: str) -> str:
 def _numbers_text(step_data: StepData, tokens: tuple[str, str, str]) -> list[str]:
     """Return, for each row, the text of its statistics, checksum and CRC-32, from `, "Max": …` on."""
     numbers, rows = step_data.numbers(), len(step_data.partials)
-    absent = ["null"] * rows
-    columns = [column_text(numbers[name], tokens) if name in numbers else absent for name in KEYS]
-    text = [f', "Max": {a}, "Min": {b}, "Mean": {c}, "Norm": {d}' for a, b, c, d in zip(*columns, strict=True)]
+
+    def column_of(name: str) -> list[str]:
+        if name not in numbers:
+            return ["null"] * rows
+        texts = column_text(numbers[name], tokens)
+        for row in np.flatnonzero(unknown(step_data, name)).tolist():
+            texts[row] = "null"
+        return texts
+
+    text = [f', "Max": {a}, "Min": {b}, "Mean": {c}, "Norm": {d}' for a, b, c, d in zip(*map(column_of, KEYS), strict=True)]
     for name in numbers:
         if name not in KEYS:
-            text = [f'{t}, "{name}": {x}' for t, x in zip(text, column_text(numbers[name], tokens), strict=True)]
-    empty = set(np.flatnonzero(column(step_data.partials, "count") == 0).tolist())
-    for row in empty:
+            text = [f'{t}, "{name}": {x}' for t, x in zip(text, column_of(name), strict=True)]
+    for row in np.flatnonzero(column(step_data.partials, "count") == 0).tolist():
         text[row] = _NO_NUMBERS
     if step_data.checksums is not None:
         # tools that compare bits look for checksums that stand alone under "md5"
         key = ', "checksum": "0x{0:016x}", "md5": "0x{0:016x}"' if not numbers else ', "checksum": "0x{0:016x}"'
-        for row, checksum in enumerate(step_data.checksums.tolist()):
-            if checksum or row in empty:  # 0: none was asked for
-                text[row] += key.format(checksum)
+        for row in np.flatnonzero(fingerprinted(step_data)).tolist():
+            text[row] += key.format(int(step_data.checksums[row]))
     for row, (edges, found) in (step_data.histograms or {}).items():
         text[row] += f', "histogram": {{"edges": {dumps(np.asarray(edges))}, "counts": {dumps(np.asarray(found))}}}'
     for row, quantiles in (step_data.quantiles or {}).items():

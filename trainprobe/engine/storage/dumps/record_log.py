@@ -1,7 +1,9 @@
 """One collected step as one line of the record log, and back: everything in it, partials included, so nothing is lost.
 
 A tree of values is written with a value as its number, a whole number as {"i": 3}, a dict as {"d": {…}}, an opaque leaf as
-{"o": [type, value, extra]} and all else as JSON has it. Columns of numbers are lists; a column of zeros is left out.
+{"o": [type, value, extra]} and all else as JSON has it. Columns of numbers are lists; a column of zeros is left out. What was
+not computed is null; a column of "nullable" in which nothing was is left out. Lines of earlier releases have no "nullable" and 0
+for what was not computed.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import orjson
 
 from trainprobe.engine.core.records import Call, Feature, Opaque, StepData, Value
 from trainprobe.engine.core.step_layout import layout_of
-from trainprobe.engine.stats.partials import PARTIALS
+from trainprobe.engine.stats.partials import ASKED, F64, PARTIALS, column
 from trainprobe.engine.storage.dumps.header import place_text, read_place, read_scalars
 from trainprobe.engine.storage.dumps.numbers_text import plain_numbers, read_number
 
@@ -26,6 +28,7 @@ _TREES = ("args", "kwargs", "out", "params")
 _VALUE = ("type", "dtype", "shape", "device", "requires_grad")
 _SPARSE = ("note", "tensor", "extra")
 _COUNTS = frozenset({"count", "nan", "posinf", "neginf", "zero", "exponent", "sublow"})
+_NULLABLE = frozenset("sublow" if asked.partial == "subnormal" else asked.partial for asked in ASKED.values())
 _COLUMNS = ["sublow" if name == "subnormal" else name for name in PARTIALS]  # as files of this format call them
 
 
@@ -35,7 +38,7 @@ _COLUMNS = ["sublow" if name == "subnormal" else name for name in PARTIALS]  # a
 def encode(step_data: StepData) -> bytes:
     """Return a collected step as one line, its newline included."""
     calls = layout_of(step_data).derived(calls_text, lambda: calls_text(step_data))
-    numbers = {"rows": len(step_data.partials), "partials": _partials(step_data.partials)}
+    numbers = {"rows": len(step_data.partials), "nullable": sorted(_NULLABLE), "partials": _partials(step_data.partials)}
     return b"".join((b"{", _members(_first(step_data)), b",", calls, b",", _members(numbers), _rare(step_data), b"}\n"))
 
 
@@ -207,14 +210,19 @@ def _described(thing: Any) -> Any:
 def _partials(partials: npt.NDArray[np.float64]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for i, name in enumerate(_COLUMNS):
-        column = partials[:, i]
-        if not column.any():
+        numbers = partials[:, i]
+        unknown = np.isnan(numbers) if name != "sum" else np.isnan(column(partials, "nan"))
+        if unknown.all() if name in _NULLABLE else not numbers.any():
             continue
-        if name in _COUNTS:
-            out[name] = column.astype(np.int64)
+        if not unknown.any():
+            out[name] = numbers.astype(np.int64) if name in _COUNTS else _listed(numbers)
         else:
-            out[name] = np.ascontiguousarray(column) if np.isfinite(column).all() else plain_numbers(column)
+            out[name] = [None if gone else x for gone, x in zip(unknown.tolist(), plain_numbers(numbers), strict=True)]
     return out
+
+
+def _listed(numbers: F64) -> Any:
+    return np.ascontiguousarray(numbers) if np.isfinite(numbers).all() else plain_numbers(numbers)
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------------
@@ -227,10 +235,7 @@ def decode(line: bytes) -> StepData:
         raise ValueError(f"the record log has format {text['format']!r}, this version reads {FORMAT}")
     values = _read_values(text)
     calls = _read_calls(text["calls"], values)
-    partials = np.zeros((int(text["rows"]), len(PARTIALS)))
-    for i, name in enumerate(_COLUMNS):
-        if name in text["partials"]:
-            partials[:, i] = [read_number(x) for x in text["partials"][name]]
+    partials = _read_partials(text)
     checksums, crc32 = text.get("checksums"), text.get("crc32")
     histograms, quantiles = text.get("histograms"), text.get("quantiles")
     return StepData(
@@ -255,6 +260,18 @@ def decode(line: bytes) -> StepData:
         features=[_read_feature(item) for item in text.get("features", ())],
         batches=text.get("batches", ()),
     )
+
+
+def _read_partials(text: Mapping[str, Any]) -> F64:
+    partials = np.zeros((int(text["rows"]), len(PARTIALS)))
+    for i, name in enumerate(_COLUMNS):
+        if name in text["partials"]:
+            partials[:, i] = [read_number(x) for x in text["partials"][name]]
+        elif name in _NULLABLE:
+            partials[:, i] = np.nan
+        if name in _NULLABLE and name not in text.get("nullable", ()):
+            partials[partials[:, i] == 0, i] = np.nan  # computed or not: such lines do not tell
+    return partials
 
 
 def _read_values(text: Mapping[str, Any]) -> list[Value]:

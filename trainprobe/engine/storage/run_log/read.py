@@ -28,6 +28,7 @@ from trainprobe.errors import FormatError
 
 ALWAYS = ("time", "position", "step")
 Bound = tuple[str, str, Any]
+_FROM = {**OF_STATISTIC, "inf": "posinf", "absmax": "max"}  # statistic → a column that is null where it is unknown
 
 
 def read_tables(folder: Path, columns: Sequence[str] | None = None, bounds: Sequence[Bound] = ()) -> Iterator[pa.Table]:
@@ -118,7 +119,7 @@ def _step_data(table: pa.Table, layouts: dict[str, Any]) -> StoredStepData:
         task=about["task"],
         calls=calls,
         values=shown,
-        partials=np.zeros((len(rows), len(PARTIALS))),
+        partials=np.full((len(rows), len(PARTIALS)), np.nan),
         checksums=np.array([x or 0 for x in sums], np.uint64) if any(x is not None for x in sums) else None,
         statistics=tuple(about["wanted"]),
         crc32={i: row["crc32"] for i, row in enumerate(rows) if row.get("crc32")} or None,
@@ -133,10 +134,14 @@ def _step_data(table: pa.Table, layouts: dict[str, Any]) -> StoredStepData:
         batches=about.get("batches", ()),
         finished={name: numbers[name] for name in about["wanted"]},
         absent={
-            **{name: np.array([not row.get("count") for row in rows]) for name in about["wanted"]},
+            **{name: np.array([_is_absent(row, name) for row in rows], bool) for name in about["wanted"]},
             "checksum": np.array([x is None for x in sums]),
         },
     )
+
+
+def _is_absent(row: dict[str, Any], statistic: str) -> bool:
+    return not row.get("count") or row.get(_FROM[statistic]) is None
 
 
 def _or_nan(x: float | None) -> float:

@@ -14,19 +14,20 @@ import pyarrow as pa
 
 from trainprobe.engine.core.addresses import in_order
 from trainprobe.engine.core.records import StepData
+from trainprobe.engine.core.step_data import fingerprinted
 from trainprobe.engine.core.step_layout import layout_of
 from trainprobe.engine.stats import finish
-from trainprobe.engine.stats.partials import ASKED, STD, column, without_deviations
+from trainprobe.engine.stats.partials import ASKED, F64, column, known
 from trainprobe.engine.storage.dumps.header import place_text
 from trainprobe.engine.storage.dumps.record_log import structure
 from trainprobe.engine.storage.run_log import arrow_arrays
 from trainprobe.engine.storage.run_log.arrow_arrays import StringDictionary
-from trainprobe.engine.storage.run_log.schema import COLUMNS, OF_STATISTIC, SCHEMA, WORDS, kind_in_words
+from trainprobe.engine.storage.run_log.schema import COLUMNS, SCHEMA, WORDS, kind_in_words
 
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Codes = npt.NDArray[np.int32]
-_COUNTS = ("count", "nan", "posinf", "neginf", "zero")
+_COUNTS = ("nan", "posinf", "neginf", "zero")
 _STATISTICS = ("min", "max", "mean", "norm")
 _PLACES = ("call", "micro", "position")  # whole numbers; -1 is null
 
@@ -214,28 +215,37 @@ class _Table:
         def asked(name: str) -> Bools:
             return np.repeat([name in step_data.statistics for _, step_data, _ in self._steps], lengths)
 
-        found = {name: spread(column(partials, name).astype(np.int64)) for name in _COUNTS}
-        found.update({name: spread(values) for name, values in finish(partials, _STATISTICS).items()})
-        for name in ASKED:
+        def whole(values: F64, valid: Bools) -> tuple[npt.NDArray[Any], Bools]:
+            return spread(np.where(valid, values, 0).astype(np.int64), valid)
+
+        counted, filled = known(partials, "nan"), column(partials, "count") > 0
+        found = {"count": whole(column(partials, "count"), there)}
+        found.update({name: whole(column(partials, name), counted) for name in _COUNTS})
+        found.update({name: spread(values, counted & filled) for name, values in finish(partials, _STATISTICS).items()})
+        for name, (_, title, _, is_whole) in ASKED.items():
             if (wants := asked(name)).any():
-                wants &= ~without_deviations(partials) if ASKED[name] & STD else True
-                kind = COLUMNS[OF_STATISTIC[name]][0].to_pandas_dtype()
-                found[OF_STATISTIC[name]] = spread(finish(partials, (name,))[name].astype(kind), wants)
+                values, valid = finish(partials, (name,))[name], wants & known(partials, name) & filled
+                found[title] = whole(values, valid) if is_whole else spread(values, valid)
         if any(step_data.checksums is not None for _, step_data, _ in self._steps):
             sums = np.concatenate([_sums_of(step_data, rows) for _, step_data, rows in self._steps])
-            taken = np.repeat([step_data.checksums is not None for _, step_data, _ in self._steps], lengths)
-            unasked = (sums == 0) & (column(partials, "count") > 0)
-            found["checksum"] = spread(sums, taken & there & ~unasked)
+            taken = np.concatenate([_taken_of(step_data, rows) for _, step_data, rows in self._steps])
+            found["checksum"] = spread(sums, taken)
         return found
 
 
-def _rows_of(partials: npt.NDArray[np.float64], rows: I64) -> npt.NDArray[np.float64]:
-    """Return the partials of each row, zeros for row -1."""
+def _rows_of(partials: F64, rows: I64) -> F64:
+    """Return the partials of each row, NaN for row -1."""
     if not len(partials):
-        return np.zeros((len(rows), partials.shape[1]))
+        return np.full((len(rows), partials.shape[1]), np.nan)
     taken = partials[rows]
-    taken[rows < 0] = 0.0
+    taken[rows < 0] = np.nan
     return taken
+
+
+def _taken_of(step_data: StepData, rows: I64) -> Bools:
+    """Tell of which rows a fingerprint was taken."""
+    taken = fingerprinted(step_data)
+    return np.zeros(len(rows), bool) if not len(taken) else taken[rows] & (rows >= 0)
 
 
 def _sums_of(step_data: StepData, rows: I64) -> npt.NDArray[np.uint64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from trainprobe.engine.stats.partials import STATISTICS
+from trainprobe.engine.stats.partials import ASKED, STATISTICS
 
 FORMAT = "1"
 
@@ -28,12 +28,14 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "posinf": (pa.int64(), "elements that are +inf"),
     "neginf": (pa.int64(), "elements that are -inf"),
     "zero": (pa.int64(), "elements that are zero"),
-    "subnormal": (pa.int64(), "elements below the dtype's smallest normal number; null where that was not asked for"),
     "min": (pa.float64(), "smallest element; NaN where one is NaN"),
     "max": (pa.float64(), "largest element; NaN where one is NaN"),
     "mean": (pa.float64(), "mean of all elements"),
     "norm": (pa.float64(), "Euclidean norm of all elements"),
-    "std": (pa.float64(), "standard deviation with n - 1; null where that was not asked for"),
+    **{
+        asked.column: (pa.int64() if asked.whole else pa.float64(), f"{asked.about}; null where that was not asked for")
+        for asked in ASKED.values()
+    },
     "checksum": (pa.uint64(), "fingerprint of the bits; null where that was not asked for"),
     "crc32": (pa.string(), "CRC-32 of the bytes, hexadecimal; null where that was not asked for"),
     "value": (pa.float64(), "the number itself, of scalars and of features with one number"),
@@ -48,7 +50,7 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
 }
 
 # statistic of a plan → its column, of those that have one
-OF_STATISTIC = {name: column for name in STATISTICS if (column := {"sublow": "subnormal"}.get(name, name)) in COLUMNS}
+OF_STATISTIC = {name: ASKED[name].column if name in ASKED else name for name in STATISTICS if name in ASKED or name in COLUMNS}
 
 SCHEMA = pa.schema(
     [pa.field(name, kind, metadata={"description": text}) for name, (kind, text) in COLUMNS.items()],

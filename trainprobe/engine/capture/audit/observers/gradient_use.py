@@ -154,7 +154,11 @@ class GradientUse(Observer):
             "discarded": self.discarded,
             "closure": self.closure,
             "differentiated": tuple(mean_of(step_data, value) for value in self.roots or ()),
-            "mixed": {name: older for name, value in self.mixed.items() if (older := norm_of(step_data, value)) != 0},
+            "mixed": {
+                name: older
+                for name, value in self.mixed.items()
+                if value.row >= 0 and (older := norm_of(step_data, value)) != 0
+            },
         }
         self.begin()
         return found

@@ -55,7 +55,7 @@ class LeftGradients(Observer):
 
     def facts(self, step_data: StepData) -> Mapping[str, Any]:
         """Return fingerprint and norm of each that is not 0."""
-        kept = {name: (checksum_of(step_data, v), norm_of(step_data, v)) for name, v in self._kept.items()}
+        kept = {name: (checksum_of(step_data, v), norm_of(step_data, v)) for name, v in self._kept.items() if v.row >= 0}
         self.begin()
         return {"left": {name: seen for name, seen in kept.items() if seen[1] != 0}}
 
