@@ -58,7 +58,7 @@ class BuildParts(build_ext):
 
 
 def row_layout() -> list[tuple[str, str | None]]:
-    """Return the flags, the columns of a row of partials and what each is computed with, as engine/stats/partials.py has them."""
+    """Return the flags, the columns of a row and what each is computed with, as engine/stats/partials.py defines them."""
     tree = ast.parse(Path(SCHEMA).read_text(encoding="utf-8"))
     given = {ast.unparse(node.targets[0]).strip("()"): node.value for node in tree.body if isinstance(node, ast.Assign)}
     names = next(names for names in given if names.startswith("STATS, "))

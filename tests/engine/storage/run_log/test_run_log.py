@@ -111,18 +111,18 @@ def test_the_frames_of_a_training_are_those_of_its_steps(trained):
     assert_same_frames(read_frames(folder), lines)
 
 
-def test_std_is_null_of_what_only_the_monitor_saw(tmp_path):
+def test_what_only_the_monitor_saw_has_no_std_and_no_subnormals(tmp_path):
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    plan = {"output": tmp_path, "level": "L0", "statistics": ("std", "norm"), "monitor": True, "sinks": ("parquet",)}
+    plan = {"output": tmp_path, "level": "L0", "statistics": ("std", "sublow", "norm"), "monitor": True, "sinks": ("parquet",)}
     with trainprobe.watch(model, optimizer, plan) as probe, probe.step():
         std = model.weight.double().std().item()
         model(torch.randn(5, 4)).square().sum().backward()
         optimizer.step()
     rows = pq.read_table(next((tmp_path / "rank0").glob("*.parquet"))).to_pylist()
-    found = {row["slot"]: row["std"] for row in rows if row["name"] == "weight"}
-    assert found["value"] == pytest.approx(std)
-    assert found["value_after"] is None
+    found = {row["slot"]: (row["std"], row["subnormal"]) for row in rows if row["name"] == "weight"}
+    assert found["value"] == (pytest.approx(std), 0)
+    assert found["value_after"] == (None, None)
 
 
 def test_judge_says_the_same_of_either_format(trained, tmp_path, capsys):

@@ -158,7 +158,7 @@ class Leaves:
             self._checksums[row] = int(checksum, 16)
             if not 0 <= self._checksums[row] < 1 << 64:
                 raise ValueError(f"checksum {checksum!r} has more than 64 bits")
-        elif isinstance(md5, str):
+        if isinstance(md5, str) and md5 != checksum:
             int(md5, 16)  # raises where it is no number
             self._md5[row] = md5
         if form.is_special:

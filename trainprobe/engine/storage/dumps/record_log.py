@@ -2,8 +2,8 @@
 
 A tree of values is written with a value as its number, a whole number as {"i": 3}, a dict as {"d": {…}}, an opaque leaf as
 {"o": [type, value, extra]} and all else as JSON has it. Columns of numbers are lists; a column of zeros is left out. What was
-not computed is null; a column of "nullable" in which nothing was is left out. Lines of earlier releases have no "nullable" and 0
-for what was not computed.
+not computed is null, and a column of "nullable" in which nothing was is left out. Lines of earlier releases have no "nullable":
+they have 0 for what was not computed.
 """
 
 from __future__ import annotations
@@ -269,8 +269,11 @@ def _read_partials(text: Mapping[str, Any]) -> F64:
             partials[:, i] = [read_number(x) for x in text["partials"][name]]
         elif name in _NULLABLE:
             partials[:, i] = np.nan
-        if name in _NULLABLE and name not in text.get("nullable", ()):
-            partials[partials[:, i] == 0, i] = np.nan  # computed or not: such lines do not tell
+    if "nullable" not in text:  # whether a 0 was computed such lines do not tell
+        for name in _NULLABLE:
+            numbers = partials[:, _COLUMNS.index(name)]
+            numbers[numbers == 0] = np.nan
+        partials[column(partials, "count") == 0] = np.nan
     return partials
 
 

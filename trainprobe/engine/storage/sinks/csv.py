@@ -77,6 +77,7 @@ class WideCsv:
 
     per_micro = frozenset({"actv", "actv_grad", "feature", "other"})  # sorts with a column for the micro-batch
     left_out = frozenset[str]()
+    unknown = ""  # stands where a statistic is not known
 
     def __init__(self, folder: Path, place: Place, steps: int) -> None:
         self._folder = folder
@@ -132,6 +133,8 @@ class WideCsv:
             columns = map(self._column, statistics)
             rows.writerow(["vpp_stage", "name", "step", *(["micro_step"] if micro else []), *columns, "shape", "dtype"])
         for (name, index), record in table.items():
+            if not has_numbers(record, statistics):
+                continue
             numbers = [self._number(record, statistic) for statistic in statistics]
             place = [self._vpp, defused(self._name(name)), step_data.step, *([index or 0] if micro else [])]
             rows.writerow([*place, *numbers, str(list(record.shape)), record.dtype])
@@ -147,7 +150,7 @@ class WideCsv:
 
     def _number(self, record: Record, statistic: str) -> Any:
         """Return what stands in that column."""
-        return record.values.get(statistic, "nan")
+        return record.values.get(statistic, self.unknown)
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Do nothing: the files hold numbers."""
@@ -157,6 +160,11 @@ class WideCsv:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def has_numbers(record: Record, statistics: Sequence[str]) -> bool:
+    """Tell whether any of these statistics of a value is known, beside how many elements it has."""
+    return any(name in record.values for name in statistics if name != "count" or len(statistics) == 1)
 
 
 def _single_slots(step_data: StepData) -> set[tuple[str, str]]:

@@ -26,6 +26,7 @@ class MsprobeCsv(WideCsv):
     """Writes these files."""
 
     left_out = frozenset({"scalar", "feature"})  # that monitor has none, and files of its own for some features
+    unknown = "nan"
 
     def __init__(self, folder: Path, place: Place, steps: int, per_micro: bool) -> None:
         super().__init__(folder, place, steps)
@@ -40,7 +41,7 @@ class MsprobeCsv(WideCsv):
     def _number(self, record: Record, statistic: str) -> Any:
         if statistic == "zero":
             return zero_share(record)
-        return record.values.get(statistic, "nan")
+        return super()._number(record, statistic)
 
 
 def zero_share(record: Record) -> float:

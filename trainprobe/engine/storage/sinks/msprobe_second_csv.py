@@ -15,7 +15,7 @@ from trainprobe.engine.core.records import Place, Record, StepData
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.storage.dumps.append import AppendedFile, make_room
 from trainprobe.engine.storage.sheet_cells import defused
-from trainprobe.engine.storage.sinks.csv import WideCsv
+from trainprobe.engine.storage.sinks.csv import WideCsv, has_numbers
 from trainprobe.engine.storage.sinks.msprobe_csv import COLUMNS
 
 _OF_PARAMETERS = {
@@ -32,6 +32,8 @@ _OF_MODULES = {"input": "forward", "output": "forward", "grad_input": "backward"
 
 class MsprobeSecondCsv(WideCsv):
     """Writes these files."""
+
+    unknown = "nan"
 
     def write(self, step_data: StepData) -> None:
         """Append the rows of one step to the files they belong to."""
@@ -58,6 +60,8 @@ class MsprobeSecondCsv(WideCsv):
             columns = [COLUMNS.get(statistic, statistic) for statistic in step_data.statistics]
             rows.writerow(["vpp_stage", "step", "module_name", "scope", *(["micro_step"] if micro else []), *columns])
         for (name, scope, index), record in table.items():
+            if not has_numbers(record, step_data.statistics):
+                continue
             stage = self._vpp if self._chunks > 1 else -1
             numbers = [self._number(record, statistic) for statistic in step_data.statistics]
             rows.writerow([stage, step_data.step, defused(name), scope, *([index + 1] if micro else []), *numbers])
