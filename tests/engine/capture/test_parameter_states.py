@@ -91,7 +91,7 @@ def told(folder, **monitor):
             calls = []
             for call in step_data.calls:
                 slots = {
-                    slot: (v.dtype, tuple(v.shape), *step_data.partials[v.row].tolist())
+                    slot: (v.dtype, tuple(v.shape), *map(repr, step_data.partials[v.row].tolist()))
                     for slot, v in call.params.items()
                     if slot != "update"
                 }
@@ -105,7 +105,7 @@ def test_every_slot_of_every_parameter_has_torchs_norm_looked_at_in_one_go_or_on
     seen, true = told(tmp_path / "in_one_go", activations=False, **monitor)
     sums = PARTIALS.index("sumsq")
     for calls, norms in zip(seen, true, strict=True):
-        found = {(c[1], slot): numbers[2 + sums] ** 0.5 for c in calls for slot, numbers in c[-1].items()}
+        found = {(c[1], slot): float(numbers[2 + sums]) ** 0.5 for c in calls for slot, numbers in c[-1].items()}
         assert found == pytest.approx({key: norms[key] for key in found}, rel=1e-6) and len(found) >= 5
     if monitor.get("parameters", True) is True:  # updates are worked out one parameter after the other
         assert told(tmp_path / "one_by_one", activations=False, update=True, **monitor) == (seen, true)

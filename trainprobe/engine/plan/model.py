@@ -18,6 +18,7 @@ from trainprobe.engine.plan.detail import Detail, Slice
 from trainprobe.engine.plan.problems import describe_problems
 from trainprobe.engine.plan.selection import Names, Steps, parse_names, parse_steps
 from trainprobe.engine.plan.subplans import check_subplan, sink_names
+from trainprobe.engine.stats.partials import StatisticName
 from trainprobe.errors import PlanError, did_you_mean
 
 Level: TypeAlias = Literal["off", "L0", "L1", "mix", "debug"]
@@ -25,7 +26,6 @@ Task: TypeAlias = Literal["statistics", "tensor"]
 Summary: TypeAlias = Literal["statistics", "checksum", "md5", "both"]
 PlanPhase: TypeAlias = Literal["forward", "backward", "optimizer"]
 Data: TypeAlias = Literal["input", "output", "kwargs", "parameters", "parameter_gradients"]
-Statistic: TypeAlias = Literal["max", "min", "mean", "norm", "std", "absmax", "nan", "inf", "zero", "sublow", "count"]
 SubPlan: TypeAlias = dict[str, Any] | Annotated[bool, Strict()] | None
 Flag: TypeAlias = Annotated[bool, Strict()]
 Whole: TypeAlias = Annotated[int, Strict()]
@@ -68,7 +68,7 @@ def _as_of_torch(text: str) -> str:
 
 Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 Numbers: TypeAlias = Annotated[tuple[Whole | str, ...], BeforeValidator(one_or_many)]
-Statistics: TypeAlias = Annotated[tuple[Statistic, ...], BeforeValidator(one_or_many)]
+Statistics: TypeAlias = Annotated[tuple[StatisticName, ...], BeforeValidator(one_or_many)]
 
 
 class _Absent:
