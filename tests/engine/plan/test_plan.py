@@ -15,6 +15,7 @@ from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import DetailRule, Histogram, Plan, SliceRule
 from trainprobe.engine.plan.subplans import CHECKERS
 from trainprobe.engine.stats import STATISTICS
+from trainprobe.engine.stats.partials import StatisticName
 from trainprobe.errors import PlanError
 
 

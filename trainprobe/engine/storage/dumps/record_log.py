@@ -17,7 +17,7 @@ import orjson
 
 from trainprobe.engine.core.records import Call, Feature, Opaque, StepData, Value
 from trainprobe.engine.core.step_layout import layout_of
-from trainprobe.engine.stats.partials import ASKED, F64, PARTIALS, column
+from trainprobe.engine.stats.partials import COMPUTED_WITH, F64, PARTIALS, STATS, column
 from trainprobe.engine.storage.dumps.header import place_text, read_place, read_scalars
 from trainprobe.engine.storage.dumps.numbers_text import plain_numbers, read_number
 
@@ -28,8 +28,8 @@ _TREES = ("args", "kwargs", "out", "params")
 _VALUE = ("type", "dtype", "shape", "device", "requires_grad")
 _SPARSE = ("note", "tensor", "extra")
 _COUNTS = frozenset({"count", "nan", "posinf", "neginf", "zero", "exponent", "sublow"})
-_NULLABLE = frozenset("sublow" if asked.partial == "subnormal" else asked.partial for asked in ASKED.values())
 _COLUMNS = ["sublow" if name == "subnormal" else name for name in PARTIALS]  # as files of this format call them
+_NULLABLE = frozenset(_COLUMNS[PARTIALS.index(name)] for name, flags in COMPUTED_WITH.items() if flags & ~STATS)
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------------
