@@ -14,7 +14,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("trainprobe/engine/arrays/native")
-SCHEMA = "trainprobe/engine/stats/partials.py"
+SCHEMA = "trainprobe/engine/core/row_schema.py"
 KERNEL = ("module.c", "rows.c", "kernels.c", "fingerprint.c", "crc32.c", "pool.c")
 TAPE = (
     "objects.c",
@@ -58,7 +58,7 @@ class BuildParts(build_ext):
 
 
 def row_layout() -> list[tuple[str, str | None]]:
-    """Return the flags, the columns of a row and what each is computed with, as engine/stats/partials.py defines them."""
+    """Return the flags, the columns of a row and what each is computed with, as engine/core/row_schema.py defines them."""
     tree = ast.parse(Path(SCHEMA).read_text(encoding="utf-8"))
     given = {ast.unparse(node.targets[0]).strip("()"): node.value for node in tree.body if isinstance(node, ast.Assign)}
     names = next(names for names in given if names.startswith("STATS, "))

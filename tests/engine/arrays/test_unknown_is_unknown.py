@@ -289,7 +289,7 @@ def by_old_jsonl(step_data: StepData, folder: Path) -> Seen:
     for place, seen in found.items():  # what could have been told, and cannot any more
         if asked(FLAGS[place.partition("_")[2]], "sublow") and RIGHT.get(place.partition("_")[0], {}).get("sublow") == 0:
             seen.setdefault("sublow", 0.0)
-        if place in ("equal_std", "equal_all"):
+        if place.startswith("equal_") and asked(FLAGS[place.partition("_")[2]], "std"):
             seen.setdefault("std", 0.0)
     return found
 

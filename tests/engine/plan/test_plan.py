@@ -10,12 +10,12 @@ from typing import Any, get_args
 
 import pytest
 
+from trainprobe.engine.core.row_schema import StatisticName
 from trainprobe.engine.plan.detail import Slice
 from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import DetailRule, Histogram, Plan, SliceRule
 from trainprobe.engine.plan.subplans import CHECKERS
 from trainprobe.engine.stats import STATISTICS
-from trainprobe.engine.stats.partials import StatisticName
 from trainprobe.errors import PlanError
 
 
@@ -26,7 +26,7 @@ def problem(*args: Any, **fields: Any) -> str:
 
 
 def test_the_names_of_statistics_are_those_that_exist() -> None:
-    assert get_args(StatisticName) == tuple(STATISTICS)
+    assert set(get_args(StatisticName)) == set(STATISTICS)
 
 
 @pytest.mark.parametrize("model", [Plan, DetailRule, SliceRule, Histogram])
@@ -37,7 +37,6 @@ def test_every_field_says_what_it_does(model: type[Plan]) -> None:
 def test_loading_a_plan_imports_neither_a_tensor_library_nor_numpy() -> None:
     code = """import sys
 from trainprobe.engine.plan.loading import load_plan
-from trainprobe.engine.stats.partials import StatisticName
 load_plan()
 print({'torch', 'numpy', 'mindspore'} & {*sys.modules})"""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

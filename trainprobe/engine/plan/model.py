@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, Strict, ValidationError, field_validator
 
+from trainprobe.engine.core.row_schema import StatisticName
 from trainprobe.engine.plan.detail import Detail, Slice
 from trainprobe.engine.plan.problems import describe_problems
 from trainprobe.engine.plan.selection import Names, Steps, parse_names, parse_steps
 from trainprobe.engine.plan.subplans import check_subplan, sink_names
-from trainprobe.engine.stats.partials import StatisticName
 from trainprobe.errors import PlanError, did_you_mean
 
 Level: TypeAlias = Literal["off", "L0", "L1", "mix", "debug"]

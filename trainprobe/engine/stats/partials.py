@@ -1,4 +1,4 @@
-"""The partials of a tensor, and how they become numbers. This is the only place where their names, flags and meanings stand.
+"""The partials of a tensor, and how they become numbers. Their names and flags: engine/core/row_schema.py.
 
 A device reduces a tensor to one row of float64 partials; the host finishes them. Columns, in order: see `PARTIALS`. A column
 that the flags of the reduction did not ask for is NaN, which no computed count is: unknown, and not 0 (see `COMPUTED_WITH`).
@@ -17,67 +17,57 @@ Complex elements enter by their magnitude; bool as 0 and 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache, reduce
-from operator import or_
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-# The layout of a row, and the flags that say what to compute. All kernels take them from here, those in C at their build.
-PARTIALS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "sum", "sumsq", "m2", "exponent", "subnormal")
-WIDTH = len(PARTIALS)
-# the layout of a chunk on a device, before the chunks of a tensor become its row: sums with their corrections, what the
-# deviations are merged by, and for Triton the fingerprint and the halves of an exact sum of integers
-CHUNK = (
-    *("nan", "posinf", "neginf", "zero", "min", "max", "sum", "sum_lost", "sumsq", "sumsq_lost", "m2", "exponent", "subnormal"),
-    *("finite", "mean"),
+from trainprobe.engine.core.row_schema import (
+    ASKED,
+    CHECKSUM,
+    CHUNK,
+    CHUNK_INTEGERS,
+    COMPUTED_WITH,
+    CRC32,
+    DEVIATIONS,
+    PARTIALS,
+    POWERS,
+    STATS,
+    STD,
+    SUBNORMAL,
+    WIDTH,
+    asked_flags,
+    uncomputed,
 )
-CHUNK_INTEGERS = ("fingerprint", "upper", "lower")
-STATS, CHECKSUM, STD, CRC32, SUBNORMAL = 1, 2, 4, 8, 16
-# column → the flags that it is computed with, STATS alone where it is not named here
-COMPUTED_WITH = {"count": 0, "m2": STATS | STD, "subnormal": STATS | SUBNORMAL}
-# sums of powers of the deviations from the mean of the finite elements: column → the power
-DEVIATIONS = {"m2": 2}
-# the power of a factor by which a column changes when the tensor is multiplied by it; columns that are not here stay the same
-POWERS = {"min": 1, "max": 1, "sum": 1, "sumsq": 2, "m2": 2}
+
+__all__ = [
+    "ASKED",
+    "CHECKSUM",
+    "CHUNK",
+    "CHUNK_INTEGERS",
+    "COMPUTED_WITH",
+    "CRC32",
+    "DEVIATIONS",
+    "PARTIALS",
+    "POWERS",
+    "STATISTICS",
+    "STATS",
+    "STD",
+    "SUBNORMAL",
+    "WIDTH",
+    "all_finite",
+    "asked_flags",
+    "column",
+    "finish",
+    "finite_count",
+    "known",
+    "uncomputed",
+]
+
 _AT = {name: i for i, name in enumerate(PARTIALS)}
 F64 = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-
-StatisticName: TypeAlias = Literal["max", "min", "mean", "norm", "std", "absmax", "nan", "inf", "zero", "sublow", "count"]
-
-
-class Asked(NamedTuple):
-    """A statistic that is computed only where a plan names it.
-
-    partial: the column that is NaN where it was not computed. column, whole, about: its column in the run log, whether that
-    holds whole numbers, and what it says.
-    """
-
-    partial: str
-    column: str
-    about: str
-    whole: bool = False
-
-
-ASKED = {
-    "std": Asked("m2", "std", "standard deviation with n - 1"),
-    "sublow": Asked("subnormal", "subnormal", "elements below the dtype's smallest normal number", whole=True),
-}
-
-
-def asked_flags(statistics: Iterable[str]) -> int:
-    """Return the flags of statistics that are computed only where a plan names them; other names have none."""
-    return reduce(or_, (COMPUTED_WITH[ASKED[name].partial] for name in statistics if name in ASKED), 0) & ~STATS
-
-
-@cache
-def uncomputed(flags: int) -> tuple[int, ...]:
-    """Return the numbers of the columns that a reduction with these flags leaves unknown."""
-    needed = [COMPUTED_WITH.get(name, STATS) for name in PARTIALS]
-    return tuple(i for i, need in enumerate(needed) if need & flags != need)
 
 
 def column(partials: F64, name: str) -> F64:
@@ -123,12 +113,18 @@ def _norm(p: F64) -> F64:
     return np.where(column(p, "nan") > 0, np.nan, np.where(infinite, np.inf, root))
 
 
-def _std(p: F64) -> F64:
-    """Unbiased, as torch.std: sqrt(m2 / (n - 1)); NaN for fewer than two elements or any non-finite one."""
-    n = column(p, "count")
-    with np.errstate(all="ignore"):
-        value = np.sqrt(column(p, "m2") / (n - 1))
-    return np.where((finite_count(p) == n) & (n > 1), value, np.nan)
+def _asked(statistic: str) -> Callable[[F64], F64]:
+    """Return what finishes a statistic of `ASKED`: one of elements is NaN where one is not finite, or there are none."""
+    _, _, _, value, whole = ASKED[statistic]
+
+    def finished(p: F64) -> F64:
+        with np.errstate(all="ignore"):
+            numbers = value(dict(zip(PARTIALS, p.T, strict=True)))
+        return (
+            numbers if whole else np.where((finite_count(p) == column(p, "count")) & (column(p, "count") > 0), numbers, np.nan)
+        )
+
+    return finished
 
 
 def _absmax(p: F64) -> F64:
@@ -140,13 +136,12 @@ STATISTICS: dict[str, Any] = {
     "min": _min,
     "mean": _mean,
     "norm": _norm,
-    "std": _std,
     "absmax": _absmax,
     "nan": lambda p: column(p, "nan"),
     "inf": lambda p: column(p, "posinf") + column(p, "neginf"),
     "zero": lambda p: column(p, "zero"),
-    "sublow": lambda p: column(p, "subnormal"),
     "count": lambda p: column(p, "count"),
+    **{name: _asked(name) for name in ASKED},
 }
 
 

@@ -19,7 +19,7 @@
 #define FAR 8192
 
 /* COLUMNS of a row, where each is (AT_m2), what it is computed with, and the flags of what is wanted of a tensor (STATS, CHECKSUM, STD, CRC32,
-   SUBNORMAL) come from engine/stats/partials.py: setup.py defines them. */
+   SUBNORMAL) come from engine/core/row_schema.py: setup.py defines them. */
 #ifndef COLUMNS
 #error "build with setup.py, which defines the layout of a row"
 #endif

@@ -222,7 +222,7 @@ class _Table:
         found = {"count": whole(column(partials, "count"), there)}
         found.update({name: whole(column(partials, name), counted) for name in _COUNTS})
         found.update({name: spread(values, counted & filled) for name, values in finish(partials, _STATISTICS).items()})
-        for name, (_, title, _, is_whole) in ASKED.items():
+        for name, (_, title, _, _, is_whole) in ASKED.items():
             if (wants := asked(name)).any():
                 values, valid = finish(partials, (name,))[name], wants & known(partials, name) & filled
                 found[title] = whole(values, valid) if is_whole else spread(values, valid)
