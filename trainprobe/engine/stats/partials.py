@@ -120,9 +120,8 @@ def _asked(statistic: str) -> Callable[[F64], F64]:
     def finished(p: F64) -> F64:
         with np.errstate(all="ignore"):
             numbers = value(dict(zip(PARTIALS, p.T, strict=True)))
-        return (
-            numbers if whole else np.where((finite_count(p) == column(p, "count")) & (column(p, "count") > 0), numbers, np.nan)
-        )
+        n = column(p, "count")
+        return numbers if whole else np.where((finite_count(p) == n) & (n > 0), numbers, np.nan)
 
     return finished
 
