@@ -11,7 +11,7 @@ import torch
 
 from trainprobe.op_check.cases import Case, Tensor, mapped
 from trainprobe.op_check.functions import api
-from trainprobe.op_check.measure import is_nearest
+from trainprobe.op_check.measure import Allowance, is_nearest
 from trainprobe.op_check.noise import COARSE, UNIT, Noise
 from trainprobe.op_check.references import adds_rows, is_pointwise, known_rounding
 from trainprobe.op_check.run import SINGLE, Change, Run, autocast, to_format
@@ -22,16 +22,21 @@ _ENOUGH = 4  # of them, to know how far the sizes of results move as a whole
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """One result as it should be. value: float64, or whole numbers. noise: float64 ≥ 0, None where nothing is rounded.
+    """One result as it should be. value: float64, or whole numbers. given: its noise, None where nothing is rounded.
 
     gain: the largest ⟨m − r, r⟩ / ⟨r, r⟩ of the evaluations m with noise, where there were enough to tell. one_sided: how
     unevenly |m| lay above and below |r|, in standard deviations.
     """
 
     value: Tensor
-    noise: Tensor | None
+    given: Allowance | Tensor | None
     gain: float = math.inf
     one_sided: float = math.inf
+
+    @property
+    def noise(self) -> Tensor | None:
+        """How far a correct kernel may be off: float64 ≥ 0 for each element, None where nothing is rounded."""
+        return self.given.tensor if isinstance(self.given, Allowance) else self.given
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,7 @@ class Reference:
         self._sides = [0.0] * len(self._values)
 
     @cached_property
-    def _noises(self) -> list[Tensor | None]:
+    def _noises(self) -> list[Allowance | None]:
         return [None if r is None or not self._run.rounded else self._last_step(r) for r in self._values]
 
     def is_exactly(self, recorded: Sequence[Tensor | None]) -> bool:
@@ -138,7 +143,7 @@ class Reference:
             if known is not None:
                 for j, (r, n) in enumerate(zip(self._values, self._noises, strict=True)):
                     if r is not None and n is not None:
-                        torch.maximum(n, known[j].to(n.dtype) + self._last_step(r), out=n)
+                        self._noises[j] = self._larger(n, self._last_step(r, *known[j]))
                 self._evaluated = 0 if i == 1 else self._left
                 return True
         return False
@@ -170,19 +175,28 @@ class Reference:
         )
         for noise, found in zip(self._noises, expect(smaller, backward=backward, steps=self._steps).results, strict=True):
             if noise is not None and found is not None and found.noise is not None:
-                noise.view(-1)[index] = found.noise.reshape(-1)
+                noise.tensor.view(-1)[index] = found.noise.reshape(-1)
         return True
 
     def _accumulate(self) -> float:
         return self._unit if self._unit == UNIT[torch.float64] else self._steps.accumulate
 
-    def _last_step(self, r: Tensor) -> Tensor:
+    def _last_step(self, r: Tensor, size: Tensor | None = None, factor: float = 0.0) -> Allowance:
+        """Return the rounding of the last step of a kernel, and a noise of factor · size before it."""
         if not (r.is_floating_point() or r.is_complex()):
-            return r
-        size = r.abs()
-        if self.source == "formula" and r.ndim and not r.is_complex() and adds_rows(api(self._run.case.name)):
-            size = torch.where(r == 0, 0.0, size + (r * r).sum(-1, True).sqrt_())
-        return size.mul_(self._accumulate()).nan_to_num_(0.0, 0.0, 0.0)
+            return Allowance.of(r)
+        if not (self.source == "formula" and r.ndim and not r.is_complex() and adds_rows(api(self._run.case.name))):
+            return Allowance(r, self._accumulate(), size, factor)
+        whole = torch.where(r == 0, 0.0, r.abs() + (r * r).sum(-1, True).sqrt_())
+        noise = whole.mul_(self._accumulate()).nan_to_num_(0.0, 0.0, 0.0)
+        return Allowance.of(noise if size is None else noise.add_(size.to(noise.dtype) * factor))
+
+    @staticmethod
+    def _larger(known: Allowance, found: Allowance) -> Allowance:
+        """Return the larger of two. found: is at least the rounding of the last step."""
+        if known.size is None:
+            return found
+        return Allowance.of(torch.maximum(known.tensor, found.tensor, out=found.tensor))
 
     def _noise(self, turn: int) -> Noise:
         unit, steps, accumulate = self._unit, self._steps, self._accumulate()
@@ -207,7 +221,7 @@ class Reference:
             if not math.isfinite(float(distance.sum())):
                 distance = torch.where((r == m) | (r.isnan() & m.isnan()), 0.0, distance)
                 distance = distance.nan_to_num_(math.inf, math.inf)
-            self._noises[i] = torch.maximum(known, distance, out=distance)
+            self._noises[i] = Allowance.of(torch.maximum(known.tensor, distance, out=distance))
 
     def expectation(self) -> Expectation:
         """Return what is known now."""

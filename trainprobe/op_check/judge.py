@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from trainprobe.op_check.evaluate import Expected
-from trainprobe.op_check.measure import NEAR, Sums, bounds, lost, measured
+from trainprobe.op_check.measure import NEAR, Allowance, Sums, bounds, lost, measured
 from trainprobe.op_check.noise import UNIT
 from trainprobe.op_check.places import pattern
 
@@ -90,7 +90,7 @@ def judge(y: Tensor, expected: Expected, tolerance: Tolerance | None = None, *, 
 
     tolerance: replaces the bound of floats. brief: leave out where the wrong elements lie.
     """
-    r, noise = expected.value, expected.noise
+    r, given = expected.value, expected.given
     if y.shape != r.shape:
         return Judgement("bug", f"its shape is {[*y.shape]} and not {[*r.shape]}", math.inf)
     if y.is_floating_point() != r.is_floating_point() or y.is_complex() != r.is_complex():
@@ -98,17 +98,21 @@ def judge(y: Tensor, expected: Expected, tolerance: Tolerance | None = None, *, 
     if y.numel() == 0:
         return Judgement("exact", "it has no elements")
     if y.is_complex() and y.dtype in UNIT:
-        return judge(torch.view_as_real(y.resolve_conj().resolve_neg()), _parts(y.dtype, r, noise), tolerance, brief=brief)
+        return judge(torch.view_as_real(y.resolve_conj().resolve_neg()), _parts(y.dtype, r, expected.noise), tolerance, brief=brief)
     if not y.is_floating_point() and not y.is_complex():
         return _whole_numbers(y, r)
     if y.dtype in EIGHT_BITS:
-        return _eight_bits(y, r, noise, tolerance, brief)
+        return _eight_bits(y, r, expected.noise, tolerance, brief)
     if tolerance is not None:
         return _tolerated(y, r, tolerance)
     if y.dtype not in UNIT:
         return Judgement("not checked", f"{_name(y)} has no judge yet", count=y.numel())
-    if y.dtype == torch.float64 and noise is not None:
-        return _as_wide_as_the_reference(_floats(y, r, 2 * noise + UNIT[y.dtype] * r.abs().nan_to_num(0, 0, 0), brief))
+    if given is None:
+        return _without_rounding(y, r)
+    if y.dtype == torch.float64:
+        own = 2 * expected.noise + UNIT[y.dtype] * r.abs().nan_to_num(0, 0, 0)
+        return _as_wide_as_the_reference(_floats(y, r, Allowance.of(own), brief))
+    noise = given if isinstance(given, Allowance) else Allowance.of(given)
     return _floats(y, r, noise, brief, (expected.gain, expected.one_sided))
 
 
@@ -169,19 +173,21 @@ def _place(index: Tensor, like: Tensor) -> tuple[int, ...]:
     return tuple(int(i) for i in torch.unravel_index(index, like.shape)) if like.ndim else ()
 
 
+def _without_rounding(y: Tensor, r: Tensor) -> Judgement:
+    rounded = r.to(y.dtype)
+    same = (y == rounded) | (y.isnan() & rounded.isnan())
+    return Judgement("exact", count=y.numel()) if bool(same.all()) else _inexact(y, y.to(torch.float64), r, rounded, same)
+
+
 def _floats(
-    y: Tensor, r: Tensor, noise: Tensor | None, brief: bool, known: tuple[float, float] = (math.inf, math.inf)
+    y: Tensor, r: Tensor, noise: Allowance, brief: bool, known: tuple[float, float] = (math.inf, math.inf)
 ) -> Judgement:
     n = y.numel()
-    if noise is None:
-        rounded = r.to(y.dtype)
-        same = (y == rounded) | (y.isnan() & rounded.isnan())
-        return Judgement("exact", count=n) if bool(same.all()) else _inexact(y, y.to(torch.float64), r, rounded, same)
     sums = measured(y, r, noise)
     if sums.same == n:
         return Judgement("exact", count=n)
     if sums.lost:
-        return _misplaced(y, r, lost(y, r.to(y.dtype), r, bounds(y, r, noise)), brief)
+        return _misplaced(y, r, lost(y, r.to(y.dtype), r, bounds(y, r, noise.tensor)), brief)
     at = _place(torch.tensor(sums.index), y)
     found = Judgement("rounding", "", sums.worst, at, float(y[at]), float(r[at]), sums.beyond / n)
     found = replace(found, bound=sums.bound, flips=1 - sums.same / n, count=n)
@@ -230,7 +236,7 @@ def _misplaced(y: Tensor, r: Tensor, wrong: Tensor, brief: bool) -> Judgement:
 
 
 def _weighed(
-    found: Judgement, sums: Sums, y: Tensor, r: Tensor, noise: Tensor, brief: bool, alike: float, sided: float
+    found: Judgement, sums: Sums, y: Tensor, r: Tensor, noise: Allowance, brief: bool, alike: float, sided: float
 ) -> Judgement:
     """Say how grave the errors are. alike, sided: the gain and the side that rounding gave the evaluations, at most."""
     n, unit, square = found.count, UNIT[y.dtype], sums.square
@@ -262,11 +268,11 @@ def _weighed(
     return found
 
 
-def _described(found: Judgement, y: Tensor, r: Tensor, noise: Tensor, brief: bool) -> str:
+def _described(found: Judgement, y: Tensor, r: Tensor, noise: Allowance, brief: bool) -> str:
     where = ""
     if not brief:
         error = (y.to(torch.float64) - r).abs().nan_to_num(0.0, 0.0, 0.0)
-        where = pattern(error > NEAR * bounds(y, r, noise))
+        where = pattern(error > NEAR * bounds(y, r, noise.tensor))
     return f"{found.worst:.3g} times its own rounding, {_share(found.share)} of the elements beyond it{where}"
 
 

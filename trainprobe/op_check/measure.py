@@ -50,6 +50,32 @@ class Sums:
     flips: float = 0.0
 
 
+class Allowance:
+    """How far a correct kernel may be from a result r: relative · |r| + factor · size, written out where somebody asks.
+
+    size: ≥ 0, float32 or float64, of r's shape or one that expands to it.
+    """
+
+    __slots__ = ("_r", "factor", "relative", "size")
+
+    def __init__(self, r: Tensor, relative: float, size: Tensor | None = None, factor: float = 0.0) -> None:
+        self._r, self.relative, self.size, self.factor = r, relative, size, factor
+
+    @classmethod
+    def of(cls, noise: Tensor) -> Allowance:
+        """Return one that is written out."""
+        return cls(noise, 0.0, noise, 1.0)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The noise of each element, float64. What is written to it is kept."""
+        if self.size is None or (self.relative, self.factor) != (0.0, 1.0):
+            noise = self._r.abs().mul_(self.relative).nan_to_num_(0.0, 0.0, 0.0)
+            self.size = noise if self.size is None else noise.add_(self.size.to(torch.float64) * self.factor)
+            self.relative, self.factor = 0.0, 1.0
+        return self.size
+
+
 def bounds(y: Tensor, r: Tensor, noise: Tensor | None) -> Tensor:
     """Return the bound of each element, float64: what a correct kernel may be off."""
     info = torch.finfo(y.dtype)
@@ -81,26 +107,28 @@ def far(y: Tensor, r: Tensor, noise: Tensor) -> Tensor:
     return found.view(r.shape)
 
 
-def measured(y: Tensor, r: Tensor, noise: Tensor) -> Sums:
-    """Return the sums of a result of a floating format in UNIT. r, noise: float64, of its shape."""
+def measured(y: Tensor, r: Tensor, noise: Allowance) -> Sums:
+    """Return the sums of a result of a floating format in UNIT. r: float64, of its shape."""
     sums = _compiled(y, r, noise)
     if sums is not None:
         return sums
     sums = Sums()
-    for begin, (part, want, its_noise) in _spans(y, r, noise):
+    for begin, (part, want, its_noise) in _spans(y, r, noise.tensor):
         _add(sums, begin, part, want, its_noise)
     return sums
 
 
-def _compiled(y: Tensor, r: Tensor, noise: Tensor) -> Sums | None:
+def _compiled(y: Tensor, r: Tensor, noise: Allowance) -> Sums | None:
     """Return the sums of a float32 result whose numbers are all finite, where the compiled kernel is there."""
-    given = (y, r, noise)
-    if kernel is None or y.dtype != torch.float32 or (r.dtype, noise.dtype) != (torch.float64, torch.float64):
+    if kernel is None or (y.dtype, r.dtype) != (torch.float32, torch.float64) or y.is_neg() or r.is_neg():
         return None
-    if any(t.is_neg() for t in given):
+    size = noise.size
+    if size is not None and (size.dtype not in (torch.float32, torch.float64) or size.is_neg()):
         return None
-    y, r, noise = (t.contiguous() for t in given)
-    found = kernel.measure(y.data_ptr(), r.data_ptr(), noise.data_ptr(), y.numel(), NEAR)
+    y, r = y.contiguous(), r.contiguous()
+    size = None if size is None else size.expand(r.shape).contiguous()
+    address, width = (0, 0) if size is None else (size.data_ptr(), size.element_size())
+    found = kernel.measure(y.data_ptr(), r.data_ptr(), y.numel(), NEAR, address, width, noise.factor, noise.relative)
     if found is None:
         return None
     same, worst, index, bound, beyond, largest, largest_beyond, square, weight, weights, noises, explained = found

@@ -19,6 +19,8 @@ from trainprobe.op_check.references.matrices import by_norms
 
 SINGLE = 2.0**-24  # what kernels calculate in, for all formats up to float32
 Change = Callable[[Tensor], Tensor]
+Size = tuple[Tensor, float]  # how far a kernel may be off, in multiples of the second
+_NONE = torch.zeros(())
 
 
 def autocast(case: Case) -> torch.dtype | None:
@@ -100,48 +102,46 @@ class Run:
             self.rounded = still.rounded
             return results
 
-    def known_rounding(self, accumulate: float) -> list[Tensor] | None:
+    def known_rounding(self, accumulate: float) -> list[Size] | None:
         """Return how far a kernel may be off where its formula tells; None where that has to be tried."""
         known = known_rounding(api(self.case.name)) if self.source == "formula" and not self.backward else None
         if known is None or any(t.is_complex() for t in self.case.tensors()):
             return None
-        with without_dispatch():
-            args, kwargs = mapped(
-                (tuple(self.case.args), dict(self.case.kwargs)), lambda t: self._widened(t, None), _wide_dtype
-            )
-            size = known(*args, **kwargs)
-        return [size.mul_(accumulate)] if math.isfinite(float(size.sum())) else None
+        wide = _format_of_sizes(accumulate) == torch.float64
 
-    def rounding_by_norms(self, accumulate: float) -> list[Tensor] | None:
+        def given(t: Tensor) -> Tensor:
+            return self._widened(t, None) if wide or self.changes or t.dtype != torch.float32 else t.detach()
+
+        with without_dispatch():
+            args, kwargs = mapped((tuple(self.case.args), dict(self.case.kwargs)), given, _wide_dtype)
+            size = known(*args, **kwargs)
+        return _finite([(size, accumulate)])
+
+    def rounding_by_norms(self, accumulate: float) -> list[Size] | None:
         """Return u‖a‖‖b‖ for each element of a product of matrices, from the norms of rows and columns; None for all else."""
         known = sum_of_products(api(self.case.name)) if self.source == "formula" else None
         if known is None or any(t.is_complex() for t in self.case.tensors()):
             return None
         with without_dispatch(), Noise(0, SINGLE, SINGLE, backward=self.backward, still=True), by_norms():
-            sizes = self._evaluated(None, False, torch.float64)
-        if any(not math.isfinite(float(s.sum())) for s in sizes if s is not None):
-            return None
-        return [torch.zeros(()) if s is None else s.mul_(accumulate) for s in sizes]
+            sizes = self._evaluated(None, False, _format_of_sizes(accumulate))
+        return _finite([(_NONE if s is None else s, accumulate) for s in sizes])
 
-    def rounding_of_sums(self, accumulate: float) -> list[Tensor] | None:
+    def rounding_of_sums(self, accumulate: float) -> list[Size] | None:
         """Return the rounding of a sum of K products, u·√K·Σ|products|, for each result; None for any other operator."""
         known = sum_of_products(api(self.case.name)) if self.source == "formula" else None
         if known is None or any(t.is_complex() for t in self.case.tensors()):
             return None
         length = known.length(*self.case.args, **self.case.kwargs)
-        single = accumulate > UNIT[torch.float64]
         with without_dispatch(), Noise(0, SINGLE, SINGLE, backward=self.backward, still=True):
-            sizes = self._evaluated(None, False, torch.float32 if single else torch.float64)
-        if any(not math.isfinite(float(s.sum())) for s in sizes if s is not None):
-            return None
+            sizes = self._evaluated(None, False, _format_of_sizes(accumulate))
         if not self.backward:
-            return [s.to(torch.float64).mul_(accumulate * math.sqrt(length)) for s in sizes if s is not None]
+            return _finite([(s, accumulate * math.sqrt(length)) for s in sizes if s is not None])
         lengths = self._lengths(known, length)
         edges = range(len(sizes)) if self.edges is None else self.edges
-        return [
-            torch.zeros(()) if s is None or e is None else s.to(torch.float64).mul_(accumulate * math.sqrt(lengths[e]))
-            for s, e in zip(sizes, edges, strict=True)
-        ]
+        pairs = zip(sizes, edges, strict=True)
+        return _finite(
+            [(_NONE, 0.0) if s is None or e is None else (s, accumulate * math.sqrt(lengths[e])) for s, e in pairs]
+        )
 
     def _lengths(self, known: Sum, length: int) -> list[int]:
         """Return how many terms the gradient of each tensor argument adds up."""
@@ -300,6 +300,16 @@ class Run:
         if any(e is not None and e not in entries for e in edges):
             return None
         return [None if e is None else entries[e] for e in edges]
+
+
+def _format_of_sizes(accumulate: float) -> torch.dtype:
+    """Return what sizes are worked out in: of all but float64 results in float32, which rounds them by less than they tell."""
+    return torch.float32 if accumulate > UNIT[torch.float64] else torch.float64
+
+
+def _finite(sizes: list[Size]) -> list[Size] | None:
+    """Return them, None where one is not finite."""
+    return sizes if all(math.isfinite(float(size.sum())) for size, _ in sizes) else None
 
 
 def _differentiable(t: Tensor) -> bool:

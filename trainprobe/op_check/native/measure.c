@@ -63,32 +63,64 @@ static void seek(const float *y, const double *r, const double *noise, int64_t n
     }
 }
 
-static void add_all(const float *y, const double *r, const double *noise, int64_t n, double near, Sums *sums) {
+/* A noise that is not written out: relative |r| + factor size, with sizes of either format or none. */
+typedef struct {
+    const double *wide;
+    const float *single;
+    double relative, factor;
+} Noise;
+
+CLONES static void write_noise(const double *r, const Noise *noise, int64_t begin, int64_t n, double *out) {
+    double relative = noise->relative, factor = noise->factor;
+    if (noise->single) {
+        const float *size = noise->single + begin;
+        for (int64_t i = 0; i < n; i++) out[i] = size[i] * factor + fabs(r[i]) * relative;
+    } else if (noise->wide) {
+        const double *size = noise->wide + begin;
+        for (int64_t i = 0; i < n; i++) out[i] = size[i] * factor + fabs(r[i]) * relative;
+    } else {
+        for (int64_t i = 0; i < n; i++) out[i] = fabs(r[i]) * relative;
+    }
+}
+
+static void add_all(const float *y, const double *r, const Noise *its, int64_t n, double near, Sums *sums) {
     Block b;
+    double written[BLOCK];
+    int whole = its->wide && its->factor == 1 && its->relative == 0;
     for (int64_t i = 0; i < n; i += BLOCK) {
         int64_t m = n - i < BLOCK ? n - i : BLOCK;
-        add_block(y + i, r + i, noise + i, m, &b);
+        const double *noise = whole ? its->wide + i : written;
+        if (!whole) write_noise(r + i, its, i, m, written);
+        add_block(y + i, r + i, noise, m, &b);
         sums->same += b.same, sums->square += b.square, sums->weight += b.weight, sums->weights += b.weights;
         sums->noise += b.noise, sums->explained += b.explained, sums->all += b.all;
         sums->largest = b.largest > sums->largest ? b.largest : sums->largest;
-        if (b.worst > sums->worst || b.worst > near) seek(y + i, r + i, noise + i, m, i, near, sums);
+        if (b.worst > sums->worst || b.worst > near) seek(y + i, r + i, noise, m, i, near, sums);
     }
 }
 
 PyDoc_STRVAR(measure_doc,
-             "measure(address_y, address_r, address_noise, n, near)\n\n"
-             "Measure n elements of float32 at one address against float64 results and their noise at two others. Return (same, worst,\n"
-             "at, bound, beyond, largest, largest_beyond, square, weight, weights, noise, explained) as measure.Sums has them, or None\n"
-             "where a number is not finite.");
+             "measure(address_y, address_r, n, near, address_size, bytes, factor, relative)\n\n"
+             "Measure n elements of float32 at one address against float64 results at another. Their noise is relative |r| + factor size,\n"
+             "with sizes of so many bytes each at a third address, or none of 0 bytes. Return (same, worst, at, bound, beyond, largest,\n"
+             "largest_beyond, square, weight, weights, noise, explained) as measure.Sums has them, or None where a number is not finite.");
 
 static PyObject *measure(PyObject *module, PyObject *args) {
     (void)module;
-    Py_ssize_t y, r, noise, n;
+    Py_ssize_t y, r, n, size;
+    int bytes;
     double near;
-    if (!PyArg_ParseTuple(args, "nnnnd", &y, &r, &noise, &n, &near)) return NULL;
+    Noise noise = {0};
+    if (!PyArg_ParseTuple(args, "nnndnidd", &y, &r, &n, &near, &size, &bytes, &noise.factor, &noise.relative)) return NULL;
+    if (bytes != 0 && bytes != sizeof(float) && bytes != sizeof(double)) {
+        PyErr_Format(PyExc_ValueError, "sizes have 4 or 8 bytes each, and not %d", bytes);
+        return NULL;
+    }
+    noise.wide = bytes == sizeof(double) ? (const double *)size : NULL;
+    noise.single = bytes == sizeof(float) ? (const float *)size : NULL;
     Sums s = {.worst = -1};
     Py_BEGIN_ALLOW_THREADS
-    add_all((const float *)y, (const double *)r, (const double *)noise, n, near, &s);
+    add_all((const float *)y, (const double *)r, &noise, n, near, &s);
     Py_END_ALLOW_THREADS
     if (!isfinite(s.square + s.weights + s.noise + s.explained + s.all)) Py_RETURN_NONE;
     return Py_BuildValue("LdLdLddddddd", (long long)s.same, s.worst, (long long)s.at, s.bound, (long long)s.beyond, s.largest,
