@@ -193,7 +193,7 @@ def _settled(recorded: Sequence[Tensor | None], reference: Reference, tolerance:
             return found
         doubtful = None if narrowed or not reference.can_narrow else _doubtful(recorded, reference)
         narrowed = True
-        more = (doubtful is not None and reference.refine_at(doubtful)) or reference.refine()
+        more = (doubtful is not None and reference.refine_at(doubtful, recorded)) or reference.refine()
 
 
 _SETTLED = ("exact", "rounding")

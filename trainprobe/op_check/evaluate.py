@@ -11,7 +11,7 @@ import torch
 
 from trainprobe.op_check.cases import Case, Tensor, mapped
 from trainprobe.op_check.functions import api
-from trainprobe.op_check.measure import Allowance, is_nearest
+from trainprobe.op_check.measure import Allowance, far, is_nearest
 from trainprobe.op_check.noise import COARSE, UNIT, Noise
 from trainprobe.op_check.references import adds_rows, is_pointwise, known_rounding
 from trainprobe.op_check.run import SINGLE, Change, Run, autocast, to_format
@@ -148,10 +148,10 @@ class Reference:
                 return True
         return False
 
-    def refine_at(self, places: Tensor) -> bool:
-        """Find the noise of these elements alone; return False where they do not stand for themselves.
+    def refine_at(self, places: Tensor, recorded: Sequence[Tensor | None]) -> bool:
+        """Find the noise of these elements alone, as much as explains them; return False where they do not stand for themselves.
 
-        places: bool, of the shape of each result.
+        places: bool, of the shape of each result. recorded: the results, to be explained.
         """
         case, backward = self._run.case, self._run.backward
         shape = places.shape
@@ -173,10 +173,18 @@ class Reference:
             gradients=None if case.gradients is None else [part(t) for t in case.gradients],
             results=[part(t) for t in case.results],
         )
-        for noise, found in zip(self._noises, expect(smaller, backward=backward, steps=self._steps).results, strict=True):
+        alone = Reference(smaller, backward, self._steps)
+        while alone.refine() and not all(alone.explains(part(y), j) for j, y in enumerate(recorded)):
+            pass
+        for noise, found in zip(self._noises, alone.results, strict=True):
             if noise is not None and found is not None and found.noise is not None:
                 noise.tensor.view(-1)[index] = found.noise.reshape(-1)
         return True
+
+    def explains(self, y: Tensor | None, index: int) -> bool:
+        """Return whether the noise that is known explains all elements of a result."""
+        r, noise = self._values[index], self._noises[index]
+        return y is None or r is None or noise is None or not bool(far(y, r, noise.tensor).any())
 
     def _accumulate(self) -> float:
         return self._unit if self._unit == UNIT[torch.float64] else self._steps.accumulate

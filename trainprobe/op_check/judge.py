@@ -169,8 +169,12 @@ def _whole_numbers(y: Tensor, r: Tensor) -> Judgement:
     return Judgement("bug", reason, math.inf, at, float(y[at]), float(r[at]), count / y.numel(), count=y.numel())
 
 
-def _place(index: Tensor, like: Tensor) -> tuple[int, ...]:
-    return tuple(int(i) for i in torch.unravel_index(index, like.shape)) if like.ndim else ()
+def _place(index: Tensor | int, like: Tensor) -> tuple[int, ...]:
+    left, at = int(index), list[int]()
+    for length in reversed(like.shape):
+        left, here = divmod(left, length)
+        at.append(here)
+    return tuple(reversed(at))
 
 
 def _without_rounding(y: Tensor, r: Tensor) -> Judgement:
@@ -188,7 +192,7 @@ def _floats(
         return Judgement("exact", count=n)
     if sums.lost:
         return _misplaced(y, r, lost(y, r.to(y.dtype), r, bounds(y, r, noise.tensor)), brief)
-    at = _place(torch.tensor(sums.index), y)
+    at = _place(sums.index, y)
     found = Judgement("rounding", "", sums.worst, at, float(y[at]), float(r[at]), sums.beyond / n)
     found = replace(found, bound=sums.bound, flips=1 - sums.same / n, count=n)
     if sums.unbounded * 2 > n:

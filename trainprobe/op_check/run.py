@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ class Run:
     def _lengths(self, known: Sum, length: int) -> list[int]:
         """Return how many terms the gradient of each tensor argument adds up."""
         out = sum(g.numel() for g in self.case.gradients or () if g is not None)
-        names = [*inspect.signature(self._callable()).parameters]
+        names = [*_signature(self._callable()).parameters]
         given = [*zip(names, self.case.args, strict=False), *self.case.kwargs.items()]
         return [
             max(1, out * (1 if name in known.addends else length) // max(1, t.numel()))
@@ -253,7 +254,7 @@ class Run:
         if known is None or (is_wide(name) and any(UNIT.get(t.dtype, 0.0) > SINGLE for t in self.case.tensors())):
             return None
         try:
-            inspect.signature(known).bind(*self.case.args, **self.case.kwargs)
+            _signature(known).bind(*self.case.args, **self.case.kwargs)
         except TypeError:
             return None
         return known
@@ -300,6 +301,9 @@ class Run:
         if any(e is not None and e not in entries for e in edges):
             return None
         return [None if e is None else entries[e] for e in edges]
+
+
+_signature = cache(inspect.signature)  # of formulas
 
 
 def _format_of_sizes(accumulate: float) -> torch.dtype:

@@ -54,7 +54,10 @@ class _GradientsOfProduct(torch.autograd.Function):
         of_a, of_b = ctx.needs_input_grad
         if b.ndim == 2:  # one product over all of A's rows
             a_rows, rows = a.reshape(-1, a.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-            return _times(rows, b.mT).reshape(a.shape) if of_a else None, _times(a_rows.mT, rows) if of_b else None
+            of_rows = _times(rows, b.mT).reshape(a.shape) if of_a else None
+            if of_b and b.mT.is_contiguous():  # a weight: its gradient comes out as it lies in memory
+                return of_rows, _times(rows.mT, a_rows).mT
+            return of_rows, _times(a_rows.mT, rows) if of_b else None
         return (
             _times(gradient, b.mT).sum_to_size(a.shape) if of_a else None,
             _times(a.mT, gradient).sum_to_size(b.shape) if of_b else None,
