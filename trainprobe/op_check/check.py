@@ -16,7 +16,7 @@ from trainprobe.op_check.judge import Judgement, Tolerance, gravest, judge
 from trainprobe.op_check.measure import far
 from trainprobe.op_check.modes import recognised
 from trainprobe.op_check.noise import UNIT
-from trainprobe.op_check.properties import UNWRITTEN, ambiguous_gradient, dropout_gradient, tied, unspecified
+from trainprobe.op_check.properties import UNWRITTEN, ambiguous_gradient, at_borders, dropout_gradient, tied, unspecified
 from trainprobe.op_check.redrawn import SOURCE as RUN_AGAIN
 from trainprobe.op_check.redrawn import redrawn
 from trainprobe.op_check.references import judged_results
@@ -161,6 +161,8 @@ def _against(
             text = "it ran as several operators, and the gradients are those of one inside it"
             return Checked(direction, [Judgement("not checked", text)])
         found = recognised(case, i, y, want, found, backward) if tolerance is None else found
+        if found.outcome in ("bug", "suspicious") and backward:
+            found = at_borders(case, y, want, found)
         if found.outcome == "bug" and backward:
             found = tied(case, found)
         if found.outcome == "bug":

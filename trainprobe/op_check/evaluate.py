@@ -212,7 +212,7 @@ class Reference:
         noise = Noise(turn, accumulate, max(unit, accumulate), backward=self._run.backward, kernel=kernel)
         noise.matrices, noise.walk = steps.matrices, steps.walk
         if unit == UNIT[torch.float16]:
-            noise.largest = torch.finfo(torch.float16).max
+            noise.largest, noise.least = torch.finfo(torch.float16).max, torch.finfo(torch.float16).tiny
         return noise
 
     def _widen(self, moved: Sequence[Tensor | None]) -> None:

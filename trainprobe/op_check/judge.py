@@ -98,7 +98,9 @@ def judge(y: Tensor, expected: Expected, tolerance: Tolerance | None = None, *, 
     if y.numel() == 0:
         return Judgement("exact", "it has no elements")
     if y.is_complex() and y.dtype in UNIT:
-        return judge(torch.view_as_real(y.resolve_conj().resolve_neg()), _parts(y.dtype, r, expected.noise), tolerance, brief=brief)
+        return judge(
+            torch.view_as_real(y.resolve_conj().resolve_neg()), _parts(y.dtype, r, expected.noise), tolerance, brief=brief
+        )
     if not y.is_floating_point() and not y.is_complex():
         return _whole_numbers(y, r)
     if y.dtype in EIGHT_BITS:

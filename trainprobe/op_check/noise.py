@@ -94,6 +94,7 @@ class Noise(TorchDispatchMode):
         self.matrices = 0.0
         self.walk = False
         self.largest = math.inf  # of the format in which kernels store their results
+        self.least = 0.0  # its least normal number, below which results are rounded like it
         self.rounded = 0  # steps that round
         self.draws = Draws(turn)
         self._token: Any = None
@@ -152,6 +153,9 @@ class Noise(TorchDispatchMode):
             amount = size * self.accumulate
             amount = amount.add_(out.abs(), alpha=relative) if relative else amount
             moved = self.draws.shifted(out, amount)
+        elif self.kernel and self.least:
+            share = relative + (0.0 if size is None else size * self.accumulate)
+            moved = self.draws.shifted(out, torch.where(out == 0, 0.0, out.abs().clamp_min_(self.least).mul_(share)))
         else:
             moved = self.draws.scaled(out, relative + (0.0 if size is None else size * self.accumulate))
         if self.accumulate == UNIT[torch.float64]:
@@ -175,6 +179,15 @@ def stored(x: Tensor) -> Tensor:
     with _disable_current_modes():
         noise.rounded += 1
         return x if noise.still else x * noise.draws.factors(x, noise.stored)
+
+
+def rough(x: Tensor, units: float) -> Tensor:
+    """Mark a step that some kernels take less exactly than a library's function: by so many u of what they calculate in."""
+    noise = _CURRENT.get()
+    if noise is None or noise.still:
+        return x
+    with _disable_current_modes():
+        return x * noise.draws.factors(x, units * noise.accumulate)
 
 
 def kept(x: Tensor) -> Tensor:

@@ -83,13 +83,38 @@ def _sum_of_two(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
 
 
 def coordinates(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, noise: Rounding) -> Any:
-    """Interpolation calculates places in its own format: of S places each is off by S·u, the result by as much of its data."""
+    """Interpolation calculates places in its own format: of S places each is off by S·u, the result by as much of its data.
+
+    In 16 bits its weights have the format of the data.
+    """
+    name = func.overloadpacket.__name__
     floats = [x for x in args if isinstance(x, Tensor)]
-    reach = max(max(x.shape, default=1) for x in floats) * max(float(x.abs().amax()) if x.numel() else 0.0 for x in floats)
-    if noise.accumulate and func.overloadpacket.__name__.startswith("grid_sampler"):
-        reach *= noise.stored / noise.accumulate  # its places have the format of its inputs
+    places = max(max(x.shape, default=1) for x in floats)
+    coarse = noise.stored / noise.accumulate if noise.accumulate else 1.0
+    if name.startswith("grid_sampler"):
+        places *= coarse  # its places have the format of its inputs
+        if name.endswith("backward"):
+            gradient, data, at = (_largest(x) for x in floats[:3])
+            each = places * max(1.0, at) * gradient
+            return tuple(None if o is None else torch.full_like(o, 4 * a) for o, a in zip(out, (each, each * places * data)))
+    elif "nearest" not in name:
+        places = max(places, coarse * (out.ndim - 2) / 4)
+    reach = places * max(_largest(x) for x in floats)
     each = [torch.full_like(o, 4 * reach) for o in ([out] if isinstance(out, Tensor) else out)]
     return each[0] if isinstance(out, Tensor) else tuple(each)
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().amax()) if x.numel() else 0.0
+
+
+def _histogram(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, noise: Rounding) -> Any:
+    """Edges of bins are worked out from both ends of the range, and densities are counts over differences of edges."""
+    counts, edges = out
+    off = 2 * _largest(edges)
+    widths = edges.diff().abs().clamp_min(1e-300)
+    density = kwargs.get("density", any(a is True for a in args)) and counts.shape == widths.shape
+    return counts * (1 + off / widths) if density else 0.0, torch.full_like(edges, off)
 
 
 def _log_softmax(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, noise: Rounding) -> Any:
@@ -155,6 +180,7 @@ SUMS: dict[str, Rule] = {
     **dict.fromkeys(["lerp", "lerp_"], _lerp),
     "_log_softmax": _log_softmax,
     "_ctc_loss_backward": _paths,
+    "histogram": _histogram,
     **dict.fromkeys(["_fft_c2c", "_fft_r2c", "_fft_c2r"], _transform),
     **dict.fromkeys(["var", "std", "var_mean", "std_mean"], _variance),
 }

@@ -13,7 +13,7 @@ from trainprobe.op_check.cases import Case, Tensor, mapped
 from trainprobe.op_check.functions import api
 from trainprobe.op_check.judge import Judgement
 from trainprobe.op_check.measure import NEAR, bounds
-from trainprobe.op_check.noise import UNIT
+from trainprobe.op_check.noise import COARSE, UNIT
 
 if TYPE_CHECKING:
     from trainprobe.op_check.evaluate import Expected
@@ -257,16 +257,62 @@ def sorting(case: Case) -> list[Judgement] | None:
     return [_points_at(x.movedim(dim, -1), y.movedim(dim, -1), want.movedim(dim, -1))]
 
 
+def evenly_spaced(case: Case) -> list[Judgement] | None:
+    """Judge numbers from start to end: kernels work them out from either end, each off by as much as the largest of them."""
+    from trainprobe.op_check.evaluate import Expected, expect
+    from trainprobe.op_check.judge import judge
+
+    y, found = case.outputs[0], expect(case).results[0]
+    if y is None or found is None or y.dtype not in UNIT or y.is_complex() or y.shape != found.value.shape or not y.numel():
+        return None
+    r = found.value.to(torch.float64)
+    return [judge(y, Expected(r, torch.full_like(r, 2 * UNIT[y.dtype] * float(r.abs().max()))))]
+
+
+def nearest_cell(case: Case) -> list[Judgement] | None:
+    """Refuse what picks the nearest element by a place of 16 bits."""
+    coarse = any(UNIT.get(t.dtype, 0.0) > COARSE for t in case.tensors())
+    mode = _given(case, "mode" if "mode" in case.kwargs else "interpolation_mode", 2, "bilinear")
+    if coarse and mode in ("nearest", 1):
+        return [Judgement("not checked", "it picks the nearest element, and 16 bits do not tell in which cell a place lies")]
+    return None
+
+
+def at_borders(case: Case, y: Tensor, expected: Expected, found: Judgement) -> Judgement:
+    """Judge the gradient of places of `grid_sample`: it jumps at the borders of cells, and rounding decides on which side one is.
+
+    A border is a multiple of half an element.
+    """
+    data, grid, *_ = [*case.tensors(), None, None]
+    if not api(case.name).startswith("grid_sample") or data is None or grid is None or expected.noise is None:
+        return found
+    if y.shape != grid.shape or expected.value.shape != y.shape or y.dtype not in UNIT:
+        return found
+    sizes = torch.tensor([*data.shape[:1:-1]], dtype=torch.float64)
+    wide = grid.to(torch.float64)
+    on_a_border = torch.zeros(grid.shape[:-1], dtype=torch.bool)
+    for spacing in (sizes - 1, sizes):  # with corners aligned and without
+        place = (wide + 1) * spacing  # in halves of an element
+        reach = 16 * UNIT[y.dtype] * (place.abs() + 2 * sizes)
+        on_a_border |= ((place - place.round()).abs() <= reach).any(-1)
+    wrong = (y.to(torch.float64) - expected.value).abs() > NEAR * bounds(y, expected.value, expected.noise)
+    if bool((wrong & ~on_a_border.unsqueeze(-1)).any()):
+        return found
+    return Judgement("unspecified", f"{int(wrong.sum())} places lie on the border of two cells", count=y.numel())
+
+
 _PROPERTIES: dict[str, Callable[[Case], list[Judgement] | None]] = {
     "dropout": dropout,
     "argmax": extremum(True),
     "argmin": extremum(False),
     **dict.fromkeys(["max", "min", "sort", "topk", "kthvalue", "median", "nanmedian", "mode", "msort"], chosen),
     "argsort": sorting,
+    **dict.fromkeys(["arange", "linspace", "range"], evenly_spaced),
+    **dict.fromkeys(["grid_sample", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"], nearest_cell),
     **dict.fromkeys([f"{kind}max_pool{d}d" for kind in ("", "adaptive_") for d in (1, 2, 3)], pooled),
     **dict.fromkeys([f"max_pool{d}d_with_indices" for d in (1, 2, 3)], pooled),
 }
-_CHOOSE = {*_PROPERTIES} - {"dropout", "argmax", "argmin", "argsort"}
+_CHOOSE = {name for name, judged in _PROPERTIES.items() if judged in (chosen, pooled)}
 
 
 def is_random(name: str) -> bool:
@@ -278,6 +324,6 @@ def ambiguous_gradient(case: Case) -> str:
     """Return why the gradient of a call is not determined by its inputs, an empty string where it is."""
     if api(case.name) in _RANDOM:
         return "which elements a random operator kept is not recorded as such"
-    if api(case.name).startswith("grid_sample") and any(UNIT.get(t.dtype, 0.0) > 2.0**-12 for t in case.tensors()):
+    if api(case.name).startswith("grid_sample") and any(UNIT.get(t.dtype, 0.0) > COARSE for t in case.tensors()):
         return "its gradient jumps from cell to cell, and 16 bits do not tell in which cell a place lies"
     return ""

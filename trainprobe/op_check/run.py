@@ -49,6 +49,7 @@ def to_format(dtype: torch.dtype) -> Change:
 
 _EDGES: dict[Any, tuple[list[int | None] | None, str]] = {}
 _MOST_EDGES = 4096
+_ALGORITHMS = {"pinverse", "inverse", "cholesky", "cholesky_inverse", "cholesky_solve", "triangular_solve", "logdet", "det"}
 _RESHAPES = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 
 
@@ -140,9 +141,7 @@ class Run:
         lengths = self._lengths(known, length)
         edges = range(len(sizes)) if self.edges is None else self.edges
         pairs = zip(sizes, edges, strict=True)
-        return _finite(
-            [(_NONE, 0.0) if s is None or e is None else (s, accumulate * math.sqrt(lengths[e])) for s, e in pairs]
-        )
+        return _finite([(_NONE, 0.0) if s is None or e is None else (s, accumulate * math.sqrt(lengths[e])) for s, e in pairs])
 
     def _lengths(self, known: Sum, length: int) -> list[int]:
         """Return how many terms the gradient of each tensor argument adds up."""
@@ -194,8 +193,14 @@ class Run:
         for change in self.changes:
             wide = change(wide)
         if noise is not None:
-            wide = wide * noise.draws.factors(wide, SINGLE) if noise.accumulate else wide
+            wide = wide * noise.draws.factors(wide, self._inputs_error(t)) if noise.accumulate else wide
         return wide
+
+    def _inputs_error(self, t: Tensor) -> float:
+        """Return the share of an input that a kernel's errors are worth: algorithms for n × n matrices go over it n times."""
+        name = api(self.case.name)
+        matrices = name.startswith("linalg_") or name in _ALGORITHMS
+        return 2 * SINGLE * math.sqrt(max(t.shape[-2:])) if matrices and t.ndim > 1 else SINGLE
 
     def _gradients(
         self, out: Sequence[Tensor], leaves: Sequence[Tensor], given: Sequence[Tensor | None]

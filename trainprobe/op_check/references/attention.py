@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from trainprobe.op_check.cases import NotChecked
-from trainprobe.op_check.noise import kept, stored
+from trainprobe.op_check.noise import gradients_alone, kept, rough, stored
 from trainprobe.op_check.references import formula
-from trainprobe.op_check.references.primitives import Tensor, exp, matmul, ones, sum, where, zeros_like
+from trainprobe.op_check.references.primitives import Tensor, exp, log, matmul, ones, sum, where, zeros_like
 
 
 @formula("scaled_dot_product_attention", rows=True)
@@ -47,18 +47,28 @@ def scaled_dot_product_attention(
     return _Weighing.apply(scores, value)
 
 
+_EXPONENTIAL = 5  # u: fused kernels take the exponential of 20 ulp, and a verdict allows four times the noise
+
+
 class _Weighing(torch.autograd.Function):
-    """softmax(S) V. Its backward takes Σ P·dP as Σ G·O over the result O, as fused kernels do."""
+    """softmax(S) V. Its backward works as fused kernels do.
+
+    It takes Σ P·dP as Σ G·O over the result O, and P as e^(S − L) with L = log Σ e^S as it was stored in the forward.
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, value: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         largest = scores.amax(-1, True) if scores.numel() else scores.sum(-1, True)
-        powers = exp(scores - where(largest == -math.inf, zeros_like(largest), largest))
+        largest = where(largest == -math.inf, zeros_like(largest), largest)
+        powers = rough(exp(scores - largest), _EXPONENTIAL)
         total = sum(powers, -1, True)
         weights = where(total == 0, zeros_like(powers), powers / where(total == 0, zeros_like(total) + 1, total))
         weights = stored(weights)
         out = matmul(weights, value)
         ctx.scores = scores.shape
+        if gradients_alone():
+            logs = largest + log(where(total == 0, zeros_like(total) + 1, total))
+            weights = weights * exp(logs - rough(logs, 1))
         ctx.save_for_backward(weights, value, kept(out))
         return out
 

@@ -38,6 +38,17 @@ def layer_norm(
     return _affine(_normal(input, [*range(-count, 0)], eps), weight, bias)
 
 
+@formula("native_layer_norm")
+def native_layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Layer norm, the mean and 1 / √(var + ε)."""
+    dims = [*range(-len(normalized_shape), 0)]
+    center = mean(input, dims, True)
+    deviation = rsqrt(mean((input - center) * (input - center), dims, True) + eps)
+    return layer_norm(input, normalized_shape, weight, bias, eps), center, deviation
+
+
 @formula("rms_norm")
 def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """Γ x / √(mean x² + ε) over the last dimensions."""
@@ -77,7 +88,7 @@ def batch_norm(input: Tensor, *given: Any, **named: Any) -> Tensor:
         **dict(zip(names, given, strict=False)),
         **named,
     }
-    shape = [1, -1, *[1] * (input.ndim - 2)]
+    shape = [1, -1, *[1] * (input.ndim - 2)] if input.ndim > 1 else [-1]
     if told["training"]:
         normal = _normal(input, [i for i in range(input.ndim) if i != 1], told["eps"])
     else:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainprobe.op_check.noise import from_result, kept, stored
+from trainprobe.op_check.noise import from_result, gradients_alone, kept, stored
 from trainprobe.op_check.references import formula
-from trainprobe.op_check.references.primitives import Tensor, amax, exp, gather, log, sum, where, zeros_like
+from trainprobe.op_check.references.matrices import linear
+from trainprobe.op_check.references.primitives import Tensor, amax, clamp, exp, gather, log, log1p, mean, sum, where, zeros_like
 
 
 def _shifted(x: Tensor, dim: int) -> Tensor:
@@ -114,6 +115,55 @@ def cross_entropy(
     elif how == "sum":
         smooth = sum(smooth)
     return (1 - label_smoothing) * picked + label_smoothing / classes * smooth
+
+
+@formula("linear_cross_entropy")
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+) -> Tensor:
+    """Cross entropy of X Wᵀ + b, for weights of two dimensions."""
+    if linear_weight.ndim != 2:
+        raise NotImplementedError
+    ignored = -100 if ignore_index is None else ignore_index
+    logits = stored(linear(input, linear_weight, linear_bias))
+    return cross_entropy(logits, target, weight, None, ignored, None, reduction, label_smoothing)
+
+
+@formula("binary_cross_entropy_with_logits")
+def binary_cross_entropy_with_logits(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *given: Any,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: Any = "mean",
+    pos_weight: Tensor | None = None,
+) -> Tensor:
+    """w · ((1 − t) x + (1 + (p − 1) t) log(1 + e^−x)), with −x + log(1 + e^x) in place of the logarithm where x is negative."""
+    if gradients_alone():
+        raise NotImplementedError  # torch's backward stores each of its steps in the format of the gradient
+    if given and not isinstance(given[0], bool) and len(given) < 3:  # torch itself has the weights of positives here
+        pos_weight, reduction = given[0], *(given[1:] or (reduction,))
+    else:
+        names = ("size_average", "reduce", "reduction", "pos_weight")
+        told = {"size_average": size_average, "reduce": reduce, "reduction": reduction, "pos_weight": pos_weight}
+        told |= dict(zip(names, given, strict=False))
+        size_average, reduce, reduction, pos_weight = (told[name] for name in names)
+    soft = log1p(exp(-input.abs())) + clamp(-input, min=0.0)
+    losses = (1 - target) * input + (soft if pos_weight is None else (1 + (pos_weight - 1) * target) * soft)
+    losses = stored(losses if weight is None else losses * weight)
+    how = _reduction(size_average, reduce, reduction)
+    return losses if how == "none" else sum(losses) if how == "sum" else mean(losses)
 
 
 def _picked(logs: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, how: str) -> Tensor:

@@ -26,19 +26,20 @@ def _of_addcdiv(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Any =
 @formula("lerp", pointwise=True, rounding=_of_lerp)
 def lerp(input: Tensor, end: Tensor, weight: Any) -> Tensor:
     """X + w (end − x)."""
-    return input + weight * (end - input)
+    change = end - input
+    return input + (change.mul_(weight) if isinstance(weight, float) else weight * change)
 
 
 @formula("addcmul", pointwise=True, rounding=_of_addcmul)
 def addcmul(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Any = 1) -> Tensor:
     """X + value · a · b."""
-    return input + value * (tensor1 * tensor2)
+    return input + (tensor1 * tensor2).mul_(value)
 
 
 @formula("addcdiv", pointwise=True, rounding=_of_addcdiv)
 def addcdiv(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Any = 1) -> Tensor:
     """X + value · a / b."""
-    return input + value * (tensor1 / tensor2)
+    return input + (tensor1 / tensor2).mul_(value)
 
 
 def _adam(
