@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import re
+import resource
 import runpy
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,26 @@ def test_ranks_that_are_judged_elsewhere_have_as_many_threads_as_asked(dump: Pat
 
     found = check_dump(rank_folders(dump), ["gelu"], measure=threads, run=run, threads=before + 1)
     assert [row.measured for row in found.rows] == [[before + 1]] * 2
+
+
+def test_several_steps_are_judged_at_once_with_the_answer_of_one_process(
+    dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    before = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+    for step in (0, 1):
+        shutil.copytree(dump / "step0", tmp_path / "several" / f"step{step}")
+    said: dict[int, str] = {}
+    in_children: dict[int, float] = {}
+    for threads in (1, 2):
+        start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        arguments = ["--threads", str(threads), "--json", str(tmp_path / f"{threads}.json")]
+        main(["op-check", str(tmp_path / "several"), *arguments])
+        in_children[threads] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start
+        said[threads] = capsys.readouterr().out
+    assert said[1] == said[2]
+    assert (tmp_path / "1.json").read_text() == (tmp_path / "2.json").read_text()
+    assert in_children[1] < 0.1 < in_children[2]
 
 
 def test_a_changed_number_is_found_where_it_is(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,17 +7,15 @@ unless all calls are wanted.
 from __future__ import annotations
 
 import copyreg
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainprobe.dump_compare.conclude import Compared
 from trainprobe.dump_compare.judge import Judged, Outcome
+from trainprobe.engine.core.processes import cores, on_cores
 from trainprobe.engine.core.records import Call, Value
 
 Given = TypeVar("Given")
@@ -30,17 +28,6 @@ _CALL = ("args", "kwargs", "out", "params", "node")
 def in_turn(function: Callable[[Given], Got], tasks: Sequence[Given]) -> Iterator[Got]:
     """Carry out tasks in this process."""
     return map(function, tasks)
-
-
-def on_cores(function: Callable[[Given], Got], tasks: Sequence[Given]) -> Iterator[Got]:
-    """Carry out tasks in a process a core, and yield their results in the order of the tasks."""
-    with ProcessPoolExecutor(min(len(tasks), cores()), mp_context=get_context("spawn")) as pool:
-        yield from pool.map(function, tasks)
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def suitable(folders: Sequence[Path]) -> Run[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from trainprobe.engine.core.processes import cores, on_cores
 from trainprobe.engine.core.ray_cluster import on_ray
 from trainprobe.errors import UsageError
 from trainprobe.op_check import report
@@ -23,6 +24,8 @@ from trainprobe.op_check.replay import write_replay
 from trainprobe.op_check.standards.conclusion import Judged, conclude_by, judged, pair, records, standard_named, table
 from trainprobe.op_check.standards.measured import outputs, outputs_and_second
 
+WORTH_PROCESSES = 64 << 20  # bytes of dumps that are worth starting processes for
+Run = Callable[..., Iterator[DumpChecked]]
 Progress = Callable[[bool], AbstractContextManager[Callable[[int, int], None]]]
 
 
@@ -30,7 +33,7 @@ Progress = Callable[[bool], AbstractContextManager[Callable[[int, int], None]]]
 class Request:
     """What to judge and what to write. dumps: one, or two of the same steps. digits: of the numbers in the classic files.
 
-    threads: of each task on a Ray cluster.
+    threads: CPU threads in all, of each task on a Ray cluster; 0 means all cores where there are several ranks or steps.
     """
 
     dumps: Sequence[Path]
@@ -45,7 +48,7 @@ class Request:
     replay: Path | None = None
     quiet: bool = False
     ray: bool = False
-    threads: int = 1
+    threads: int = 0
 
 
 @dataclass(slots=True)
@@ -71,6 +74,18 @@ def answer(request: Request, progress: Progress) -> int:
     return result.conclusion.code
 
 
+def _spread(request: Request, folders: Sequence[Path]) -> tuple[Run | None, int]:
+    """Return how to judge these folders at once, None for one after the other, and the threads of each task."""
+    if request.ray:
+        return on_ray, max(1, request.threads)
+    stored = sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
+    wanted = request.threads or (cores() if stored >= WORTH_PROCESSES else 1)
+    processes = min(wanted, len(folders))
+    if processes < 2:
+        return None, wanted
+    return (lambda function, tasks, _: on_cores(function, tasks, processes)), wanted // processes
+
+
 def judge(request: Request, progress: Progress) -> Answer:
     """Judge the dumps. Raises UsageError where an operator or a standard is not known, FormatError where there is no dump."""
     standard = "" if request.standard is None else standard_named(request.standard)
@@ -82,8 +97,8 @@ def judge(request: Request, progress: Progress) -> Answer:
     found: list[DumpChecked] = []
     for each in folders:
         with progress(request.quiet) as advance:
-            run = on_ray if request.ray else None
-            options: dict[str, Any] = {"keys": two, "measure": measure, "run": run, "threads": request.threads}
+            run, threads = _spread(request, [folder for _, _, folder in each])
+            options: dict[str, Any] = {"keys": two, "measure": measure, "run": run, "threads": threads}
             found.append(check_dump(each, request.ops, advance, skip=request.skip, **options))
     if request.ops and not found[0].rows:
         dump, names = request.dumps[0], ", ".join(request.ops)

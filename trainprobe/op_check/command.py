@@ -67,7 +67,11 @@ def op_check(
     ] = None,
     device: Annotated[str, typer.Option(help="where --condition runs the calls, such as cuda:0 or npu:0")] = "cpu",
     threads: Annotated[
-        int, typer.Option(help="CPU threads; 0 leaves torch's own number, and each rank one with --ray", min=0)
+        int,
+        typer.Option(
+            help="CPU threads in all, which ranks and steps judged at once share; 0 uses all cores. With --ray: of each rank",
+            min=0,
+        ),
     ] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print only the verdict")] = False,
 ) -> int:
@@ -86,9 +90,7 @@ def op_check(
     if condition is not None:
         return _conditions(paths[0], condition, ops, device, json, quiet)
     digits = lists.precision if lists else 14
-    request = Request(
-        paths, ops, left_out, standard, json, csv, html, classic_csv, digits, replay, quiet, ray, threads=max(1, threads)
-    )
+    request = Request(paths, ops, left_out, standard, json, csv, html, classic_csv, digits, replay, quiet, ray, threads)
     return answer(request, progress)
 
 

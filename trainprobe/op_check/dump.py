@@ -102,7 +102,7 @@ def check_dump(
 
     names: patterns of operators or entries; skip: of those to leave out. advance: called with the calls done and all calls of
     a folder. keys: rows carry fingerprints of what their calls were given. measure: rows carry what it returns. run: carries
-    out one task a folder, such as `on_ray`, which gets all folders. threads: of each of these tasks.
+    out one task a folder, such as `on_ray` or `on_cores`, which get all folders. threads: of each of these tasks.
     """
     found = DumpChecked()
     if run is None:

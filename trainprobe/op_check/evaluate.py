@@ -149,7 +149,7 @@ class Reference:
         return False
 
     def refine_at(self, places: Tensor, recorded: Sequence[Tensor | None]) -> bool:
-        """Find the noise of these elements alone, as much as explains them; return False where they do not stand for themselves.
+        """Find as much noise of these elements alone as explains them; return False where they do not stand for themselves.
 
         places: bool, of the shape of each result. recorded: the results, to be explained.
         """

@@ -96,7 +96,10 @@ def coordinates(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
         if name.endswith("backward"):
             gradient, data, at = (_largest(x) for x in floats[:3])
             each = places * max(1.0, at) * gradient
-            return tuple(None if o is None else torch.full_like(o, 4 * a) for o, a in zip(out, (each, each * places * data)))
+            return tuple(
+                None if o is None else torch.full_like(o, 4 * a)
+                for o, a in zip(out, (each, each * places * data), strict=False)
+            )
     elif "nearest" not in name:
         places = max(places, coarse * (out.ndim - 2) / 4)
     reach = places * max(_largest(x) for x in floats)

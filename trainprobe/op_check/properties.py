@@ -279,7 +279,7 @@ def nearest_cell(case: Case) -> list[Judgement] | None:
 
 
 def at_borders(case: Case, y: Tensor, expected: Expected, found: Judgement) -> Judgement:
-    """Judge the gradient of places of `grid_sample`: it jumps at the borders of cells, and rounding decides on which side one is.
+    """Judge the gradient of places of `grid_sample`: it jumps at borders of cells, and rounding decides on which side one is.
 
     A border is a multiple of half an element.
     """
