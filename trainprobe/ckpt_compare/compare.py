@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import chain, islice
 from typing import Any
 
+from trainprobe.ckpt_compare.adapters import drawn_alike, is_projection
 from trainprobe.ckpt_compare.cause import Mismatch
 from trainprobe.ckpt_compare.causes import find_causes
 from trainprobe.ckpt_compare.coverage import Coverage, Part, coverage_of, overlaps
@@ -61,6 +62,7 @@ def compare(
     notes = [aligned] if aligned else []
     kinds, slots = _common_content(a, b, what, notes)
     left, right = _chosen(a, kinds, slots), _chosen(b, kinds, slots)
+    left, right = _without_drawn(left, right, (a.config, b.config), notes)
     names = follow_renames(left, right)
     right = under_names_of_a(right, names)
     rows: list[Row] = []
@@ -137,6 +139,23 @@ def _chosen(c: Checkpoint, kinds: Sequence[What], slots: set[str]) -> Mapping[st
     return {k: t for k, t in c.tensors.items() if t.what in kinds and t.slot in slots}
 
 
+def _without_drawn(
+    left: Mapping[str, LogicalTensor],
+    right: Mapping[str, LogicalTensor],
+    configs: tuple[Mapping[str, Any], Mapping[str, Any]],
+    notes: list[str],
+) -> tuple[Mapping[str, LogicalTensor], Mapping[str, LogicalTensor]]:
+    """Leave out matrices that an adapter's loader draws anew, where one side stores them and both draw them from the same."""
+    one_sided = {k for k in left.keys() ^ right.keys() if is_projection(k)} if drawn_alike(configs) else set[str]()
+    if not one_sided:
+        return left, right
+    notes.append(
+        f"{len(one_sided)} tensors that one side alone stores are left out, such as {min(one_sided)}: "
+        f"both adapters draw them when they are loaded, from {configs[0]['drawn_from']}"
+    )
+    return {k: t for k, t in left.items() if k not in one_sided}, {k: t for k, t in right.items() if k not in one_sided}
+
+
 def _pair(
     key: str,
     left: Mapping[str, LogicalTensor],
@@ -157,7 +176,7 @@ def _pair(
         tied = others.get(_embedding_of(key) if owner == UNTIED else owner)
         if tied is None or _lost(key, shared, configs["AB".index(side)]):
             own = "whose configuration says" if configs["AB".index(side)].get("tied") is False else "as the other side shows"
-            note = f"lost in {side}, {own} that it is not tied to the embedding" if tied is not None else ""
+            note = f"lost in {side}, {own} that it is not tied to the embedding" if tied is not None else _undrawn(key, side)
             return Row(key, "only in A" if y is None else "only in B", x, y, note=note)
         note = f"{side} stores it once, as {tied.key}"
         x, y = x or tied, y or tied
@@ -166,6 +185,12 @@ def _pair(
         return Row(key, "shape", x, y, note=f"shapes {list(x.shape)} and {list(y.shape)} are not the same")
     pair = _Pair(x, y, box, note)
     return pair if x.shape == y.shape else _padded(pair, configs)
+
+
+def _undrawn(key: str, side: str) -> str:
+    if not is_projection(key):
+        return ""
+    return f"{side} draws it when it is loaded, and no adapter_config.json on both sides says that it is drawn from the same"
 
 
 def _shared(

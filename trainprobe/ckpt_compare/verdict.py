@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trainprobe.ckpt_compare.adapters import method_of, written
 from trainprobe.ckpt_compare.cause import comparable
 from trainprobe.ckpt_compare.causes import headline
 from trainprobe.ckpt_compare.pairing import Move, layer_sentences
@@ -124,13 +125,17 @@ def _incomplete_sentence(c: Comparison, lost: Sequence[Row], severe: Sequence[Fa
 
 def _adapters(c: Comparison) -> list[str]:
     """Say that one side holds nothing but an adapter, and the other a model."""
-    alone = [all(".lora_" in k for k in side.tensors) and bool(side.tensors) for side in (c.a, c.b)]
-    if alone[0] == alone[1]:
+    methods = method_of(c.a), method_of(c.b)
+    if bool(methods[0]) == bool(methods[1]):
         return []
-    side, other = ("A", "B") if alone[0] else ("B", "A")
-    held = any(".lora_" in k for k in (c.b if alone[0] else c.a).tensors)
-    advice = "--only '*.lora_*' compares the adapters" if held else "compare the model that it was trained on, or a merged one"
-    return [f"{side} is an adapter (LoRA) alone and {other} {'also holds its' if held else 'is a'} model ({advice})"]
+    side, other, method = ("A", "B", methods[0]) if methods[0] else ("B", "A", methods[1])
+    held = any(f".{method}_" in k for k in (c.b if methods[0] else c.a).tensors)
+    alone = (
+        f"--only '*.{method}_*' compares the adapters" if held else "compare the model that it was trained on, or a merged one"
+    )
+    return [
+        f"{side} is an adapter ({written(method)}) alone and {other} {'also holds its' if held else 'is a'} model ({alone})"
+    ]
 
 
 def _fault(severe: Sequence[Fault]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainprobe.ckpt_compare.adapters import drawn_from
 from trainprobe.ckpt_compare.names import in_model_order
 from trainprobe.ckpt_compare.optimizer_names import is_array, name_states, optimizer_states
 from trainprobe.ckpt_compare.pieces import Checkpoint, LogicalTensor, Problem, Source, gather, whole
@@ -69,7 +70,7 @@ def open(path: Path) -> Checkpoint:
         str(path),
         "huggingface",
         gather(tensors),
-        config=model_config(config),
+        config={**model_config(config), "drawn_from": drawn_from(_read_json(folder / "adapter_config.json"))},
         state=state,
         problems=tuple(problems),
         notes=tuple(notes),

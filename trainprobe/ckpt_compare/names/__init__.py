@@ -30,10 +30,15 @@ from trainprobe.errors import FormatError, did_you_mean
 
 _FIELD = re.compile(r"\\\{(\w+)\\\}")
 _WRITTEN = re.compile(r"\{(\w+)\}")
+_OTHER_ADAPTERS = (
+    "adamss|boft|c3a|delora|fourierft|frod|glora|gralora|hada|hira|hra|ia3|ln_tuning|lokr|miss|oft|poly_lora|psoft|pvera|randlora|"
+    "shira|supertuning|tinylora|trainable_tokens|unilora|vblora|vera|waveft"
+)  # how the parameters of PEFT's other methods begin
 _ADAPTER = re.compile(
-    r"(?P<base>.+)\.(?P<part>lora_(?:A|B|magnitude_vector))"
-    r"(?:\.(?P<which>(?!weight(?: |$))\w+))?(?:\.weight)?(?P<further> \([^()]+\))?"
+    rf"(?P<base>.+)\.(?P<part>(?P<lora>lora_(?:A|B|E|magnitude_vector))|(?:{_OTHER_ADAPTERS})_\w+|ranknum)"
+    r"(?:\.(?P<which>(?!weight(?: |$))\w+))?(?P<weight>\.weight)?(?P<further> \([^()]+\))?"
 )
+ADAPTER_PART = re.compile(rf"\.(?P<method>lora|{_OTHER_ADAPTERS})_\w+(?:\.weight)?(?: \([^()]+\))?|\.ranknum(?: \([^()]+\))?")
 _TRAINED_WHOLE = re.compile(r"\.modules_to_save\.\w+\.")  # PEFT, of a module that is trained beside the adapters
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 _OWN_NUMBER = re.compile(r"(?:^|\\\.|\(\?:)\d")  # a pattern that asks for one number
@@ -243,7 +248,8 @@ def apply(
     name = _TRAINED_WHOLE.sub(".", name)
     adapter = _ADAPTER.fullmatch(name)
     if adapter is not None:
-        return [tensor.renamed(f"{_adapted(names, adapter['base'])}.{adapter['part']}.weight{_which(adapter)}")]
+        weight = ".weight" if adapter["lora"] else adapter["weight"] or ""  # of LoRA both ways to write it
+        return [tensor.renamed(f"{_adapted(names, adapter['base'])}.{adapter['part']}{weight}{_which(adapter)}")]
     for rule in names.rules_of(_NUMBER.sub("0", name)):
         match = rule.pattern.fullmatch(name)
         if match is None or (rule.when and not config.get(rule.when)):
