@@ -113,6 +113,10 @@ class Written:
         self.__dict__.update(held)
 
 
+class Unknown:
+    """Pickles as an object with attributes that no reader knows."""
+
+
 NAMES = {f"{__name__}.Written": Described}
 
 
@@ -132,6 +136,16 @@ def test_objects_that_are_fetched_again_are_not_made_one():
     shared = [Written(size=(3, 5), kind="a") for _ in range(4)]
     found = read(pickle.dumps([*shared, *shared], 4))
     assert [found.index(one) for one in found[4:]] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_an_object_and_the_dict_of_its_attributes_may_be_fetched_again(protocol):
+    """Both are memoized inside the opcodes that are done at once."""
+    one = Unknown()
+    one.held = 7
+    first, attributes, again = read(pickle.dumps([one, one.__dict__, one], protocol))
+    assert again is first
+    assert attributes == first.state == {"held": 7}
 
 
 def test_bytes_that_reach_below_themselves_are_no_object():

@@ -75,6 +75,23 @@ def test_values_that_nobody_fetches_are_not_kept():
     assert len(machine.memo) == 1
 
 
+def test_what_is_kept_of_a_pickle_is_no_longer_than_what_it_memoizes():
+    """The bytes of numbers look like fetches of far indices: a byte for each of them would be as much as the pickle itself."""
+    data = pickle.dumps([SHARED, SHARED, *(bytes([106, 0, 0, n, 1]) for n in range(256))], 5)
+    memoizing = sum(op.name == "MEMOIZE" for op, _, _ in pickletools.genops(data))
+    assert len(perhaps_fetched(data)) <= memoizing + 200  # bytes of numbers look like that opcode too
+    assert indices(fetched(data)) <= indices(perhaps_fetched(data))
+
+
+def test_a_value_under_a_far_index_is_found():
+    """Opcode r gives any index; no other tells how far they go."""
+    data = b"\x80\x02]" + b"r" + (1 << 28).to_bytes(4, "little") + b"K\x07aj" + (1 << 28).to_bytes(4, "little") + b"\x86."
+    machine = Machine(data, _Names(), alone=True)
+    one, two = machine.run()
+    assert one is two == [7]
+    assert len(machine.memo) == 1
+
+
 def test_places_are_those_that_zipfile_knows(tmp_path):
     held = {f"layer{i}": torch.randn(i % 7 + 1, 3) for i in range(150)}
     torch.save(held, tmp_path / "x.pt")

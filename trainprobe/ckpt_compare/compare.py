@@ -329,6 +329,8 @@ def _noted(rows: Sequence[Row], names: Mapping[str, str]) -> tuple[list[Row], tu
 
 
 def _clipped(parts: Sequence[Part], box: Rectangle) -> list[Part]:
+    if len(parts) == 1 and parts[0].box == box and 0 not in box.shape:
+        return list(parts)
     cut = [(part, part.box.intersect(box)) for part in parts]
     return [Part(part.piece, common) for part, common in cut if common is not None]
 
@@ -337,13 +339,13 @@ def _row(key: str, pair: _Pair, coverages: tuple[Coverage, Coverage], result: _R
     """Judge one pair: incomplete when not every element was held by both sides, else by its difference."""
     d = _lean(result.difference)
     row = Row(key, "identical", pair.a, pair.b, d, pair.note, _located(coverages, d))
+    if d.count == pair.box.count and not (d.changed or d.misplaced or result.failures or pair.rest):
+        return row
     if result.failures or d.count < pair.box.count:
         return replace(
             row, verdict="incomplete", note="; ".join(dict.fromkeys([*result.failures, *_holes(coverages, pair.box, d)]))
         )
     verdict = judge(d, row.floor, stored=True)
-    if verdict == "identical" and not pair.rest:
-        return row
     if pair.rest:
         return replace(row, verdict="differ" if verdict in ("bug", "suspicious") else "incomplete", note=pair.rest)
     return replace(row, verdict="differ" if verdict in ("bug", "suspicious") else verdict)

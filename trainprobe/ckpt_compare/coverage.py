@@ -53,7 +53,7 @@ class Coverage:
 def coverage_of(tensor: LogicalTensor) -> Coverage:
     """Choose for each element of a tensor the piece that answers for it; the first one in reading order wins."""
     outer, pieces = Rectangle(origin(len(tensor.shape)), tensor.shape), tensor.pieces
-    if len(pieces) == 1 and tensor.count and pieces[0].rectangle == outer:
+    if len(pieces) == 1 and tensor.count and pieces[0].shape == tensor.shape and pieces[0].offset == outer.offset:
         return Coverage(tensor.shape, (Part(pieces[0], outer),), (), 0, ())
     parts: list[Part] = []
     copies: list[Overlap] = []

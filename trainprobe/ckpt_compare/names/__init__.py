@@ -40,7 +40,6 @@ _ADAPTER = re.compile(
 )
 ADAPTER_PART = re.compile(rf"\.(?P<method>lora|{_OTHER_ADAPTERS})_\w+(?:\.weight)?(?: \([^()]+\))?|\.ranknum(?: \([^()]+\))?")
 _TRAINED_WHOLE = re.compile(r"\.modules_to_save\.\w+\.")  # PEFT, of a module that is trained beside the adapters
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 _OWN_NUMBER = re.compile(r"(?:^|\\\.|\(\?:)\d")  # a pattern that asks for one number
 _OPTIONAL = re.compile(r"\\\[(.+?)\\\]")
 
@@ -67,7 +66,9 @@ class NameMap:
     rules: tuple[Rule, ...]
     order: tuple[re.Pattern[str], ...] = ()
     outside: tuple[str, ...] = ()
-    kinds: dict[str, tuple[Rule, ...]] = field(default_factory=dict[str, tuple[Rule, ...]], compare=False, repr=False)
+    kinds: dict[str, tuple[bool, tuple[Rule, ...]]] = field(
+        default_factory=dict[str, tuple[bool, tuple[Rule, ...]]], compare=False, repr=False
+    )
 
     def stripped(self, name: str) -> str:
         """Return the name without the prefixes that wrappers add."""
@@ -79,12 +80,13 @@ class NameMap:
                     name, changed = name[len(prefix) :], True
         return name
 
-    def rules_of(self, kind: str) -> tuple[Rule, ...]:
-        """Return the rules that may match a name, given with zeros for its numbers: a million names are of a few kinds."""
+    def kind_of(self, name: str) -> tuple[bool, tuple[Rule, ...]]:
+        """Return whether a name may be an adapter's, and the rules that may match it: a million names are of a few kinds."""
+        kind = ".".join(["0" if part.isdecimal() else part for part in name.split(".")])
         found = self.kinds.get(kind)
         if found is None:
             may = [r for r in self.rules if r.pattern.fullmatch(kind) or _OWN_NUMBER.search(r.pattern.pattern)]
-            found = self.kinds[kind] = tuple(may)
+            found = self.kinds[kind] = _ADAPTER.fullmatch(kind) is not None, tuple(may)
         return found
 
     def wrapper(self, names: Iterable[str]) -> str | None:
@@ -246,11 +248,11 @@ def apply(
     """Return the logical tensors that one stored tensor holds."""
     name = names.stripped(tensor.name.removeprefix(prefix)).replace(".base_layer.", ".")
     name = _TRAINED_WHOLE.sub(".", name)
-    adapter = _ADAPTER.fullmatch(name)
-    if adapter is not None:
+    is_adapter, rules = names.kind_of(name)
+    if is_adapter and (adapter := _ADAPTER.fullmatch(name)) is not None:
         weight = ".weight" if adapter["lora"] else adapter["weight"] or ""  # of LoRA both ways to write it
         return [tensor.renamed(f"{_adapted(names, adapter['base'])}.{adapter['part']}{weight}{_which(adapter)}")]
-    for rule in names.rules_of(_NUMBER.sub("0", name)):
+    for rule in rules:
         match = rule.pattern.fullmatch(name)
         if match is None or (rule.when and not config.get(rule.when)):
             continue

@@ -166,15 +166,16 @@ class MappedArray(Mapped):
 
     def load(self) -> npt.NDArray[Any]:
         """Return the bits as an array that points into the mapped file."""
-        if not self.span:
+        span = self.span
+        if not span:
             return np.empty(self.shape, self.format.storage)
         held = mapping(self.path)
-        if self.start + self.span > len(held):
+        if self.start + span > len(held):
             raise FormatError(
                 f"{self.path} ends at byte {len(held)}, but an array of shape {list(self.shape)} {self.format.name} reaches to "
-                f"byte {self.start + self.span}: the file is truncated, copy it again"
+                f"byte {self.start + span}: the file is truncated, copy it again"
             )
-        flat = np.frombuffer(held, np.uint8, self.span, self.start).view(self.format.storage)
+        flat = np.frombuffer(held, np.uint8, span, self.start).view(self.format.storage)
         if self.strides is None:
             return flat.reshape(self.shape)
         steps = tuple(s * self.format.itemsize for s in self.strides)

@@ -87,14 +87,22 @@ def fetched(data: Any, at: int = 0) -> bytearray:
 
 
 _AT_ONCE = 1 << 24  # bytes that are looked at together
+_MEMOIZING = np.zeros(256, bool)
+_MEMOIZING[list(b"\x94pqr")] = True
 _TEXT_GET = re.compile(rb"g(\d{1,18})\n")
 _LONGEST_FETCH = 20
 
 
 def perhaps_fetched(data: Any) -> bytearray:
-    """Return what `fetched` does for a pickle that is all of the data, and 1 for some values more."""
+    """Return what `fetched` does for a pickle that is all of the data, and 1 for some values more.
+
+    It has a byte for as many values as the pickle can memoize, if it counts them; an index beyond these says nothing.
+    """
     end = len(data)
-    found, last = np.zeros(end + 256, np.uint8), 0  # its pages are taken as they are written to
+    counted = 1
+    for start in range(0, end, _AT_ONCE):
+        counted += int(np.count_nonzero(_MEMOIZING[np.frombuffer(data, np.uint8, min(end - start, _AT_ONCE), start)]))
+    found = np.zeros(counted, np.uint8)
     for start in range(0, end, _AT_ONCE):
         some = np.frombuffer(data, np.uint8, min(end - start, _AT_ONCE + _LONGEST_FETCH), start)
         at = np.flatnonzero(some[:-4] == _LONG_GET)
@@ -102,11 +110,9 @@ def perhaps_fetched(data: Any) -> bytearray:
         short = some[np.flatnonzero(some[:-1] == _SHORT_GET) + 1]
         text = np.array([int(match[1]) for match in _TEXT_GET.finditer(data, start, start + len(some))], np.int64)
         indices = np.concatenate([long[0] | long[1] | long[2] | long[3], short, text])
-        indices = indices[indices < len(found)]
-        found[indices] = 1
-        last = max(last, int(indices.max(initial=0)))
+        found[indices[indices < counted]] = 1
         forget_behind(data, start)
-    return bytearray(found[: last + 1])
+    return bytearray(found)
 
 
 def _line(data: Any, at: int) -> bytes:

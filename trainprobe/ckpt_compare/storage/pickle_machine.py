@@ -72,7 +72,7 @@ class Machine:
     """
 
     __slots__ = (
-        "at", "data", "end", "marks", "memo", "memoized", "names", "noted", "repeated", "repeats", "stack", "wanted",
+        "alone", "at", "data", "end", "marks", "memo", "memoized", "names", "noted", "repeated", "repeats", "stack", "wanted",
     )  # fmt: skip
 
     def __init__(self, data: Any, names: Names, at: int = 0, alone: bool = False) -> None:
@@ -80,6 +80,7 @@ class Machine:
         self.end = len(data)
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
+        self.alone = alone
         self.wanted = perhaps_fetched(data) if alone else fetched(data, at)
         self.memo: dict[int, Any] = {}
         self.repeated: Any = _NOBODY  # class of objects that never change, once the pickle has named it
@@ -174,8 +175,16 @@ class Machine:
         """Memoize the uppermost value under an index that the pickle gives, if it is fetched again."""
         self.memoized += 1
         self.repeated, self.repeats = _NEVER, []  # the index may be used twice
-        if index < len(self.wanted) and self.wanted[index]:
+        if (
+            self.wanted[index] if index < len(self.wanted) else self.alone
+        ):  # of an index beyond, `perhaps_fetched` knows nothing
             self.memo[index] = self.stack[-1]
+
+    def memoize(self, value: Any) -> None:
+        """Memoize a value under the next index, if it is fetched again."""
+        if self.memoized < len(self.wanted) and self.wanted[self.memoized]:
+            self.memo[self.memoized] = value
+        self.memoized += 1
 
     def marked(self) -> list[Any]:
         """Take everything since the last mark."""
@@ -391,6 +400,24 @@ def _pushes(value: Callable[[Machine], Any]) -> Callable[[Machine], None]:
     return op
 
 
+_NEW_WITH_ATTRIBUTES = b"\x81\x94}\x94("  # behind an empty tuple: how an object with attributes begins
+
+
+def _empty_tuple(m: Machine) -> None:
+    """Push an empty tuple; where an object with attributes begins, do all five opcodes behind it too: metadata has millions."""
+    at = m.at
+    if m.data[at : at + 5] != _NEW_WITH_ATTRIBUTES:
+        m.stack.append(())
+        return
+    made = m.stack[-1] = m.names.call(m.stack[-1], ())
+    m.memoize(made)
+    held = m.names.new_dict(made)
+    m.stack.append(held)
+    m.memoize(held)
+    _mark(m)
+    m.at = at + 5
+
+
 def _plain(value: Callable[[], Any]) -> Callable[[Machine], None]:
     def op(m: Machine) -> None:
         m.stack.append(value())
@@ -436,7 +463,7 @@ _TABLE: dict[bytes, Callable[[Machine], None]] = {
     b"\x8d": _pushes(lambda m: _text(m, m.number(_LONG))),
     b"C": _pushes(lambda m: m.bytes(m.number(_BYTE))), b"B": _pushes(lambda m: m.bytes(m.number(_UINT))),
     b"\x8e": _pushes(lambda m: m.bytes(m.number(_LONG))), b"\x96": _pushes(lambda m: m.bytes(m.number(_LONG))),
-    b"]": _plain(list), b"}": _new_dict, b")": _plain(tuple), b"\x8f": _plain(set),
+    b"]": _plain(list), b"}": _new_dict, b")": _empty_tuple, b"\x8f": _plain(set),
     b"l": _pushes(Machine.marked), b"t": _pushes(lambda m: tuple(m.marked())),
     b"d": _pushes(lambda m: _dict_of(m.marked())), b"\x91": _pushes(lambda m: frozenset(map(check_key, m.marked()))),
     b"\x85": _single, b"\x86": _pair, b"\x87": _triple,

@@ -45,9 +45,12 @@ def remember(path: str, start: int, length: int, archive: TorchZip, found: objec
 
 def recognised(held: mmap.mmap, path: str, start: int, length: int) -> MappedArray | None:
     """Return the tensor of an archive in a mapped file that is of a kind that was read before; None for any other."""
-    for kind in _kinds(path, length):
+    kinds = _kinds(path, length)
+    raw = held[start : start + length] if kinds and length <= LARGEST else held
+    before = 0 if raw is not held else start
+    for kind in kinds:
         for first, stop, same in kind.shared:
-            if held[start + first : start + stop] != same:
+            if raw[before + first : before + stop] != same:
                 break
         else:
             array = kind.array
