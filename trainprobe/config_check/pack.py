@@ -26,6 +26,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 CAPTURES = ("environment", "packages", "hyperparameters", "dataset", "weights", "randomness")
 BY_MICRO_STEP = ("dataset", "weights")
+BESIDE = "beside"  # in the entry of a tensor of data that did not go through the model
 
 
 @dataclass(frozen=True, slots=True)

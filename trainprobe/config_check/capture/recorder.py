@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch._C import _current_graph_task_id
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from trainprobe.config_check.capture.dataset import capture_inputs, signature_of
 from trainprobe.config_check.capture.environment import capture_environment
 from trainprobe.config_check.capture.hyperparameters import SettingsWatch
+from trainprobe.config_check.capture.labels import LabelWatch, with_labels, with_target
 from trainprobe.config_check.capture.loaders import LoaderWatch
 from trainprobe.config_check.capture.loop_calls import LoopWatch
 from trainprobe.config_check.capture.model_state import is_compiled, model_state
@@ -57,6 +59,9 @@ class Recorder:
         self._optimizers = OptimizerWatch(self._late_patches, self.guard)
         self._loaders = LoaderWatch(self._late_patches, self.guard)
         self._loop = LoopWatch(self.guard)
+        self._labels = LabelWatch(self.guard, self._quietly, self._trains, self._take_target)
+        self._data: Any = None  # of the last micro-step, as it is to be written
+        self._forwards = 0  # calls of the model that have not returned
         self._random.on_compiled = self._see_compiled
         self._compiled: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
         self._compiled_with: dict[int, str] = {}
@@ -85,6 +90,8 @@ class Recorder:
         self._optimizers.install()
         self._loaders.install()
         self._loop.install()
+        if "dataset" in self.settings.captures:
+            self._labels.install()
         if "randomness" in self.settings.captures:
             self._random.install()
 
@@ -92,9 +99,11 @@ class Recorder:
         """Watch the calls of a model, or of the first of its chunks."""
         self._stop_search()
         self._models = list(model) if isinstance(model, list | tuple) else [model]
-        if self._random.active and any(is_compiled(module) for model in self._models for module in model.modules()):
-            self._random.stop()
-            self._random.end(COMPILED)
+        if any(is_compiled(module) for model in self._models for module in model.modules()):
+            self._labels.remove()  # the compiler knows functions by identity
+            if self._random.active:
+                self._random.stop()
+                self._random.end(COMPILED)
         first = self._models[0]
         wrapper = next((w() for m, w in self._compiled if m() is first), None)
         if any(cls.__name__ == "LightningModule" for cls in type(first).__mro__):
@@ -106,9 +115,11 @@ class Recorder:
 
     def _hook(self, module: Any) -> None:
         self._handles.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
 
     def _see_compiled(self, target: Any, compiled: Any, arguments: str) -> None:
         """Watch the wrapper that torch.compile puts around a model: hooks on what is inside are compiled away."""
+        self._labels.remove()
         module = getattr(target, "__self__", target)  # compiled in place, its own call is the target
         for one in (module, compiled):
             self._compiled_with[id(one)] = arguments
@@ -116,7 +127,8 @@ class Recorder:
             return
         self._compiled.append((weakref.ref(module), weakref.ref(compiled)))
         if self._models and self._models[0] is module and self._handles:
-            self._handles.pop().remove()
+            while self._handles:
+                self._handles.pop().remove()
             self._hook(compiled)
 
     def _compiled_call(self, module: Any, original: Any) -> Any:
@@ -157,17 +169,44 @@ class Recorder:
         @functools.wraps(original)
         def training_step(*args: Any, **kwargs: Any) -> Any:
             self.guard.run(self._micro_step, original, args, kwargs)
-            return original(*args, **kwargs)
+            self._forwards += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._forwards -= 1
 
         return training_step
 
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or self.finished:
             return
+        self._forwards += 1
         if module.training and torch.is_grad_enabled() and _current_graph_task_id() == -1:
             self.guard.run(self._micro_step, signature_of(module), args, kwargs)
         elif not self._model_state and torch.is_grad_enabled():  # the only forwards of a run that is left in evaluation mode
             self.guard.run(self._take_model_state)
+
+    def _after_forward(self, *_: Any) -> None:
+        self._forwards = max(0, self._forwards - 1)
+
+    def _trains(self) -> bool:
+        """Whether there is a model that trains, and none of its forwards is under way."""
+        return bool(self._models) and not self.finished and self._forwards == 0 and self._models[0].training
+
+    def _take_target(self, target: Any) -> None:
+        if self._data is not None and self._writer is not None:
+            self._data = with_target(self._data, target)
+            self._writer.put("dataset", self._data, self.micro - 1)
+
+    def _quietly(self, capture: Any, *args: Any) -> None:
+        """Capture something; what that calls itself is not the program's, and no mode sees it, those of a dump among them."""
+        watching = self._random.active
+        self._random.active = False
+        try:
+            with without_dispatch(within_transforms=True):
+                capture(*args)
+        finally:
+            self._random.active = watching
 
     def _take_model_state(self) -> None:
         with without_dispatch(within_transforms=True):
@@ -178,13 +217,7 @@ class Recorder:
             self.finish()
             return
         writer = self._writer or self._open()
-        watching = self._random.active
-        self._random.active = False  # what the capture itself calls is not the program's
-        try:
-            with without_dispatch(within_transforms=True):  # nor is it seen by modes, those of a dump among them
-                self._capture(writer, call, args, kwargs)
-        finally:
-            self._random.active = watching
+        self._quietly(self._capture, writer, call, args, kwargs)
         self._random.window = self.micro
         self.micro += 1
 
@@ -193,7 +226,9 @@ class Recorder:
         if micro == 0:
             self._first(writer)
         if "dataset" in wanted:
-            writer.put("dataset", capture_inputs(call, args, kwargs, self._optimizers.steps, self.settings.tokens), micro)
+            inputs = capture_inputs(call, args, kwargs, self._optimizers.steps, self.settings.tokens)
+            self._data = with_labels(inputs, self._labels.recent())
+            writer.put("dataset", self._data, micro)
         if "weights" in wanted:
             writer.put("weights", capture_weights(self._models, self._optimizers.steps), micro)
         if "randomness" in wanted:
@@ -221,6 +256,26 @@ class Recorder:
         if "hyperparameters" in self.settings.captures:
             writer.put("hyperparameters", self._hyperparameters())
         self._flags = read_switches(device_of(self._models))
+        if not self.finished and not self._compiled:
+            self._watch_first_layer()
+
+    def _watch_first_layer(self) -> None:
+        """Read the switches again where the first layer of the model is called: wrappers set autocast on the way to it."""
+        modules = [m for model in self._models for m in model.modules()]
+        if any(is_compiled(m) for m in modules):
+            return
+        layers = {id(m): m for m in modules if not any(True for _ in m.children())}
+
+        def before_layer(module: Any, _: Any) -> None:
+            if layers.get(id(module)) is module and not torch.compiler.is_compiling():
+                handle.remove()
+                self.guard.run(self._read_switches)
+
+        handle = register_module_forward_pre_hook(before_layer)
+        self._handles.append(handle)
+
+    def _read_switches(self) -> None:
+        self._flags = read_switches(device_of(self._models))
 
     def _hyperparameters(self) -> dict[str, Any]:
         extra = dict(self.settings.settings)
@@ -246,6 +301,7 @@ class Recorder:
         self._handles = []
         self._optimizers.remove()
         self._loop.remove()
+        self._labels.remove()
         self._settings_watch.remove()
         self._late_patches.undo()
 

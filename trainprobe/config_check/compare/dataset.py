@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from trainprobe.config_check.compare.data_story import explain, samples
@@ -10,7 +11,7 @@ from trainprobe.config_check.compare.entries import Batch, batch_key, describe, 
 from trainprobe.config_check.compare.pair import absent, rank_findings, rank_pairs
 from trainprobe.config_check.compare.values import same
 from trainprobe.config_check.compare.verdicts import Check, Finding, Level, counted, number_ranges, shown, which_ranks
-from trainprobe.config_check.pack import Pack
+from trainprobe.config_check.pack import BESIDE, Pack, RankPack
 
 COLUMNS = ("micro-step", "rank", "tensor", "bench checksum", "cmp checksum", "bench", "cmp", "level")
 _SEEDS = ("setting seed", "setting data_seed", "random seed", "generator seed")
@@ -33,12 +34,18 @@ def compare_dataset(bench: Pack, cmp: Pack) -> Check:
     """Compare fingerprints; statistics where a pack holds no fingerprints."""
     if (early := absent("dataset", COLUMNS, bench, cmp)) is not None:
         return early
+    labelled = [_labelled(pack) for pack in (bench, cmp)]
+    if labelled[0] != labelled[1]:  # another tool or version, a compiled model, or a loss inside of the model
+        bench, cmp = (_without_labels(pack) if has else pack for pack, has in zip((bench, cmp), labelled, strict=True))
     pairs = list(rank_pairs(bench, cmp, "dataset"))
     rows: list[tuple[Any, ...]] = []
     first: dict[int, int] = {}
     told: dict[str, list[int]] = {}
     plain: dict[Finding, list[int]] = {}
     findings = rank_findings("dataset", bench, cmp)
+    if labelled[0] != labelled[1]:
+        side = "bench" if labelled[0] else "cmp"
+        findings.append(Finding("note", f"data beside the model's inputs (labels) was captured in {side} only", "labels"))
     for rank, a, b in pairs:
         left, right = a.by_micro["dataset"], b.by_micro["dataset"]
         for micro in sorted(left.keys() & right.keys()):
@@ -65,6 +72,24 @@ def compare_dataset(bench: Pack, cmp: Pack) -> Check:
         topic, causes = ("dataset order", (*_SEEDS, *_LOADING)) if ORDER in text else ("dataset", EXPLAINED_BY)
         findings.append(Finding("error", f"{text}{which_ranks(where, ranks)}", topic, causes))
     return Check("dataset", COLUMNS, rows, tuple(findings))
+
+
+def _labelled(pack: Pack) -> bool:
+    """Whether a pack holds data that did not go through the model."""
+    steps = [step for rank in pack.ranks.values() for step in rank.by_micro.get("dataset", {}).values()]
+    return any(BESIDE in entry for step in steps for entry in step.get("tensors", {}).values())
+
+
+def _without_labels(pack: Pack) -> Pack:
+    return replace(pack, ranks={number: _rank_without_labels(rank) for number, rank in pack.ranks.items()})
+
+
+def _rank_without_labels(rank: RankPack) -> RankPack:
+    steps = {
+        micro: {**step, "tensors": {n: e for n, e in step.get("tensors", {}).items() if BESIDE not in e}}
+        for micro, step in rank.by_micro.get("dataset", {}).items()
+    }
+    return replace(rank, by_micro={**rank.by_micro, "dataset": steps})
 
 
 def _scalars(rank: int, left: Mapping[int, Any], right: Mapping[int, Any], rows: list[tuple[Any, ...]]) -> list[Finding]:
