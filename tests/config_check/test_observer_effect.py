@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.nn.functional import dropout as imported_by_name
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tests.config_check.launch import environment
 from tests.lockstep import bits_of, differences, seed_all, state
@@ -85,7 +86,7 @@ def everything_patched() -> list[object]:
         *(random.Random.random, random.Random.shuffle, np.random.Generator.integers, np.random.RandomState.rand),
         *(torch.Generator.manual_seed, torch._VF.lstm, "random" in vars(random.Random), "lstm" in vars(torch._VF)),
         *(torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad.clip_grad_value_, torch.amp.GradScaler.__init__),
-        *(torch.utils.data.DataLoader.__init__, torch.compile),
+        *(torch.utils.data.DataLoader.__init__, _BaseDataLoaderIter.__next__, functional.cross_entropy, torch.compile),
         *(torch.optim.lr_scheduler.LRScheduler.__init__, torch.jit.script, nn.Module.__call__, "normal_" in vars(torch.Tensor)),
     ]
 
@@ -130,7 +131,7 @@ def test_torchscript_compiles_while_random_functions_are_watched(tmp_path):
     ConfigChecker.apply_patches(on_error="raise")
 
     def noisy(x: Tensor) -> Tensor:
-        return functional.dropout(x, 0.5) + torch.rand(2)
+        return functional.dropout(x, 0.5) + torch.rand(2) + functional.mse_loss(x, x)
 
     scripted = torch.jit.script(noisy)
     assert scripted(torch.ones(2)).shape == (2,)

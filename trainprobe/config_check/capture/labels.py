@@ -38,9 +38,14 @@ class LabelWatch:
     """
 
     def __init__(
-        self, guard: Guard, quietly: Callable[..., Any], attached: Callable[[], bool], take: Callable[[Any], None]
+        self,
+        patches: Patches,
+        guard: Guard,
+        quietly: Callable[..., Any],
+        attached: Callable[[], bool],
+        take: Callable[[Any], None],
     ) -> None:
-        self._patches = Patches()
+        self._patches = patches
         self._guard = guard
         self._quietly = quietly
         self._attached = attached
@@ -49,15 +54,12 @@ class LabelWatch:
         self._early = 0
 
     def install(self) -> None:
-        """Replace the step of a loader's iterator, and torch's losses wherever they have been imported by name."""
+        """Replace the step of a loader's iterator."""
         self._patches.replace(_BaseDataLoaderIter, "__next__", self._yielding)
-        for name in losses():
-            self._patches.replace(functional, name, functools.partial(self._judging, name))
-        self._patches.spread()
 
-    def remove(self) -> None:
-        """Put everything back."""
-        self._patches.undo()
+    def functions(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+        """Return owner, name and wrapper of each loss, to be replaced and put back with the random functions."""
+        return [(functional, name, functools.partial(self._judging, name)) for name in losses()]
 
     def recent(self) -> tuple[Callable[[], Entries], ...]:
         """Return the batches that were yielded last."""

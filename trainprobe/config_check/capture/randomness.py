@@ -45,6 +45,7 @@ class RandomCalls:
         self.window = SETUP
         self.ended_in: int | None = None  # the window in which that was
         self.on_compiled: Callable[[Any, Any, str], None] = lambda target, compiled, arguments: None
+        self.beside: list[tuple[Any, str, Callable[[Any], Any]]] = []  # owner, name, wrapper: replaced while calls are counted
         self._patches = patches
         self._guard = guard
         self._stacks = Stacks()
@@ -60,6 +61,8 @@ class RandomCalls:
         for full, owner, name, describe in random_functions():
             if not self._patches.replace(owner, name, functools.partial(self._wrapper, full, describe)):
                 self.sealed.add(full.rpartition(".")[0])
+        for owner, name, wrap in self.beside:
+            self._patches.replace(owner, name, wrap)
         self._patches.replace(torch.jit, "script", self._scripting)
         self._patches.replace(torch, "compile", self._compiling)
         self._patches.spread()

@@ -59,7 +59,7 @@ class Recorder:
         self._optimizers = OptimizerWatch(self._late_patches, self.guard)
         self._loaders = LoaderWatch(self._late_patches, self.guard)
         self._loop = LoopWatch(self.guard)
-        self._labels = LabelWatch(self.guard, self._quietly, self._trains, self._take_target)
+        self._labels = LabelWatch(self._late_patches, self.guard, self._quietly, self._trains, self._take_target)
         self._data: Any = None  # of the last micro-step, as it is to be written
         self._forwards = 0  # calls of the model that have not returned
         self._random.on_compiled = self._see_compiled
@@ -92,6 +92,7 @@ class Recorder:
         self._loop.install()
         if "dataset" in self.settings.captures:
             self._labels.install()
+            self._random.beside = self._labels.functions()
         if "randomness" in self.settings.captures:
             self._random.install()
 
@@ -99,11 +100,9 @@ class Recorder:
         """Watch the calls of a model, or of the first of its chunks."""
         self._stop_search()
         self._models = list(model) if isinstance(model, list | tuple) else [model]
-        if any(is_compiled(module) for model in self._models for module in model.modules()):
-            self._labels.remove()  # the compiler knows functions by identity
-            if self._random.active:
-                self._random.stop()
-                self._random.end(COMPILED)
+        if self._random.active and any(is_compiled(module) for model in self._models for module in model.modules()):
+            self._random.stop()
+            self._random.end(COMPILED)
         first = self._models[0]
         wrapper = next((w() for m, w in self._compiled if m() is first), None)
         if any(cls.__name__ == "LightningModule" for cls in type(first).__mro__):
@@ -119,7 +118,6 @@ class Recorder:
 
     def _see_compiled(self, target: Any, compiled: Any, arguments: str) -> None:
         """Watch the wrapper that torch.compile puts around a model: hooks on what is inside are compiled away."""
-        self._labels.remove()
         module = getattr(target, "__self__", target)  # compiled in place, its own call is the target
         for one in (module, compiled):
             self._compiled_with[id(one)] = arguments
@@ -301,7 +299,6 @@ class Recorder:
         self._handles = []
         self._optimizers.remove()
         self._loop.remove()
-        self._labels.remove()
         self._settings_watch.remove()
         self._late_patches.undo()
 
