@@ -40,6 +40,7 @@ TAPE = (
     "hook_registry.c",
     "step_journal.c",
     "structure.c",
+    "dump_text.c",
 )
 HEADERS = ("reduce.h", "sweeps.h", "asked.h", "objects.h", "native_tape.h", "module_watch.h")
 FLAGS = [] if sys.platform == "win32" else ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]

@@ -1,6 +1,15 @@
 """What the compiled part is made of, as far as Python code names it by its type; the rest of it is used through `Any`."""
 
+from collections.abc import Callable
 from typing import Any
+
+# Parse a dump as JSON, with tensors of which nothing but numbers is told as Values; None where Python is to parse it.
+# describe: returns the Value that a tensor is like, given the text of its type, dtype and shape without the closing brace, or
+# None where that is no tensor. loads: parses a text with escapes. Beside the document there are these Values, a float64 row of
+# Max, Min, Mean and Norm of each, a uint64 checksum of each, and a byte for each that says whether it has one.
+def read_dump(
+    content: bytes, describe: Callable[[bytes], Any], loads: Callable[[bytes], Any]
+) -> tuple[Any, list[Any], bytes, bytes, bytes] | None: ...
 
 class ModuleInfo:
     """A module of the model as it is recorded: logical name, class, own parameters, and what is wanted of it."""

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
+from trainprobe.dump_compare.call_slots import named_values
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import owner, slots
@@ -47,28 +48,29 @@ class Terms:
 
     def of(self, call: Call, slot: str) -> tuple[float, float]:
         """Return the norm of the terms that were summed to get the value at `slot`, and of the value; 0 where not known."""
-        values = slots(call)
-        result = next((value for at, value in values if at == slot), None)
-        if result is None:
+        names, values = named_values(call)
+        if slot not in names:
             return 0.0, 0.0
-        return self._summed(call, slot, result, values), self._norm(result)
+        result = values[names.index(slot)]
+        return self._summed(call, slot, result, names, values), self._norm(result)
 
-    def _summed(self, call: Call, slot: str, result: Value, values: Sequence[tuple[str, Value]]) -> float:
+    def _summed(self, call: Call, slot: str, result: Value, names: tuple[str, ...], values: Sequence[Value]) -> float:
         if call.kind in ("parameter", "state"):
             return self._of_parameter(call, slot, result)
         if call.phase == "backward":
-            given = [value for at, value in values if at.startswith("grad_output")]
+            given = [values[i] for i in _gradients_among(names)]
             forward = self._forward.get((call.kind, call.name, call.call))
             return self._of_gradient(_kind_of(call), given, _given(forward), result)
-        return self._of_result(_kind_of(call), _given_of(values), result)
+        return self._of_result(_kind_of(call), [values[i] for i in _given_among(names)], result)
 
     def _of_result(self, kind: str, given: Sequence[Value], result: Value) -> float:
-        if kind.startswith(_PRODUCTS):
+        way = _sort_of(kind)
+        if way == "product":
             return self._product(given[:2], result) if len(given) >= 2 else 0.0
-        if kind.startswith(_SUMS):
+        if way == "sum":
             largest = max(map(self._norm, given), default=0.0)
             return largest * _size(result) / max(1, _size(given[0])) if kind.endswith("mean") and given else largest
-        if kind.startswith(_DIFFERENCES):
+        if way == "difference":
             return max((self._spread(value) for value in given), default=0.0) * math.sqrt(_size(result))
         return 0.0
 
@@ -135,15 +137,29 @@ def _kind_of_module(cls: str) -> str:
     return next((norm for norm in _PROJECTIONS if norm.replace("_", "") in name), name)
 
 
+@lru_cache(maxsize=4096)
+def _sort_of(kind: str) -> str:
+    """Return what kind of sum an op's result is: a product, a sum, a difference, or "" for none."""
+    sorts = (("product", _PRODUCTS), ("sum", _SUMS), ("difference", _DIFFERENCES))
+    return next((sort for sort, names in sorts if kind.startswith(names)), "")
+
+
 def _given(call: Call | None) -> list[Value]:
     """Return the tensors that a forward was given, its weights included."""
     if call is None:
         return []
-    return _given_of(slots(call))
+    names, values = named_values(call)
+    return [values[i] for i in _given_among(names)]
 
 
-def _given_of(values: Sequence[tuple[str, Value]]) -> list[Value]:
-    return [value for at, value in values if at.startswith(("input", "kwargs", "parameters"))]
+@lru_cache(maxsize=4096)
+def _given_among(names: tuple[str, ...]) -> list[int]:
+    return [i for i, name in enumerate(names) if name.startswith(("input", "kwargs", "parameters"))]
+
+
+@lru_cache(maxsize=4096)
+def _gradients_among(names: tuple[str, ...]) -> list[int]:
+    return [i for i, name in enumerate(names) if name.startswith("grad_output")]
 
 
 def _others(given: Sequence[Value], result: Value) -> list[Value]:
@@ -159,6 +175,10 @@ def cancelled(pairs: Iterator[tuple[Call, str, Terms]]) -> float:
     pairs: the call, slot and norms of either side. The smaller of both sides' terms and the larger of both results count, so
     that a result which is zero on one side alone is no cancellation.
     """
-    both = [terms.of(call, slot) for call, slot, terms in pairs]
-    summed, result = min(terms for terms, _ in both), max(norm for _, norm in both)
-    return max(1.0, summed / result) if result > 0 else 1.0
+    summed, result = math.inf, 0.0
+    for call, slot, terms in pairs:
+        of_side, norm = terms.of(call, slot)
+        summed, result = min(summed, of_side), max(result, norm)
+        if summed <= result:
+            return 1.0
+    return summed / result if result > 0 else 1.0

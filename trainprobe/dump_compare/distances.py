@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import zip_longest
-from typing import Any
+from itertools import islice, zip_longest
+from typing import Any, NamedTuple
 
 from trainprobe.dump_compare.apart import ALIKE, MASKED, SAME, Apart, apart_all, format_name
+from trainprobe.dump_compare.call_slots import is_result, named_values
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.engine.compare.number_formats import FORMATS, coarser
 from trainprobe.engine.core.records import Call, Value
-from trainprobe.engine.core.step_data import slots
 
 SLACK = 10.0  # times the noise, before a difference is worth a look
 Paired = tuple[str, Value | None, Value | None]  # slot, value of A, value of B
 _ELSEWHERE = "are one tensor: at input"  # in the note of engine.capture.module_gradients
 _WRITES = frozenset(["__setitem__", "copy_", "fill_", "zero_"])
 _EMPTY = ("empty", "new_empty")
-_RESULTS = {"output", "grad_input"}  # first parts of the slots of what a call gives; the others are what it is given
 
 
-@dataclass(frozen=True, slots=True)
-class Distance:
+class Distance(NamedTuple):
     """How far one value of a call is apart.
 
     slot: its place in the call, `input.0`, `output`, `grad_input.1`, `weight`. result: whether the call gives it, or is given
@@ -56,30 +53,58 @@ class Distance:
         return unknown or self.apart.low > SLACK * self.epsilon
 
 
-@dataclass(slots=True)
-class _Matched:
-    """The values of two calls, side by side: (slot, value of A, value of B, whether it is a result)."""
+class _Matched(NamedTuple):
+    """The values of two calls, side by side. names: their slots. results: which of them the call gives. shapes: of A."""
 
-    values: list[tuple[str, Value | None, Value | None, bool]]
-    shapes: tuple[tuple[int, ...], ...]  # of A
+    names: tuple[str, ...]
+    left: Sequence[Value | None]
+    right: Sequence[Value | None]
+    results: tuple[bool, ...]
+    shapes: tuple[tuple[int, ...], ...]
 
 
-@dataclass(slots=True)
-class Measured:
-    """The distances of a call's values. own: the rounding of the call itself."""
+class Measured(NamedTuple):
+    """The distances of a call's values.
 
-    values: list[Distance] = field(default_factory=list[Distance])
-    own: float = 0.0
+    own: the rounding of the call itself. given, weights: the furthest of what it is given, and of its weights among that.
+    """
+
+    values: list[Distance]
+    own: float
+    given: float = 0.0
+    weights: float = 0.0
 
 
 def measure_calls(pairs: Sequence[CallPair], a: Side, b: Side) -> list[Measured]:
     """Return how far the values of each pair are apart; of a call without a partner, nothing."""
     matched = [_matched(pair) for pair in pairs]
-    left = [x for each in matched for _, x, y, _ in each.values if x is not None and y is not None]
-    right = [y for each in matched for _, x, y, _ in each.values if x is not None and y is not None]
+    left, right = list[Value](), list[Value]()
+    for each in matched:
+        if None in each.left or None in each.right:
+            both = [(x, y) for x, y in zip(each.left, each.right, strict=True) if x is not None and y is not None]
+            left += [x for x, _ in both]
+            right += [y for _, y in both]
+        else:
+            left += each.left  # type: ignore[arg-type]
+            right += each.right  # type: ignore[arg-type]
     found = iter(apart_all(a, left, b, right))
     known = _Known()
     return [_measured(pair, each, found, known) for pair, each in zip(pairs, matched, strict=True)]
+
+
+class _Form(NamedTuple):
+    """What follows from the slots, formats and shapes of a call's values. formats: (ε, formats where they are two) of each.
+
+    agreeing: what is said of calls of this form of which all values agree, by how far these are apart.
+    """
+
+    formats: Sequence[tuple[float, str]]
+    own: float
+    agreeing: dict[tuple[Apart, ...], Measured]
+
+
+_NOT_MEASURED = Measured([], 0.0)
+_AGREE = frozenset([SAME, ALIKE])
 
 
 class _Known:
@@ -88,9 +113,24 @@ class _Known:
     def __init__(self) -> None:
         self.distances: dict[tuple[Any, ...], Distance] = {}
         self.formats: dict[tuple[str, str], tuple[float, str]] = {}
-        self.longest: dict[tuple[tuple[int, ...], ...], float] = {}
+        self.forms: dict[tuple[Any, ...], _Form] = {}
 
-    def of_formats(self, x: Value, y: Value) -> tuple[float, str]:
+    def form(self, matched: _Matched) -> _Form:
+        """Return what follows from the slots, formats and shapes of a call's values."""
+        formats = [None if value is None else value.dtype for value in (*matched.left, *matched.right)]
+        key = matched.names, matched.results, matched.shapes, *formats
+        found = self.forms.get(key)
+        if found is None:
+            of_each = [
+                (0.0, "") if x is None or y is None else self._of_formats(x, y)
+                for x, y in zip(matched.left, matched.right, strict=True)
+            ]
+            coarsest = max((epsilon for epsilon, _ in of_each), default=0.0)
+            own = coarsest and coarsest + _sum_epsilon(coarsest) * math.sqrt(_longest_sum(matched.shapes))
+            found = self.forms[key] = _Form(of_each, own, {})
+        return found
+
+    def _of_formats(self, x: Value, y: Value) -> tuple[float, str]:
         """Return the gap of the coarser format, and both formats in words where they are two."""
         pair = x.dtype, y.dtype
         found = self.formats.get(pair)
@@ -110,33 +150,40 @@ class _Known:
             found = self.distances[key] = Distance(slot, far, result, epsilon, formats)
         return found
 
-    def root_of_longest_sum(self, shapes: tuple[tuple[int, ...], ...]) -> float:
-        """Return √K of a call whose values have these shapes."""
-        found = self.longest.get(shapes)
-        if found is None:
-            found = self.longest[shapes] = math.sqrt(_longest_sum(shapes))
-        return found
-
 
 def _measured(pair: CallPair, matched: _Matched, found: Iterator[Apart], known: _Known) -> Measured:
     if pair.a is None or pair.b is None:
-        return Measured()
-    measured, coarsest = Measured(), 0.0
-    for slot, x, y, result in matched.values:
-        if x is None or y is None:
-            if result:
-                away = Apart(0.0, math.inf, "absent", f"in {'B' if x is None else 'A'} alone")
-                measured.values.append(Distance(slot, away, True, 0.0))
+        return _NOT_MEASURED
+    form, call = known.form(matched), pair.a
+    whole = None not in matched.left and None not in matched.right
+    distances = tuple(islice(found, len(matched.names))) if whole else tuple(_of_pairs(matched, found))
+    agrees = _AGREE.issuperset(distances)
+    if agrees and distances in form.agreeing:
+        return form.agreeing[distances]
+    values, given, weights = list[Distance](), 0.0, 0.0
+    for slot, far, result, (epsilon, formats) in zip(matched.names, distances, matched.results, form.formats, strict=True):
+        if far is None:
             continue
-        far = next(found)
         if far.high:
-            far = _of_the_call(far, pair.a, slot, result)
-        epsilon, formats = known.of_formats(x, y)
-        measured.values.append(known.distance(slot, far, result, epsilon, formats))
-        coarsest = max(coarsest, epsilon)
-    if coarsest:
-        measured.own = coarsest + _sum_epsilon(coarsest) * known.root_of_longest_sum(matched.shapes)
+            far = _of_the_call(far, call, slot, result)
+        values.append(known.distance(slot, far, result, epsilon, formats))
+        if not result and far.high > given:
+            given = far.high
+        if far.high > weights and slot.startswith("parameters"):
+            weights = far.high
+    measured = Measured(values, form.own, given, weights)
+    if agrees:
+        form.agreeing[distances] = measured
     return measured
+
+
+def _of_pairs(matched: _Matched, found: Iterator[Apart]) -> Iterator[Apart | None]:
+    """Yield how far each pair of values is apart; None for what only one side is given."""
+    for x, y, result in zip(matched.left, matched.right, matched.results, strict=True):
+        if x is not None and y is not None:
+            yield next(found)
+        else:
+            yield Apart(0.0, math.inf, "absent", f"in {'B' if x is None else 'A'} alone") if result else None
 
 
 def _of_the_call(far: Apart, call: Call, slot: str, result: bool) -> Apart:
@@ -146,23 +193,33 @@ def _of_the_call(far: Apart, call: Call, slot: str, result: bool) -> Apart:
     return ALIKE if result and far is MASKED else far  # little is known of a result; of what is given, doubt is for the call
 
 
+_NONE = _Matched((), (), (), (), ())
+
+
 def _matched(pair: CallPair) -> _Matched:
     if pair.a is None or pair.b is None:
-        return _Matched([], ())
-    left, right = slots(pair.a), slots(pair.b)
-    shapes = tuple([value.shape for _, value in left])
-    of_kind = pair.a.kind in ("parameter", "saved")
-    of_state = pair.a.kind == "state"
-    if len(left) == len(right) and all([x[0] == y[0] for x, y in zip(left, right, strict=True)]):  # noqa: C419  (a third faster)
-        together = [(slot, x, y) for (slot, x), (_, y) in zip(left, right, strict=True)]
-    else:
-        together = _together(dict(left), dict(right))
-    if pair.a.kind == "op" and pair.a.phase == "backward":
-        together = _of_the_same_nodes(list(together))
-    if any([value.row < 0 for _, value in left]):  # noqa: C419
+        return _NONE
+    (names, left), (others, right) = named_values(pair.a), named_values(pair.b)
+    shapes = tuple([value.shape for value in left])
+    backward_of_op = pair.a.kind == "op" and pair.a.phase == "backward"
+    elsewhere = any([value.row < 0 for value in left])  # noqa: C419  (a third faster)
+    if names == others and not (backward_of_op or elsewhere):
+        return _Matched(names, left, right, _results(pair.a.kind, names), shapes)
+    together = list(_together(dict(zip(names, left, strict=True)), dict(zip(others, right, strict=True))))
+    if backward_of_op:
+        together = _of_the_same_nodes(together)
+    if elsewhere:
         together = [each for each in together if not _is_told_elsewhere(each)]
-    values = [(slot, x, y, of_kind or (of_state and slot.startswith("grad")) or is_result(slot)) for slot, x, y in together]
-    return _Matched(values, shapes)
+    names = tuple([slot for slot, _, _ in together])
+    return _Matched(names, [x for _, x, _ in together], [y for _, _, y in together], _results(pair.a.kind, names), shapes)
+
+
+@lru_cache(maxsize=4096)
+def _results(kind: str, names: tuple[str, ...]) -> tuple[bool, ...]:
+    """Return which of the values of a call it gives: of parameters the gradients, of saved values all."""
+    if kind in ("parameter", "saved"):
+        return (True,) * len(names)
+    return tuple([is_result(slot) or (kind == "state" and slot.startswith("grad")) for slot in names])
 
 
 def _is_told_elsewhere(paired: Paired) -> bool:
@@ -204,12 +261,6 @@ def _together(a: Mapping[str, Value], b: Mapping[str, Value]) -> Iterator[Paired
         none = (None, None)
         for (slot, value), (other_slot, other) in zip_longest(mine, theirs, fillvalue=none):
             yield slot or other_slot or "", value, other
-
-
-@lru_cache(maxsize=4096)
-def is_result(slot: str) -> bool:
-    """Return whether a call gives what stands at a slot, or is given it."""
-    return slot.partition(".")[0] in _RESULTS
 
 
 def _epsilon(name: str, other: str) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call
@@ -30,8 +31,7 @@ class RankPair:
     b: Path
 
 
-@dataclass(frozen=True, slots=True)
-class CallPair:
+class CallPair(NamedTuple):
     """A call and its partner; one of the two is None where there is none. place: order of execution."""
 
     place: int
@@ -158,9 +158,14 @@ def _pair_ops(
 ) -> dict[int, Call]:
     """Return place in A of each op → its partner."""
     mine, theirs = ([i for i, call in enumerate(side) if call.kind == "op" and call.phase != "backward"] for side in (a, b))
-    keys = [_op_key(a[i], looked_through[0], rename) for i in mine], [_op_key(b[j], looked_through[1]) for j in theirs]
+    keys = (
+        _op_keys([a[i] for i in mine], looked_through[0], rename),
+        _op_keys([b[j] for j in theirs], looked_through[1]),
+    )
     aligned = [(mine[i], theirs[j]) for i, j in _aligned_by_shapes([a[i] for i in mine], [b[j] for j in theirs], *keys)]
     partner = {i: b[j] for i, j in aligned}
+    if not any(call.kind == "op" and call.phase == "backward" for call in a):
+        return partner
     number = {(a[i].name, a[i].call): (b[j].name, b[j].call) for i, j in aligned}
     forwards = [{(side[i].name, side[i].call) for i in of_side} for side, of_side in ((a, mine), (b, theirs))]
     backward = {(call.name, call.call): call for call in b if call.kind == "op" and call.phase == "backward"}
@@ -173,19 +178,37 @@ def _pair_ops(
     return partner
 
 
-def _op_key(call: Call, looked_through: Set[str], rename: Callable[[str], str] = str) -> Hashable:
-    parent = call.parent
+def _op_keys(ops: Sequence[Call], looked_through: Set[str], rename: Callable[[str], str] = str) -> list[Hashable]:
+    """Return what must be equal of two ops that belong together."""
+    within: dict[int, str | None] = {}  # by the call that an op runs in
+    keys: list[Hashable] = []
+    for op in ops:
+        around = id(op.parent)
+        if around not in within:
+            within[around] = _module_around(op, looked_through, rename)
+        name, moves = _operator_and_whether_it_moves(op.name)
+        keys.append((name, op.phase, within[around], _first_shape(op) if moves else None))
+    return keys
+
+
+def _module_around(op: Call, looked_through: Set[str], rename: Callable[[str], str]) -> str | None:
+    """Return the name in B of the module that an op runs in, None outside of all and in the model itself."""
+    parent = op.parent
     while isinstance(parent, Call) and parent.kind == "module" and parent.name in looked_through:
         parent = parent.parent
-    within = rename(parent.name) if isinstance(parent, Call) and parent.kind == "module" else None
-    name = operator(call.name)
-    moved = _first_shape(call) if name.rpartition(".")[2] in _MOVES else None
-    return name, call.phase, None if within == ROOT else within, moved
+    name = rename(parent.name) if isinstance(parent, Call) and parent.kind == "module" else None
+    return None if name == ROOT else name
 
 
 def _first_shape(call: Call) -> Hashable:
     """Return the shape of what an op is given first: one that only moves data belongs to none that is given another shape."""
     return next((tuple(value.shape) for _, value in slots(call)), None)
+
+
+@lru_cache(maxsize=4096)
+def _operator_and_whether_it_moves(name: str) -> tuple[str, bool]:
+    found = operator(name)
+    return found, found.rpartition(".")[2] in _MOVES
 
 
 def operator(name: str) -> str:

@@ -9,7 +9,6 @@ measured nothing, and the model speaks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ def measure_floor(judged: Sequence[Judged], sides: Sides, run: Side) -> None:
     nearer = [far_a.high <= far_b.high for _, _, far_a, far_b in found if far_a.high != far_b.high]
     of_a = sum(nearer) * 2 >= len(nearer)
     for one, i, far_a, far_b in found:
-        one.values[i] = replace(one.values[i], floor=(far_a if of_a else far_b).high)
+        one.values[i] = one.values[i]._replace(floor=(far_a if of_a else far_b).high)
 
 
 def measure_condition(judged: Sequence[Judged], sides: Sides, path: Path, at: tuple[int, int]) -> None:
@@ -52,7 +51,7 @@ def measure_condition(judged: Sequence[Judged], sides: Sides, path: Path, at: tu
         for place, i in enumerate(results):
             if responses and one.values[i].apart.high:
                 own = responses[place] if len(responses) == len(results) else max(responses)
-                one.values[i] = replace(one.values[i], floor=own)
+                one.values[i] = one.values[i]._replace(floor=own)
         one.given *= max(1.0, found.get("condition") or 1.0)
 
 
@@ -69,7 +68,7 @@ def _conditions(path: Path, at: tuple[int, int]) -> dict[str, Any]:
 def measure_truth(judged: Sequence[Judged], sides: Sides, run: Side) -> None:
     """Give each result that is apart its distances from a run in higher precision: `Distance.from_truth`, of A and of B."""
     for one, i, far_a, far_b in list(_distances(judged, sides, run)):
-        one.values[i] = replace(one.values[i], from_truth=(far_a.low, far_b.low))
+        one.values[i] = one.values[i]._replace(from_truth=(far_a.low, far_b.low))
 
 
 def _distances(judged: Sequence[Judged], sides: Sides, run: Side) -> Iterator[tuple[Judged, int, Apart, Apart]]:

@@ -275,7 +275,7 @@ static int fill(PyObject *module) {
     int (*const fill[])(PyObject *) = {objects_fill, attributes_fill, geometry_fill, look_fill, tape_fill, stacks_fill,
                                        torch_state_fill, ops_fill, graph_fill,
                                        modules_fill, backward_fill, parameters_fill, node_hooks_fill, contribution_fill, arena_fill,
-                                       hook_registry_fill, journal_fill, structure_fill};
+                                       hook_registry_fill, journal_fill, structure_fill, dump_text_fill};
     for (size_t i = 0; !failed && i < sizeof fill / sizeof *fill; i++) failed = fill[i](module);
     return failed ? -1 : 0;
 }

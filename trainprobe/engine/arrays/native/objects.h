@@ -222,5 +222,6 @@ int arena_fill(PyObject *module);
 int journal_fill(PyObject *module);
 int hook_registry_fill(PyObject *module);
 int structure_fill(PyObject *module);
+int dump_text_fill(PyObject *module);
 
 #endif

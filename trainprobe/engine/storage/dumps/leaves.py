@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from trainprobe.engine.core.records import Opaque, Value
 from trainprobe.engine.stats.partials import PARTIALS, STATISTICS
@@ -40,8 +41,6 @@ class _Form:
         self.about = _getter([key if key in keys else None for key in about])
         self.extra = [key for key in keys if key not in _DESCRIBED and key not in statistics]
         self.is_special = "histogram" in keys or "quantiles" in keys
-        plain = ("type", "dtype", "shape", "requires_grad", *statistics)
-        self.plain = itemgetter(*plain) if set(keys) == set(plain) else None  # nothing but statistics, as most leaves are
 
 
 def _getter(keys: Sequence[str | None]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
@@ -69,21 +68,42 @@ class _Shapes(dict[tuple[Any, ...], tuple[int, ...]]):
         return found
 
 
-class Leaves:
-    """Collects the values of one dump as its entries are read. statistics: those that its header names."""
+class ReadTensors(NamedTuple):
+    """What the compiled part has made of most tensors of a dump (see `read_dump`): Values, and columns with a row for each."""
 
-    def __init__(self, statistics: tuple[str, ...] = ()) -> None:
-        self.values: list[Value] = []
+    values: list[Value]
+    numbers: bytes = b""
+    checksums: bytes = b""
+    has_checksum: bytes = b""
+
+
+def describe(about: bytes) -> Value | None:
+    """Return the Value that a tensor of this type, dtype and shape is like, as a dump tells these; None where it tells none."""
+    try:
+        told = orjson.loads(about + b"}")
+    except orjson.JSONDecodeError:
+        return None
+    shape = told["shape"]
+    return Value(-1, told["dtype"], tuple(shape), type=told["type"]) if {*map(type, shape)} <= {int} else None
+
+
+class Leaves:
+    """Collects the values of one dump as its entries are read. statistics: those that its header names. read: tensors that are
+    Values already; it holds them to the numbers of `KEYS`, in that order."""
+
+    def __init__(self, statistics: tuple[str, ...] = (), read: ReadTensors | None = None) -> None:
+        self._read = read or ReadTensors([])
+        self.values: list[Value] = self._read.values
         self.histograms: dict[int, Any] = {}
         self.quantiles: dict[int, Any] = {}
         self._statistics = tuple(name for name in statistics if name in STATISTICS)
         self._keys = {name: KEYS.get(name, name) for name in self._statistics or KEYS}
-        self._rows: list[tuple[Any, ...]] = []  # as they stand in the file
+        self._first = len(self.values)
+        self._rows: list[tuple[Any, ...]] = []  # as they stand in the file, behind those that were read already
         self._checksums: dict[int, int] = {}
         self._md5: dict[int, str] = {}
         self._forms: dict[tuple[str, ...], _Form] = {}
         self._shapes = _Shapes()
-        self._like: dict[tuple[Any, ...], Value] = {}  # what plain leaves are copies of
         self._texts: dict[str, str] = {}
         self._nothing = (None,) * len(self._keys)
 
@@ -91,34 +111,14 @@ class Leaves:
         """Return a tree of values, scalars, opaque leaves, lists and dicts. Raises ValueError or TypeError where it is none."""
         if isinstance(thing, dict):
             form = self._forms.get(tuple(thing)) or self._new_form(thing)
-            if form.plain is not None:
-                fields = form.plain(thing)
-                if (
-                    isinstance(fields[0], str)
-                    and isinstance(fields[1], str)
-                    and isinstance(fields[2], list)
-                    and None not in fields
-                ):
-                    return self._plain_value(fields)
             return self._object(form, thing, depth)
         if isinstance(thing, list):
             if depth > DEPTH:
                 raise ValueError(f"it is nested deeper than {DEPTH}")
+            if {*map(type, thing)} == {Value}:
+                return thing
             return [self.tree(item, depth + 1) for item in thing]
         return thing
-
-    def _plain_value(self, fields: tuple[Any, ...]) -> Value:
-        key = fields[0], fields[1], fields[3], *fields[2]
-        like = self._like.get(key)
-        if like is None:
-            like = Value(-1, fields[1], tuple(int(n) for n in fields[2]), type=fields[0], requires_grad=fields[3])
-            if len(self._like) < _FORMS:
-                self._like[key] = like
-        value = like.with_note(None)  # a copy, which takes a fraction of the time
-        value.row = len(self._rows)
-        self._rows.append(fields[4:])
-        self.values.append(value)
-        return value
 
     def _object(self, form: _Form, thing: dict[str, Any], depth: int) -> Any:
         if depth > DEPTH:
@@ -130,8 +130,18 @@ class Leaves:
             return self._value(form, thing)
         if kind in _PLAIN and "value" in thing:
             return _PLAIN[kind](thing["value"])
-        rest = {key: item for key, item in thing.items() if key not in {"type", "value"}}
-        return Opaque(kind, thing.get("value"), rest or None)
+        rest = {key: self._as_written(item) for key, item in thing.items() if key not in {"type", "value"}}
+        return Opaque(kind, self._as_written(thing.get("value")), rest or None)
+
+    def _as_written(self, thing: Any) -> Any:
+        """Return a part of a leaf that is no tensor as the dump has it, with the tensors in it that were read already."""
+        if isinstance(thing, Value):
+            numbers = np.frombuffer(self._read.numbers).reshape(-1, len(KEYS))[thing.row].tolist()
+            about = {"type": thing.type, "dtype": thing.dtype, "shape": list(thing.shape)}
+            return {**about, **dict(zip(KEYS.values(), numbers, strict=True)), "requires_grad": thing.requires_grad}
+        if isinstance(thing, list):
+            return [self._as_written(item) for item in thing]
+        return {key: self._as_written(item) for key, item in thing.items()} if isinstance(thing, dict) else thing
 
     def _new_form(self, leaf: dict[str, Any]) -> _Form:
         keys = tuple(leaf)
@@ -152,7 +162,7 @@ class Leaves:
             numbers = (number,) * len(numbers)
         row = -1
         if not bare or md5 is not None or checksum is not None:
-            row = len(self._rows)
+            row = self._first + len(self._rows)
             self._rows.append(numbers)
         if isinstance(checksum, str):
             self._checksums[row] = int(checksum, 16)
@@ -196,7 +206,7 @@ class Leaves:
 
         Raises NoNumber where a statistic is none.
         """
-        rows = len(self._rows)
+        rows = self._first + len(self._rows)
         table, gone = self._table()
         finished: dict[str, npt.NDArray[np.float64]] = {}
         absent: dict[str, npt.NDArray[np.bool_]] = {}
@@ -205,10 +215,11 @@ class Leaves:
                 continue
             absent[name] = gone[:, i].copy()
             finished[name] = table[:, i].copy()
-        checksums = None
-        if self._checksums:
-            checksums = np.zeros(rows, np.uint64)
-            absent["checksum"] = np.ones(rows, bool)
+        checksums, known = None, np.frombuffer(self._read.has_checksum, bool)
+        if self._checksums or known.any():
+            behind = rows - self._first
+            checksums = np.append(np.frombuffer(self._read.checksums, np.uint64), np.zeros(behind, np.uint64))
+            absent["checksum"] = np.append(~known, np.ones(behind, bool))
             for row, checksum in self._checksums.items():
                 checksums[row] = checksum
                 absent["checksum"][row] = False
@@ -218,14 +229,19 @@ class Leaves:
         """Return the numbers of all rows, and where there are none. Raises NoNumber."""
         shape = len(self._rows), len(self._keys)
         flat = list(chain.from_iterable(self._rows))
-        kinds = set(map(type, flat))
-        if kinds <= {int, float}:
-            return np.array(flat, float).reshape(shape), np.zeros(shape, bool)
-        gone = np.array([x is None for x in flat], bool).reshape(shape)
-        return np.array([self._number(x, i) for i, x in enumerate(flat)], float).reshape(shape), gone
+        if {*map(type, flat)} <= {float}:
+            numbers, gone = np.array(flat, float), np.zeros(shape, bool)
+        else:
+            gone = np.array([x is None for x in flat], bool)
+            numbers = np.array([self._number(x, i) for i, x in enumerate(flat)], float)
+        numbers, gone = numbers.reshape(shape), gone.reshape(shape)
+        if not self._first:
+            return numbers, gone
+        before = np.frombuffer(self._read.numbers).reshape(-1, len(self._keys))
+        return np.concatenate([before, numbers]), np.concatenate([np.zeros(before.shape, bool), gone])
 
     def _number(self, x: Any, place: int) -> float:
         try:
             return read_number(x)
         except (TypeError, ValueError, OverflowError) as error:
-            raise NoNumber(place // len(self._keys), str(error)) from None
+            raise NoNumber(self._first + place // len(self._keys), str(error)) from None

@@ -14,12 +14,14 @@ from typing import Any
 
 import orjson
 
+from trainprobe.compiled import native
 from trainprobe.engine.core.records import Call, Place
 from trainprobe.engine.core.step_data import BESIDE, StoredStepData, slots
 from trainprobe.engine.storage.dumps.entries import parse_entry
+from trainprobe.engine.storage.dumps.entry_text import KEYS
 from trainprobe.engine.storage.dumps.header import read_place, read_scalars, spread
 from trainprobe.engine.storage.dumps.layout import CONSTRUCT_FILE, DEBUG_FILE, DUMP_FILE, HEADER, STACK_FILE, find_ranks
-from trainprobe.engine.storage.dumps.leaves import Leaves, NoNumber
+from trainprobe.engine.storage.dumps.leaves import Leaves, NoNumber, ReadTensors, describe
 from trainprobe.engine.storage.kernel_dumps.file_names import holds_kernels, parse_name
 from trainprobe.engine.storage.kernel_dumps.read import read_kernels
 from trainprobe.errors import FormatError
@@ -63,13 +65,20 @@ def read_step(path: Path | str) -> dict[int, StoredStepData]:
 
 def load_json(path: Path) -> Any:
     """Parse JSON with or without the bare tokens NaN and Infinity. Raises FormatError with the file and the reason."""
+    return _parse(_content(path), path)
+
+
+def _content(path: Path) -> bytes:
     try:
         size = path.stat().st_size
         if size > LARGEST:
             raise FormatError(f"{path} has {size} bytes, more than the {LARGEST} that are read at once")
-        content = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise FormatError(f"{path} cannot be read: {error}") from error
+
+
+def _parse(content: bytes, path: Path) -> Any:
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -82,14 +91,26 @@ def load_json(path: Path) -> Any:
         raise FormatError(f"{path} is not JSON ({error}); a run that was killed may have left it incomplete") from None
 
 
+def _load_dump(path: Path) -> tuple[Any, ReadTensors | None]:
+    """Parse a dump; return also what the compiled part, where there is one, has made of its tensors."""
+    content = _content(path)
+    found = native.read_dump(content, describe, orjson.loads) if native is not None else None
+    if found is None:
+        return _parse(content, path), None
+    top, *columns = found
+    header = top.get(HEADER) if isinstance(top, dict) else None
+    wanted = header.get("wanted") if isinstance(header, dict) else None
+    return (_parse(content, path), None) if wanted and list(wanted) != list(KEYS) else (top, ReadTensors(*columns))
+
+
 def _read_rank(path: Path) -> StoredStepData:
-    top = load_json(path)
+    top, tensors = _load_dump(path)
     data = top.get("data") if isinstance(top, dict) else None
     if not isinstance(data, dict):
         raise FormatError(f"{path} is no dump: it has no object `data`")
     own = top.get(HEADER)
     head: dict[str, Any] = own if isinstance(own, dict) else {}
-    leaves = Leaves(tuple(head.get("wanted", ())))
+    leaves = Leaves(tuple(head.get("wanted", ())), tensors)
     calls: list[Call] = []
     by_name: dict[str, Call] = {}
     notes = [str(note) for note in head.get("notes", ())]

@@ -1,0 +1,140 @@
+"""What the compiled part reads of a dump is what Python reads of it, to the bit, and errors are in the same words."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.dump_compare.hostile import repeated, strange_value, turned_bytes
+from benchmarks.dump_compare.large import write_large
+from trainprobe.compiled import native
+from trainprobe.engine.core.records import Call, Opaque, Value
+from trainprobe.engine.storage.dumps import read
+from trainprobe.errors import FormatError
+
+reader = importlib.import_module("trainprobe.engine.storage.dumps.read")
+FIXTURES = Path(__file__).parents[2] / "interop" / "fixtures"
+TENSOR = {
+    "type": "torch.Tensor",
+    "dtype": "torch.float32",
+    "shape": [2, 3],
+    "Max": 2.5,
+    "Min": -1e-300,
+    "Mean": 0.1,
+    "Norm": 7.0,
+}
+OPS = {
+    "Torch.add.0.forward": {
+        "input_args": [
+            {**TENSOR, "requires_grad": True},
+            [{**TENSOR, "requires_grad": False, "checksum": "0xfedcba9876543210"}],
+        ],
+        "input_kwargs": {"alpha": {"type": "float", "value": -1.5e-7}, "größe": {"type": "str", "value": 'a"\n\u20ac'}},
+        "output": [{**TENSOR, "Max": float("inf"), "Min": float("nan"), "Mean": 123456789012345678, "requires_grad": True}],
+    },
+    "Module.fc.Linear.forward.0": {
+        "input_args": [{**TENSOR, "Mean": None, "requires_grad": None}, {**TENSOR, "md5": "0123abcd", "requires_grad": False}],
+        "input_kwargs": {"peer": {"type": "P2POp", "tensor": {**TENSOR, "requires_grad": True}}},
+        "output": [{**TENSOR, "shape": [], "requires_grad": False}, {**TENSOR, "shape": [1.5], "requires_grad": False}],
+    },
+}
+
+
+def described(thing: Any, columns: dict[str, Any]) -> Any:
+    """Everything that was read, with the numbers of a tensor in the place of its row."""
+    if isinstance(thing, Value):
+        numbers = {name: repr(column[thing.row]) if thing.row >= 0 else "" for name, column in columns.items()}
+        about = [thing.dtype, thing.shape, thing.type, thing.requires_grad, thing.note, thing.tensor, thing.extra]
+        return [*about, numbers, *map(type, thing.shape)]
+    if isinstance(thing, Call):
+        trees = [described(tree, columns) for tree in (thing.args, thing.kwargs, thing.params, thing.out)]
+        return [thing.kind, thing.name, thing.call, thing.phase, thing.cls, thing.micro, *trees]
+    if isinstance(thing, Opaque):
+        return ["opaque", thing.type, repr(thing.value), repr(thing.extra)]
+    if isinstance(thing, list):
+        return [described(item, columns) for item in thing]
+    if isinstance(thing, dict):
+        return {key: described(item, columns) for key, item in thing.items()}
+    return repr(thing)
+
+
+def told(folder: Path) -> Any:
+    try:
+        step_data = read(folder)
+    except FormatError as error:
+        return str(error)
+    columns = {**step_data.finished, **{f"no {name}": gone for name, gone in step_data.absent.items()}}
+    if step_data.checksums is not None:
+        columns["bits"] = step_data.checksums
+    if step_data.crc32:
+        columns["crc32"] = [step_data.crc32.get(row) for row in range(len(step_data.partials))]
+    calls = [described(call, columns) for call in [*step_data.calls, *step_data.states]]
+    return calls, step_data.notes, sorted(columns)
+
+
+def both(folder: Path, monkeypatch) -> tuple[Any, Any]:
+    compiled = told(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "native", None)
+        return compiled, told(folder)
+
+
+@pytest.fixture
+def dumps(tmp_path) -> list[Path]:
+    """A dump of each sort: of another tool, large and indented, and one with all that a leaf may be."""
+    large = write_large(tmp_path / "large", 23) / "step0" / "rank0"
+    ops = tmp_path / "ops" / "step0" / "rank0"
+    ops.mkdir(parents=True)
+    head = {"task": "statistics", "level": "mix", "framework": "pytorch", "dump_data_dir": None}
+    (ops / "dump.json").write_text(json.dumps({**head, "data": OPS}, ensure_ascii=False))
+    others = sorted(path.parent for path in FIXTURES.rglob("dump.json"))
+    assert len(others) >= 4
+    return [large, ops, *others]
+
+
+def test_the_compiled_part_reads_most_tensors(dumps):
+    found = native.read_dump((dumps[0] / "dump.json").read_bytes(), reader.describe, json.loads)
+    assert found is not None
+    assert len(found[1]) == 3 * 23
+    assert np.frombuffer(found[2]).shape == (4 * 3 * 23,)
+
+
+def test_both_read_the_same(dumps, monkeypatch):
+    for folder in dumps:
+        compiled, plain = both(folder, monkeypatch)
+        assert not isinstance(plain, str)
+        assert compiled == plain
+
+
+def test_statistics_of_another_order_are_read_by_their_names(dumps, monkeypatch):
+    path = dumps[1] / "dump.json"
+    top = json.loads(path.read_text())
+    top["trainprobe"] = {"wanted": ["norm", "max"]}
+    path.write_text(json.dumps(top))
+    compiled, plain = both(dumps[1], monkeypatch)
+    assert compiled == plain
+
+
+@pytest.mark.parametrize("change", [turned_bytes, repeated, strange_value])
+def test_both_read_the_same_of_changed_files_or_say_the_same(dumps, monkeypatch, change):
+    answers, errors = 0, 0
+    for folder in (dumps[0], dumps[-1] if change is strange_value else dumps[1]):  # that one is changed as JSON without NaN
+        for name in ("stack.json", "construct.json"):
+            (folder / name).unlink(missing_ok=True)
+        content = (folder / "dump.json").read_bytes()
+        alone = folder.parent / "alone"
+        alone.mkdir(exist_ok=True)
+        for seed in range(120):
+            (alone / "dump.json").write_bytes(content)
+            change(alone, random.Random(seed))
+            compiled, plain = both(alone, monkeypatch)
+            assert compiled == plain, seed
+            answers, errors = answers + 1, errors + isinstance(plain, str)
+        (alone / "dump.json").unlink()
+    assert 0 < errors < answers
