@@ -236,11 +236,11 @@ def _aligned_by_shapes(
         yield from ((i, i) for i in range(len(names_a)))
         return
     shapes = [[(name, _shapes(call)) for name, call in zip(*side, strict=True)] for side in ((names_a, a), (names_b, b))]
-    sure = [*_aligned(*shapes), (len(a), len(b))]
+    sure = [*aligned(*shapes), (len(a), len(b))]
     before = (-1, -1)
     for i, j in sure:
         between = names_a[before[0] + 1 : i], names_b[before[1] + 1 : j]
-        yield from ((before[0] + 1 + p, before[1] + 1 + q) for p, q in _aligned(*between))
+        yield from ((before[0] + 1 + p, before[1] + 1 + q) for p, q in aligned(*between))
         if i < len(a):
             yield i, j
         before = i, j
@@ -250,7 +250,7 @@ def _shapes(call: Call) -> Hashable:
     return tuple([tuple(value.shape) for _, value in slots(call)])
 
 
-def _aligned(a: Sequence[Hashable], b: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
+def aligned(a: Sequence[Hashable], b: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
     """Yield pairs of places of equal keys, in order. The matcher, quadratic at worst, sees what is between equal ends only."""
     least = min(len(a), len(b))
     head = next((i for i in range(least) if a[i] != b[i]), least)

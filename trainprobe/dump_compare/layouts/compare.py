@@ -11,6 +11,7 @@ from trainprobe.dump_compare.call_slots import fill
 from trainprobe.dump_compare.conclude import Compared
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.judge import Judged, judge_calls
+from trainprobe.dump_compare.layouts.cuts import Cut, cut_of_boxes
 from trainprobe.dump_compare.layouts.grouping import (
     Group,
     Here,
@@ -26,11 +27,11 @@ from trainprobe.dump_compare.layouts.grouping import (
     settle_averaging,
     table_of,
 )
-from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
+from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part
 from trainprobe.dump_compare.layouts.known_splits import Splits, splits
 from trainprobe.dump_compare.layouts.operator_pairs import OperatorPairs
 from trainprobe.dump_compare.layouts.splits import Role, joins
-from trainprobe.dump_compare.layouts.states import add_states, held_gradients
+from trainprobe.dump_compare.layouts.states import add_states, cuts_of_weights, held_gradients
 from trainprobe.dump_compare.layouts.topology import other_layouts
 from trainprobe.dump_compare.pairing import CallPair, RankPair, pair_steps, ranks_of
 from trainprobe.dump_compare.spread import Run, in_turn, suitable, without_agreeing
@@ -84,6 +85,7 @@ class _Maker:
         self._alone: list[dict[str, Key]] = [{}, {}]
         self._parents: list[dict[tuple[str, str, int, int], Call]] = [{}, {}]
         self._operators = OperatorPairs(tables, sides)
+        self._cuts = cuts_of_weights(sides)
 
     def pairs(self) -> list[CallPair]:
         """Return the calls that both sides have, in the order of execution."""
@@ -148,7 +150,7 @@ class _Maker:
                 continue
             for i, side in enumerate(self._sides):
                 values[i][slot] = side.add(made[i])
-                self._operators.known.add(found[i][slot])
+            self._operators.known.add(parts, others, cut=self._cuts.get(_parameter(key, slot)) or _cut_of(made))
         if not values[0]:
             return None
         calls = [self._call(i, key, micro, values[i], first_of(of, pieces)) for i, (of, pieces) in enumerate((a, b))]
@@ -200,6 +202,18 @@ class _Maker:
         if self._blind:
             said.append(f"of {len(self._blind)} values a rank's dump holds nothing; the first is {next(iter(self._blind))}")
         return said
+
+
+def _parameter(key: Key, slot: str) -> str:
+    """Return the name of the weight at a slot of a module's forward, or "" for what is none."""
+    first, _, short = slot.partition(".")
+    return f"{key[1]}.{short}" if first == "parameters" else ""
+
+
+def _cut_of(joins: tuple[Join, Join]) -> Cut | None:
+    """Return the cut of the side that holds a value in rectangles, where the other holds it whole."""
+    one, several = sorted(joins, key=lambda join: len(join.parts))
+    return cut_of_boxes(several.boxes, several.shape) if len(one.parts) == 1 and several.boxes else None
 
 
 def _held(parts: Sequence[Part]) -> bool:

@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainprobe.dump_compare.call_slots import fill
-from trainprobe.dump_compare.layouts.grouping import Group, Here, Key, Owner, Piece, Table, in_expert, parts_of
+from trainprobe.dump_compare.layouts.grouping import Group, Here, Key, Owner, Piece, Table, in_expert, order_of, parts_of
 from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
 from trainprobe.dump_compare.layouts.operators import Joined, Known, backward_joins, forward_joins
 from trainprobe.dump_compare.layouts.topology import expert_position_of, position_of
-from trainprobe.dump_compare.pairing import operator
+from trainprobe.dump_compare.pairing import aligned, operator
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import entry_name, slots
 
 Lanes = list[list[Here]]  # what each rank ran, in order; the stages of a pipeline one behind the other
 Grouped = Callable[[Key, Mapping[Piece, list[Here]], Mapping[Piece, list[Here]]], Sequence[Group]]
 Parents = Sequence[Mapping[tuple[str, str, int, int], Call]]
+_Heres = tuple[list[Here], list[Here]]  # what the ranks of either side ran, of one operator
 _OPTIMIZER = ("optimizer", "clip_grad")
 
 
@@ -70,6 +71,7 @@ class OperatorPairs:
 
     def pairs(self, grouped: Grouped, parents: Parents) -> Iterator[OperatorPair]:
         """Yield what can be compared. grouped: returns which pieces belong together. parents: see _Site."""
+        found: list[tuple[tuple[int, ...], _Site, tuple[list[Here], list[Here]], bool]] = []
         a, b = (table.operators for table in self._tables)
         for owner in dict.fromkeys([*a, *b]):
             mine, theirs = a.get(owner, {}), b.get(owner, {})
@@ -77,17 +79,23 @@ class OperatorPairs:
             for micro, *pieces in grouped(key, mine, theirs) if mine and theirs else [(0, [*mine], [*theirs])]:
                 lanes = _lanes(mine, pieces[0]), _lanes(theirs, pieces[1])
                 outside = owner[0] == "" and self._other_samples
-                shared = _shared_end([*lanes[0], *lanes[1]], owner) if all(lanes) and not outside else 0
-                self._leave_out(self._outside if outside else self._others, owner, lanes, shared)
-                if shared:
-                    at = _Site(owner, micro, parents, self._weights(owner))
-                    yield from self._of_site(at, ([lane[-shared:] for lane in lanes[0]], [lane[-shared:] for lane in lanes[1]]))
+                together, sure = ([], True) if outside or not all(lanes) else _side_by_side(lanes, owner)
+                self._leave_out(self._outside if outside else self._others, owner, lanes, together)
+                site = _Site(owner, micro, parents, self._weights(owner) if together else set())
+                found += [
+                    (order_of(heres[self._base], micro, self._tables[self._base]), site, heres, sure) for heres in together
+                ]
+        for _, site, heres, sure in sorted(
+            found, key=lambda each: each[0]
+        ):  # what is known of a value follows from those before
+            yield from self._at(site, heres, sure)
 
-    def _leave_out(self, counts: Counter[str], owner: Owner, lanes: tuple[Lanes, Lanes], shared: int) -> None:
-        """Count what stands before the last operators, with its backwards."""
-        before = [[here for lane in side for here in lane[: len(lane) - shared]] for side in lanes]
-        if before[0] or before[1]:
-            counts[owner[0] or "the script itself"] += sum(map(len, [*before, *self._backwards((before[0], before[1]))]))
+    def _leave_out(self, counts: Counter[str], owner: Owner, lanes: tuple[Lanes, Lanes], together: Sequence[_Heres]) -> None:
+        """Count what has no partner, with its backwards."""
+        kept = {id(here) for heres in together for of_side in heres for here in of_side}
+        alone = [[here for lane in side for here in lane if id(here) not in kept] for side in lanes]
+        if alone[0] or alone[1]:
+            counts[owner[0] or "the script itself"] += sum(map(len, [*alone, *self._backwards((alone[0], alone[1]))]))
 
     def _weights(self, owner: Owner) -> set[tuple[int, ...]]:
         """Return the shapes of the weights of a module whose shards are gathered for its forward."""
@@ -104,26 +112,26 @@ class OperatorPairs:
             if slot.startswith("parameters") and "placements" in (value.extra or {})
         }
 
-    def _of_site(self, site: _Site, lanes: tuple[Lanes, Lanes]) -> Iterator[OperatorPair]:
-        for i in range(len(lanes[0][0])):
-            heres = [lane[i] for lane in lanes[0]], [lane[i] for lane in lanes[1]]
-            backs = self._backwards(heres)
-            values = [_values(of, site.owner, "forward", table) for of, table in zip(heres, self._tables, strict=True)]
-            calls = [[here.call for here in of] for of in heres]
-            found = forward_joins(calls, values[0], values[1], self.known, site.weights, trusted=site.owner[0] in _OPTIMIZER)
-            if not found:
-                self._unknown[entry_name(calls[self._base][0])] += sum(map(len, (*heres, *backs)))
-                continue
-            number = self._number(heres)
-            yield OperatorPair(site.micro, heres, self._calls(site, number, heres, found))
-            if backs[0] or backs[1]:
-                yield from self._backward(site, number, (heres, backs), found)
+    def _at(self, site: _Site, heres: _Heres, sure: bool) -> Iterator[OperatorPair]:
+        """Yield an operator and its backward, where they can be compared."""
+        backs = self._backwards(heres)
+        values = [_values(of, site.owner, "forward", table) for of, table in zip(heres, self._tables, strict=True)]
+        calls = [[here.call for here in of] for of in heres]
+        trusted = site.owner[0] in _OPTIMIZER
+        found = forward_joins(calls, values[0], values[1], self.known, site.weights, trusted=trusted, sure=sure)
+        if not found:
+            self._unknown[entry_name(calls[self._base][0])] += sum(map(len, (*heres, *backs)))
+            return
+        number = self._number(heres)
+        yield OperatorPair(site.micro, heres, self._calls(site, number, heres, found))
+        if backs[0] or backs[1]:
+            yield from self._backward(site, number, (heres, backs), found)
 
     def _backward(
         self,
         site: _Site,
         number: int,
-        ran: tuple[tuple[list[Here], list[Here]], tuple[list[Here], list[Here]]],
+        ran: tuple[_Heres, _Heres],
         forward: Mapping[str, Joined],
     ) -> Iterator[OperatorPair]:
         heres, backs = ran
@@ -137,7 +145,7 @@ class OperatorPairs:
         self._gradients[name] += len(values[0].keys() & values[1].keys()) - len(found)
         yield OperatorPair(site.micro, backs, self._calls(site, number, backs, found))
 
-    def _backwards(self, heres: tuple[list[Here], list[Here]]) -> tuple[list[Here], list[Here]]:
+    def _backwards(self, heres: _Heres) -> _Heres:
         """Return the backwards of some forwards, of those that have one."""
         found = [
             [back for here in of if (back := table.backwards.get((here.rank, here.call.name, here.call.call))) is not None]
@@ -145,15 +153,13 @@ class OperatorPairs:
         ]
         return found[0], found[1]
 
-    def _number(self, heres: tuple[list[Here], list[Here]]) -> int:
+    def _number(self, heres: _Heres) -> int:
         """Return the number of an operator of the whole: as the side has it that no pipeline cuts, or a new one."""
         call = heres[self._base][0].call
         self._numbers[call.name] += 1
         return call.call if self._tables[self._base].layout.sizes.get("pp", 1) == 1 else self._numbers[call.name] - 1
 
-    def _calls(
-        self, site: _Site, number: int, heres: tuple[list[Here], list[Here]], found: Mapping[str, Joined]
-    ) -> tuple[Call, Call]:
+    def _calls(self, site: _Site, number: int, heres: _Heres, found: Mapping[str, Joined]) -> tuple[Call, Call]:
         made: list[Call] = []
         for i, (side, of) in enumerate(zip(self._sides, heres, strict=True)):
             like = of[0].call
@@ -184,6 +190,26 @@ def _lanes(of: Mapping[Piece, list[Here]], pieces: Sequence[Piece]) -> Lanes:
         for here in of.get(piece, ()):
             found[piece, here.tensor].append(here)
     return [sorted(lane, key=lambda here: (here.stage, here.place)) for lane in found.values()]
+
+
+def _side_by_side(lanes: tuple[Lanes, Lanes], owner: Owner) -> tuple[list[_Heres], bool]:
+    """Return the operators that belong together, and whether that is sure by their places alone.
+
+    It is where all ranks run the same operators, or end with them. Where one side runs some that the other does not, within a
+    module and on one stage, the names are aligned; that they are the same operators is then to be shown by what they are given.
+    """
+    shared = _shared_end([*lanes[0], *lanes[1]], owner)
+    if shared:
+        ends = [[lane[-shared:] for lane in side] for side in lanes]
+        return [([lane[i] for lane in ends[0]], [lane[i] for lane in ends[1]]) for i in range(shared)], True
+    names = [[[operator(here.call.name) for here in lane] for lane in side] for side in lanes]
+    alike = all(each == of_side[0] for of_side in names for each in of_side)
+    staged = any(len({here.stage for here in lane}) > 1 for side in lanes for lane in side)
+    if not alike or staged or owner[0] in ("", *_OPTIMIZER):
+        return [], True
+    return [
+        ([lane[i] for lane in lanes[0]], [lane[j] for lane in lanes[1]]) for i, j in aligned(names[0][0], names[1][0])
+    ], False
 
 
 def _shared_end(lanes: Sequence[Sequence[Here]], owner: Owner) -> int:

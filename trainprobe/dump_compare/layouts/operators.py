@@ -7,6 +7,7 @@ numbers are compared where one of these holds, and left out and counted otherwis
     boxes     DTensors say themselves which part each rank holds
     copies    all ranks hold the same numbers, or must, as the operator is a function of nothing but copies
     parts     all that it is given is known, its parts lie side by side, and it mixes nothing along a dimension that is split
+    terms     a product of parts along what is summed over: each rank holds a term
     mean      a loss of known parts, averaged over equally many samples
 
 What is known begins with the values of modules and with weights. Sums that were not yet reduced are never known.
@@ -14,31 +15,37 @@ What is known begins with the values of modules and with weights. Sums that were
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainprobe.dump_compare.arguments import plain_arguments
-from trainprobe.dump_compare.distances import is_result
+from trainprobe.dump_compare.call_slots import is_result
+from trainprobe.dump_compare.layouts.cuts import (
+    ELEMENTWISE,
+    Cut,
+    Lay,
+    boxes_of,
+    drops_nothing,
+    lays_of_results,
+    shape_of_part,
+    unused,
+)
 from trainprobe.dump_compare.layouts.joined import Join, Part, agree
 from trainprobe.dump_compare.layouts.splits import by_boxes, whole_shape
 from trainprobe.engine.core.records import Call
 
-Way = Literal["whole", "boxes", "copies", "parts", "mean"]
+Way = Literal["whole", "boxes", "copies", "parts", "mean", "terms"]
 Joined = tuple[Join, Join, Way]
 Values = Mapping[str, Sequence[Part]]  # slot → what the ranks of one side hold of it
 
-_ELEMENTWISE = (
-    *("add", "sub", "rsub", "mul", "div", "neg", "abs", "pow", "sqrt", "rsqrt", "square", "reciprocal", "exp", "log", "log1p"),
-    *("relu", "gelu", "silu", "sigmoid", "logsigmoid", "tanh", "softplus", "leaky_relu", "elu", "sin", "cos", "erf", "clamp"),
-    *("where", "masked_fill", "lerp", "addcmul", "addcdiv", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge"),
-    *("to", "type", "type_as", "float", "half", "bfloat16", "double", "clone", "contiguous", "detach"),
-)
 _MOVES = ("view", "reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "movedim", "swapaxes", "t")
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "embedding")
 _OVER_LAST = ("softmax", "log_softmax", "layer_norm", "rms_norm")
 _ATTENTION = ("scaled_dot_product_attention",)
 _MEANS = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_SIZED = ("view", "reshape", "flatten", "unflatten")
 _OF_TORCH = ("Functional", "Tensor", "Torch")
 _NOT_PURE = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "exponential", "empty", "new_empty", "rrelu")
 _NO_OPERATORS = ("view_as",)  # what DTensors put around local tensors
@@ -52,22 +59,41 @@ def is_plumbing(call: Call) -> bool:
 _BY_RANKS: tuple[Way, ...] = ("whole", "copies", "boxes", "parts")
 
 
+_Identity = tuple[object, ...]
+
+
 @dataclass(slots=True)
 class Known:
     """Of which numbers on which ranks it is known how they lie: those of modules, and what operators made of them."""
 
-    _seen: set[tuple[object, ...]] = field(default_factory=set[tuple[object, ...]])
+    _seen: dict[_Identity, set[int]] = field(default_factory=dict[_Identity, set[int]])  # → which values these numbers are
+    _cuts: dict[_Identity, set[Cut]] = field(default_factory=dict[_Identity, set[Cut]])
+    _count: int = 0
 
-    def add(self, parts: Sequence[Part]) -> None:
-        """Take in what ranks hold of a value."""
-        self._seen.update(found for part in parts if (found := _identity(part)))
+    def add(self, *sides: Sequence[Part], cut: Cut | None = None) -> None:
+        """Take in what ranks hold of a value, on one side or both. cut: of the side that holds it in parts."""
+        self._count += 1
+        for part in (part for parts in sides for part in parts):
+            if found := _identity(part):
+                self._seen.setdefault(found, set()).add(self._count)
+                if cut is not None and math.prod(part.shape) < max(part.size for parts in sides for part in parts):
+                    self._cuts.setdefault(found, set()).add(cut)
+
+    def are_one(self, a: Sequence[Part], b: Sequence[Part]) -> bool:
+        """Return whether both sides hold one value here that was seen on both."""
+        return bool(set.intersection(*[self._seen.get(_identity(part), set()) for part in (*a, *b)]))
+
+    def cut_of(self, parts: Sequence[Part]) -> Cut | None:
+        """Return the cut of a value that the ranks of one side hold parts of, None where that is not known."""
+        found = set.intersection(*[self._cuts.get(_identity(part), set()) for part in parts])
+        return found.pop() if len(found) == 1 else None
 
     def all_of(self, parts: Sequence[Part]) -> bool:
         """Return whether a rank holds the whole, the dump says which part each holds, or all of it was seen."""
         return len(parts) == 1 or _has_boxes(parts) or all(_identity(part) in self._seen for part in parts)
 
 
-def _identity(part: Part) -> tuple[object, ...]:
+def _identity(part: Part) -> _Identity:
     """Return what tells a value on its rank; nothing where the dump has no fingerprint and no norm of it, as of masks."""
     told = part.side.bits(part.value) or part.side.numbers(part.value)
     if not part.side.bits(part.value) and "norm" not in told:
@@ -83,17 +109,27 @@ def forward_joins(
     weights: Set[tuple[int, ...]] = frozenset(),
     *,
     trusted: bool = False,
+    sure: bool = True,
 ) -> dict[str, Joined] | None:
     """Return how the values of an operator make one whole on each side; None where that is not known of one of them.
 
     calls: of the ranks of either side. known: is told what the operator gives. weights: shapes of gathered weights. trusted:
     whether what is the same on all ranks is a copy, as in an optimizer, and not a number that each rank found of its samples.
+    sure: whether the calls are known to be the same operator; they must be given the same values if not.
     """
+    for slot in (slot for slot in a if slot in b and not is_result(slot)):
+        if not (known.all_of(a[slot]) and known.all_of(b[slot])) and _are_the_same_bits((*a[slot], *b[slot])):
+            known.add(a[slot], b[slot])
+        if not sure and not known.are_one(a[slot], b[slot]) and any(part.size for part in a[slot]):
+            return None
     if len(calls[0]) == len(calls[1]) == 1:
         found: dict[str, Joined] = {slot: (_single(parts), _single(b[slot]), "whole") for slot, parts in a.items() if slot in b}
     elif a.keys() != b.keys():
         return None
     else:
+        in_cuts = _joins_of_cuts(calls, (a, b), known)
+        if in_cuts is not None:
+            return in_cuts
         found = {}
         for slot in sorted(a, key=is_result):  # what is given first
             if is_result(slot):
@@ -106,9 +142,86 @@ def forward_joins(
             found[slot] = made
     for slot in found:
         if is_result(slot):
-            known.add(a[slot])
-            known.add(b[slot])
+            known.add(a[slot], b[slot])
     return found
+
+
+def _joins_of_cuts(calls: Sequence[Sequence[Call]], sides: tuple[Values, Values], known: Known) -> dict[str, Joined] | None:
+    """Return how values make wholes where one rank of one side holds all, and those of the other known parts."""
+    one = 0 if len(calls[0]) == 1 else 1
+    if len(calls[one]) != 1 or len({part.data for parts in sides[1 - one].values() for part in parts}) > 1:
+        return None
+    call, ranks = calls[one][0], len(calls[1 - one])
+    last = call.name.rpartition(".")[2].strip("_")
+    wholes = {slot: parts[0] for slot, parts in sides[one].items() if slot != unused(last, call)}
+    if any(len(sides[1 - one][slot]) != ranks for slot in wholes) or not _say_the_same(calls):
+        return None
+    lays: dict[str, Lay] = {}
+    for slot in (slot for slot, whole in wholes.items() if not is_result(slot)):
+        lay = _lay_of(wholes[slot], sides[1 - one][slot], known)
+        if lay is None:
+            return None
+        lays[slot] = lay
+    if not any(isinstance(lay, Cut) for lay in lays.values()):
+        return None
+    results = {slot: whole.shape for slot, whole in wholes.items() if is_result(slot) and whole.size}
+    made = lays_of_results(last, call, {slot: (wholes[slot].shape, lay) for slot, lay in lays.items()}, results)
+    if made is None or not all(_fits(wholes[slot].shape, sides[1 - one][slot], lay) for slot, lay in made.items()):
+        return None
+    found: dict[str, Joined] = {}
+    for slot, lay in {**lays, **made}.items():
+        parts, whole = sides[1 - one][slot], wholes[slot]
+        if slot in made:
+            known.add([whole], parts, cut=lay if isinstance(lay, Cut) else None) if lay != "sum" else None
+        if whole.value.row >= 0 and all(part.value.row >= 0 for part in parts):
+            joins = _single([whole]), _of_lay(parts, lay, whole.shape)
+            found[slot] = (*(joins if one == 0 else joins[::-1]), _WAY_OF_LAY.get(lay, "parts"))
+    return found or None
+
+
+_WAY_OF_LAY: Mapping[Lay, Way] = {"copy": "copies", "sum": "terms"}
+
+
+def _say_the_same(calls: Sequence[Sequence[Call]]) -> bool:
+    """Return whether calls are given the same numbers and texts, but for sizes, which differ with the parts."""
+    told = [plain_arguments(call) for of_side in calls for call in of_side]
+    sizes = calls[0][0].name.rpartition(".")[2] in _SIZED
+    return sizes or all(each == told[0] for each in told)
+
+
+def _lay_of(whole: Part, parts: Sequence[Part], known: Known) -> Lay | None:
+    """Return how the ranks hold what an operator is given, None where it is not known."""
+    if whole.size == 0 and all(part.size == 0 for part in parts):
+        return "copy"
+    if not known.are_one([whole], parts):
+        return None
+    if all(part.shape == whole.shape for part in parts) and agree(parts):
+        return "copy"
+    cut = known.cut_of(parts)
+    return cut if cut is not None and _fits(whole.shape, parts, cut) else None
+
+
+def _fits(shape: tuple[int, ...], parts: Sequence[Part], lay: Lay) -> bool:
+    """Return whether what ranks hold has the shapes that a lay says."""
+    part_shape = shape_of_part(shape, lay) if isinstance(lay, Cut) else shape
+    cut_fits = not isinstance(lay, Cut) or lay.unit * len(parts) == lay.period
+    return cut_fits and all(part.shape == part_shape for part in parts)
+
+
+def _of_lay(parts: Sequence[Part], lay: Lay, shape: tuple[int, ...]) -> Join:
+    if lay == "copy":
+        return Join(parts[:1], shape=shape, replicas=[(parts[0], other) for other in parts[1:]])
+    if lay == "sum":
+        return Join(parts, "terms", shape, terms=len(parts))
+    return Join(parts, shape=shape, boxes=boxes_of(shape, lay, len(parts)))
+
+
+def _are_the_same_bits(parts: Sequence[Part]) -> bool:
+    """Return whether all ranks of both sides are given the same bits; a function of those gives the same everywhere."""
+    told = [part.side.bits(part.value) for part in parts]
+    return (
+        bool(told[0]) and all(each == told[0] for each in told) and len({(part.shape, part.value.dtype) for part in parts}) == 1
+    )
 
 
 def _is_gathered(parts: Sequence[Part], weights: Set[tuple[int, ...]]) -> bool:
@@ -155,7 +268,8 @@ def _is_function(calls: Sequence[Sequence[Call]], *, alone: bool) -> bool:
     """Return whether calls give the same on all ranks where they are given the same tensors, or none (`alone`)."""
     arguments = [[plain_arguments(call) for call in of_side] for of_side in calls]
     alike = all(each == of_side[0] for of_side in arguments for each in of_side)
-    drawn = any(word in calls[0][0].name.rpartition(".")[2] for word in _NOT_PURE)
+    last = calls[0][0].name.rpartition(".")[2]
+    drawn = any(word in last for word in _NOT_PURE) and not drops_nothing(calls[0][0])
     return alike and not drawn and not (alone and arguments[0][0] != arguments[1][0])
 
 
@@ -165,7 +279,7 @@ def _is_of_equal_parts(made: Joined) -> bool:
 
 def _keeps_parts_apart(last: str, call: Call, given: Sequence[Joined]) -> bool:
     """Return whether the results of an operator for parts are the parts of its result for the whole."""
-    if last in _ELEMENTWISE or last.strip("_") in _ELEMENTWISE or last in _MOVES or last in _PRODUCTS:
+    if last in ELEMENTWISE or last.strip("_") in ELEMENTWISE or last in _MOVES or last in _PRODUCTS:
         return True
     if last in _ATTENTION:
         return all(_alike_from(made, -2) for made in given)
@@ -248,7 +362,8 @@ def _of_gradient(way: Way | None, a: Sequence[Part], b: Sequence[Part]) -> Joine
         made = [Join(parts, "terms" if len(parts) > 1 else "parts", parts[0].shape) for parts in (a, b)]
         return made[0], made[1], "mean"
     shared = any(len({part.data for part in parts}) > 1 for parts in (a, b))
-    if way == "copies" and shared:
+    if way in ("copies", "terms") and shared:
         return None
     made = _joined(a, b)
-    return made if made is not None and (made[2] == way or way == "boxes") else None
+    same = "copies" if way == "terms" else way  # each term of a sum has the gradient of the sum
+    return made if made is not None and (made[2] == same or way == "boxes") else None

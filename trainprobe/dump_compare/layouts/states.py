@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.layouts.cuts import Cut, cut_of_boxes
 from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
 from trainprobe.dump_compare.layouts.rectangles import box_of
 from trainprobe.dump_compare.layouts.splits import by_boxes
@@ -37,6 +38,20 @@ def add_states(pairs: list[CallPair], sides: tuple[JoinedSide, JoinedSide]) -> N
 def held_gradients(ranks: Sequence[Side]) -> set[str]:
     """Return the parameters whose gradients a dump holds as the optimizer sees them."""
     return {call.name for side in ranks for call in side.step_data.states if "grad" in (call.params or {})}
+
+
+def cuts_of_weights(sides: tuple[JoinedSide, JoinedSide]) -> dict[str, Cut]:
+    """Return parameter → which part of it each rank holds, of those that the ranks of one side hold in parts."""
+    found: dict[str, Cut] = {}
+    for side in sides:
+        for name, slots in _held(side.ranks).items():
+            parts = slots.get("value", [])
+            shard = (parts[0].value.extra or {}).get("shard") if len(parts) > 1 else None
+            whole = shard.get("whole") if isinstance(shard, Mapping) else None
+            cut = cut_of_boxes([part.box for part in parts], tuple(whole)) if isinstance(whole, list) else None
+            if cut is not None:
+                found[name] = cut
+    return found
 
 
 def _held(ranks: Sequence[Side]) -> dict[str, dict[str, list[Part]]]:
