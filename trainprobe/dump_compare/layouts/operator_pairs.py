@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainprobe.dump_compare.call_slots import fill
+from trainprobe.dump_compare.layouts.arguments import add_arguments
 from trainprobe.dump_compare.layouts.grouping import Group, Here, Key, Owner, Piece, Table, in_expert, order_of, parts_of
 from trainprobe.dump_compare.layouts.joined import JoinedSide, Part
 from trainprobe.dump_compare.layouts.operators import Joined, Known, backward_joins, forward_joins
@@ -167,6 +168,9 @@ class OperatorPairs:
             call = Call("op", like.name, number, like.phase, micro=micro, parent=site.parent(i, like, str(like.phase)))
             fill(call, {slot: side.add(joined[:2][i]) for slot, joined in found.items()})
             made.append(call)
+        if made[0].phase != "backward":
+            ran = [[(here.rank, here.call) for here in of] for of in heres]
+            add_arguments((made[0], made[1]), (ran[0], ran[1]))
         return made[0], made[1]
 
     def notes(self) -> list[str]:

@@ -41,7 +41,7 @@ Joined = tuple[Join, Join, Way]
 Values = Mapping[str, Sequence[Part]]  # slot → what the ranks of one side hold of it
 
 _MOVES = ("view", "reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "movedim", "swapaxes", "t")
-_PRODUCTS = ("linear", "matmul", "mm", "bmm", "embedding")
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "baddbmm", "embedding")
 _OVER_LAST = ("softmax", "log_softmax", "layer_norm", "rms_norm")
 _ATTENTION = ("scaled_dot_product_attention",)
 _MEANS = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
@@ -183,10 +183,12 @@ _WAY_OF_LAY: Mapping[Lay, Way] = {"copy": "copies", "sum": "terms"}
 
 
 def _say_the_same(calls: Sequence[Sequence[Call]]) -> bool:
-    """Return whether calls are given the same numbers and texts, but for sizes, which differ with the parts."""
+    """Return whether calls are given the same dimensions; sizes differ with the parts, and other numbers change no split."""
+    last = calls[0][0].name.rpartition(".")[2].strip("_")
+    if last in _SIZED or last in ELEMENTWISE or last in _PRODUCTS:
+        return True
     told = [plain_arguments(call) for of_side in calls for call in of_side]
-    sizes = calls[0][0].name.rpartition(".")[2] in _SIZED
-    return sizes or all(each == told[0] for each in told)
+    return all(each == told[0] for each in told)
 
 
 def _lay_of(whole: Part, parts: Sequence[Part], known: Known) -> Lay | None:
