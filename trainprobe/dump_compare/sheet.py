@@ -33,6 +33,7 @@ _STATISTICS = (("max", "max"), ("min", "min"), ("mean", "mean"), ("l2norm", "nor
 _ERRORS = ("Cosine", "EucDist", "MaxAbsErr", "MaxRelativeErr", "One Thousandth Err Ratio", "Five Thousandths Err Ratio")
 _DIFFERENCES = ("Max diff", "Min diff", "Mean diff", "L2norm diff")
 _RELATIVE = ("MaxRelativeErr", "MinRelativeErr", "MeanRelativeErr", "NormRelativeErr")
+_ACCURACY = "Accuracy Reached or Not"  # of mindstudio-probe up to 8.1
 _OURS = ("Verdict", "Apart", "Given apart", "Own rounding")
 _RESULTS: dict[Outcome, str] = {
     "identical": "pass",
@@ -68,7 +69,7 @@ def columns(mode: Mode) -> list[str]:
     if mode == "md5":
         return [*both, "NPU MD5", "BENCH MD5", *tail, *_OURS]
     numbers = _ERRORS if mode == "tensor" else (*_DIFFERENCES, *_RELATIVE)
-    return [*both, *numbers, *own, *tail, *(["Data_name"] if mode == "tensor" else []), *_OURS]
+    return [*both, *numbers, *own, *tail, *(["Data_name", _ACCURACY] if mode == "tensor" else []), *_OURS]
 
 
 def _mode(a: Side, b: Side) -> Mode:
@@ -110,13 +111,24 @@ def _rows(one: Judged, a: Side, b: Side, mode: Mode) -> Iterator[list[Any]]:
             continue
         x, y = left.get(slot), right.get(slot)
         distance = distances.get(slot)
-        yield [*_about(one, slot, x, y, a, b), *_numbers(x, y, a, b, mode), *_tail(one, distance, x, y, a, i == 0, mode)]
+        numbers = _numbers(x, y, a, b, mode)
+        accuracy = [_accuracy(x, y, numbers)] if mode == "tensor" else []
+        yield [
+            *_about(one, slot, x, y, a, b),
+            *numbers,
+            *_tail(one, distance, x, y, a, i == 0, mode),
+            *accuracy,
+            *_ours(one, distance),
+        ]
 
 
-def classic_name(call: Call, slot: str, framework: str) -> str:
-    """Return the name of a value in the sheet: `Functional.linear.0.forward.input.0`, `Module.m.Linear.backward.0.output.0`."""
+def classic_name(call: Call, slot: str, framework: str, *, stored: bool = False) -> str:
+    """Return the name of a value in the sheet: `Functional.linear.0.forward.input.0`, `Module.m.Linear.backward.0.output.0`.
+
+    stored: whether its elements are, as mindstudio-probe then names what is given by keyword for its file.
+    """
     first, _, rest = slot.partition(".")
-    kind = {"grad_output": "input", "grad_input": "output", "kwargs": "input"}.get(first, first)
+    kind = {"grad_output": "input", "grad_input": "output", "kwargs": "kwargs" if stored else "input"}.get(first, first)
     entry = entry_name(call, framework)
     if first in ("input", "output", "grad_output", "grad_input", "kwargs"):
         return f"{entry}.{kind}.{rest or 0}"
@@ -169,7 +181,7 @@ def _row_of_plain(
         result,
         orjson.dumps(says).decode(),
         _stack(one, sides[0], first),
-        *([str([NONE, NONE])] if mode == "tensor" else []),
+        *([str([NONE, NONE]), "None"] if mode == "tensor" else []),
     ]
     return [*names, *kinds, *numbers, *own, *tail, one.outcome, NONE, _cell(one.given), _cell(one.own)]
 
@@ -184,7 +196,8 @@ def _stack(one: Judged, a: Side, first: bool) -> str:
 def _about(one: Judged, slot: str, x: Value | None, y: Value | None, a: Side, b: Side) -> list[Any]:
     sides = ((one.pair.a, x, a), (one.pair.b, y, b))
     names = [
-        NONE if call is None or v is None else classic_name(call, slot, side.step_data.framework) for call, v, side in sides
+        NONE if call is None or v is None else classic_name(call, slot, side.step_data.framework, stored=v.tensor is not None)
+        for call, v, side in sides
     ]
     both = (x, y)
     return [
@@ -259,12 +272,24 @@ def _tail(
     result, says = _result(one, distance, x, y)
     same = x is not None and y is not None and x.requires_grad == y.requires_grad
     stored = [NONE if v is None or v.tensor is None else v.tensor for v in (x, y)]
-    apart = NONE if distance is None else _cell(distance.apart.low)
-    return [
-        *(same, result, orjson.dumps(says).decode(), _stack(one, a, first)),
-        *([str(stored)] if mode == "tensor" else []),
-        *(one.outcome, apart, _cell(one.given), _cell(one.own)),
-    ]
+    names = [str(stored)] if mode == "tensor" else []
+    return [same, result, orjson.dumps(says).decode(), _stack(one, a, first), *names]
+
+
+def _ours(one: Judged, distance: Distance | None) -> list[Any]:
+    return [one.outcome, NONE if distance is None else _cell(distance.apart.low), _cell(one.given), _cell(one.own)]
+
+
+def _accuracy(x: Value | None, y: Value | None, errors: Sequence[Any]) -> str:
+    """Return whether mindstudio-probe 8.1 calls a result accurate: a cosine above 0.9, and 0.99 unless errors are small."""
+    cosine, _, largest = errors[:3]
+    if x is not None and y is not None and tuple(x.shape) != tuple(y.shape):
+        return "Unmatched"
+    if NONE in (cosine, largest):
+        return "No"
+    if UNSUPPORTED in (cosine, largest):
+        return "None"
+    return "No" if cosine < 0.9 or largest > 1 or (cosine < 0.99 and largest > 1e-3) else "Yes"
 
 
 def _result(one: Judged, distance: Distance | None, x: Value | None, y: Value | None) -> tuple[str, list[str]]:
