@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,9 +64,52 @@ def deepspeed_dumps(dumps, require) -> Path:
     return dumps
 
 
+OTHER_NAMES = {"layers": "blocks", "embed": "words", "head": "logits", "up": "widen", "down": "narrow", "act": "bend"}
+
+
+def other_name(name: str | None) -> str | None:
+    return name and ".".join(OTHER_NAMES.get(part, part) for part in name.split("."))
+
+
+@pytest.fixture(scope="module")
+def renamed(dumps) -> Path:
+    """The dump of one process as if its modules had other names."""
+    for path in [*shutil.copytree(dumps / "alone", dumps / "renamed").rglob("*.json")]:
+        top = json.loads(path.read_text())
+        if path.name == "dump.json":
+            top["data"] = {other_name(name): entry for name, entry in top["data"].items()}
+            states = top["trainprobe"]["states"]
+            top["trainprobe"]["states"] = [[other_name(name), *rest] for name, *rest in states]
+        elif path.name == "construct.json":
+            top = {other_name(name): other_name(parent) for name, parent in top.items()}
+        path.write_text(json.dumps(top))
+    return dumps / "renamed"
+
+
 def compared(dumps: Path, a: str, b: str, capsys) -> tuple[int, str, dict]:
     code = main(["dump-compare", str(dumps / a), str(dumps / b), "--json", str(dumps / "all.json")])
     return code, capsys.readouterr().out, json.loads((dumps / "all.json").read_text())
+
+
+@pytest.mark.parametrize("layout", [*HEALTHY, *FOUR_RANKS])
+def test_modules_of_other_names_are_paired_across_layouts(dumps, renamed, capsys, layout):
+    code, said, found = compared(dumps, "renamed", layout, capsys)
+    assert code == 1, said
+    assert "have other names in B and were paired by structure" in said
+    pairs = {call["a"]: (call["b"], call["paired_by"]) for call in found["calls"]}
+    assert pairs["Module.blocks.1.widen.Linear.forward.0"] == ("Module.layers.1.up.Linear.forward.0", "equal weights")
+    assert pairs["Module.blocks.1.bend.GELU.forward.0"] == ("Module.layers.1.act.GELU.forward.0", "order of calls and shapes")
+    assert pairs["Module.blocks.1.Block.forward.0"] == ("Module.layers.1.Block.forward.0", "what it calls")
+    alone = {call["a"] for call in compared(dumps, "alone", layout, capsys)[2]["calls"]}
+    assert {*pairs} == {other_name(name) for name in alone}
+
+
+@pytest.mark.parametrize("planted", ["tensor:column", "tensor:reduce", "fsdp2:shard", "ddp:scale"])
+def test_what_is_planted_is_named_with_both_names(dumps, renamed, capsys, planted):
+    code, said, _ = compared(dumps, "renamed", planted, capsys)
+    first, place = said.splitlines()[0], PLANTED[planted][0].partition(" (")[0]
+    assert code == 2, said
+    assert other_name(place) in first, first
 
 
 @pytest.mark.parametrize("layout", [*HEALTHY, *FOUR_RANKS])

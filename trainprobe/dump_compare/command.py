@@ -21,6 +21,7 @@ from trainprobe.dump_compare.layouts.compare import Maker, compare_other_layouts
 from trainprobe.dump_compare.page.comparison import page_of_rank, write_comparison
 from trainprobe.dump_compare.pairing import CallPair, RankPair, find_rank, pair_ranks
 from trainprobe.dump_compare.references import measure_condition, measure_floor, measure_truth
+from trainprobe.dump_compare.renamed.by_structure import pair_modules
 from trainprobe.dump_compare.renamed.mapping_files import MappingFile, read_mappings
 from trainprobe.dump_compare.renamed.pairs import pair_renamed
 from trainprobe.dump_compare.renamed.user_mapping import renaming, with_mapped_values
@@ -128,14 +129,15 @@ def compare_dumps(
     where it is None. all_calls: whether calls that agree are wanted too. Others are as for `compare_rank`. Raises FormatError
     where there is no dump, CompareError where nothing belongs together, and UsageError for what another layout does not allow.
     """
-    opened: dict[Path, Side] = {}
-    ranks, missing = compare_other_layouts(a, b, rename, make or {}, layout, opened, run, all_calls=all_calls)
+    across = compare_other_layouts(a, b, rename, make or {}, layout, run, all_calls=all_calls)
+    ranks, missing = list(across.compared), list(across.missing)
     if ranks:
         _refuse_of_layouts({"--sheets": sheet, "--floor": floor, "--high-precision": high_precision, "--mapping": mapping})
     else:
         pairs, missing = pair_ranks(a, b)
-        sides = (opened.get(pairs[0].a), opened.get(pairs[0].b)) if len(pairs) == 1 and run is None and a != b else (None, None)
-        opened.clear()
+        reused = across.opened if len(pairs) == 1 and run is None and a != b else {}
+        sides = reused.get(pairs[0].a), reused.get(pairs[0].b)
+        del across, reused  # of several ranks no two are in memory at once
         tasks = [
             _Task(pair, rename, sheet and sheet(pair), floor, high_precision, make, all_calls, mapping, sides) for pair in pairs
         ]
@@ -240,8 +242,11 @@ def _paired(
         pairs, sides, notes, by_structure = pair_renamed(a, b, rename)
     else:
         apis, values = (mapping.apis, mapping.values) if mapping is not None else ((), {})
-        pairs, notes = pair_frameworks(a, b, rename, apis, mapped=bool(values))
-        sides, by_structure = (a, b), dict[str, str]()
+        structure = pair_modules(a, b, rename)
+        names = structure.renaming(rename)
+        pairs, notes = pair_frameworks(a, b, names, apis, mapped=bool(values), looked_through=structure.looked_through)
+        sides, notes = (a, b), [*structure.note(), *notes]
+        by_structure: Mapping[str, str] = {name: evidence for name, (_, evidence) in structure.pairs.items()}
     if mapping is not None and mapping.values:
         pairs, lost = with_mapped_values(pairs, *sides, mapping.values)
         idle += lost

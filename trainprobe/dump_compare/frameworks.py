@@ -11,7 +11,7 @@ are the same where nothing else used the tensor, which is known where ops are re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -38,16 +38,23 @@ SHARES = (
 
 
 def pair_frameworks(
-    a: Side, b: Side, rename: Callable[[str], str] = str, apis: Sequence[Api] = (), *, mapped: bool = False
+    a: Side,
+    b: Side,
+    rename: Callable[[str], str] = str,
+    apis: Sequence[Api] = (),
+    *,
+    mapped: bool = False,
+    looked_through: tuple[Set[str], Set[str]] = (frozenset(), frozenset()),
 ) -> tuple[list[CallPair], list[str]]:
     """Return the calls of two dumps of different frameworks, each with its partner, and what is to be said of the rest.
 
     rename: is given each name of A. apis: operators that a user says belong together. Ops without a partner are counted and
     left out. mapped: whether the user names values that belong together, so that no call needs a partner by name.
+    looked_through: see pair_calls.
     """
     mine, theirs = (_Named(side, _told(apis, side.step_data.framework)) for side in (a, b))
     shares = mine if a.step_data.framework == "pytorch" else theirs
-    pairs = pair_calls(mine.calls, theirs.calls, rename)
+    pairs = pair_calls(mine.calls, theirs.calls, rename, looked_through)
     found = [pair for pair in pairs if (pair.a is not None and pair.b is not None) or _kind(pair) != "op"]
     alone = Counter(
         "A" if pair.b is None else "B" for pair in pairs if (pair.a is None or pair.b is None) and _kind(pair) == "op"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from trainprobe.dump_compare.layouts.grouping import (
 )
 from trainprobe.dump_compare.layouts.joined import Join, JoinedSide, Part
 from trainprobe.dump_compare.layouts.known_splits import Splits, splits
+from trainprobe.dump_compare.layouts.names import pair_names, renamed_parameter
 from trainprobe.dump_compare.layouts.operator_pairs import OperatorPairs
 from trainprobe.dump_compare.layouts.splits import Role, joins
 from trainprobe.dump_compare.layouts.states import add_states, cuts_of_weights, held_gradients
@@ -58,10 +59,12 @@ def compare_layouts(
     tables = table_of(a), table_of(b)
     sides = JoinedSide("A", a), JoinedSide("B", b)
     summed = settle_averaging(*tables) if all(rank.step_data.states for rank in (*a, *b)) else ""
-    maker = _Maker(tables, sides, known)
+    structure = pair_names(sides, rename)
+    rename = structure.renaming(rename)
+    maker = _Maker(tables, sides, known, rename, {other: name for name, (other, _) in structure.pairs.items()})
     tables[0].rename(rename)
     pairs = maker.pairs()
-    add_states(pairs, sides)
+    add_states(pairs, sides, lambda name: renamed_parameter(name, rename))
     places = [CallPair(i, pair.a, pair.b) for i, pair in enumerate(pairs)]
     for i, side in enumerate(sides):
         side.calls += [call for pair in places if (call := (pair.a, pair.b)[i]) is not None]
@@ -70,22 +73,31 @@ def compare_layouts(
     unread = [text for rank in (*a, *b) for text in rank.unread]
     said = f"A is {tables[0].layout} and B is {tables[1].layout}: the shards of each tensor were joined"
     made = {name: each(at, judged, sides) for name, each in make.items()}
-    notes = [said, *([summed] if summed else []), *maker.notes()]
+    notes = [said, *([summed] if summed else []), *structure.note(), *maker.notes()]
+    by_structure: dict[str, str] = {name: evidence for name, (_, evidence) in structure.pairs.items()}
     frameworks = a[0].step_data.framework, b[0].step_data.framework
-    return Compared(at, judged, *frameworks, unread, notes, made, joined=True), maker.missing()
+    return Compared(at, judged, *frameworks, unread, notes, made, joined=True, by_structure=by_structure), maker.missing()
 
 
 class _Maker:
     """Makes the calls of the whole model from those of the ranks."""
 
-    def __init__(self, tables: tuple[Table, Table], sides: tuple[JoinedSide, JoinedSide], known: Splits) -> None:
-        self._tables, self._sides, self._known = tables, sides, known
+    def __init__(
+        self,
+        tables: tuple[Table, Table],
+        sides: tuple[JoinedSide, JoinedSide],
+        known: Splits,
+        rename: Callable[[str], str],
+        in_a: Mapping[str, str],
+    ) -> None:
+        self._tables, self._sides, self._known, self._rename = tables, sides, known, rename
+        self._in_a = in_a  # module of B → its name in A, where that is another
         self._unjoined: dict[str, None] = {}
         self._blind: dict[str, None] = {}  # values of which a dump holds nothing, and why
         self._alone: list[dict[str, Key]] = [{}, {}]
         self._parents: list[dict[tuple[str, str, int, int], Call]] = [{}, {}]
         self._operators = OperatorPairs(tables, sides)
-        self._cuts = cuts_of_weights(sides)
+        self._cuts = cuts_of_weights(sides, lambda name: renamed_parameter(name, rename))
 
     def pairs(self) -> list[CallPair]:
         """Return the calls that both sides have, in the order of execution."""
@@ -158,13 +170,14 @@ class _Maker:
 
     def _call(self, i: int, key: Key, micro: int, values: Mapping[str, Value], like: Call) -> Call:
         kind, name, phase, number = key
-        call = Call(like.kind, name, number, like.phase, cls=like.cls, micro=micro)
+        own = self._in_a.get(name, name) if i == 0 else name
+        call = Call(like.kind, own, number, like.phase, cls=like.cls, micro=micro)
         fill(call, values)
         parent = like.parent
         if isinstance(parent, Call):
-            call.parent = self._parents[i].get((parent.name, str(like.phase), number, micro)) or self._parents[i].get(
-                (parent.name, "forward", number, micro)
-            )
+            around = self._rename(parent.name) if i == 0 else parent.name
+            made = self._parents[i]
+            call.parent = made.get((around, str(like.phase), number, micro)) or made.get((around, "forward", number, micro))
         if kind == "module":
             self._parents[i][name, phase, number, micro] = call
         return call
@@ -187,7 +200,8 @@ class _Maker:
 
     def _both_reduce(self, key: Key) -> bool:
         """Return whether both sides hold the reduced gradients of a module's weights."""
-        return all(any(owner_of(name) == key[1] for name in held_gradients(side.ranks)) for side in self._sides)
+        owners = [{owner_of(name) for name in held_gradients(side.ranks)} for side in self._sides]
+        return key[1] in {self._rename(name) for name in owners[0]} and key[1] in owners[1]
 
     def notes(self) -> list[str]:
         """Return what was left out of the comparison."""
@@ -254,23 +268,35 @@ def _carry_out(task: _StepTask) -> tuple[Compared, list[str]]:
     return one if task.all_calls else without_agreeing(one), alone
 
 
+@dataclass(frozen=True, slots=True)
+class OtherLayouts:
+    """What became of two dumps that may be of two layouts; nothing was compared where they are of one.
+
+    missing: a sentence for each step that only one dump has, and for what a step has alone. opened: what was read of the first
+    ranks to find out that both have one layout.
+    """
+
+    compared: Sequence[Compared] = ()
+    missing: Sequence[str] = ()
+    opened: Mapping[Path, Side] = field(default_factory=dict[Path, Side])
+
+
 def compare_other_layouts(
     a: Path,
     b: Path,
     rename: Callable[[str], str],
     make: Mapping[str, Maker],
     layout: Path | None = None,
-    opened: dict[Path, Side] | None = None,
     run: Run[_StepTask, tuple[Compared, list[str]]] | None = None,
     *,
     all_calls: bool = True,
-) -> tuple[list[Compared], list[str]]:
-    """Compare the steps of two dumps if their layouts differ, and return a sentence for each step that only one has.
+) -> OtherLayouts:
+    """Compare the steps of two dumps if their layouts differ.
 
     layout: a user's table of splits. run: carries out the comparisons of the steps, in this process or in others. all_calls:
-    whether calls that agree are wanted too. Returns nothing where both have one layout, or a dump does not say its own: ranks
-    are then compared one by one, and what was read of them to find that out stands in `opened`. Raises FormatError where a path
-    holds no dump or one cannot be read, CompareError where ranks are missing.
+    whether calls that agree are wanted too. Compares nothing where both have one layout, or a dump does not say its own: ranks
+    are then compared one by one. Raises FormatError where a path holds no dump or one cannot be read, CompareError where ranks
+    are missing.
     """
     pairs, missing = pair_steps(ranks_of(a), ranks_of(b))
     known, tasks = splits(layout), list[_StepTask]()
@@ -278,9 +304,7 @@ def compare_other_layouts(
         ranks = [list(of_side.values()) for of_side in folders]
         first = Side(ranks[0][0]), Side(ranks[1][0])
         if not other_layouts(*[(len(each), side.step_data.place) for each, side in zip(ranks, first, strict=True)]):
-            if opened is not None:
-                opened.update((side.folder, side) for side in first)
-            return [], []
+            return OtherLayouts(opened={side.folder: side for side in first})
         for name, each, side in zip("AB", ranks, first, strict=True):
             world = side.step_data.place.world_size
             if len(each) < world:
@@ -293,4 +317,4 @@ def compare_other_layouts(
     for task, (one, alone) in zip(tasks, run(_carry_out, tasks), strict=True):
         compared.append(one)
         missing += [f"step {task.step}: {sentence}" for sentence in alone]
-    return compared, missing
+    return OtherLayouts(compared, missing)

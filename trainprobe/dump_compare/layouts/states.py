@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from trainprobe.dump_compare.dump_side import Side
@@ -17,19 +17,22 @@ from trainprobe.engine.core.records import Call, Value
 _SLOTS = ("value", "grad_unclipped", "grad")
 
 
-def add_states(pairs: list[CallPair], sides: tuple[JoinedSide, JoinedSide]) -> None:
-    """Put the weights before all calls, and the gradients that the optimizer steps with behind them."""
-    held = [_held(side.ranks) for side in sides]
+def add_states(pairs: list[CallPair], sides: tuple[JoinedSide, JoinedSide], rename: Callable[[str], str] = str) -> None:
+    """Put the weights before all calls, and the gradients that the optimizer steps with behind them.
+
+    rename: is given each name of A's parameters.
+    """
+    held = [held_values(side.ranks) for side in sides]
     made_of: dict[str, list[CallPair]] = {slot: [] for slot in _SLOTS}
     for name in held[0]:
         for slot, found in ((slot, held[0][name].get(slot)) for slot in _SLOTS):
-            others = held[1].get(name, {}).get(slot)
+            others = held[1].get(rename(name), {}).get(slot)
             if found is None or others is None:
                 continue
             made = by_boxes(found), by_boxes(others)
             size = sum(part.size for part in made[0].parts), sum(part.size for part in made[1].parts)
             values = [side.add(replace(join, shape=(count,))) for side, join, count in zip(sides, made, size, strict=True)]
-            calls = [_call(name, slot, value) for value in values]
+            calls = [_call(each, slot, value) for each, value in zip((name, rename(name)), values, strict=True)]
             made_of[slot].append(CallPair(0, *calls))
     weights, unclipped, stepped = (made_of[slot] for slot in _SLOTS)
     pairs[:] = [*weights, *pairs, *unclipped, *stepped]
@@ -40,21 +43,21 @@ def held_gradients(ranks: Sequence[Side]) -> set[str]:
     return {call.name for side in ranks for call in side.step_data.states if "grad" in (call.params or {})}
 
 
-def cuts_of_weights(sides: tuple[JoinedSide, JoinedSide]) -> dict[str, Cut]:
-    """Return parameter → which part of it each rank holds, of those that the ranks of one side hold in parts."""
+def cuts_of_weights(sides: tuple[JoinedSide, JoinedSide], rename: Callable[[str], str]) -> dict[str, Cut]:
+    """Return parameter as B has it → which part each rank holds, of those that the ranks of one side hold in parts."""
     found: dict[str, Cut] = {}
     for side in sides:
-        for name, slots in _held(side.ranks).items():
+        for name, slots in held_values(side.ranks).items():
             parts = slots.get("value", [])
             shard = (parts[0].value.extra or {}).get("shard") if len(parts) > 1 else None
             whole = shard.get("whole") if isinstance(shard, Mapping) else None
             cut = cut_of_boxes([part.box for part in parts], tuple(whole)) if isinstance(whole, list) else None
             if cut is not None:
-                found[name] = cut
+                found[rename(name) if side is sides[0] else name] = cut
     return found
 
 
-def _held(ranks: Sequence[Side]) -> dict[str, dict[str, list[Part]]]:
+def held_values(ranks: Sequence[Side]) -> dict[str, dict[str, list[Part]]]:
     """Return parameter → slot → the rectangles that ranks hold before the optimizer steps."""
     found: dict[str, dict[str, list[Part]]] = defaultdict(lambda: defaultdict(list))
     for side in ranks:

@@ -23,15 +23,14 @@ import numpy as np
 from trainprobe.dump_compare.dump_side import Side
 from trainprobe.dump_compare.renamed.fused import Fused, find_fused
 from trainprobe.dump_compare.renamed.modules import (
+    Looks,
     Module,
-    form,
     has_weights,
     in_order,
     is_root,
     modules_of,
     passes_on,
     result_size,
-    weights_look,
 )
 
 Evidence = Literal["equal weights", "order of calls and shapes", "what it calls"]
@@ -93,21 +92,33 @@ class Structure:
 def pair_modules(a: Side, b: Side, rename: Callable[[str], str] = str) -> Structure:
     """Return the partners of modules whose names, after `rename` of those of A, are in one dump alone."""
     sides = modules_of(a.step_data.calls), modules_of(b.step_data.calls)
+    return pair_trees(sides, (Looks(a), Looks(b)), rename, fuse=True)
+
+
+def pair_trees(
+    sides: tuple[Mapping[str, Module], Mapping[str, Module]],
+    looks: tuple[Looks, Looks],
+    rename: Callable[[str], str],
+    *,
+    fuse: bool,
+) -> Structure:
+    """Do so for the modules of two sides. fuse: whether several modules of one side may be one of the other."""
+    a, b = looks[0].side, looks[1].side
     known = {name: sides[1][new] for name in sides[0] if (new := rename(name)) in sides[1]}
     taken = {module.name for module in known.values()}
     lone = [m for m in sides[0].values() if m.name not in known], [m for m in sides[1].values() if m.name not in taken]
     if not all(any(not is_root(module) for module in side) for side in lone):
         return Structure()
     found = Structure()
-    _by_weights(found, in_order(lone[0]), in_order(lone[1]), (a, b))
+    _by_weights(found, in_order(lone[0]), in_order(lone[1]), looks)
     partners = {**known, **{name: sides[1][other] for name, (other, _) in found.pairs.items()}}
-    _by_order(found, sides, partners)
+    _by_order(found, sides, partners, looks)
     partners |= {name: sides[1][other] for name, (other, _) in found.pairs.items()}
     _by_what_they_call(found, lone, partners)
     partners |= {name: sides[1][other] for name, (other, _) in found.pairs.items()}
     paired = set(partners), {module.name for module in partners.values()}
     still = tuple([module for module in side if module.name not in names] for side, names in zip(lone, paired, strict=True))
-    found.fused = find_fused((still[0], still[1]), partners, (a, b))
+    found.fused = find_fused((still[0], still[1]), partners, (a, b)) if fuse else []
     if found:
         paired[0].update(name for each in found.fused for name in each.names(0))
         paired[1].update(name for each in found.fused for name in each.names(1))
@@ -118,40 +129,47 @@ def pair_modules(a: Side, b: Side, rename: Callable[[str], str] = str) -> Struct
     return found
 
 
-def _by_weights(found: Structure, a: Sequence[Module], b: Sequence[Module], sides: tuple[Side, Side]) -> None:
+def _by_weights(found: Structure, a: Sequence[Module], b: Sequence[Module], sides: tuple[Looks, Looks]) -> None:
     """Pair modules whose weights are the only ones on both sides that have these extremes."""
-    looks = _looks(a, sides[0]), _looks(b, sides[1])
+    looks = _by_look(a, sides[0]), _by_look(b, sides[1])
     for look, mine in looks[0].items():
         theirs = looks[1].get(look, [])
         if len(mine) == len(theirs) == 1:
             found.pairs[mine[0].name] = theirs[0].name, "equal weights"
 
 
-def _looks(modules: Sequence[Module], side: Side) -> dict[Hashable, list[Module]]:
+def _by_look(modules: Sequence[Module], looks: Looks) -> dict[Hashable, list[Module]]:
     found: dict[Hashable, list[Module]] = defaultdict(list)
     for module in modules:
-        look = weights_look(module, side)
+        look = looks.weights(module)
         if look is not None:
-            found[look, form(module)].append(module)
+            found[look, looks.form(module)].append(module)
     return found
 
 
 def _by_order(
-    found: Structure, sides: tuple[Mapping[str, Module], Mapping[str, Module]], partners: Mapping[str, Module]
+    found: Structure,
+    sides: tuple[Mapping[str, Module], Mapping[str, Module]],
+    partners: Mapping[str, Module],
+    looks: tuple[Looks, Looks],
 ) -> None:
     """Pair modules of one form in the order of their calls, around those that are known."""
     a, b = (in_order(list(side.values())) for side in sides)
     theirs = {module.name for module in partners.values()}
-    for mine, other in _aligned(a, b, partners, theirs):
+    for mine, other in _aligned(a, b, partners, theirs, looks):
         if mine.name not in partners and other.name not in theirs and not is_root(mine) and not is_root(other):
             found.pairs[mine.name] = other.name, "order of calls and shapes"
 
 
 def _aligned(
-    a: Sequence[Module], b: Sequence[Module], partners: Mapping[str, Module], taken: set[str]
+    a: Sequence[Module],
+    b: Sequence[Module],
+    partners: Mapping[str, Module],
+    taken: set[str],
+    looks: tuple[Looks, Looks],
 ) -> list[tuple[Module, Module]]:
     """Return pairs in order of which the sum of what speaks for each is largest."""
-    keys = [_key(module, partners, {}) for module in a], [_key(module, {}, taken) for module in b]
+    keys = [_key(module, partners, {}, looks[0]) for module in a], [_key(module, {}, taken, looks[1]) for module in b]
     if keys[0] == keys[1]:
         return list(zip(a, b, strict=True))
     if len(a) * len(b) > _MOST_CELLS:
@@ -193,11 +211,11 @@ def _traced(
     return found[::-1]
 
 
-def _key(module: Module, partners: Mapping[str, Module], taken: Mapping[str, object] | set[str]) -> Hashable:
+def _key(module: Module, partners: Mapping[str, Module], taken: Mapping[str, object] | set[str], looks: Looks) -> Hashable:
     """Return what must be equal for two modules to be paired: the partner where it is known, else the form."""
     if module.name in partners:
         return "known", partners[module.name].name
-    return ("known", module.name) if module.name in taken else form(module)
+    return ("known", module.name) if module.name in taken else looks.form(module)
 
 
 def _score(a: Module, b: Module, partners: Mapping[str, Module]) -> float:

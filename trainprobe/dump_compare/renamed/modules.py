@@ -63,6 +63,21 @@ def modules_of(calls: Iterable[Call]) -> dict[str, Module]:
     return found
 
 
+class Looks:
+    """What tells the modules of one rank's dump from one another."""
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+
+    def form(self, module: Module) -> Hashable:
+        """Return what two modules have in common that may belong together."""
+        return form(module)
+
+    def weights(self, module: Module) -> Hashable:
+        """Return what hardly two modules share: the numbers of their weights; None where these tell nothing."""
+        return weights_look(module, self.side)
+
+
 def form(module: Module) -> Hashable:
     """Return what two implementations of one module have in common: how much goes in and out, and the sizes of its weights.
 
@@ -83,7 +98,12 @@ def result_size(module: Module) -> int:
 def weights_look(module: Module, side: Side) -> Hashable:
     """Return the extremes of a module's weights, which hardly two modules share; None where it has none, or constant ones."""
     found = [side.numbers(value) for slot, value in slots(module.first) if slot.startswith("parameters")]
-    extremes = [(each["max"], each["min"]) for each in found if each.get("max", 0.0) != each.get("min", 0.0)]
+    return extremes_look([(each.get("max", 0.0), each.get("min", 0.0)) for each in found])
+
+
+def extremes_look(found: Sequence[tuple[float, float]]) -> Hashable:
+    """Return the largest and smallest numbers of some weights, rounded; None where they are all constant or not finite."""
+    extremes = [pair for pair in found if pair[0] != pair[1]]
     told = sorted(tuple(f"{x:.3e}" for x in pair) for pair in extremes)  # after a step, both sides are apart by rounding
     return tuple(told) if told and all(map(math.isfinite, (x for pair in extremes for x in pair))) else None
 
