@@ -126,7 +126,7 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         if not isinstance(probe, MindSporeProbe):
             return
         probe.train_with(training_cell)
-        line = probe.hidden_by_a_graph()
+        line = "; ".join(probe.hidden_by_a_graph())
         if line and probe.place.rank == 0:
             _say(f"trainprobe: {line}")
 

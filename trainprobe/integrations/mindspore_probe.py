@@ -19,7 +19,7 @@ from trainprobe.engine.capture.mindspore.calls import KnownCalls, OptimizerTap
 from trainprobe.engine.capture.mindspore.cells import COMPILED, CellTap, is_graph_mode, wait
 from trainprobe.engine.capture.mindspore.gathering import gathering
 from trainprobe.engine.capture.mindspore.graph_callback import GraphCallbacks
-from trainprobe.engine.capture.mindspore.graph_cells import IN_A_GRAPH, GraphCellTap
+from trainprobe.engine.capture.mindspore.graph_cells import GraphCellTap
 from trainprobe.engine.capture.mindspore.ops import PrimitiveTap, ops_are_seen
 from trainprobe.engine.capture.mindspore.saved import SavedTensors
 from trainprobe.engine.capture.mindspore.states import CellStateTap
@@ -200,19 +200,19 @@ class MindSporeProbe(Probe):
         for relation in relation_names() if plan is not None else ():
             if plan is not None and relation in why and plan.interval(relation):
                 self.report(Finding(relation, "info", f"{relation} is not judged under MindSpore: {why[relation]}"))
-        hidden = self.hidden_by_a_graph()
-        if hidden:
+        for hidden in self.hidden_by_a_graph():
             self.report(Finding("mindspore", "info", hidden))
 
-    def hidden_by_a_graph(self) -> str:
-        """Return what graph mode hides of what the plan asks for, as a sentence; empty for nothing."""
+    def hidden_by_a_graph(self) -> list[str]:
+        """Return what graph mode hides of what the plan asks for, as sentences."""
         monitor = self.cells.monitor
         asked = any((self.cells.modules, self.cells.ops)) or (
             monitor is not None and (monitor.gradients.on or monitor.activations.on or monitor.activation_gradients.on)
         )
         if not asked or not is_graph_mode():
-            return ""
-        return IN_A_GRAPH if isinstance(self.cells.naming, GraphCellTap) else COMPILED
+            return []
+        naming = self.cells.naming
+        return naming.limits() if isinstance(naming, GraphCellTap) else [COMPILED]
 
     def _gathering(self) -> Gathering:
         return gathering()
@@ -264,7 +264,7 @@ class CellTaps(TapMaker):
 
     def __init__(self, plan: Plan, guard: Guard, stacks: Stacks | None = None) -> None:
         super().__init__(guard)
-        self._callbacks = GraphCallbacks() if plan.graph_callbacks else None
+        self._callbacks = GraphCallbacks(plan.graph_callbacks == "all") if plan.graph_callbacks else None
         self.fullest = "mix" if ops_are_seen() else "L0"
         self._stacks = stacks
 

@@ -6,24 +6,24 @@ that all are known to belong together.
 
 MindSpore may not know that the forward operators do something. It puts operators with a side effect, and the calls of cells
 that hold one, into a chain in the order of the program, and it adds up the gradients of a tensor that is used several times in
-the order in which the uses depend on each other: the chain would change the order of the sum, and so its last bits. The
-operators are therefore tied to the tensors of their call alone (`ops.depend`); "side_effect_hidden", as
-MindSpore says of operators that draw random numbers, keeps two of them from being taken for one.
+the order in which the uses depend on each other: the chain would change the order of the sum, and so its last bits.
+"side_effect_hidden", as MindSpore says of operators that draw random numbers, keeps two of them from being taken for one, and
+orders nothing.
 
-Where a cell uses an input several times, and others use that tensor too, MindSpore adds up all uses in one sum, as long as
-nobody takes the part of the cell; an operator that is called with that part splits the sum. The gradient at an input is
-therefore looked at in cells that are known to use their input once (`uses_its_input_once`): there is no such part. For the same
-reason the gradient at a result is not looked at where the result is an input (`returns_an_input`) or one of several. Not
-solved: an operator at the input of each of two cells that use one tensor more than once changes the sum too.
+So that MindSpore keeps an operator, a value has to depend on what it returns (`ops.depend`). That value becomes another one,
+whose uses are added up on their own. The operators of a call are therefore tied to its result, where the source of the cell
+proves that the result is a new value that nothing else uses, and that it is computed from the arguments that are looked at
+(`value_flow`). The gradient at a result is taken at the same place, and the one at an input only of layers that use their input
+once. What is not proven is left out, unless the plan asks for all.
 """
 
 from __future__ import annotations
 
-import dis
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from itertools import count, pairwise
+from itertools import count
 from typing import Any
 
 import mindspore
@@ -31,6 +31,7 @@ import numpy as np
 from mindspore import nn, ops
 
 from trainprobe.engine.arrays.mindspore_library import HostArray
+from trainprobe.engine.capture.mindspore.value_flow import ONE_USE, FlowReader, own_construct
 
 Seen = Callable[[str, int, int, HostArray], None]  # part, place in it, number of the cell's call since it is watched, tensor
 
@@ -41,33 +42,6 @@ _MOST = 8  # arguments or results of a cell that are looked at where their numbe
 _DIFFERENTIABLE = (mindspore.float16, mindspore.float32, mindspore.float64, mindspore.bfloat16)
 _NAMES = ("float16", "float32", "float64", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _TEXT = {name: str(getattr(mindspore, name)) for name in (*_NAMES, "complex64", "complex128")} | {"bool": str(mindspore.bool_)}
-
-
-# cells that hand their input to one operator
-_ONE_USE = (
-    *(nn.Dense, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm),
-    *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softmax, nn.Dropout, nn.MaxPool2d, nn.AvgPool2d, nn.Flatten),
-)
-
-
-def uses_its_input_once(cell: Any) -> bool:
-    """Tell whether a cell is known to use its input at one place alone: the gradient there is no sum."""
-    if type(cell) is nn.SequentialCell:
-        return len(cell) > 0 and uses_its_input_once(cell[0])
-    return type(cell) in _ONE_USE
-
-
-def returns_an_input(cell: Any) -> bool:
-    """Tell whether a cell may return an argument as it is: a line of its `construct` does, or it is an empty container."""
-    if type(cell) is nn.SequentialCell:
-        return len(cell) == 0 or returns_an_input(cell[-1])
-    if type(cell) is nn.Dropout and cell.p > 0:
-        return False  # it does so in an evaluation, where nothing asks for gradients
-    code = [*dis.get_instructions(cell.construct)]
-    given = {*inspect.signature(cell.construct).parameters} - {one.argval for one in code if one.opname == "STORE_FAST"}
-    return any(
-        now.opname == "LOAD_FAST" and then.opname == "RETURN_VALUE" and now.argval in given for now, then in pairwise(code)
-    )
 
 
 def callbacks_work() -> bool:
@@ -160,25 +134,49 @@ def _array(data: Any, dtypes: list[Any]) -> HostArray:
     return HostArray(_TEXT.get(array.dtype.name, array.dtype.name), array.shape, None, array)
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What is recorded of the calls of a cell: which of its arguments by position, and whether the result."""
+
+    inputs: frozenset[int]
+    result: bool
+    arguments: int
+
+
 class GraphCallbacks:
     """The callbacks that stand in the cells of a model, for whoever listens to them.
 
-    backward: gradients are told too. recomputed: parts of the model run again in the backward pass. Both are set before `cell`.
+    everything: also what could change the last bits of the training. backward: gradients are recorded too. recomputed: parts of
+    the model run again in the backward pass. The last two are set before `cell`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, everything: bool = False) -> None:
+        self.everything = everything
         self.recomputed = False
         self.backward = False
+        self._reader = FlowReader()
         self._listeners: dict[int, list[Seen]] = {}
         self._undo: list[Callable[[], None]] = []
 
     def __bool__(self) -> bool:
         return bool(self._undo)
 
+    def parts(self, cell: Any) -> Parts:
+        """Return which parts of a cell's calls are recorded: see the module text."""
+        positional = _positional(own_construct(cell))
+        if self.everything:
+            return Parts(frozenset(range(positional)), True, positional)
+        flow = self._reader.cell(cell)
+        drops = type(cell) is nn.Dropout and cell.p > 0
+        return Parts(frozenset({0}) if drops else flow.used if flow.new else frozenset(), flow.new or drops, positional)
+
     def cell(self, cell: Any, seen: Seen) -> None:
         """Have the parts of each call of a cell told: "input", "output", and "grad_output", "grad_input" going backward."""
-        back = _Inserted if self.recomputed else _Passed
-        self._watch(cell, seen, lambda tell: _watch_cell(cell, tell, self.backward, back))
+        back, parts = _Inserted if self.recomputed else _Passed, self.parts(cell)
+        if self.everything:
+            self._watch(cell, seen, lambda tell: _watch_all(cell, tell, self.backward, back))
+        elif parts.result:
+            self._watch(cell, seen, lambda tell: _watch_cell(cell, tell, self.backward, back, parts))
 
     def optimizer(self, optimizer: Any, seen: Seen) -> None:
         """Have the gradients told that an optimizer is handed, as the part "gradient"."""
@@ -204,32 +202,59 @@ def _tell(listeners: list[Seen], part: str, i: int, number: int, array: HostArra
         seen(part, i, number, array)
 
 
-def _watch_cell(cell: Any, seen: Seen, backward: bool, back: Callable[[str, int, Seen], Any]) -> Callable[[], None]:
-    """Put callbacks into a cell; return what takes them out.
+def _watch_cell(cell: Any, seen: Seen, backward: bool, back: Callable[[str, int, Seen], Any], parts: Parts) -> Callable[[], None]:
+    """Put callbacks into a cell, tied to its result alone; return what takes them out.
 
     MindSpore parses the function that takes the place of `construct`: what is in it must be what a graph can hold.
     """
     own, numbers = cell.construct, count()
-    most = _positional(own)
+    inputs = {i: _forward("input", i, seen, numbers) for i in sorted(parts.inputs)}
+    places, tell = (*inputs,), (*inputs.values(),)
+    tell_out, back_out = _forward("output", ALONE, seen, numbers), back("grad_output", ALONE, seen)
+    back_in = back("grad_input", 0, seen)
+    first = backward and type(cell) in ONE_USE
+    training_only = type(cell) is nn.Dropout
+    unknown = mindspore.Tensor([UNKNOWN], mindspore.int32)
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if training_only and not self.training:
+            return own(*args, **kwargs)
+        number = unknown
+        for k, i in enumerate(places):
+            if i < len(args) and ops.is_tensor(args[i]) and 0 not in args[i].shape:
+                number = tell[k](ops.stop_gradient(args[i]), ops.stop_gradient(number))
+        if first and len(args) == 1 and 0 not in args[0].shape and args[0].dtype in _DIFFERENTIABLE:
+            out = own(back_in(args[0], number), **kwargs)
+        else:
+            out = own(*args, **kwargs)
+        if not ops.is_tensor(out) or 0 in out.shape:
+            return out
+        number = tell_out(ops.stop_gradient(out), ops.stop_gradient(number))
+        out = ops.depend(out, number)
+        if backward and out.dtype in _DIFFERENTIABLE:
+            return back_out(out, number)
+        return out
+
+    return _replaced(cell, construct)
+
+
+def _watch_all(cell: Any, seen: Seen, backward: bool, back: Callable[[str, int, Seen], Any]) -> Callable[[], None]:
+    """Put callbacks at all arguments and results of a cell, tied to each of them; return what takes them out."""
+    own, numbers = cell.construct, count()
     forward = partial(_forward, numbers=numbers)
-    fresh = backward and not returns_an_input(cell)
-    look_in = _looking(
-        _several(forward, "input", most, seen), _several(back, "grad_input", most, seen), backward and uses_its_input_once(cell)
+    most = _positional(own)
+    look_in, look_out = (
+        _looking(_several(forward, part, items, seen), _several(back, f"grad_{part}", items, seen), backward)
+        for part, items in (("input", most), ("output", _MOST))
     )
-    tell_out, back_out = (_several(make, f"{name}output", _MOST, seen) for make, name in ((forward, ""), (back, "grad_")))
-    look_out, look_several = (_looking(tell_out, back_out, gradients) for gradients in (fresh, False))
-    look_alone = _looking([forward("output", ALONE, seen)], [back("grad_output", ALONE, seen)], fresh)
+    look_alone = _looking([forward("output", ALONE, seen)], [back("grad_output", ALONE, seen)], backward)
     unknown = mindspore.Tensor([UNKNOWN], mindspore.int32)
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
         given, number = look_in(args, unknown)
         out = own(*given, **kwargs)
         if isinstance(out, tuple):
-            tensors = 0
-            for item in out:
-                if ops.is_tensor(item):
-                    tensors += 1
-            found, number = look_several(out, number) if tensors > 1 else look_out(out, number)
+            found, number = look_out(out, number)
             return tuple(found)
         found, number = look_alone((out,), number)
         return found[0]
@@ -285,6 +310,7 @@ def _several(make: Callable[[str, int, Seen], Any], part: str, count: int, seen:
 def _replaced(cell: Any, construct: Any) -> Callable[[], None]:
     """Put a function in the place of a cell's `construct`; return what puts back what was there."""
     before = vars(cell).get("construct")
+    construct.trainprobe_own = own_construct(cell)
     cell.construct = construct.__get__(cell, type(cell))
 
     def back() -> None:

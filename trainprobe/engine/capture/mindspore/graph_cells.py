@@ -15,7 +15,7 @@ from typing import Any
 
 from trainprobe.engine.arrays.mindspore_library import HostArray
 from trainprobe.engine.capture.mindspore.cells import CellInfo, CellTap, is_graph_mode
-from trainprobe.engine.capture.mindspore.graph_callback import ALONE, UNKNOWN, GraphCallbacks
+from trainprobe.engine.capture.mindspore.graph_callback import ALONE, UNKNOWN, GraphCallbacks, Parts
 from trainprobe.engine.capture.requests import ModuleRequest
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import ROOT
@@ -26,16 +26,21 @@ from trainprobe.engine.tape import Tape
 IN_A_GRAPH = (
     "inside the graph cells are seen and operators are not; keyword arguments of cells, tensors inside containers of their "
     "arguments and results, and results beyond the eighth are not recorded; `parameters_grad` is what the optimizer is handed; "
-    "the gradient at an input is recorded for layers of mindspore.nn that use their input once, and for containers that begin "
-    "with one, and the gradient at a result where it is the only one and no argument is returned as it is, since elsewhere "
-    "looking at it could change the order of a sum, and so the bits of the training; calls of one cell are numbered in the "
-    "order in which the graph runs them. Bits can still change where two cells each use one tensor more than once "
-    "(docs/mindspore.md): there, name the layers in `modules`"
+    "calls of one cell are numbered in the order in which the graph runs them"
+)
+LEFT_OUT = (
+    "left out, as looking at it could change the order of a sum and so the bits of the training: {what}, and the gradients at "
+    "inputs of cells but layers of mindspore.nn that use theirs once; `graph_callbacks: all` records them too"
+)
+CHANGES_BITS = (
+    "`graph_callbacks: all` also looks where that can change the order in which MindSpore adds up gradients, so that the last "
+    "bits of this training may differ from those without it; `graph_callbacks: true` keeps them"
 )
 TOO_LATE = (
     "no callback of the graph was called: MindSpore had compiled the model before the probe was opened. "
     "Open the probe before the first step"
 )
+_NAMED = 5  # names that a sentence holds
 _PLACES = {"input": "args", "output": "out", "grad_output": "args", "grad_input": "out"}  # of a forward or backward call
 
 
@@ -56,6 +61,7 @@ class GraphCellTap(CellTap):
         self._calls: dict[tuple[str, int, str], Call] = {}
         self._numbers: dict[tuple[str, int], int] = {}  # cell, number of the call since it is watched → in this step
         self._held: dict[str, dict[str, Any]] = {}  # name of cell → its parameters' values in this step
+        self._about_bits = CHANGES_BITS if callbacks.everything else ""
 
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Name the cells, and put callbacks into those that are recorded, and into the optimizers."""
@@ -67,12 +73,18 @@ class GraphCellTap(CellTap):
     def _insert(self, optimizers: list[Any]) -> None:
         cells = {id(cell): cell for model in self._models for _, cell in model.cells_and_names()}
         self.callbacks.recomputed = any(info.repeats for info in self.known.values())
-        for key, info in self.known.items():
-            if info.selected and key in cells:
-                self.callbacks.cell(cells[key], partial(self._guard.run, self._arrives, info))
+        selected = [(info, cells[key]) for key, info in self.known.items() if info.selected and key in cells]
+        if not self.callbacks.everything:
+            self._about_bits = _left_out([(info.name, self.callbacks.parts(cell)) for info, cell in selected])
+        for info, cell in selected:
+            self.callbacks.cell(cell, partial(self._guard.run, self._arrives, info))
         for one in optimizers:
             if self.handed is not None or self._wants_gradients:
                 self.callbacks.optimizer(one, partial(self._guard.run, self._handed, one))
+
+    def limits(self) -> list[str]:
+        """Return what is not recorded in the graph, and what that does to the bits of the training, as sentences."""
+        return [text for text in (IN_A_GRAPH, self._about_bits) if text]
 
     @property
     def _wants_gradients(self) -> bool:
@@ -84,7 +96,7 @@ class GraphCellTap(CellTap):
         for kept in (self._fired, self._calls, self._numbers, self._held):
             kept.clear()
         if self.callbacks:
-            self.notes[IN_A_GRAPH] = None
+            self.notes |= dict.fromkeys(self.limits())
             self._guard.run(self._hold_parameters)
 
     def end(self, again: bool = False) -> None:
@@ -185,3 +197,16 @@ class GraphCellTap(CellTap):
                 if own is p:
                     self._parameter(info, short, id(p), gradient)
                     return
+
+
+def _left_out(cells: list[tuple[str, Parts]]) -> str:
+    """Return a sentence that names the cells of which something is not recorded."""
+    nothing = [name for name, parts in cells if not parts.result]
+    inputs = [name for name, parts in cells if parts.result and len(parts.inputs) < parts.arguments]
+    kinds = [("inputs and results of {} cells ({})", nothing), ("inputs of {} cells ({})", inputs)]
+    what = [text.format(len(names), _some(names)) for text, names in kinds if names]
+    return LEFT_OUT.format(what=" and ".join(what) or "nothing of the results and inputs of the cells")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join([*names[:_NAMED], *(["…"] if len(names) > _NAMED else [])])
