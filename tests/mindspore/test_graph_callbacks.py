@@ -67,7 +67,7 @@ def test_a_healthy_training_is_quiet_and_more_relations_are_judged(runs: dict[st
     assert [f.message for f in findings if f.severity != "info"] == []
     unjudged = {f.rule for f in findings if "is not judged under MindSpore" in f.message}
     assert unjudged == {*NOT_JUDGED} and not unjudged & {*NOT_JUDGED_IN_A_GRAPH}
-    assert [f.message for f in findings if f.rule == "mindspore"] [:1] == [IN_A_GRAPH]
+    assert [f.message for f in findings if f.rule == "mindspore"][:1] == [IN_A_GRAPH]
 
 
 def test_the_dump_is_that_of_pynative_mode_to_the_bit(runs: dict[str, Any]) -> None:
@@ -187,7 +187,9 @@ def test_the_order_in_which_gradients_of_one_tensor_are_added_stays(phases: list
         plan = {"output": str(tmp_path), "level": "L0", "graph_callbacks": True, "phases": phases, "on_error": "raise"}
         with watch(net, **plan) as probe, probe.step():
             found = step(x)
-        assert len(json.loads((tmp_path / "step0/rank0/dump.json").read_text())["data"]) == 12 * len(phases)
+        assert len(json.loads((tmp_path / "step0/rank0/dump.json").read_text())["data"]) == 12 * len(phases) - (
+            len(phases) == 1
+        )  # no one takes the result itself
         return {p.name: g.asnumpy().tobytes() for p, g in zip(step.weights, found, strict=True)}
 
     assert gradients(True) == gradients(False)
@@ -224,7 +226,7 @@ def test_scalars_halves_tuples_and_repeated_calls_are_recorded_and_what_is_not_i
         return net(x, half, scale, True, empty, named=x)[0]
 
     bare = ms.value_and_grad(again, (0, 1))(x, scale)
-    plan = {"output": str(tmp_path / "out"), "level": "L0", "task": "tensor", "graph_callbacks": True, "on_error": "raise"}
+    plan = {"output": str(tmp_path / "out"), "level": "L0", "task": "tensor", "graph_callbacks": "all", "on_error": "raise"}
     with watch(net, **plan) as probe, probe.step():
         on = ms.value_and_grad(forward, (0, 1))(x, scale)
     assert [t.asnumpy().tobytes() for t in (bare[0], *bare[1])] == [t.asnumpy().tobytes() for t in (on[0], *on[1])]

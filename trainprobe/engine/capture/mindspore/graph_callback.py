@@ -202,7 +202,9 @@ def _tell(listeners: list[Seen], part: str, i: int, number: int, array: HostArra
         seen(part, i, number, array)
 
 
-def _watch_cell(cell: Any, seen: Seen, backward: bool, back: Callable[[str, int, Seen], Any], parts: Parts) -> Callable[[], None]:
+def _watch_cell(
+    cell: Any, seen: Seen, backward: bool, back: Callable[[str, int, Seen], Any], parts: Parts
+) -> Callable[[], None]:
     """Put callbacks into a cell, tied to its result alone; return what takes them out.
 
     MindSpore parses the function that takes the place of `construct`: what is in it must be what a graph can hold.
@@ -212,8 +214,8 @@ def _watch_cell(cell: Any, seen: Seen, backward: bool, back: Callable[[str, int,
     places, tell = (*inputs,), (*inputs.values(),)
     tell_out, back_out = _forward("output", ALONE, seen, numbers), back("grad_output", ALONE, seen)
     back_in = back("grad_input", 0, seen)
-    first = backward and type(cell) in ONE_USE
-    training_only = type(cell) is nn.Dropout
+    training_only = type(cell) is nn.Dropout  # it returns its argument else
+    first = backward and (training_only or type(cell) in ONE_USE)
     unknown = mindspore.Tensor([UNKNOWN], mindspore.int32)
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +226,7 @@ def _watch_cell(cell: Any, seen: Seen, backward: bool, back: Callable[[str, int,
             if i < len(args) and ops.is_tensor(args[i]) and 0 not in args[i].shape:
                 number = tell[k](ops.stop_gradient(args[i]), ops.stop_gradient(number))
         if first and len(args) == 1 and 0 not in args[0].shape and args[0].dtype in _DIFFERENTIABLE:
-            out = own(back_in(args[0], number), **kwargs)
+            out = own(back_in(ops.depend(args[0], number), number), **kwargs)
         else:
             out = own(*args, **kwargs)
         if not ops.is_tensor(out) or 0 in out.shape:

@@ -60,6 +60,7 @@ class GraphCellTap(CellTap):
         self._fired: Counter[tuple[str, str, int]] = Counter()
         self._calls: dict[tuple[str, int, str], Call] = {}
         self._numbers: dict[tuple[str, int], int] = {}  # cell, number of the call since it is watched → in this step
+        self._recorded: set[str] = set()  # names of cells with callbacks
         self._held: dict[str, dict[str, Any]] = {}  # name of cell → its parameters' values in this step
         self._about_bits = CHANGES_BITS if callbacks.everything else ""
 
@@ -76,6 +77,7 @@ class GraphCellTap(CellTap):
         selected = [(info, cells[key]) for key, info in self.known.items() if info.selected and key in cells]
         if not self.callbacks.everything:
             self._about_bits = _left_out([(info.name, self.callbacks.parts(cell)) for info, cell in selected])
+        self._recorded = {info.name for info, cell in selected if self.callbacks.parts(cell).result}
         for info, cell in selected:
             self.callbacks.cell(cell, partial(self._guard.run, self._arrives, info))
         for one in optimizers:
@@ -95,14 +97,16 @@ class GraphCellTap(CellTap):
         super().begin(tape)
         for kept in (self._fired, self._calls, self._numbers, self._held):
             kept.clear()
-        if self.callbacks:
+        if is_graph_mode():
             self.notes |= dict.fromkeys(self.limits())
+        if self.callbacks:
             self._guard.run(self._hold_parameters)
 
     def end(self, again: bool = False) -> None:
         """Take nothing more; the graph has run, as MindSporeProbe.end_step waits for it."""
         if self._tape is not None and self.callbacks and not self._called and any(i.selected for i in self.known.values()):
             self.notes[TOO_LATE] = None
+        self._guard.run(self._order)
         super().end(again)
 
     def _hold_parameters(self) -> None:
@@ -133,7 +137,7 @@ class GraphCellTap(CellTap):
         if call is None:
             call = self._begins(info, number, backward)
         what = "input" if _PLACES[part] == "args" else "output"
-        if what not in self.request.data or not self.request.micro(call.micro or 0) or not (backward or self.request.forward):
+        if what not in self.request.data or not (backward or self.request.forward):
             return
         at = self._path(info, call)
         if i == ALONE:
@@ -159,33 +163,58 @@ class GraphCellTap(CellTap):
     def _begins(self, info: CellInfo, number: int, backward: bool) -> Call:
         tape = self._tape
         assert tape is not None
-        phase = "backward" if backward else "forward"
-        first = self._calls.get((info.name, number, "forward")) if backward else None
         if not backward:
             self._called += 1
             self._forwards[info.name] = number + 1
-        parent = first.parent if first is not None else self._around(info.name)
-        if parent is None and not backward:
-            tape.forward_begins(info.name)
-        micro = tape.micro if first is None or first.micro is None else first.micro
-        call = Call("module", info.name, number, phase, cls=info.cls, micro=micro, parent=parent)
-        self._calls[info.name, number, phase] = call
+            if self._holder(info.name) is None:
+                tape.forward_begins(info.name)
+        call = Call("module", info.name, number, "backward" if backward else "forward", cls=info.cls, micro=tape.micro)
+        self._calls[info.name, number, call.phase] = call
         if not backward and info.name in self._held:
             call.params = self._held[info.name]
-        if self.request.micro(micro):
-            tape.calls.append(call)
-            tape.more_known(call)
+        tape.calls.append(call)
+        tape.more_known(call)
         return call
 
-    def _around(self, name: str) -> Call | None:
-        """Return the latest call of the nearest cell that holds this one."""
-        path = name
-        while path:
-            path = path.rpartition(".")[0]
-            above = path or ROOT
-            if above != name and above in self._forwards:
-                return self._calls.get((above, self._forwards[above] - 1, "forward"))
+    def _holder(self, name: str) -> str | None:
+        """Return the nearest recorded cell that holds this one."""
+        while name and name != ROOT:
+            name = name.rpartition(".")[0] or ROOT
+            if name in self._recorded:
+                return name
         return None
+
+    def _order(self) -> None:
+        """Say in which call each call ran, and put that one first: a graph hands over a cell's tensors when it has its result."""
+        tape = self._tape
+        if tape is None:
+            return
+        for call in self._calls.values():
+            call.parent = self._around(call)
+        own = {id(call) for call in self._calls.values()}
+        places = [i for i, call in enumerate(tape.calls) if id(call) in own]
+        calls = [tape.calls[i] for i in places]
+        first = {id(call): (i, 0) for i, call in enumerate(calls)}
+        for i, call in enumerate(calls):
+            above, up = call.parent, 1
+            while isinstance(above, Call) and call.phase == "forward":
+                first[id(above)] = min(first[id(above)], (i, -up))
+                above, up = above.parent, up + 1
+        for i, call in zip(places, sorted(calls, key=lambda call: first[id(call)]), strict=True):
+            tape.calls[i] = call
+        if not tape.micro_given:
+            for call in calls:
+                call.micro = _outermost(call).call
+        left_out = {id(call) for call in calls if not self.request.micro(call.micro or 0)}
+        tape.calls[:] = [call for call in tape.calls if id(call) not in left_out]
+
+    def _around(self, call: Call) -> Call | None:
+        """Return the call in which a call ran: the calls of a cell are shared out over those of the cell that holds it."""
+        holder = self._holder(call.name)
+        if holder is None or holder not in self._forwards:
+            return None
+        number = call.call * self._forwards[holder] // max(self._forwards.get(call.name, 1), 1)
+        return self._calls.get((holder, number, "forward"))
 
     def _handed(self, optimizer: Any, part: str, i: int, number_of_call: int, gradient: HostArray) -> None:
         """Record a gradient that an optimizer is handed, as the parameter's."""
@@ -210,3 +239,9 @@ def _left_out(cells: list[tuple[str, Parts]]) -> str:
 
 def _some(names: list[str]) -> str:
     return ", ".join([*names[:_NAMED], *(["…"] if len(names) > _NAMED else [])])
+
+
+def _outermost(call: Call) -> Call:
+    while isinstance(call.parent, Call):
+        call = call.parent
+    return call
