@@ -13,8 +13,8 @@ orders nothing.
 So that MindSpore keeps an operator, a value has to depend on what it returns (`ops.depend`). That value becomes another one,
 whose uses are added up on their own. The operators of a call are therefore tied to its result, where the source of the cell
 proves that the result is a new value that nothing else uses, and that it is computed from the arguments that are looked at
-(`value_flow`). The gradient at a result is taken at the same place, and the one at an input only of layers that use their input
-once. What is not proven is left out, unless the plan asks for all.
+(`value_flow`). The gradient at a result is taken at the same place. What is not proven, and the gradients at inputs, are left out
+unless the plan asks for all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 from mindspore import nn, ops
 
 from trainprobe.engine.arrays.mindspore_library import HostArray
-from trainprobe.engine.capture.mindspore.value_flow import ONE_USE, FlowReader, own_construct
+from trainprobe.engine.capture.mindspore.value_flow import FlowReader, own_construct
 
 Seen = Callable[[str, int, int, HostArray], None]  # part, place in it, number of the cell's call since it is watched, tensor
 
@@ -213,9 +213,7 @@ def _watch_cell(
     inputs = {i: _forward("input", i, seen, numbers) for i in sorted(parts.inputs)}
     places, tell = (*inputs,), (*inputs.values(),)
     tell_out, back_out = _forward("output", ALONE, seen, numbers), back("grad_output", ALONE, seen)
-    back_in = back("grad_input", 0, seen)
     training_only = type(cell) is nn.Dropout  # it returns its argument else
-    first = backward and (training_only or type(cell) in ONE_USE)
     unknown = mindspore.Tensor([UNKNOWN], mindspore.int32)
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,10 +223,7 @@ def _watch_cell(
         for k, i in enumerate(places):
             if i < len(args) and ops.is_tensor(args[i]) and 0 not in args[i].shape:
                 number = tell[k](ops.stop_gradient(args[i]), ops.stop_gradient(number))
-        if first and len(args) == 1 and 0 not in args[0].shape and args[0].dtype in _DIFFERENTIABLE:
-            out = own(back_in(ops.depend(args[0], number), number), **kwargs)
-        else:
-            out = own(*args, **kwargs)
+        out = own(*args, **kwargs)
         if not ops.is_tensor(out) or 0 in out.shape:
             return out
         number = tell_out(ops.stop_gradient(out), ops.stop_gradient(number))

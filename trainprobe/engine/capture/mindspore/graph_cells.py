@@ -2,8 +2,7 @@
 
 Callbacks are compiled into the graph (see `graph_callback`), so they have to stand there before the first step, and stay in the
 graph; they do nothing in a step that is not collected. They come in the order in which the graph runs, on a thread of
-MindSpore; the probe waits for the graph before it does anything with the step. The gradient at an input is that of this cell
-alone.
+MindSpore; the probe waits for the graph before it does anything with the step.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ IN_A_GRAPH = (
     "calls of one cell are numbered in the order in which the graph runs them"
 )
 LEFT_OUT = (
-    "left out, as looking at it could change the order of a sum and so the bits of the training: {what}, and the gradients at "
-    "inputs of cells but layers of mindspore.nn that use theirs once; `graph_callbacks: all` records them too"
+    "left out, as looking at it could change the order of a sum and so the bits of the training: {what}; "
+    "`graph_callbacks: all` records them too"
 )
 CHANGES_BITS = (
     "`graph_callbacks: all` also looks where that can change the order in which MindSpore adds up gradients, so that the last "
@@ -232,9 +231,9 @@ def _left_out(cells: list[tuple[str, Parts]]) -> str:
     """Return a sentence that names the cells of which something is not recorded."""
     nothing = [name for name, parts in cells if not parts.result]
     inputs = [name for name, parts in cells if parts.result and len(parts.inputs) < parts.arguments]
-    kinds = [("inputs and results of {} cells ({})", nothing), ("inputs of {} cells ({})", inputs)]
-    what = [text.format(len(names), _some(names)) for text, names in kinds if names]
-    return LEFT_OUT.format(what=" and ".join(what) or "nothing of the results and inputs of the cells")
+    kinds = [("{} cells as a whole ({})", nothing), ("inputs of {} cells ({})", inputs)]
+    what = ["the gradients at inputs of cells", *(text.format(len(names), _some(names)) for text, names in kinds if names)]
+    return LEFT_OUT.format(what=", ".join(what))
 
 
 def _some(names: list[str]) -> str:

@@ -1,0 +1,64 @@
+"""No probe changes a bit of a training, whatever its cells share: programs that are written at random, in each mode."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import nn
+
+from tests.mindspore.random_programs import WIDTH, net
+from trainprobe.engine.capture.mindspore.graph_callback import GraphCallbacks
+from trainprobe.watching import watch
+
+WHOLE = {"level": "L0", "monitor": True, "audit": {"every": 1}, "on_error": "raise", "console": False}
+STEPS = 2
+MODES = {"PyNative": (ms.PYNATIVE_MODE, None), "O0": (ms.GRAPH_MODE, "O0"), "O1": (ms.GRAPH_MODE, "O1")}
+
+
+def trained(seed: int, folder: Path, mode: str, output: Path | None, callbacks: Any = True) -> list[bytes]:
+    """Train a program, with a probe where there is an output; return what it leaves."""
+    number, level = MODES[mode]
+    ms.set_context(mode=number)
+    ms.set_seed(seed)
+    np.random.seed(seed)
+    model = net(seed, folder)
+    optimizer = nn.Momentum(model.trainable_params(), 0.05, 0.9)
+    step = nn.TrainOneStepCell(model, optimizer)
+    if level is not None:
+        step.set_jit_config(ms.JitConfig(jit_level=level))
+    step.set_train()
+    on = {"graph_callbacks": callbacks} if level is not None else {}
+    left = []
+    with watch(model, optimizer, output=str(output), **WHOLE, **on) if output is not None else nullcontext() as probe:
+        for data in np.random.default_rng(seed).standard_normal((STEPS, 8, WIDTH)).astype(np.float32):
+            with probe.step() if probe is not None else nullcontext():
+                left.append(step(ms.Tensor(data)).asnumpy().tobytes())
+    return [*left, *(p.asnumpy().tobytes() for p in (*model.get_parameters(), *optimizer.moments))]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_bit_of_thirty_random_programs_changes(mode: str, tmp_path: Path) -> None:
+    first = 10 * [*MODES].index(mode)
+    changed = [
+        seed
+        for seed in range(first, first + 10)
+        if trained(seed, tmp_path, mode, tmp_path / str(seed)) != trained(seed, tmp_path, mode, None)
+    ]
+    assert changed == []
+
+
+def test_the_programs_are_such_that_looking_everywhere_changes_bits(tmp_path: Path) -> None:
+    """An oracle of the test above: `all` looks at the same programs at inputs and at values that are used elsewhere too."""
+    program = 0
+    assert trained(program, tmp_path, "O0", tmp_path / "all", "all") != trained(program, tmp_path, "O0", None)
+
+
+def test_most_cells_of_the_programs_are_recorded(tmp_path: Path) -> None:
+    parts = [GraphCallbacks().parts(cell) for seed in range(30) for _, cell in net(seed, tmp_path).cells_and_names()]
+    assert sum(one.result for one in parts) > 0.7 * len(parts)
+    assert sum(len(one.inputs) == one.arguments for one in parts) > 0.6 * len(parts)
