@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from tests.monitor.report.chromium import require_chromium
+from tests.monitor.report.chromium import Browser, require_chromium
 from trainprobe.ckpt_compare import formats
 from trainprobe.cli import main
 
@@ -135,7 +135,7 @@ def test_the_page_is_one_file_that_loads_nothing(files, tmp_path):
     main(["ckpt-compare", "--html", str(tmp_path / "o.html"), *files(nudge)])
     page = (tmp_path / "o.html").read_text()
     assert not re.findall(r"""(?:src|href)\s*=|@import|url\(|fetch\(""", page)
-    data = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.S)[1])
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
     assert (data["code"], data["maps"][0]["layers"], len(data["rows"])) == (2, [0, 1, 2], 11)
 
 
@@ -152,7 +152,7 @@ def test_the_page_says_of_nan_and_infinity_what_the_console_says(files, tmp_path
 
     main(["ckpt-compare", "--html", str(tmp_path / "o.html"), *files(spoil)])
     page = (tmp_path / "o.html").read_text()
-    data = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.S)[1])
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
     (row,) = (row for row in data["rows"] if row["verdict"] == "differ")
     assert [row[k] for k in ("relative_l2", "l2", "cos", "max_abs", "max_ulp")] == ["nan/inf"] * 3 + ["inf"] * 2
     assert ["differ", None, row["name"]] in [cell for line in data["maps"][0]["grid"] for cell in line]
@@ -160,15 +160,25 @@ def test_the_page_says_of_nan_and_infinity_what_the_console_says(files, tmp_path
 
 @pytest.mark.slow
 def test_the_page_draws_its_heatmap_in_a_browser(files, tmp_path):
-    browser = require_chromium()
+    browser = Browser(require_chromium())
     main(["ckpt-compare", "--html", str(tmp_path / "o.html"), *files(nudge)])
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{tmp_path / 'o.html'}"]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert dom.count("<td") >= 3 * 3
-    assert "differ: 1 of 11 tensors" in dom
-    assert "var(--good)" in dom
-    assert "NaN or infinity on one side" in dom
-    assert re.search(r'<td[^>]*colspan="10"[^>]*>at \[2,3\] · ', dom)
+    try:
+        browser.open(tmp_path / "o.html")
+        assert browser.run("document.querySelectorAll('.map td').length") == 3 * 3
+        assert browser.run("document.getElementById('sentence').textContent").startswith("differ: 1 of 11 tensors")
+        looks = browser.run("[...document.querySelectorAll('.map td')].map(cell => cell.getAttribute('style'))")
+        assert looks.count("background: var(--identical)") == 8
+        assert "NaN or infinity on one side" in browser.run("document.querySelector('.legend').textContent")
+        assert browser.run("document.querySelector('td.under').textContent").startswith("at [2,3] · ")
+        assert browser.run("document.querySelector('td.under').colSpan") == 10
+        browser.run("(s => { s.value = ''; s.dispatchEvent(new Event('change')) })(document.getElementById('filter'))")
+        browser.run("[...document.querySelectorAll('#list th')].find(head => head.textContent === 'tensor').click()")
+        names = browser.run("[...document.querySelectorAll('#list td.name')].map(cell => cell.textContent)")
+        assert names == sorted(names, reverse=True)
+        assert len(names) == 11
+        assert browser.errors == []
+    finally:
+        browser.close()
 
 
 def test_show_lists_logical_tensors(files, capsys):

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.config_check.made_packs import compare, pack, rank_pack, written
+from tests.monitor.report.chromium import Browser, require_chromium
 from trainprobe.cli import main
 from trainprobe.config_check.report import write_reports
 from trainprobe.errors import MissingExtra, OutputError, UsageError
@@ -76,8 +77,26 @@ def test_the_page_holds_no_markup_of_a_pack(tmp_path):
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attributes: tags.append(tag)
     parser.feed((tmp_path / "result.html").read_text(encoding="utf-8"))
-    assert "script" not in tags
+    assert tags.count("script") == 2, "the data and the program of the page"
     assert {"h1", "table"} <= set(tags)
+
+
+@pytest.mark.slow
+def test_a_browser_shows_what_a_pack_holds_as_text(tmp_path):
+    browser = Browser(require_chromium())
+    write_reports(harmful(), tmp_path, ["html"])
+    try:
+        browser.open(tmp_path / "result.html")
+        assert "<script>alert(1)</script>" in browser.run("document.querySelector('main').innerText")
+        assert browser.run("document.querySelectorAll('main script').length") == 0
+        assert browser.run("document.querySelector('#summary .v-error').textContent") == "error"
+        browser.run("(s => { s.value = '=cmd'; s.dispatchEvent(new Event('input')) })(document.getElementById('search'))")
+        assert browser.run("document.querySelectorAll('main section:not([hidden]) tbody tr').length") == 6 + 1
+        browser.resize(400, 800)
+        assert browser.run("document.documentElement.scrollWidth") == 400
+        assert browser.errors == []
+    finally:
+        browser.close()
 
 
 def test_the_page_loads_nothing_from_elsewhere(tmp_path):

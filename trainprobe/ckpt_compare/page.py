@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections.abc import Sequence
-from importlib import resources
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from trainprobe.ckpt_compare.report import entry
 from trainprobe.ckpt_compare.results import Comparison, Row
 from trainprobe.ckpt_compare.verdict import Verdict, by_error
-from trainprobe.errors import OutputError
+from trainprobe.engine.storage.html_page import make_page, shared, write_text
 
 _LAYER = re.compile(r"(?<![A-Za-z_])(?P<n>\d+)(?=\.)")
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
@@ -24,13 +21,11 @@ WORDS = ("identical", "equal within rounding", "differ", "not comparable or inco
 
 def write_page(c: Comparison, verdict: Verdict, path: Path) -> None:
     """Write the page; it needs no network and no other file."""
-    template = resources.files("trainprobe.ckpt_compare").joinpath("page.html").read_text(encoding="utf-8")
-    data = orjson.dumps(page_data(c, verdict), default=str).decode().replace("<", "\\u003c")
-    title = html.escape(f"{Path(c.a.path).name} and {Path(c.b.path).name}: {WORDS[verdict.code]}")
-    try:
-        path.write_text(template.replace("{{title}}", title).replace("{{data}}", data), encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error}") from error
+    title = f"{Path(c.a.path).name} and {Path(c.b.path).name}: {WORDS[verdict.code]}"
+    folder = files("trainprobe.ckpt_compare")
+    own = (folder / name for name in ("page.html", "page.css", "page.js"))
+    parts = [shared("verdict_head.html"), *own, shared("foot.html")]
+    write_text(path, make_page(title, "ckpt-compare", parts, page_data(c, verdict)), "--html")
 
 
 def page_data(c: Comparison, verdict: Verdict) -> dict[str, Any]:

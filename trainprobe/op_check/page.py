@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from trainprobe.engine.storage.html_page import make_page, write_text
+from trainprobe.engine.storage.html_page import make_page, shared, write_text
 from trainprobe.op_check.conclusion import Conclusion
 from trainprobe.op_check.dump import Row
 from trainprobe.op_check.judge import OUTCOMES
@@ -33,4 +33,5 @@ def write_page(
         "standard": standard,
     }
     assets = files("trainprobe.op_check") / "page_assets"
-    return write_text(path, make_page("op-check", [assets / name for name in _PARTS], document), "--html")
+    parts = [shared("verdict_head.html"), *(assets / name for name in _PARTS), shared("foot.html")]
+    return write_text(path, make_page("op-check", "op-check", parts, document), "--html")

@@ -13,7 +13,7 @@ import orjson
 
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.page.document import CHUNK, VERDICTS, Sides, chunk_documents, outcomes, tree_document
-from trainprobe.engine.storage.html_page import make_page, packed, write_text
+from trainprobe.engine.storage.html_page import make_page, packed, shared, write_text
 
 PARTS = ("body.html", "style.css", "store.js", "tree.js", "rows.js", "panel.js", "find.js", "main.js")
 
@@ -79,4 +79,6 @@ def _render(shown: Shown, ranks: Sequence[PackedRank]) -> str:
         for name, text in ((f"t{i}", rank.tree), *((f"c{i}-{k}", chunk) for k, chunk in enumerate(rank.chunks)))
     }
     assets = files("trainprobe.dump_compare.page") / "assets"
-    return make_page(shown.title, [assets / name for name in PARTS], head, blobs)
+    parts = [shared("verdict_head.html"), *(assets / name for name in PARTS)]
+    command = "dump-compare" if len(shown.paths) > 1 else "show"
+    return make_page(shown.title, command, parts, head, blobs)

@@ -11,19 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from trainprobe.engine.core.findings import ranks_of
-from trainprobe.engine.storage.html_page import make_page, write_text
+from trainprobe.engine.storage.html_page import make_page, shared, write_text
 from trainprobe.monitor.fleet.verdict import Verdict, bad_counts, differing_counts
 from trainprobe.monitor.fleet.words import counted, place_in_words
 
 COLUMNS = 1_000  # of the map: a longer run joins neighbouring steps
 ODD_ROWS = 40  # ranks that have a row with their name
-STATES = (  # in words, in light and in dark; a later one is graver and hides those before it
-    ("as its replicas, or not compared", "#e4ebe6", "#24302a"),
-    ("no step", "#b9bcc0", "#4a525c"),
-    ("late", "#7fa7d6", "#3f6ea3"),
-    ("a scalar far from its replicas'", "#e0a83c", "#b98420"),
-    ("not finite", "#7a3fa0", "#b57be0"),
-    ("differs from its replicas", "#c2183f", "#ff5c7f"),
+STATES = (  # in words, and its colour in page.css or fleet.css; a later one is graver and hides those before it
+    ("as its replicas, or not compared", "--calm"),
+    ("no step", "--unknown"),
+    ("late", "--carried"),
+    ("a scalar far from its replicas'", "--suspicious"),
+    ("not finite", "--nonfinite"),
+    ("differs from its replicas", "--bug"),
 )
 ALIKE, MISSING, LATE, SCALAR, BAD, DIFFERS = range(len(STATES))
 Codes = npt.NDArray[np.uint8]
@@ -31,9 +31,10 @@ Codes = npt.NDArray[np.uint8]
 
 def write_fleet_page(verdict: Verdict, title: str, path: Path) -> Path:
     """Write the page to `path` and return it; it appears whole or not at all. Raises OutputError where it cannot be written."""
-    assets, shared = files("trainprobe.monitor.fleet") / "assets", files("trainprobe.monitor.report") / "assets"
-    parts = [shared / "style.css", *(assets / name for name in ("body.html", "fleet.css", "fleet.js"))]
-    return write_text(path, make_page(title, parts, describe(verdict, title)))
+    assets = files("trainprobe.monitor.fleet") / "assets"
+    own = (assets / name for name in ("body.html", "fleet.css", "fleet.js"))
+    parts = [shared("run_head.html"), *own, shared("foot.html")]
+    return write_text(path, make_page(title, "report", parts, describe(verdict, title)))
 
 
 def describe(verdict: Verdict, title: str = "") -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trainprobe.engine.core.findings import place_in_words
 from trainprobe.engine.core.records import Finding
-from trainprobe.engine.storage.html_page import make_page, packed, write_text
+from trainprobe.engine.storage.html_page import make_page, packed, shared, write_text
 from trainprobe.monitor.report.planes import Codes, bucket, pack, smallest
 from trainprobe.monitor.report.run_view import Curve, Metric, RunView
 from trainprobe.monitor.watcher import causes
@@ -23,7 +23,7 @@ CELL_BUDGET = 20_000_000  # bytes of heatmap before compression; a larger run jo
 CURVE_POINTS = 8_192  # a longer curve keeps the smallest and largest value of each stretch
 PARTS = (
     *("body.html", "style.css"),
-    *("store.js", "format.js", "colour.js", "heatmap.js", "brush.js", "curves.js", "findings.js", "main.js"),
+    *("store.js", "axes.js", "colour.js", "heatmap.js", "brush.js", "curves.js", "findings.js", "main.js"),
 )
 
 
@@ -40,7 +40,8 @@ def render_page(run: RunView) -> str:
     blobs = _Blobs()
     data = _describe(run, blobs)
     assets = files("trainprobe.monitor.report") / "assets"
-    return make_page(run.title, [assets / name for name in PARTS], data, blobs.packed)
+    parts = [shared("run_head.html"), *(assets / name for name in PARTS), shared("foot.html")]
+    return make_page(run.title, "report", parts, data, blobs.packed)
 
 
 class _Blobs:

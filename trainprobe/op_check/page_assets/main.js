@@ -1,30 +1,24 @@
 // The page of op-check: operators, and their results, the gravest first.
-const MOST = 300;
 const ORDER = ["bug", "suspicious", "not checked", "mode", "rounding", "unspecified", "exact"];
 const hidden = new Set();
-let all = false;
-let allBy = false;
-
-const far = (value) => (typeof value === "number" ? value : value === null ? 0 : value === "nan" ? Infinity : Number(String(value).replace("inf", "Infinity")));
-const text = (value, digits = 3) => (typeof value === "number" ? Number(value.toPrecision(digits)).toString() : value ?? "");
 const gravity = (result) => ORDER.indexOf(result.verdict);
+const far = (value) => Math.max(0, Number(sortKey(value)));
 const sorted = [...data.results].sort((a, b) => gravity(a) - gravity(b) || far(b.bounds) - far(a.bounds));
-const verdict = (name) => make("span", `verdict ${name.replace(" ", "-")}`, name);
-const cell = (className, ...children) => make("td", className, ...children);
 
-function head(table, columns) {
-  const row = make("tr", "", ...columns.map(([name, number]) => make("th", number ? "number" : "", name)));
-  table.replaceChildren(make("thead", "", row));
-  return table.appendChild(make("tbody", ""));
-}
+const operators = new Table($("operators"), [["operator", "name"], ["direction"], ["judged against"], ["worst, in bounds", "number"], ["results"]],
+  ({ first, counts, references }) => [first.operator, first.direction, [...references].join(", "), full(first.bounds, 3),
+    ORDER.filter((name) => counts.has(name)).map((name) => make("span", "counts", verdict(name), ` ${counts.get(name)}`))],
+  { pick: ({ first }) => { $("search").value = first.operator; showResults(); } });
 
-function wanted(result) {
-  const sought = $("search").value.trim().toLowerCase();
-  const here = `${result.entry} ${result.module} ${result.operator ?? ""}`.toLowerCase();
-  return !hidden.has(result.verdict) && (!sought || here.includes(sought));
-}
+const results = new Table($("results"),
+  [["entry", "name"], ["verdict"], ["bounds", "number", (r) => r.bounds], ["recorded", "number"], ["belongs", "number"], ["share", "number", (r) => r.share], ["result", "number"], ["step", "number", (r) => r.step], ["rank", "number", (r) => r.rank], ["reason", "text"]],
+  (r) => [
+    [r.entry, make("small", "", [r.module, r.equal_calls ? `and ${r.equal_calls} equal calls` : ""].filter(Boolean).join(" · "))],
+    verdict(r.verdict), full(r.bounds, 3), [full(r.got), make("small", "", r.at && r.at.length ? `at [${r.at.join(", ")}]` : "")], full(r.want),
+    r.share ? `${full(100 * r.share, 3)} %` : "", full(r.result), r.step, r.rank, [r.reason, r.note].filter(Boolean).join("; "),
+  ], { most: 300 });
 
-function drawOperators() {
+function showOperators() {
   const groups = new Map();
   for (const result of sorted) {
     const key = `${result.operator} ${result.direction}`;
@@ -33,64 +27,40 @@ function drawOperators() {
     group.counts.set(result.verdict, (group.counts.get(result.verdict) ?? 0) + 1);
     if (result.reference) group.references.add(result.reference);
   }
-  const body = head($("operators"), [["operator"], ["direction"], ["judged against"], ["worst, in bounds", true], ["results"]]);
-  for (const { first, counts, references } of groups.values()) {
-    const told = ORDER.filter((name) => counts.has(name)).map((name) => make("span", "", verdict(name), ` ${counts.get(name)}  `));
-    const pick = () => { $("search").value = first.operator; all = false; drawResults(); };
-    body.append(el("tr", { onclick: pick }, cell("name", first.operator), cell("", first.direction), cell("", [...references].join(", ")), cell("number", text(first.bounds)), cell("", ...told)));
-  }
+  operators.show([...groups.values()]);
 }
 
-function drawResults() {
-  const found = sorted.filter(wanted);
-  const columns = [["step"], ["rank"], ["entry"], ["result", true], ["verdict"], ["bounds", true], ["recorded", true], ["belongs", true], ["share", true], ["reason"]];
-  const body = head($("results"), columns);
-  for (const r of all ? found : found.slice(0, MOST)) {
-    const place = r.at && r.at.length ? `at [${r.at.join(", ")}]` : "";
-    const again = r.equal_calls ? `and ${r.equal_calls} equal calls` : "";
-    const reason = [r.reason, r.note].filter(Boolean).join("; ");
-    body.append(make("tr", "", cell("number", String(r.step)), cell("number", String(r.rank)), cell("name", r.entry, make("small", "", [r.module, again].filter(Boolean).join(" · "))), cell("number", String(r.result)), cell("", verdict(r.verdict)), cell("number", text(r.bounds)), cell("number", text(r.got, 9), make("small", "", place)), cell("number", text(r.want, 9)), cell("number", r.share ? `${text(100 * r.share)} %` : ""), cell("reason", reason)));
-  }
-  $("shown").textContent = `${Math.min(found.length, all ? found.length : MOST)} of ${data.results.length}`;
-  $("more").hidden = all || found.length <= MOST;
+function showResults() {
+  const sought = $("search").value.trim().toLowerCase();
+  const found = sorted.filter((r) => !hidden.has(r.verdict) && `${r.entry} ${r.module} ${r.operator ?? ""}`.toLowerCase().includes(sought));
+  results.show(found);
+  $("shown").textContent = `${found.length} of ${data.results.length}`;
 }
 
-function drawStandard() {
+function showStandard() {
   if (!data.standard) return;
   $("by").hidden = false;
-  $("by").parentNode.prepend($("by"));
   $("by").querySelector("h2").textContent = `By the standard ${data.standard.name}`;
   const rank = (status) => ["error", "SKIP", "pass"].indexOf(status);
-  const found = [...data.standard.results].sort((a, b) => rank(a.status) - rank(b.status));
-  const body = head($("standard"), [["step"], ["rank"], ["entry"], ["result", true], ["standard"], ["status"], ["reason"]]);
-  for (const r of allBy ? found : found.slice(0, MOST)) {
-    body.append(make("tr", "", cell("number", String(r.step)), cell("number", String(r.rank)), cell("name", r.entry), cell("number", text(r.result)), cell("", r.standard), cell("", verdict(r.status)), cell("reason", r.reason)));
-  }
-  $("more-by").hidden = allBy || found.length <= MOST;
+  const table = new Table($("standard"), [["entry", "name"], ["status"], ["standard"], ["result", "number"], ["step", "number"], ["rank", "number"], ["reason", "text"]],
+    (r) => [r.entry, verdict(r.status), r.standard, full(r.result), r.step, r.rank, r.reason], { most: 300 });
+  table.show([...data.standard.results].sort((a, b) => rank(a.status) - rank(b.status)));
 }
 
 function toggle(name, button) {
   if (!hidden.delete(name)) hidden.add(name);
   button.setAttribute("aria-pressed", String(!hidden.has(name)));
-  drawResults();
+  showResults();
 }
 
-$("sentence").textContent = data.sentence;
-$("sentence").dataset.code = data.code;
-$("dumps").textContent = data.dumps.map((path, i) => (data.dumps.length > 1 ? `${"AB"[i]}: ${path}` : path)).join("   ");
-$("details").hidden = !data.details.length;
-$("details").querySelector("summary").textContent = data.details.length === 1 ? "1 remark" : `${data.details.length} remarks`;
-$("details").querySelector("ul").append(...data.details.map((line) => make("li", "", line)));
+document.body.classList.add("flow");
+fillVerdictHead(data.sentence, data.code === 1 ? 3 : data.code, data.dumps, data.details);
 for (const [name, count] of data.outcomes) {
-  $("chips").append(el("button", { type: "button", "aria-pressed": "true", onclick: (e) => toggle(name, e.currentTarget) }, verdict(name), ` ${count} calls`));
+  $("chips").append(el("button", { type: "button", class: "chip", "aria-pressed": "true", onclick: (e) => toggle(name, e.currentTarget) }, verdict(name), ` ${counted(count, "call")}`));
 }
-$("search").addEventListener("input", () => { all = false; drawResults(); });
-$("more").addEventListener("click", () => { all = true; drawResults(); });
-$("more-by").addEventListener("click", () => { allBy = true; drawStandard(); });
-document.addEventListener("keydown", (e) => {
-  if (e.key === "/" && document.activeElement !== $("search")) { e.preventDefault(); $("search").focus(); }
-});
-drawOperators();
-drawResults();
-drawStandard();
+$("search").addEventListener("input", showResults);
+onKeys();
+showOperators();
+showResults();
+showStandard();
 ready();

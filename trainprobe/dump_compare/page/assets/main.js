@@ -34,15 +34,9 @@ async function showRank(index) {
   document.documentElement.dataset.shown = index;
 }
 
-function option(value, text) {
-  const element = make("option", "", text);
-  element.value = value;
-  return element;
-}
-
 function fillRanks(step) {
   const here = head.ranks.map((each, i) => ({ ...each, i })).filter((each) => each.step === step);
-  $("pick-rank").replaceChildren(...here.map((each) => option(each.i, `${each.rank}${mark(each.counts)}`)));
+  options($("pick-rank"), here.map((each) => [each.i, `${each.rank}${mark(each.counts)}`]));
 }
 
 function mark(counts) {
@@ -52,18 +46,16 @@ function mark(counts) {
 function fillMicro() {
   const all = [...new Set(tree.micro)].filter((micro) => micro >= 0).sort((x, y) => x - y);
   $("label-micro").hidden = all.length < 2;
-  $("pick-micro").replaceChildren(option("", "all"), ...all.map((micro) => option(micro, micro)));
+  options($("pick-micro"), [["", "all"], ...all.map((micro) => [micro, micro])]);
   $("pick-micro").value = tree.chosen ?? "";
 }
 
 function drawChips() {
   const counts = head.ranks[tree.index].counts;
   $("chips").replaceChildren(...head.verdicts.filter((name) => counts[name]).reverse().map((name) => {
-    const chip = make("button", `chip v-${name}`, make("i", "dot"), `${counts[name].toLocaleString("en")} ${name === "nonfinite" ? "not finite" : name}`);
-    chip.type = "button";
-    chip.title = `${MEANS[name] ?? ""} Click: the next one.`.trim();
-    chip.onclick = () => nextOf((line) => head.verdicts[tree.verdict[line]] === name, 1, name);
-    return chip;
+    const next = () => nextOf((line) => head.verdicts[tree.verdict[line]] === name, 1, name);
+    const title = `${MEANS[name] ?? ""} Click: the next one.`.trim();
+    return el("button", { type: "button", class: `chip ${verdictClass(name)}`, title, onclick: next }, make("i", "dot"), ` ${counts[name].toLocaleString("en")} ${name === "nonfinite" ? "not finite" : name}`);
   }));
 }
 
@@ -91,7 +83,7 @@ const KEYS = {
   },
   Enter: () => { if (selected >= 0) toggle(selected); }, " ": () => { if (selected >= 0) toggle(selected); },
   n: () => nextDifference(1), p: () => nextDifference(-1), f: toFirst, g: followNext,
-  "/": () => search.focus(), z: () => foldAll(), x: () => unfoldAll(),
+  z: () => foldAll(), x: () => unfoldAll(),
 };
 
 function foldAll() { tree.foldBut(selected); layOut(); if (selected >= 0) scrollTo(selected, true); }
@@ -113,13 +105,7 @@ function listen() {
   view.addEventListener("dblclick", (event) => { const row = event.target.closest(".row"); if (row) toggle(row.line); });
   map.addEventListener("pointerdown", jump);
   map.addEventListener("pointermove", (event) => { if (event.buttons) jump(event); });
-  document.addEventListener("keydown", (event) => {
-    const typing = ["INPUT", "SELECT"].includes(document.activeElement?.tagName);
-    if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
-    if (document.activeElement?.tagName === "BUTTON" && [" ", "Enter"].includes(event.key)) return;
-    const act = KEYS[event.key];
-    if (act) { event.preventDefault(); act(); }
-  });
+  onKeys(KEYS);
   search.addEventListener("input", seek);
   search.addEventListener("keydown", (event) => {
     if (event.key === "Enter") { event.preventDefault(); nextHit(event.shiftKey ? -1 : 1); }
@@ -159,18 +145,13 @@ function split() {
 
 async function begin() {
   document.body.classList.toggle("single", single);
-  document.body.classList.add(`code-${single ? "one" : head.code}`);
-  $("sentence").textContent = head.sentence;
-  const details = $("details");
-  details.hidden = !head.details.length;
-  details.querySelector("summary").textContent = head.paths.map((path, i) => (single ? path : `${"AB"[i]} ${path}`)).join("   ·   ");
-  details.querySelector("ul").replaceChildren(...head.details.map((text) => make("li", "", text)));
-  details.hidden = false;
+  fillVerdictHead(head.sentence, single ? "" : head.code, head.paths, head.details);
   for (const [i, side] of SIDES.entries()) $(`head-${side}`).textContent = single ? "call" : `${"AB"[i]}  ${head.paths[i].split("/").filter(Boolean).at(-1) ?? ""}`;
   $("to-first").hidden = !head.first;
+  $("paths").append($("to-first"));
   if (single) { $("head-far").textContent = "norm of the result"; $("after").textContent = "↓ next not finite"; }
   const steps = [...new Set(head.ranks.map((each) => each.step))];
-  $("pick-step").replaceChildren(...steps.map((step) => option(step, `${step}${head.ranks.some((each) => each.step === step && mark(each.counts)) ? " ●" : ""}`)));
+  options($("pick-step"), steps.map((step) => [step, `${step}${head.ranks.some((each) => each.step === step && mark(each.counts)) ? " ●" : ""}`]));
   listen();
   await showRank(head.first ? head.first[0] : 0);
   if (head.first) await toFirst(); else { view.focus(); }

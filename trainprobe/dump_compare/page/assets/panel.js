@@ -19,10 +19,10 @@ async function showPanel(line) {
   const rank = tree.index, call = tree.call[line];
   const about = await loadCall(rank, call);
   if (selected !== line || tree.index !== rank) return; // another line was chosen meanwhile
-  const verdict = head.verdicts[tree.verdict[line]];
-  const box = make("div", `about v-${verdict}`);
-  box.append(make("p", "badge", WORDS[verdict] ?? verdict), ...entries(line));
-  if (MEANS[verdict]) box.append(make("p", "means", MEANS[verdict]));
+  const name = head.verdicts[tree.verdict[line]];
+  const box = make("div", `about ${verdictClass(name)}`);
+  box.append(make("p", "badge", make("i", "dot"), WORDS[name] ?? name), ...entries(line));
+  if (MEANS[name]) box.append(make("p", "means", MEANS[name]));
   if (about.argument) box.append(make("p", "argument", about.argument));
   if (!single) box.append(facts(about));
   const link = linkBox(line);

@@ -88,11 +88,7 @@ function draw() {
 
 let mapImage = null;
 function drawMap() {
-  const style = getComputedStyle(document.documentElement);
-  const scale = window.devicePixelRatio || 1, width = 14, height = view.clientHeight;
-  map.width = width * scale; map.height = height * scale;
-  const pen = map.getContext("2d");
-  pen.scale(scale, scale);
+  const width = 14, height = view.clientHeight, { context: pen } = sized(map, width, height);
   const n = tree.lines.length, worst = new Uint8Array(height);
   tree.lines.forEach((line, k) => {
     const y = Math.min(height - 1, Math.floor((k / Math.max(n, 1)) * height));
@@ -101,7 +97,7 @@ function drawMap() {
   });
   for (let y = 0; y < height; y++) {
     if (!GRAVE.includes(worst[y])) continue;
-    pen.fillStyle = style.getPropertyValue(`--${head.verdicts[worst[y]]}`);
+    pen.fillStyle = css(`--${head.verdicts[worst[y]]}`);
     pen.fillRect(3, y - 1, width - 6, 3);
   }
   mapImage = pen.getImageData(0, 0, map.width, map.height);
@@ -109,11 +105,11 @@ function drawMap() {
 
 function drawWindow() {
   if (!mapImage) return;
-  const pen = map.getContext("2d"), total = Math.max(view.clientHeight, tree.lines.length * ROW), part = map.height / total;
+  const pen = map.getContext("2d"), total = Math.max(view.clientHeight, tree.lines.length * ROW), part = view.clientHeight / total;
   pen.putImageData(mapImage, 0, 0);
-  pen.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--window");
+  pen.fillStyle = css("--window");
   pen.globalCompositeOperation = "destination-over";
-  pen.fillRect(0, view.scrollTop * part, map.width, Math.max(4, view.clientHeight * part));
+  pen.fillRect(0, view.scrollTop * part, 14, Math.max(4, view.clientHeight * part));
   pen.globalCompositeOperation = "source-over";
 }
 

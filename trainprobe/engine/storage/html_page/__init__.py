@@ -1,7 +1,14 @@
 """One self-contained HTML file: the template, script and colours that all pages share, and what each adds to them.
 
-`make_page` puts a page together from files: its body (`.html`), its rules (`.css`) and its script (`.js`), which finds the
-data of the page as `data`, blobs through `bytes(id)` and `json(id)`, and the functions of `page.js`. `write_text` writes it.
+    page.html           the template: head, body, data, script
+    page.css            colours (those of verdicts too), headings, controls, tables, cards; in light and dark
+    page.js             data and blobs, headings, keys, the theme, the tip, elements
+    numbers.js          numbers as text
+    table.js            tables that sort, and show long lists part by part
+    verdict_head.html   the heading of a comparison        run_head.html   that of a run        foot.html   the end of both
+
+`make_page` puts a page together from these and from the page's own files: its body (`.html`), its rules (`.css`) and its script
+(`.js`), which finds the data of the page as `data` and blobs through `bytes(id)` and `json(id)`. `write_text` writes it.
 """
 
 from __future__ import annotations
@@ -21,21 +28,26 @@ from trainprobe.errors import OutputError
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-_SHARED = ("page.css", "page.js")
+_IN_EVERY_PAGE = ("page.css", "page.js", "numbers.js", "table.js")
 
 
-def make_page(title: str, parts: Sequence[Traversable], data: Any, blobs: Mapping[str, str] | None = None) -> str:
+def shared(name: str) -> Traversable:
+    """Return a file of this folder, as a part of a page."""
+    return files("trainprobe.engine.storage.html_page") / name
+
+
+def make_page(title: str, command: str, parts: Sequence[Traversable], data: Any, blobs: Mapping[str, str] | None = None) -> str:
     """Return a page as HTML text, which needs no network and no other file.
 
-    parts: files of the page; those of one kind are joined in their order, behind what all pages share. data: anything that
-    JSON can hold, NumPy arrays too; NaN and infinities become null. blobs: id -> `packed` bytes, which are unpacked only when
-    the script asks for them.
+    command: of trainprobe, which the page names as its generator. parts: files of the page; those of one kind are joined in
+    their order, after what all pages share. data: anything that JSON can hold, NumPy arrays too; NaN and infinities become
+    null. blobs: id -> `packed` bytes, which are unpacked only when the script asks for them.
     """
-    shared = files("trainprobe.engine.storage.html_page")
     texts: dict[str, str] = dict.fromkeys((".html", ".css", ".js"), "")
-    for part in (*(shared / name for name in _SHARED), *parts):
+    for part in (*map(shared, _IN_EVERY_PAGE), *parts):
         texts[Path(part.name).suffix] += part.read_text(encoding="utf-8")
     filled = {
+        "command": _escape(command),
         "title": _escape(title),
         "style": texts[".css"],
         "body": texts[".html"],
@@ -43,7 +55,7 @@ def make_page(title: str, parts: Sequence[Traversable], data: Any, blobs: Mappin
         "blobs": "\n".join(f'<script type="text/plain" id="{key}">{blob}</script>' for key, blob in (blobs or {}).items()),
         "data": orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY).decode().replace("<", "\\u003c"),
     }
-    return _filled((shared / "page.html").read_text(encoding="utf-8"), filled)
+    return _filled(shared("page.html").read_text(encoding="utf-8"), filled)
 
 
 def write_text(target: Path, text: str, option: str = "-o") -> Path:

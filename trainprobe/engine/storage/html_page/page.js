@@ -1,4 +1,4 @@
-// Shared by all pages: the data of the page, the theme, and elements.
+// Shared by all pages: the data of the page, its heading, the theme, keys, and elements.
 const data = JSON.parse(document.getElementById("data").textContent);
 const unpacked = new Map();
 const theme = matchMedia("(prefers-color-scheme: dark)");
@@ -40,6 +40,15 @@ function make(tag, className, ...children) {
   return el(tag, className ? { class: className } : {}, ...children);
 }
 
+// What was found, as a word beside a dot of its colour.
+function verdict(name, ...more) {
+  return make("span", `verdict ${verdictClass(name)}`, name, ...more);
+}
+
+function verdictClass(name) {
+  return `v-${String(name).replaceAll(" ", "-")}`;
+}
+
 function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
@@ -47,6 +56,67 @@ function css(name) {
 // Everything that depends on colours is drawn again when the system changes between light and dark.
 function onTheme(draw) {
   theme.addEventListener("change", draw);
+}
+
+function options(select, entries, chosen) {
+  select.replaceChildren(...entries.map(([value, text]) => el("option", { value, selected: String(value) === String(chosen) }, text)));
+}
+
+// The heading of a comparison: what was found, of what, and what else is to be said.
+function fillVerdictHead(sentence, code, paths, remarks) {
+  $("sentence").textContent = sentence;
+  $("sentence").classList.add(`v-code${code}`);
+  const named = paths.map((path, i) => make("span", "", paths.length > 1 ? make("b", "", "AB"[i]) : null, path));
+  $("paths").replaceChildren(...named);
+  $("details").hidden = !remarks.length;
+  $("details").querySelector("summary").textContent = remarks.length === 1 ? "1 remark" : `${remarks.length} remarks`;
+  $("details").querySelector("ul").replaceChildren(...remarks.map((text) => make("li", "", text)));
+}
+
+// The heading of a run: its name, and facts about it.
+function fillRunHead(title, meta) {
+  document.body.classList.add("flow");
+  $("title").textContent = title;
+  $("meta").append(...meta.map(([name, value]) => make("div", "", make("dt", "", name), make("dd", "", value))));
+}
+
+// Calls a function by the key that is pressed, unless the user types; "/" goes to the search field of every page.
+function onKeys(actions = {}) {
+  document.addEventListener("keydown", (event) => {
+    const active = document.activeElement;
+    if (["INPUT", "SELECT"].includes(active?.tagName) || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (active?.tagName === "BUTTON" && [" ", "Enter"].includes(event.key)) return;
+    const search = document.querySelector("input[type=search]");
+    const act = actions[event.key] ?? (event.key === "/" && search ? () => search.focus() : null);
+    if (act) { event.preventDefault(); act(); }
+  });
+}
+
+function placeTip(event, ...lines) {
+  const tip = $("tip");
+  tip.hidden = lines.length === 0;
+  if (tip.hidden) return;
+  tip.replaceChildren(...lines);
+  const { width, height } = tip.getBoundingClientRect();
+  const left = event.clientX + 16 + width > innerWidth ? event.clientX - width - 12 : event.clientX + 16;
+  tip.style.left = `${Math.max(4, left)}px`;
+  tip.style.top = `${Math.max(4, Math.min(innerHeight - height - 4, event.clientY + 14))}px`;
+}
+
+function hideTip() {
+  $("tip").hidden = true;
+}
+
+// A canvas of this size in CSS pixels, empty and as sharp as the screen.
+function sized(canvas, width, height) {
+  const ratio = Math.min(2, window.devicePixelRatio || 1);
+  const w = Math.max(1, Math.round(width * ratio)), h = Math.max(1, Math.round(height * ratio));
+  if (canvas.width !== w || canvas.height !== h) Object.assign(canvas, { width: w, height: h });
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  context.font = `11px ${css("--sans")}`;
+  return { context, ratio };
 }
 
 // Tells whoever opened the page that all of it is there.

@@ -35,7 +35,7 @@ function palette(layer) {
   pixels[0] = pixel(rgb(css("--void")));
   pixels[1] = pixels[INFINITE] = pixel([255, 255, 255]);
   pixels[ZERO] = pixel([0, 0, 0]);
-  pixels[NOT_A_NUMBER] = pixel([255, 32, 110]);
+  pixels[NOT_A_NUMBER] = pixel(rgb(css("--nonfinite")));
   return { pixels, voidLine: pixel(rgb(css("--void-line"))), nanDark: pixel([40, 0, 20]), infiniteDark: pixel([200, 70, 0]) };
 }
 

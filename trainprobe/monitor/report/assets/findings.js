@@ -76,10 +76,6 @@ function tile(label, value, aside, tone = "") {
   return el("div", { class: `tile ${tone}` }, el("div", { class: "label" }, label), el("div", { class: "value" }, value), el("div", { class: "aside", title: aside }, aside));
 }
 
-function counted(n, noun) {
-  return `${n} ${noun}${n === 1 ? "" : "s"}`;
-}
-
 const sparks = [];
 
 function drawSparks() {
@@ -95,9 +91,8 @@ function drawSparks() {
 
 function listTables() {
   for (const { title, columns, rows } of run.tables) {
-    const head = el("tr", {}, ...columns.map((c) => el("th", { scope: "col" }, c)));
-    const body = rows.map((r) => el("tr", {}, ...r.map((cell) => el("td", {}, cell))));
-    $("tables").append(el("article", { class: "card" }, el("h2", {}, title),
-      el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), el("tbody", {}, ...body)))));
+    const table = make("table");
+    $("tables").append(make("article", "card", make("h2", "", title), make("div", "scroll", table)));
+    new Table(table, columns.map((name) => [name]), (row) => row).show(rows);
   }
 }

@@ -1,10 +1,6 @@
 // Put the page together, and redraw it when its size or the colour scheme changes.
 const pick = Object.fromEntries(["metric", "statistic", "view", "scale", "rows"].map((k) => [k, $(`pick-${k}`)]));
 
-function options(select, entries, chosen) {
-  select.replaceChildren(...entries.map(([value, text]) => el("option", { value, selected: String(value) === String(chosen) }, text)));
-}
-
 function statisticsOf(name) {
   return run.metrics.map((m, i) => [i, m]).filter(([, m]) => m.name === name).map(([i, m]) => [i, m.statistic]);
 }
@@ -64,8 +60,8 @@ function redraw() {
 }
 
 async function start() {
-  $("title").textContent = run.title;
-  $("meta").append(...run.meta.map(([k, v]) => el("div", {}, el("dt", {}, k), el("dd", {}, v))));
+  fillRunHead(run.title, run.meta);
+  onKeys();
   listFindings();
   await findWhole();
   if (run.metrics.length) {
