@@ -38,8 +38,9 @@ STOREYS = {
     "trainprobe.rollout": 4,
     "trainprobe.kernel_dump": 4,
     "trainprobe.schedules": 5,
-    **dict.fromkeys(["trainprobe.composition", "trainprobe.build"], 5),
-    "trainprobe.watching": 6,
+    **dict.fromkeys([f"trainprobe.{name}" for name in ("composition", "torch_taps", "backend")], 5),
+    **dict.fromkeys([f"trainprobe.{name}" for name in ("programs", "probe", "plan_changes", "watching")], 6),
+    **dict.fromkeys(["trainprobe.torch_backend", "trainprobe.unmatched_names"], 6),
     **dict.fromkeys(["trainprobe.debugger", "trainprobe.pytorch", "trainprobe.core", "trainprobe.mindspore"], 6),
     **dict.fromkeys(["trainprobe.compare_with_cpu", "trainprobe.op_probe"], 6),
     "trainprobe.integrations": 6,
@@ -221,7 +222,7 @@ def test_every_folder_of_the_package_is_a_package() -> None:
 
 # a field of the plan → what the engine calls to learn what it says, where that is not the field itself
 READ_THROUGH = {
-    **{"step": r"\.wants_step\(", "rank": r"\.wants_rank\(", "micro": r"\.wants_micro\b", "slice": r"cuts\[.*\]\.index\("},
+    **{"step": r"\.wants_step\(", "rank": r"\.wants_rank\(", "micro": r"\.wants_micro\b", "slice": r"\bdetail\.index\("},
     **{"modules": r"\.module_selected\b", "ops": r"\.op_selected\b", "parameters": r"\.parameter_selected\b"},
     **dict.fromkeys(["tensors", "tensor_entries", "details"], r"\.detail_for\("),
     **dict.fromkeys(["task", "summary", "statistics"], r"\.base_detail\b"),

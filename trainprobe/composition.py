@@ -22,6 +22,7 @@ from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.plan.detail import Detail
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.program import Schedule
+from trainprobe.errors import PlanError
 from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.plan import MonitorPlan
 from trainprobe.monitor.plan import validate as monitor_plan
@@ -41,10 +42,6 @@ class TapMaker(ABC):
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
-
-    def parts(self, naming: Any, saved: Any) -> Parts:
-        """Return the parts of a probe, with no more taps than these."""
-        return Parts(guard=self.guard, naming=naming, saved=saved)
 
     @abstractmethod
     def saved(self, flags: int) -> Any:
@@ -84,9 +81,11 @@ def compose(plan: Plan, make: TapMaker) -> tuple[Parts, dict[str, Schedule]]:
     level = make.fullest if asked else plan.level
     modules = make.modules(modules_of_plan(plan, cuts), dumped=True) if level in ("L0", "mix") else None
     watched = make.modules(modules_of_monitor(monitor), dumped=False) if monitor is not None else None
-    parts = make.parts(modules or watched or make.modules(modules_of_monitor(None), dumped=False), saved)
+    naming = modules or watched or make.modules(modules_of_monitor(None), dumped=False)
+    parts = Parts(guard=make.guard, naming=naming, saved=saved)
     parts.modules, parts.watched, parts.monitor = modules, watched, monitor
     parts.cuts, parts.dumps_when_asked = cuts, asked
+    parts.records_update = "optimizer" in plan.phases
     if level in ("L1", "mix"):
         parts.ops = make.ops(ops_of_plan(plan, cuts), parts, plan)
     parts.audit_plan = audit_plan(plan.audit) if plan.audit else None
@@ -99,6 +98,37 @@ def compose(plan: Plan, make: TapMaker) -> tuple[Parts, dict[str, Schedule]]:
     for tap, needed_by in make.needed:
         guard_of(make.guard, tap).is_needed_by(needed_by)
     return parts, schedules(plan, parts)
+
+
+def changed_schedules(parts: Parts, plan: Plan, make: TapMaker) -> dict[str, Schedule]:
+    """Return the schedules of a plan that differs from the one that was composed in what can change while a run goes on.
+
+    That are `step`, of the monitor all but `actions`, and of the audit `every` and `relations`; their taps may be new. Raises
+    PlanError for the rest.
+    """
+    monitor = monitor_plan(plan.monitor) if plan.monitor else None
+    audit = audit_plan(plan.audit) if plan.audit else None
+    if (monitor is None) != (parts.monitor is None) or (audit is None) != (parts.audit_plan is None):
+        raise PlanError(
+            "while a run goes on, a monitor or an audit can be changed, but neither begin nor end: have it in the plan from "
+            "the start, at few steps (`monitor: {step: [0]}`, `audit: {every: 1000000}`), and change those"
+        )
+    before = parts.monitor
+    if monitor is not None and before is not None:
+        if monitor.actions != before.actions:
+            raise PlanError(
+                "while a run goes on, monitor.actions stays what it is, as alerts are set up at the start: leave it out here"
+            )
+        parts.monitor = monitor
+        parts.states.change(states_of_monitor(monitor))
+        kinds = (monitor.activations, monitor.activation_gradients)
+        if kinds != (before.activations, before.activation_gradients):
+            parts.watched = make.modules(modules_of_monitor(monitor), dumped=False)
+        make.collect(parts, plan, before)
+        if parts.position is not None:
+            parts.follow(parts.position)
+    parts.audit_plan = audit
+    return schedules(plan, parts)
 
 
 def states_of_monitor(monitor: MonitorPlan | None) -> StatesRequest:

@@ -58,7 +58,7 @@ class OpProbe(Probe):
     def _judge_no_more(self) -> None:
         """Collect no further step, because the judge has failed."""
         self.held.drop()
-        self.programs[0].schedule = Schedule()
+        self.program("dump").schedule = Schedule()
         self.scheduler.follow()
 
     def _judged(self, step_data: StepData) -> Sequence[Finding]:

@@ -25,8 +25,8 @@ class Parts:
     """The taps of one probe; None where the plan does not ask for one, or the framework has none.
 
     naming: knows the model's names in any case. stepping: tells when the optimizer runs. watched: modules that the monitor
-    looks at. exchanged: collectives that the monitor looks at. position: told where the training is. dumps_when_asked: the
-    plan's level is off, and rules or the black box may ask for a dump.
+    looks at. exchanged: collectives that the monitor looks at. position: told where the training is. records_update: operators
+    of the update are recorded too. dumps_when_asked: the plan's level is off, and rules or the black box may ask for a dump.
     """
 
     guard: Guard
@@ -49,9 +49,17 @@ class Parts:
     position: Position | None = None
     monitor: MonitorPlan | None = None
     audit_plan: AuditPlan | None = None
+    records_update: bool = False
     cuts: list[Detail] = field(default_factory=list[Detail])
     dumps_when_asked: bool = False
     pauses: Pauses = field(default_factory=Pauses)
+
+    def follow(self, position: Position) -> None:
+        """Have `position` told where the training is, as far as the taps that run see it."""
+        self.position = position
+        for tap in (self.modules, self.watched, self.batches):
+            if tap is not None:
+                tap.position = position
 
     def let(self, call: Callable[..., Any], *args: Any) -> Any:
         """Call a method of a tap, whose fault costs that tap alone. For code that runs within `Guard.run`."""

@@ -15,7 +15,6 @@ from tests import zoo
 from tests.lockstep import differences, one_step, seed_all
 from tests.lockstep import train as train_case
 from tests.traces import left_behind, traces
-from trainprobe.build import TorchTaps
 from trainprobe.composition import compose
 from trainprobe.engine.core.findings import in_folder
 from trainprobe.engine.core.guard import Guard
@@ -27,6 +26,7 @@ from trainprobe.monitor.feature_plan import AttentionSettings, Features, FormatS
 from trainprobe.monitor.plan import make_rules, validate
 from trainprobe.monitor.run_folder import read_frames
 from trainprobe.monitor.watcher import judge_frames
+from trainprobe.torch_taps import TorchTaps
 
 torch.set_num_threads(1)
 ALL = {

@@ -6,6 +6,7 @@ A program says which taps look at which steps (its `Schedule`), and is called at
     opened(model, optimizer, declared)   the model is known, and where this process stands
     sinks(place)                         the writer opens: what else gets its steps and findings
     continued()                          the writer is open, and the run continues an earlier one
+    changed(plan, schedule)              the plan has changed between two steps
     begins(step)                         a step begins, whether it is collected or not; no tap is installed yet
     journal(step)                        where the tape of a collected step is recorded while it runs
     moment(name, *values)                something happens inside a step (see `Probe.moment`)
@@ -34,6 +35,7 @@ from trainprobe.engine.storage.step_journal import StepJournal
 from trainprobe.errors import StopTraining
 
 if TYPE_CHECKING:
+    from trainprobe.engine.plan.model import Plan
     from trainprobe.engine.probe import Probe
 
 Wants = Callable[[int], bool]
@@ -79,6 +81,10 @@ class Program:
 
     def continued(self) -> None:
         """The writer is open, and the run continues an earlier one."""
+
+    def changed(self, plan: Plan, schedule: Schedule) -> None:
+        """The plan has changed between two steps, and when the taps of this program run."""
+        self.schedule = schedule
 
     def begins(self, step: int) -> None:
         """A step begins, whether it is collected or not; no tap is installed yet."""

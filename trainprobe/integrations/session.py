@@ -38,7 +38,7 @@ class Session:
     probe_kind: type[Probe] = Probe
 
     def __init__(self, plan: PlanSource = None, **overrides: Any) -> None:
-        self.plan = load_plan(default_plan() if plan is None else plan, self.probe_kind.framework, **overrides)
+        self.plan = load_plan(default_plan() if plan is None else plan, self.probe_kind.backend.name, **overrides)
         self.probe: Probe | None = None
         self.findings: list[Finding] = []
         self.step_data: StepData | None = None  # of the last step that was collected
@@ -89,7 +89,7 @@ class Session:
             probe.console.write_line = write_line
         probe.open(model, list(optimizers))
         if progress is not None and probe.parts.audit is not None:
-            probe.parts.audit.progress = progress
+            probe.parts.audit.follow(progress)
         self.probe, self._model, self._place = probe, model, probe.place
         self._loop_hooks = follow(probe) if follow is not None else None
         self._inherit(probe, step, first)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.core.records import Finding, Place, StepData
+from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.probe import Probe
 from trainprobe.engine.program import Program, Schedule
 from trainprobe.errors import StopTraining
 from trainprobe.monitor.actions import Alerts, decide
 from trainprobe.monitor.chosen_calls import chosen_calls
-from trainprobe.monitor.plan import MonitorPlan
+from trainprobe.monitor.plan import MonitorPlan, validate
 from trainprobe.monitor.watcher import Watcher, keep_state, resume_state, too_few_steps
 
 OF_THE_LOSS = frozenset({"blow_up", "drift", "plateau", "spike"})  # rules that judge it
@@ -28,11 +29,11 @@ class MonitorProgram(Program):
         self._choose = chosen_calls(plan)
         self._dumps = 0
 
-    def change(self, plan: MonitorPlan, schedule: Schedule) -> None:
+    def changed(self, plan: Plan, schedule: Schedule) -> None:
         """Go on with another plan; rules that stay keep what they remember."""
-        self.plan, self.schedule = plan, schedule
-        self.watcher.change(plan.rules)
-        self._choose = chosen_calls(plan)
+        self.plan, self.schedule = validate(plan.monitor or {}), schedule
+        self.watcher.change(self.plan.rules)
+        self._choose = chosen_calls(self.plan)
 
     def attached(self, probe: Probe) -> None:
         """Let rules fail one by one, and findings that last be counted; leave printing to the plan."""

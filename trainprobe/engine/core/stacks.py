@@ -24,6 +24,7 @@ _HIDDEN = (
     "mindspore/common/api.py",
     "trainprobe/engine/",
     "trainprobe/integrations/",
+    "trainprobe/probe.py",
     "trainprobe/watching.py",
     "trainprobe/debugger.py",
 )

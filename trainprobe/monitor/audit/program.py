@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainprobe.engine.capture import AUDIT
 from trainprobe.engine.core.records import Finding, StepData
+from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.probe import Probe
 from trainprobe.engine.program import Program, Schedule
 from trainprobe.engine.tape import Tape
 from trainprobe.monitor.audit.audit import Audit, Gather
-from trainprobe.monitor.audit.plan import AuditPlan
+from trainprobe.monitor.audit.plan import AuditPlan, validate
 from trainprobe.monitor.audit.relations import observers_of
 from trainprobe.monitor.audit.undeclared import Undeclared
 
@@ -29,7 +30,7 @@ class AuditProgram(Program):
     def __init__(self, plan: AuditPlan, tap: Any, schedule: Schedule, gather: Gather | None) -> None:
         super().__init__("audit", schedule, part=AUDIT)
         self.tap = tap
-        self.tap.run = self
+        self.tap.attach(self)
         self.audit = Audit(plan, tap.take, gather)
         self._observers = observers_of(plan.checked())
         self._undeclared: Undeclared | None = None
@@ -39,10 +40,15 @@ class AuditProgram(Program):
         """The `audit` section of the plan, as it is now."""
         return self.audit.plan
 
-    def change(self, plan: AuditPlan, schedule: Schedule) -> None:
-        """Go on with another plan; what was learnt so far stays."""
-        self.audit.plan, self.schedule = plan, schedule
-        self._observers = observers_of(plan.checked())
+    @property
+    def last(self) -> Any:
+        """The evidence of the last audited step; None before the first."""
+        return self.audit.last
+
+    def declare_loss(self, loss: Callable[[Any], Any]) -> None:
+        """Learn what the user declares to be the loss of the step, where this framework can use that."""
+        if self.tap.can_declare_loss:
+            self.tap.declare_loss(loss)
 
     # ---- events --------------------------------------------------------------------------------------------------
 
@@ -51,8 +57,13 @@ class AuditProgram(Program):
         self._probe = probe
         self.audit.count, self.audit.part = probe.reporter.count, probe.guard.part
         probe.guard.of(AUDIT).on_trip(self.tap.close)
-        if self.tap.declared is not None:
+        if self.tap.can_declare_loss:
             self._undeclared = Undeclared(self.audit, self.tap.has_declared_loss, probe.at_end)
+
+    def changed(self, plan: Plan, schedule: Schedule) -> None:
+        """Go on with another plan; what was learnt so far stays."""
+        self.audit.plan, self.schedule = validate(plan.audit or {}), schedule
+        self._observers = observers_of(self.plan.checked())
 
     def opened(self, model: Any, optimizer: Any, declared: bool) -> None:
         """Learn over which ranks parameters are replicated for certain, and whether all ranks answer."""

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from trainprobe.engine.capture import AUDIT
-from trainprobe.engine.capture.audit.observers import Audited, Declared, Observers
+from trainprobe.engine.capture.audit.observers import Audited, Observers
 from trainprobe.engine.capture.audit.run import AuditRun
 from trainprobe.engine.capture.audit.set_up import model_facts, parameters_of
 from trainprobe.engine.capture.parameter_states import ParameterStateTap
@@ -24,11 +24,11 @@ class AuditTap:
     """Has the observers listen while a step is audited; `take` returns the facts once the step has crossed to the host.
 
     names: id of parameter → recorded name, as it is now. rescan: learn the names anew when the model has other parameters than
-    before. pause_others: is called when the audit begins and ends to run the model. run: answers about the run; it is set
-    before `open`.
+    before. pause_others: is called when the audit begins and ends to run the model.
     """
 
     part = AUDIT
+    can_declare_loss = True
 
     def __init__(
         self,
@@ -45,27 +45,16 @@ class AuditTap:
         self._observers = Observers(guard, self._audited)
         self._set_up: ModelFacts | None = None
 
-    @property
-    def run(self) -> AuditRun:
-        """What answers about the run."""
-        return self._audited.run
-
-    @run.setter
-    def run(self, run: AuditRun) -> None:
+    def attach(self, run: AuditRun) -> None:
+        """Ask `run` about the run; called before `open`."""
         self._audited.run = run
 
-    @property
-    def declared(self) -> Declared:
-        """What the user declares about the training."""
-        return self._audited.declared
+    def declare_loss(self, loss: Callable[[Any], Any]) -> None:
+        """Learn what the user declares to be the loss of the step (see `trainprobe.Probe.declare_loss`)."""
+        self._audited.declared.loss = loss
 
-    @property
-    def progress(self) -> Callable[[], Progress]:
-        """What returns how far a trainer is that reports it."""
-        return self._audited.progress
-
-    @progress.setter
-    def progress(self, progress: Callable[[], Progress]) -> None:
+    def follow(self, progress: Callable[[], Progress]) -> None:
+        """Learn what returns how far a trainer is that reports it."""
         self._audited.progress = progress
 
     def open(self, model: Any, optimizer: Any = None) -> None:
@@ -73,7 +62,7 @@ class AuditTap:
         self._audited.models = list(model) if isinstance(model, list | tuple) else [model]
         several = isinstance(optimizer, list | tuple)
         self._audited.optimizers = list(optimizer) if several else [optimizer] if optimizer else []
-        self._observers.start(self.run.observers)
+        self._observers.start(self._audited.run.observers)
         if self._set_up is None:
             self._set_up = self._facts()
 
@@ -85,7 +74,8 @@ class AuditTap:
             self._states.open(self._audited.models, self._audited.optimizers)
         self._states.more = STATS | CHECKSUM if self._audited.fingerprints else STATS
         self._audited.modes = None
-        self._observers.begin(self.run.observers, self.run.observers_due())
+        run = self._audited.run
+        self._observers.begin(run.observers, run.observers_due())
 
     def pause(self) -> None:
         """Nothing rests: these are calls of the whole model."""
@@ -142,11 +132,11 @@ class AuditTap:
         seen = self._observers.facts(step_data)
         known = {name: fact for name, fact in seen.items() if name in _FIELDS}
         others = {name: fact for name, fact in seen.items() if name not in _FIELDS}
-        return StepFacts(self._set_up, model, ordinal=self.run.ordinal, others=others, **known)
+        return StepFacts(self._set_up, model, ordinal=self._audited.run.ordinal, others=others, **known)
 
     def has_declared_loss(self) -> bool:
         """Tell whether the loss was declared; True as well where a source keeps the gradients, as none could be compared."""
-        return self.declared.loss is not None or not self._audited.plain
+        return self._audited.declared.loss is not None or not self._audited.plain
 
     def late_evaluations(self) -> StepFacts | None:
         """Return facts of evaluations after the last audited step, or None when there were none."""

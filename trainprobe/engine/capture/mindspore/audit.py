@@ -7,7 +7,7 @@ data from the arguments of the cell that trains. Parameter groups are reported w
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -19,7 +19,7 @@ from trainprobe.engine.capture.mindspore.calls import KnownCalls, listed
 from trainprobe.engine.capture.mindspore.cells import RECOMPUTING, is_graph_mode
 from trainprobe.engine.capture.mindspore.states import CellStateTap, rates_of
 from trainprobe.engine.core.containers import tensors_in
-from trainprobe.engine.core.facts import Evaluation, Group, ModelFacts, ParameterFact, StepFacts
+from trainprobe.engine.core.facts import Evaluation, Group, ModelFacts, ParameterFact, Progress, StepFacts
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import StepData, Value
@@ -34,13 +34,12 @@ _RULES = {"Adam": "Adam", "AdamWeightDecay": "AdamW", "AdamW": "AdamW"}
 class CellAuditTap:
     """Listens while a step is audited; `take` returns the facts once the step has crossed to the host.
 
-    run: answers about the run; it is set before `open`. training_cell: the cell that trains, whose arguments are the data in
-    graph mode. sees_gradients: a graph hands them over too. declared: a loss can be declared to a PyTorch training only.
+    training_cell: the cell that trains, whose arguments are the data in graph mode. sees_gradients: a graph hands them over
+    too.
     """
 
     part = AUDIT
-    run: AuditRun
-    declared = None
+    can_declare_loss = False
     awaits = False  # MindSpore tells nobody when a checkpoint is loaded
 
     def __init__(self, guard: Guard, states: CellStateTap, sees_gradients: bool = False) -> None:
@@ -59,6 +58,13 @@ class CellAuditTap:
         self._rates: tuple[float, ...] = ()
         self._groups: list[Group] = []
 
+    def attach(self, run: AuditRun) -> None:
+        """Ask `run` about the run; called before `open`."""
+        self._run = run
+
+    def follow(self, progress: Callable[[], Progress]) -> None:
+        """Leave aside how far a trainer is: no relation asks for it under MindSpore."""
+
     def open(self, model: Any, optimizer: Any = None) -> None:
         """Remember the model as it is set up."""
         self._models = listed(model)
@@ -68,7 +74,7 @@ class CellAuditTap:
     def begin(self, tape: Tape) -> None:
         """Listen to a step."""
         self._tape = tape
-        self._states.more = STATS | CHECKSUM if self.run.wants("fingerprints") else STATS
+        self._states.more = STATS | CHECKSUM if self._run.wants("fingerprints") else STATS
         self._batches, self._updates, self._rates, self._groups = [], 0, (), []
         self._stepped, self._repeated = set(), False
         self._calls.know(listed(self.training_cell) if is_graph_mode() else self._models)
@@ -136,7 +142,7 @@ class CellAuditTap:
             backwards=1,  # each step of a training differentiates, though the update may be left out
             updates=self._updates,
             repeated=self._repeated,
-            ordinal=self.run.ordinal,
+            ordinal=self._run.ordinal,
             groups=tuple(self._groups),
             rates=self._rates,
             random=_random_fingerprint(),

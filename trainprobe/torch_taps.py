@@ -1,12 +1,11 @@
-"""PyTorch's taps: how each is made for a plan, what they do around an optimizer step, and how a plan changes in a run."""
+"""PyTorch's taps: how each is made for a plan, and what they do around an optimizer step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from trainprobe.composition import TapMaker, states_of_monitor
+from trainprobe.composition import TapMaker
 from trainprobe.engine.capture import AUDIT, part_of
 from trainprobe.engine.capture.audit.audit_tap import AuditTap
 from trainprobe.engine.capture.clipping import ClippingTap
@@ -24,51 +23,16 @@ from trainprobe.engine.capture.torch_ops import OpTap
 from trainprobe.engine.capture.unreduced import UnreducedTap
 from trainprobe.engine.core.guard import Guard
 from trainprobe.engine.core.naming import Rename
-from trainprobe.engine.core.position import OPTIMIZER, UPDATED, Position
+from trainprobe.engine.core.position import OPTIMIZER, UPDATED
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.plan.model import Plan
 from trainprobe.engine.plan.selection import Names
-from trainprobe.engine.program import Schedule
 from trainprobe.engine.stats.partials import STATS
 from trainprobe.engine.tape import SAVE
-from trainprobe.errors import PlanError
-from trainprobe.monitor.audit.plan import validate as audit_plan
 from trainprobe.monitor.feature_plan import Features
 from trainprobe.monitor.plan import MonitorPlan
-from trainprobe.monitor.plan import validate as monitor_plan
-from trainprobe.monitor.requests import modules_of_monitor
-from trainprobe.schedules import Parts, guard_of, schedules
-
-
-@dataclass(slots=True, kw_only=True)
-class TorchParts(Parts):
-    """The taps of a probe on a PyTorch training."""
-
-    saved: SavedTap
-    naming: ModuleTap
-    stepping: OptimizerStepTap | None = None
-    modules: ModuleTap | None = None
-    ops: OpTap | None = None
-    collectives: CollectiveTap | None = None
-    buffers: BufferTap | None = None
-    watched: ModuleTap | None = None
-    states: ParameterStateTap | None = None
-    clipping: ClippingTap | None = None
-    unreduced: UnreducedTap | None = None
-    scaling: LossScalingTap | None = None
-    exchanged: CollectiveTap | None = None
-    batches: BatchTap | None = None
-    features: FeatureTap | None = None
-    audit: AuditTap | None = None
-    rename: Rename | None = None
-
-    def tell(self, position: Position) -> None:
-        """Have `position` told where the training is, as far as the taps that run see it."""
-        self.position = position
-        for tap in (self.modules, self.watched, self.batches):
-            if tap is not None:
-                tap.position = position
+from trainprobe.schedules import Parts, guard_of
 
 
 class TorchTaps(TapMaker):
@@ -85,10 +49,6 @@ class TorchTaps(TapMaker):
         super().__init__(guard)
         self._stacks = stacks
         self._rename = rename
-
-    def parts(self, naming: ModuleTap, saved: SavedTap) -> TorchParts:
-        """Return the parts of a probe, with no more taps than these."""
-        return TorchParts(guard=self.guard, naming=naming, saved=saved, rename=self._rename)
 
     def saved(self, flags: int) -> SavedTap:
         """Return the tap of values that the program hands over."""
@@ -120,7 +80,7 @@ class TorchTaps(TapMaker):
 
     def stepping(self, parts: Parts, plan: Plan) -> OptimizerStepTap:
         """Return the tap that tells when the optimizer runs."""
-        begins, ends = partial(_before, parts, "optimizer" in plan.phases), partial(_after, parts)
+        begins, ends = partial(_before, parts), partial(_after, parts)
         return OptimizerStepTap(guard_of(self.guard, OptimizerStepTap), begins, ends, partial(_trial, parts))
 
     def collect(self, parts: Parts, plan: Plan, before: MonitorPlan | None = None) -> None:
@@ -156,37 +116,6 @@ def _collect(parts: Parts, plan: Plan, guard: Guard, before: MonitorPlan | None 
         parts.features = features_of_monitor(monitor.features, guard, parts.naming) if monitor.features.on else None
 
 
-def change(parts: TorchParts, plan: Plan, guard: Guard) -> dict[str, Schedule]:
-    """Return the schedules of a plan that differs from the one that was composed in what can change while a run goes on.
-
-    That are `step`, of the monitor all but `actions`, and of the audit `every` and `relations`; their taps may be new. Raises
-    PlanError for the rest.
-    """
-    monitor = monitor_plan(plan.monitor) if plan.monitor else None
-    audit = audit_plan(plan.audit) if plan.audit else None
-    if (monitor is None) != (parts.monitor is None) or (audit is None) != (parts.audit_plan is None):
-        raise PlanError(
-            "while a run goes on, a monitor or an audit can be changed, but neither begin nor end: have it in the plan from "
-            "the start, at few steps (`monitor: {step: [0]}`, `audit: {every: 1000000}`), and change those"
-        )
-    before = parts.monitor
-    if monitor is not None and before is not None and parts.states is not None:
-        if monitor.actions != before.actions:
-            raise PlanError(
-                "while a run goes on, monitor.actions stays what it is, as alerts are set up at the start: leave it out here"
-            )
-        parts.monitor = monitor
-        parts.states.change(states_of_monitor(monitor))
-        kinds = (monitor.activations, monitor.activation_gradients)
-        if kinds != (before.activations, before.activation_gradients):
-            parts.watched = ModuleTap(modules_of_monitor(monitor), guard_of(guard, ModuleTap), None, parts.rename)
-        _collect(parts, plan, guard, before)
-        if parts.position is not None:
-            parts.tell(parts.position)
-    parts.audit_plan = audit
-    return schedules(plan, parts)
-
-
 def _unclipped(parts: Parts, parameters: list[Any]) -> None:
     """Handle gradients that are about to be clipped."""
     if parts.states is not None:
@@ -195,7 +124,7 @@ def _unclipped(parts: Parts, parameters: list[Any]) -> None:
         parts.let(parts.audit.unclipped, parameters)
 
 
-def _before(parts: Parts, with_ops: bool, optimizer: Any) -> None:
+def _before(parts: Parts, optimizer: Any) -> None:
     """Handle the beginning of an optimizer step."""
     if parts.position is not None:
         parts.position.is_in(OPTIMIZER)
@@ -213,7 +142,7 @@ def _before(parts: Parts, with_ops: bool, optimizer: Any) -> None:
             parts.let(parts.states.moment, "before_step")
     if parts.ops is not None:
         parts.ops.parent = "optimizer"
-        if not with_ops:
+        if not parts.records_update:
             parts.pauses.begin("the optimizer", [parts.ops])
 
 

@@ -1,0 +1,262 @@
+"""`Probe(plan)`: what a plan asks for, composed for one framework; `engine.probe.Probe` with a few more verbs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trainprobe.backend import Backend, chunks_of
+from trainprobe.compiled import require
+from trainprobe.composition import changed_schedules, compose
+from trainprobe.engine.capture import part_of
+from trainprobe.engine.core.guard import Guard
+from trainprobe.engine.core.naming import Rename
+from trainprobe.engine.core.records import Finding, Place
+from trainprobe.engine.core.stacks import Stacks
+from trainprobe.engine.core.unmatched import names_not_there
+from trainprobe.engine.plan.loading import load_plan
+from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.probe import Probe as EngineProbe
+from trainprobe.errors import UsageError
+from trainprobe.programs import Making, programs_of
+from trainprobe.torch_backend import TorchBackend
+from trainprobe.unmatched_names import unmatched_names
+
+if TYPE_CHECKING:
+    from trainprobe.engine.core.sources import Source
+    from trainprobe.engine.plan.control import ControlFile
+    from trainprobe.engine.storage.writer import Writer
+    from trainprobe.monitor.audit.program import AuditProgram
+    from trainprobe.monitor.program import MonitorProgram
+
+PlanSource = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+class Probe(EngineProbe):
+    """A probe for PyTorch, composed from a plan.
+
+    plan: a Plan, a path to a YAML or JSON file, a dict, or None for the defaults; `overrides` are plan fields on top.
+    rename: turns a module's name within this process into its global one (layer and expert numbers). place: where this
+    process stands, from an integration that knows; by default learned from torch.distributed or the environment.
+    Raises PlanError for a plan that cannot be carried out, MissingExtra when torch is not installed, and MissingCompiledPart
+    when the package was installed without its compiled part.
+    """
+
+    backend: Backend = TorchBackend()
+
+    def __init__(
+        self, plan: PlanSource = None, *, rename: Rename | None = None, place: Place | None = None, **overrides: Any
+    ) -> None:
+        require()
+        backend = self.backend
+        loaded = load_plan(plan, backend.name, **overrides)
+        guard = Guard(loaded.on_error, without_dispatch=backend.without_dispatch)
+        stacks = Stacks() if loaded.stacks else None
+        self._maker = backend.taps(loaded, guard, stacks, rename)
+        self.parts, schedules = compose(loaded, self._maker)
+        self._by_name = programs_of(Making(loaded, self.parts, schedules, backend, rename))
+        self._place_given = place is not None
+        self._control: ControlFile | None = None
+        self._end_reported = False
+        super().__init__(
+            loaded,
+            list(self._by_name.values()),
+            backend.tapes(loaded, self._keep, self._keep_chunk, self.journal),
+            guard,
+            lambda: place or backend.place(),
+            self._make_writer,
+            stacks=stacks,
+            framework=backend.name,
+            notes=[self.parts.notes],
+            pauses=self.parts.pauses,
+        )
+
+    @property
+    def framework(self) -> str:
+        """The name of the framework, as dumps have it."""
+        return self.backend.name
+
+    @property
+    def monitor(self) -> MonitorProgram | None:
+        """The monitor, where the plan has one."""
+        return self.program("monitor")
+
+    @property
+    def audit(self) -> AuditProgram | None:
+        """The audit, where the plan has one."""
+        return self.program("audit")
+
+    def program(self, name: str) -> Any:
+        """Return the program that carries out this section of the plan; None where the plan has no such section."""
+        return self._by_name.get(name)
+
+    # ---- the life of a run ---------------------------------------------------------------------------------------
+
+    def open(self, model: Any, optimizer: Any = None, place: Place | None = None) -> Probe:
+        """Learn the names of `model`, a module or a list of chunks.
+
+        Raises PlanError when a pattern of the plan matches nothing in it, OutputError when the output cannot be written.
+        """
+        super().open(model, optimizer, place)
+        return self
+
+    def _open(self, model: Any, optimizer: Any, place: Place | None) -> None:
+        self._place = place or self._place
+        if self._place is None and not self._place_given:
+            self._place = self.backend.place_by_model(model)
+        if self.plan.control is not None and self._control is None:  # first: all ranks look together, also one that has stopped
+            from trainprobe.engine.plan.control import ControlFile
+
+            self._control = ControlFile(self.plan.output, self.plan.control, self.place.rank, self.backend.gathering().gather)
+        why = self.backend.not_a_model(model)
+        if why:
+            self.guard.trip(UsageError(why))
+            return
+        super()._open(model, optimizer, place)
+        self._open_console()
+        for program in self._at("opened"):
+            self.guard.of(program.part).set_up(program.opened, model, optimizer, self._place_given or place is not None)
+        first: Any = next(iter(chunks_of(model)), model)
+        for finding in names_not_there(unmatched_names(self.plan, self.parts), type(first).__name__, self.place):
+            self.report_once(finding)
+
+    def _open_console(self) -> None:
+        """Let one rank alone print what all ranks share."""
+        ranks, rank = range(self.place.world_size), self.place.rank
+        self.console.speaks = rank == next(filter(self.plan.wants_rank, ranks), 0)
+        if self.place.world_size > 1 and self.writer is not None:
+            self.console.markers = self.plan.output / ".printed"
+            if self.console.speaks:
+                shutil.rmtree(self.console.markers, ignore_errors=True)  # of an earlier run
+
+    def begin_step(self, number: int | None = None) -> bool:
+        """Begin a step; see `engine.probe.Probe.begin_step`. A rank whose probe has stopped still looks with the others."""
+        step = self.step_number + 1 if number is None else number
+        if self.closed and not self._end_reported:
+            self._end_reported = True
+            self.console.line(f"step {step} begins after the probe was closed: it and later steps are not recorded")
+        if self._control is not None and not self.closed:
+            from trainprobe.plan_changes import follow_control_file
+
+            stopped = self.guard.tripped is not None
+            self.guard.keep_on(follow_control_file, self._control, step, self.change, self.report, stopped)
+        return super().begin_step(number)
+
+    def close(self) -> None:
+        """Write everything that is pending, and print the line that ends the run."""
+        ended = self.closed
+        super().close()
+        if not ended and self.console.speaks and (self.begun or self.sentences):
+            self._print_end()
+
+    def __exit__(self, *error: object) -> None:
+        """Close; an error that ends the training has the black box written out."""
+        if error and isinstance(error[1], BaseException):
+            self.interrupted(error[1])
+        super().__exit__(*error)
+
+    def _print_end(self) -> None:
+        """Print the line that ends the run."""
+        from trainprobe.monitor.end_line import Run, end_line
+
+        run = Run(
+            steps=self.begun,
+            collected=self.collected,
+            first_step=self._first_step or 0,
+            place=self.place,
+            output=self.plan.output,
+            judged=self.judges,
+            written=any(sink in self.plan.sinks for sink in ("parquet", "jsonl", "dump", "csv")),
+            stopped=self.guard.tripped is not None,
+            left_out=tuple(name for name in self.guard.parts if self.guard.leaves_out(name)),
+        )
+        line = end_line(run, self.findings)
+        self.console.line(" ".join((f"{line}.", *self.sentences)) if self.sentences else line)
+
+    # ---- further verbs -------------------------------------------------------------------------------------------
+
+    def change(self, **fields: Any) -> None:
+        """Change the plan from the next step on; every rank calls it between the same two steps.
+
+        fields: plan fields; of `monitor` and `audit` those that are named, the others stay. What can be changed: `step`,
+        of the monitor all but `actions`, of the audit `every` and `relations`. From outside the program the file `control.yaml`
+        does the same (see `Plan.control`). Raises PlanError, and changes nothing, for anything else.
+        """
+        from trainprobe.plan_changes import changed_plan
+
+        plan = changed_plan(self.plan, fields)
+        for name, schedule in changed_schedules(self.parts, plan, self._maker).items():
+            self._by_name[name].changed(plan, schedule)
+        self.scheduler.follow()
+        self.plan = plan
+
+    def declare_loss(self, loss: Callable[[Any], Any]) -> None:
+        """Declare what this rank's loss of the whole step is, for the audit: `loss(model)` returns a scalar tensor.
+
+        It is called now and then, with a stand-in for the model inside its wrappers, before the update; the gradient of its
+        mean over the data-parallel ranks must be the one that is applied. Declare it anew for each step, before the update,
+        as it holds the step's data.
+        """
+        if self.audit is not None:
+            self.audit.declare_loss(loss)
+
+    def save(self, value: Any, name: str, save_backward: bool = True) -> None:
+        """Record a value under a name, at any level, while a step is collected; its gradients too unless told otherwise."""
+        if self.tape is not None:
+            self.guard.of(part_of(type(self.parts.saved))).run(self.parts.saved.save, value, name, save_backward)
+
+    def use_source(self, source: Source) -> None:
+        """Take parameters, gradients and optimizer state from `source`; its integration then tells the moments itself."""
+        states = self.parts.states
+        if states is not None:
+            states.source = source
+            for moment in ("before_step", "after_step", "unreduced", "unclipped"):
+                self.on(moment, partial(states.moment, moment))
+
+    def watches_own_loop(self) -> None:
+        """Learn that the loop is the user's own: what a trainer does by itself is then the user's doing."""
+        if self.audit is not None:
+            self.audit.audit.own_loop = True
+
+    def report_once(self, finding: Finding) -> None:
+        """Report a finding, unless one with this message was reported before."""
+        self.reporter.report_once(finding)
+
+    @property
+    def judges(self) -> bool:
+        """Whether the plan has a monitor or an audit."""
+        return self.monitor is not None or self.audit is not None
+
+    # ---- what is written -----------------------------------------------------------------------------------------
+
+    def _make_writer(self, place: Place) -> Writer:
+        from trainprobe.engine.storage.writer import open_writer
+
+        plan = self.plan
+        if self.parts.dumps_when_asked and "dump" not in plan.sinks:
+            plan = plan.model_copy(update={"sinks": (*plan.sinks, "dump")})
+        more: dict[str, Any] = {}
+        try:
+            for program in self._at("sinks"):
+                more |= program.sinks(place)
+            return open_writer(plan, place, self.findings.append, more)
+        except BaseException:
+            for sink in more.values():
+                sink.close()
+            raise
+
+    def _keep(self, key: str, t: Any, value: Any, cut: int) -> None:
+        copied = self.backend.copy(t, self.parts.cuts[cut - 1] if cut else None)
+        if self.writer is not None:
+            self.writer.submit_tensor(self.step_number, key, copied)
+
+    def _keep_chunk(self, chunk: Any) -> None:
+        if self.writer is not None:
+            self.writer.submit_chunk(self.step_number, chunk)
+
+    def _only_collects(self) -> bool:
+        stepping = self.parts.stepping
+        return self.plan.level == "off" and stepping is not None and getattr(stepping, "waits", False)

@@ -1,0 +1,102 @@
+"""The programs of a probe, each made from its section of a plan: the one place that knows them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainprobe.backend import Backend
+from trainprobe.engine.core.naming import Rename
+from trainprobe.engine.core.records import StepData
+from trainprobe.engine.plan.model import Plan
+from trainprobe.engine.program import Program, Schedule
+from trainprobe.schedules import Parts
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """What programs are made from. made: those that are there already, by name."""
+
+    plan: Plan
+    parts: Parts
+    schedules: Mapping[str, Schedule]
+    backend: Backend
+    rename: Rename | None = None
+    made: dict[str, Program] = field(default_factory=dict[str, Program])
+
+
+class DumpProgram(Program):
+    """Records what the plan's level, task and step ask for; its taps' values are written by the writer's sinks."""
+
+    def __init__(self, making: Making) -> None:
+        super().__init__("dump", making.schedules["dump"])
+        self._parts = making.parts
+
+    def prepare(self, step_data: StepData) -> None:
+        """Divide scaled gradients by the loss scale, before anything is judged or written."""
+        unscale = getattr(self._parts.states, "unscale", None)
+        if unscale is not None:
+            unscale(step_data)
+
+
+def programs_of(making: Making) -> dict[str, Program]:
+    """Return the programs that a plan asks for, by name, in the order in which they are called."""
+    making.made["dump"] = DumpProgram(making)
+    for section, make in _MAKERS.items():
+        if getattr(making.plan, section):
+            making.made[section] = make(making)
+    return making.made
+
+
+def _monitor(making: Making) -> Program:
+    from trainprobe.monitor.plan import validate
+    from trainprobe.monitor.program import MonitorProgram
+
+    return MonitorProgram(validate(making.plan.monitor), making.schedules["monitor"])
+
+
+def _audit(making: Making) -> Program:
+    from trainprobe.monitor.audit.plan import validate
+    from trainprobe.monitor.audit.program import AuditProgram
+
+    gather = making.backend.gathering().gather
+    return AuditProgram(validate(making.plan.audit), making.parts.audit, making.schedules["audit"], gather)
+
+
+def _black_box(making: Making) -> Program:
+    from trainprobe.monitor.black_box.plan import validate
+    from trainprobe.monitor.black_box.program import BlackBoxProgram
+
+    plan, backend, audit = making.plan, making.backend, making.made.get("audit")
+    detail = plan.base_detail
+    wanted = detail.statistics if detail.wants_statistics else ()
+
+    def not_recorded(step_data: StepData) -> Mapping[str, Any]:
+        """Return what the record of a step lacks: its batches, and the random state."""
+        audited: Any = getattr(audit, "last", None)
+        facts = audited.facts if audited is not None and audited.step == step_data.step else None
+        batches = list(facts.batches) if facts is not None else list(step_data.batches)
+        return {"batches": batches, **backend.random_state()}
+
+    about = {"framework": backend.name, "level": plan.level, "task": plan.task, "wanted": wanted}
+    box = BlackBoxProgram(validate(plan.black_box or True), about, not_recorded)
+    making.parts.follow(box.position)
+    return box
+
+
+def _config_check(making: Making) -> Program:
+    return making.backend.config_check(making.plan)
+
+
+def _op_check(making: Making) -> Program:
+    return making.backend.op_check(making.plan, making.rename)
+
+
+_MAKERS: Mapping[str, Callable[[Making], Program]] = {  # by the section of the plan
+    "monitor": _monitor,
+    "audit": _audit,
+    "black_box": _black_box,
+    "config_check": _config_check,
+    "op_check": _op_check,
+}
