@@ -24,6 +24,7 @@ import trainprobe
 
 PACKAGE = f"{Path(trainprobe.__file__).parent}/"
 SHALLOW, DEEP, STEPS = 8, 40, 4
+LEVELS = ("L0", "L1", "mix")
 
 
 def counted(layers: int, level: str) -> tuple[Counter[str], int]:
@@ -63,20 +64,24 @@ def counted(layers: int, level: str) -> tuple[Counter[str], int]:
     return calls, values[-1]
 
 
+def road(level: str) -> dict[str, Any]:
+    """Return the Python calls that one further value of a step costs at a level, and the files in which they are."""
+    (shallow, few), (deep, many) = counted(SHALLOW, level), counted(DEEP, level)
+    more = {name: n - shallow[name] for name, n in deep.items() if n != shallow[name]}
+    return {
+        "figure": "road",
+        "level": level,
+        "calls_a_value": round(sum(more.values()) / (many - few), 2),
+        "files": sorted({name.partition(":")[0] for name in more}),
+        "calls_a_step": sum(shallow.values()),
+        "values": [few, many],
+    }
+
+
 def main() -> None:
     """Print the calls and the files a value."""
-    for level in ("L0", "L1", "mix"):
-        (shallow, few), (deep, many) = counted(SHALLOW, level), counted(DEEP, level)
-        more = {name: n - shallow[name] for name, n in deep.items() if n != shallow[name]}
-        figure = {
-            "figure": "road",
-            "level": level,
-            "calls_a_value": round(sum(more.values()) / (many - few), 2),
-            "files": sorted({name.partition(":")[0] for name in more}),
-            "calls_a_step": sum(shallow.values()),
-            "values": [few, many],
-        }
-        sys.stdout.write(json.dumps(figure) + "\n")
+    for level in LEVELS:
+        sys.stdout.write(json.dumps(road(level)) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 BEGIN = "<!-- made by `python -m tests.support_table` of the tests that ran -->"
 END = "<!-- end of the table -->"
-HEAD = "| framework | what a user writes | run in CI |\n|---|---|---|"
+HEAD = "Each framework, what a user writes, and what was run in CI:\n"
 CALLBACK = '`Trainer(callbacks=[ProbeCallback("plan.yaml")])`'
 LINES = {
     "PyTorch": "`with trainprobe.watch(model, optimizer) as probe:`, or `trainprobe run plan.yaml -- train.py`",
@@ -64,27 +66,34 @@ def proved() -> tuple[set[Proof], dict[str, str]]:
 
 
 def table(proofs: set[Proof], versions: dict[str, str]) -> str:
-    """Return the rows: framework and version, the line, and by number of ranks what ran."""
+    """Return the list: framework and version, the line, and by number of ranks what ran."""
     lines = [HEAD]
     for framework in PACKAGES:
         by_ranks: dict[int, list[str]] = {}
         for _, what, ranks in sorted(p for p in proofs if p[0] == framework):
             by_ranks.setdefault(ranks, []).append(what)
         if by_ranks:
-            cells = [f"{n} rank{'s' if n > 1 else ''}: {', '.join(by_ranks[n])}" for n in sorted(by_ranks)]
-            lines.append(f"| {f'{framework} {versions[framework]}'.strip()} | {LINES[framework]} | {'; '.join(cells)} |")
+            lines.append(_wrapped(f"- **{f'{framework} {versions[framework]}'.strip()}**: {LINES[framework]}", "  "))
+            ran = (f"  - {n} rank{'s' if n > 1 else ''}: {', '.join(by_ranks[n])}" for n in sorted(by_ranks))
+            lines += [_wrapped(line, "    ") for line in ran]
     return "\n".join(lines)
+
+
+def _wrapped(text: str, indent: str) -> str:
+    return textwrap.fill(text, 128, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def told(readme: str) -> tuple[set[Proof], dict[str, str]]:
     """Return what the table in the README says, and framework → version."""
     found: set[Proof] = set()
     versions: dict[str, str] = {}
-    for row in readme.split(BEGIN)[1].split(END)[0].strip().removeprefix(HEAD).strip().splitlines():
-        name, _, cells = (cell.strip() for cell in row.strip("|").split(" | "))
+    text = readme.split(BEGIN)[1].split(END)[0].strip().removeprefix(HEAD.strip()).strip()
+    for entry in re.split(r"^- ", re.sub(r"\n {4}", " ", text), flags=re.M)[1:]:
+        first, *cells = entry.rstrip().split("\n  - ")
+        name = first.removeprefix("**").split("**: ")[0]
         framework = next(known for known in sorted(PACKAGES, key=len, reverse=True) if name.startswith(known))
         versions[framework] = name.removeprefix(framework).strip()
-        for cell in cells.split("; "):
+        for cell in cells:
             ranks, whats = cell.split(": ", 1)
             found |= {(framework, what, int(ranks.split()[0])) for what in whats.split(", ")}
     return found, versions

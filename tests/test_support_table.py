@@ -64,7 +64,8 @@ def test_what_was_proved_is_written_and_read_back(left):
     text = support_table.README.read_text(encoding="utf-8")
     assert told(text) == ({tuple(DDP), tuple(ALONE)}, {"Lightning": "2.6.6"})
     assert text.startswith("before\n") and text.endswith("after\n")
-    assert "| 1 rank: manual optimization; 2 ranks: DDP |" in text
+    assert "  - 1 rank: manual optimization\n  - 2 ranks: DDP\n" in text
+    assert max(map(len, text.splitlines())) <= 128
 
 
 def test_what_no_test_proved_and_another_version_fail_the_check(left, capsys):

@@ -38,8 +38,7 @@ def page() -> str:
             *_table(("variable", "effect", "what it does"), ((f"`{n}`", effect, what) for n, effect, what in variables())),
             _wrapped(f"\nVariables that say where a run was started are not compared: {_code(names.variables_of_place)}."),
             "\n## Objects of the program\n",
-            *_table(
-                ("object", "what of it"),
+            *_listed(
                 [
                     ("data loader", _code(LOADER_SETTINGS)),
                     ("gradient clipping", f"the arguments of {_code(CLIPPING)}"),
@@ -54,6 +53,10 @@ def page() -> str:
 
 
 _STATE = ("evaluation mode", "a `forward` of one module that was replaced", "torch.compile and its arguments", "requires_grad")
+
+
+def _listed(rows: Iterable[tuple[str, str]]) -> list[str]:
+    return [textwrap.fill(f"- {name}: {what}", 128, subsequent_indent="  ", break_long_words=False) for name, what in rows]
 
 
 def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:

@@ -6,6 +6,8 @@ python -m tests.foreign.table             # after `make test-foreign-all`; a pro
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ from tests.foreign.running import RESULTS
 PAGE = Path(__file__).parents[2] / "docs" / "foreign_programs.md"
 BEGIN = "<!-- made by `python -m tests.foreign.table` of the programs that ran -->"
 END = "<!-- end of the table -->"
-HEAD = "| program | package | what it is | updates | steps recorded | bits | findings |\n|---|---|---|---|---|---|---|"
+HEAD = "Each program with its package, updates, recorded steps and bits; what it is; and what was found:\n"
 
 
 def table(before: str = "") -> str:
     """Return the table of all programs. before: an earlier table, whose rows stay for programs that have no result now."""
-    known = {row.split()[1].rstrip(":"): row for row in before.splitlines() if row.startswith("| ")}
+    known = {
+        entry.split()[1].rstrip(":"): entry.rstrip() for entry in re.split(r"^(?=- )", before, flags=re.M) if entry[:2] == "- "
+    }
     rows = {p.name: _line(p, json.loads(_result(p).read_text())) for p in PROGRAMS if _result(p).is_file()}
     lines = [line for p in PROGRAMS if (line := rows.get(p.name, known.get(p.name)))]
     missing = [p.name for p in PROGRAMS if p.name not in rows and p.name not in known]
@@ -41,7 +45,17 @@ def _line(program: Program, result: dict[str, Any]) -> str:
     if result["steps"] != program.recorded:
         steps = f"**{result['steps']} of {program.recorded}**"
     cells = (entry, result["versions"], program.style, result["updates"], steps, bits, _findings(program, result))
-    return "| " + " | ".join(map(str, cells)) + " |"
+    return entry_of(*map(str, cells))
+
+
+def entry_of(entry: str, versions: str, style: str, updates: str, steps: str, bits: str, findings: str) -> str:
+    """Return what the page says of one program."""
+    facts = f"- {entry}; {versions}; updates: {updates}; steps recorded: {steps}; bits: {bits}."
+    return "\n".join([_wrapped(facts), _wrapped(f"  What it is: {style}."), _wrapped(f"  Findings: {findings}.")])
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 128, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _findings(program: Program, result: dict[str, Any]) -> str:

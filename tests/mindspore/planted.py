@@ -202,7 +202,7 @@ FIXED = Training(audit={"schedule": lambda step: 1e-2})
 BUGS = (
     Bug("the optimizer keeps a parameter that the model has replaced", Training(stale), 0),
     Bug("a parameter is left out of the optimizer", Training(all_but_the_first), 0),
-    Bug("moments are lost and the count of steps goes on", Training(between=at_planted(lost_moments))),
+    Bug("moments are lost, steps are counted on", Training(between=at_planted(lost_moments))),
     Bug("moments of two parameters are swapped", Training(between=at_planted(swapped))),
     Bug("a tie is broken: the head is a copy of the embedding", Training(between=at_planted(broken_tie))),
     Bug("a bit of a weight flips between two steps", Training(between=at_planted(flipped_bit))),
@@ -215,7 +215,7 @@ BUGS = (
     Bug(
         "the optimizer is called twice a step",
         Training(updates=lambda step: 1 + (step >= PLANTED)),
-        missed="some algorithms do that on purpose: the counts of calls and of steps agree",
+        missed="some algorithms do that on purpose, and the counts of calls agree",
     ),
     Bug(
         "an update is left out",

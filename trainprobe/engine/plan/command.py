@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from trainprobe.engine.plan.loading import load_plan
 from trainprobe.engine.plan.model import DetailRule, Histogram, Plan, SliceRule
 from trainprobe.errors import OutputError
 
+WIDTH = 128  # of a line of docs/plan.md
 _SECTIONS = {"details": DetailRule, "slice": SliceRule, "histogram": Histogram}
 
 
@@ -79,7 +81,7 @@ def explain_text() -> str:
     lines = ["# Plan", "", "A plan is YAML, JSON, a dict or keyword arguments. Every key is checked.", ""]
     lines += [*_explain(Plan)]
     for name, section in _SECTIONS.items():
-        lines += [f"## An entry of `{name}`", "", _one_line(section.__doc__ or ""), "", *_explain(section)]
+        lines += [f"## An entry of `{name}`", "", _wrapped(_one_line(section.__doc__ or "")), "", *_explain(section)]
     return "\n".join(lines)
 
 
@@ -87,7 +89,8 @@ def _explain(model: type[BaseModel]) -> Iterator[str]:
     properties = model.model_json_schema()["properties"]
     for name, field in model.model_fields.items():
         default = "required" if field.is_required() else f"default {_written(properties[name].get('default'))}"
-        yield f"- **{name}** ({default}{_choices(properties[name])}): {_one_line(field.description or '')}"
+        text = f"- **{name}** ({default}{_choices(properties[name])}): {_one_line(field.description or '')}"
+        yield _wrapped(text, "  ")
     yield ""
 
 
@@ -98,6 +101,10 @@ def _choices(schema: dict[str, Any]) -> str:
 
 def _written(value: Any) -> str:
     return "nothing" if value in (None, []) else f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _one_line(text: str) -> str:

@@ -1,0 +1,50 @@
+"""What docs/design.md says of the tree and of the road of a tensor is true, and no page has a line that has to be scrolled."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.road import LEVELS, road
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+LONGEST = 128
+LONG_LINES = {"docs/migration.md": 3}  # of tables that tests compare word for word with what was measured
+ELSEWHERE = re.compile(r"docs/(op_check.*|dump_compare|ckpt_.*|mindspore|run_log)\.md")
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_road_of_a_tensor_is_as_long_as_the_page_says(level):
+    said = re.search(rf"\| `{level}` \| (\d+) \| (\d+) \| (\d+) \|", PAGE)
+    assert said is not None
+    measured = road(level)
+    assert round(measured["calls_a_value"]) == int(said[1]) <= 30, measured
+    assert len(measured["files"]) == int(said[2]), measured
+    assert all(f"`{name}`" in PAGE for name in measured["files"]), measured
+
+
+def test_every_place_that_the_page_names_is_there():
+    named = set(re.findall(r"`([a-z_/]+(?:/|\.py|\.c|\.h|\.md))`", PAGE))
+    assert len(named) > 40
+    folders = (ROOT, ROOT / "trainprobe", ROOT / "trainprobe/engine/arrays/native")
+    assert {name for name in named if not any((folder / name).exists() for folder in folders)} == set()
+
+
+def test_every_room_and_file_of_the_package_is_on_the_page():
+    package = ROOT / "trainprobe"
+    rooms = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
+    rooms |= {f"engine/{path.name}/" for path in (package / "engine").iterdir() if (path / "__init__.py").exists()}
+    files = {path.name for path in package.glob("*.py")} | {f"engine/{path.name}" for path in (package / "engine").glob("*.py")}
+    files -= {"__init__.py", "__main__.py", "engine/__init__.py"}
+    assert {name for name in rooms | files if f"`{name}`" not in PAGE} == set()
+
+
+def test_no_line_of_a_page_is_longer_than_a_window():
+    lines = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8").splitlines() for page in PAGES}
+    found = {name: sum(len(line) > LONGEST for line in page) for name, page in lines.items() if not ELSEWHERE.fullmatch(name)}
+    assert {name: n for name, n in found.items() if n} == LONG_LINES
