@@ -96,7 +96,7 @@ def test_modules_of_other_names_are_paired_across_layouts(dumps, renamed, capsys
     code, said, found = compared(dumps, "renamed", layout, capsys)
     assert code == 1, said
     assert "have other names in B and were paired by structure" in said
-    pairs = {call["a"]: (call["b"], call["paired_by"]) for call in found["calls"]}
+    pairs = {call["a"]: (call["b"].replace(".FSDP", "."), call["paired_by"]) for call in found["calls"]}
     assert pairs["Module.blocks.1.widen.Linear.forward.0"] == ("Module.layers.1.up.Linear.forward.0", "equal weights")
     assert pairs["Module.blocks.1.bend.GELU.forward.0"] == ("Module.layers.1.act.GELU.forward.0", "order of calls and shapes")
     assert pairs["Module.blocks.1.Block.forward.0"] == ("Module.layers.1.Block.forward.0", "what it calls")

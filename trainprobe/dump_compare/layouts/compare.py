@@ -35,6 +35,7 @@ from trainprobe.dump_compare.layouts.splits import Role, joins
 from trainprobe.dump_compare.layouts.states import add_states, cuts_of_weights, held_gradients
 from trainprobe.dump_compare.layouts.topology import other_layouts
 from trainprobe.dump_compare.pairing import CallPair, RankPair, pair_steps, ranks_of
+from trainprobe.dump_compare.renamed.by_structure import Structure
 from trainprobe.dump_compare.spread import Run, in_turn, suitable, without_agreeing
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.errors import CompareError
@@ -61,7 +62,7 @@ def compare_layouts(
     summed = settle_averaging(*tables) if all(rank.step_data.states for rank in (*a, *b)) else ""
     structure = pair_names(sides, rename)
     rename = structure.renaming(rename)
-    maker = _Maker(tables, sides, known, rename, {other: name for name, (other, _) in structure.pairs.items()})
+    maker = _Maker(tables, sides, known, rename, structure)
     tables[0].rename(rename)
     pairs = maker.pairs()
     add_states(pairs, sides, lambda name: renamed_parameter(name, rename))
@@ -88,10 +89,11 @@ class _Maker:
         sides: tuple[JoinedSide, JoinedSide],
         known: Splits,
         rename: Callable[[str], str],
-        in_a: Mapping[str, str],
+        structure: Structure,
     ) -> None:
         self._tables, self._sides, self._known, self._rename = tables, sides, known, rename
-        self._in_a = in_a  # module of B → its name in A, where that is another
+        self._in_a = {other: name for name, (other, _) in structure.pairs.items()}  # module of B → its other name in A
+        self._looked_through = structure.looked_through
         self._unjoined: dict[str, None] = {}
         self._blind: dict[str, None] = {}  # values of which a dump holds nothing, and why
         self._alone: list[dict[str, Key]] = [{}, {}]
@@ -193,7 +195,12 @@ class _Maker:
         """
         said: list[str] = []
         for side, alone in zip("AB", self._alone, strict=True):
-            found = [text for text, key in alone.items() if (key[0] == kind and self._both_reduce(key)) == of_kind]
+            through = self._looked_through["AB".index(side)]
+            found = [
+                text
+                for text, key in alone.items()
+                if (key[0] == kind and self._both_reduce(key)) == of_kind and key[1] not in through
+            ]
             if found:
                 said.append(f"{len(found)} calls are in {side} alone; the first is {found[0]}")
         return said

@@ -55,6 +55,10 @@ class _LooksOfRanks(Looks):
         """Return the sizes of a module's weights."""
         return tuple(sorted(self._whole.get(name, (0, ()))[0] for name in _weights(module)))
 
+    def results(self, module: Module) -> Hashable:
+        """Return nothing: how much a module gives is another in each layout."""
+        return None
+
     def weights(self, module: Module) -> Hashable:
         """Return the extremes of a module's whole weights."""
         names = _weights(module)

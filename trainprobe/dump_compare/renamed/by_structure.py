@@ -30,7 +30,6 @@ from trainprobe.dump_compare.renamed.modules import (
     is_root,
     modules_of,
     passes_on,
-    result_size,
 )
 
 Evidence = Literal["equal weights", "order of calls and shapes", "what it calls"]
@@ -114,7 +113,7 @@ def pair_trees(
     partners = {**known, **{name: sides[1][other] for name, (other, _) in found.pairs.items()}}
     _by_order(found, sides, partners, looks)
     partners |= {name: sides[1][other] for name, (other, _) in found.pairs.items()}
-    _by_what_they_call(found, lone, partners)
+    _by_what_they_call(found, lone, partners, looks)
     partners |= {name: sides[1][other] for name, (other, _) in found.pairs.items()}
     paired = set(partners), {module.name for module in partners.values()}
     still = tuple([module for module in side if module.name not in names] for side, names in zip(lone, paired, strict=True))
@@ -226,7 +225,10 @@ def _score(a: Module, b: Module, partners: Mapping[str, Module]) -> float:
 
 
 def _by_what_they_call(
-    found: Structure, lone: tuple[Sequence[Module], Sequence[Module]], partners: Mapping[str, Module]
+    found: Structure,
+    lone: tuple[Sequence[Module], Sequence[Module]],
+    partners: Mapping[str, Module],
+    looks: tuple[Looks, Looks],
 ) -> None:
     """Pair modules that call others: those whose inner modules with partners are the same; of nested ones in order."""
     names = set(partners), {module.name for module in partners.values()}
@@ -238,20 +240,16 @@ def _by_what_they_call(
                 chains[i][frozenset(partners[name].name for name in leaves) if i == 0 else frozenset(leaves)].append(module)
     for key, mine in chains[0].items():
         theirs = chains[1].get(key, [])
-        for one, other in _nested(mine, theirs):
+        for one, other in _nested(mine, theirs, looks):
             found.pairs[one.name] = other.name, "what it calls"
 
 
-def _nested(a: Sequence[Module], b: Sequence[Module]) -> list[tuple[Module, Module]]:
+def _nested(a: Sequence[Module], b: Sequence[Module], looks: tuple[Looks, Looks]) -> list[tuple[Module, Module]]:
     """Return pairs of modules that call the same ones and stand within each other: of equal results, from the inside."""
     a, b = sorted(a, key=_depth, reverse=True), sorted(b, key=_depth, reverse=True)
-    forms = [_results(module) for module in a], [_results(module) for module in b]
+    forms = [looks[0].results(module) for module in a], [looks[1].results(module) for module in b]
     blocks = SequenceMatcher(None, *forms, autojunk=False).get_matching_blocks()
     return [(a[block.a + k], b[block.b + k]) for block in blocks for k in range(block.size)]
-
-
-def _results(module: Module) -> Hashable:
-    return result_size(module), module.calls
 
 
 def _depth(module: Module) -> int:

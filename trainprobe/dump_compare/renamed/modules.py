@@ -73,6 +73,10 @@ class Looks:
         """Return what two modules have in common that may belong together."""
         return form(module)
 
+    def results(self, module: Module) -> Hashable:
+        """Return what two modules give that call the same ones."""
+        return result_size(module), module.calls
+
     def weights(self, module: Module) -> Hashable:
         """Return what hardly two modules share: the numbers of their weights; None where these tell nothing."""
         return weights_look(module, self.side)
