@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.dump_compare.runs import Way, train
 from trainprobe.cli import main
-from trainprobe.dump_compare.apart import apart
 from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.intervals import interval
 from trainprobe.engine.core.step_data import entry_name, slots
 
 PLAN = {"level": "L0", "task": "tensor"}
@@ -53,7 +53,7 @@ def test_rounding_is_as_the_run_measured_it_whichever_side_it_repeats(runs, tmp_
         for value in call["values"]:
             if call["step"] == 0 and value["floor"]:
                 key = call["a"], value["slot"]
-                assert value["floor"] == pytest.approx(apart(sides[0], values[0][key], sides[1], values[1][key]).high)
+                assert value["floor"] == pytest.approx(interval(sides[0], values[0][key], sides[1], values[1][key]).high)
                 measured += 1
     assert measured > 20
 

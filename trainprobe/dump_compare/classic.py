@@ -47,12 +47,12 @@ def compare(
     Returns the exit code of `dump-compare`. Raises UsageError for arguments that cannot be used, FormatError where there is no
     dump, OutputError where nothing can be written.
     """
-    told = {_OLD_KEYS.get(key, key): value for key, value in _read(input_param).items()}
-    paths = [told.get(key) for key in ("npu_path", "bench_path")]
+    arguments = {_OLD_KEYS.get(key, key): value for key, value in _read(input_param).items()}
+    paths = [arguments.get(key) for key in ("npu_path", "bench_path")]
     if not all(paths):
         raise UsageError("compare: input_param needs npu_path and bench_path, the dump.json of both sides")
     mapping = _mapping_of(others)
-    _say_without_effect({**{key: value for key, value in told.items() if key not in ("npu_path", "bench_path")}, **others})
+    _say_without_effect({**{key: value for key, value in arguments.items() if key not in ("npu_path", "bench_path")}, **others})
     a, b = (Path(str(path)) for path in paths)
     return _compare(a, b, Path(output_path), suffix, xlsx, auto_analyze, mapping).code
 
@@ -112,7 +112,7 @@ def advice(ranks: list[Compared], conclusion: Conclusion) -> str:
     if conclusion.first is not None:
         rank, first = conclusion.first
         lines += [f"Compared: {rank.at.a} (NPU) and {rank.at.b} (Bench), {len(rank.calls)} calls."]
-        lines += [f"  {value.slot}: {value.apart.low:.1e} apart ({value.apart.evidence})" for value in first.values]
+        lines += [f"  {value.slot}: {value.interval.low:.1e} apart ({value.interval.evidence})" for value in first.values]
     return "\n".join(lines) + "\n"
 
 
@@ -121,12 +121,12 @@ def _read(input_param: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         return input_param
     path = Path(input_param)
     try:
-        told = orjson.loads(path.read_bytes())
+        arguments = orjson.loads(path.read_bytes())
     except ValueError as error:
         raise FormatError(f"{path} is no JSON: {error}") from error
-    if not isinstance(told, dict):
+    if not isinstance(arguments, dict):
         raise FormatError(f'{path} is no object of arguments: expected {{"npu_path": …, "bench_path": …}}')
-    return told
+    return arguments
 
 
 def _say_without_effect(given: Mapping[str, Any]) -> None:

@@ -204,17 +204,20 @@ def compare_rank(
     calls, sides, notes, by_structure = _paired(*sides, rename, mapping)
 
     def measure(judged: Sequence[Judged]) -> None:
-        for path, name, told in ((floor, "--floor", measure_floor), (high_precision, "--high-precision", measure_truth)):
+        for path, name, measure_with in (
+            (floor, "--floor", measure_floor),
+            (high_precision, "--high-precision", measure_truth),
+        ):
             if path is None:
                 continue
-            if path.is_file() and told is measure_floor:
+            if path.is_file() and measure_with is measure_floor:
                 measure_condition(judged, sides, path, (pair.step, pair.rank))
                 continue
             folder = find_rank(path, pair.step, pair.rank)
             if folder is None:
                 notes.append(f"{name} {path} has no step {pair.step} of rank {pair.rank}")
             else:
-                told(judged, sides, Side(folder))
+                measure_with(judged, sides, Side(folder))
 
     steps = [side.step_data.step for side in sides]
     if steps[0] != steps[1]:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainprobe.dump_compare.apart import Apart
 from trainprobe.dump_compare.arguments import given_alone
 from trainprobe.dump_compare.distances import SLACK, Distance
+from trainprobe.dump_compare.intervals import Interval
 from trainprobe.dump_compare.judge import Judged, Outcome, enclosing
 from trainprobe.dump_compare.pairing import RankPair
 from trainprobe.engine.core.naming import ROOT
@@ -131,7 +131,7 @@ def _other_weights(calls: Sequence[Judged], start: float) -> list[Judged]:
 
 
 def _is_a_weight(call: Call, value: Distance) -> bool:
-    return value.slot.startswith("parameters") and value.apart.low > 0
+    return value.slot.startswith("parameters") and value.interval.low > 0
 
 
 def _other_losses(calls: Sequence[Judged]) -> list[Judged]:
@@ -152,12 +152,12 @@ def _place(judged: Judged) -> int:
 def _first_result(calls: Sequence[Judged]) -> float:
     """Return the place of the first call whose results are apart, of nested ones the innermost; of none, that of the end."""
     differ = (judged for judged in calls if judged.outcome != "identical")
-    apart = [judged for judged in differ if any(value.result and _is_apart(value.apart) for value in judged.values)]
+    apart = [judged for judged in differ if any(value.result and _is_apart(value.interval) for value in judged.values)]
     outer = {id(call) for judged in apart for call in enclosing(judged.pair.a)}
     return min((judged.pair.place for judged in apart if id(judged.pair.a) not in outer), default=math.inf)
 
 
-def _is_apart(far: Apart) -> bool:
+def _is_apart(far: Interval) -> bool:
     return far.high > 0 and far.evidence != "absent"
 
 
@@ -212,7 +212,7 @@ def _rounding(judged: Judged, value: Distance) -> str:
 
 
 def _far(value: Distance) -> str:
-    far = value.apart
+    far = value.interval
     if far.evidence == "replicas":
         return f"{value.slot}: {far.note}, at least {far.low:.1e} apart"
     exact = "" if far.evidence == "values" else "at least "
@@ -253,10 +253,12 @@ def _about_missing(missing: Sequence[tuple[Compared, Judged]]) -> list[str]:
     if alone:
         side = "A" if alone[0][1].pair.b is None else "B"
         said = [f"{len(alone)} calls have no partner; the first is {_where(*alone[0])}, which is in {side} alone"]
-    results = [(at, value) for at in missing for value in at[1].values if value.apart.evidence == "absent"]
+    results = [(at, value) for at in missing for value in at[1].values if value.interval.evidence == "absent"]
     if results:
         at, value = results[0]
-        said.append(f"{len(results)} results have no partner; the first is {value.slot} of {_where(*at)}, {value.apart.note}")
+        said.append(
+            f"{len(results)} results have no partner; the first is {value.slot} of {_where(*at)}, {value.interval.note}"
+        )
     return said
 
 
@@ -278,7 +280,7 @@ def _about_unread(ranks: Sequence[Compared]) -> list[str]:
 def _about_rounding(ranks: Sequence[Compared]) -> list[str]:
     """Return who says what rounding explains: a third run, or a model of it."""
     differ = [judged for rank in ranks for judged in rank.calls if judged.outcome != "identical"]
-    apart = [value for judged in differ for value in judged.values if value.result and _is_apart(value.apart)]
+    apart = [value for judged in differ for value in judged.values if value.result and _is_apart(value.interval)]
     measured = sum(value.floor > 0 for value in apart)
     if not apart:
         return []

@@ -8,9 +8,9 @@ from functools import lru_cache
 from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
-from trainprobe.dump_compare.apart import ALIKE, MASKED, SAME, Apart, apart_all, format_name
 from trainprobe.dump_compare.call_slots import is_result, named_values
 from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.intervals import ALIKE, MASKED, SAME, Interval, format_name, intervals
 from trainprobe.dump_compare.pairing import CallPair
 from trainprobe.engine.compare.number_formats import FORMATS, coarser
 from trainprobe.engine.core.records import Call, Value
@@ -33,7 +33,7 @@ class Distance(NamedTuple):
     """
 
     slot: str
-    apart: Apart
+    interval: Interval
     result: bool
     epsilon: float
     formats: str = ""
@@ -44,13 +44,13 @@ class Distance(NamedTuple):
     @property
     def low(self) -> float:
         """Return the lower end of the distance, relative to what was summed to get the value; as it is beside a floor."""
-        return self.apart.low / (1.0 if self.floor else self.cancelled)
+        return self.interval.low / (1.0 if self.floor else self.cancelled)
 
     @property
     def another(self) -> bool:
         """Return whether the two are not the same stored numbers, in whatever format."""
-        unknown = self.apart.evidence == "bits" and math.isinf(self.apart.high)
-        return unknown or self.apart.low > SLACK * self.epsilon
+        unknown = self.interval.evidence == "bits" and math.isinf(self.interval.high)
+        return unknown or self.interval.low > SLACK * self.epsilon
 
 
 class _Matched(NamedTuple):
@@ -87,7 +87,7 @@ def measure_calls(pairs: Sequence[CallPair], a: Side, b: Side) -> list[Measured]
         else:
             left += each.left  # type: ignore[arg-type]
             right += each.right  # type: ignore[arg-type]
-    found = iter(apart_all(a, left, b, right))
+    found = iter(intervals(a, left, b, right))
     known = _Known()
     return [_measured(pair, each, found, known) for pair, each in zip(pairs, matched, strict=True)]
 
@@ -100,7 +100,7 @@ class _Form(NamedTuple):
 
     formats: Sequence[tuple[float, str]]
     own: float
-    agreeing: dict[tuple[Apart, ...], Measured]
+    agreeing: dict[tuple[Interval, ...], Measured]
 
 
 _NOT_MEASURED = Measured([], 0.0)
@@ -140,7 +140,7 @@ class _Known:
             self.formats[pair] = found
         return found
 
-    def distance(self, slot: str, far: Apart, result: bool, epsilon: float, formats: str) -> Distance:
+    def distance(self, slot: str, far: Interval, result: bool, epsilon: float, formats: str) -> Distance:
         """Return a distance; one object for all values that are apart by nothing, as most are."""
         if far.low or not (far.evidence == "statistics" or far is SAME):
             return Distance(slot, far, result, epsilon, formats)
@@ -151,7 +151,7 @@ class _Known:
         return found
 
 
-def _measured(pair: CallPair, matched: _Matched, found: Iterator[Apart], known: _Known) -> Measured:
+def _measured(pair: CallPair, matched: _Matched, found: Iterator[Interval], known: _Known) -> Measured:
     if pair.a is None or pair.b is None:
         return _NOT_MEASURED
     form, call = known.form(matched), pair.a
@@ -177,16 +177,16 @@ def _measured(pair: CallPair, matched: _Matched, found: Iterator[Apart], known: 
     return measured
 
 
-def _of_pairs(matched: _Matched, found: Iterator[Apart]) -> Iterator[Apart | None]:
+def _of_pairs(matched: _Matched, found: Iterator[Interval]) -> Iterator[Interval | None]:
     """Yield how far each pair of values is apart; None for what only one side is given."""
     for x, y, result in zip(matched.left, matched.right, matched.results, strict=True):
         if x is not None and y is not None:
             yield next(found)
         else:
-            yield Apart(0.0, math.inf, "absent", f"in {'B' if x is None else 'A'} alone") if result else None
+            yield Interval(0.0, math.inf, "absent", f"in {'B' if x is None else 'A'} alone") if result else None
 
 
-def _of_the_call(far: Apart, call: Call, slot: str, result: bool) -> Apart:
+def _of_the_call(far: Interval, call: Call, slot: str, result: bool) -> Interval:
     """Return what a distance says of a call."""
     if _is_overwritten(call, slot):
         return SAME

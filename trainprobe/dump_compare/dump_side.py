@@ -139,11 +139,11 @@ def column_of(numbers: Sequence[float | None]) -> tuple[npt.NDArray[np.float64],
 
 def gathered(side: Side, values: Sequence[Value]) -> Columns:
     """Return what a side says of values that it is asked for one by one."""
-    told = [side.numbers(value) for value in values]
+    statistics = [side.numbers(value) for value in values]
     bits = [side.bits(value) for value in values]
     kinds = {kind for each in bits for kind in each if kind in _BITS}
     return Columns(
-        {name: column_of([each.get(name) for each in told]) for name in STATISTICS},
+        {name: column_of([each.get(name) for each in statistics]) for name in STATISTICS},
         {
             kind: (np.array([each.get(kind, 0) for each in bits], np.uint64), np.array([kind in each for each in bits], bool))
             for kind in kinds

@@ -52,7 +52,7 @@ def pair_frameworks(
     left out. mapped: whether the user names values that belong together, so that no call needs a partner by name.
     looked_through: see pair_calls.
     """
-    mine, theirs = (_Named(side, _told(apis, side.step_data.framework)) for side in (a, b))
+    mine, theirs = (_Named(side, _user_ops(apis, side.step_data.framework)) for side in (a, b))
     shares = mine if a.step_data.framework == "pytorch" else theirs
     pairs = pair_calls(mine.calls, theirs.calls, rename, looked_through)
     found = [pair for pair in pairs if (pair.a is not None and pair.b is not None) or _kind(pair) != "op"]
@@ -91,7 +91,7 @@ def op_names() -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _UserOp:
     """What a user says of an op: its common name, and the places of arguments and outputs that count; all where none are."""
 
     common: str
@@ -99,11 +99,11 @@ class _Told:
     outputs: Sequence[int] = ()
 
 
-def _told(apis: Sequence[Api], framework: str) -> dict[str, _Told]:
+def _user_ops(apis: Sequence[Api], framework: str) -> dict[str, _UserOp]:
     """Return op as a framework's dump names it → what a user says of it."""
     side = 0 if framework == "mindspore" else 1
     return {
-        (api.mindspore, api.pytorch)[side]: _Told(
+        (api.mindspore, api.pytorch)[side]: _UserOp(
             f"{api.mindspore} = {api.pytorch}", [pair[side] for pair in api.args], [pair[side] for pair in api.outputs]
         )
         for api in apis
@@ -122,12 +122,12 @@ def common_name(name: str) -> str | None:
 class _Named:
     """Calls of one side by common names.
 
-    told: what a user says of ops. calls: copies. left_out: how many op calls have no common name. others: id of a backward
+    user_ops: what a user says of ops. calls: copies. left_out: how many op calls have no common name. others: id of a backward
     copy → the inputs whose tensors other calls were given too.
     """
 
     side: Side
-    told: Mapping[str, _Told] = field(default_factory=dict[str, _Told])
+    user_ops: Mapping[str, _UserOp] = field(default_factory=dict[str, _UserOp])
     calls: list[Call] = field(default_factory=list[Call])
     left_out: int = 0
     others: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
@@ -190,8 +190,8 @@ class _Named:
     def _op_forward(self, call: Call, key: tuple[str, int], common: str) -> None:
         made = _copied(call)
         made.args, made.kwargs, made.out = _tensors(call.args), None, _tensors(call.out)[:1]
-        if call.name in self.told:
-            self._take_told(made, call, self.told[call.name])
+        if call.name in self.user_ops:
+            self._take_user_op(made, call, self.user_ops[call.name])
         if common == "embedding" and len(made.args) > 1 and "int" not in made.args[0].dtype.lower():
             made.args = [made.args[1], made.args[0], *made.args[2:]]
         self._last = None
@@ -204,14 +204,14 @@ class _Named:
         self._products[key] = made
 
     def _common(self, name: str) -> str | None:
-        return self.told[name].common if name in self.told else common_name(name)
+        return self.user_ops[name].common if name in self.user_ops else common_name(name)
 
-    def _take_told(self, made: Call, call: Call, told: _Told) -> None:
+    def _take_user_op(self, made: Call, call: Call, op: _UserOp) -> None:
         """Take the arguments and outputs of an op that a user names, in that order."""
         given = [*(call.args or ()), *(call.kwargs or {}).values()]
         results = call.out if isinstance(call.out, list | tuple) else [call.out]
-        made.args = _tensors([given[i] for i in told.args if i < len(given)] if told.args else given)
-        made.out = _tensors([results[i] for i in told.outputs if i < len(results)] if told.outputs else results)
+        made.args = _tensors([given[i] for i in op.args if i < len(given)] if op.args else given)
+        made.out = _tensors([results[i] for i in op.outputs if i < len(results)] if op.outputs else results)
 
     def _add_bias(self, call: Call, key: tuple[str, int]) -> None:
         """Make a product and the bias that is added to it one linear."""

@@ -97,7 +97,7 @@ class Judged:
     def worst(self) -> Distance | None:
         """Return the result that is furthest apart; of a call without results, what it is given."""
         results = [value for value in self.values if value.result] or self.values
-        return max(results, key=lambda value: (value.low, value.apart.high), default=None)
+        return max(results, key=lambda value: (value.low, value.interval.high), default=None)
 
 
 def judge_calls(
@@ -165,7 +165,7 @@ def _explain(judged: Sequence[Judged]) -> None:
         if call.kind == "op" and _may_jump(one, noise):
             one.given = math.inf
         for value in one.values:
-            if value.apart.low > 0 and value.result and noise < value.low < math.inf:
+            if value.interval.low > 0 and value.result and noise < value.low < math.inf:
                 noise = value.low
 
 
@@ -184,7 +184,7 @@ def _may_jump(one: Judged, noise: float) -> bool:
     jumps, chooses = _is_a_jump(one.call.name)
     if not jumps:
         return False
-    unseen = any(not value.result and value.epsilon == 0 and value.apart.evidence == "statistics" for value in one.values)
+    unseen = any(not value.result and value.epsilon == 0 and value.interval.evidence == "statistics" for value in one.values)
     return one.given > 0 or (chooses and unseen and noise > 0)
 
 
@@ -204,7 +204,7 @@ def _see_cancellation(judged: Sequence[Judged], a: Side, b: Side) -> None:
         if mine is None or theirs is None:
             continue
         for i, value in enumerate(one.values):
-            if value.result and value.epsilon and not value.floor and SLACK * one.own < value.apart.low < math.inf:
+            if value.result and value.epsilon and not value.floor and SLACK * one.own < value.interval.low < math.inf:
                 terms = terms or (Terms(a.step_data.calls, a), Terms(b.step_data.calls, b))
                 sides = ((call, value.slot, side) for call, side in zip((mine, theirs), terms, strict=True))
                 times = cancelled(sides)
@@ -232,21 +232,21 @@ def _with_distances(pair: CallPair, measured: Measured) -> Judged:
 
 def _outcome(one: Judged) -> Outcome:
     results = [value for value in one.values if value.result]
-    if not any([value.apart.high for value in one.values]):  # noqa: C419  (here and below: a third faster)
+    if not any([value.interval.high for value in one.values]):  # noqa: C419  (here and below: a third faster)
         if any([value.formats for value in one.values]):  # noqa: C419
             return "rounding"
         if results:
             return "identical"
     if not results:  # nothing comes out, or nothing was recorded of it: what arrives is told where it comes from
-        unknown = any(value.apart.evidence == "nothing" for value in one.values)
+        unknown = any(value.interval.evidence == "nothing" for value in one.values)
         return "bug" if one.argument else "unknown" if unknown else "carried" if one.given > 0 else "identical"
-    low, high = max([value.low for value in results]), max([value.apart.high for value in results])
+    low, high = max([value.low for value in results]), max([value.interval.high for value in results])
     if high == 0:
         return "identical"
-    if low == 0 and any(value.apart.evidence == "absent" for value in results):
+    if low == 0 and any(value.interval.evidence == "absent" for value in results):
         return "missing"
     if low == 0:
-        unknown = any(value.apart.evidence == "nothing" for value in results)
+        unknown = any(value.interval.evidence == "nothing" for value in results)
         return "unknown" if unknown else "carried" if one.given > 0 else "suspicious"
     return max([_of_result(one, value) for value in results], key=_GRAVITY.index)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import orjson
 
-from trainprobe.dump_compare.apart import Apart, apart
 from trainprobe.dump_compare.dump_side import Side
+from trainprobe.dump_compare.intervals import Interval, interval
 from trainprobe.dump_compare.judge import Judged
 from trainprobe.dump_compare.pairing import pair_calls
 from trainprobe.engine.core.records import Call
@@ -49,7 +49,7 @@ def measure_condition(judged: Sequence[Judged], sides: Sides, path: Path, at: tu
         results = [i for i, value in enumerate(one.values) if value.result]
         responses = [x for x in found.get("response", ()) if isinstance(x, float)]
         for place, i in enumerate(results):
-            if responses and one.values[i].apart.high:
+            if responses and one.values[i].interval.high:
                 own = responses[place] if len(responses) == len(results) else max(responses)
                 one.values[i] = one.values[i]._replace(floor=own)
         one.given *= max(1.0, found.get("condition") or 1.0)
@@ -71,21 +71,21 @@ def measure_truth(judged: Sequence[Judged], sides: Sides, run: Side) -> None:
         one.values[i] = one.values[i]._replace(from_truth=(far_a.low, far_b.low))
 
 
-def _distances(judged: Sequence[Judged], sides: Sides, run: Side) -> Iterator[tuple[Judged, int, Apart, Apart]]:
+def _distances(judged: Sequence[Judged], sides: Sides, run: Side) -> Iterator[tuple[Judged, int, Interval, Interval]]:
     """Yield a call, the place of a result that is apart in it, and the distances of both sides from the third run."""
     partners = [_partners(side, run) for side in sides]
     for one in judged:
         mine, theirs = one.pair.a, one.pair.b
-        if mine is None or theirs is None or not any(value.result and value.apart.high for value in one.values):
+        if mine is None or theirs is None or not any(value.result and value.interval.high for value in one.values):
             continue
         partner = partners[0].get(id(mine)) or partners[1].get(id(theirs))
         if partner is None:
             continue
         left, right, third = dict(slots(mine)), dict(slots(theirs)), dict(slots(partner))
         for i, value in enumerate(one.values):
-            if value.result and value.apart.high and all(value.slot in each for each in (left, right, third)):
+            if value.result and value.interval.high and all(value.slot in each for each in (left, right, third)):
                 c = third[value.slot]
-                far = apart(sides[0], left[value.slot], run, c), apart(sides[1], right[value.slot], run, c)
+                far = interval(sides[0], left[value.slot], run, c), interval(sides[1], right[value.slot], run, c)
                 if not any(each.evidence in ("nothing", "shape") for each in far):
                     yield one, i, *far
 

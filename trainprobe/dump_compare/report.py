@@ -32,7 +32,7 @@ def show(ranks: Sequence[Compared], conclusion: Conclusion, console: Console, mo
     if conclusion.first is None:
         return
     rank, first = conclusion.first
-    odd = [
+    differing = [
         judged
         for judged in rank.calls
         if judged.pair.place >= first.pair.place and judged.outcome not in ("identical", "rounding")
@@ -42,11 +42,11 @@ def show(ranks: Sequence[Compared], conclusion: Conclusion, console: Console, mo
         table.add_column(
             head, no_wrap=head != "call", justify="right" if head in ("apart", "given", "own rounding") else "left"
         )
-    for judged in odd[:most]:
+    for judged in differing[:most]:
         table.add_row(*_cells(judged, rank.framework))
     console.print(table)
-    if len(odd) > most:
-        console.print(Text(f"… and {len(odd) - most} more calls of this rank (--json lists all)"))
+    if len(differing) > most:
+        console.print(Text(f"… and {len(differing) - most} more calls of this rank (--json lists all)"))
 
 
 def _cells(judged: Judged, framework: str) -> tuple[str | Text, ...]:
@@ -55,10 +55,10 @@ def _cells(judged: Judged, framework: str) -> tuple[str | Text, ...]:
     name = entry_name(judged.call, framework)
     if worst is None:
         return name, "", "", "", "", judged.argument and "argument", verdict
-    apart = "?" if worst.apart.low == 0 < worst.apart.high else f"{worst.apart.low:.1e}"
+    apart = "?" if worst.interval.low == 0 < worst.interval.high else f"{worst.interval.low:.1e}"
     given = "?" if math.isinf(judged.given) else f"{judged.given:.1e}"
     own = f"{judged.rounding(worst):.1e}{' measured' if worst.floor else ''}"
-    return name, worst.slot, apart, given, own, worst.apart.evidence, verdict
+    return name, worst.slot, apart, given, own, worst.interval.evidence, verdict
 
 
 def write_json(ranks: Sequence[Compared], conclusion: Conclusion, path: Path) -> None:
@@ -93,10 +93,10 @@ def _described(rank: Compared, judged: Judged) -> ComparedCall:
             ComparedValue(
                 slot=value.slot,
                 result=value.result,
-                low=value.apart.low,
-                high=value.apart.high,
-                evidence=value.apart.evidence,
-                note=value.apart.note,
+                low=value.interval.low,
+                high=value.interval.high,
+                evidence=value.interval.evidence,
+                note=value.interval.note,
                 formats=value.formats,
                 cancelled=value.cancelled,
                 floor=value.floor or None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from trainprobe.dump_compare.apart import Evidence
+from trainprobe.dump_compare.intervals import Evidence
 from trainprobe.dump_compare.judge import Outcome
 from trainprobe.engine.core.json_schema import schema_of, text_of
 
@@ -27,7 +27,7 @@ class ComparedValue:
     high: float | None
     """Upper end of the distance; null stands for infinity."""
     evidence: Evidence
-    """What told the distance."""
+    """What the distance is known by."""
     note: str
     """What else there is to say; empty where nothing is."""
     formats: str

@@ -209,16 +209,16 @@ def _about(one: Judged, slot: str, x: Value | None, y: Value | None, a: Side, b:
 
 
 def _numbers(x: Value | None, y: Value | None, a: Side, b: Side, mode: Mode) -> list[Any]:
-    told = [{} if v is None else side.numbers(v) for v, side in ((x, a), (y, b))]
+    numbers = [{} if v is None else side.numbers(v) for v, side in ((x, a), (y, b))]
     if mode == "md5":
         bits = [{} if v is None else side.bits(v) for v, side in ((x, a), (y, b))]
         return [next((hexadecimal(kind, number) for kind, number in kinds.items()), NONE) for kinds in bits]
-    own = [_cell(numbers.get(key)) for numbers in told for _, key in _STATISTICS]
+    own = [_cell(each.get(key)) for each in numbers for _, key in _STATISTICS]
     if x is None or y is None:
         return [*[UNSUPPORTED] * (len(_ERRORS) if mode == "tensor" else 8), *own]
     if mode == "tensor":
         return [*_errors(a.array(x), b.array(y)), *own]
-    pairs = [(told[0].get(key), told[1].get(key)) for _, key in _STATISTICS]
+    pairs = [(numbers[0].get(key), numbers[1].get(key)) for _, key in _STATISTICS]
     return [*(_difference(p, q) for p, q in pairs), *(_relative(p, q) for p, q in pairs), *own]
 
 
@@ -243,11 +243,11 @@ def _errors(x: npt.NDArray[Any] | None, y: npt.NDArray[Any] | None) -> list[Any]
         return [UNSUPPORTED] * len(_ERRORS)
     epsilon = float(np.finfo(np.result_type(x.dtype, y.dtype, np.float32)).eps)
     p, q = np.asarray(x, np.float64).reshape(-1), np.asarray(y, np.float64).reshape(-1)
-    odd = ~np.isfinite(p) | ~np.isfinite(q)
-    if odd.any():
-        if not np.array_equal(p[odd], q[odd], equal_nan=True):
+    nonfinite = ~np.isfinite(p) | ~np.isfinite(q)
+    if nonfinite.any():
+        if not np.array_equal(p[nonfinite], q[nonfinite], equal_nan=True):
             return [NONE] * len(_ERRORS)
-        p, q = np.where(odd, 0.0, p), np.where(odd, 0.0, q)
+        p, q = np.where(nonfinite, 0.0, p), np.where(nonfinite, 0.0, q)
     if p.size == 0:
         return [UNSUPPORTED] * len(_ERRORS)
     far = np.abs(p - q)
@@ -277,7 +277,7 @@ def _tail(
 
 
 def _ours(one: Judged, distance: Distance | None) -> list[Any]:
-    return [one.outcome, NONE if distance is None else _cell(distance.apart.low), _cell(one.given), _cell(one.own)]
+    return [one.outcome, NONE if distance is None else _cell(distance.interval.low), _cell(one.given), _cell(one.own)]
 
 
 def _accuracy(x: Value | None, y: Value | None, errors: Sequence[Any]) -> str:
@@ -301,11 +301,13 @@ def _result(one: Judged, distance: Distance | None, x: Value | None, y: Value | 
         return "error", [f"shapes {list(x.shape)} and {list(y.shape)}", *says]
     if distance is None or not distance.result:
         return ("warning", says) if says else ("pass", [])
-    if distance.apart.high == 0:
+    if distance.interval.high == 0:
         return "pass", says
     word = _RESULTS[one.outcome]
     if word != "pass":
-        says.append(distance.apart.note or f"{distance.apart.low:.1e} apart, own rounding {one.own:.1e}, given {one.given:.1e}")
+        says.append(
+            distance.interval.note or f"{distance.interval.low:.1e} apart, own rounding {one.own:.1e}, given {one.given:.1e}"
+        )
     return word, says
 
 

@@ -162,7 +162,7 @@ def _described(one: Judged, value: Value, side: Side, distance: Distance | None)
     about |= next(({"md5": hexadecimal(kind, number)} for kind, number in side.bits(value).items()), {})
     if distance is not None:
         about |= {"Apart": str(distance.low), "Verdict": one.outcome}
-        says = "; ".join(text for text in (distance.apart.note, one.argument if distance.result else "") if text)
+        says = "; ".join(text for text in (distance.interval.note, one.argument if distance.result else "") if text)
         about |= {"Reason": says} if says else {}
     return about
 

@@ -44,8 +44,8 @@ def add_arguments(made: tuple[Call, Call], ran: tuple[Sequence[tuple[int, Call]]
 
     Where a rank is given another than the other side, that one counts.
     """
-    told = [[(rank, _arguments(call)) for rank, call in of_side] for of_side in ran]
-    for call, of_side, others in zip(made, told, reversed(told), strict=True):
+    arguments = [[(rank, _arguments(call)) for rank, call in of_side] for of_side in ran]
+    for call, of_side, others in zip(made, arguments, reversed(arguments), strict=True):
         for key in dict.fromkeys(key for _, one in of_side for key in one):
             expected = others[0][1].get(key)
             rank, item = next(

@@ -217,7 +217,9 @@ class _Maker:
         if left:
             said.append(f"{left} calls of collectives and around them are not compared: another layout runs others")
         said += self._operators.notes()
-        said += [f"{told}; they are compared as the optimizer sees them" for told in self._alone_sentences("parameter", True)]
+        said += [
+            f"{sentence}; they are compared as the optimizer sees them" for sentence in self._alone_sentences("parameter", True)
+        ]
         if self._unjoined:
             said.append(f"{len(self._unjoined)} values could not be joined; the first is {next(iter(self._unjoined))}")
         if self._blind:

@@ -134,8 +134,11 @@ def _elementwise(call: Call, given: Given, shape: Shape) -> Lay | None:
 
 def drops_nothing(call: Call) -> bool:
     """Return whether an operator is a dropout that passes on what it is given."""
-    told = plain_arguments(call)
-    p, training = told.get("p", told.get("argument 1", 0.5)), told.get("training", told.get("argument 2", True))
+    arguments = plain_arguments(call)
+    p, training = (
+        arguments.get("p", arguments.get("argument 1", 0.5)),
+        arguments.get("training", arguments.get("argument 2", True)),
+    )
     return call.name.rpartition(".")[2] == "dropout" and (p == 0 or training is False)
 
 
@@ -168,9 +171,13 @@ def _reordered(order: Callable[[Call, int], Sequence[int] | None]) -> Rule:
 
 
 def _transposed(call: Call, dims: int) -> Sequence[int] | None:
-    told, order = plain_arguments(call), [*range(dims)]
+    arguments, order = plain_arguments(call), [*range(dims)]
     last = call.name.rpartition(".")[2]
-    swapped = (0, 1) if last == "t" else (told.get("argument 1", told.get("dim0")), told.get("argument 2", told.get("dim1")))
+    swapped = (
+        (0, 1)
+        if last == "t"
+        else (arguments.get("argument 1", arguments.get("dim0")), arguments.get("argument 2", arguments.get("dim1")))
+    )
     if dims < 2 or not all(isinstance(dim, int) and -dims <= dim < dims for dim in swapped):
         return None
     i, j = (dim % dims for dim in swapped if isinstance(dim, int))
@@ -179,8 +186,8 @@ def _transposed(call: Call, dims: int) -> Sequence[int] | None:
 
 
 def _permuted(call: Call, dims: int) -> Sequence[int] | None:
-    told = call.args[1:] if isinstance(call.args, list) else []
-    flat_list = told[0] if len(told) == 1 and isinstance(told[0], list) else told
+    arguments = call.args[1:] if isinstance(call.args, list) else []
+    flat_list = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list) else arguments
     return [dim % dims for dim in flat_list] if all(isinstance(dim, int) for dim in flat_list) and flat_list else None
 
 
@@ -201,8 +208,8 @@ def _keeping_dims(dim_of: Callable[[Call, int], int | None]) -> Rule:
 
 def _named_dim(place: int, default: int | None = None) -> Callable[[Call, int], int | None]:
     def dim_of(call: Call, dims: int) -> int | None:
-        told = plain_arguments(call)
-        dim = told.get("dim", told.get(f"argument {place}", default))
+        arguments = plain_arguments(call)
+        dim = arguments.get("dim", arguments.get(f"argument {place}", default))
         return dim if isinstance(dim, int) and not isinstance(dim, bool) else None
 
     return dim_of
@@ -253,9 +260,9 @@ def _is_everything(item: Any) -> bool:
 
 
 def _repeat_interleave(call: Call, given: Given, shape: Shape) -> Lay | None:
-    only, told = _cut_among(given), plain_arguments(call)
+    only, arguments = _cut_among(given), plain_arguments(call)
     found = None if only is None else along(*only)
-    times, dim = told.get("argument 1", told.get("repeats")), told.get("dim", told.get("argument 2"))
+    times, dim = arguments.get("argument 1", arguments.get("repeats")), arguments.get("dim", arguments.get("argument 2"))
     if only is None or found is None or len(given) != 1 or not isinstance(times, int) or not isinstance(dim, int):
         return None
     of_cut = dim % len(shape) == len(shape) + found.dim

@@ -194,7 +194,7 @@ def match_pieces(a: Table, b: Table) -> list[Group]:
     """Return which pieces are compared: one with one, micro-batch with micro-batch, or all with all."""
     if len(a.pieces) == len(b.pieces):
         mine, theirs = (_fingerprints(table) for table in (a, b))
-        by_input = {told: piece for piece, told in theirs.items()}
+        by_input = {fingerprint: piece for piece, fingerprint in theirs.items()}
         if len(by_input) == len(b.pieces) and set(mine.values()) == set(by_input):
             return [(i, [piece], [by_input[mine[piece]]]) for i, piece in enumerate(a.pieces)]
         return [(i, [one], [other]) for i, (one, other) in enumerate(zip(a.pieces, b.pieces, strict=True))]

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trainprobe.dump_compare.apart import Apart, apart
 from trainprobe.dump_compare.dump_side import Columns, Side, gathered, norm_of
+from trainprobe.dump_compare.intervals import Interval, interval
 from trainprobe.dump_compare.layouts.rectangles import Box, put_together
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.engine.core.step_data import StoredStepData
@@ -81,7 +81,7 @@ class Join:
 @dataclass(slots=True)
 class _Row:
     join: Join
-    apart: Apart | None = None
+    interval: Interval | None = None
     compared: bool = False
 
 
@@ -118,14 +118,16 @@ class JoinedSide(Side):
     def numbers(self, value: Value) -> Mapping[str, float]:
         """Return the statistics that follow from those of the parts."""
         join = self._rows[value.row].join
-        told = [part.side.numbers(part.value) for part in join.parts if part.size]
+        statistics = [part.side.numbers(part.value) for part in join.parts if part.size]
         weights = [part.weight * join.factor for part in join.parts if part.size]
-        names = [name for name in ("max", "min", "mean", "norm") if told and all(name in each for each in told)]
+        names = [name for name in ("max", "min", "mean", "norm") if statistics and all(name in each for each in statistics)]
         sizes = [part.size for part in join.parts if part.size]
-        if join.how == "terms" and len(told) > 1:
-            sums = [w * each["mean"] * n for w, each, n in zip(weights, told, sizes, strict=True)] if "mean" in names else []
+        if join.how == "terms" and len(statistics) > 1:
+            sums = (
+                [w * each["mean"] * n for w, each, n in zip(weights, statistics, sizes, strict=True)] if "mean" in names else []
+            )
             return {"mean": math.fsum(sums) / math.prod(join.shape)} if sums else {}
-        scaled = {name: [w * each[name] for w, each in zip(weights, told, strict=True)] for name in names}
+        scaled = {name: [w * each[name] for w, each in zip(weights, statistics, strict=True)] for name in names}
         return {name: together(name, numbers, sizes) for name, numbers in scaled.items()}
 
     def columns(self, values: Sequence[Value]) -> Columns:
@@ -160,32 +162,32 @@ class JoinedSide(Side):
         whole = scaled[0] if len(scaled) == 1 else put_together(scaled, join.boxes) if join.boxes else None
         return None if whole is None or whole.size != math.prod(join.shape) else whole.reshape(join.shape)
 
-    def disagreement(self, value: Value) -> Apart | None:
+    def disagreement(self, value: Value) -> Interval | None:
         """Return how far the replica that is furthest from the first is apart from it, None where all agree."""
         row = self._rows[value.row]
         if not row.compared:
             row.compared = True
-            row.apart = _disagreement(self.name, row.join.replicas)
-        return row.apart
+            row.interval = _disagreement(self.name, row.join.replicas)
+        return row.interval
 
     def ranks_of(self, value: Value) -> list[int]:
         """Return the ranks that hold a part of a value."""
         return sorted({part.rank for part in self._rows[value.row].join.parts})
 
 
-def _disagreement(name: str, replicas: Sequence[tuple[Part, Part]]) -> Apart | None:
-    found = [(apart(one.side, one.value, other.side, other.value), one, other) for one, other in replicas]
+def _disagreement(name: str, replicas: Sequence[tuple[Part, Part]]) -> Interval | None:
+    found = [(interval(one.side, one.value, other.side, other.value), one, other) for one, other in replicas]
     found = [each for each in found if each[0].low > 0]
     if not found:
         return None
     far, one, other = max(found, key=lambda each: each[0].low)
     note = f"in {name}, rank {other.rank} holds another copy than rank {one.rank}"
-    return Apart(far.low, far.high, "replicas", note)
+    return Interval(far.low, far.high, "replicas", note)
 
 
 def agree(parts: Sequence[Part]) -> bool:
     """Return whether parts hold the same numbers, as far as the dump says."""
-    return all(apart(a.side, a.value, b.side, b.value).low == 0 for a, b in pairwise(parts))
+    return all(interval(a.side, a.value, b.side, b.value).low == 0 for a, b in pairwise(parts))
 
 
 def together(name: str, numbers: Sequence[float], sizes: Sequence[int]) -> float:

@@ -175,7 +175,7 @@ class OperatorPairs:
 
     def notes(self) -> list[str]:
         """Return how many operators were left out, and why."""
-        told = (
+        reasons = (
             (self._outside, "calls of operators outside modules are not compared, as they may count ranks or micro-batches"),
             (
                 self._others,
@@ -184,7 +184,7 @@ class OperatorPairs:
             (self._unknown, "calls of operators have no known split and were not compared; the first is {first}"),
             (+self._gradients, "gradients are sums over samples, or stand within an operator: not compared, {first} first"),
         )
-        return [f"{counts.total()} {said.format(first=next(iter(counts)))}" for counts, said in told if counts]
+        return [f"{counts.total()} {said.format(first=next(iter(counts)))}" for counts, said in reasons if counts]
 
 
 def _lanes(of: Mapping[Piece, list[Here]], pieces: Sequence[Piece]) -> Lanes:

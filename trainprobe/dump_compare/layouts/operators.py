@@ -95,10 +95,10 @@ class Known:
 
 def _identity(part: Part) -> _Identity:
     """Return what tells a value on its rank; nothing where the dump has no fingerprint and no norm of it, as of masks."""
-    told = part.side.bits(part.value) or part.side.numbers(part.value)
-    if not part.side.bits(part.value) and "norm" not in told:
+    fingerprint = part.side.bits(part.value) or part.side.numbers(part.value)
+    if not part.side.bits(part.value) and "norm" not in fingerprint:
         return ()
-    return id(part.side), part.value.dtype, part.size, *sorted(told.items())
+    return id(part.side), part.value.dtype, part.size, *sorted(fingerprint.items())
 
 
 def forward_joins(
@@ -113,7 +113,7 @@ def forward_joins(
 ) -> dict[str, Joined] | None:
     """Return how the values of an operator make one whole on each side; None where that is not known of one of them.
 
-    calls: of the ranks of either side. known: is told what the operator gives. weights: shapes of gathered weights. trusted:
+    calls: of the ranks of either side. known: takes in what the operator gives. weights: shapes of gathered weights. trusted:
     whether what is the same on all ranks is a copy, as in an optimizer, and not a number that each rank found of its samples.
     sure: whether the calls are known to be the same operator; they must be given the same values if not.
     """
@@ -187,8 +187,8 @@ def _say_the_same(calls: Sequence[Sequence[Call]]) -> bool:
     last = calls[0][0].name.rpartition(".")[2].strip("_")
     if last in _SIZED or last in ELEMENTWISE or last in _PRODUCTS:
         return True
-    told = [plain_arguments(call) for of_side in calls for call in of_side]
-    return all(each == told[0] for each in told)
+    arguments = [plain_arguments(call) for of_side in calls for call in of_side]
+    return all(each == arguments[0] for each in arguments)
 
 
 def _lay_of(whole: Part, parts: Sequence[Part], known: Known) -> Lay | None:
@@ -220,9 +220,9 @@ def _of_lay(parts: Sequence[Part], lay: Lay, shape: tuple[int, ...]) -> Join:
 
 def _are_the_same_bits(parts: Sequence[Part]) -> bool:
     """Return whether all ranks of both sides are given the same bits; a function of those gives the same everywhere."""
-    told = [part.side.bits(part.value) for part in parts]
+    bits = [part.side.bits(part.value) for part in parts]
     return (
-        bool(told[0]) and all(each == told[0] for each in told) and len({(part.shape, part.value.dtype) for part in parts}) == 1
+        bool(bits[0]) and all(each == bits[0] for each in bits) and len({(part.shape, part.value.dtype) for part in parts}) == 1
     )
 
 

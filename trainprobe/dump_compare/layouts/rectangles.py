@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a rank holds: by the shard that its source told, or by a DTensor's mesh and placements."""
+"""Which part of a whole tensor a rank holds: by the shard that its source says, or by a DTensor's mesh and placements."""
 
 from __future__ import annotations
 

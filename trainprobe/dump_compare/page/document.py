@@ -90,7 +90,7 @@ def tree_document(judged: Sequence[Judged], sides: Sides) -> tuple[dict[str, Any
 
 def _far(one: Judged) -> float | str | None:
     worst = one.worst
-    return None if worst is None or worst.apart.evidence in ("nothing", "absent") else _number(worst.low)
+    return None if worst is None or worst.interval.evidence in ("nothing", "absent") else _number(worst.low)
 
 
 def _norm(call: Call, side: Side) -> float | str | None:
@@ -184,7 +184,7 @@ def _value(
         if value is not None and side is not None:
             document[name] = _side(value, side, texts)
     if distance is not None:
-        far = distance.apart
+        far = distance.interval
         document["far"] = [_number(distance.low), _number(far.low), _number(far.high), texts.place(far.evidence)]
         document["result"] = distance.result
         if far.note:
@@ -224,7 +224,7 @@ def _histogram(both: tuple[Value | None, Value | None], distance: Distance | Non
         return {"recorded": [None if each is None else [each[0].tolist(), each[1].tolist()] for each in recorded]}
     stored = [value for value in both if value is not None and value.tensor is not None]
     size = sum(math.prod(value.shape) for value in stored)
-    if not stored or size < 2 or (distance is not None and distance.apart.high == 0):
+    if not stored or size < 2 or (distance is not None and distance.interval.high == 0):
         return None
     if size > budget.elements:
         budget.left_out += 1

@@ -73,10 +73,10 @@ class Structure:
 
     def _said_of_pairs(self) -> list[str]:
         counts = Counter(evidence for _, evidence in self.pairs.values())
-        told = ", ".join(f"{count} by {evidence}" for evidence, count in counts.items())
+        counted = ", ".join(f"{count} by {evidence}" for evidence, count in counts.items())
         name, (other, evidence) = next(iter(self.pairs.items()))
         said = [
-            f"{len(self.pairs)} modules of A have other names in B and were paired by structure ({told}), "
+            f"{len(self.pairs)} modules of A have other names in B and were paired by structure ({counted}), "
             f"the first {name} with {other} by {evidence}: `--json` lists them, `--rename` or `--mapping` says otherwise"
         ]
         for side, names in zip("AB", self.looked_through, strict=True):

@@ -47,12 +47,12 @@ class Composed(Side):
         if value.row < self._count:
             return self._side.numbers(value)
         made = self._made[value.row - self._count]
-        told = [self.numbers(part) for part in made.parts]
+        statistics = [self.numbers(part) for part in made.parts]
         sizes = [math.prod(part.shape) for part in made.parts]
-        names = [name for name in STATISTICS if all(name in each for each in told)]
-        if made.how == "added" and len(told) > 1:
-            return {"mean": math.fsum(each["mean"] for each in told)} if "mean" in names else {}
-        return {name: together(name, [each[name] for each in told], sizes) for name in names}
+        names = [name for name in STATISTICS if all(name in each for each in statistics)]
+        if made.how == "added" and len(statistics) > 1:
+            return {"mean": math.fsum(each["mean"] for each in statistics)} if "mean" in names else {}
+        return {name: together(name, [each[name] for each in statistics], sizes) for name in names}
 
     def bits(self, value: Value) -> Mapping[str, int]:
         """Return the fingerprints of a value of the dump; of a made one none are known."""
@@ -60,10 +60,10 @@ class Composed(Side):
 
     @cached_property
     def _columns(self) -> Columns:
-        told = [self.numbers(Value(self._count + i, "", ())) for i in range(len(self._made))]
-        whole, at, more = self._side._columns, self._count, len(told)
+        statistics = [self.numbers(Value(self._count + i, "", ())) for i in range(len(self._made))]
+        whole, at, more = self._side._columns, self._count, len(statistics)
         nothing = np.zeros(more, np.uint64), np.zeros(more, bool)
-        added = {name: column_of([each.get(name) for each in told]) for name in STATISTICS}
+        added = {name: column_of([each.get(name) for each in statistics]) for name in STATISTICS}
         return Columns(
             {
                 name: (np.insert(x, at, added[name][0]), np.insert(y, at, added[name][1]))

@@ -90,8 +90,8 @@ def _add_names(made: MappingFile, data: Mapping[Any, Any], where: str) -> None:
         raise FormatError(f"{where} has {wrong}: both must be names")
     of_values = {key: bool(_VALUE.search(key)) for key in data}
     if len(set(of_values.values())) == 2:
-        odd = next(key for key, told in of_values.items() if not told)
-        raise FormatError(f"{where} names single values and also {odd!r}, which is none: keep modules in a file of their own")
+        other = next(key for key, sides in of_values.items() if not sides)
+        raise FormatError(f"{where} names single values and also {other!r}, which is none: keep modules in a file of their own")
     if not all(of_values.values()):
         made.cells |= data
         return

@@ -108,8 +108,8 @@ def weights_look(module: Module, side: Side) -> Hashable:
 def extremes_look(found: Sequence[tuple[float, float]]) -> Hashable:
     """Return the largest and smallest numbers of some weights, rounded; None where they are all constant or not finite."""
     extremes = [pair for pair in found if pair[0] != pair[1]]
-    told = sorted(tuple(f"{x:.3e}" for x in pair) for pair in extremes)  # after a step, both sides are apart by rounding
-    return tuple(told) if told and all(map(math.isfinite, (x for pair in extremes for x in pair))) else None
+    rounded = sorted(tuple(f"{x:.3e}" for x in pair) for pair in extremes)  # after a step, both sides are apart by rounding
+    return tuple(rounded) if rounded and all(map(math.isfinite, (x for pair in extremes for x in pair))) else None
 
 
 def has_weights(module: Module) -> bool:
@@ -126,8 +126,8 @@ def passes_on(module: Module, side: Side) -> bool:
 
 def value_look(side: Side, value: Value) -> Hashable:
     """Return all that a dump holds of a value, which tells it from others; None where it holds no numbers of it."""
-    told = {**side.numbers(value), **side.bits(value)}
-    return (tuple(value.shape), *sorted(told.items())) if told else None
+    numbers = {**side.numbers(value), **side.bits(value)}
+    return (tuple(value.shape), *sorted(numbers.items())) if numbers else None
 
 
 def is_root(module: Module) -> bool:

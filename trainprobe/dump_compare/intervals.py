@@ -30,8 +30,8 @@ F64 = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 
-class Apart(NamedTuple):
-    """A distance from `low` to `high`, and what it was told by. note: what else there is to say."""
+class Interval(NamedTuple):
+    """A distance from `low` to `high`, and what says so. note: what else there is to say."""
 
     low: float
     high: float
@@ -41,54 +41,54 @@ class Apart(NamedTuple):
 
 _ABOUT = 10.0  # times: copies that are apart by less explain no distance of the sides
 _SUMS = 2.0**-44  # relative: statistics of a whole that was added up of those of its parts in float64 are no nearer
-SAME = Apart(0.0, 0.0, "bits")
-_ODD = Apart(math.inf, math.inf, "statistics", "NaN or infinities on one side alone")
-_OTHER_BITS = Apart(0.0, math.inf, "bits", "the bits differ, and there are no statistics that say how far")
-_NOTHING = Apart(0.0, math.inf, "nothing", "neither dump holds anything to compare")
-_OTHER_ORDER = Apart(
+SAME = Interval(0.0, 0.0, "bits")
+_NONFINITE = Interval(math.inf, math.inf, "statistics", "NaN or infinities on one side alone")
+_OTHER_BITS = Interval(0.0, math.inf, "bits", "the bits differ, and there are no statistics that say how far")
+_NOTHING = Interval(0.0, math.inf, "nothing", "neither dump holds anything to compare")
+_OTHER_ORDER = Interval(
     0.0,
     math.inf,
     "bits",
     "the bits differ, the statistics do not: the same numbers in another order, or zeros of another sign?",
 )
-ALIKE = Apart(0.0, 0.0, "statistics")
-MASKED = Apart(
+ALIKE = Interval(0.0, 0.0, "statistics")
+MASKED = Interval(
     0.0, math.inf, "statistics", "most of the norm is that of a mask, so that the statistics tell little of the rest"
 )
-_FIXED = (SAME, ALIKE, _ODD, _OTHER_BITS, _NOTHING, _OTHER_ORDER, MASKED)  # by the numbers below
-_IS_SAME, _IS_ALIKE, _IS_ODD, _HAS_OTHER_BITS, _IS_UNKNOWN, _HAS_OTHER_ORDER, _IS_MASKED, _IS_MEASURED = range(8)
+_FIXED = (SAME, ALIKE, _NONFINITE, _OTHER_BITS, _NOTHING, _OTHER_ORDER, MASKED)  # by the numbers below
+_IS_SAME, _IS_ALIKE, _IS_NONFINITE, _HAS_OTHER_BITS, _IS_UNKNOWN, _HAS_OTHER_ORDER, _IS_MASKED, _IS_MEASURED = range(8)
 _FILL, _ABOVE, _SAME_FILL = 1e4, 1e3, 0.01  # how large a mask's number is at least, how many times all else, and how equal
 
 
-def apart(a: Side, left: Value, b: Side, right: Value) -> Apart:
-    """Return how far two values are apart (see apart_all)."""
-    return apart_all(a, [left], b, [right])[0]
+def interval(a: Side, left: Value, b: Side, right: Value) -> Interval:
+    """Return how far two values are apart (see intervals)."""
+    return intervals(a, [left], b, [right])[0]
 
 
-def apart_all(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -> list[Apart]:
+def intervals(a: Side, left: Sequence[Value], b: Side, right: Sequence[Value]) -> list[Interval]:
     """Return how far the values of two sides are apart, pair by pair; the best evidence that both sides have decides.
 
-    What is told by the same few words is one object. Where ranks of one side hold copies of a value that are not alike, about
+    What is said in the same few words is one object. Where ranks of one side hold copies of a value that are not alike, about
     as far apart as the sides or further, that is what is wrong.
     """
     alike = np.fromiter(map(eq, map(attrgetter("shape"), left), map(attrgetter("shape"), right)), bool, len(left))
     sizes = _sizes(left)
     same_bits = _same_bits(a.columns(left), b.columns(right), np.fromiter(_same_formats(left, right), bool, len(left)))
-    told, low, high = _by_columns(a.columns(left), b.columns(right), sizes, same_bits)
+    outcome, low, high = _by_columns(a.columns(left), b.columns(right), sizes, same_bits)
     if a.adds_up or b.adds_up:
-        told[(told == _IS_MEASURED) & (low < _SUMS) & (same_bits < 0)] = _IS_ALIKE
-    told[(same_bits > 0) | (sizes == 0)] = _IS_SAME  # of a tensor without elements there is nothing to differ
-    measured = told == _IS_MEASURED
-    found: list[Apart] = list(map(_FIXED.__getitem__, np.where(measured, 0, told).tolist()))
+        outcome[(outcome == _IS_MEASURED) & (low < _SUMS) & (same_bits < 0)] = _IS_ALIKE
+    outcome[(same_bits > 0) | (sizes == 0)] = _IS_SAME  # of a tensor without elements there is nothing to differ
+    measured = outcome == _IS_MEASURED
+    found: list[Interval] = list(map(_FIXED.__getitem__, np.where(measured, 0, outcome).tolist()))
     for i, one_low, one_high in zip(
         np.flatnonzero(measured).tolist(), low[measured].tolist(), high[measured].tolist(), strict=True
     ):
-        found[i] = Apart(one_low, one_high, "statistics")
+        found[i] = Interval(one_low, one_high, "statistics")
     for i in np.flatnonzero(~alike).tolist():
         x, y = left[i], right[i]
         if tuple(x.shape) != tuple(y.shape):
-            found[i] = Apart(math.inf, math.inf, "shape", f"shapes {list(x.shape)} and {list(y.shape)}")
-    for i in _stored(left, right, alike & (told != _IS_SAME)):
+            found[i] = Interval(math.inf, math.inf, "shape", f"shapes {list(x.shape)} and {list(y.shape)}")
+    for i in _stored(left, right, alike & (outcome != _IS_SAME)):
         exact = _by_elements(a.array(left[i]), b.array(right[i]))
         found[i] = found[i] if exact is None else exact
     if a.has_copies or b.has_copies:
@@ -120,20 +120,20 @@ def _stored(left: Sequence[Value], right: Sequence[Value], among: Bools) -> Iter
     return (i for i in np.flatnonzero(among).tolist() if left[i].tensor is not None and right[i].tensor is not None)
 
 
-def _by_elements(x: npt.NDArray[Any] | None, y: npt.NDArray[Any] | None) -> Apart | None:
+def _by_elements(x: npt.NDArray[Any] | None, y: npt.NDArray[Any] | None) -> Interval | None:
     if x is None or y is None or x.shape != y.shape:
         return None
     found = measure(x, y)
     far = math.inf if found.misplaced else found.relative_l2
-    return Apart(far, far, "values", "NaN or infinities on one side alone" if found.misplaced else "")
+    return Interval(far, far, "values", "NaN or infinities on one side alone" if found.misplaced else "")
 
 
-def _with_copies(far: Apart, a: Side, left: Value, b: Side, right: Value) -> Apart:
+def _with_copies(far: Interval, a: Side, left: Value, b: Side, right: Value) -> Interval:
     copies = [found for side, value in ((a, left), (b, right)) if (found := side.disagreement(value)) is not None]
     worst = max(copies, key=lambda found: found.low, default=None)
     if worst is None or (math.isfinite(far.low) and _ABOUT * worst.low < far.low):
         return far
-    return Apart(max(far.low, worst.low), max(far.high, worst.high), "replicas", worst.note)
+    return Interval(max(far.low, worst.low), max(far.high, worst.high), "replicas", worst.note)
 
 
 def _same_bits(a: Columns, b: Columns, same_formats: Bools) -> npt.NDArray[np.int8]:
@@ -142,30 +142,30 @@ def _same_bits(a: Columns, b: Columns, same_formats: Bools) -> npt.NDArray[np.in
     for kind in ("checksum", "crc32"):
         if kind in a.bits and kind in b.bits:
             (x, in_a), (y, in_b) = a.bits[kind], b.bits[kind]
-            told = same_formats & (found < 0) & in_a & in_b
-            found[told] = x[told] == y[told]
+            both = same_formats & (found < 0) & in_a & in_b
+            found[both] = x[both] == y[both]
     return found
 
 
-def by_statistics(a: Mapping[str, float], b: Mapping[str, float], n: int, same_bits: bool | None) -> Apart:
+def by_statistics(a: Mapping[str, float], b: Mapping[str, float], n: int, same_bits: bool | None) -> Interval:
     """Return what norm, max, min and mean of two tensors of n elements say. same_bits: what is known of their bits."""
     bits = np.array([-1 if same_bits is None else int(same_bits)], np.int8)
     x, y = (Columns({name: column_of([numbers.get(name)]) for name in STATISTICS}, {}) for numbers in (a, b))
-    told, low, high = _by_columns(x, y, np.array([float(n)]), bits)
-    return Apart(float(low[0]), float(high[0]), "statistics") if told[0] == _IS_MEASURED else _FIXED[told[0]]
+    outcome, low, high = _by_columns(x, y, np.array([float(n)]), bits)
+    return Interval(float(low[0]), float(high[0]), "statistics") if outcome[0] == _IS_MEASURED else _FIXED[outcome[0]]
 
 
 def _by_columns(a: Columns, b: Columns, sizes: F64, same_bits: npt.NDArray[np.int8]) -> tuple[npt.NDArray[np.int64], F64, F64]:
     """Return what tells each distance, and where statistics measure it, its lower and upper end."""
     n = len(sizes)
     change = {name: np.zeros(n) for name in STATISTICS}
-    known, odd = np.zeros(n, bool), np.zeros(n, bool)
+    known, nonfinite = np.zeros(n, bool), np.zeros(n, bool)
     with np.errstate(all="ignore"):
         for name in STATISTICS:
             (x, in_a), (y, in_b) = a.statistics[name], b.statistics[name]
             both = in_a & in_b
             known |= both
-            odd |= both & ~_alike_where_not_finite(x, y)
+            nonfinite |= both & ~_alike_where_not_finite(x, y)
             change[name][:] = np.where(both & np.isfinite(x), np.abs(x - y), 0.0)
         root = np.sqrt(np.maximum(1.0, sizes))
         extreme = np.maximum(change["max"], change["min"])
@@ -176,11 +176,11 @@ def _by_columns(a: Columns, b: Columns, sizes: F64, same_bits: npt.NDArray[np.in
     changed = np.zeros(n, bool)
     for each in change.values():
         changed |= each != 0
-    told = np.where(changed, _IS_MEASURED, np.where(same_bits == 0, _HAS_OTHER_ORDER, _IS_ALIKE))
-    told[odd] = _IS_ODD
-    _look_beside_masks(a, b, change["max"], root, told, low, high, same_bits)
-    told[~known] = np.where(same_bits[~known] == 0, _HAS_OTHER_BITS, _IS_UNKNOWN)
-    return told, low, high
+    outcome = np.where(changed, _IS_MEASURED, np.where(same_bits == 0, _HAS_OTHER_ORDER, _IS_ALIKE))
+    outcome[nonfinite] = _IS_NONFINITE
+    _look_beside_masks(a, b, change["max"], root, outcome, low, high, same_bits)
+    outcome[~known] = np.where(same_bits[~known] == 0, _HAS_OTHER_BITS, _IS_UNKNOWN)
+    return outcome, low, high
 
 
 def _look_beside_masks(
@@ -188,7 +188,7 @@ def _look_beside_masks(
     b: Columns,
     change: F64,
     root: F64,
-    told: npt.NDArray[np.int64],
+    outcome: npt.NDArray[np.int64],
     low: F64,
     high: F64,
     same_bits: npt.NDArray[np.int8],
@@ -205,10 +205,10 @@ def _look_beside_masks(
         filled &= (np.abs(x - y) <= _SAME_FILL * np.abs(y)) | (np.isin(x, LOWEST) & np.isin(y, LOWEST))
         beside = np.where(rest > 0, rest, 1.0)
         far = change / beside
-    unseen = (told == _IS_ALIKE) & (same_bits < 0)
-    told[filled & (change == 0) & (unseen | (told == _IS_MEASURED) | (told == _IS_ODD))] = _IS_MASKED
+    unseen = (outcome == _IS_ALIKE) & (same_bits < 0)
+    outcome[filled & (change == 0) & (unseen | (outcome == _IS_MEASURED) | (outcome == _IS_NONFINITE))] = _IS_MASKED
     measured = filled & (change > 0)
-    told[measured] = _IS_MEASURED
+    outcome[measured] = _IS_MEASURED
     low[measured], high[measured] = (far / root)[measured], far[measured]
 
 

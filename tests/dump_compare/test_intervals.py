@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from trainprobe.dump_compare.apart import by_statistics
+from trainprobe.dump_compare.intervals import by_statistics
 
 NUMBERS = st.floats(-1e3, 1e3, width=32)
 
@@ -37,9 +37,9 @@ def test_the_upper_end_is_about_right_for_independent_errors():
         assert found.low <= np.linalg.norm(a - b) / np.linalg.norm(a) <= 30 * found.high
 
 
-@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_on_one_side_alone_is_infinitely_far(odd):
-    plain, other = {"norm": 1.0, "max": 1.0}, {"norm": abs(odd), "max": odd}
+@pytest.mark.parametrize("nonfinite", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_on_one_side_alone_is_infinitely_far(nonfinite):
+    plain, other = {"norm": 1.0, "max": 1.0}, {"norm": abs(nonfinite), "max": nonfinite}
     assert by_statistics(plain, other, 4, None).low == math.inf
     assert by_statistics(other, dict(other), 4, None).high == 0.0
 
