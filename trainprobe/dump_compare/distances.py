@@ -100,7 +100,7 @@ class _Form(NamedTuple):
 
     formats: Sequence[tuple[float, str]]
     own: float
-    agreeing: dict[tuple[Interval, ...], Measured]
+    agreeing: dict[tuple[Interval | None, ...], Measured]
 
 
 _NOT_MEASURED = Measured([], 0.0)
@@ -156,6 +156,7 @@ def _measured(pair: CallPair, matched: _Matched, found: Iterator[Interval], know
         return _NOT_MEASURED
     form, call = known.form(matched), pair.a
     whole = None not in matched.left and None not in matched.right
+    distances: tuple[Interval | None, ...]
     distances = tuple(islice(found, len(matched.names))) if whole else tuple(_of_pairs(matched, found))
     agrees = _AGREE.issuperset(distances)
     if agrees and distances in form.agreeing:

@@ -158,7 +158,7 @@ class _Maker:
                 continue
             rules = self._known.find(key[1], classes[0], slot), self._known.find(key[1], classes[1], slot)
             made = None if others is None else joins(parts, others, _role(key, slot), rules)
-            if made is None:
+            if made is None or others is None:
                 if others is not None and any(part.size for part in (*parts, *others)):
                     self._unjoined.setdefault(f"{slot} of {_text(key)}")
                 continue

@@ -157,7 +157,7 @@ def _joins_of_cuts(calls: Sequence[Sequence[Call]], sides: tuple[Values, Values]
     if any(len(sides[1 - one][slot]) != ranks for slot in wholes) or not _say_the_same(calls):
         return None
     lays: dict[str, Lay] = {}
-    for slot in (slot for slot, whole in wholes.items() if not is_result(slot)):
+    for slot in (slot for slot in wholes if not is_result(slot)):
         lay = _lay_of(wholes[slot], sides[1 - one][slot], known)
         if lay is None:
             return None
@@ -169,17 +169,16 @@ def _joins_of_cuts(calls: Sequence[Sequence[Call]], sides: tuple[Values, Values]
     if made is None or not all(_fits(wholes[slot].shape, sides[1 - one][slot], lay) for slot, lay in made.items()):
         return None
     found: dict[str, Joined] = {}
-    for slot, lay in {**lays, **made}.items():
+    every: dict[str, Lay] = {**lays, **made}
+    for slot, lay in every.items():
         parts, whole = sides[1 - one][slot], wholes[slot]
-        if slot in made:
-            known.add([whole], parts, cut=lay if isinstance(lay, Cut) else None) if lay != "sum" else None
+        if slot in made and lay != "sum":
+            known.add([whole], parts, cut=lay if isinstance(lay, Cut) else None)
         if whole.value.row >= 0 and all(part.value.row >= 0 for part in parts):
-            joins = _single([whole]), _of_lay(parts, lay, whole.shape)
-            found[slot] = (*(joins if one == 0 else joins[::-1]), _WAY_OF_LAY.get(lay, "parts"))
+            mine, theirs = _single([whole]), _of_lay(parts, lay, whole.shape)
+            way: Way = "copies" if lay == "copy" else "terms" if lay == "sum" else "parts"
+            found[slot] = (mine, theirs, way) if one == 0 else (theirs, mine, way)
     return found or None
-
-
-_WAY_OF_LAY: Mapping[Lay, Way] = {"copy": "copies", "sum": "terms"}
 
 
 def _say_the_same(calls: Sequence[Sequence[Call]]) -> bool:
