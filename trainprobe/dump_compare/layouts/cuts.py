@@ -216,17 +216,16 @@ def _named_dim(place: int, default: int | None = None) -> Callable[[Call, int], 
 
 
 def _chunk(call: Call, given: Given, shape: Shape) -> Lay | None:
-    """Chunks along the cut dimension are cut as the whole is, where each is as many periods long."""
+    """Chunks along the cut dimension are cut as the whole is, where each is some periods long, which `flat` sees to."""
     only = _cut_among(given)
     found = None if only is None else along(*only)
     if only is None or found is None or len(given) != 1 or len(shape) != len(only[0]):
         return None
-    dim, place = _named_dim(2, 0)(call, len(shape)), len(shape) + found.dim
+    dim = _named_dim(2, 0)(call, len(shape))
     if dim is None:
         return None
     others = all(shape[at] == n for at, n in enumerate(only[0]) if at != dim % len(shape))
-    whole = dim % len(shape) != place or shape[place] % found.period == 0
-    return flat(shape, found) if others and whole else None
+    return flat(shape, found) if others else None
 
 
 def _getitem(call: Call, given: Given, shape: Shape) -> Lay | None:
