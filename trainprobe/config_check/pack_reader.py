@@ -63,8 +63,8 @@ def checked_manifest(path: Path, members: dict[str, bytes]) -> dict[str, Any]:
             raise FormatError(f"{path}: {name!r} is listed in {MANIFEST} and absent: the pack is damaged")
         if name not in listed:
             raise FormatError(f"{path}: {name!r} is in the zip and not listed in {MANIFEST}: it was added afterwards")
-        said = listed[name].get("sha256") if isinstance(listed[name], dict) else None
-        if hashlib.sha256(members[name]).hexdigest() != said:
+        recorded = listed[name].get("sha256") if isinstance(listed[name], dict) else None
+        if hashlib.sha256(members[name]).hexdigest() != recorded:
             raise FormatError(f"{path}: {name!r} does not fit its sha256 in {MANIFEST}: it was edited or damaged")
     return manifest
 

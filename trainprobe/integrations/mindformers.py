@@ -89,11 +89,11 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
 
     # ---- a training: of a Model with (run_context), of the PyNative Trainer with (args, state, model=…, optimizer=…) ----
 
-    def on_train_begin(self, *told: Any, **about: Any) -> None:
+    def on_train_begin(self, *context: Any, **about: Any) -> None:
         """Open the probe: parameters and optimizer state are there now. A Model tells where it resumes with its first epoch."""
-        self._waits = len(told) == 1
+        self._waits = len(context) == 1
         if not self._waits:
-            self._begin(about.get("model"), about.get("optimizer"), int(told[1].global_step) + 1)
+            self._begin(about.get("model"), about.get("optimizer"), int(context[1].global_step) + 1)
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
         """Open the probe of a Model."""
@@ -106,10 +106,10 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         optimizer = p.optimizer if p.optimizer is not None else getattr(step_cell, "optimizer", None)
         self._begin(_model(p.network, step_cell), optimizer, self._done + int(p.cur_step_num) + 1, p.train_network)
 
-    def on_train_end(self, *told: Any, **about: Any) -> None:
+    def on_train_end(self, *context: Any, **about: Any) -> None:
         """Write everything."""
-        if len(told) == 1:
-            self._keep_with_checkpoints(told[0].original_args())
+        if len(context) == 1:
+            self._keep_with_checkpoints(context[0].original_args())
         self._end()
 
     def __exit__(self, *error: object) -> None:
@@ -121,14 +121,14 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         if isinstance(model, list | tuple) and len(model) == 1:
             model = model[0]
         optimizers = [] if optimizer is None else [optimizer]
-        self.session.begin(model, optimizers, step=step, place=self._place(model), write_line=_say)
+        self.session.begin(model, optimizers, step=step, place=self._place(model), write_line=_print_line)
         probe = self.session.probe
         if not isinstance(probe, MindSporeProbe):
             return
         probe.train_with(training_cell)
         line = "; ".join(probe.hidden_by_a_graph())
         if line and probe.place.rank == 0:
-            _say(f"trainprobe: {line}")
+            _print_line(f"trainprobe: {line}")
 
     def _place(self, model: Any) -> Place | None:
         """Return where this process stands, if it was told or is configured."""
@@ -171,7 +171,7 @@ class ProbeCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         """Take what the framework reports and end the step. Raises StopTraining when a rule wants the training to end."""
         if not self.session.is_inside:
             return
-        scalars: dict[str, Any] = {name: about.get(told) for name, told in (("loss", "loss"), ("grad_norm", "grad_norm"))}
+        scalars: dict[str, Any] = {name: about.get(key) for name, key in (("loss", "loss"), ("grad_norm", "grad_norm"))}
         if "grad_norm" in about:  # 1.9.0 leaves an update out when a gradient is not finite, and then reports no norm
             scalars["step_skipped"] = float(about["grad_norm"] is None)
         stop = self._step_ends(scalars)
@@ -238,11 +238,11 @@ def reported(outputs: Any, step_cell: Any) -> dict[str, Any]:
 
 
 def steps_done(p: Any) -> int:
-    """Return how many steps were done before: what MindFormers told its own callbacks, or whole epochs of a Model."""
+    """Return how many steps were done before: what MindFormers tells its own callbacks, or whole epochs of a Model."""
     for callback in p.list_callback:
-        told = getattr(callback, "initial_step", None)
-        if isinstance(told, int) and told > 0:
-            return told
+        initial = getattr(callback, "initial_step", None)
+        if isinstance(initial, int) and initial > 0:
+            return initial
     return (int(p.cur_epoch_num) - 1) * int(p.batch_num)
 
 
@@ -271,7 +271,7 @@ def _make_again(cls: type[ProbeCallback], plan: PlanSource, overrides: dict[str,
     return cls(plan, **overrides)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     if "mindformers" in sys.modules:
         importlib.import_module("mindformers.tools.logger").logger.warning(line)
     else:
@@ -306,15 +306,15 @@ def _then_ask_at_exit(made: Any) -> Any:
     @wraps(made)
     def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         made(optimizer, *args, **kwargs)
-        atexit.unregister(_say_if_nothing_was_watched)
-        atexit.register(_say_if_nothing_was_watched)
+        atexit.unregister(_warn_if_nothing_was_watched)
+        atexit.register(_warn_if_nothing_was_watched)
 
     return init
 
 
-def _say_if_nothing_was_watched() -> None:
+def _warn_if_nothing_was_watched() -> None:
     if not MindSporeProbe.has_watched:
-        _say(f"trainprobe: {NOTHING_WATCHED}")
+        _print_line(f"trainprobe: {NOTHING_WATCHED}")
 
 
 def _train_with_callback(original: Any, plan: PlanSource) -> Any:

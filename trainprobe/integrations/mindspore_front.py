@@ -38,7 +38,7 @@ _FUNCTIONS: tuple[tuple[Any, str], ...] = (
 )
 _CELLS: tuple[Any, ...] = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout)
 _PRIMITIVES = ("Dropout", "Dropout2D", "Dropout3D")
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 class MsgConst:
@@ -141,8 +141,8 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool | None = Non
     if mode:
         os.environ.setdefault("HCCL_DETERMINISTIC", "true")
         mindspore.set_deterministic(True)
-    if rm_dropout is None and not _told:
-        _told.add("rm_dropout")
+    if rm_dropout is None and not _reported:
+        _reported.add("rm_dropout")
         sys.stderr.write(f"trainprobe: {DROPOUT_STAYS}\n")
     if rm_dropout:
         _remove_dropout()

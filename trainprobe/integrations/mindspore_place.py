@@ -67,10 +67,10 @@ def axes_of(sizes: Mapping[str, int], rank: int, world: int) -> Axes:
 def _of_configuration(model: Any) -> dict[str, int]:
     """Return the sizes that a model of MindFormers is configured with."""
     config = getattr(model, "config", None)
-    for told in (getattr(config, "parallel_config", None), config):
-        if told is None:
+    for settings in (getattr(config, "parallel_config", None), config):
+        if settings is None:
             continue
-        sizes = {axis: _whole(told, names) for axis, names in _SIZES.items()}
+        sizes = {axis: _whole(settings, names) for axis, names in _SIZES.items()}
         if any(size > 1 for size in sizes.values()):
             return sizes
     return {}
@@ -84,6 +84,6 @@ def _of_settings(world: int) -> dict[str, int]:
     return {"pp": stages, "dp": world // stages} if stages > 1 else {}
 
 
-def _whole(told: Any, names: tuple[str, ...]) -> int:
-    found = [told.get(name) if isinstance(told, Mapping) else getattr(told, name, None) for name in names]
+def _whole(settings: Any, names: tuple[str, ...]) -> int:
+    found = [settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None) for name in names]
     return next((size for size in found if isinstance(size, int) and not isinstance(size, bool)), 1)

@@ -171,9 +171,9 @@ class MindSporeProbe(Probe):
         super().moment(name, *values)
         if self.tape is not None and name in ("before_step", "after_step"):
             self.guard.run(before_update if name == "before_step" else after_update, self.parts, self.parts.stepping.cells)
-            self.guard.run(self._tell_of_another_optimizer)
+            self.guard.run(self._report_replaced_optimizer)
 
-    def _tell_of_another_optimizer(self) -> None:
+    def _report_replaced_optimizer(self) -> None:
         """Keep as a finding, once, that the optimizer was replaced where the step is compiled."""
         cell, first = self._trains
         if first is not None and cell.optimizer is not first:

@@ -130,7 +130,7 @@ class TorchLoop:
             self.session.step_ends()
         elif self._no_forwards or goes_over:  # what began it may have been another model's backward, or an evaluation
             self.session.drop_step()
-        self._say_what_was_missed()
+        self._report_missed_steps()
         self.session.end(complete=False)
 
     def _take_patches_off(self) -> None:
@@ -400,7 +400,7 @@ class TorchLoop:
         if probe is not None:
             probe.console.line(sentence)
 
-    def _say_what_was_missed(self) -> None:
+    def _report_missed_steps(self) -> None:
         if self.session.probe is None:
             if self._losses.backwards and self._model is None:
                 _log.warning(NO_MODEL, self._losses.backwards)

@@ -346,11 +346,11 @@ class Picker:
 
     def __init__(self, selections: Sequence[Selection]) -> None:
         self._selections = [(s, Names(s.names)) for s in selections]
-        self._wanted: list[bool] = []
+        self._selected: list[bool] = []
 
     def pick(self, frame: Frame) -> I64:
         """Return the places in `frame.at` that belong to the selection, [k]."""
-        for series in frame.table.series[len(self._wanted) :]:
-            self._wanted.append(any(s.wants(series, names) for s, names in self._selections))
-        mask = np.array(self._wanted, dtype=bool)
+        for series in frame.table.series[len(self._selected) :]:
+            self._selected.append(any(s.wants(series, names) for s, names in self._selections))
+        mask = np.array(self._selected, dtype=bool)
         return np.flatnonzero(mask[frame.at]) if mask.size else np.zeros(0, dtype=np.int64)

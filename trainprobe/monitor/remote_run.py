@@ -86,7 +86,7 @@ class _Copy:
                 return
             for _ in range(TRIES):
                 self.system.invalidate_cache()
-                if self._bring():
+                if self._fetch():
                     break
         if not self.seen:
             raise FormatError(
@@ -94,14 +94,14 @@ class _Copy:
                 "of metrics; name the folder that the run was copied to"
             )
 
-    def _bring(self) -> bool:
+    def _fetch(self) -> bool:
         """Copy what is new and delete what is gone; return whether every file was still there when it was read."""
         there: dict[str, dict[str, Any]] = self.system.find(self.root, detail=True)
-        wanted = {path: info for path, info in there.items() if self._is_read(path)}
-        for path in [path for path in self.seen if path not in wanted]:
+        needed = {path: info for path, info in there.items() if self._is_read(path)}
+        for path in [path for path in self.seen if path not in needed]:
             self._place(path).unlink(missing_ok=True)
             del self.seen[path]
-        for path, info in wanted.items():
+        for path, info in needed.items():
             mark = tuple(info.get(name) for name in ("size", "mtime", "created", "ETag", "LastModified", "updated"))
             if self.seen.get(path) == mark:
                 continue

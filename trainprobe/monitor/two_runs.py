@@ -71,8 +71,8 @@ def departures(a: Histories, b: Histories, floor: Histories | None = None) -> li
 
 
 def _by_series(history: History | None) -> dict[Series, Curve]:
-    wanted = [series for series in history.series if series.statistic in STATISTICS] if history is not None else []
-    return {series: history.get(series) for series in wanted if history is not None}
+    compared = [series for series in history.series if series.statistic in STATISTICS] if history is not None else []
+    return {series: history.get(series) for series in compared if history is not None}
 
 
 def _together(a: Curve, b: Curve) -> tuple[npt.NDArray[np.int64], F64, F64]:

@@ -70,10 +70,10 @@ class Comparison:
             return f"The key data are the same: {whole}, {', '.join(shares)}."
         before = [row.address.key for row in self.rows[: self.rows.index(first)] if row.address.step == first.address.step]
         equal = [key for key in dict.fromkeys(before) if key != first.address.key]
-        told = f" In that step {_listed(equal)} {'is' if len(equal) == 1 else 'are'} the same." if equal else ""
+        same_arrays = f" In that step {_listed(equal)} {'is' if len(equal) == 1 else 'are'} the same." if equal else ""
         order = "" if self.ordered else " The order of saving is not known: keys of a step were taken in alphabetical order."
         others = sum(count[name] for name in count if name not in _FINE)
-        return f"{first.address} differs first: {_described(first)}.{told} {others} of {whole} differ.{order}"
+        return f"{first.address} differs first: {_described(first)}.{same_arrays} {others} of {whole} differ.{order}"
 
 
 _NOISE = {"floor": "twice the noise of the repeated run", "rounding": f"{ROUNDING:g} units in the last place"}

@@ -102,10 +102,10 @@ def read_folder(root: str | os.PathLike[str]) -> Folder:
         if address is None or not path.is_file():
             continue
         arrays[address] = path
-        told = statistics(path.parent / f"{address.key}.json")
-        if isinstance(place := told.get("order"), int):
+        facts = statistics(path.parent / f"{address.key}.json")
+        if isinstance(place := facts.get("order"), int):
             order.setdefault(address.key, place)
-        if isinstance(dtype := _at(told.get("data"), address), str):
+        if isinstance(dtype := _at(facts.get("data"), address), str):
             formats[address] = dtype
     if not arrays:
         raise FormatError(f"{data} holds no array: expected NAME/stepN/rankR/micro_stepM/NAME.npy")
@@ -131,10 +131,10 @@ def _statistics(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _LARGEST_JSON:
             return {}
-        told: Any = json.loads(path.read_bytes())
+        facts: Any = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return told if isinstance(told, dict) else {}  # pyright: ignore
+    return facts if isinstance(facts, dict) else {}  # pyright: ignore
 
 
 def _at(tree: Any, address: Address) -> Any:

@@ -78,18 +78,18 @@ def _errors(x: Array, y: Array, same: Array, rough: NumberFormat) -> tuple[float
         return 0.0, 0.0, 0.0, 100.0, 100.0
     with np.errstate(all="ignore"):
         u, v = (side.astype(np.complex128 if side.dtype.kind == "c" else np.float64) for side in (x, y))
-        apart = np.where(same, 0.0, np.abs(u - v))
-        apart = np.where(np.isfinite(apart), apart, np.inf)
+        distance = np.where(same, 0.0, np.abs(u - v))
+        distance = np.where(np.isfinite(distance), distance, np.inf)
         scale = np.maximum(np.abs(u), np.abs(v))
-        relative = np.where(same, 0.0, np.where(np.isfinite(scale), apart / np.where(scale > 0, scale, 1.0), np.inf))
+        relative = np.where(same, 0.0, np.where(np.isfinite(scale), distance / np.where(scale > 0, scale, 1.0), np.inf))
         spacing = np.exp2(np.floor(np.log2(np.maximum(scale, rough.smallest or 1.0)))) * rough.epsilon
-        ulps = apart if rough.mantissa is None else np.where(same, 0.0, apart / spacing)
-    worst = (float(apart.max()), float(relative.max()), float(np.nan_to_num(ulps, nan=np.inf, posinf=np.inf).max()))
+        ulps = distance if rough.mantissa is None else np.where(same, 0.0, distance / spacing)
+    worst = (float(distance.max()), float(relative.max()), float(np.nan_to_num(ulps, nan=np.inf, posinf=np.inf).max()))
     return *worst, _percent(relative <= 1e-3), _percent(relative <= 1e-2)
 
 
-def _format(array: Array, told: str | None) -> NumberFormat:
-    return FORMATS.get(told or "", FORMATS.get(array.dtype.name, FORMATS["float64"]))
+def _format(array: Array, name: str | None) -> NumberFormat:
+    return FORMATS.get(name or "", FORMATS.get(array.dtype.name, FORMATS["float64"]))
 
 
 def _percent(mask: Array) -> float:

@@ -159,20 +159,20 @@ def _write_leaves(folder: Path, key: str, tree: Any, leaves: list[Leaf], order: 
     import numpy as np
 
     folder.mkdir(parents=True, exist_ok=True)
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for leaf in leaves:
         array = leaf.array()
         path = folder / (f"{key}.{leaf.item}.npy" if leaf.item else f"{key}.npy")
         with path.open("wb") as file:
             np.save(file, array, allow_pickle=False)
-        told[leaf.item] = statistics_of(array, leaf.dtype)
-    write_whole(folder / f"{key}.json", json.dumps({"data": _filled(tree, told), "order": order}, indent=4).encode())
+        found[leaf.item] = statistics_of(array, leaf.dtype)
+    write_whole(folder / f"{key}.json", json.dumps({"data": _filled(tree, found), "order": order}, indent=4).encode())
 
 
-def _filled(tree: Any, told: Mapping[str, Any]) -> Any:
+def _filled(tree: Any, found: Mapping[str, Any]) -> Any:
     """Return the tree of a value with the statistics of each leaf in its place; what was left out is null."""
     if isinstance(tree, list):
-        return [_filled(branch, told) for branch in tree]  # pyright: ignore
+        return [_filled(branch, found) for branch in tree]  # pyright: ignore
     if isinstance(tree, dict):
-        return {str(name): _filled(branch, told) for name, branch in tree.items()}  # pyright: ignore
-    return told.get(tree)
+        return {str(name): _filled(branch, found) for name, branch in tree.items()}  # pyright: ignore
+    return found.get(tree)

@@ -75,13 +75,13 @@ def leaves_of(value: Any, framework: str) -> tuple[Any, list[Leaf], list[tuple[s
 
 def statistics_of(array: Array, dtype: str) -> dict[str, Any]:
     """Return max, min, mean and l2 norm (float64; the last two over all elements), shape and dtype. Texts have no numbers."""
-    told: dict[str, Any] = {"shape": list(array.shape), "dtype": dtype}
+    facts: dict[str, Any] = {"shape": list(array.shape), "dtype": dtype}
     if array.dtype.kind not in "biuf" or not array.size:
-        return told
+        return facts
     with np.errstate(all="ignore"):
         wide = array.astype(np.float64)
         numbers = {"max": wide.max(), "min": wide.min(), "mean": wide.mean(), "norm": np.linalg.norm(wide.reshape(-1))}
-    return {name: _json_number(float(number)) for name, number in numbers.items()} | told
+    return {name: _json_number(float(number)) for name, number in numbers.items()} | facts
 
 
 def _json_number(number: float) -> float | str:

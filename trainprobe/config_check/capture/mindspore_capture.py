@@ -92,34 +92,34 @@ class CellCapture(Program):
     # ---- captures --------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        wanted, place = self.settings.captures, self._probe.place
+        captures, place = self.settings.captures, self._probe.place
         writer = self._writer = PackWriter(
-            self.settings.output, place.rank, place.world_size, tuple(c for c in wanted if c != "randomness")
+            self.settings.output, place.rank, place.world_size, tuple(c for c in captures if c != "randomness")
         )
         if place.world_size > 1 and place.rank == 0:
             self.settings.output.unlink(missing_ok=True)
-        if "environment" in wanted:
+        if "environment" in captures:
             writer.put("environment", capture_environment())
-        if "packages" in wanted:
+        if "packages" in captures:
             writer.put("packages", capture_packages)
-        if "hyperparameters" in wanted:
+        if "hyperparameters" in captures:
             scripts = [read_settings(path) for path in self.settings.scripts]
             given = SettingsWatch().sources([], dict(self.settings.settings))
-            models = [told for model in self._models for told in _of_model(model)]
+            models = [part for model in self._models for part in _of_model(model)]
             optimizers = [_of_optimizer(i, optimizer) for i, optimizer in enumerate(self._optimizers)]
             sources = [*scripts, *given, *models, *optimizers]
             writer.put("hyperparameters", {"framework": "mindspore", "sources": sources})
-        if "randomness" in wanted:
+        if "randomness" in captures:
             writer.note(UNSEEN)
 
     def _called(self, cell: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         writer = self._writer
         if writer is None or not cell.training:
             return
-        wanted, micro = self.settings.captures, self.micro
-        if "dataset" in wanted:
+        captures, micro = self.settings.captures, self.micro
+        if "dataset" in captures:
             writer.put("dataset", _inputs(cell, args, kwargs, micro, self.settings.tokens), micro)
-        if "weights" in wanted:
+        if "weights" in captures:
             named = ((p.name, p, "parameter") for model in self._models for p in model.get_parameters())
             writer.put("weights", {"step": micro, "parameters": entries(named)}, micro)
         self.micro += 1

@@ -15,7 +15,7 @@ from trainprobe.config_check.capture.plain_values import plain
 from trainprobe.config_check.capture.setting_files import flat, source
 from trainprobe.engine.core.guard import Guard
 
-_ODD = frozenset({"params", "param_names"})
+_NOT_SETTINGS = frozenset({"params", "param_names"})
 _MOST_STEPS = 1000  # learning rates that are kept
 _VOLATILE = frozenset({"_step_count", "_initial_step", "_is_initial", "_get_lr_called_within_step", "verbose"})
 
@@ -80,7 +80,7 @@ class OptimizerWatch:
     def _values(self, optimizer: Any) -> dict[str, Any]:
         groups = {
             f"group{i}": {
-                **{k: plain(v) for k, v in group.items() if k not in _ODD},
+                **{k: plain(v) for k, v in group.items() if k not in _NOT_SETTINGS},
                 "parameters": [self._name(p, group, j) for j, p in enumerate(group["params"])],
             }
             for i, group in enumerate(optimizer.param_groups)

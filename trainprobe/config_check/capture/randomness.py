@@ -211,9 +211,9 @@ def _frame(line: str) -> dict[str, Any]:
     if match is None:
         return {"file": "", "line": 0, "function": "", "source": line}
     path = match[1].replace("\\", "/")
-    beside = "" if _PACKAGE.match(path) or path.startswith("<") else beside_distributions(path)
-    installed = bool(_PACKAGE.match(path) or path.startswith("<") or beside)
-    short = beside or (_PACKAGE.sub("", path) if installed else "/".join(Path(path).parts[-2:]))
+    distribution = "" if _PACKAGE.match(path) or path.startswith("<") else beside_distributions(path)
+    installed = bool(_PACKAGE.match(path) or path.startswith("<") or distribution)
+    short = distribution or (_PACKAGE.sub("", path) if installed else "/".join(Path(path).parts[-2:]))
     return {"file": short, "line": int(match[2]), "function": match[3], "source": match[4].strip(), "installed": installed}
 
 

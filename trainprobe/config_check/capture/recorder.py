@@ -220,16 +220,16 @@ class Recorder:
         self.micro += 1
 
     def _capture(self, writer: PackWriter, call: Any, args: Any, kwargs: Any) -> None:
-        wanted, micro = self.settings.captures, self.micro
+        captures, micro = self.settings.captures, self.micro
         if micro == 0:
             self._first(writer)
-        if "dataset" in wanted:
+        if "dataset" in captures:
             inputs = capture_inputs(call, args, kwargs, self._optimizers.steps, self.settings.tokens)
             self._data = with_labels(inputs, self._labels.recent())
             writer.put("dataset", self._data, micro)
-        if "weights" in wanted:
+        if "weights" in captures:
             writer.put("weights", capture_weights(self._models, self._optimizers.steps), micro)
-        if "randomness" in wanted:
+        if "randomness" in captures:
             self._states[str(micro)] = random_states()
             writer.put("randomness", self._randomness())
 

@@ -22,8 +22,8 @@ def compare_packs(bench: Pack, cmp: Pack) -> Comparison:
     frameworks = framework_of(bench), framework_of(cmp)
     try:
         if len(set(frameworks)) > 1:
-            told = in_common_words(bench), in_common_words(cmp)
-            checks = [as_notes(compare(*told)) for compare in CHECKS]
+            comparable = in_common_words(bench), in_common_words(cmp)
+            checks = [as_notes(compare(*comparable)) for compare in CHECKS]
         else:
             checks = [compare(bench, cmp) for compare in CHECKS]
     except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:

@@ -12,7 +12,7 @@ from trainprobe.config_check.compare.verdicts import Finding
 
 Functions = Mapping[str, str]
 _TOP = "(top level)"
-_MOST_SAID = 3
+_MOST_REPORTED = 3
 # other findings that say themselves what in the code differs
 EXPLAINED_BY = (
     *("setting ", "key ", "lone ", "source ", "flag ", "model", "optimizer", "rates", "random seed", "requires_grad"),
@@ -73,9 +73,9 @@ def _pairs(left: dict[str, Functions], right: dict[str, Functions]) -> list[tupl
 def code_finding(rows: list[tuple[str, str, str]], where: str) -> Finding:
     """Return the one finding that names what differs. rows: name and both sides. where: the ranks, as a text."""
     names = [_words(*row) for row in rows]
-    rest = f" and {len(names) - _MOST_SAID} more places" if len(names) > _MOST_SAID + 1 else ""
-    said = names[: _MOST_SAID if rest else None]
-    return Finding("warning", f"the code differs: {', '.join(said)}{rest}{where}", CODE, EXPLAINED_BY)
+    rest = f" and {len(names) - _MOST_REPORTED} more places" if len(names) > _MOST_REPORTED + 1 else ""
+    reported = names[: _MOST_REPORTED if rest else None]
+    return Finding("warning", f"the code differs: {', '.join(reported)}{rest}{where}", CODE, EXPLAINED_BY)
 
 
 def _words(name: str, left: str, right: str) -> str:

@@ -30,12 +30,12 @@ def explain(a: Sequence[Batch], b: Sequence[Batch], first: int) -> str:
         return f"{typed}{since}"
     if padding := _padding_story(a, b, first):
         return f"{padding}{since}"
-    told = _sample_story(a, b, "samples") or _sample_story(a, b, "unpadded")
-    if names and (not told or told[0].isdigit()) and all(_is_moved(x, y) for x, y in zip(a, b, strict=False)):
+    story = _sample_story(a, b, "samples") or _sample_story(a, b, "unpadded")
+    if names and (not story or story[0].isdigit()) and all(_is_moved(x, y) for x, y in zip(a, b, strict=False)):
         verb = "holds" if len(names) == 1 else "hold"
         return f"{' and '.join(names)} {verb} the same values in other places{since}: padded on the other side, or permuted"
-    if told:
-        return f"{told}{since}"
+    if story:
+        return f"{story}{since}"
     if names and a[first] and len(names) < len(a[first]):
         verb = "differs" if len(names) == 1 else "differ"
         return f"{' and '.join(names)} {verb} from micro-step {first} on, the rest of the batch is equal"

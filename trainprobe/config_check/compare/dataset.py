@@ -40,7 +40,7 @@ def compare_dataset(bench: Pack, cmp: Pack) -> Check:
     pairs = list(rank_pairs(bench, cmp, "dataset"))
     rows: list[tuple[Any, ...]] = []
     first: dict[int, int] = {}
-    told: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     plain: dict[Finding, list[int]] = {}
     findings = rank_findings("dataset", bench, cmp)
     if labelled[0] != labelled[1]:
@@ -57,7 +57,7 @@ def compare_dataset(bench: Pack, cmp: Pack) -> Check:
         if left.keys() != right.keys():
             findings.append(_count_finding(rank, left, right))
         if rank in first:
-            told.setdefault(explain(_sequence(left), _sequence(right), first[rank]), []).append(rank)
+            ranks_by_text.setdefault(explain(_sequence(left), _sequence(right), first[rank]), []).append(rank)
     ranks = [rank for rank, _, _ in pairs]
     findings += [Finding(f.level, f"{f.text}{which_ranks(where, ranks)}", f.topic) for f, where in plain.items()]
     if bench.world_size != cmp.world_size:
@@ -66,8 +66,8 @@ def compare_dataset(bench: Pack, cmp: Pack) -> Check:
             passed = [(*row[:-1], "note") if other.level == "note" and row[-1] == "error" else row for row in rows]
             return Check("dataset", COLUMNS, passed, (*findings, other))
     if exchanged := _exchanged(bench, cmp, first):
-        told = {exchanged: ranks}
-    for text, where in told.items():
+        ranks_by_text = {exchanged: ranks}
+    for text, where in ranks_by_text.items():
         # the order of the data says more than the calls that shuffled it
         topic, causes = ("dataset order", (*_SEEDS, *_LOADING)) if ORDER in text else ("dataset", EXPLAINED_BY)
         findings.append(Finding("error", f"{text}{which_ranks(where, ranks)}", topic, causes))
@@ -98,7 +98,7 @@ def _scalars(rank: int, left: Mapping[int, Any], right: Mapping[int, Any], rows:
     What one side does not give may have that value by default: a warning. None is as good as not given. Packs of other tools do
     not tell any of it.
     """
-    told: dict[str, Finding] = {}
+    by_name: dict[str, Finding] = {}
     for micro in sorted(left.keys() & right.keys()):
         a, b = (_given(side[micro]) for side in (left, right))
         for name in dict.fromkeys((*a, *b)) if "scalars" in left[micro] and "scalars" in right[micro] else ():
@@ -107,10 +107,10 @@ def _scalars(rank: int, left: Mapping[int, Any], right: Mapping[int, Any], rows:
             equal = both and same(a[name], b[name])
             level: Level = "error" if both else "warning"
             rows.append((micro, rank, name, "", "", x, y, "pass" if equal else level))
-            if not equal and name not in told:
+            if not equal and name not in by_name:
                 text = f"{name}, with which the model is called, differs from micro-step {micro} on: {x} and {y}"
-                told[name] = Finding(level, text, f"argument {name}")
-    return list(told.values())
+                by_name[name] = Finding(level, text, f"argument {name}")
+    return list(by_name.values())
 
 
 def _given(step: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,11 +179,11 @@ def _same_samples(bench: Pack, cmp: Pack) -> bool:
     if min(totals) == 0:
         return False
     short, long = (sides[0], sides[1]) if totals[0] <= totals[1] else (sides[1], sides[0])
-    wanted = samples(short)
+    needed = samples(short)
     for end in range(1, len(long) + 1):
         seen = samples(long[:end])
-        if seen.total() >= wanted.total():
-            return seen == wanted
+        if seen.total() >= needed.total():
+            return seen == needed
     return False
 
 

@@ -35,8 +35,8 @@ BY_NATURE = {
 
 def framework_of(pack: Pack) -> str:
     """Return "mindspore" or "torch"."""
-    told = [rank.single.get("hyperparameters", {}).get("framework") for rank in pack.ranks.values()]
-    return next((str(one) for one in told if one), "torch")
+    names = [rank.single.get("hyperparameters", {}).get("framework") for rank in pack.ranks.values()]
+    return next((str(one) for one in names if one), "torch")
 
 
 def in_common_words(pack: Pack) -> Pack:
@@ -75,11 +75,11 @@ def _rank(rank: RankPack) -> RankPack:
 def _source(one: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(one.get("values", {}))
     if one.get("kind") == "model":
-        values = {name: _class(str(told).partition("(")[0]) for name, told in values.items()}
+        values = {name: _class(str(setting).partition("(")[0]) for name, setting in values.items()}
     elif one.get("kind") == "optimizer":
         if all(beta in values for beta in _BETAS):
             values["group0.betas"] = [values.pop(beta) for beta in _BETAS]
-        values = {name: value for key, told in values.items() for name, value in _of_optimizer(key, told)}
+        values = {name: value for key, setting in values.items() for name, value in _of_optimizer(key, setting)}
     return {**one, "values": values}
 
 
@@ -107,7 +107,7 @@ def _parameter(name: str) -> str:
 
 
 def _tensors(content: Mapping[str, Any], key: str, entry: Any) -> dict[str, Any]:
-    return {**content, key: {_parameter(name): entry(told) for name, told in content.get(key, {}).items()}}
+    return {**content, key: {_parameter(name): entry(setting) for name, setting in content.get(key, {}).items()}}
 
 
 def _whole(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,11 +26,11 @@ def causes_and_consequences(checks: Sequence[Check]) -> tuple[list[Finding], lis
         unique += [f for check in ordered for f in check.findings if f.suspect and _is_suspected(f, unique)]
     causes = [f for f in unique if not _is_explained(f, unique)]
     causes.sort(key=lambda f: -LEVELS.index(f.level))
-    said: list[Finding] = []
+    reported: list[Finding] = []
     for cause in causes:
-        if not any(s.topic == cause.topic and cause.topic.startswith(_ONCE) for s in said):
-            said.append(cause)
-    return said, [f for f in unique if f not in causes]
+        if not any(s.topic == cause.topic and cause.topic.startswith(_ONCE) for s in reported):
+            reported.append(cause)
+    return reported, [f for f in unique if f not in causes]
 
 
 def _unique(findings: Sequence[Finding]) -> list[Finding]:
@@ -88,8 +88,8 @@ def headline(checks: Sequence[Check]) -> tuple[str, str]:
     if len(causes) > _LONGEST:
         sentence += f"; and {len(causes) - _LONGEST} more"
     follows = "; ".join(f.text for f in [f for f in consequences if f.topic != CODE][:_LONGEST])
-    besides = "; ".join(f.text for f in consequences if f.topic == CODE)
-    parts = [f"what follows: {follows}" if follows else "", f"besides: {besides}" if besides else ""]
+    code_differs = "; ".join(f.text for f in consequences if f.topic == CODE)
+    parts = [f"what follows: {follows}" if follows else "", f"besides: {code_differs}" if code_differs else ""]
     return sentence, "; ".join(filter(None, parts))
 
 

@@ -52,7 +52,7 @@ _KNOWN_BY = {
     "lightning": ("package lightning", "package pytorch-lightning"),
 }
 _MODULE = re.compile(r"(\w+)\((.*)\)", re.S)
-_MOST_SAID = 8
+_MOST_REPORTED = 8
 _DRAWN = ("setting seed", "setting data_seed", "random seed", "generator seed")  # what the seed of a generator may come from
 # settings that show again in the structure of the model
 _SHAPING = tuple(
@@ -131,12 +131,12 @@ def _rank_of_topic(topic: str) -> int:
 
 def _of_ranks(pairs: list[tuple[int, RankPack, RankPack]], ranks: list[int], same_size: bool) -> list[Finding]:
     """Return what differs in the models' states and in the times at which optimizers step."""
-    told: dict[Finding, list[int]] = {}
+    ranks_of: dict[Finding, list[int]] = {}
     for rank, a, b in pairs:
         found = state_findings(a.single["hyperparameters"], b.single["hyperparameters"])
         for finding in [*found, *(schedule_findings(a, b) if same_size else ())]:
-            told.setdefault(finding, []).append(rank)
-    return [replace(f, text=f"{f.text}{which_ranks(where, ranks)}") for f, where in told.items()]
+            ranks_of.setdefault(finding, []).append(rank)
+    return [replace(f, text=f"{f.text}{which_ranks(where, ranks)}") for f, where in ranks_of.items()]
 
 
 def _items(content: Mapping[str, Any]) -> dict[tuple[str, int, str], _Item]:
@@ -180,9 +180,9 @@ def _differences(left: dict[Any, _Item], right: dict[Any, _Item], same_size: boo
         kind = (a or b).kind  # pyright: ignore[reportOptionalMemberAccess]
         if (kind == "wrapper" or names.follows_rank_count(key)) and not same_size:
             continue
-        told = a is not None and b is not None and not (_is_unset(a.value) and _is_unset(b.value))
+        both_set = a is not None and b is not None and not (_is_unset(a.value) and _is_unset(b.value))
         harmless = names.is_place(key) or names.is_speed(key) or kind == IDLE_LOADER
-        level: Level = "note" if harmless else "error" if told else "warning"
+        level: Level = "note" if harmless else "error" if both_set else "warning"
         yield _Difference(a, b, matched_by, level)
 
 
@@ -216,7 +216,7 @@ def _row(d: _Difference, where: list[int], ranks: list[int]) -> tuple[Any, ...]:
 
 
 def _finding(d: _Difference, where: str) -> list[Finding]:
-    """Say one difference, unless its whole source is on one side only, which is said once."""
+    """Report one difference, unless its whole source is on one side only, which is reported once."""
     if d.left is None or d.right is None:
         item = d.left or d.right
         assert item is not None
@@ -337,9 +337,9 @@ def _shortened(findings: list[Finding]) -> tuple[Finding, ...]:
         text = f"{len(group)} settings of the {_KINDS.get(kind, kind)} are only in {side}"
         text = f"{_KINDS[kind]} is only in {side}: {', '.join(map(_value_text, group[:3]))}" if whole else text
         kept.append(Finding(level, text, f"source {kind} {side}", group[0].explained_by))
-    said, rest = kept[:_MOST_SAID], kept[_MOST_SAID:]
+    reported, rest = kept[:_MOST_REPORTED], kept[_MOST_REPORTED:]
     if any(f.level == "error" for f in rest):
-        said.append(Finding("error", f"{counted(len(rest), 'more setting')} differ", "key more"))
+        reported.append(Finding("error", f"{counted(len(rest), 'more setting')} differ", "key more"))
     elif rest:
-        said += rest[:2]
-    return tuple(said)
+        reported += rest[:2]
+    return tuple(reported)

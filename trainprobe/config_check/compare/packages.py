@@ -16,7 +16,7 @@ _ABSENT = "(not installed)"
 _UNKNOWN = "(not known: no git repository)"
 _LEVEL: dict[str, Level] = {"numeric": "error", "platform": "warning", "other": "warning", "tooling": "note"}
 _ORDER = ("numeric", "platform", "code", "other", "tooling")
-_MOST_SAID = 6
+_MOST_REPORTED = 6
 
 
 def compare_packages(bench: Pack, cmp: Pack) -> Check:
@@ -52,7 +52,7 @@ def compare_packages(bench: Pack, cmp: Pack) -> Check:
 
 def _shortened(findings: list[Finding]) -> tuple[Finding, ...]:
     """Say the first few and count the rest."""
-    said, rest = findings[:_MOST_SAID], findings[_MOST_SAID:]
+    reported, rest = findings[:_MOST_REPORTED], findings[_MOST_REPORTED:]
     if rest:
         level: Level = (
             "error"
@@ -61,8 +61,8 @@ def _shortened(findings: list[Finding]) -> tuple[Finding, ...]:
             if any(f.level == "warning" for f in rest)
             else "note"
         )
-        said.append(Finding(level, f"{len(rest)} more packages differ", "packages"))
-    return tuple(said)
+        reported.append(Finding(level, f"{len(rest)} more packages differ", "packages"))
+    return tuple(reported)
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str, str]]:

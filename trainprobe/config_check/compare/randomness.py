@@ -56,7 +56,7 @@ def compare_randomness(bench: Pack, cmp: Pack) -> Check:
         return early
     pairs = list(rank_pairs(bench, cmp, "randomness"))
     ranks = [rank for rank, _, _ in pairs]
-    told: dict[Finding, list[int]] = {}
+    ranks_of: dict[Finding, list[int]] = {}
     rows: list[tuple[Any, ...]] = []
     for rank, a, b in pairs:
         left, right = a.single["randomness"], b.single["randomness"]
@@ -68,9 +68,9 @@ def compare_randomness(bench: Pack, cmp: Pack) -> Check:
         if bench.world_size == cmp.world_size:  # with fewer samples a rank draws fewer numbers
             found += _states(rank, left, right, rows)
         for finding in found:
-            told.setdefault(finding, []).append(rank)
+            ranks_of.setdefault(finding, []).append(rank)
     findings = rank_findings("randomness", bench, cmp)
-    for f, where in told.items():
+    for f, where in ranks_of.items():
         findings.append(Finding(f.level, f"{f.text}{which_ranks(where, ranks)}", f.topic, f.explained_by))
     findings.sort(key=lambda f: (("error", "warning", "note").index(f.level), not f.topic.startswith("random seed")))
     return Check("randomness", COLUMNS, rows, tuple(findings))
@@ -228,9 +228,9 @@ def _matched(a: Counts, b: Counts) -> list[tuple[_Call | None, _Call | None]]:
             pairs.append((call, other))
             rest_a.remove(call)
             rest_b.remove(other)
-    for alike in (_same_place, _same_own_place, _similar, _similar_place):
+    for fits in (_same_place, _same_own_place, _similar, _similar_place):
         for call in list(rest_a):
-            other = next((o for o in rest_b if alike(call, o)), None)
+            other = next((o for o in rest_b if fits(call, o)), None)
             if other is not None:
                 pairs.append((call, other))
                 rest_a.remove(call)
@@ -263,8 +263,8 @@ def _similar_place(a: _Call, b: _Call) -> bool:
         return False
     left, right = [f[:2] for f in a.frames], [f[:2] for f in b.frames]
     sources = [f[2] for f in a.frames], [f[2] for f in b.frames]
-    alike = difflib.SequenceMatcher(None, sources[0], sources[1], autojunk=False).ratio()
-    return left == right and alike >= 0.5
+    similarity = difflib.SequenceMatcher(None, sources[0], sources[1], autojunk=False).ratio()
+    return left == right and similarity >= 0.5
 
 
 def _count_text(call: _Call | None, counts: Mapping[int, int]) -> str:

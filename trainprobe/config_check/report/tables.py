@@ -13,8 +13,8 @@ def summary_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
     """Return (check, verdict, first findings) of each check."""
     rows: list[tuple[str, str, str]] = []
     for check in comparison.checks:
-        said = [f.text for f in check.findings if f.level != "note"] or [f.text for f in check.findings]
-        text = "; ".join(dict.fromkeys(said[:3])) + (f"; and {len(said) - 3} more" if len(said) > 3 else "")
+        texts = [f.text for f in check.findings if f.level != "note"] or [f.text for f in check.findings]
+        text = "; ".join(dict.fromkeys(texts[:3])) + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")
         verdict = check.verdict if check.compared or check.verdict != "pass" else "not captured"
         rows.append((check.name, verdict, text))
     return rows

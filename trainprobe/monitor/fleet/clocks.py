@@ -55,9 +55,9 @@ def missing_steps(table: Timetable) -> list[Finding]:
         last = int(has[-1]) if has.size else -1
         if last < len(expected) - 1 and not _may_come(table, row, last, len(expected)):
             stopped.setdefault(last, []).append(rank)
-        holes = np.flatnonzero(~there[row, : last + 1])
-        if holes.size:
-            lacking.setdefault((int(expected[holes[0]]), len(holes)), []).append(rank)
+        gaps = np.flatnonzero(~there[row, : last + 1])
+        if gaps.size:
+            lacking.setdefault((int(expected[gaps[0]]), len(gaps)), []).append(rank)
     return [*_stopped(table, stopped, expected.tolist()), *_lacking(table, lacking)]
 
 
@@ -71,12 +71,12 @@ def _may_come(table: Timetable, row: int, last: int, count: int) -> bool:
 def _stopped(table: Timetable, stopped: dict[int, list[int]], expected: list[int]) -> Iterator[Finding]:
     for last, ranks in sorted(stopped.items()):
         step = expected[last + 1]
-        who = ranks_in_words(ranks, table.catalog.places)
+        subject = ranks_in_words(ranks, table.catalog.places)
         ended = f"after step {expected[last]}" if last >= 0 else "before the first step of the others"
         yield Finding(
             "fleet_steps",
             "error",
-            f"{who} stopped {ended}; the others went on to step {expected[-1]}",
+            f"{subject} stopped {ended}; the others went on to step {expected[-1]}",
             step,
             table.catalog.places.get(ranks[0]),
             measured=float(expected[last]) if last >= 0 else None,
@@ -133,7 +133,7 @@ def _late(
             found.setdefault(int(here[at]), []).append(row)
     for column, rows in sorted(found.items()):
         ranks, behind = [int(table.ranks[row]) for row in rows], float(np.nanmedian(lag[rows, column:]))
-        who, step = ranks_in_words(ranks, table.catalog.places), int(table.steps[column])
+        subject, step = ranks_in_words(ranks, table.catalog.places), int(table.steps[column])
         text = (
             f"logged every step {behind:.1f} s after the earliest ranks, from the first one on: a clock that is set otherwise"
         )
@@ -143,7 +143,7 @@ def _late(
         yield Finding(
             "fleet_late",
             severity,
-            f"{who} {text if severity == 'info' else late}" + (" would look the same" if severity == "info" else ""),
+            f"{subject} {text if severity == 'info' else late}" + (" would look the same" if severity == "info" else ""),
             step,
             table.catalog.places.get(ranks[0]),
             measured=behind,

@@ -70,8 +70,8 @@ def _judged(survey: Survey, first: list[Mapping[str, Any]], count: int) -> Findi
     place = catalog.places[rank]
     text = found.message if found is not None else f"step {step} has values that are not finite"
     if len(first) > 1:
-        who = ranks_in_words([row["rank"] for row in first], catalog.places)
-        head = f"{who} have it alike, and nothing that was recorded came before: which of them made it cannot be told"
+        subject = ranks_in_words([row["rank"] for row in first], catalog.places)
+        head = f"{subject} have it alike, and nothing that was recorded came before: which of them made it cannot be told"
         advice = f"run again from before step {step} with `monitor: {{gradients: {{unreduced: true}}, activations: true}}`"
     else:
         where = place_in_words(place)

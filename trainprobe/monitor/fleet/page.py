@@ -16,7 +16,7 @@ from trainprobe.monitor.fleet.verdict import Verdict, bad_counts, differing_coun
 from trainprobe.monitor.fleet.words import counted, place_in_words
 
 COLUMNS = 1_000  # of the map: a longer run joins neighbouring steps
-ODD_ROWS = 40  # ranks that have a row with their name
+NAMED_ROWS = 40  # ranks that have a row with their name
 STATES = (  # in words, and its colour in page.css or fleet.css; a later one is graver and hides those before it
     ("as its replicas, or not compared", "--calm"),
     ("no step", "--unknown"),
@@ -63,8 +63,8 @@ def describe(verdict: Verdict, title: str = "") -> dict[str, Any]:
         "every": every,
         "rows": rows.reshape(-1).tolist(),
         "patterns": [_runs(pattern) for pattern in patterns],
-        "odd": deviating[:ODD_ROWS],
-        "more": max(0, len(deviating) - ODD_ROWS),
+        "odd": deviating[:NAMED_ROWS],
+        "more": max(0, len(deviating) - NAMED_ROWS),
         "first": _first(verdict, every),
         "findings": [
             {"severity": f.severity, "rule": f.rule, "step": f.step, "message": f.message, "next": f.next}
@@ -106,7 +106,7 @@ def _deviating_rows(verdict: Verdict, codes: Codes) -> list[int]:
     table, deviating = verdict.table, dict[int, None]()
     for finding in verdict.findings:
         ranks = [rank for rank in ranks_of(finding) if rank in verdict.survey.catalog.places]
-        rows = np.searchsorted(table.ranks, ranks[: max(1, ODD_ROWS // 5)]).tolist()
+        rows = np.searchsorted(table.ranks, ranks[: max(1, NAMED_ROWS // 5)]).tolist()
         deviating.update(dict.fromkeys(row for row in rows if codes[row].any()))
     return [*deviating]
 

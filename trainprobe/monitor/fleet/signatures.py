@@ -35,6 +35,6 @@ def signatures(task: tuple[int, Mapping[int, RankFiles], Sequence[int]]) -> dict
     found = duck.table(
         "select rank, bit_xor(layout) as layout, bit_xor(value) as value from held where counts group by rank order by rank"
     )
-    wanted = {*ranks}
+    needed = {*ranks}
     rows = zip(*(found[name].to_pylist() for name in ("rank", "layout", "value")), strict=True)
-    return {rank: (layout, value) for rank, layout, value in rows if rank in wanted}
+    return {rank: (layout, value) for rank, layout, value in rows if rank in needed}

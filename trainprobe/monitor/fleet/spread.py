@@ -68,9 +68,9 @@ def _task(share: Share, catalog: Catalog) -> Task:
 
 
 def _with_references(ranks: Iterable[int], catalog: Catalog) -> dict[int, RankFiles]:
-    wanted = {*ranks}
-    wanted |= {to for rank in wanted if (to := catalog.files[rank].reference) is not None}
-    return {rank: catalog.files[rank] for rank in sorted(wanted)}
+    needed = {*ranks}
+    needed |= {to for rank in needed if (to := catalog.files[rank].reference) is not None}
+    return {rank: catalog.files[rank] for rank in sorted(needed)}
 
 
 def _cut(items: Sequence[Given]) -> list[Sequence[Given]]:

@@ -97,11 +97,11 @@ def _left(survey: Survey, group: Group, rows: Sequence[Mapping[str, Any]], place
     stayed = next((rank for rank in group.ranks if rank not in ranks), ranks[0])
     where = place_in_words(places[ranks[0]]) if len(ranks) == 1 else group.label
     more = f"{rows[0]['n']} values differ" if rows[0]["n"] > 1 else "it alone differs"
-    who = ranks_in_words(ranks, places)
+    subject = ranks_in_words(ranks, places)
     return Finding(
         "fleet_replicas",
         "error",
-        f"{who}{f' ({where})' if where else ''} left {len(group.ranks) - len(ranks)} replicas at step {step} in "
+        f"{subject}{f' ({where})' if where else ''} left {len(group.ranks) - len(ranks)} replicas at step {step} in "
         f"{_in_words(place)} ({more} at that step; values differ at {counted(steps[ranks[0]], 'step')})",
         step,
         places[ranks[0]],
@@ -121,11 +121,11 @@ def _compare(step: int, stayed: int, left: int) -> str:
 
 
 def _group_without_majority(survey: Survey, group: Group, row: Mapping[str, Any], place: Place) -> Finding:
-    who = ranks_in_words(group.ranks, survey.catalog.places)
+    subject = ranks_in_words(group.ranks, survey.catalog.places)
     return Finding(
         "fleet_replicas",
         "error",
-        f"{who} ({group.label}) are replicas and part at step {row['step']} in {_in_words(place)}: "
+        f"{subject} ({group.label}) are replicas and part at step {row['step']} in {_in_words(place)}: "
         f"{row['n']} values differ and no majority holds the same bits, so which rank is wrong cannot be told",
         row["step"],
         survey.catalog.places[group.ranks[0]],

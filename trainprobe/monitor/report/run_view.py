@@ -36,11 +36,11 @@ class Metric:
 
     def __post_init__(self) -> None:
         """Hold the shapes to each other, so that a wrong axis order is an error here and not a wrong picture."""
-        wanted = (len(self.rows), len(self.steps))
-        if self.values.ndim != 3 or self.values.shape[1:] != wanted:
+        expected = (len(self.rows), len(self.steps))
+        if self.values.ndim != 3 or self.values.shape[1:] != expected:
             raise UsageError(
                 f"metric {self.name!r}: values have shape {self.values.shape}, but {len(self.rows)} rows and "
-                f"{len(self.steps)} steps need [ranks, {wanted[0]}, {wanted[1]}]; transpose the array"
+                f"{len(self.steps)} steps need [ranks, {expected[0]}, {expected[1]}]; transpose the array"
             )
         if self.missing is not None and self.missing.shape != self.values.shape:
             raise UsageError(f"metric {self.name!r}: missing has shape {self.missing.shape}, values {self.values.shape}")

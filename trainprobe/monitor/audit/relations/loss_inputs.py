@@ -35,7 +35,7 @@ _BOUND, _SUM = 1e-3, 5e-3
 _EARLY = 20  # steps in which logits that have hardly been trained may all be small
 _FEWEST = 64
 _TOO_LONG = 0.05  # share of transcripts: single ones are what `zero_infinity` is for
-_APART = 1e-2  # inputs that differ by less may be the output of a layer that begins as zeros
+_LEAST_DISTANCE = 1e-2  # inputs that differ by less may be the output of a layer that begins as zeros
 
 
 def check(evidence: Evidence) -> list[Finding]:
@@ -122,4 +122,9 @@ def _twice_squashed(call: LossCall, evidence: Evidence) -> tuple[str, str] | Non
 
 def _looks_squashed(call: LossCall) -> bool:
     low, high = call.number("input_low"), call.number("input_high")
-    return call.kind == "binary_cross_entropy_with_logits" and call.count >= _FEWEST and 0 <= low <= high - _APART and high <= 1
+    return (
+        call.kind == "binary_cross_entropy_with_logits"
+        and call.count >= _FEWEST
+        and 0 <= low <= high - _LEAST_DISTANCE
+        and high <= 1
+    )

@@ -25,7 +25,7 @@ EVERY = 10
 STAGE = "reduction"
 NOT_STATE = {"value", "main_value", "grad", "grad_unclipped", "grad_unreduced"}
 _DATA = frozenset({"dp"})
-_ALIKE, _ALIKE_SHORT = 1e-5, 2e-3  # how far ratios of norms lie apart that are one factor: float32, shorter formats
+_TOLERANCE, _TOLERANCE_SHORT = 1e-5, 2e-3  # how far ratios of norms lie apart that are one factor: float32, shorter formats
 WORDS = {
     "value": "the weights differ before the update",
     "main_value": "the master weights differ before the update",
@@ -123,7 +123,7 @@ def beyond_one_factor(evidence: Evidence, names: list[str]) -> list[str] | None:
         return []
     if names and all(_by_own_norm(evidence, name) for name in names):
         return []
-    tolerance = _ALIKE if all("float32" in seen.dtypes.get((name, "grad"), "") for name in names) else _ALIKE_SHORT
+    tolerance = _TOLERANCE if all("float32" in seen.dtypes.get((name, "grad"), "") for name in names) else _TOLERANCE_SHORT
     ratios: dict[str, float] = {}
     for name in names:
         norms = [peer.rows[key_of(name, "grad")][1] for peer in group_of(evidence, name, "grad")]
@@ -142,7 +142,7 @@ def _by_own_norm(evidence: Evidence, name: str) -> bool:
     if len({norm for _, norm in norms}) < 2:
         return False
     products = [own * norm for own, norm in norms]
-    return max(products) - min(products) <= _ALIKE_SHORT * 0.1 * max(products)
+    return max(products) - min(products) <= _TOLERANCE_SHORT * 0.1 * max(products)
 
 
 def _finding(evidence: Evidence, slot: str, names: list[str], scaled: bool = False) -> Finding:

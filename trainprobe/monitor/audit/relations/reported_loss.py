@@ -34,7 +34,7 @@ OBSERVERS = frozenset({"gradient_use", "model_calls", "updates"})
 EVERY = 10
 STAGE = "backward"
 STEADY = 3
-_FLOOR, _APART = 1e-4, 1e-2
+_FLOOR, _WIDE_FLOOR = 1e-4, 1e-2
 _EXACT = 3e-6  # what sums of a few float32 numbers round by
 _SEVERAL = 4  # of more backward passes some sum would fit by chance
 
@@ -60,7 +60,7 @@ def check(evidence: Evidence) -> list[Finding]:
     if _scales_differ(evidence, losses, reported):
         return [_scale_changed(evidence, totals[0], reported)]
     known = _known(evidence)
-    tolerance = _FLOOR if known.exactly >= STEADY else _APART
+    tolerance = _FLOOR if known.exactly >= STEADY else _WIDE_FLOOR
     if known.explained < STEADY or min(abs(reported - k) for k in (*totals, *losses)) <= tolerance * size:
         return []
     return [_no_longer(evidence, totals, reported)]

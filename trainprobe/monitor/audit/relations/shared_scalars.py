@@ -21,12 +21,12 @@ EVERY = 10
 STAGE = "rate"
 AXES = frozenset({"dp", "cp", "tp"})
 STEADY = 3
-_TOLD = {"lr": "learning rates", "updates": "numbers of updates", "counter": "step counters"}
+_NAMES = {"lr": "learning rates", "updates": "numbers of updates", "counter": "step counters"}
 
 
 def check(evidence: Evidence) -> list[Finding]:
     """Find scalars that differ between ranks."""
-    found = [unequal(evidence, name, words, "shared_scalars") for name, words in _TOLD.items()]
+    found = [unequal(evidence, name, words, "shared_scalars") for name, words in _NAMES.items()]
     return [finding for finding in found if finding is not None] + _losses(evidence)
 
 

@@ -115,7 +115,7 @@ def _changed(evidence: Evidence, before: Evidence, name: str, slot: str) -> bool
 def _finding(evidence: Evidence, before: Evidence, slot: str, names: list[str]) -> Finding:
     first = names[0]
     now = evidence.tensors.checksum(first, slot)
-    twin = next(
+    origin = next(
         (
             n
             for n in before.tensors.with_slot(f"{slot}_after")
@@ -126,8 +126,8 @@ def _finding(evidence: Evidence, before: Evidence, slot: str, names: list[str]) 
     old, new = before.tensors.number(first, f"{slot}_after", "norm"), evidence.tensors.number(first, slot, "norm")
     if new == 0 and old != 0:
         how = "it was set to zero: state lost in loading, or a reset"
-    elif twin is not None:
-        how = f"it is now what that of {twin} was: state that was assigned to the wrong parameter"
+    elif origin is not None:
+        how = f"it is now what that of {origin} was: state that was assigned to the wrong parameter"
     else:
         how = "something wrote to it: an in-place change, a load, or corrupted memory"
     what = {"value": "the weight", "main_value": "the master weight"}.get(slot, f"the optimizer state {slot}")
