@@ -34,7 +34,7 @@ def page() -> str:
             "## Switches of torch\n\nRead in the first micro-step, while the model is called.\n",
             *_table(("switch", "effect", "what it does"), ((n, r["effect"], r["what"]) for n, r in switches().items())),
             "\n## Environment variables\n",
-            "The first row that fits decides. Of all others a hash is kept, and those that differ are named.\n",
+            "The first row that fits decides. A hash is kept of all others, and those that differ are named.\n",
             *_table(("variable", "effect", "what it does"), ((f"`{n}`", effect, what) for n, effect, what in variables())),
             _wrapped(f"\nVariables that say where a run was started are not compared: {_code(names.variables_of_place)}."),
             "\n## Objects of the program\n",
@@ -47,7 +47,7 @@ def page() -> str:
                     ("modules and weights", ", ".join(dict.fromkeys((*HOOKS.values(), *TENSOR_HOOKS.values(), *_STATE)))),
                 ],
             ),
-            _wrapped(f"\nTold only where the data differ: {_code(sorted(names.speed))}.") + "\n",
+            _wrapped(f"\nReported only where the data differ: {_code(sorted(names.speed))}.") + "\n",
         ]
     )
 

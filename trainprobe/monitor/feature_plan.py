@@ -83,7 +83,7 @@ class FormatSettings(Feature):
         "value",
         "grad",
     )
-    """Of which values: outputs of modules and their gradients, values of parameters and their gradients."""
+    """The values that are looked at: outputs of modules and their gradients, values of parameters and their gradients."""
     scale: Literal["amax"] | Annotated[float, Field(gt=0)] = 1.0
     """What values are multiplied by before they are cast: a number, or `amax`, the largest number of the format over the
     largest magnitude of the tensor."""

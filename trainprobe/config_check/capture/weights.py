@@ -14,7 +14,7 @@ from trainprobe.engine.core.naming import count_outer_wrappers, logical_name
 def capture_weights(models: list[Any], step: int) -> Callable[[], dict[str, Any]]:
     """Start the reductions and return the function that waits for them: {"step", "parameters": name → entry}.
 
-    models: the model, or its chunks (virtual pipeline stages). Of a sharded parameter the part on this rank is taken.
+    models: the model, or its chunks (virtual pipeline stages). The part on this rank is taken of a sharded parameter.
     """
     tensors = TensorFingerprints()
     for name, kind, tensor in named_tensors(models):

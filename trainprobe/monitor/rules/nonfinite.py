@@ -3,7 +3,7 @@
 Walks the step in execution order. In the forward pass an origin is a call with finite inputs and parameters and a
 non-finite output; in the backward pass finite gradients of outputs and a non-finite gradient of inputs or of a
 parameter; in the optimizer finite gradients and a non-finite update, state or parameter. Where the forward pass was finite
-and the loss is not, or what comes back into the backward pass is not, it is the loss. Of nested modules the innermost is named.
+and the loss is not, or what comes back into the backward pass is not, it is the loss. The innermost of nested modules is named.
 Where the first non-finite value is one that a forward call is given, and a result of the forward pass is not finite, only a
 call that is known to have made such a result of finite values is an origin; without one, it came in with the batch.
 Minus infinity alone is not counted, because attention masks are made of it. What stands in single calls alone, and in nothing

@@ -13,7 +13,7 @@ Relation, for the functions of `torch.nn.functional` in training:
                                         steps in a row
     mse_loss, l1_loss, huber_loss …     input and target are not broadcast against each other, [N, 1] and [N] to [N, N]
 
-Tolerance: 1e-3 for bounds, 5e-3 for sums. Of inputs over classes the first 16 entries of each other dimension are looked at.
+Tolerance: 1e-3 for bounds, 5e-3 for sums. The first 16 entries of each other dimension of inputs over classes are looked at.
 Reported as warnings: torch computes all of this, and it may be intended.
 Usually caused by a softmax, a sigmoid or a ReLU in the model before a loss that takes logits, by a loss that wants logarithms
 and does not get them, by images in 0 … 255 as targets, by a prediction [N, 1] against targets [N], and by strides that leave
