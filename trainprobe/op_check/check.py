@@ -20,7 +20,7 @@ from trainprobe.op_check.properties import UNWRITTEN, ambiguous_gradient, at_bor
 from trainprobe.op_check.redrawn import SOURCE as RUN_AGAIN
 from trainprobe.op_check.redrawn import redrawn
 from trainprobe.op_check.references import judged_results
-from trainprobe.op_check.run import SINGLE
+from trainprobe.op_check.run import SINGLE, autocast, takes_mixed_formats
 from trainprobe.op_check.statistics import statistics
 
 Direction = Literal["forward", "backward"]
@@ -61,9 +61,27 @@ def check(case: Case, backward: bool = False, tolerance: Tolerance | None = None
     if not backward and api(case.name) in UNWRITTEN:
         return Checked("forward", [Judgement("unspecified", "memory that nobody has written yet")], "properties")
     direction: Direction = "backward" if backward else "forward"
+    case = _in_the_format_of_autocast(case) if backward else case
     if all(o is None for o in recorded):
         return Checked(direction, [Judgement("not checked", "the dump does not hold the values that it wrote or returned")])
     return _guarded(case, direction, tolerance)
+
+
+def _in_the_format_of_autocast(case: Case) -> Case:
+    """Return a backward with its gradients as the operator gave them: what autocast cast before it is cast back after it."""
+    low = autocast(case)
+    if low is None and takes_mixed_formats(case):
+        low = case.tensors()[0].dtype  # some kernels add up the gradients of weights in it
+    if low is None:
+        return case
+
+    def given(t: Tensor | None) -> Tensor | None:
+        if t is None or t.dtype != torch.float32:
+            return t
+        narrow = t.to(low)
+        return narrow if torch.equal(narrow.to(t.dtype), t) else t
+
+    return replace(case, results=[given(t) for t in case.results])
 
 
 def _guarded(case: Case, direction: Direction, tolerance: Tolerance | None) -> Checked:

@@ -40,11 +40,11 @@ _EXACT = frozenset(
     new_empty_strided fill_ zero_ arange scalar_tensor lift_fresh _to_copy to floor ceil round trunc clamp clamp_min
     clamp_max tril
     triu flip roll repeat diagonal diag_embed unfold constant_pad_nd one_hot nonzero lift scatter slice_scatter select_scatter
-    select_backward slice_backward index_put _local_scalar_dense resize_ set_ unsqueeze_ squeeze_ t_ transpose_ is_same_size
+    select_backward slice_backward _local_scalar_dense resize_ set_ unsqueeze_ squeeze_ t_ transpose_ is_same_size
     diagonal_backward im2col rot90 tile movedim pixel_shuffle pixel_unshuffle channel_shuffle embedding max_pool2d_with_indices
     """.split()  # noqa: SIM905  (words read better than a column of quotes)
 )
-_PUTS = ("index_put_", "_index_put_impl_")
+_PUTS = ("index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_")
 # libraries promise a unit in the last place for these, and polynomials of vector code a little more: in units of u
 _SPECIAL = (
     "i0 special_i0e special_i1 special_i1e special_erfcx special_ndtri special_log_ndtr special_bessel_j0 special_bessel_j1"

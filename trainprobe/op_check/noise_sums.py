@@ -171,6 +171,7 @@ PRODUCTS: dict[str, Callable[[Sequence[Any], Any], int]] = {
     "convolution_backward": lambda args, out: max(args[2][0].numel(), args[0].numel() // max(1, args[0].shape[1])),
     **dict.fromkeys(["addcmul", "addcmul_", "addcdiv", "addcdiv_"], lambda args, out: 2),
     **dict.fromkeys(["index_add", "index_add_", "scatter_add", "scatter_add_", "_index_put_impl_", "index_put_"], _whole),
+    **dict.fromkeys(["index_put", "_unsafe_index_put"], _whole),
     **dict.fromkeys(["avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"], _whole),
     **dict.fromkeys(["embedding_dense_backward"], _whole),
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainprobe.op_check.noise import kept, stored
 from trainprobe.op_check.references import formula
-from trainprobe.op_check.references.primitives import Tensor, mean, rsqrt
+from trainprobe.op_check.references.primitives import Tensor, mean, rsqrt, sqrt, sum
 
 
 def _normal(x: Tensor, dims: Sequence[int], eps: float) -> Tensor:
@@ -115,3 +115,10 @@ def instance_norm(
     else:
         normal = _normal(input, [*range(2, input.ndim)], eps)
     return _affine(normal, weight, bias, shape)
+
+
+@formula("_weight_norm")
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """G v / ‖v‖, with the norm over all dimensions but `dim`, or over all with −1."""
+    dims = [d for d in range(v.ndim) if d != dim]
+    return v * (g / kept(sqrt(sum(v * v, dims, True))))
