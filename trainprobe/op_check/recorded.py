@@ -193,7 +193,7 @@ class RecordedRank:
 
     def _array(self, name: str) -> npt.NDArray[Any]:
         if name not in self._arrays:
-            self._arrays[name] = self._store.array(name)
+            self._arrays[name] = np.asarray(self._store.array(name))  # widened, a single number is no array
         return self._arrays[name]
 
     def _given(self, unit: Unit, of: Callable[[Value], str]) -> str:
