@@ -31,6 +31,7 @@ from trainprobe.dump_compare.spread import Run, suitable, without_agreeing
 from trainprobe.dump_compare.vis_db import vis_of_rank, write_vis_db
 from trainprobe.engine.compare.uncollected import uncollected
 from trainprobe.engine.core.json_schema import prints
+from trainprobe.engine.core.naming import LEFT_OUT
 from trainprobe.engine.core.ray_cluster import on_ray
 from trainprobe.errors import CompareError, UsageError
 
@@ -219,6 +220,12 @@ def compare_rank(
             else:
                 measure_with(judged, sides, Side(folder))
 
+    notes += [
+        f"{name} {note}"
+        for name, side in zip("AB", sides, strict=True)
+        for note in side.step_data.notes
+        if note.startswith(LEFT_OUT)
+    ]
     steps = [side.step_data.step for side in sides]
     if steps[0] != steps[1]:
         notes.append(f"A is step {steps[0]} and B is step {steps[1]}")

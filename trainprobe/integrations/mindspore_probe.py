@@ -257,6 +257,12 @@ class MindSporeProbe(Probe):
         naming = self.parts.naming
         return naming.limits() if isinstance(naming, GraphCellTap) else [COMPILED]
 
+    def _about_step(self) -> dict[str, Any]:
+        """Return what there is to know of a step; that cells were left out is a note of each, for whoever compares its dump."""
+        about, naming = super()._about_step(), self.parts.naming
+        left_out = naming.left_out if isinstance(naming, GraphCellTap) and is_graph_mode() else ""
+        return about | ({"notes": tuple(dict.fromkeys((*about["notes"], left_out)))} if left_out else {})
+
 
 def before_update(parts: Parts, optimizers: Sequence[Any], gradients: Any = ()) -> None:
     """Handle the beginning of a step of these optimizers."""

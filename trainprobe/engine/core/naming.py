@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 INNER = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})  # what a wrapper that only forwards calls its child
 WRAPPERS = INNER | {"_orig_mod"}
+LEFT_OUT = "left out, as looking at it could change"  # begins a note of a step that names calls without their values
 ROOT = "root"  # the name under which the model itself is recorded
 Rename = Callable[[str], str]
 

@@ -13,8 +13,9 @@ orders nothing.
 So that MindSpore keeps an operator, a value has to depend on what it returns (`ops.depend`). That value becomes another one,
 whose uses are added up on their own. The operators of a call are therefore tied to its result, where the source of the cell
 proves that the result is a new value that nothing else uses, and that it is computed from the arguments that are looked at
-(`value_flow`). The gradient at a result is taken at the same place. What is not proven, and the gradients at inputs, are left out
-unless the plan asks for all.
+(`value_flow`). The gradient at a result is taken at the same place. What is not proven is left out unless the plan asks for
+all. Gradients at inputs are not taken, nor at results that are not proven to be new: they would be the share of one cell, where
+PyNative mode shows the sum of all that use a tensor.
 """
 
 from __future__ import annotations
@@ -171,10 +172,11 @@ class GraphCallbacks:
         return Parts(frozenset({0}) if drops else flow.used if flow.new else frozenset(), flow.new or drops, positional)
 
     def cell(self, cell: Any, seen: Seen) -> None:
-        """Have the parts of each call of a cell told: "input", "output", and "grad_output", "grad_input" going backward."""
+        """Have the parts of each call of a cell told: "input", "output", and "grad_output" going backward."""
         back, parts = _Inserted if self.recomputed else _Passed, self.parts(cell)
         if self.everything:
-            self._watch(cell, seen, lambda tell: _watch_all(cell, tell, self.backward, back))
+            new = self.backward and self._reader.cell(cell).new
+            self._watch(cell, seen, lambda tell: _watch_all(cell, tell, new, back))
         elif parts.result:
             self._watch(cell, seen, lambda tell: _watch_cell(cell, tell, self.backward, back, parts))
 
@@ -240,10 +242,8 @@ def _watch_all(cell: Any, seen: Seen, backward: bool, back: Callable[[str, int, 
     own, numbers = cell.construct, count()
     forward = partial(_forward, numbers=numbers)
     most = _positional(own)
-    look_in, look_out = (
-        _looking(_several(forward, part, items, seen), _several(back, f"grad_{part}", items, seen), backward)
-        for part, items in (("input", most), ("output", _MOST))
-    )
+    look_in = _looking(_several(forward, "input", most, seen), [], False)
+    look_out = _looking(_several(forward, "output", _MOST, seen), [], False)
     look_alone = _looking([forward("output", ALONE, seen)], [back("grad_output", ALONE, seen)], backward)
     unknown = mindspore.Tensor([UNKNOWN], mindspore.int32)
 

@@ -17,19 +17,19 @@ from trainprobe.engine.capture.mindspore.cells import CellInfo, CellTap, is_grap
 from trainprobe.engine.capture.mindspore.graph_callback import ALONE, UNKNOWN, GraphCallbacks, Parts
 from trainprobe.engine.capture.requests import ModuleRequest
 from trainprobe.engine.core.guard import Guard
-from trainprobe.engine.core.naming import ROOT
+from trainprobe.engine.core.naming import LEFT_OUT, ROOT
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.stacks import Stacks
 from trainprobe.engine.tape import Tape
 
 IN_A_GRAPH = (
     "inside the graph cells are seen and operators are not; keyword arguments of cells, tensors inside containers of their "
-    "arguments and results, and results beyond the eighth are not recorded; `parameters_grad` is what the optimizer is handed; "
+    "arguments and results, results beyond the eighth and the gradients at inputs and at one of several results are not "
+    "recorded; `parameters_grad` is what the optimizer is handed; "
     "calls of one cell are numbered in the order in which the graph runs them"
 )
-LEFT_OUT = (
-    "left out, as looking at it could change the order of a sum and so the bits of the training: {what}; "
-    "`graph_callbacks: all` records them too"
+LEFT_OUT_OF_GRAPH = (
+    f"{LEFT_OUT} the order of a sum and so the bits of the training: {{what}}; `graph_callbacks: all` records them too"
 )
 CHANGES_BITS = (
     "`graph_callbacks: all` also looks where that can change the order in which MindSpore adds up gradients, so that the last "
@@ -40,7 +40,7 @@ TOO_LATE = (
     "Open the probe before the first step"
 )
 _NAMED = 5  # names that a sentence holds
-_PLACES = {"input": "args", "output": "out", "grad_output": "args", "grad_input": "out"}  # of a forward or backward call
+_PLACES = {"input": "args", "output": "out", "grad_output": "args"}  # of a forward or backward call
 
 
 class GraphCellTap(CellTap):
@@ -82,6 +82,11 @@ class GraphCellTap(CellTap):
         for one in optimizers:
             if self.handed is not None or self._wants_gradients:
                 self.callbacks.optimizer(one, partial(self._guard.run, self._handed, one))
+
+    @property
+    def left_out(self) -> str:
+        """Which cells are not recorded as a whole, as a sentence; empty where all are."""
+        return "" if self.callbacks.everything else self._about_bits
 
     def limits(self) -> list[str]:
         """Return what is not recorded in the graph, and what that does to the bits of the training, as sentences."""
@@ -184,7 +189,7 @@ class GraphCellTap(CellTap):
         return None
 
     def _order(self) -> None:
-        """Say in which call each call ran, and put that one first: a graph hands over a cell's tensors when it has its result."""
+        """Set in which call each call ran, and put that one first: a graph may hand over the tensors of a cell last."""
         tape = self._tape
         if tape is None:
             return
@@ -231,9 +236,9 @@ def _left_out(cells: list[tuple[str, Parts]]) -> str:
     """Return a sentence that names the cells of which something is not recorded."""
     nothing = [name for name, parts in cells if not parts.result]
     inputs = [name for name, parts in cells if parts.result and len(parts.inputs) < parts.arguments]
-    kinds = [("{} cells as a whole ({})", nothing), ("inputs of {} cells ({})", inputs)]
-    what = ["the gradients at inputs of cells", *(text.format(len(names), _some(names)) for text, names in kinds if names)]
-    return LEFT_OUT.format(what=", ".join(what))
+    kinds = [("all of {} cells ({})", nothing), ("inputs of {} cells ({})", inputs)]
+    what = [text.format(len(names), _some(names)) for text, names in kinds if names]
+    return LEFT_OUT_OF_GRAPH.format(what=", ".join(what)) if what else ""
 
 
 def _some(names: list[str]) -> str:

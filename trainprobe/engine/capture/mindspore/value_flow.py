@@ -34,13 +34,19 @@ ONE_USE = (*_WITH_PARAMETERS, *_ACTIVATIONS, nn.MaxPool2d, nn.AvgPool2d)
 _LOSSES = (nn.SoftmaxCrossEntropyWithLogits, nn.CrossEntropyLoss)
 # operators that return a value of their own whatever they are given, by the lower-case names of functions and primitives
 _COMPUTE = frozenset(
-    "matmul batchmatmul bmm biasadd bias_add dense linear conv2d softmax relu relu6 gelu silu sigmoid tanh exp log sqrt rsqrt square"
-    " logsoftmax log_softmax cross_entropy rmsnorm".split()
+    (
+        *("matmul", "batchmatmul", "bmm", "biasadd", "bias_add", "dense", "linear", "conv2d", "softmax", "relu"),
+        *("relu6", "gelu", "silu", "sigmoid", "tanh", "exp", "log", "sqrt", "rsqrt", "square", "logsoftmax"),
+        *("log_softmax", "cross_entropy", "rmsnorm"),
+    )
 )
 # operators whose result may be what they are given, as MindSpore leaves out one that changes nothing
 _MAY_PASS = frozenset(
-    "reshape view transpose permute swapaxes cast astype to float half squeeze unsqueeze expand_dims expanddims flatten contiguous"
-    " mean sum reducemean reducesum identity".split()
+    (
+        *("reshape", "view", "transpose", "permute", "swapaxes", "cast", "astype", "to", "float", "half", "squeeze"),
+        *("unsqueeze", "expand_dims", "expanddims", "flatten", "contiguous", "mean", "sum", "reducemean", "reducesum"),
+        *("identity"),
+    )
 )
 _ARITHMETIC = {"add": ast.Add, "sub": ast.Sub, "mul": ast.Mult, "div": ast.Div, "realdiv": ast.Div}
 _ABOUT = frozenset(("shape", "rank", "dtype"))  # what looks at a value's type alone
@@ -49,7 +55,7 @@ _HOOKS = ("_forward_pre_hook", "_forward_hook", "_backward_pre_hook", "_backward
 _LONGEST = 500  # cells of a list that a loop goes over
 
 
-class _Unreadable(Exception):
+class _UnreadableError(Exception):
     """A function says what this module does not understand."""
 
 
@@ -128,7 +134,7 @@ class FlowReader:
             self.known[key] = NOTHING_KNOWN  # of a function that calls itself
             try:
                 self.known[key] = _Body(self, function, owner).flow()
-            except (_Unreadable, OSError, TypeError, SyntaxError, ValueError, AttributeError, RecursionError):
+            except (_UnreadableError, OSError, TypeError, SyntaxError, ValueError, AttributeError, RecursionError):
                 pass
         return self.known[key]
 
@@ -212,13 +218,13 @@ class _Body:
     def __init__(self, reader: FlowReader, function: Any, owner: Any) -> None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
         if not isinstance(tree, ast.FunctionDef) or tree.decorator_list:
-            raise _Unreadable
+            raise _UnreadableError
         self._tree = tree
         self._reader = reader
         self._names = {**getattr(function, "__globals__", {}), **inspect.getclosurevars(function).nonlocals}
         arguments = tree.args
         if arguments.vararg or arguments.kwarg:
-            raise _Unreadable
+            raise _UnreadableError
         names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
         self._variables: dict[str, _Value] = {}
         if owner is not None:
@@ -238,13 +244,13 @@ class _Body:
     # ---- statements: each returns whether what follows is not reached --------------------------------------------
 
     def _statements(self, body: Sequence[ast.stmt]) -> bool:
-        return any([self._statement(one) for one in body])
+        return any(self._statement(one) for one in body)  # what follows a `return` is not read
 
     def _statement(self, one: ast.stmt) -> bool:
         match one:
             case ast.Return(value=None) | ast.Raise():
                 if isinstance(one, ast.Return):
-                    raise _Unreadable
+                    raise _UnreadableError
                 return True
             case ast.Return(value=value):
                 self._returned.append(self._used(value))
@@ -263,7 +269,7 @@ class _Body:
             case ast.Pass() | ast.Assert():
                 pass
             case _:
-                raise _Unreadable
+                raise _UnreadableError
         return False
 
     def _assign(self, target: ast.expr, value: _Value) -> None:
@@ -275,7 +281,7 @@ class _Body:
                 for item in items:
                     self._assign(item, _Value())
             case _:
-                raise _Unreadable
+                raise _UnreadableError
 
     def _branches(self, test: ast.expr, body: Sequence[ast.stmt], orelse: Sequence[ast.stmt]) -> bool:
         self._value(test)
@@ -301,7 +307,7 @@ class _Body:
     def _loop(self, target: ast.expr, over: _Value, body: Sequence[ast.stmt]) -> None:
         cells = list(over.const) if isinstance(over.const, nn.CellList | nn.SequentialCell | list | tuple) else None
         if any(isinstance(node, ast.Break | ast.Continue | ast.Return) for one in body for node in ast.walk(one)):
-            raise _Unreadable
+            raise _UnreadableError
         if cells is not None and len(cells) <= _LONGEST and all(isinstance(cell, nn.Cell) for cell in cells):
             for cell in cells:
                 self._assign(target, _Value(const=cell))
@@ -344,10 +350,10 @@ class _Body:
             case ast.Call(func=function, args=args, keywords=keywords):
                 return self._call(function, args, keywords)
             case ast.Lambda() | ast.NamedExpr() | ast.Yield() | ast.Await() | ast.Starred():
-                raise _Unreadable
+                raise _UnreadableError
         for inner in ast.walk(node):  # a tuple, a comparison, an index, …: its parts are used once at least
             if isinstance(inner, ast.Lambda | ast.NamedExpr):
-                raise _Unreadable
+                raise _UnreadableError
             if isinstance(inner, ast.Name) and inner.id in self._variables:
                 self._variables[inner.id].uses += 2
         return _Value()
@@ -365,7 +371,7 @@ class _Body:
     def _call(self, function: ast.expr, args: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> _Value:
         star = any(isinstance(one, ast.Starred) for one in args) or any(one.arg is None for one in keywords)
         if star:
-            raise _Unreadable
+            raise _UnreadableError
         given = [self._value(one) for one in args]
         named = {str(one.arg): self._value(one.value) for one in keywords}
         if isinstance(function, ast.Attribute):
