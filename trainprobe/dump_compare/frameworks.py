@@ -13,15 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
 from math import prod
 from typing import Any
 
-import yaml
-
 from trainprobe.dump_compare.dump_side import Side
-from trainprobe.dump_compare.pairing import CallPair, operator, pair_calls
+from trainprobe.dump_compare.op_names import common_name
+from trainprobe.dump_compare.pairing import CallPair, pair_calls
 from trainprobe.dump_compare.renamed.mapping_files import Api
 from trainprobe.engine.core.records import Call, Value
 from trainprobe.errors import CompareError
@@ -80,16 +77,6 @@ def pair_frameworks(
     return found, notes
 
 
-@cache
-def op_names() -> dict[str, str]:
-    """Return the name of an op in a dump, without its owner for torch and `Primitive.NAME` for MindSpore → the common name."""
-    table: dict[str, dict[str, list[str]]] = yaml.safe_load(
-        (files("trainprobe.dump_compare") / "op_names.yaml").read_text(encoding="utf-8")
-    )
-    found = {name: common for common, row in table.items() for name in row["torch"]}
-    return found | {f"Primitive.{name}": common for common, row in table.items() for name in row["primitive"]}
-
-
 @dataclass(frozen=True, slots=True)
 class _UserOp:
     """What a user says of an op: its common name, and the places of arguments and outputs that count; all where none are."""
@@ -108,14 +95,6 @@ def _user_ops(apis: Sequence[Api], framework: str) -> dict[str, _UserOp]:
         )
         for api in apis
     }
-
-
-def common_name(name: str) -> str | None:
-    """Return the common name of an op as a dump has it, `Tensor.__add__` or `Primitive.AddExt`; None where there is none."""
-    if name.startswith("Primitive."):
-        return op_names().get(name)
-    last = operator(name).rpartition(".")[2]
-    return op_names().get(last.strip("_"))
 
 
 @dataclass

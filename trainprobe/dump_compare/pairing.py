@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainprobe.dump_compare.op_names import mindspore_name, operator
 from trainprobe.engine.core.naming import ROOT
 from trainprobe.engine.core.records import Call
 from trainprobe.engine.core.step_data import slots
 from trainprobe.engine.storage.dumps.layout import DUMP_FILE, LOG_FILE, find_dumps, has_run_log, holds_dump
 from trainprobe.errors import CompareError, FormatError
 
-# what an operator is called by tools that wrap it → by torch, whose function mode sees it
-_OPERATORS = {"truediv": "div", "rdiv": "rtruediv", "mod": "remainder", "radd": "add", "rmul": "mul"}
 _MOVES = frozenset(["reshape", "view", "transpose", "permute", "contiguous", "expand", "repeat", "flatten", "unflatten"])
-_METHODS = frozenset(["add", "sub", "mul", "div", "remainder", "matmul", "pow", "neg", "abs", "gt", "lt", "ge", "le", "ne"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +155,11 @@ def _pair_ops(
 ) -> dict[int, Call]:
     """Return place in A of each op → its partner."""
     mine, theirs = ([i for i, call in enumerate(side) if call.kind == "op" and call.phase != "backward"] for side in (a, b))
+    of_mindspore = any(side[i].name.startswith("Primitive.") for side, ops in ((a, mine), (b, theirs)) for i in ops)
+    plain = mindspore_name if of_mindspore else operator
     keys = (
-        _op_keys([a[i] for i in mine], looked_through[0], rename),
-        _op_keys([b[j] for j in theirs], looked_through[1]),
+        _op_keys([a[i] for i in mine], looked_through[0], plain, rename),
+        _op_keys([b[j] for j in theirs], looked_through[1], plain),
     )
     aligned = [(mine[i], theirs[j]) for i, j in _aligned_by_shapes([a[i] for i in mine], [b[j] for j in theirs], *keys)]
     partner = {i: b[j] for i, j in aligned}
@@ -178,15 +177,21 @@ def _pair_ops(
     return partner
 
 
-def _op_keys(ops: Sequence[Call], looked_through: Set[str], rename: Callable[[str], str] = str) -> list[Hashable]:
-    """Return what must be equal of two ops that belong together."""
+def _op_keys(
+    ops: Sequence[Call], looked_through: Set[str], plain: Callable[[str], str], rename: Callable[[str], str] = str
+) -> list[Hashable]:
+    """Return what must be equal of two ops that belong together. plain: is given the name of each."""
     within: dict[int, str | None] = {}  # by the call that an op runs in
+    names: dict[str, tuple[str, bool]] = {}  # of an op → its plain name, and whether it only moves data
     keys: list[Hashable] = []
     for op in ops:
         around = id(op.parent)
         if around not in within:
             within[around] = _module_around(op, looked_through, rename)
-        name, moves = _operator_and_whether_it_moves(op.name)
+        if op.name not in names:
+            name = plain(op.name)
+            names[op.name] = name, name.rpartition(".")[2] in _MOVES
+        name, moves = names[op.name]
         keys.append((name, op.phase, within[around], _first_shape(op) if moves else None))
     return keys
 
@@ -203,25 +208,6 @@ def _module_around(op: Call, looked_through: Set[str], rename: Callable[[str], s
 def _first_shape(call: Call) -> Hashable:
     """Return the shape of what an op is given first: one that only moves data belongs to none that is given another shape."""
     return next((tuple(value.shape) for _, value in slots(call)), None)
-
-
-@lru_cache(maxsize=4096)
-def _operator_and_whether_it_moves(name: str) -> tuple[str, bool]:
-    found = operator(name)
-    return found, found.rpartition(".")[2] in _MOVES
-
-
-def operator(name: str) -> str:
-    """Return the name of an op whether a tool names the operator or torch's function: `Tensor.__iadd__` is `Tensor.add_`."""
-    owner, _, last = name.rpartition(".")
-    if not (last.startswith("__") and last.endswith("__")):
-        return name
-    inner = last[2:-2]
-    in_place = _OPERATORS.get(inner[1:], inner[1:]) if inner.startswith("i") else ""
-    if in_place in _METHODS:
-        return f"{owner}.{in_place}_"
-    plain = _OPERATORS.get(inner, inner)
-    return f"{owner}.{plain}" if plain in _METHODS else f"{owner}.__{plain}__"
 
 
 def _aligned_by_shapes(
