@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from safetensors.numpy import load_file
 from tests.mindspore.test_model import Keep, address
 from tests.mindspore.tiny import BATCH, GRAPH, PYNATIVE, STEPS, Data, Loss, Net, Outcome, train
 from trainprobe.engine.capture.mindspore.graph_cells import IN_A_GRAPH
+from trainprobe.engine.core.naming import LEFT_OUT
 from trainprobe.errors import PlanError
 from trainprobe.integrations import mindspore_limits
 from trainprobe.integrations.mindformers import ProbeCallback
@@ -264,3 +267,68 @@ def test_a_device_whose_graphs_call_no_python_refuses(tmp_path: Path, monkeypatc
     monkeypatch.setattr(mindspore_limits, "callbacks_work", lambda: False)
     with pytest.raises(PlanError, match="calls Python from a graph on a CPU only"):
         MindSporeProbe(output=str(tmp_path / "out"), graph_callbacks=True)
+
+
+class Pair(nn.Cell):
+    """Returns a value that it also uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Dense(16, 16)
+
+    def construct(self, x: Any) -> Any:
+        h = self.first(x)
+        return h, h * h
+
+
+class Shared(nn.Cell):
+    """Two cells use one tensor more than once each, one returns two, one hands its argument on, and one does not use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Dense(16, 16)
+        self.a, self.b, self.c, self.pair, self.same = Twice(), Twice(), Twice(), Pair(), nn.Identity()
+
+    def construct(self, x: Any) -> Any:
+        h = self.start(x)
+        first, second = self.pair(h)
+        y = self.a(h) + self.b(self.same(h)) + self.c(h) + first + second
+        return (y * y).mean()
+
+
+def gradients_of(net: Any, plan: dict[str, Any] | None) -> list[bytes]:
+    step = Gradients(net.set_train())
+    x = ms.Tensor(np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32))
+    if plan is None:
+        return [g.asnumpy().tobytes() for g in step(x)]
+    with watch(net, level="L0", task="tensor", on_error="raise", **plan) as probe:
+        for _ in range(2):
+            with probe.step():
+                found = step(x)
+    return [g.asnumpy().tobytes() for g in found]
+
+
+def test_what_could_change_bits_is_left_out_and_each_dump_and_comparison_says_so(tmp_path: Path) -> None:
+    ms.set_context(mode=GRAPH)
+
+    def shared() -> Any:
+        ms.set_seed(1)
+        return Shared()
+
+    bare = gradients_of(shared(), None)
+    assert gradients_of(shared(), {"output": str(tmp_path / "out"), "graph_callbacks": True}) == bare
+    assert gradients_of(shared(), {"output": str(tmp_path / "all"), "graph_callbacks": "all"}) != bare
+    for step in (0, 1):
+        head = json.loads((tmp_path / f"out/step{step}/rank0/dump.json").read_text())
+        notes = [note for note in head["trainprobe"]["notes"] if note.startswith(LEFT_OUT)]
+        assert len(notes) == 1 and "all of 2 cells (pair, same)" in notes[0]
+        assert "Cell.pair.Pair.forward.0" not in head["data"] and "Cell.a.Twice.forward.0" in head["data"]
+    same = compare_ranks(tmp_path / "out", tmp_path / "out")
+    assert [note for note in same if f"A {LEFT_OUT}" in note] and [note for note in same if f"B {LEFT_OUT}" in note]
+
+
+def compare_ranks(a: Path, b: Path) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "trainprobe", "dump-compare", str(a), str(b)], capture_output=True, text=True, check=False
+    )
+    return done.stdout.splitlines()
