@@ -41,6 +41,11 @@ INPUTS = (
     "under MindSpore the gradient at an input is taken at the tensor: it is that of everything that used the tensor, and the "
     "share of one cell or operator only where nothing else did"
 )
+UNCALLED = (
+    "were not called from Python in this step: nothing used them, or `ms.jit` compiles them. Of what is compiled neither cells "
+    "nor operators are seen; MS_JIT=0 in the environment runs it uncompiled"
+)
+_CONTAINERS = ("CellList", "CellDict", "SequentialCell")
 RECOMPUTING = "_recompute_cell"  # the name under which a cell that is recomputed holds what does it
 
 
@@ -194,6 +199,11 @@ class CellTap:
 
         self._original = Replaced(Cell, "__call__", call)
 
+    def _uncalled(self) -> list[str]:
+        """Return the selected cells that Python did not call in this step, without those that hold others for the program."""
+        cells = [info for info in self.known.values() if info.selected and info.cls not in _CONTAINERS]
+        return [info.name for info in cells if info.name not in self._forwards]
+
     def pause(self) -> None:
         """Take no forward calls for a while."""
         self._paused = True
@@ -206,6 +216,10 @@ class CellTap:
         """Put `Cell.__call__` back, and take the hooks off tensors; with `again` the call stays in place, asleep."""
         if self._tape is not None and self._called <= 1 < len(self.known):
             self.notes[COMPILED] = None
+        elif self._tape is not None and not is_graph_mode() and not any(note.endswith(UNCALLED) for note in self.notes):
+            uncalled = self._uncalled()
+            if uncalled:
+                self.notes[f"{len(uncalled)} cells, the first of which is {uncalled[0]}, {UNCALLED}"] = None
         if not again and self._original is not None:
             self._original.back()
             self._original = None

@@ -248,11 +248,9 @@ class _Body:
 
     def _statement(self, one: ast.stmt) -> bool:
         match one:
-            case ast.Return(value=None) | ast.Raise():
-                if isinstance(one, ast.Return):
-                    raise _UnreadableError
+            case ast.Raise():
                 return True
-            case ast.Return(value=value):
+            case ast.Return(value=value) if value is not None:
                 self._returned.append(self._used(value))
                 return True
             case ast.Assign(targets=[target], value=value):
@@ -351,7 +349,12 @@ class _Body:
                 return self._call(function, args, keywords)
             case ast.Lambda() | ast.NamedExpr() | ast.Yield() | ast.Await() | ast.Starred():
                 raise _UnreadableError
-        for inner in ast.walk(node):  # a tuple, a comparison, an index, …: its parts are used once at least
+            case _:
+                return self._parts(node)
+
+    def _parts(self, node: ast.expr) -> _Value:
+        """Count the uses of the parts of a tuple, a comparison, an index, …, of which nothing else is known."""
+        for inner in ast.walk(node):
             if isinstance(inner, ast.Lambda | ast.NamedExpr):
                 raise _UnreadableError
             if isinstance(inner, ast.Name) and inner.id in self._variables:
